@@ -548,7 +548,7 @@ class RequestHandler:
             self._controller.estimator.learn(request.payload, tenant, usage.input_tokens)
         used = tokens, usage.input_tokens, usage.output_tokens
         if self._controller.usage is not None and failure is None:
-            self._controller.usage.count(request, self._snapshot.policy, used)
+            self._controller.usage.count(request, self._snapshot.policy, usage, self._status)
         said = None if failure is None else failure.message
         self._reporter.settled(outcome, status=self._status, used=used, error=error, said=said, size=self._size)
 

@@ -19,6 +19,7 @@ import msgspec
 from sidecar.durations import short_duration
 from sidecar.errors import RemainingLimits, TenantLimit
 from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Ask, Pool
 from sidecar.pools.stored_records import StoreSilent
@@ -81,10 +82,16 @@ class TenantUsage:
 
     # -- what requests do
 
-    def count(self, request: SizedRequest, policy: Policy, used: tuple[int, int | None, int | None]) -> None:
-        """A request has ended. `used` is all its tokens, and the engine's own count of input and output."""
-        classification, tokens = request.classification, used[0]
-        input_tokens = min(tokens, request.prompt_tokens if used[1] is None else used[1])
+    def count(self, request: SizedRequest, policy: Policy, usage: UsageReader, status: int | None) -> None:
+        """A request has ended. `usage` is that of its response, `status` is None where there was none."""
+        tokens = usage.used_tokens(request.prompt_tokens)
+        if not usage.is_known(None):
+            if status is not None and status >= 400:
+                return  # the engine refused it, or failed
+            # An answer that says nothing of its tokens: it may be one that its client has cut off before its end.
+            tokens = request.most_tokens if usage.has_begun else tokens
+        classification = request.classification
+        input_tokens = min(tokens, request.prompt_tokens if usage.input_tokens is None else usage.input_tokens)
         tenant, tier = classification.tenant.name, policy.tiers[classification.level].name
         self.add(tenant, tier, request.payload.model, input_tokens, tokens - input_tokens)
 

@@ -27,9 +27,10 @@ from sidecar.pools.redis import RedisUsage, usage_connector
 from sidecar.pools.redis.connection import StoreConnection, StoreError
 from sidecar.pools.stored_records import StoreSilent
 from sidecar.pools.usage_records import Recorded, Sums, UsageFigures, UsageKey
-from tests.support.middleware import App, answer, key, policy, whole_body, write_policy
+from tests.support.middleware import CHAT, App, answer, chat, key, policy, whole_body, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.stored_sidecar import Sidecar, sidecar
+from tests.support.wire import post
 
 pytestmark = pytest.mark.anyio
 NOON = datetime(2026, 11, 30, 12, tzinfo=timezone.utc).timestamp()
@@ -459,6 +460,65 @@ async def test_requests_are_counted_and_the_budget_holds_on_every_replica_and_af
     async with sidecar(tmp_path / "a", store.url, app=CountingApp(), **budget) as anew:
         assert await anew.status("sk-acme") == 429  # the first request knows
         assert await anew.status("sk-nightly") == 200
+
+
+class Rude(App):
+    """Answers as the request's `model` says: a status, or a body; `hang` never does."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await super().__call__(scope, receive, send)
+            return
+        model = json.loads(await whole_body(receive))["model"]
+        if model.isdecimal():
+            await answer(send, b'{"error": {}}', status=int(model))
+        elif model == "hang":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        elif model == "slow":  # a whole answer that is slow to pass, in parts
+            start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+            await send(start)
+            for _ in range(100):
+                await send({"type": "http.response.body", "body": b"word " * 100, "more_body": True})
+                await asyncio.sleep(0.01)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            await answer(send, model.encode())
+
+
+@pytest.mark.parametrize("mode", ["enforce", "observe"])
+@pytest.mark.parametrize(
+    ("model", "output"),
+    [
+        ('{"usage": {"prompt_tokens": 2, "completion_tokens": 7}}', 7),
+        ('{"usage": {"prompt_tokens": -2, "completion_tokens": 1e99}}', 100),
+        ('{"choices": [{"message": {"content": "no usage"}}]}', 100),
+        ("slow", 100),
+        ("hang", 0),
+        ("500", None),
+        ("503", None),
+        ("429", None),
+        ("400", None),
+    ],
+)
+async def test_no_rude_engine_or_client_hides_what_was_used(
+    tmp_path: Path, store: RedisServer, model: str, output: int | None, mode: str
+) -> None:
+    async with sidecar(tmp_path, store.url, f"mode: {mode}\n", app=Rude()) as one:
+        raw = json.dumps({**chat(), "model": model, "max_tokens": 100}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+        writer.write(post(CHAT, raw, key("acme")))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(reader.read(100 if model == "slow" else -1), 0.5)
+        writer.close()
+
+        async def is_counted() -> bool:
+            return bool(await shown(one)) or output is None
+
+        await one.until(is_counted, 5.0)
+        rows = await shown(one)
+        assert [row[3] for row in rows] == ([] if output is None else [1])
+        assert output is None or rows[0][5] == output
 
 
 async def test_use_is_counted_while_the_store_is_away_and_added_later(
