@@ -1,7 +1,8 @@
 """Use of the tenants: counted in this process, added to the store once a second, and compared with their budgets.
 
 A request is counted when it ends. The sums of all replicas come back with the same call, so a budget may be exceeded by
-what runs when it is used up, and by what the other replicas count within a second.
+what runs when it is used up, and by what the other replicas count within a second. The sums of a tenant that comes
+after a minute without requests are read at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import time
 from calendar import monthrange
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import date, datetime, timedelta, timezone
 
 import msgspec
@@ -26,6 +27,8 @@ from sidecar.pools.stored_records import StoreSilent
 from sidecar.pools.usage_records import MOST_AT_ONCE, Sums, UsageFigures, UsageKey, UsageRecords
 
 EVERY_S = 1.0
+GATHERED_S = 0.05
+"""Tenants that come within so long are read together: at most 20 calls a second beside those for what was counted."""
 START_WITHIN_S = 1.0
 """The longest that a start waits for the sums. Until they are known, budgets count from zero."""
 STALE_S = 10.0
@@ -74,6 +77,8 @@ class TenantUsage:
         self._day = ""
         self._day_ends_s = 0.0
         self._watched: dict[str, float] = {}
+        self._newcomers: set[str] = set()  # those whose sums have not been read since they came
+        self._has_newcomers = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
         self._heard_s: float | None = None
@@ -143,6 +148,9 @@ class TenantUsage:
 
     def _over(self, tenant: Tenant) -> str | None:
         """The budget that is used up: `month` before `day`, None where there is none."""
+        if tenant.name not in self._watched:
+            self._newcomers.add(tenant.name)
+            self._has_newcomers.set()
         self._watched[tenant.name] = self._clock()
         self.today()
         limits, used = tenant.limits, self._used(tenant.name)
@@ -183,8 +191,8 @@ class TenantUsage:
         before, self._day = self._day, now.strftime("%Y-%m-%d")
         midnight = datetime(now.year, now.month, now.day, tzinfo=timezone.utc) + timedelta(days=1)
         self._day_ends_s = midnight.timestamp()
-        is_same_month = before[:7] == self._day[:7]
-        self._sums = {one: Sums(0, sums.month) for one, sums in self._sums.items()} if is_same_month else {}
+        known = {*self._sums, *self._fresh, *self._unread} if before[:7] == self._day[:7] else set()
+        self._sums = {one: Sums(0, self._used(one).month) for one in known}
         self._fresh, self._unread = {}, {}
         self._models.clear()
 
@@ -242,12 +250,15 @@ class TenantUsage:
                     self._part = [(UsageKey(*key), UsageFigures(*self._pending.pop(key))) for key in taken]
                     self._part_number += 1
                 await self._send(())
-            asked = self._asked()
-            for first in range(0, len(asked), MOST_AT_ONCE):
-                await self._send(asked[first : first + MOST_AT_ONCE])
+            self._newcomers.clear()
+            await self._read_sums(self._asked())
             if self._heard_s is None:  # the store's clock
                 await self._send(())
             self._unread, self._problem = {}, None
+
+    async def _read_sums(self, tenants: Sequence[str]) -> None:
+        for first in range(0, len(tenants), MOST_AT_ONCE):
+            await self._send(tenants[first : first + MOST_AT_ONCE])
 
     async def _send(self, tenants: Sequence[str]) -> None:
         day = self.today()
@@ -273,19 +284,41 @@ class TenantUsage:
         return list(self._watched)
 
     async def _follow(self, tried: asyncio.Event) -> None:
+        now_s = asyncio.get_running_loop().time
         while True:
-            try:
-                await self.flush()
-            except StoreSilent as silent:
-                if self._problem is None:
-                    _log.warning("use of tenants: %s", silent, extra={"event": "usage_kept"})
-                self._failed(str(silent))
-            except Exception as defect:  # counting goes on
-                if self._problem is None:
-                    _log.exception("a defect in the sidecar: the use of tenants", extra={"event": "defect"})
-                self._failed(f"a defect in the sidecar, see the log: {type(defect).__name__}")
+            await self._try(self.flush)
             tried.set()
-            await asyncio.sleep(EVERY_S)
+            ends_s = now_s() + EVERY_S
+            while await self._newcomer(ends_s - now_s()):
+                await self._try(self._read_newcomers)
+
+    async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
+        """What the store does not answer is tried again later."""
+        try:
+            await work()
+        except StoreSilent as silent:
+            if self._problem is None:
+                _log.warning("use of tenants: %s", silent, extra={"event": "usage_kept"})
+            self._failed(str(silent))
+        except Exception as defect:  # counting goes on
+            if self._problem is None:
+                _log.exception("a defect in the sidecar: the use of tenants", extra={"event": "defect"})
+            self._failed(f"a defect in the sidecar, see the log: {type(defect).__name__}")
+
+    async def _newcomer(self, within_s: float) -> bool:
+        """Returns True shortly after a tenant has come, with others that come meanwhile; else False."""
+        try:
+            await asyncio.wait_for(self._has_newcomers.wait(), within_s)
+        except asyncio.TimeoutError:
+            return False
+        await asyncio.sleep(GATHERED_S)
+        return True
+
+    async def _read_newcomers(self) -> None:
+        async with self._turn:
+            self._has_newcomers.clear()
+            newcomers, self._newcomers = self._newcomers, set()
+            await self._read_sums(list(newcomers))
 
     def _failed(self, problem: str) -> None:
         if self._problem is None:

@@ -337,6 +337,29 @@ async def test_a_budget_of_a_month_outlasts_the_day() -> None:
     assert refused(usage, tenant) is None
 
 
+async def test_a_budget_of_a_month_outlasts_a_midnight_without_the_store() -> None:
+    clock = Clock()
+    clock.now_s -= 2 * DAY_S
+    ledger = Ledger(clock)
+    usage, tenant = usage_of(ledger), budgeted(month=15)
+    await usage.flush()
+    assert refused(usage, tenant) is None
+    ledger.is_away = True
+    for sent in (8, 4):
+        usage.add("acme", "normal", "m", sent, 0)
+        with pytest.raises(StoreSilent):
+            await usage.flush()
+    clock.now_s += DAY_S
+    assert usage.budgets(tenant)["month"].used == 12
+    usage.add("acme", "normal", "m", 3, 0)
+    assert refused(usage, tenant) is not None
+    ledger.is_away = False
+    await usage.flush()
+    assert usage.budgets(tenant)["month"].used == 15
+    clock.now_s += 2 * DAY_S  # another month
+    assert refused(usage, tenant) is None
+
+
 async def test_what_another_replica_counts_is_known_after_the_next_flush() -> None:
     ledger = Ledger(Clock())
     one, other, tenant = usage_of(ledger), usage_of(ledger), budgeted(day=100)
@@ -346,6 +369,34 @@ async def test_what_another_replica_counts_is_known_after_the_next_flush() -> No
     assert refused(other, tenant) is None
     await other.flush()
     assert refused(other, tenant) is not None
+
+
+async def test_a_replica_that_has_not_seen_a_tenant_lately_reads_its_sums_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenant_usage, "EVERY_S", 3600.0)
+    monkeypatch.setattr(tenant_usage, "GATHERED_S", 0.01)
+    ledger = Ledger(Clock())
+    one, other, tenant = usage_of(ledger), usage_of(ledger), budgeted(day=100)
+    one.add("acme", "normal", "m", 50, 50)
+    await one.flush()
+    await other.start()
+    for _ in range(3):  # of a moment
+        assert refused(other, tenant) is None
+    await asyncio.sleep(0.1)
+    assert refused(other, tenant) is not None
+    ledger.clock.now_s += DAY_S  # the next day, which is another month
+    one.add("acme", "normal", "m", 50, 50)
+    await one.flush()
+    await other.flush()  # it has not been asked for for a minute
+    ledger.is_away = True
+    assert refused(other, tenant) is None
+    await asyncio.sleep(0.1)
+    ledger.is_away = False
+    assert refused(other, tenant) is None  # the store did not answer
+    await other.flush()
+    assert refused(other, tenant) is not None
+    await other.stop()
 
 
 async def test_a_tenant_over_its_budget_falls_to_the_lower_tier_where_it_has_one() -> None:
