@@ -269,13 +269,9 @@ class TenantUsage:
         if day == self.today():
             self._sums.update(recorded.sums)
 
-    async def of_days(self, days: Sequence[str]) -> Sequence[tuple[UsageKey, UsageFigures]]:
-        """What all replicas have counted on some days, by day, tenant, tier and model. Raises StoreSilent."""
-        await self.flush()
-        found: list[tuple[UsageKey, UsageFigures]] = []
-        for day in days:
-            found += sorted((await self._records.of_day(day)).items())
-        return found
+    async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
+        """What all replicas have added of a day. Raises StoreSilent."""
+        return await self._records.of_day(day)
 
     def _asked(self) -> list[str]:
         """The tenants whose sums are read: those with budgets that had requests lately."""

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from sidecar import AdmissionMiddleware
+from sidecar.admin import usage_routes
 from sidecar.cli import main
 from sidecar.errors import TenantLimit
 from sidecar.middleware import tenant_usage
@@ -285,7 +286,7 @@ async def test_an_answer_that_is_lost_on_the_way_from_the_real_store(
         usage.add("acme", "normal", "m", 1, 0)
     assert len(lost) == 3
     await usage.flush()
-    (found,) = await usage.of_days([usage.today()])
+    (found,) = (await usage.of_day(usage.today())).items()
     assert found[1].input_tokens - found[1].requests == 7 - 1
     assert found[1].output_tokens == 5
     await records.close()
@@ -659,6 +660,40 @@ async def test_the_command_and_a_name_that_a_spreadsheet_would_run(
         ]
         assert await one.command("usage", "--days", "62", "--tenant", "nightly", "--json", "-") == 0
         assert json.loads(capsys.readouterr().out) == {"rows": [], "today": today}
+
+
+async def test_days_at_the_ends_of_all_calendars(
+    tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with sidecar(tmp_path, store.url) as one:
+        for words, status, said in (
+            (["--to", "0001-01-01", "--days", "5"], 0, "nothing was used"),
+            (["--from", "9999-12-30", "--to", "9999-12-31"], 0, "nothing was used"),
+            (["--from", "9999-12-31"], 1, "--from 9999-12-31 is after today"),
+            (["--from", "0001-01-01"], 1, "days ago; use is kept for 400 days at most"),
+        ):
+            assert await one.command("usage", *words) == status
+            printed = capsys.readouterr()
+            assert said in printed.out + printed.err
+
+
+async def test_the_use_of_thousands_is_written_in_parts(
+    tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_routes, "_AT_ONCE", 700)
+    async with sidecar(tmp_path, store.url) as one:
+        usage = one.middleware.controller.usage
+        assert usage is not None
+        names = [f"t{number}" for number in range(3_000)]
+        for name in names:
+            usage.add(name, "normal", "m", 1, 2)
+        status, found = await one.call("GET", "/usage")
+        assert (status, [row["tenant"] for row in found["rows"]]) == (200, sorted(names))
+        assert found["today"] == usage.today()
+        assert await one.command("usage", "--csv") == 0
+        assert len(capsys.readouterr().out.splitlines()) == 3_001
+        store.kill()
+        assert (await one.call("GET", "/usage"))[1]["error"]["code"] == "store_unavailable"
 
 
 @pytest.mark.parametrize(
