@@ -152,9 +152,13 @@ async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView
         _limit(limits.tokens_per_minute, None if left is None else left.tokens),
         limits.concurrent_requests,
         limits.max_output_tokens,
-        budgets.get("day"),
-        budgets.get("month"),
+        _budget(budgets.get("day")),
+        _budget(budgets.get("month")),
     )
+
+
+def _budget(view: BudgetView | None) -> BudgetView | None:
+    return None if view is None else msgspec.structs.replace(view, ends_in_s=round(view.ends_in_s, 1))
 
 
 def _limit(per_minute: int | None, left: RemainingLimit | None) -> LimitView | None:

@@ -509,6 +509,7 @@ async def test_requests_are_counted_and_the_budget_holds_on_every_replica_and_af
         limits = json.loads(own.body)["limits"]
         assert limits["tokens_per_day"]["tokens"] == 100
         assert limits["tokens_per_day"]["used"] == limits["tokens_per_month"]["used"] >= 126
+        assert round(limits["tokens_per_day"]["ends_in_s"], 1) == limits["tokens_per_day"]["ends_in_s"] <= DAY_S
     async with sidecar(tmp_path / "a", store.url, app=CountingApp(), **budget) as anew:
         assert await anew.status("sk-acme") == 429  # the first request knows
         assert await anew.status("sk-nightly") == 200
