@@ -46,8 +46,9 @@ class Admission:
         calls preemptible the block is canceled where a more important request needs the room before
         `HeldLease.keep` is called: it ends with LeasePreempted. `model` names the pool where the policy has `models`.
 
-        Raises ValueError for what the policy does not have, at once. The block's beginning raises the refusals of HTTP
-        requests: RequestTooLarge, TenantLimit, QueueFull, QueueTimeout, StoreUnavailable, CapacityUnknown, Draining.
+        Raises ValueError for what the policy does not have, at once, and TenantsUnavailable for a tenant that may be
+        one of the store's, while those were not read. The block's beginning raises the refusals of HTTP requests:
+        RequestTooLarge, TenantLimit, QueueFull, QueueTimeout, StoreUnavailable, CapacityUnknown, Draining.
         """
         request = LeaseRequest(tier, tokens, tenant, requests, prompt_tokens, max_wait_s, is_preemptible, model)
         return LeaseBlock(self.held_lease(request))

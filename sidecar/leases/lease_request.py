@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import NamedTuple
 
-from sidecar.policy.model import Policy, Tenant
+from sidecar.errors import TenantsUnavailable
+from sidecar.policy.model import Policy, StoredTenants, Tenant
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools import Ask
 
@@ -27,7 +28,10 @@ class LeaseRequest(NamedTuple):
     model: str | None
 
     def ask(self, policy: Policy) -> tuple[Ask, Tenant]:
-        """What it asks of a pool with this policy, and for which tenant. Raises ValueError for what cannot be."""
+        """What it asks of a pool with this policy, and for which tenant.
+
+        Raises ValueError for what cannot be, and TenantsUnavailable where the tenants in the store were not read yet.
+        """
         _whole("tokens", self.tokens, at_least=1)
         _whole("requests", self.requests, at_least=1)
         _whole("prompt_tokens", self.prompt_tokens, at_least=0)
@@ -61,6 +65,8 @@ class LeaseRequest(NamedTuple):
             return named
         if policy.anonymous is not None and policy.anonymous.name == self.tenant:
             return policy.anonymous
+        if policy.stored_tenants is StoredTenants.UNREAD:
+            raise TenantsUnavailable("the tenants in the store have not been read yet; ask again", retry_after_s=1)
         raise ValueError(f"tenant: the policy has no {self.tenant!r}; {_one_of(_names(policy))}")
 
     def _level(self, policy: Policy, tenant: Tenant) -> int:

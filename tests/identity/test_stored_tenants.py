@@ -18,6 +18,7 @@ from sidecar import AdmissionMiddleware
 from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access
 from sidecar.cli import main
+from sidecar.errors import TenantsUnavailable
 from sidecar.middleware import stored_tenants
 from sidecar.middleware.stored_tenants import StoredTenantsRegistry
 from sidecar.policy.compiler import load
@@ -164,6 +165,8 @@ async def test_unknown_keys_get_a_503_until_the_store_was_read(tmp_path: Path, s
         refused = await anew.ask(f"authorization: Bearer {BULK_KEY}")
         assert refused.is_error(503, "tenants_unavailable")
         assert refused.headers["retry-after"] == "1"
+        with pytest.raises(TenantsUnavailable):
+            anew.middleware.admission.lease(tokens=1, tenant="bulk")
         assert "the tenants in the store cannot be read, none is known" in anew.notices()
         assert (await anew.call("POST", "/tenants", bulk()))[1]["error"]["code"] == "store_unavailable"
         assert (await anew.call("GET", "/tenants"))[1]["change"] == 0
@@ -174,6 +177,17 @@ async def test_unknown_keys_get_a_503_until_the_store_was_read(tmp_path: Path, s
 
         await anew.until(is_read, 10.0)
         assert "cannot be read" not in anew.notices()
+        with pytest.raises(ValueError, match="the policy has no 'bulk'"):
+            anew.middleware.admission.lease(tokens=1, tenant="bulk")
+        await anew.call("POST", "/tenants", bulk())
+        assert anew.middleware.controller.policy.named is anew.middleware.controller.policy.named  # made once
+
+        async def is_shared() -> bool:
+            return await anew.status(BULK_KEY) == 200
+
+        await anew.until(is_shared, 10.0)
+        async with anew.middleware.admission.lease(tokens=1, tenant="bulk") as lease:
+            assert lease.tenant == "bulk"
 
 
 async def test_known_tenants_stay_while_the_store_is_away(tmp_path: Path, store: RedisServer) -> None:
