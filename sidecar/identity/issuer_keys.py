@@ -49,14 +49,13 @@ class KeysNeeded(IssuerUnavailable):
 class IssuerKeys:
     """The keys at one address, or in one file. `clock` is monotonic, in seconds.
 
-    `on_change` is called when other keys have come. `fetches` counts them, with those that failed.
+    `fetches` counts them, with those that failed, and `changes` how often other keys have come.
     """
 
     def __init__(self, place: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.place = place
-        self.fetches = 0
+        self.fetches = self.changes = 0
         self.failure: str | None = None
-        self.on_change: Callable[[], None] = lambda: None
         self._clock = clock
         self._due_s = float("-inf")
         self._next_s = float("-inf")
@@ -112,8 +111,8 @@ class IssuerKeys:
         self.failure, self._due_s = None, self._clock() + REFRESH_S
         if entries != self._entries:
             self._entries, self._keys = entries, keys
+            self.changes += 1
             _log.info("%d keys of the tokens' issuer from %s", len(keys), self.place, extra={"event": "issuer_keys"})
-            self.on_change()
 
     def _found(self, key_id: str | None) -> Any:
         if key_id is not None:

@@ -47,10 +47,13 @@ class TokenVerifier:
         self._keys = keys
         self._clock = clock
         self._kept: dict[bytes, Claims] = {}
-        keys.on_change = self._kept.clear  # a key that is gone must not speak through what it signed
+        self._key_changes = keys.changes
 
     def claims(self, token: bytes, digest: bytes) -> Claims:
         """What a token says; `digest` is its hash. Raises InvalidToken, KeysNeeded or IssuerUnavailable."""
+        if self._key_changes != self._keys.changes:  # a key that is gone must not speak through what it signed
+            self._key_changes = self._keys.changes
+            self._kept.clear()
         kept = self._kept.get(digest)
         if kept is not None:
             if self._clock() <= kept.expires_s:

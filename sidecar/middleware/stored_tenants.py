@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -61,6 +61,7 @@ class StoredTenantsRegistry:
         self._found: _Found = {}
         self._stored: Mapping[str, StoredTenant] = {}
         self._unused: Mapping[str, str] = {}
+        self._is_reread = False
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._problem: str | None = None
@@ -84,6 +85,7 @@ class StoredTenantsRegistry:
         except BaseException:
             self._files_policy = before
             raise
+        self._is_reread = True  # a tenant without keys is one where the policy has tokens or a gateway
 
     async def start(self) -> None:
         """Reads the tenants, and begins to follow them. Returns after `START_WITHIN_S` at the latest."""
@@ -174,19 +176,24 @@ class StoredTenantsRegistry:
 
     def _reasons(self) -> Mapping[str, str]:
         """Why tenants of the store are not in force, by name."""
-        invalid = {name: _one_line(one) for name, (_, one) in self._found.items() if isinstance(one, InvalidTenant)}
-        return {**invalid, **self._unused}
+        return {**dict(self._invalid()), **self._unused}
+
+    def _invalid(self) -> Iterator[tuple[str, str]]:
+        """The records that are no tenants, and why."""
+        return ((name, _one_line(one)) for name, (_, one) in self._found.items() if isinstance(one, InvalidTenant))
 
     async def _use(self) -> None:
         """Puts the tenants in force that are known now. Those that have changed are read in a thread."""
         async with self._turn:
             texts, before = self._records.texts(), self._texts
-            if texts is not before:
-                found = await asyncio.to_thread(_read_all, texts, self._found, self._files_policy)
+            is_reread, self._is_reread = self._is_reread and any(self._invalid()), False
+            if texts is not before or is_reread:
+                known = {name: one for name, one in self._found.items() if isinstance(one[1], StoredTenant)}
+                found = await asyncio.to_thread(_read_all, texts, known, self._files_policy)
                 self._texts, self._found = texts, found
                 self._stored = {name: one for name, (_, one) in found.items() if isinstance(one, StoredTenant)}
             is_first, self._heard_s = self._heard_s is None, self._now_s()
-            if texts is not before or is_first:
+            if texts is not before or is_first or is_reread:
                 self._apply()
             if changes := _changes(before, texts):
                 _log.info("tenants in the store, change %d: %s", self.version, changes, extra={"event": "tenants_read"})

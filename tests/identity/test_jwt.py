@@ -166,6 +166,21 @@ async def test_a_token_that_was_believed_is_refused_when_it_has_expired() -> Non
         verifier.claims(token, b"digest")
 
 
+async def test_two_policies_that_use_the_same_keys_both_forget_what_an_old_one_signed() -> None:
+    """A policy that could not replace another has a verifier, too, and the one in force goes on."""
+    issuer = Issuer(ec("old"))
+    in_force, keys = await _verifier(issuer)
+    TokenVerifier(_policy_of("other"), keys)
+    token = issuer.token().encode()
+    assert in_force.claims(token, b"digest").tenant == "acme"
+    issuer.keys = [ec("new")]
+    async with issuer.serving():
+        keys.place = issuer.url
+        await keys.fetch()
+    with pytest.raises((InvalidToken, KeysNeeded)):
+        in_force.claims(token, b"digest")
+
+
 # -- the issuer's keys
 
 

@@ -157,6 +157,32 @@ async def test_a_reload_of_the_files_keeps_the_tenants_of_the_store(tmp_path: Pa
         assert (one.middleware.controller.policy.max_choices, await one.status(BULK_KEY)) == (3, 200)
 
 
+async def test_a_tenant_without_keys_counts_as_soon_as_the_files_let_one_name_it(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    """Replicas read a new policy one after the other, and the operator adds the tenant in between."""
+    gateway = "gateway: {tenant_header: x-tenant, addresses: [127.0.0.1]}\n"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    async with (
+        sidecar(tmp_path / "a", store.url, STORED + gateway) as one,
+        sidecar(tmp_path / "b", store.url, STORED) as late,
+    ):
+        assert (await one.call("POST", "/tenants", {"tenant": "keyless", "tier": "batch"}))[0] == 201
+
+        async def is_read() -> bool:
+            return "tenant keyless in the store is not in force: keys: missing" in late.notices()
+
+        await late.until(is_read, 10.0)
+        write(tmp_path / "b", store.url, STORED + gateway)
+
+        async def counts() -> bool:
+            return (await late.ask("x-tenant: keyless")).status == 200
+
+        await late.until(counts, 10.0)
+        assert "keyless" not in late.notices()
+
+
 async def test_unknown_keys_get_a_503_until_the_store_was_read(tmp_path: Path, store: RedisServer) -> None:
     async with sidecar(tmp_path, store.url, STORED) as one:
         await one.call("POST", "/tenants", bulk())
@@ -188,6 +214,18 @@ async def test_unknown_keys_get_a_503_until_the_store_was_read(tmp_path: Path, s
         await anew.until(is_shared, 10.0)
         async with anew.middleware.admission.lease(tokens=1, tenant="bulk") as lease:
             assert lease.tenant == "bulk"
+
+
+async def test_the_command_says_that_the_store_hangs(
+    tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with sidecar(tmp_path, store.url, STORED) as one:
+        await one.call("POST", "/tenants", bulk())
+        store.pause()
+        for words in (("add", "late", "--tier", "batch"), ("remove", "bulk")):
+            assert await one.command("tenants", *words) == 1
+            assert "the store does not answer; it may have the change all the same" in capsys.readouterr().err
+        store.resume()
 
 
 async def test_known_tenants_stay_while_the_store_is_away(tmp_path: Path, store: RedisServer) -> None:
