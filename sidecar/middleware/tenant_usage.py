@@ -1,7 +1,7 @@
 """Use of the tenants: counted in this process, added to the store once a second, and compared with their budgets.
 
 A request is counted when it ends. The sums of all replicas come back with the same call, so a budget may be exceeded by
-what runs when it is used up, and by what the other replicas count within a second. The sums of a tenant that comes
+what waits or runs when it is used up, and by what the other replicas count within a second. The sums of a tenant that comes
 after a minute without requests are read at once.
 """
 
