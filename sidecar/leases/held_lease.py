@@ -249,6 +249,10 @@ class HeldLease:
         if isinstance(granted.exception(), WaitGivenUp):
             left = lease.grant if lease.settle(0) else await lease.leave()
             self._refuse_after(left, self._draining("ended while the lease waited"))
+        usage = self._controller.usage
+        over = None if usage is None or self._returns else usage.used_up(self._tenant)
+        if over is not None:
+            self._refuse_after(granted.result() if lease.settle(0) else await lease.leave(), over)
         return granted.result()
 
     def _refuse_after(self, wait: Grant | None, error: AdmissionError) -> None:

@@ -208,7 +208,7 @@ class RequestHandler:
             self._reporter.disconnected(end.wait)
             return
         if isinstance(end, WaitedTooLong):
-            waited, error = end.wait, self._end_of_wait()
+            waited, error = end.wait, end.refusal or self._end_of_wait()
         else:
             assert isinstance(end, AdmissionError)
             error = end
@@ -259,7 +259,13 @@ class RequestHandler:
             headers = early_headers(self._request, self._lease, self._snapshot.tier_names, self._request_id)
             comments = Comments(every_s, api, headers, self._controller.pool)
         most_s = None if self._ends_us is None else max(0, self._ends_us - self._now_us()) / 1e6
-        return await wait(self._lease, granted, self._client, most_s, comments)
+        grant = await wait(self._lease, granted, self._client, most_s, comments)
+        usage = self._controller.usage
+        was_admitted = self._preemptions or self._hand_backs
+        over = None if usage is None or was_admitted else usage.used_up(self._request.classification.tenant)
+        if over is not None:
+            raise WaitedTooLong(grant if self._lease.settle(0) else await self._lease.leave(), over)
+        return grant
 
     def _obstacle(self) -> tuple[Obstacle, str]:
         """Why the request has to wait."""

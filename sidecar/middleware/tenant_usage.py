@@ -1,7 +1,7 @@
 """Use of the tenants: counted in this process, added to the store once a second, and compared with their budgets.
 
 A request is counted when it ends. The sums of all replicas come back with the same call, so a budget may be exceeded by
-what waits or runs when it is used up, and by what the other replicas count within a second. The sums of a tenant that comes
+what runs when it is used up, and by what the other replicas count within a second. The sums of a tenant that comes
 after a minute without requests are read at once.
 """
 
@@ -127,8 +127,21 @@ class TenantUsage:
             if ask.charged_tokens <= pool.most_tokens(level):
                 # Its figures are those of a tier that it does not have.
                 return msgspec.structs.replace(ask, tier=level, limits=None, downgrade=None, gain=None)
+        raise self._refusal(tenant, over)
+
+    def used_up(self, tenant: Tenant) -> TenantLimit | None:
+        """The refusal of a request that has waited while a budget was used up. None where it may run.
+
+        A tenant with a lower tier keeps the place for which the request has waited.
+        """
+        if not tenant.limits.have_budgets or tenant.downgrade_level is not None:
+            return None
+        over = self._over(tenant)
+        return None if over is None else self._refusal(tenant, over)
+
+    def _refusal(self, tenant: Tenant, over: str) -> TenantLimit:
         budget = self.budgets(tenant)[over]
-        raise TenantLimit(
+        return TenantLimit(
             f"tenant {tenant.name} has used {budget.used:,} tokens of its {budget.tokens:,} per {over}; the next "
             f"{over} (UTC) begins in {short_duration(budget.ends_in_s)}",
             retry_after_s=budget.ends_in_s,

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Send
 from sidecar.apis import Api
 from sidecar.classify import Classification
 from sidecar.durations import short_duration
-from sidecar.errors import QueueFull
+from sidecar.errors import AdmissionError, QueueFull
 from sidecar.events import Headers
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
@@ -33,10 +33,11 @@ class ClientDisconnected(Exception):
 
 
 class WaitedTooLong(Exception):
-    """The longest wait is over. `wait` says how it went."""
+    """The wait ends without a grant: it was too long, or else `refusal` says why. `wait` says how it went."""
 
-    def __init__(self, wait: Grant | None) -> None:
+    def __init__(self, wait: Grant | None, refusal: AdmissionError | None = None) -> None:
         self.wait = wait
+        self.refusal = refusal
 
 
 class Comments(NamedTuple):

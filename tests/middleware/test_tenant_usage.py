@@ -515,6 +515,56 @@ async def test_requests_are_counted_and_the_budget_holds_on_every_replica_and_af
         assert await anew.status("sk-nightly") == 200
 
 
+class Gated(CountingApp):
+    """Answers once `open` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await self.open.wait()
+        await super().__call__(scope, receive, send)
+
+
+@pytest.mark.parametrize(("over", "waited"), [("reject", 429), ("{downgrade: batch}", 200)])
+async def test_what_waits_while_a_budget_is_used_up_is_refused_when_its_turn_comes(
+    tmp_path: Path, store: RedisServer, over: str, waited: int
+) -> None:
+    budget = {"acme": f"limits: {{tokens_per_day: 100}}\nover_limit: {over}\n"}
+    app = Gated()
+    async with sidecar(tmp_path, store.url, app=app, **budget) as one:  # four may run at once
+        asked = [asyncio.ensure_future(one.ask(key("acme"))) for _ in range(7)]
+
+        async def wait() -> bool:
+            tiers = one.middleware.controller.pool.state()["tiers"]
+            return sum(tier["queued"]["requests"] for tier in tiers) == 3  # type: ignore[attr-defined]
+
+        await one.until(wait, 10.0)
+        lease = one.middleware.admission.lease(tokens=1, tenant="acme")
+        leased = asyncio.ensure_future(lease.__aenter__())
+        await asyncio.sleep(0.2)
+        app.open.set()
+        answers = await asyncio.gather(*asked)
+        assert [answer.status for answer in answers].count(200) == (4 if waited == 429 else 7)
+        refused = [answer for answer in answers if answer.status == 429]
+        assert all(answer.is_error(429, "tenant_limit") for answer in refused)
+        assert all(float(answer.headers["x-admission-wait-ms"]) > 100 for answer in refused)
+        if waited == 429:
+            with pytest.raises(TenantLimit):
+                await leased
+        else:
+            await leased
+            await lease.__aexit__(None, None, None)
+
+        async def is_free() -> bool:
+            state = one.middleware.controller.pool.state()
+            return (state["leases"], state["waiting"]) == (0, 0)
+
+        await one.until(is_free, 5.0)
+
+
 class Rude(App):
     """Answers as the request's `model` says: a status, or a body; `hang` never does."""
 
