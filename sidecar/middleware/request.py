@@ -56,6 +56,8 @@ from sidecar.middleware.wait import (
     enter_pool,
     sized_ask,
     wait,
+    within_budget,
+    without_queue,
 )
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
@@ -213,7 +215,8 @@ class RequestHandler:
             assert isinstance(end, AdmissionError)
             error = end
             if isinstance(end, QueueFull) and not self._controller.engine_watch.is_usable:
-                error = self._without_queue(end)
+                level, policy = self._request.classification.level, self._snapshot.policy
+                error = without_queue(end, level, policy) or no_engine(self._controller.engine_watch)
         self.advance(_OVER)
         self._reporter.refused(error, waited)
         await self._refuse(error, waited)
@@ -260,12 +263,9 @@ class RequestHandler:
             comments = Comments(every_s, api, headers, self._controller.pool)
         most_s = None if self._ends_us is None else max(0, self._ends_us - self._now_us()) / 1e6
         grant = await wait(self._lease, granted, self._client, most_s, comments)
-        usage = self._controller.usage
-        was_admitted = self._preemptions or self._hand_backs
-        over = None if usage is None or was_admitted else usage.used_up(self._request.classification.tenant)
-        if over is not None:
-            raise WaitedTooLong(grant if self._lease.settle(0) else await self._lease.leave(), over)
-        return grant
+        if self._controller.usage is None or self._preemptions or self._hand_backs:
+            return grant
+        return await within_budget(self._lease, grant, self._request.classification.tenant, self._controller.usage)
 
     def _obstacle(self) -> tuple[Obstacle, str]:
         """Why the request has to wait."""
@@ -287,12 +287,6 @@ class RequestHandler:
             f"{self._request.longest_wait_s(policy):g} s; try again later",
             retry_after_s=self._controller.pool.retry_after_s(level),
         )
-
-    def _without_queue(self, refusal: QueueFull) -> AdmissionError:
-        """A tier that never queues has no place for a request while there is no engine: that is the reason, then."""
-        level = self._request.classification.level if refusal.level is None else refusal.level
-        has_queue = self._snapshot.policy.tiers[level].max_waiting != 0
-        return refusal if has_queue else no_engine(self._controller.engine_watch)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         # The rest of an unread body is not read: the connection ends with the response.

@@ -18,6 +18,7 @@ from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.sse_keepalive import SseKeepAlive
 from sidecar.middleware.tenant_usage import TenantUsage
+from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Ask, Grant, Lease, LocalPool, Pool
 from sidecar.pools.base import QueueStanding, WaitGivenUp
 
@@ -160,6 +161,23 @@ async def wait(
     if comments is not None and client.keepalive is not None:
         await client.comment(f"admitted after {grant.queue_wait_us / 1e6:.1f} s", comments)
     return grant
+
+
+def without_queue(refusal: QueueFull, level: int, policy: Policy) -> QueueFull | None:
+    """The refusal of a full queue, for a request while there is no engine. None where its tier never queues.
+
+    Such a tier has no place for a request then: the missing engine is the reason.
+    """
+    has_queue = policy.tiers[level if refusal.level is None else refusal.level].max_waiting != 0
+    return refusal if has_queue else None
+
+
+async def within_budget(lease: Lease, grant: Grant, tenant: Tenant, usage: TenantUsage) -> Grant:
+    """The grant. Raises WaitedTooLong, after the lease has ended, where the tenant's budget was used up meanwhile."""
+    over = usage.used_up(tenant)
+    if over is None:
+        return grant
+    raise WaitedTooLong(grant if lease.settle(0) else await lease.leave(), over)
 
 
 async def _wait_and_comment(
