@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from math import floor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -63,6 +63,8 @@ _NO_BODY = SourceAnswer(Source.BODY, None)
 _NO_HEADER = SourceAnswer(Source.HEADER, None)
 _NO_ENGINE = SourceAnswer(Source.ENGINE, None)
 _DEFAULT = SourceAnswer(Fallback.DEFAULT, None)
+_NOWHERE: Mapping[str, Any] = {}
+"""The scope of a request that came over no connection: not the gateway's."""
 
 
 class Classification(msgspec.Struct):
@@ -111,23 +113,28 @@ class Classifier:
         self._reads_engines = Source.ENGINE in policy.sources
         self._consults = tuple(consults[source] for source in policy.sources)
 
-    def tenant(self, headers: Mapping[bytes, bytes], client: tuple[str, int] | None = None) -> Tenant:
-        """The tenant that the gateway names, or whose key or token the request carries. `client` is the address that it
-        comes from, of the ASGI scope.
+    def tenant(self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any] = _NOWHERE) -> Tenant:
+        """The tenant that the gateway names, or whose key or token the request carries. `scope` is its ASGI scope.
 
         Raises InvalidApiKey, which says nothing of the key itself, and what `TokenVerifier.claims` raises.
         """
         gateway = self._gateway
-        if gateway is not None and gateway.tenant_header in headers and gateway.is_from(client):
+        if gateway is not None and gateway.tenant_header in headers and gateway.sent(scope):
             return self._of_gateway(gateway, headers)
         key = api_key(headers)
         if key is None:
             if self._policy.anonymous is None:
-                raise InvalidApiKey("no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
+                raise InvalidApiKey(self._without_key(headers))
             return self._policy.anonymous
         # The digest is looked up, not the key: timing could only reveal a hash, which no one can invert.
         tenant = self._policy.tenants.get(hashlib.sha256(key).hexdigest())
         return self._of_token(key) if tenant is None else tenant
+
+    def _without_key(self, headers: Mapping[bytes, bytes]) -> str:
+        said, gateway = "no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`", self._gateway
+        if gateway is None or gateway.tenant_header not in headers:
+            return said
+        return f"{said}; {gateway.tenant_header.decode('ascii')} counts only from an address of the policy's gateway"
 
     def _of_token(self, key: bytes) -> Tenant:
         """The tenant that a token names. It asks for the tier that the token names, where that names one."""

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-_FRESH = {"cache-control": "no-store"}
+FRESH = {"cache-control": "no-store"}
+"""Headers of an answer that no cache keeps."""
 _YES, _NO = frozenset(("true", "1", "yes", "")), frozenset(("false", "0", "no"))
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -26,7 +27,7 @@ class RefusedByPage(Exception):
 def refused(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
     """An error as every page of the port answers it."""
     error = {"error": {"code": code, "message": message}}
-    return JSONResponse(error, status, {**_FRESH, **(headers or {})})
+    return JSONResponse(error, status, {**FRESH, **(headers or {})})
 
 
 def page(path: str, **handlers: Handler) -> Route:
@@ -56,4 +57,4 @@ def flag(request: Request, name: str) -> bool:
 
 def json_answer(document: msgspec.Struct, status: int = 200) -> Response:
     """A document as JSON, which no cache keeps."""
-    return Response(msgspec.json.encode(document), status, _FRESH, "application/json")
+    return Response(msgspec.json.encode(document), status, FRESH, "application/json")

@@ -57,7 +57,8 @@ class TenantRoutes:
         """See the module."""
         return [
             page("/tenants", GET=self._list, POST=self._put),
-            page("/tenants/{name}", GET=self._show, DELETE=self._remove),
+            # As a path: another program may have written a name with slashes into the store.
+            page("/tenants/{name:path}", GET=self._show, DELETE=self._remove),
         ]
 
     async def _list(self, request: Request) -> Response:

@@ -5,19 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import heapq
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import date, timedelta
+from itertools import islice
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute
 
-from sidecar.admin.answers import RefusedByPage, json_answer, page
+from sidecar.admin.answers import FRESH, RefusedByPage, page
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.pools.stored_records import StoreSilent
+from sidecar.pools.usage_records import UsageFigures, UsageKey
 
 MOST_DAYS = 31
+_AT_ONCE = 2_000
+"""Rows that are sorted, or written, in one go: milliseconds, in which no request is admitted."""
 NO_USAGE = (
     "the use of tenants is counted where the pool is in a store, and this one is not, or its policy says usage_days: 0"
 )
@@ -59,13 +65,35 @@ class UsageRoutes:
         last = _date(request, "to", usage.today())
         first = _date(request, "from", min(last, usage.today()))
         days = [(date.fromisoformat(first) + timedelta(days=at)).isoformat() for at in range(_length(first, last))]
+        parts: list[bytes] = []
         try:
-            found = await usage.of_days(days)
+            await usage.flush()
+            for day in days:
+                parts += [part async for part in _rows(await usage.of_day(day), request.query_params.get("tenant"))]
         except StoreSilent as silent:
             raise RefusedByPage(503, "store_unavailable", f"the store does not answer: {silent}") from None
-        tenant = request.query_params.get("tenant")
-        rows = [UsageRow(*key, *figures) for key, figures in found if tenant in (None, key.tenant)]
-        return json_answer(Usage(rows, usage.today()))
+        return StreamingResponse(_document(parts, usage.today()), 200, FRESH, "application/json")
+
+
+async def _rows(found: Mapping[UsageKey, UsageFigures], tenant: str | None) -> AsyncIterator[bytes]:
+    """The rows of a day, of one tenant or of all, by their names: in parts, each a JSON list without its brackets."""
+    keys = [key for key in found if tenant in (None, key.tenant)]
+    sorted_parts = []
+    for first in range(0, len(keys), _AT_ONCE):
+        sorted_parts.append(sorted(keys[first : first + _AT_ONCE]))
+        await asyncio.sleep(0)
+    following = heapq.merge(*sorted_parts)
+    while some := list(islice(following, _AT_ONCE)):
+        yield msgspec.json.encode([UsageRow(*key, *found[key]) for key in some])[1:-1]
+        await asyncio.sleep(0)
+
+
+async def _document(parts: Sequence[bytes], today: str) -> AsyncIterator[bytes]:
+    """A `Usage` as JSON: there may be more rows than one answer should be made of."""
+    yield b'{"rows":['
+    for number, part in enumerate(parts):
+        yield b"," + part if number else part
+    yield b'],"today":' + msgspec.json.encode(today) + b"}"
 
 
 def _date(request: Request, name: str, default: str) -> str:

@@ -49,6 +49,7 @@ def page_of(
     method: str = "GET",
     body: bytes | None = None,
     patience_s: float | None = PATIENCE_S,
+    most_bytes: int = _MOST_BYTES,
 ) -> Document:
     """Asks the admin port for one of its JSON documents. Raises CannotSee, with the port's own sentence if it has one.
 
@@ -58,7 +59,7 @@ def page_of(
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(_request(admin, path, method, body), timeout=patience_s) as answer:
-            body = answer.read(_MOST_BYTES)
+            body = answer.read(most_bytes)
         return msgspec.json.decode(body, type=document)
     except urllib.error.HTTPError as error:
         said = _sentence(error)

@@ -7,6 +7,7 @@ warnings below it, and the exit code is 0.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from sidecar.cli.output import aligned, write_json
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
-from sidecar.policy.model import CapacitySource, Learn, Limits, Mode, Policy, Tenant
+from sidecar.policy.model import CapacitySource, Learn, Limits, Mode, Policy, StoredTenants, Tenant
 from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_certain_request, largest_request
 from sidecar.policy.warnings import NOMINAL, warnings
 from sidecar.pools.limits import SizeLimits
+from sidecar.stores import STORE_VARIABLE
 
 EXAMPLE = """  sidecar check policies/
   sidecar check policies/ --json -"""
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{count} mistake{'s' * (count != 1)}; the policy cannot be used", file=sys.stderr)
         write_json(args.json, {"ok": False, "errors": _listed(refused.problems)})
         return 1
-    found = (*found, *warnings(loaded.policy, loaded.place), *_unbounded(loaded))
+    found = (*found, *warnings(loaded.policy, loaded.place), *_unbounded(loaded), *_without_store(loaded))
     if args.json != "-":
         print(summary(loaded, found))
     return 0 if write_json(args.json, figures(loaded, found)) else 1
@@ -77,6 +79,26 @@ def _unbounded(loaded: Loaded) -> Iterator[Problem]:
         "until it is seen to be full; write the number, such as {from: engine, requests: 160}",
         loaded.place(path),
     )
+
+
+def _without_store(loaded: Loaded) -> Iterator[Problem]:
+    """Keys that need a store, where neither the policy nor the environment names one. That of the sidecar may."""
+    policy = loaded.policy
+    if policy.store is not None or os.environ.get(STORE_VARIABLE):
+        return
+    needing = {
+        "stored_tenants": policy.stored_tenants is not StoredTenants.NONE,
+        "tenants": any(tenant.limits.have_budgets for tenant in policy.named.values()),
+    }
+    what = {"stored_tenants": "stored_tenants", "tenants": "tokens_per_day and tokens_per_month"}
+    for key, needs in needing.items():
+        if needs:
+            yield Problem(
+                key,
+                f"no sidecar starts with {what[key]} but with a store: write its address as store, or set "
+                f"{STORE_VARIABLE} where it is served",
+                loaded.place((key,)),
+            )
 
 
 def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:

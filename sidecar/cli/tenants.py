@@ -32,6 +32,10 @@ EXAMPLE = """  sidecar tenants list
   sidecar tenants remove acme"""
 
 
+_PATIENCE_S = 10.0
+"""A change waits for the store, and the sidecar itself says when that does not answer: after 3 s at most."""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     add = parser.add_argument
@@ -120,7 +124,7 @@ def _add(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
             hashes = [hash_line(key)]
         record["keys"] = hashes
     path = "/tenants?replace=true" if args.replace else "/tenants"
-    answer = page_of(args.admin, path, Tenants, method="POST", body=_encode(record))
+    answer = page_of(args.admin, path, Tenants, method="POST", body=_encode(record), patience_s=_PATIENCE_S)
     lines = table(answer.tenants)
     if key is not None:
         lines += ["", f"key   {key}", "      for the client; shown this once, and stored nowhere"]
@@ -128,7 +132,8 @@ def _add(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
 
 
 def _remove(args: argparse.Namespace) -> tuple[Removed, list[str]]:
-    answer = page_of(args.admin, f"/tenants/{quote(args.name, safe='')}", Removed, method="DELETE")
+    path = f"/tenants/{quote(args.name, safe='')}"
+    answer = page_of(args.admin, path, Removed, method="DELETE", patience_s=_PATIENCE_S)
     return answer, [printable(f"tenant {answer.removed} is removed: its keys stop on every replica within a second")]
 
 

@@ -12,13 +12,14 @@ import csv
 import io
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import date, timedelta
+from datetime import date
 from urllib.parse import urlencode
 
 from sidecar.admin.usage_routes import MOST_DAYS, Usage, UsageRow
 from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
 from sidecar.cli.drawing import printable
 from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
+from sidecar.policy.fields import MOST_USAGE_DAYS
 
 EXAMPLE = """  sidecar usage
   sidecar usage --days 31 --by tenant
@@ -26,7 +27,9 @@ EXAMPLE = """  sidecar usage
 
 _NAMES = ("day", "tenant", "tier", "model")
 _FIGURES = ("requests", "input_tokens", "output_tokens")
-_PATIENCE_S = 30.0
+_PATIENCE_S = 60.0
+_MOST_BYTES = 2**30
+"""10,000 tenants with one model each have 50 MB in a month."""
 _FORMULA = ("=", "+", "-", "@", "\t")
 """What a spreadsheet takes for a formula at the beginning of a cell. A model's name is the client's."""
 
@@ -66,11 +69,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> Usage:
-    last = args.last or _page(args, None, None).today
-    first = args.first or (date.fromisoformat(last) - timedelta(days=args.days - 1)).isoformat()
+    last = date.fromisoformat(args.last or _page(args, None, None).today)
+    first = date.fromordinal(max(1, last.toordinal() - args.days + 1))
+    first = first if args.first is None else date.fromisoformat(args.first)
+    days = (last - first).days + 1
+    if days < 1:
+        raise CannotSee(f"--from {first} is after today, {last}")
+    if days > MOST_USAGE_DAYS:
+        raise CannotSee(f"--from {first} is {days:,} days ago; use is kept for {MOST_USAGE_DAYS} days at most")
     rows: list[UsageRow] = []
-    today = last
-    for begin, end in _parts(date.fromisoformat(first), date.fromisoformat(last)):
+    today = last.isoformat()
+    for begin, end in _parts(first, last):
         page = _page(args, begin.isoformat(), end.isoformat())
         rows += page.rows
         today = page.today
@@ -79,16 +88,14 @@ def _report(args: argparse.Namespace) -> Usage:
 
 def _parts(first: date, last: date) -> Iterator[tuple[date, date]]:
     """The days in parts that the admin port answers at once."""
-    while first <= last:
-        end = min(last, first + timedelta(days=MOST_DAYS - 1))
-        yield first, end
-        first = end + timedelta(days=1)
+    for begin in range(first.toordinal(), last.toordinal() + 1, MOST_DAYS):
+        yield date.fromordinal(begin), date.fromordinal(min(last.toordinal(), begin + MOST_DAYS - 1))
 
 
 def _page(args: argparse.Namespace, first: str | None, last: str | None) -> Usage:
     asked = {"from": first, "to": last, "tenant": args.tenant}
     query = urlencode({name: value for name, value in asked.items() if value is not None})
-    return page_of(args.admin, f"/usage?{query}", Usage, patience_s=_PATIENCE_S)
+    return page_of(args.admin, f"/usage?{query}", Usage, patience_s=_PATIENCE_S, most_bytes=_MOST_BYTES)
 
 
 def table(rows: Sequence[UsageRow], by: Sequence[str]) -> list[str]:
@@ -126,8 +133,8 @@ def csv_lines(rows: Sequence[UsageRow]) -> list[str]:
 
 def _days(text: str) -> int:
     """Raises ArgumentTypeError for what is no number of days."""
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= 400:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of days; write 1 to 400")
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= MOST_USAGE_DAYS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of days; write 1 to {MOST_USAGE_DAYS}")
     return int(text)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sidecar.identity.issuer_keys import IssuerKeys
 from sidecar.identity.tokens import TokenVerifier
 from sidecar.policy.identity import JwtPolicy
@@ -26,3 +28,8 @@ class Identities:
                     self.keys = IssuerKeys(policy.key_set)
                 self._verifier = TokenVerifier(policy, self.keys)
         return self._verifier
+
+    def notices(self) -> Sequence[str]:
+        """A problem for the operator: an issuer whose keys could not be fetched."""
+        problem = None if self.keys is None else self.keys.problem()
+        return () if problem is None else (problem,)

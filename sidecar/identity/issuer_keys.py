@@ -49,14 +49,13 @@ class KeysNeeded(IssuerUnavailable):
 class IssuerKeys:
     """The keys at one address, or in one file. `clock` is monotonic, in seconds.
 
-    `on_change` is called when other keys have come. `fetches` counts them, with those that failed.
+    `fetches` counts them, with those that failed, and `changes` how often other keys have come.
     """
 
     def __init__(self, place: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.place = place
-        self.fetches = 0
+        self.fetches = self.changes = 0
         self.failure: str | None = None
-        self.on_change: Callable[[], None] = lambda: None
         self._clock = clock
         self._due_s = float("-inf")
         self._next_s = float("-inf")
@@ -103,14 +102,17 @@ class IssuerKeys:
             keys = _imported(entries)
             if not keys:
                 raise ValueError("has no key that can check a signature")
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+        except asyncio.TimeoutError:
+            self._failed(f"no answer within {FETCH_TIMEOUT_S:g} s")
+            return
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             self._failed(str(error) or type(error).__name__)
             return
         self.failure, self._due_s = None, self._clock() + REFRESH_S
         if entries != self._entries:
             self._entries, self._keys = entries, keys
+            self.changes += 1
             _log.info("%d keys of the tokens' issuer from %s", len(keys), self.place, extra={"event": "issuer_keys"})
-            self.on_change()
 
     def _found(self, key_id: str | None) -> Any:
         if key_id is not None:
@@ -141,7 +143,8 @@ class IssuerKeys:
             session.get(self.place, headers=headers, allow_redirects=False) as response,
         ):
             if response.status != 200:
-                raise ValueError(f"answered {response.status}")
+                is_elsewhere = 300 <= response.status < 400
+                raise ValueError(f"answered {response.status}{', which is not followed' if is_elsewhere else ''}")
             raw = bytearray()
             async for chunk in response.content.iter_chunked(1 << 16):
                 raw += chunk
@@ -149,12 +152,18 @@ class IssuerKeys:
                     raise ValueError(f"is larger than {MOST_KEY_SET_BYTES} bytes")
             return bytes(raw)
 
+    def problem(self) -> str | None:
+        """What went wrong with the last fetch, and what follows; None where nothing did."""
+        if self.failure is None:
+            return None
+        kept = "the old ones stay in use" if self._keys else "no token can be checked"
+        place = self.place.partition("?")[0]  # everyone may read it
+        return f"the keys of the tokens' issuer could not be fetched from {place}: {self.failure}; {kept}"
+
     def _failed(self, reason: str) -> None:
-        if self.failure != reason:
-            kept = "the old ones stay in use" if self._keys else "no token can be checked"
-            message = "the keys of the tokens' issuer could not be fetched from %s: %s; %s"
-            _log.warning(message, self.place, reason, kept, extra={"event": "issuer_unavailable"})
-        self.failure = reason
+        before, self.failure = self.failure, reason
+        if before != reason:
+            _log.warning("%s", self.problem(), extra={"event": "issuer_unavailable"})
         self._due_s = self._clock() + LEAST_INTERVAL_S
 
 

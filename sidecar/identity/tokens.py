@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -48,10 +47,13 @@ class TokenVerifier:
         self._keys = keys
         self._clock = clock
         self._kept: dict[bytes, Claims] = {}
-        keys.on_change = self._kept.clear  # a key that is gone must not speak through what it signed
+        self._key_changes = keys.changes
 
     def claims(self, token: bytes, digest: bytes) -> Claims:
         """What a token says; `digest` is its hash. Raises InvalidToken, KeysNeeded or IssuerUnavailable."""
+        if self._key_changes != self._keys.changes:  # a key that is gone must not speak through what it signed
+            self._key_changes = self._keys.changes
+            self._kept.clear()
         kept = self._kept.get(digest)
         if kept is not None:
             if self._clock() <= kept.expires_s:
@@ -85,7 +87,9 @@ class TokenVerifier:
             raise InvalidToken("the token's tier claim is not a text; ask the operator which tiers there are")
         tenant = payload.get(self._policy.tenant_claim)
         if not isinstance(tenant, str) or not tenant:
-            raise InvalidToken("the token has no tenant claim; ask the operator which claim names the tenant")
+            raise InvalidToken(
+                "the token has no tenant claim that is a text; ask the operator which claim names the tenant"
+            )
         return Claims(tenant, tier, expires_s)
 
     def _check_claims(self, payload: dict[str, Any]) -> float:
@@ -141,9 +145,10 @@ def _time(payload: dict[str, Any], claim: str) -> float | None:
     value = payload.get(claim)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # JSON's numbers may have hundreds of digits, and a float may not.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < -_LATEST_S:
         raise InvalidToken(f"the token's {claim} is not a time in seconds; ask the issuer for another one")
-    return min(float(value), _LATEST_S)
+    return float(min(value, _LATEST_S))
 
 
 def _registry(algorithm: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TypeVar
 
@@ -12,7 +12,6 @@ from sidecar.leases.held_lease import HeldLease, LeasePreempted
 from sidecar.leases.lease_request import LeaseRequest
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.models import ModelsController
-from sidecar.policy.model import Policy, Tenant
 
 T = TypeVar("T")
 
@@ -25,7 +24,6 @@ class Admission:
 
     def __init__(self, controller: AdmissionController) -> None:
         self.controller = controller
-        self._named: dict[AdmissionController, tuple[Policy, Mapping[str, Tenant]]] = {}
 
     def lease(
         self,
@@ -48,8 +46,9 @@ class Admission:
         calls preemptible the block is canceled where a more important request needs the room before
         `HeldLease.keep` is called: it ends with LeasePreempted. `model` names the pool where the policy has `models`.
 
-        Raises ValueError for what the policy does not have, at once. The block's beginning raises the refusals of HTTP
-        requests: RequestTooLarge, TenantLimit, QueueFull, QueueTimeout, StoreUnavailable, CapacityUnknown, Draining.
+        Raises ValueError for what the policy does not have, at once, and TenantsUnavailable for a tenant that may be
+        one of the store's, while those were not read. The block's beginning raises the refusals of HTTP requests:
+        RequestTooLarge, TenantLimit, QueueFull, QueueTimeout, StoreUnavailable, CapacityUnknown, Draining.
         """
         request = LeaseRequest(tier, tokens, tenant, requests, prompt_tokens, max_wait_s, is_preemptible, model)
         return LeaseBlock(self.held_lease(request))
@@ -102,14 +101,7 @@ class Admission:
             if request.model is None or request.model not in controller.controllers:
                 raise ValueError(f"model: the policy has a pool for each of {names}, and none for {request.model!r}")
             controller = controller.controllers[request.model]
-        return HeldLease(controller, request, self._named_of(controller))
-
-    def _named_of(self, controller: AdmissionController) -> Mapping[str, Tenant]:
-        """The tenants of the policy by name. They are sorted once for each policy, since there may be 10,000."""
-        policy, known = controller.policy, self._named.get(controller)
-        if known is None or known[0] is not policy:
-            known = self._named[controller] = policy, policy.named
-        return known[1]
+        return HeldLease(controller, request)
 
 
 class LeaseBlock:

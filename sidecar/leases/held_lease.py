@@ -26,7 +26,6 @@ from sidecar.events import (
 )
 from sidecar.leases.lease_request import LeaseRequest, refuse_other_counts
 from sidecar.middleware.controller import AdmissionController
-from sidecar.policy.model import Tenant
 from sidecar.pools import Grant, Lease, LocalPool
 from sidecar.pools.base import WaitGivenUp
 
@@ -48,13 +47,13 @@ class HeldLease:
     `is_preempted` says that a more important request waits for its room: whoever holds it should end soon.
     """
 
-    def __init__(self, controller: AdmissionController, request: LeaseRequest, named: Mapping[str, Tenant]) -> None:
+    def __init__(self, controller: AdmissionController, request: LeaseRequest) -> None:
         self.is_preempted = False
         self._controller = controller
         self._request = request
         self._policy = controller.policy
         self._snapshot = controller.snapshot
-        self._ask, self._tenant = request.ask(self._policy, named)
+        self._ask, self._tenant = request.ask(self._policy)
         self._lease: Lease | None = None
         self._grant: Grant | None = None
         self._used: int | None = None
@@ -256,6 +255,10 @@ class HeldLease:
         if isinstance(granted.exception(), WaitGivenUp):
             left = lease.grant if lease.settle(0) else await lease.leave()
             self._refuse_after(left, self._draining("ended while the lease waited"))
+        usage = self._controller.usage
+        over = None if usage is None or self._returns else usage.used_up(self._tenant)
+        if over is not None:
+            self._refuse_after(granted.result() if lease.settle(0) else await lease.leave(), over)
         return granted.result()
 
     def _refuse_after(self, wait: Grant | None, error: AdmissionError) -> None:

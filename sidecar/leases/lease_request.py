@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import isfinite
 from typing import NamedTuple
 
+from sidecar.errors import TenantsUnavailable
 from sidecar.payload.decode import LARGEST_COUNT
-from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.model import Policy, StoredTenants, Tenant
 from sidecar.pools import Ask
 
 INTERNAL = "internal"
@@ -26,10 +27,10 @@ class LeaseRequest(NamedTuple):
     is_preemptible: bool
     model: str | None
 
-    def ask(self, policy: Policy, named: Mapping[str, Tenant]) -> tuple[Ask, Tenant]:
-        """What it asks of a pool with this policy, and for which tenant. `named` are the policy's tenants by name.
+    def ask(self, policy: Policy) -> tuple[Ask, Tenant]:
+        """What it asks of a pool with this policy, and for which tenant.
 
-        Raises ValueError for what cannot be.
+        Raises ValueError for what cannot be, and TenantsUnavailable where the tenants in the store were not read yet.
         """
         refuse_other_counts("tokens", self.tokens, at_least=1)
         refuse_other_counts("requests", self.requests, at_least=1)
@@ -38,7 +39,7 @@ class LeaseRequest(NamedTuple):
             raise ValueError(f"max_wait_s: {self.max_wait_s!r} is no number of seconds; write 0 or more, or None")
         if self.model is not None and not isinstance(self.model, str):
             raise ValueError(f"model: {self.model!r} is no name; write a text, or None")
-        tenant = self._tenant(policy, named)
+        tenant = self._tenant(policy)
         is_counted = tenant.limits.are_counted
         ask = Ask(
             self._level(policy, tenant),
@@ -58,15 +59,17 @@ class LeaseRequest(NamedTuple):
         of_prompt = min(self.prompt_tokens, tokens)
         return of_prompt, tokens - of_prompt
 
-    def _tenant(self, policy: Policy, named: Mapping[str, Tenant]) -> Tenant:
+    def _tenant(self, policy: Policy) -> Tenant:
         if self.tenant is None:
             return Tenant(INTERNAL, policy.default_level, max_level=0)
-        found = named.get(self.tenant) if isinstance(self.tenant, str) else None
+        found = policy.named.get(self.tenant) if isinstance(self.tenant, str) else None
         if found is not None:
             return found
         if policy.anonymous is not None and policy.anonymous.name == self.tenant:
             return policy.anonymous
-        raise ValueError(f"tenant: the policy has no {self.tenant!r}; {_one_of(sorted(named))}")
+        if policy.stored_tenants is StoredTenants.UNREAD:
+            raise TenantsUnavailable("the tenants in the store have not been read yet; ask again", retry_after_s=1)
+        raise ValueError(f"tenant: the policy has no {self.tenant!r}; {_one_of(sorted(policy.named))}")
 
     def _level(self, policy: Policy, tenant: Tenant) -> int:
         if self.tier is None:

@@ -236,6 +236,7 @@ class AdmissionController:
             *of_engine,
             *self.engine_watch.notices(),
             *self.pool.notices(),
+            *self.identities.notices(),
             *of_monitor,
         ]
 

@@ -205,7 +205,7 @@ class RequestIntake:
         if len(headers) != len(scope["headers"]):  # one of them is given twice
             refuse_two_keys(scope, headers, self._snapshot)
             _refuse_two_values(scope, (self._snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
-        self.tenant = self._snapshot.classifier.tenant(headers, scope.get("client"))
+        self.tenant = self._snapshot.classifier.tenant(headers, scope)
         if b"content-length" in headers:
             self._check_size(_declared_length(scope, headers))
 

@@ -119,12 +119,13 @@ class ModelsController(AdmissionController):
     def notices(self) -> Sequence[str]:
         """See `AdmissionController.notices`. Among them is each model that cannot be served while another can."""
         reasons = {name: self._not_ready(controller) for name, controller in self.controllers.items()}
+        of_all = [*([OBSERVES] if self.is_observing else []), *self.identities.notices()]
         notices = {
-            name: [notice for notice in controller.notices() if notice != OBSERVES]
+            name: [notice for notice in controller.notices() if notice not in of_all]
             for name, controller in self.controllers.items()
         }
         return [
-            *([OBSERVES] if self.is_observing else []),
+            *of_all,
             *(() if all(reasons.values()) else _said_of(reasons)),
             *_said_of(notices),
             *(() if self.monitor is None else self.monitor.notices()),

@@ -56,6 +56,8 @@ from sidecar.middleware.wait import (
     enter_pool,
     sized_ask,
     wait,
+    within_budget,
+    without_queue,
 )
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
@@ -208,12 +210,13 @@ class RequestHandler:
             self._reporter.disconnected(end.wait)
             return
         if isinstance(end, WaitedTooLong):
-            waited, error = end.wait, self._end_of_wait()
+            waited, error = end.wait, end.refusal or self._end_of_wait()
         else:
             assert isinstance(end, AdmissionError)
             error = end
             if isinstance(end, QueueFull) and not self._controller.engine_watch.is_usable:
-                error = self._without_queue(end)
+                level, policy = self._request.classification.level, self._snapshot.policy
+                error = without_queue(end, level, policy) or no_engine(self._controller.engine_watch)
         self.advance(_OVER)
         self._reporter.refused(error, waited)
         await self._refuse(error, waited)
@@ -259,7 +262,10 @@ class RequestHandler:
             headers = early_headers(self._request, self._lease, self._snapshot.tier_names, self._request_id)
             comments = Comments(every_s, api, headers, self._controller.pool)
         most_s = None if self._ends_us is None else max(0, self._ends_us - self._now_us()) / 1e6
-        return await wait(self._lease, granted, self._client, most_s, comments)
+        grant = await wait(self._lease, granted, self._client, most_s, comments)
+        if self._controller.usage is None or self._preemptions or self._hand_backs:
+            return grant
+        return await within_budget(self._lease, grant, self._request.classification.tenant, self._controller.usage)
 
     def _obstacle(self) -> tuple[Obstacle, str]:
         """Why the request has to wait."""
@@ -281,12 +287,6 @@ class RequestHandler:
             f"{self._request.longest_wait_s(policy):g} s; try again later",
             retry_after_s=self._controller.pool.retry_after_s(level),
         )
-
-    def _without_queue(self, refusal: QueueFull) -> AdmissionError:
-        """A tier that never queues has no place for a request while there is no engine: that is the reason, then."""
-        level = self._request.classification.level if refusal.level is None else refusal.level
-        has_queue = self._snapshot.policy.tiers[level].max_waiting != 0
-        return refusal if has_queue else no_engine(self._controller.engine_watch)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         # The rest of an unread body is not read: the connection ends with the response.
@@ -548,7 +548,7 @@ class RequestHandler:
             self._controller.estimator.learn(request.payload, tenant, usage.input_tokens)
         used = tokens, usage.input_tokens, usage.output_tokens
         if self._controller.usage is not None and failure is None:
-            self._controller.usage.count(request, self._snapshot.policy, used)
+            self._controller.usage.count(request, self._snapshot.policy, usage, self._status)
         said = None if failure is None else failure.message
         self._reporter.settled(outcome, status=self._status, used=used, error=error, said=said, size=self._size)
 

@@ -117,10 +117,10 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
 async def _tenant(controller: AdmissionController, headers: Mapping[bytes, bytes], scope: Scope) -> Tenant:
     """The tenant of the key or the token. Waits for the keys of the token's issuer."""
     try:
-        return controller.snapshot.classifier.tenant(headers, scope.get("client"))
+        return controller.snapshot.classifier.tenant(headers, scope)
     except KeysNeeded as needed:
         await needed.arrive()
-        return controller.snapshot.classifier.tenant(headers, scope.get("client"))
+        return controller.snapshot.classifier.tenant(headers, scope)
 
 
 async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:
@@ -156,17 +156,14 @@ async def _view(controller: AdmissionController, tenant: Tenant) -> SelfView:
 async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView:
     limits = tenant.limits
     left = None if _count_apart(controller) else await _left(controller, tenant)
-    budgets = {
-        period: msgspec.structs.replace(budget, ends_in_s=round(budget.ends_in_s, 1))
-        for period, budget in ({} if controller.usage is None else controller.usage.budgets(tenant)).items()
-    }
+    budgets = {} if controller.usage is None else controller.usage.budgets(tenant)
     return LimitsView(
         _limit(limits.requests_per_minute, None if left is None else left.requests),
         _limit(limits.tokens_per_minute, None if left is None else left.tokens),
         limits.concurrent_requests,
         limits.max_output_tokens,
-        budgets.get("day"),
-        budgets.get("month"),
+        _budget(budgets.get("day")),
+        _budget(budgets.get("month")),
     )
 
 
@@ -192,6 +189,10 @@ def _count_apart(controller: AdmissionController) -> bool:
 async def _left(controller: AdmissionController, tenant: Tenant) -> RemainingLimits | None:
     limits = tenant.limits
     return await controller.pool.allowance(tenant.name, limits) if limits.are_counted else None
+
+
+def _budget(view: BudgetView | None) -> BudgetView | None:
+    return None if view is None else msgspec.structs.replace(view, ends_in_s=round(view.ends_in_s, 1))
 
 
 def _limit(per_minute: int | None, left: RemainingLimit | None) -> LimitView | None:

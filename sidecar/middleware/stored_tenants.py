@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -61,6 +61,7 @@ class StoredTenantsRegistry:
         self._found: _Found = {}
         self._stored: Mapping[str, StoredTenant] = {}
         self._unused: Mapping[str, str] = {}
+        self._is_reread = False
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._problem: str | None = None
@@ -84,6 +85,7 @@ class StoredTenantsRegistry:
         except BaseException:
             self._files_policy = before
             raise
+        self._is_reread = True  # a tenant without keys is one where the policy has tokens or a gateway
 
     async def start(self) -> None:
         """Reads the tenants, and begins to follow them. Returns after `START_WITHIN_S` at the latest."""
@@ -144,20 +146,25 @@ class StoredTenantsRegistry:
         """The tenants of files and store whose names come after `after`, by name, `most` at most."""
         of_files = self._files_policy.named
         names = sorted(name for name in {*of_files, *self._records.texts()} if name > after)
-        return [row for name in islice(names, most) for row in self.rows_of(name)]
+        return self._rows_of(names[:most])
 
     def rows_of(self, name: str) -> Sequence[TenantRow]:
         """The tenants of this name: none, the one in force, or that and another of the store."""
+        return self._rows_of([name])
+
+    def _rows_of(self, names: Sequence[str]) -> Sequence[TenantRow]:
+        # Once for all of them: there may be thousands, and requests wait meanwhile.
+        of_files, reasons = self._files_policy.named, self._reasons()
+        keys = Counter(tenant.name for tenant in self._files_policy.tenants.values())
+        tiers = [tier.name for tier in self._files_policy.tiers]
         rows = []
-        if (tenant := self._files_policy.named.get(name)) is not None:
-            keys = sum(one.name == name for one in self._files_policy.tenants.values())
-            tiers = self._files_policy.tiers
-            rows.append(TenantRow(name, "file", keys, _record_of(tenant, [tier.name for tier in tiers])))
-        why = self._reasons().get(name)
-        if (stored := self._stored.get(name)) is not None:
-            rows.append(_row(stored, why))
-        elif name in self._found:
-            rows.append(TenantRow(name, "store", 0, {}, why))
+        for name in names:
+            if (tenant := of_files.get(name)) is not None:
+                rows.append(TenantRow(name, "file", keys[name], _record_of(tenant, tiers)))
+            if (stored := self._stored.get(name)) is not None:
+                rows.append(_row(stored, reasons.get(name)))
+            elif name in self._found:
+                rows.append(TenantRow(name, "store", 0, {}, reasons.get(name)))
         return rows
 
     def _refuse_files(self, name: str, digests: Sequence[str]) -> None:
@@ -169,19 +176,24 @@ class StoredTenantsRegistry:
 
     def _reasons(self) -> Mapping[str, str]:
         """Why tenants of the store are not in force, by name."""
-        invalid = {name: _one_line(one) for name, (_, one) in self._found.items() if isinstance(one, InvalidTenant)}
-        return {**invalid, **self._unused}
+        return {**dict(self._invalid()), **self._unused}
+
+    def _invalid(self) -> Iterator[tuple[str, str]]:
+        """The records that are no tenants, and why."""
+        return ((name, _one_line(one)) for name, (_, one) in self._found.items() if isinstance(one, InvalidTenant))
 
     async def _use(self) -> None:
         """Puts the tenants in force that are known now. Those that have changed are read in a thread."""
         async with self._turn:
             texts, before = self._records.texts(), self._texts
-            if texts is not before:
-                found = await asyncio.to_thread(_read_all, texts, self._found, self._files_policy)
+            is_reread, self._is_reread = self._is_reread and any(self._invalid()), False
+            if texts is not before or is_reread:
+                known = {name: one for name, one in self._found.items() if isinstance(one[1], StoredTenant)}
+                found = await asyncio.to_thread(_read_all, texts, known, self._files_policy)
                 self._texts, self._found = texts, found
                 self._stored = {name: one for name, (_, one) in found.items() if isinstance(one, StoredTenant)}
             is_first, self._heard_s = self._heard_s is None, self._now_s()
-            if texts is not before or is_first:
+            if texts is not before or is_first or is_reread:
                 self._apply()
             if changes := _changes(before, texts):
                 _log.info("tenants in the store, change %d: %s", self.version, changes, extra={"event": "tenants_read"})

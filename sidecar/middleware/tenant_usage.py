@@ -1,7 +1,8 @@
 """Use of the tenants: counted in this process, added to the store once a second, and compared with their budgets.
 
 A request is counted when it ends. The sums of all replicas come back with the same call, so a budget may be exceeded by
-what runs when it is used up, and by what the other replicas count within a second.
+what runs when it is used up, and by what the other replicas count within a second. The sums of a tenant that comes
+after a minute without requests are read at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import time
 from calendar import monthrange
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import date, datetime, timedelta, timezone
 
 import msgspec
@@ -19,12 +20,15 @@ import msgspec
 from sidecar.durations import short_duration
 from sidecar.errors import RemainingLimits, TenantLimit
 from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Ask, Pool
 from sidecar.pools.stored_records import StoreSilent
 from sidecar.pools.usage_records import MOST_AT_ONCE, Sums, UsageFigures, UsageKey, UsageRecords
 
 EVERY_S = 1.0
+GATHERED_S = 0.05
+"""Tenants that come within so long are read together: at most 20 calls a second beside those for what was counted."""
 START_WITHIN_S = 1.0
 """The longest that a start waits for the sums. Until they are known, budgets count from zero."""
 STALE_S = 10.0
@@ -73,6 +77,8 @@ class TenantUsage:
         self._day = ""
         self._day_ends_s = 0.0
         self._watched: dict[str, float] = {}
+        self._newcomers: set[str] = set()  # those whose sums have not been read since they came
+        self._has_newcomers = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
         self._heard_s: float | None = None
@@ -81,10 +87,16 @@ class TenantUsage:
 
     # -- what requests do
 
-    def count(self, request: SizedRequest, policy: Policy, used: tuple[int, int | None, int | None]) -> None:
-        """A request has ended. `used` is all its tokens, and the engine's own count of input and output."""
-        classification, tokens = request.classification, used[0]
-        input_tokens = min(tokens, request.prompt_tokens if used[1] is None else used[1])
+    def count(self, request: SizedRequest, policy: Policy, usage: UsageReader, status: int | None) -> None:
+        """A request has ended. `usage` is that of its response, `status` is None where there was none."""
+        tokens = usage.used_tokens(request.prompt_tokens)
+        if not usage.is_known(None):
+            if status is not None and status >= 400:
+                return  # the engine refused it, or failed
+            # An answer that says nothing of its tokens: it may be one that its client has cut off before its end.
+            tokens = request.most_tokens if usage.has_begun else tokens
+        classification = request.classification
+        input_tokens = min(tokens, request.prompt_tokens if usage.input_tokens is None else usage.input_tokens)
         tenant, tier = classification.tenant.name, policy.tiers[classification.level].name
         self.add(tenant, tier, request.payload.model, input_tokens, tokens - input_tokens)
 
@@ -115,8 +127,21 @@ class TenantUsage:
             if ask.charged_tokens <= pool.most_tokens(level):
                 # Its figures are those of a tier that it does not have.
                 return msgspec.structs.replace(ask, tier=level, limits=None, downgrade=None, gain=None)
+        raise self._refusal(tenant, over)
+
+    def used_up(self, tenant: Tenant) -> TenantLimit | None:
+        """The refusal of a request that has waited while a budget was used up. None where it may run.
+
+        A tenant with a lower tier keeps the place for which the request has waited.
+        """
+        if not tenant.limits.have_budgets or tenant.downgrade_level is not None:
+            return None
+        over = self._over(tenant)
+        return None if over is None else self._refusal(tenant, over)
+
+    def _refusal(self, tenant: Tenant, over: str) -> TenantLimit:
         budget = self.budgets(tenant)[over]
-        raise TenantLimit(
+        return TenantLimit(
             f"tenant {tenant.name} has used {budget.used:,} tokens of its {budget.tokens:,} per {over}; the next "
             f"{over} (UTC) begins in {short_duration(budget.ends_in_s)}",
             retry_after_s=budget.ends_in_s,
@@ -136,6 +161,9 @@ class TenantUsage:
 
     def _over(self, tenant: Tenant) -> str | None:
         """The budget that is used up: `month` before `day`, None where there is none."""
+        if tenant.name not in self._watched:
+            self._newcomers.add(tenant.name)
+            self._has_newcomers.set()
         self._watched[tenant.name] = self._clock()
         self.today()
         limits, used = tenant.limits, self._used(tenant.name)
@@ -176,8 +204,8 @@ class TenantUsage:
         before, self._day = self._day, now.strftime("%Y-%m-%d")
         midnight = datetime(now.year, now.month, now.day, tzinfo=timezone.utc) + timedelta(days=1)
         self._day_ends_s = midnight.timestamp()
-        is_same_month = before[:7] == self._day[:7]
-        self._sums = {one: Sums(0, sums.month) for one, sums in self._sums.items()} if is_same_month else {}
+        known = {*self._sums, *self._fresh, *self._unread} if before[:7] == self._day[:7] else set()
+        self._sums = {one: Sums(0, self._used(one).month) for one in known}
         self._fresh, self._unread = {}, {}
         self._models.clear()
 
@@ -235,12 +263,15 @@ class TenantUsage:
                     self._part = [(UsageKey(*key), UsageFigures(*self._pending.pop(key))) for key in taken]
                     self._part_number += 1
                 await self._send(())
-            asked = self._asked()
-            for first in range(0, len(asked), MOST_AT_ONCE):
-                await self._send(asked[first : first + MOST_AT_ONCE])
+            self._newcomers.clear()
+            await self._read_sums(self._asked())
             if self._heard_s is None:  # the store's clock
                 await self._send(())
             self._unread, self._problem = {}, None
+
+    async def _read_sums(self, tenants: Sequence[str]) -> None:
+        for first in range(0, len(tenants), MOST_AT_ONCE):
+            await self._send(tenants[first : first + MOST_AT_ONCE])
 
     async def _send(self, tenants: Sequence[str]) -> None:
         day = self.today()
@@ -251,13 +282,9 @@ class TenantUsage:
         if day == self.today():
             self._sums.update(recorded.sums)
 
-    async def of_days(self, days: Sequence[str]) -> Sequence[tuple[UsageKey, UsageFigures]]:
-        """What all replicas have counted on some days, by day, tenant, tier and model. Raises StoreSilent."""
-        await self.flush()
-        found: list[tuple[UsageKey, UsageFigures]] = []
-        for day in days:
-            found += sorted((await self._records.of_day(day)).items())
-        return found
+    async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
+        """What all replicas have added of a day. Raises StoreSilent."""
+        return await self._records.of_day(day)
 
     def _asked(self) -> list[str]:
         """The tenants whose sums are read: those with budgets that had requests lately."""
@@ -266,19 +293,41 @@ class TenantUsage:
         return list(self._watched)
 
     async def _follow(self, tried: asyncio.Event) -> None:
+        now_s = asyncio.get_running_loop().time
         while True:
-            try:
-                await self.flush()
-            except StoreSilent as silent:
-                if self._problem is None:
-                    _log.warning("use of tenants: %s", silent, extra={"event": "usage_kept"})
-                self._failed(str(silent))
-            except Exception as defect:  # counting goes on
-                if self._problem is None:
-                    _log.exception("a defect in the sidecar: the use of tenants", extra={"event": "defect"})
-                self._failed(f"a defect in the sidecar, see the log: {type(defect).__name__}")
+            await self._try(self.flush)
             tried.set()
-            await asyncio.sleep(EVERY_S)
+            ends_s = now_s() + EVERY_S
+            while await self._newcomer(ends_s - now_s()):
+                await self._try(self._read_newcomers)
+
+    async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
+        """What the store does not answer is tried again later."""
+        try:
+            await work()
+        except StoreSilent as silent:
+            if self._problem is None:
+                _log.warning("use of tenants: %s", silent, extra={"event": "usage_kept"})
+            self._failed(str(silent))
+        except Exception as defect:  # counting goes on
+            if self._problem is None:
+                _log.exception("a defect in the sidecar: the use of tenants", extra={"event": "defect"})
+            self._failed(f"a defect in the sidecar, see the log: {type(defect).__name__}")
+
+    async def _newcomer(self, within_s: float) -> bool:
+        """Returns True shortly after a tenant has come, with others that come meanwhile; else False."""
+        try:
+            await asyncio.wait_for(self._has_newcomers.wait(), within_s)
+        except asyncio.TimeoutError:
+            return False
+        await asyncio.sleep(GATHERED_S)
+        return True
+
+    async def _read_newcomers(self) -> None:
+        async with self._turn:
+            self._has_newcomers.clear()
+            newcomers, self._newcomers = self._newcomers, set()
+            await self._read_sums(list(newcomers))
 
     def _failed(self, problem: str) -> None:
         if self._problem is None:

@@ -194,7 +194,7 @@ def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
         return scope
     if key is None and snapshot.policy.anonymous is not None:
         return scope
-    snapshot.classifier.tenant(headers, scope.get("client"))
+    snapshot.classifier.tenant(headers, scope)
     taken, added = snapshot.credentials.taken(headers), snapshot.credentials.added
     return {**scope, "headers": forwarded_headers(scope["headers"], taken, added)} if taken or added else scope
 

@@ -12,12 +12,13 @@ from starlette.types import Message, Receive, Send
 from sidecar.apis import Api
 from sidecar.classify import Classification
 from sidecar.durations import short_duration
-from sidecar.errors import QueueFull
+from sidecar.errors import AdmissionError, QueueFull
 from sidecar.events import Headers
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.sse_keepalive import SseKeepAlive
 from sidecar.middleware.tenant_usage import TenantUsage
+from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Ask, Grant, Lease, LocalPool, Pool
 from sidecar.pools.base import QueueStanding, WaitGivenUp
 
@@ -33,10 +34,11 @@ class ClientDisconnected(Exception):
 
 
 class WaitedTooLong(Exception):
-    """The longest wait is over. `wait` says how it went."""
+    """The wait ends without a grant: it was too long, or else `refusal` says why. `wait` says how it went."""
 
-    def __init__(self, wait: Grant | None) -> None:
+    def __init__(self, wait: Grant | None, refusal: AdmissionError | None = None) -> None:
         self.wait = wait
+        self.refusal = refusal
 
 
 class Comments(NamedTuple):
@@ -159,6 +161,23 @@ async def wait(
     if comments is not None and client.keepalive is not None:
         await client.comment(f"admitted after {grant.queue_wait_us / 1e6:.1f} s", comments)
     return grant
+
+
+def without_queue(refusal: QueueFull, level: int, policy: Policy) -> QueueFull | None:
+    """The refusal of a full queue, for a request while there is no engine. None where its tier never queues.
+
+    Such a tier has no place for a request then: the missing engine is the reason.
+    """
+    has_queue = policy.tiers[level if refusal.level is None else refusal.level].max_waiting != 0
+    return refusal if has_queue else None
+
+
+async def within_budget(lease: Lease, grant: Grant, tenant: Tenant, usage: TenantUsage) -> Grant:
+    """The grant. Raises WaitedTooLong, after the lease has ended, where the tenant's budget was used up meanwhile."""
+    over = usage.used_up(tenant)
+    if over is None:
+        return grant
+    raise WaitedTooLong(grant if lease.settle(0) else await lease.leave(), over)
 
 
 async def _wait_and_comment(

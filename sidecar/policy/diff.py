@@ -15,6 +15,7 @@ from typing import Any
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.policy.fleet import Affinity, DnsService, FleetPolicy, Health, Replay, WrittenCapacity
+from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.identity import JwtPolicy
 from sidecar.policy.model import Limits, Policy, ServiceObjectives, Tenant
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
@@ -35,10 +36,22 @@ _KEYS = {
     "weight_percent": "weight",
     "gain_weight": "gain weight",
     "key_set": "jwks",
+    "networks": "addresses",
 }
 """Fields that have another name in the file; of all others, the unit after the name is left out."""
 _UNITS = ("_us", "_s")
-_RECORDS = (ServiceObjectives, Limits, EngineCapacity, WrittenCapacity, DnsService, Affinity, Health, Replay, JwtPolicy)
+_RECORDS = (
+    ServiceObjectives,
+    Limits,
+    EngineCapacity,
+    WrittenCapacity,
+    DnsService,
+    Affinity,
+    Health,
+    Replay,
+    JwtPolicy,
+    GatewayPolicy,
+)
 """Records whose fields are keys of a mapping inside."""
 _PARTS = {"speed": 1000, "weight_percent": 100}
 """Numbers that are counted in parts of one."""
@@ -112,9 +125,11 @@ class _Telling:
         return f"{policy_duration(rules.promote_after_us / 1e6)} up to {self._before.tiers[rules.ceiling].name}"
 
     def _record(self, about: str, before: Any, after: Any, but: set[str] | None = None) -> Iterator[str]:
-        """Every field of two records of one type, but those in `but`."""
+        """Every field of two records of one type, but those in `but`, and those that are only made of others."""
         for field in fields(before):
             name = field.name
+            if not field.compare:
+                continue
             old, new = getattr(before, name), getattr(after, name)
             if old == new or (but and name in but):
                 continue

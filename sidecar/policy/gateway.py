@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Any
 
 Network = IPv4Network | IPv6Network
+_FORWARDED_FOR = b"x-forwarded-for"
 _MOST_KEPT = 4096
 """Addresses whose answer is kept."""
 
@@ -25,12 +27,17 @@ class GatewayPolicy:
         """The names of its headers: no one else's count, and none is passed on."""
         return (self.tenant_header,) if self.tier_header is None else (self.tenant_header, self.tier_header)
 
-    def is_from(self, client: tuple[str, int] | None) -> bool:
-        """Whether a request comes from the gateway, by the address of its connection: `client` of the ASGI scope.
+    def sent(self, scope: Mapping[str, Any]) -> bool:
+        """Whether a request of this ASGI scope comes from the gateway.
 
-        A server that takes the address out of `X-Forwarded-For` (uvicorn with `--proxy-headers`) leaves no port there:
+        A server may have taken the address of the connection out of `X-Forwarded-For` (uvicorn with `--proxy-headers`):
         whoever may write that header could name any address, so such an address is never the gateway's.
         """
+        client = scope.get("client")
+        return client is not None and self.is_from(client) and not _is_written(client, scope["headers"])
+
+    def is_from(self, client: tuple[str, int] | None) -> bool:
+        """Whether a connection has an address of the gateway. Servers leave no port with one that a header named."""
         if client is None or not client[1]:
             return False
         found = self._known.get(client[0])
@@ -51,6 +58,20 @@ class GatewayPolicy:
 
     def __str__(self) -> str:
         return f"{self.tenant_header.decode('ascii')} from {', '.join(map(str, self.networks))}"
+
+
+def _is_written(client: tuple[str, int], headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether an address and its port are those of an `X-Forwarded-For`, as uvicorn 0.54 reads it."""
+    written = b",".join(value for name, value in headers if name == _FORWARDED_FOR).decode("latin-1")
+    hosts_and_ports = (part.strip().rpartition(":") for part in written.split(",")) if written else ()
+    return any(host.strip("[]") == client[0] and _is_number(port, client[1]) for host, _, port in hosts_and_ports)
+
+
+def _is_number(text: str, number: int) -> bool:
+    try:
+        return int(text) == number
+    except ValueError:
+        return False
 
 
 def read_network(text: str) -> Network:

@@ -76,7 +76,7 @@ def public_keys(raw: bytes) -> list[Mapping[str, object]]:
     if not isinstance(entries, list):
         raise ValueError('has no list "keys"; name a JSON Web Key Set')
     found: list[Mapping[str, object]] = [
-        one for one in entries if isinstance(one, dict) and one.get("kty") in {"RSA", "EC", "OKP"}
+        one for one in entries if isinstance(one, dict) and one.get("kty") in ("RSA", "EC", "OKP")
     ]
     if not found:
         raise ValueError("has no public key (kty RSA, EC or OKP); name the issuer's JSON Web Key Set")

@@ -269,11 +269,14 @@ class Policy:
     stored_tenants: StoredTenants = StoredTenants.NONE
     usage_days: int = 62
     max_upload_bytes: int | None = None
+    _named: dict[str, Tenant] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def named(self) -> Mapping[str, Tenant]:
-        """All tenants by their names, with API keys or without."""
-        return {tenant.name: tenant for tenant in (*self.tenants.values(), *self.keyless)}
+        """All tenants by their names, with API keys or without. Made once: there may be 10,000."""
+        if not self._named:
+            self._named.update({tenant.name: tenant for tenant in (*self.tenants.values(), *self.keyless)})
+        return self._named
 
     def of_engines(self, engines: Sequence[EngineAddress]) -> Policy:
         """The policy as it is with these engines, such as those of an engine list: `rules` are those of their sum."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.cli import main
+from tests.support.middleware import write_policy
 
 POLICIES = Path(__file__).parents[2] / "policies"
 
@@ -45,6 +46,25 @@ def test_a_bad_policy_prints_every_mistake_on_standard_error(
     assert printed.err == (
         f'{path}:3: tiers.normal.reserve: "20" is not a share; write "20%"\n\n1 mistake; the policy cannot be used\n'
     )
+
+
+def test_what_needs_a_store_is_a_warning_where_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SIDECAR_STORE", raising=False)
+    path = write_policy(tmp_path, "stored_tenants: true\n", acme="limits: {tokens_per_day: 1M}\n")
+    stored = len(path.read_text().splitlines())
+    assert main(["check", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"policy.yaml:{stored}: stored_tenants: no sidecar starts with stored_tenants but with a store" in printed
+    assert "tenants: no sidecar starts with tokens_per_day and tokens_per_month but with a store" in printed
+    monkeypatch.setenv("SIDECAR_STORE", "redis://127.0.0.1:1/0")
+    assert main(["check", str(tmp_path)]) == 0
+    assert "no sidecar starts" not in capsys.readouterr().out
+    monkeypatch.delenv("SIDECAR_STORE")
+    write_policy(tmp_path, "stored_tenants: true\nstore: redis://127.0.0.1:1/0\n")
+    assert main(["check", str(tmp_path)]) == 0
+    assert "no sidecar starts" not in capsys.readouterr().out
 
 
 def test_json_on_standard_output_is_nothing_but_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,15 +69,44 @@ async def test_from_elsewhere_the_headers_do_not_count_and_do_not_pass() -> None
         assert seen.all(b"x-tenant") == seen.all(b"x-tenant-tier") == []
 
 
-async def test_an_address_that_a_client_has_written_is_never_the_gateways() -> None:
+@pytest.mark.parametrize("forwarder", ["*", "127.0.0.1"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        ["10.1.2.3"],
+        ["10.1.2.3:4567"],
+        [" 10.1.2.3: +4_567 "],
+        ["[10.1.2.3]:-1"],
+        ["10.1.2.3:4567", "127.0.0.1"],
+        ["127.0.0.1", "10.1.2.3:4567"],
+        ["10.1.2.3:4567, 127.0.0.1:5"],
+        ["[::ffff:10.1.2.3]:4567"],
+    ],
+)
+async def test_an_address_that_a_client_has_written_is_never_the_gateways(written: list[str], forwarder: str) -> None:
     """uvicorn takes the address out of `X-Forwarded-For` where it is told to, from whoever it is told to."""
-    from_client = "x-forwarded-for: 10.1.2.3"
-    settings: dict[str, Any] = {"proxy_headers": True, "forwarded_allow_ips": "*"}
+    from_client = [f"x-forwarded-for: {one}" for one in written]
+    settings: dict[str, Any] = {"proxy_headers": True, "forwarded_allow_ips": forwarder}
     async with guarding(App(), policy(section(ELSEWHERE)), **settings) as guarded:
-        assert (await guarded.ask(None, "x-tenant: nightly", from_client)).headers["x-admission-tier"] == "normal"
+        assert (await guarded.ask(None, "x-tenant: nightly", *from_client)).headers["x-admission-tier"] == "normal"
     async with guarding(App(), policy(section(HERE)), **settings) as guarded:  # nor the gateway's own, rewritten
-        assert (await guarded.ask(None, "x-tenant: nightly", from_client)).headers["x-admission-tier"] == "normal"
+        assert (await guarded.ask(None, "x-tenant: nightly", *from_client)).headers["x-admission-tier"] == "normal"
         assert (await guarded.ask(None, "x-tenant: nightly")).headers["x-admission-tier"] == "batch"
+
+
+async def test_what_the_gateway_says_of_its_own_client_does_not_matter() -> None:
+    async with guarding(App(), policy(section()), proxy_headers=False) as guarded:
+        for said in ("127.0.0.1", "127.0.0.1:5", "203.0.113.9:44444, 127.0.0.1", "x:y", ":", "::1"):
+            answer = await guarded.ask(None, "x-tenant: nightly", f"x-forwarded-for: {said}")
+            assert answer.headers["x-admission-tier"] == "batch"
+
+
+async def test_a_client_that_is_taken_for_the_gateway_in_vain_learns_why() -> None:
+    closed = replace(policy(section(ELSEWHERE)), anonymous=None)
+    async with guarding(App(), closed) as guarded:
+        refused = await guarded.ask(None, "x-tenant: acme")
+        assert refused.is_error(401, "invalid_api_key", "x-tenant counts only from an address of the policy's gateway")
+        assert "x-tenant" not in (await guarded.ask(None)).body.decode()
 
 
 async def test_the_gateway_goes_before_keys_and_without_its_header_they_count() -> None:
@@ -172,7 +201,7 @@ def test_addresses_that_ask_are_not_kept_without_end() -> None:
 def test_whatever_is_written_a_stranger_gets_no_tenant(headers: dict[bytes, bytes]) -> None:
     classifier = Classifier(policy(section(ELSEWHERE)), NoEngine(None))
     try:
-        assert classifier.tenant(headers, ("192.0.2.1", 5)).name == "anonymous"
+        assert classifier.tenant(headers, {"client": ("192.0.2.1", 5), "headers": ()}).name == "anonymous"
     except InvalidApiKey:
         assert b"x-api-key" in headers
 

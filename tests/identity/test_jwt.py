@@ -86,6 +86,7 @@ def _bad_tokens(issuer: Issuer) -> dict[str, str]:
     good = issuer.token()
     public = issuer.keys[0].as_pem(private=False)
     header, payload = good.split(".")[:2]
+    endless = {**json.loads(_decoded(payload)), "exp": 10**400}
     hs = unsigned({"alg": "HS256", "kid": "one"}, json.loads(_decoded(payload)))
     signed = hmac.new(public, hs.rpartition(".")[0].encode(), hashlib.sha256).digest()
     confused = unsigned({"alg": "HS256", "kid": "one"}, json.loads(_decoded(payload)), signed)
@@ -97,6 +98,8 @@ def _bad_tokens(issuer: Issuer) -> dict[str, str]:
         "no time of expiry": issuer.token(exp=None),
         "exp is not a time": issuer.token(exp="soon"),
         "nbf is not a time": issuer.token(nbf=True),
+        "exp is not": issuer.token(exp=-(10**400)),  # beyond a float
+        "token's signature": unsigned({"alg": "ES256", "kid": "one"}, endless, b"x"),
         "signature is wrong": issuer.token(key=ec("one")),
         "signature is": f"{header}.{payload}.",
         "algorithm": confused,
@@ -161,6 +164,21 @@ async def test_a_token_that_was_believed_is_refused_when_it_has_expired() -> Non
     clock.now_s += 2
     with pytest.raises(InvalidToken, match="expired"):
         verifier.claims(token, b"digest")
+
+
+async def test_two_policies_that_use_the_same_keys_both_forget_what_an_old_one_signed() -> None:
+    """A policy that could not replace another has a verifier, too, and the one in force goes on."""
+    issuer = Issuer(ec("old"))
+    in_force, keys = await _verifier(issuer)
+    TokenVerifier(_policy_of("other"), keys)
+    token = issuer.token().encode()
+    assert in_force.claims(token, b"digest").tenant == "acme"
+    issuer.keys = [ec("new")]
+    async with issuer.serving():
+        keys.place = issuer.url
+        await keys.fetch()
+    with pytest.raises((InvalidToken, KeysNeeded)):
+        in_force.claims(token, b"digest")
 
 
 # -- the issuer's keys
@@ -232,9 +250,12 @@ async def test_while_the_issuer_is_down_old_keys_count_and_unknown_ones_are_not_
         refused = await guarded.ask(None, bearer(issuer.token(header={"kid": "new"})))
         assert refused.is_error(503, "issuer_unavailable")
         assert refused.headers["retry-after"] == "5"
+        (notice,) = guarded.sidecar.notices()
+        assert notice.endswith(f"could not be fetched from {issuer.url}: answered 500; the old ones stay in use")
         issuer.status = 200
         clock.now_s += issuer_keys.LEAST_INTERVAL_S
         assert (await guarded.ask(None, bearer(issuer.token(header={"kid": "new"})))).status == 401
+        assert guarded.sidecar.notices() == []
 
 
 async def test_an_issuer_that_hangs_holds_only_tokens_and_only_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +283,7 @@ async def test_keys_that_are_no_use_are_left_out_and_a_file_is_read_like_an_addr
     entries = json.loads(issuer.key_set())["keys"]
     encrypting = {**ec("encrypting").as_dict(private=False), "use": "enc"}
     entries += [encrypting, weak, {"kty": "oct", "k": "c2VjcmV0", "kid": "secret"}, {"kty": "EC", "kid": "half"}, 7]
+    entries += [{**entries[0], "kty": ["EC"]}, {**entries[0], "kty": {}}, {**entries[0], "use": ["sig"]}]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
     keys = IssuerKeys(str(tmp_path / "keys.json"))
     await keys.fetch()

@@ -18,7 +18,9 @@ from sidecar import AdmissionMiddleware
 from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access
 from sidecar.cli import main
+from sidecar.errors import TenantsUnavailable
 from sidecar.middleware import stored_tenants
+from sidecar.middleware.stored_tenants import StoredTenantsRegistry
 from sidecar.policy.compiler import load
 from sidecar.policy.model import StoredTenants
 from sidecar.policy.stored_tenants import InvalidTenant, read_record, with_stored
@@ -155,6 +157,32 @@ async def test_a_reload_of_the_files_keeps_the_tenants_of_the_store(tmp_path: Pa
         assert (one.middleware.controller.policy.max_choices, await one.status(BULK_KEY)) == (3, 200)
 
 
+async def test_a_tenant_without_keys_counts_as_soon_as_the_files_let_one_name_it(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    """Replicas read a new policy one after the other, and the operator adds the tenant in between."""
+    gateway = "gateway: {tenant_header: x-tenant, addresses: [127.0.0.1]}\n"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    async with (
+        sidecar(tmp_path / "a", store.url, STORED + gateway) as one,
+        sidecar(tmp_path / "b", store.url, STORED) as late,
+    ):
+        assert (await one.call("POST", "/tenants", {"tenant": "keyless", "tier": "batch"}))[0] == 201
+
+        async def is_read() -> bool:
+            return "tenant keyless in the store is not in force: keys: missing" in late.notices()
+
+        await late.until(is_read, 10.0)
+        write(tmp_path / "b", store.url, STORED + gateway)
+
+        async def counts() -> bool:
+            return (await late.ask("x-tenant: keyless")).status == 200
+
+        await late.until(counts, 10.0)
+        assert "keyless" not in late.notices()
+
+
 async def test_unknown_keys_get_a_503_until_the_store_was_read(tmp_path: Path, store: RedisServer) -> None:
     async with sidecar(tmp_path, store.url, STORED) as one:
         await one.call("POST", "/tenants", bulk())
@@ -163,6 +191,8 @@ async def test_unknown_keys_get_a_503_until_the_store_was_read(tmp_path: Path, s
         refused = await anew.ask(f"authorization: Bearer {BULK_KEY}")
         assert refused.is_error(503, "tenants_unavailable")
         assert refused.headers["retry-after"] == "1"
+        with pytest.raises(TenantsUnavailable):
+            anew.middleware.admission.lease(tokens=1, tenant="bulk")
         assert "the tenants in the store cannot be read, none is known" in anew.notices()
         assert (await anew.call("POST", "/tenants", bulk()))[1]["error"]["code"] == "store_unavailable"
         assert (await anew.call("GET", "/tenants"))[1]["change"] == 0
@@ -173,6 +203,29 @@ async def test_unknown_keys_get_a_503_until_the_store_was_read(tmp_path: Path, s
 
         await anew.until(is_read, 10.0)
         assert "cannot be read" not in anew.notices()
+        with pytest.raises(ValueError, match="the policy has no 'bulk'"):
+            anew.middleware.admission.lease(tokens=1, tenant="bulk")
+        await anew.call("POST", "/tenants", bulk())
+        assert anew.middleware.controller.policy.named is anew.middleware.controller.policy.named  # made once
+
+        async def is_shared() -> bool:
+            return await anew.status(BULK_KEY) == 200
+
+        await anew.until(is_shared, 10.0)
+        async with anew.middleware.admission.lease(tokens=1, tenant="bulk") as lease:
+            assert lease.tenant == "bulk"
+
+
+async def test_the_command_says_that_the_store_hangs(
+    tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with sidecar(tmp_path, store.url, STORED) as one:
+        await one.call("POST", "/tenants", bulk())
+        store.pause()
+        for words in (("add", "late", "--tier", "batch"), ("remove", "bulk")):
+            assert await one.command("tenants", *words) == 1
+            assert "the store does not answer; it may have the change all the same" in capsys.readouterr().err
+        store.resume()
 
 
 async def test_known_tenants_stay_while_the_store_is_away(tmp_path: Path, store: RedisServer) -> None:
@@ -257,6 +310,29 @@ async def test_records_that_others_wrote_are_not_in_force_and_keep_no_other_out(
         assert "in the store" not in one.notices()
 
 
+async def test_a_name_that_is_none_is_looked_for_and_can_be_removed(
+    tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with sidecar(tmp_path, store.url, STORED) as one:
+        for name in ("..", "a/b", "/", "%2f", "\u00fc", "a b", "'; DROP"):
+            for what in ("show", "remove"):
+                assert await one.command("tenants", what, name) == 1
+                refused = capsys.readouterr().err
+                assert "no tenant is called" in refused or "no tenant of this name" in refused, refused
+        await one.call("POST", "/tenants", bulk())
+        root = "admission:tenants:{default}"
+        store.command("HSET", f"{root}:records", "a/b", json.dumps(bulk(tenant="a/b")))
+        store.command("ZADD", f"{root}:changed", 1, "a/b")
+        store.command("HINCRBY", root, "epoch", 1)
+
+        async def is_seen() -> bool:
+            return "tenant a/b in the store is not in force" in one.notices()
+
+        await one.until(is_seen, 10.0)
+        assert await one.command("tenants", "remove", "a/b") == 0
+        assert "in the store" not in one.notices()
+
+
 async def says(one: Sidecar, _: str) -> bool:
     return one.notices().count("is not in force") == 3
 
@@ -266,6 +342,9 @@ async def test_pages_of_many_tenants(tmp_path: Path, store: RedisServer, monkeyp
     async with sidecar(tmp_path, store.url, STORED) as one:
         for number in range(6):
             await one.call("POST", "/tenants", bulk(tenant=f"t{number}", keys=[hashed(f"t{number}")]))
+        looked: list[object] = []
+        reasons = StoredTenantsRegistry._reasons
+        monkeypatch.setattr(StoredTenantsRegistry, "_reasons", lambda self: (looked.append(1), reasons(self))[1])
         found: list[str] = []
         after: str | None = ""
         while after is not None:
@@ -274,6 +353,7 @@ async def test_pages_of_many_tenants(tmp_path: Path, store: RedisServer, monkeyp
             found += [row["tenant"] for row in page["tenants"]]
             after = page["next"]
         assert found == ["acme", "nightly", *(f"t{number}" for number in range(6))]
+        assert len(looked) == 3  # once for a page: with 10,000 tenants each look takes a millisecond
 
 
 async def test_the_command_from_nothing(tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str]) -> None:

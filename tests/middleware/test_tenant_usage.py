@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from sidecar import AdmissionMiddleware
+from sidecar.admin import usage_routes
 from sidecar.cli import main
 from sidecar.errors import TenantLimit
 from sidecar.middleware import tenant_usage
@@ -27,9 +28,10 @@ from sidecar.pools.redis import RedisUsage, usage_connector
 from sidecar.pools.redis.connection import StoreConnection, StoreError
 from sidecar.pools.stored_records import StoreSilent
 from sidecar.pools.usage_records import Recorded, Sums, UsageFigures, UsageKey
-from tests.support.middleware import App, answer, key, policy, whole_body, write_policy
+from tests.support.middleware import CHAT, App, answer, chat, key, policy, whole_body, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.stored_sidecar import Sidecar, sidecar
+from tests.support.wire import post
 
 pytestmark = pytest.mark.anyio
 NOON = datetime(2026, 11, 30, 12, tzinfo=timezone.utc).timestamp()
@@ -241,6 +243,26 @@ async def test_a_day_of_many_entries_is_read_in_pages(store: RedisServer) -> Non
     await records.close()
 
 
+@pytest.mark.parametrize("period", ["day:2026-11-30", "month:2026-11"])
+async def test_a_sum_that_someone_spoiled_makes_no_other_tenant_pay_twice(store: RedisServer, period: str) -> None:
+    records = RedisUsage(usage_connector(store_address(store.url), "p"), 62)
+    key = f"admission:usage:{{p}}:{period}"
+    entries = [(UsageKey("2026-11-30", tenant, "normal", "m"), UsageFigures(1, 5, 2)) for tenant in ("acme", "bulk")]
+    store.command("HSET", key, "bulk", "a few")
+    for _ in range(3):
+        await records.add(1, entries, "2026-11-30", [])
+    assert await records.of_day("2026-11-30") == dict(entries)
+    assert (await records.add(0, [], "2026-11-30", ["acme", "bulk"])).sums == {"acme": (7, 7), "bulk": (7, 7)}
+    store.command("SET", key, "of another type")
+    for _ in range(3):
+        with pytest.raises(StoreSilent):
+            await records.add(2, entries, "2026-11-30", ["bulk"])
+    store.command("DEL", key)
+    await records.add(2, entries, "2026-11-30", [])
+    assert (await records.of_day("2026-11-30"))[entries[0][0]] in (UsageFigures(1, 5, 2), UsageFigures(2, 10, 4))
+    await records.close()
+
+
 async def test_an_answer_that_is_lost_on_the_way_from_the_real_store(
     store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +286,7 @@ async def test_an_answer_that_is_lost_on_the_way_from_the_real_store(
         usage.add("acme", "normal", "m", 1, 0)
     assert len(lost) == 3
     await usage.flush()
-    (found,) = await usage.of_days([usage.today()])
+    (found,) = (await usage.of_day(usage.today())).items()
     assert found[1].input_tokens - found[1].requests == 7 - 1
     assert found[1].output_tokens == 5
     await records.close()
@@ -316,6 +338,29 @@ async def test_a_budget_of_a_month_outlasts_the_day() -> None:
     assert refused(usage, tenant) is None
 
 
+async def test_a_budget_of_a_month_outlasts_a_midnight_without_the_store() -> None:
+    clock = Clock()
+    clock.now_s -= 2 * DAY_S
+    ledger = Ledger(clock)
+    usage, tenant = usage_of(ledger), budgeted(month=15)
+    await usage.flush()
+    assert refused(usage, tenant) is None
+    ledger.is_away = True
+    for sent in (8, 4):
+        usage.add("acme", "normal", "m", sent, 0)
+        with pytest.raises(StoreSilent):
+            await usage.flush()
+    clock.now_s += DAY_S
+    assert usage.budgets(tenant)["month"].used == 12
+    usage.add("acme", "normal", "m", 3, 0)
+    assert refused(usage, tenant) is not None
+    ledger.is_away = False
+    await usage.flush()
+    assert usage.budgets(tenant)["month"].used == 15
+    clock.now_s += 2 * DAY_S  # another month
+    assert refused(usage, tenant) is None
+
+
 async def test_what_another_replica_counts_is_known_after_the_next_flush() -> None:
     ledger = Ledger(Clock())
     one, other, tenant = usage_of(ledger), usage_of(ledger), budgeted(day=100)
@@ -325,6 +370,34 @@ async def test_what_another_replica_counts_is_known_after_the_next_flush() -> No
     assert refused(other, tenant) is None
     await other.flush()
     assert refused(other, tenant) is not None
+
+
+async def test_a_replica_that_has_not_seen_a_tenant_lately_reads_its_sums_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenant_usage, "EVERY_S", 3600.0)
+    monkeypatch.setattr(tenant_usage, "GATHERED_S", 0.01)
+    ledger = Ledger(Clock())
+    one, other, tenant = usage_of(ledger), usage_of(ledger), budgeted(day=100)
+    one.add("acme", "normal", "m", 50, 50)
+    await one.flush()
+    await other.start()
+    for _ in range(3):  # of a moment
+        assert refused(other, tenant) is None
+    await asyncio.sleep(0.1)
+    assert refused(other, tenant) is not None
+    ledger.clock.now_s += DAY_S  # the next day, which is another month
+    one.add("acme", "normal", "m", 50, 50)
+    await one.flush()
+    await other.flush()  # it has not been asked for for a minute
+    ledger.is_away = True
+    assert refused(other, tenant) is None
+    await asyncio.sleep(0.1)
+    ledger.is_away = False
+    assert refused(other, tenant) is None  # the store did not answer
+    await other.flush()
+    assert refused(other, tenant) is not None
+    await other.stop()
 
 
 async def test_a_tenant_over_its_budget_falls_to_the_lower_tier_where_it_has_one() -> None:
@@ -436,9 +509,119 @@ async def test_requests_are_counted_and_the_budget_holds_on_every_replica_and_af
         limits = json.loads(own.body)["limits"]
         assert limits["tokens_per_day"]["tokens"] == 100
         assert limits["tokens_per_day"]["used"] == limits["tokens_per_month"]["used"] >= 126
+        assert round(limits["tokens_per_day"]["ends_in_s"], 1) == limits["tokens_per_day"]["ends_in_s"] <= DAY_S
     async with sidecar(tmp_path / "a", store.url, app=CountingApp(), **budget) as anew:
         assert await anew.status("sk-acme") == 429  # the first request knows
         assert await anew.status("sk-nightly") == 200
+
+
+class Gated(CountingApp):
+    """Answers once `open` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await self.open.wait()
+        await super().__call__(scope, receive, send)
+
+
+@pytest.mark.parametrize(("over", "waited"), [("reject", 429), ("{downgrade: batch}", 200)])
+async def test_what_waits_while_a_budget_is_used_up_is_refused_when_its_turn_comes(
+    tmp_path: Path, store: RedisServer, over: str, waited: int
+) -> None:
+    budget = {"acme": f"limits: {{tokens_per_day: 100}}\nover_limit: {over}\n"}
+    app = Gated()
+    async with sidecar(tmp_path, store.url, app=app, **budget) as one:  # four may run at once
+        asked = [asyncio.ensure_future(one.ask(key("acme"))) for _ in range(7)]
+
+        async def wait() -> bool:
+            tiers = one.middleware.controller.pool.state()["tiers"]
+            return sum(tier["queued"]["requests"] for tier in tiers) == 3  # type: ignore[attr-defined]
+
+        await one.until(wait, 10.0)
+        lease = one.middleware.admission.lease(tokens=1, tenant="acme")
+        leased = asyncio.ensure_future(lease.__aenter__())
+        await asyncio.sleep(0.2)
+        app.open.set()
+        answers = await asyncio.gather(*asked)
+        assert [answer.status for answer in answers].count(200) == (4 if waited == 429 else 7)
+        refused = [answer for answer in answers if answer.status == 429]
+        assert all(answer.is_error(429, "tenant_limit") for answer in refused)
+        assert all(float(answer.headers["x-admission-wait-ms"]) > 100 for answer in refused)
+        if waited == 429:
+            with pytest.raises(TenantLimit):
+                await leased
+        else:
+            await leased
+            await lease.__aexit__(None, None, None)
+
+        async def is_free() -> bool:
+            state = one.middleware.controller.pool.state()
+            return (state["leases"], state["waiting"]) == (0, 0)
+
+        await one.until(is_free, 5.0)
+
+
+class Rude(App):
+    """Answers as the request's `model` says: a status, or a body; `hang` never does."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await super().__call__(scope, receive, send)
+            return
+        model = json.loads(await whole_body(receive))["model"]
+        if model.isdecimal():
+            await answer(send, b'{"error": {}}', status=int(model))
+        elif model == "hang":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        elif model == "slow":  # a whole answer that is slow to pass, in parts
+            start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+            await send(start)
+            for _ in range(100):
+                await send({"type": "http.response.body", "body": b"word " * 100, "more_body": True})
+                await asyncio.sleep(0.01)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            await answer(send, model.encode())
+
+
+@pytest.mark.parametrize("mode", ["enforce", "observe"])
+@pytest.mark.parametrize(
+    ("model", "output"),
+    [
+        ('{"usage": {"prompt_tokens": 2, "completion_tokens": 7}}', 7),
+        ('{"usage": {"prompt_tokens": -2, "completion_tokens": 1e99}}', 100),
+        ('{"choices": [{"message": {"content": "no usage"}}]}', 100),
+        ("slow", 100),
+        ("hang", 0),
+        ("500", None),
+        ("503", None),
+        ("429", None),
+        ("400", None),
+    ],
+)
+async def test_no_rude_engine_or_client_hides_what_was_used(
+    tmp_path: Path, store: RedisServer, model: str, output: int | None, mode: str
+) -> None:
+    async with sidecar(tmp_path, store.url, f"mode: {mode}\n", app=Rude()) as one:
+        raw = json.dumps({**chat(), "model": model, "max_tokens": 100}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+        writer.write(post(CHAT, raw, key("acme")))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(reader.read(100 if model == "slow" else -1), 0.5)
+        writer.close()
+
+        async def is_counted() -> bool:
+            return bool(await shown(one)) or output is None
+
+        await one.until(is_counted, 5.0)
+        rows = await shown(one)
+        assert [row[3] for row in rows] == ([] if output is None else [1])
+        assert output is None or rows[0][5] == output
 
 
 async def test_use_is_counted_while_the_store_is_away_and_added_later(
@@ -528,6 +711,40 @@ async def test_the_command_and_a_name_that_a_spreadsheet_would_run(
         ]
         assert await one.command("usage", "--days", "62", "--tenant", "nightly", "--json", "-") == 0
         assert json.loads(capsys.readouterr().out) == {"rows": [], "today": today}
+
+
+async def test_days_at_the_ends_of_all_calendars(
+    tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with sidecar(tmp_path, store.url) as one:
+        for words, status, said in (
+            (["--to", "0001-01-01", "--days", "5"], 0, "nothing was used"),
+            (["--from", "9999-12-30", "--to", "9999-12-31"], 0, "nothing was used"),
+            (["--from", "9999-12-31"], 1, "--from 9999-12-31 is after today"),
+            (["--from", "0001-01-01"], 1, "days ago; use is kept for 400 days at most"),
+        ):
+            assert await one.command("usage", *words) == status
+            printed = capsys.readouterr()
+            assert said in printed.out + printed.err
+
+
+async def test_the_use_of_thousands_is_written_in_parts(
+    tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_routes, "_AT_ONCE", 700)
+    async with sidecar(tmp_path, store.url) as one:
+        usage = one.middleware.controller.usage
+        assert usage is not None
+        names = [f"t{number}" for number in range(3_000)]
+        for name in names:
+            usage.add(name, "normal", "m", 1, 2)
+        status, found = await one.call("GET", "/usage")
+        assert (status, [row["tenant"] for row in found["rows"]]) == (200, sorted(names))
+        assert found["today"] == usage.today()
+        assert await one.command("usage", "--csv") == 0
+        assert len(capsys.readouterr().out.splitlines()) == 3_001
+        store.kill()
+        assert (await one.call("GET", "/usage"))[1]["error"]["code"] == "store_unavailable"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@
 -- RETURN   add: {the server's time in microseconds, the tokens of the day and of the month of each tenant asked for, ...}
 --          day: {the next cursor, '0' at the end, NAMES, FIGURES, ...}
 --
--- A part that comes again, because its answer was lost, is not added again.
+-- A part that comes again, because its answer was lost or because the script failed in it, is not added again.
 local REMEMBERED_S, DAY_S, LONGEST_MONTH_S = 86400, 86400, 32 * 86400
 
 local root = KEYS[1]
@@ -27,10 +27,17 @@ if ARGV[1] == 'day' then
   return answer
 end
 
+local function add_to(sums, tenant, tokens)
+  -- A sum that is no whole number is another program's.
+  if type(redis.pcall('HINCRBY', sums, tenant, tokens)) == 'table' then redis.call('HSET', sums, tenant, tokens) end
+end
+
 local function sum_keys(day, month) return root .. ':day:' .. day, root .. ':month:' .. month end
 
 local added, part, kept_days, entries = root .. ':added:' .. ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[7])
 local is_new = part > tonumber(redis.call('GET', added) or 0)
+-- First: what a script has written before it fails stays written.
+if is_new and part > 0 then redis.call('SET', added, ARGV[3], 'EX', REMEMBERED_S) end
 for place = 8, 7 + 7 * entries, 7 do
   if not is_new then break end
   local day, tenant = ARGV[place], ARGV[place + 1]
@@ -45,12 +52,11 @@ for place = 8, 7 + 7 * entries, 7 do
   redis.call('EXPIRE', root .. ':' .. day, (kept_days + 1) * DAY_S)
   local of_day, of_month = sum_keys(day, string.sub(day, 1, 7))
   local tokens = string.format('%.0f', ARGV[place + 5] + ARGV[place + 6])
-  redis.call('HINCRBY', of_day, tenant, tokens)
+  add_to(of_day, tenant, tokens)
   redis.call('EXPIRE', of_day, 2 * DAY_S)
-  redis.call('HINCRBY', of_month, tenant, tokens)
+  add_to(of_month, tenant, tokens)
   redis.call('EXPIRE', of_month, LONGEST_MONTH_S)
 end
-if is_new and part > 0 then redis.call('SET', added, ARGV[3], 'EX', REMEMBERED_S) end
 
 local time = redis.call('TIME')
 local answer = {string.format('%.0f', time[1] * 1000000 + time[2])}
