@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from math import floor
-from typing import NamedTuple
 
 import msgspec
 
@@ -32,7 +31,7 @@ class Fallback(str, Enum):
     DEFAULT = "default"
 
 
-class Asked(NamedTuple):
+class Asked(msgspec.Struct, frozen=True, gc=False):
     """The parts of a request that may state a priority.
 
     `headers` holds the last value of every header, by lower-case name. `taken` names those from which some engine would
@@ -45,7 +44,7 @@ class Asked(NamedTuple):
     taken: Sequence[bytes]
 
 
-class SourceAnswer(NamedTuple):
+class SourceAnswer(msgspec.Struct, frozen=True):
     """One source's answer. `level` is None where it has none; `statement` is the field or header that it read.
 
     `refusal` is the request's error where the value has no meaning and no earlier source answers.
@@ -65,7 +64,7 @@ _NO_ENGINE = SourceAnswer(Source.ENGINE, None)
 _DEFAULT = SourceAnswer(Fallback.DEFAULT, None)
 
 
-class Classification(msgspec.Struct):
+class Classification(msgspec.Struct, gc=False):
     """A request's tenant and level.
 
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
@@ -178,21 +177,19 @@ class Classifier:
 
     def classify(self, asked: Asked, tenant: Tenant) -> Classification:
         """The level a request gets. Raises UnknownTier for a name that is no tier or a number out of range."""
-        if self._reads_engines or self._states_priority(asked):
-            won, ignored = self._winner(asked, tenant), tuple(self.statements(asked))
+        payload = asked.payload
+        is_silent = payload.priority is None and payload.nvext is None and not asked.taken
+        if self._reads_engines or not is_silent or self._policy.tier_header in asked.headers:
+            won = self._winner(asked, tenant)
+            ignored = tuple([name for name in self.statements(asked) if name != won.statement])
         else:  # so do most requests: their tier is that of the endpoint and the tenant
-            place = (asked.endpoint.level, tenant.level)
-            won, ignored = self._silent.get(place) or self._winner(asked, tenant), ()
-            self._silent[place] = won
-        level = self._policy.default_level if won.level is None else won.level
-        granted = max(level, tenant.max_level)
-        return Classification(
-            tenant=tenant,
-            level=granted,
-            source=won.source,
-            clamped_from=None if granted == level else level,
-            ignored=tuple([name for name in ignored if name != won.statement]) if ignored else (),
-        )
+            place, ignored = (asked.endpoint.level, tenant.level), ()
+            silent = self._silent.get(place)
+            won = self._silent[place] = self._winner(asked, tenant) if silent is None else silent
+        level, best = self._policy.default_level if won.level is None else won.level, tenant.max_level
+        if level < best:
+            return Classification(tenant, best, won.source, level, ignored)
+        return Classification(tenant, level, won.source, None, ignored)
 
     def _winner(self, asked: Asked, tenant: Tenant) -> SourceAnswer:
         """The first source that answers, or the default."""
@@ -203,16 +200,6 @@ class Classifier:
             if answer.level is not None:
                 return answer
         return _DEFAULT
-
-    def _states_priority(self, asked: Asked) -> bool:
-        """Whether a field or header of the request states a priority."""
-        payload = asked.payload
-        return (
-            payload.priority is not None
-            or payload.nvext is not None
-            or bool(asked.taken)
-            or self._policy.tier_header in asked.headers
-        )
 
     def answers(self, asked: Asked, tenant: Tenant) -> list[SourceAnswer]:
         """All sources' answers, in the policy's order, including those after the winner: for `sidecar explain`."""
