@@ -89,7 +89,7 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
     headers = dict(scope["headers"])
     named = request_id(headers)
     try:
-        refuse_two_keys(scope, headers, controller.snapshot)
+        refuse_two_keys(scope["headers"], headers, controller.snapshot)
         tenant = await _tenant(controller, headers, scope)
     except AdmissionError as refusal:
         await send_error(send, refusal, request_id=named)

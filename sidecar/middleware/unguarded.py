@@ -189,7 +189,7 @@ def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
     """
     headers = dict(scope["headers"])
     snapshot, key = controller.snapshot, api_key(headers)
-    refuse_two_keys(scope, headers, snapshot)
+    refuse_two_keys(scope["headers"], headers, snapshot)
     if key is not None and controller.engine_key is not None and hmac.compare_digest(key, controller.engine_key):
         return scope
     if key is None and snapshot.policy.anonymous is not None:

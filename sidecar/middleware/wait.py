@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 from starlette.types import Message, Receive, Send
 
 from sidecar.apis import Api
@@ -51,23 +52,20 @@ class Comments(NamedTuple):
     pool: Pool
 
 
-class ClientChannel:
+class ClientChannel(msgspec.Struct, eq=False):
     """The client's `receive` and `send`. Detects disconnects when the app is not receiving.
 
     `disconnected_us` is when a disconnect was seen, by `now_us`, the pool's clock in microseconds; None before.
     `send` takes the response. Once comments have begun it, `keepalive` is the rest of the response's `send`.
     """
 
-    __slots__ = ("_disconnect", "_now_us", "_receive", "_receiving", "disconnected_us", "keepalive", "send")
-
-    def __init__(self, receive: Receive, send: Send, now_us: Callable[[], int]) -> None:
-        self.send: Send = send
-        self.keepalive: SseKeepAlive | None = None
-        self.disconnected_us: int | None = None
-        self._receive = receive
-        self._now_us = now_us
-        self._disconnect: asyncio.Task[Message] | None = None
-        self._receiving = 0
+    _receive: Receive
+    send: Send
+    _now_us: Callable[[], int]
+    keepalive: SseKeepAlive | None = None
+    disconnected_us: int | None = None
+    _disconnect: asyncio.Task[Message] | None = None
+    _receiving: int = 0
 
     async def comment(self, text: str, comments: Comments) -> None:
         """Sends a line that clients skip. The first one begins the response."""
@@ -132,7 +130,8 @@ async def enter_pool(pool: Pool, ask: Ask, classification: Classification, usage
     except QueueFull as full:
         classification.note_charged(full.level)
         raise
-    classification.note_charged(lease.tier)
+    if lease.ask.tier != classification.level:
+        classification.note_charged(lease.ask.tier)
     return lease
 
 
