@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -142,7 +142,7 @@ class AdmissionMiddleware:
             scope["state"][STATE_KEY] = self.admission
         await self._serve(scope, receive, send)
 
-    async def _serve_first(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _serve_first(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """The first scope of a mounted middleware: a lifespan's, unless the server or an outer app has none for it."""
         self._serve = _serving(self.controller)
         if scope["type"] != "lifespan":
@@ -155,7 +155,7 @@ class AdmissionMiddleware:
             else:
                 if _has_admin_port(os.environ):
                     _log.warning("%s", _NO_LIFESPAN, extra={"event": "no_lifespan"})
-        await self._serve(scope, receive, send)
+        return self._serve(scope, receive, send)
 
 
 def _serving(controller: AdmissionController) -> ASGIApp:
@@ -253,7 +253,7 @@ def _one_controller(
         watch = MountedWatch(pages, expected, engine, check=check, place=place)
         pool, routing = engine.pool, MountedRouting(engine, watch)
     controller = AdmissionController(
-        pages,
+        pages.serve,
         policy=policy,
         pool=pool,
         dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
@@ -282,7 +282,7 @@ def _fleet_controller(
     """The controller of a pool of several engines."""
     pages = EnginePages(FleetApp(routing.fleet), setup.engine_key)
     controller = AdmissionController(
-        pages,
+        pages.serve,
         policy=policy,
         pool=routing.pool,
         dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
@@ -313,7 +313,7 @@ def _models_parts(
     controllers = {name: _fleet_controller(one, routings[name], setup, estimator) for name, one in policies.items()}
     pages = EnginePages(FleetsApp([FleetApp(routing.fleet) for routing in routings.values()]), setup.engine_key)
     front = ModelsController(
-        pages,
+        pages.serve,
         controllers=controllers,
         policy=policy,
         pool=LimitsPool(policy, allowances),

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from math import floor
-from typing import Any, NamedTuple
 
 import msgspec
 
 from sidecar.engines.base import Carrier, Engine
 from sidecar.engines.registry import client_members
 from sidecar.errors import AdmissionError, InvalidApiKey, InvalidToken, TenantsUnavailable, UnknownTenant, UnknownTier
+from sidecar.events import Headers
 from sidecar.identity.tokens import TokenVerifier, is_token
 from sidecar.payload.decode import Payload
 from sidecar.policy.gateway import GatewayPolicy
@@ -32,7 +32,7 @@ class Fallback(str, Enum):
     DEFAULT = "default"
 
 
-class Asked(NamedTuple):
+class Asked(msgspec.Struct, frozen=True, gc=False):
     """The parts of a request that may state a priority.
 
     `headers` holds the last value of every header, by lower-case name. `taken` names those from which some engine would
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
     taken: Sequence[bytes]
 
 
-class SourceAnswer(NamedTuple):
+class SourceAnswer(msgspec.Struct, frozen=True):
     """One source's answer. `level` is None where it has none; `statement` is the field or header that it read.
 
     `refusal` is the request's error where the value has no meaning and no earlier source answers.
@@ -63,11 +63,9 @@ _NO_BODY = SourceAnswer(Source.BODY, None)
 _NO_HEADER = SourceAnswer(Source.HEADER, None)
 _NO_ENGINE = SourceAnswer(Source.ENGINE, None)
 _DEFAULT = SourceAnswer(Fallback.DEFAULT, None)
-_NOWHERE: Mapping[str, Any] = {}
-"""The scope of a request that came over no connection: not the gateway's."""
 
 
-class Classification(msgspec.Struct):
+class Classification(msgspec.Struct, gc=False):
     """A request's tenant and level.
 
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
@@ -113,13 +111,16 @@ class Classifier:
         self._reads_engines = Source.ENGINE in policy.sources
         self._consults = tuple(consults[source] for source in policy.sources)
 
-    def tenant(self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any] = _NOWHERE) -> Tenant:
-        """The tenant that the gateway names, or whose key or token the request carries. `scope` is its ASGI scope.
+    def tenant(
+        self, headers: Mapping[bytes, bytes], client: tuple[str, int] | None = None, pairs: Headers = ()
+    ) -> Tenant:
+        """The tenant that the gateway names, or whose key or token the request carries.
 
-        Raises InvalidApiKey, which says nothing of the key itself, and what `TokenVerifier.claims` raises.
+        `client` is the address that it came from, as the server's scope says it, and `pairs` are the headers as they
+        came. Raises InvalidApiKey, which says nothing of the key itself, and what `TokenVerifier.claims` raises.
         """
         gateway = self._gateway
-        if gateway is not None and gateway.tenant_header in headers and gateway.sent(scope):
+        if gateway is not None and gateway.tenant_header in headers and gateway.sent(client, pairs):
             return self._of_gateway(gateway, headers)
         key = api_key(headers)
         if key is None:
@@ -185,21 +186,19 @@ class Classifier:
 
     def classify(self, asked: Asked, tenant: Tenant) -> Classification:
         """The level a request gets. Raises UnknownTier for a name that is no tier or a number out of range."""
-        if self._reads_engines or self._states_priority(asked):
-            won, ignored = self._winner(asked, tenant), tuple(self.statements(asked))
+        payload = asked.payload
+        is_silent = payload.priority is None and payload.nvext is None and not asked.taken
+        if self._reads_engines or not is_silent or self._policy.tier_header in asked.headers:
+            won = self._winner(asked, tenant)
+            ignored = tuple([name for name in self.statements(asked) if name != won.statement])
         else:  # so do most requests: their tier is that of the endpoint and the tenant
-            place = (asked.endpoint.level, tenant.level)
-            won, ignored = self._silent.get(place) or self._winner(asked, tenant), ()
-            self._silent[place] = won
-        level = self._policy.default_level if won.level is None else won.level
-        granted = max(level, tenant.max_level)
-        return Classification(
-            tenant=tenant,
-            level=granted,
-            source=won.source,
-            clamped_from=None if granted == level else level,
-            ignored=tuple([name for name in ignored if name != won.statement]) if ignored else (),
-        )
+            place, ignored = (asked.endpoint.level, tenant.level), ()
+            silent = self._silent.get(place)
+            won = self._silent[place] = self._winner(asked, tenant) if silent is None else silent
+        level, best = self._policy.default_level if won.level is None else won.level, tenant.max_level
+        if level < best:
+            return Classification(tenant, best, won.source, level, ignored)
+        return Classification(tenant, level, won.source, None, ignored)
 
     def _winner(self, asked: Asked, tenant: Tenant) -> SourceAnswer:
         """The first source that answers, or the default."""
@@ -210,16 +209,6 @@ class Classifier:
             if answer.level is not None:
                 return answer
         return _DEFAULT
-
-    def _states_priority(self, asked: Asked) -> bool:
-        """Whether a field or header of the request states a priority."""
-        payload = asked.payload
-        return (
-            payload.priority is not None
-            or payload.nvext is not None
-            or bool(asked.taken)
-            or self._policy.tier_header in asked.headers
-        )
 
     def answers(self, asked: Asked, tenant: Tenant) -> list[SourceAnswer]:
         """All sources' answers, in the policy's order, including those after the winner: for `sidecar explain`."""

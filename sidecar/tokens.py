@@ -61,7 +61,8 @@ class Estimator:
             return payload.prompt_tokens
         ratio = self.bytes_per_token(tenant, payload.model)
         text = int(payload.prompt_bytes / ratio) + 1 if payload.prompt_bytes else 0
-        return payload.prompt_tokens + text + _unread_tokens(payload, ratio)
+        unread = _unread_tokens(payload, ratio) if payload.unread_bytes else 0
+        return payload.prompt_tokens + text + unread
 
     async def counted_prompt_tokens(self, payload: Payload, counter: TokenizerCounter) -> int:
         """Tokens of all prompts together, by a tokenizer."""
@@ -81,24 +82,27 @@ class Estimator:
             seen = least if seen < least else most
         learned = self._learned.get(tenant)
         ratio = None if learned is None else learned.get(model)
-        if ratio is None:
+        if learned is None or ratio is None:
             ratio = self.bytes_per_token(tenant, model)
-        ratio += LEARNING_RATE * (seen - ratio)
-        if learned is None:
-            learned = self._learned[tenant] = OrderedDict()
+            self._remember(tenant, model, ratio + LEARNING_RATE * (seen - ratio))
+            return
+        learned[model] = ratio = ratio + LEARNING_RATE * (seen - ratio)
+        learned.move_to_end(model)
+        self._learned.move_to_end(tenant)
+        self._models[model].put(tenant, ratio)
+
+    def _remember(self, tenant: str, model: str | None, ratio: float) -> None:
+        """Notes the first ratio of a tenant and model, and forgets the one that was used least recently."""
+        learned = self._learned.setdefault(tenant, OrderedDict())
         self._learned.move_to_end(tenant)
         learned[model] = ratio
-        learned.move_to_end(model)
-        ratios = self._models.get(model)
-        if ratios is None:
-            ratios = self._models[model] = _ModelRatios()
-        ratios.put(tenant, ratio)
+        self._models.setdefault(model, _ModelRatios()).put(tenant, ratio)
         if len(learned) > MODELS_REMEMBERED:
             self._forget(tenant, learned.popitem(last=False)[0])
         if len(self._learned) > TENANTS_REMEMBERED:
             forgotten, models = self._learned.popitem(last=False)
-            for model in models:
-                self._forget(forgotten, model)
+            for each in models:
+                self._forget(forgotten, each)
 
     def _forget(self, tenant: str, model: str | None) -> None:
         ratios = self._models[model]
@@ -131,7 +135,7 @@ class _ModelRatios:
 
 
 def _unread_tokens(payload: Payload, ratio: float) -> int:
-    return math.ceil(payload.unread_bytes / min(ratio, BYTES_PER_TOKEN)) if payload.unread_bytes else 0
+    return math.ceil(payload.unread_bytes / min(ratio, BYTES_PER_TOKEN))
 
 
 def tokens_to_hold(payload: Payload, prompt_tokens: int, default_output_tokens: int) -> int:

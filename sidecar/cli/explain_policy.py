@@ -94,7 +94,7 @@ class _Explanation:
     def __init__(self, loaded: Loaded, estimator: Estimator, client: str | None) -> None:
         self._loaded = loaded
         # Any port: it came over a connection.
-        self._scope: Found = {"client": None if client is None else (client, 1), "headers": ()}
+        self._client = None if client is None else (client, 1)  # any port: it came over a connection
         self._policy: Policy = loaded.policy
         self._estimator = estimator
         self._dialect: Engine = loaded.policy.engine(loaded.policy.carrier)
@@ -142,7 +142,7 @@ class _Explanation:
         key = api_key(headers)
         if self._issuer_keys is not None and key is not None and is_token(key):
             asyncio.run(self._issuer_keys.fetch())
-        tenant = self._classifier.tenant(headers, self._scope)
+        tenant = self._classifier.tenant(headers, self._client)
         self._found["tenant"] = self._tenant(tenant, self._named_by(headers, key))
         if len(body) > self._policy.max_body_bytes:
             raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
@@ -167,7 +167,7 @@ class _Explanation:
     def _named_by(self, headers: dict[bytes, bytes], key: bytes | None) -> str:
         """What has named the tenant of a request."""
         gateway = self._policy.gateway
-        if gateway is not None and gateway.tenant_header in headers and gateway.sent(self._scope):
+        if gateway is not None and gateway.tenant_header in headers and gateway.sent(self._client, ()):
             return f"the gateway's {gateway.tenant_header.decode('ascii')}"
         if key is None:
             return "no API key"

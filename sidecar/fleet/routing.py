@@ -246,7 +246,7 @@ class Route:
         """See `EngineRoute`."""
         self._stop_timer()  # of an attempt that was preempted
         self.usage = CachedUsageReader()
-        self._call = RoutedCall(self)
+        self._call = RoutedCall(_route=self)
         return self._call
 
     def pinned(self, app: ASGIApp) -> ASGIApp:
@@ -388,14 +388,10 @@ class Route:
         return True
 
 
-class RoutedCall(EngineCall):
+class RoutedCall(EngineCall, kw_only=True):
     """The call of one attempt of a route. See `EngineCall`."""
 
-    __slots__ = ("_route",)
-
-    def __init__(self, route: Route) -> None:
-        super().__init__(None)
-        self._route = route
+    _route: Route
 
     def failed(self, error: AdmissionError, *, was_sent: bool) -> bool:
         """See `EngineCall`."""

@@ -110,7 +110,7 @@ class LengthEstimator:
         self._replicas: OrderedDict[str, list[tuple[str, LengthKey]]] = OrderedDict()
 
     def estimate(
-        self, tenant: str, key: LengthKey, quantile: float, *, generated: int = 0, hint: int | None = None
+        self, tenant: str, key: LengthKey, quantile: float, generated: int = 0, hint: int | None = None
     ) -> Estimate | None:
         """The output length to assume of a sequence that has `generated` tokens already; None: nothing is known.
 
@@ -160,10 +160,10 @@ class LengthEstimator:
         tenant: str,
         key: LengthKey,
         length: int,
-        *,
-        is_censored: bool,
         hint: int | None = None,
         chunks: int | None = None,
+        *,
+        is_censored: bool,
     ) -> None:
         """Learns the output length of one sequence, in tokens.
 

@@ -23,7 +23,7 @@ _UNREACHABLE = frozenset((502, 504))
 
 
 class EnginePages:
-    """An app that also fetches pages from the app inside it. See `reading.Pages`.
+    """Fetches pages from an app, and passes its requests on. See `reading.Pages`.
 
     `key` is sent as the API key. `host` is the server's application object (`scope["app"]`), known from the first call.
     """
@@ -33,7 +33,7 @@ class EnginePages:
         self._key = key
         self.host: object | None = None
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    def serve(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Serves one ASGI scope: passes everything on."""
         if self.host is None:
             self.host = scope.get("app")

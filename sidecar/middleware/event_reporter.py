@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from starlette.types import Scope
 
+from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError
 from sidecar.events import (
     Admitted,
@@ -43,8 +45,10 @@ FIRST_FAILURE = 500
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 
 
-class EventReporter:
-    """Reports one request. `now_us` is the pool's clock in microseconds; it is read only where an observer listens.
+class EventReporter(msgspec.Struct, eq=False):
+    """Reports one request: see `reporter_of`.
+
+    `now_us` is the pool's clock in microseconds; it is read only where an observer listens.
 
     A request that was admitted once ends with `Settled`, even where it ends while it waits again. `tenant` is set once
     the request's key is known. `gain` is told how the request ended, whether an observer listens or not.
@@ -53,26 +57,14 @@ class EventReporter:
     would be made of.
     """
 
-    __slots__ = (
-        "_now_us", "_observation", "_observer", "_received", "_unmade", "_was_admitted", "gain", "tenant",
-    )  # fmt: skip
-
-    def __init__(
-        self, observer: Observer | None, scope: Scope, request_id: str, received_us: int, now_us: Callable[[], int]
-    ) -> None:
-        self._now_us = now_us
-        self._observation: Observation | None = None
-        self._unmade: list[tuple[Callable[..., Event], tuple[Any, ...]]] | None = None
-        self._was_admitted = False
-        self.tenant: Tenant | None = None
-        self.gain: RequestGain | None = None
-        if observer is None or not observer.listens():
-            return
-        self._observer, self._received = observer, (scope, request_id, received_us)
-        if observer.only_failures():
-            self._unmade = []
-        else:
-            self._observation = observer.received(_received(*self._received, time.time_ns()))
+    _now_us: Callable[[], int]
+    _observer: Observer | None = None
+    _received: tuple[Scope, str, int] | None = None
+    _observation: Observation | None = None
+    _unmade: list[tuple[Callable[..., Event], tuple[Any, ...]]] | None = None
+    _was_admitted: bool = False
+    tenant: Tenant | None = None
+    gain: RequestGain | None = None
 
     def headers(self) -> Headers:
         """The trace context for the engine."""
@@ -80,7 +72,10 @@ class EventReporter:
 
     def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
         """The request was classified at `at_us`, and the pool has said now which tier it charges."""
-        self._report(_classified, request, endpoint, policy, at_us)
+        if self._unmade is not None:
+            self._unmade.append((_classified, (request, endpoint, policy, at_us)))
+        elif self._observation is not None:
+            self._observation.on_event(_classified(request, endpoint, policy, at_us))
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]]) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where an observer listens."""
@@ -92,10 +87,13 @@ class EventReporter:
         if self._observation is not None:
             self._observation.on_event(Queued(since_us, Obstacle.STORE, "the pool took a moment to answer"))
 
-    def admitted(self, grant: Grant, engine_priority: int | float | None) -> None:
-        """The request holds its lease."""
+    def admitted(self, grant: Grant, forward: Forward, priority: int | float) -> None:
+        """The request holds its lease. `forward` says how the engine gets its priority."""
         self._was_admitted = True
-        self._report(_admitted, grant, engine_priority)
+        if self._unmade is not None:
+            self._unmade.append((_admitted, (grant, forward, priority)))
+        elif self._observation is not None:
+            self._observation.on_event(_admitted(grant, forward, priority))
 
     def passed(self, at_us: int, level: int) -> None:
         """The request went to the app without a lease, as in the dry run, and did not wait."""
@@ -131,10 +129,9 @@ class EventReporter:
         if self._observation is not None:
             self._observation.on_event(FirstByte(self._now_us(), status or 0))
 
-    def settled(
+    def settled(  # noqa: PLR0917  # names at the call would cost as much as the rest
         self,
         outcome: Outcome,
-        *,
         status: int | None,
         used: tuple[int, int | None, int | None],
         error: str | None,
@@ -164,6 +161,8 @@ class EventReporter:
     def _make_all(self) -> None:
         """The request has failed: the observer gets what has happened so far."""
         unmade, self._unmade = self._unmade, None
+        assert self._observer is not None
+        assert self._received is not None
         _, _, received_us = self._received
         wall_ns = time.time_ns() - (self._now_us() - received_us) * 1000
         self._observation = self._observer.received(_received(*self._received, wall_ns))
@@ -186,6 +185,20 @@ class EventReporter:
         outcome = _CLIENT_LEFT if is_abandoned else _FAILED
         waited = None if wait is None else refused
         self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, waited, gain=gain))
+
+
+def reporter_of(
+    observer: Observer | None, scope: Scope, request_id: str, received_us: int, now_us: Callable[[], int]
+) -> EventReporter:
+    """The reporter of a request that came at `received_us`."""
+    if observer is None:
+        return EventReporter(now_us)
+    received = scope, request_id, received_us
+    if observer.only_failures():
+        return EventReporter(now_us, observer, received, None, [])
+    if not observer.listens():
+        return EventReporter(now_us)
+    return EventReporter(now_us, observer, received, observer.received(_received(*received, time.time_ns())))
 
 
 def _received(scope: Scope, request_id: str, at_us: int, wall_ns: int) -> Received:
@@ -213,7 +226,7 @@ def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us
     )
 
 
-def _admitted(grant: Grant, engine_priority: int | float | None) -> Admitted:
+def _admitted(grant: Grant, forward: Forward, priority: int | float) -> Admitted:
     return Admitted(
         at_us=grant.at_us,
         queue_wait_us=grant.queue_wait_us,
@@ -221,7 +234,7 @@ def _admitted(grant: Grant, engine_priority: int | float | None) -> Admitted:
         overtaken_at_us=grant.overtaken_at_us,
         served_ahead=grant.served_ahead,
         level=grant.level,
-        engine_priority=engine_priority,
+        engine_priority=priority if forward.is_sent else None,
         passed=grant.passed,
         engine=grant.engine,
         placed=grant.placed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from starlette.types import Scope
 
@@ -17,52 +17,26 @@ from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant
 
 
-def forwarded_request(
-    scope: Scope, endpoint: Endpoint, request: SizedRequest, forward: Forward, traced: Headers, *, has_begun: bool
-) -> tuple[Scope, bytes]:
-    """The scope and the body for the app. `traced` is the trace context.
+def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: Headers, *, has_begun: bool) -> Headers:
+    """The headers for the app: the client's `pairs`, with the engine's priority and key, and with `added`.
 
     `has_begun`: the response has begun as plain text, so the engine must not compress the rest. A background response
     must not be compressed either, because its id has to be read.
     """
-    copy = forwarded_scope(scope, endpoint)
-    body = forwarded_body(request.body_to_forward(), request.payload, forward)
-    added = [*forward.headers, *traced, *request.added]
-    taken = [*request.taken, b"accept-encoding"] if has_begun or request.payload.background else request.taken
-    if body is not request.body and b"content-length" in request.headers:
+    own, taken, added = request.headers, request.taken, [*added, *request.added]
+    if has_begun or request.payload.background:
+        taken = [*taken, b"accept-encoding"]
+    if body is not request.body and b"content-length" in own:
         added.append((b"content-length", b"%d" % len(body)))
-    if added or taken:
-        is_each_once = len(request.headers) == len(scope["headers"])
-        own = request.headers if is_each_once and b"connection" not in request.headers else None
-        if own is None:
-            copy["headers"] = forwarded_headers(scope["headers"], taken, added)
-        else:
-            copy["headers"] = _replaced(own, taken, added)
-    return copy, body
-
-
-def _replaced(headers: Mapping[bytes, bytes], taken: Sequence[bytes], added: Headers) -> Headers:
-    """As `forwarded_headers`, of headers that are each there once, without `Connection`: so are most requests'."""
-    kept = dict(headers)
-    for name in taken:
-        kept.pop(name, None)
-    for name, _ in added:
-        kept.pop(name, None)
-    return [*kept.items(), *added]
+    return forwarded_headers(pairs, taken, added, has_connection=b"connection" in own)
 
 
 def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float) -> Granted:
     """The grant for an app in the same process."""
     classification = request.classification
-    return Granted(
-        tier=policy.tiers[classification.level].name,
-        tenant=classification.tenant.name,
-        level=grant.level,
-        engine_priority=priority,
-        queue_wait_s=grant.queue_wait_us / 1e6,
-        starvation_s=grant.starvation_us / 1e6,
-        tokens=request.tokens,
-    )
+    tier, tenant = policy.tiers[classification.level].name, classification.tenant.name
+    waited_s, starved_s = grant.queue_wait_us / 1e6, grant.starvation_us / 1e6
+    return Granted(tier, tenant, grant.level, priority, waited_s, starved_s, request.tokens)
 
 
 def forwarded_body(body: bytes, payload: Payload, forward: Forward) -> bytes:
@@ -75,27 +49,30 @@ def forwarded_body(body: bytes, payload: Payload, forward: Forward) -> bytes:
     return body if forward.member is None else insert(body, "priority", forward.member)
 
 
-def forwarded_headers(headers: Headers, taken: Sequence[bytes], added: Sequence[tuple[bytes, bytes]]) -> Headers:
+def forwarded_headers(
+    headers: Headers, taken: Sequence[bytes], added: Sequence[tuple[bytes, bytes]], *, has_connection: bool = True
+) -> list[tuple[bytes, bytes]]:
     """The client's headers without those `taken`, and with `added` in place of headers of the same names.
 
     A client lists in `Connection` the headers that a proxy must drop. It may not list one that is added here: the
     request would reach the engine without its granted priority, which some engines take for the best priority.
     """
-    ours = {name for name, _ in added}
-    gone = ours.union(taken)
+    ours = [name for name, _ in added]
+    gone = {*taken, *ours}
     kept = [pair for pair in headers if pair[0] not in gone]
-    if b"connection" in dict(kept):
+    if has_connection:
         kept = [(name, _without(ours, value)) if name == b"connection" else (name, value) for name, value in kept]
-    return kept + list(added)
+    kept += added
+    return kept
 
 
-def _without(names: set[bytes], connection: bytes) -> bytes:
+def _without(names: Sequence[bytes], connection: bytes) -> bytes:
     return b", ".join(token for part in connection.split(b",") if (token := part.strip()).lower() not in names)
 
 
-def forwarded_scope(scope: Scope, endpoint: Endpoint) -> Scope:
-    """A copy of the scope, with the path that the engine knows."""
-    copy = dict(scope)
+def forwarded_scope(scope: Scope, endpoint: Endpoint, headers: Headers) -> Scope:
+    """A copy of the scope, with these headers and the path that the engine knows."""
+    copy = {**scope, "headers": headers}
     if endpoint.forward_to is not None:
         # The part before the endpoint's own path is where the app is mounted; some servers leave it out.
         copy["path"] = scope["path"].removesuffix(endpoint.path) + endpoint.forward_to

@@ -10,21 +10,21 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
-from starlette.types import Message, Receive, Scope, Send
+import msgspec
+from starlette.types import Message, Scope
 
 from sidecar.context import Granted
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, EngineUnreachable
 from sidecar.events import Outcome
-from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.error_responses import discard_body
 from sidecar.middleware.intake import SizedRequest, is_upload
 from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.stages import Stage
 from sidecar.middleware.wait import ClientChannel
-from sidecar.policy.model import CostPlace, Endpoint
+from sidecar.policy.model import CostPlace
 from sidecar.pools import Grant
 
 READ_AHEAD = 256 * 1024
@@ -70,15 +70,13 @@ class CostReader:
 class UploadChannel(ClientChannel):
     """The client's messages where the body is not read before the request is admitted."""
 
-    def __init__(self, receive: Receive, send: Send, now_us: Callable[[], int]) -> None:
-        super().__init__(receive, send, now_us)
-        self._ahead: deque[Message] = deque()
-        self._ahead_bytes = 0
-        self._passed: list[Message] = []
-        self._passed_bytes = 0
-        self._changed = asyncio.Event()
-        self._is_cut = False
-        self.is_complete = False
+    _ahead: deque[Message] = msgspec.field(default_factory=deque)
+    _ahead_bytes: int = 0
+    _passed: list[Message] = msgspec.field(default_factory=list)
+    _passed_bytes: int = 0
+    _changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    _is_cut: bool = False
+    is_complete: bool = False
 
     def cut(self) -> None:
         """The app gets no more of it: for the app the client disconnects now."""
@@ -136,17 +134,15 @@ class UploadChannel(ClientChannel):
 class GenericRequest(RequestHandler):
     """Handles one request of the generic API."""
 
-    __slots__ = ("_cost", "_is_late", "_upload")
+    _cost: CostReader | None = None
+    _upload: UploadChannel | None = None
+    _is_late: bool = False
 
-    def __init__(
-        self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        super().__init__(controller, endpoint, scope, receive, send)
-        self._cost = None if endpoint.cost is None else CostReader(endpoint.cost)
-        self._upload: UploadChannel | None = None
-        self._is_late = False
+    def __post_init__(self) -> None:
+        """Adds what reads the cost, and the channel of an upload."""
+        self._cost = None if self._endpoint.cost is None else CostReader(self._endpoint.cost)
         if is_upload(self._headers):
-            self._client = self._upload = UploadChannel(receive, send, controller.pool.now_us)
+            self._client = self._upload = UploadChannel(self._receive, self._client.send, self._now_us)
 
     def check(self) -> None:
         """See `Watched`. Also ends an upload that takes longer than a body may: it holds its lease meanwhile."""
@@ -159,22 +155,27 @@ class GenericRequest(RequestHandler):
             self._settle(Outcome.FAILED, BodyTimeout.code)
             upload.cut()
 
-    async def _read(self) -> SizedRequest:
+    async def _read_body(self) -> SizedRequest:
         """See `RequestHandler`. Nothing of an upload is read."""
-        return await super()._read() if self._upload is None else self._intake.unread()
+        return await super()._read_body() if self._upload is None else self._intake.unread()
 
-    async def _forward(self, grant: Grant) -> bool:
+    async def _has_failed(self, error: Exception) -> bool:
         """See `RequestHandler`. What the app makes of an upload that was ended is not passed on."""
-        try:
-            is_over = await super()._forward(grant)
-        except Exception:
-            if not self._is_late or self._status is not None:
-                raise
-            is_over = True
-        if self._is_late and self._status is None:
+        has_failed = await super()._has_failed(error)
+        return has_failed and not (self._is_late and self._status is None)
+
+    def _is_over(self) -> bool:
+        """See `RequestHandler`. A late upload is answered yet."""
+        return super()._is_over() and not self._is_late
+
+    async def _waits_again(self) -> bool:
+        """See `RequestHandler`. Not a late upload."""
+        if not self._is_late:
+            return await super()._waits_again()
+        if self._status is None:
             most_s = self._snapshot.policy.body_timeout_s
             await super()._refuse(BodyTimeout(f"the upload did not arrive within {most_s:g} s of its admission"), None)
-        return is_over
+        return False
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         """See `RequestHandler`. The rest of an upload is read: a client that still sends would lose the response."""

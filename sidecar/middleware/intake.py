@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
-from starlette.types import Message, Scope
+from starlette.types import Message
 
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification
@@ -64,7 +64,7 @@ _MAXIMUM_FIELDS = {
 """Where each API names the output maximum of a choice; the first field is written. Embeddings have no output."""
 
 
-class SizedRequest(msgspec.Struct):
+class SizedRequest(msgspec.Struct, gc=False):
     """A valid request: its tenant and tier (`classification`), its size, and its body.
 
     `tokens` and `requests` (sequences) are what it will hold in the pool, `prompt_tokens` the estimate of its prompts,
@@ -105,36 +105,31 @@ class SizedRequest(msgspec.Struct):
 
     def expect(self, sizes: LeaseSizes, pool: Pool) -> None:
         """Sizes it by what it is expected to use in the pool."""
-        bound = self.payload.max_output_tokens if self.output_cap is None else self.output_cap
-        limit = pool.most_tokens(self.classification.level) if bound is None else 0
-        self.expected = sizes.expect(
-            LengthQuestion(
-                self.classification.tenant.name,
-                self.path,
-                self.payload,
-                self.prompt_tokens,
-                self.most_tokens,
-                self.assumed_output,
-                bound,
-                limit,
-            )
+        payload, classification, expected = self.payload, self.classification, self.expected
+        most = self.tokens if expected is None else expected.most
+        bound = payload.max_output_tokens if self.output_cap is None else self.output_cap
+        limit = pool.most_tokens(classification.level) if bound is None else 0
+        tenant, output = classification.tenant.name, self.assumed_output
+        expected = self.expected = sizes.expect(
+            LengthQuestion(tenant, self.path, payload, self.prompt_tokens, most, output, bound, limit)
         )
-        if self.expected is not None:
-            self.tokens = self.expected.tokens
+        if expected is not None:
+            self.tokens = expected.tokens
 
     def ask(self) -> Ask:
         """What it asks of the pool."""
-        tenant, level = self.classification.tenant, self.classification.level
+        classification, hits, expected = self.classification, self.hits, self.expected
+        tenant, tokens = classification.tenant, self.tokens
+        most = tokens if expected is None else expected.most
         is_counted = tenant.limits.are_counted
-        hits, most = self.hits, self.tokens if self.expected is None else self.expected.most
         return Ask(
-            level,
+            classification.level,
             tenant.name,
             tenant.weight,
-            self.tokens,
+            tokens,
             self.requests,
             request=_fingerprint(tenant.name, self.body),
-            attempt=_attempt(self.headers),
+            attempt=_attempt(self.headers) if ATTEMPT_HEADER in self.headers else None,
             limits=tenant.limits if is_counted else None,
             downgrade=tenant.downgrade_level if is_counted else None,
             prompt=0 if hits is None else min(self.prompt_tokens, most),
@@ -147,15 +142,12 @@ class SizedRequest(msgspec.Struct):
         """The longest wait in seconds: the tier's, or the client's where that is shorter. None: no limit."""
         return _shorter(self.max_wait_s, policy.tiers[self.classification.level].max_wait_s)
 
-    def is_preemptible(self, policy: Policy) -> bool:
-        """Whether the request may be preempted before its first byte."""
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether it may be preempted before its first byte, where its tier is preemptible."""
         # The engine would run a preempted background response to its end, and then a second time. An upload that has
         # begun to pass cannot be sent again.
-        return (
-            not self.payload.background
-            and not self.is_unread
-            and policy.rules.is_preemptible(self.classification.level)
-        )
+        return not self.payload.background and not self.is_unread
 
     def hold_at_least(self, tokens: int) -> None:
         """Raises what it holds, because its prompt cannot be sized. Unlimited tokens are not counted."""
@@ -167,61 +159,60 @@ class SizedRequest(msgspec.Struct):
         self.body = b""
         self.payload.text = str
 
-    def body_to_forward(self) -> bytes:
-        """The client's body, with the output cap as its only maximum where there is one. Every other byte stays."""
-        body = self.body
-        if self.output_cap is None:
-            return body
+    def capped_body(self) -> bytes:
+        """The client's body, with the output cap as its only maximum. Every other byte stays."""
+        body, cap = self.body, self.output_cap
+        assert cap is not None
         for field in _MAXIMUM_FIELDS[self.api]:
             body = remove(body, (field,))
-        return insert(body, _MAXIMUM_FIELDS[self.api][0], b"%d" % self.output_cap)
+        return insert(body, _MAXIMUM_FIELDS[self.api][0], b"%d" % cap)
 
 
-class RequestIntake:
+class RequestIntake(msgspec.Struct, eq=False):
     """The intake of one request. Call `check_head` first, then `feed` every message; each raises a refusal.
 
     `tenant` is the request's tenant, None until its key is known.
     """
 
-    __slots__ = ("_chunks", "_endpoint", "_headers", "_is_upload", "_received_us", "_size", "_snapshot", "tenant")
+    _snapshot: PolicySnapshot
+    _endpoint: Endpoint
+    _headers: Mapping[bytes, bytes]
+    _received_us: int
+    tenant: Tenant | None = None
+    _chunks: list[bytes] = []
+    _size: int = 0
 
-    def __init__(
-        self, snapshot: PolicySnapshot, endpoint: Endpoint, headers: Mapping[bytes, bytes], received_us: int
-    ) -> None:
-        self.tenant: Tenant | None = None
-        self._snapshot = snapshot
-        self._endpoint = endpoint
-        self._headers = headers
-        self._received_us = received_us
-        self._chunks: list[bytes] = []
-        self._size = 0
-        self._is_upload = endpoint.size is not None and is_upload(headers)
+    def check_head(self, pairs: Headers, client: tuple[str, int] | None) -> None:
+        """Checks the way here, the key and the declared length, before a byte of the body is read.
 
-    def check_head(self, scope: Scope) -> None:
-        """Checks the way here, the key and the declared length, before a byte of the body is read."""
+        `pairs` are the headers as they came, `client` is the address that they came from.
+        """
         headers = self._headers
         if b"via" in headers:
             refuse_loop(headers[b"via"])
-        if len(headers) != len(scope["headers"]):  # one of them is given twice
-            refuse_two_keys(scope, headers, self._snapshot)
-            _refuse_two_values(scope, (self._snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
-        self.tenant = self._snapshot.classifier.tenant(headers, scope)
-        if b"content-length" in headers:
-            self._check_size(_declared_length(scope, headers))
+        if len(headers) != len(pairs):  # one of them is given twice
+            refuse_two_keys(pairs, headers, self._snapshot)
+            _refuse_two_values(pairs, (self._snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
+        self.tenant = self._snapshot.classifier.tenant(headers, client, pairs)
+        if b"content-length" in headers and _declared_length(pairs, headers) > self._most_bytes():
+            raise self._too_large()
 
     def feed(self, message: Message, now_us: int) -> SizedRequest | None:
         """Takes an `http.request` message. Returns the request once its body is complete; that of an upload at once."""
-        if self._is_upload:
+        if self._endpoint.size is not None and is_upload(self._headers):
             return self.unread()
-        self.check_time(now_us)
-        chunk: bytes = message.get("body", b"")
-        self._size += len(chunk)
-        self._check_size(self._size)
-        self._chunks.append(chunk)
+        if now_us - self._received_us > self._snapshot.policy.body_timeout_s * 1e6:
+            raise self._too_late()
+        chunks, chunk = self._chunks, message.get("body", b"")
+        size = self._size + len(chunk)
+        if size > self._snapshot.policy.max_body_bytes:
+            raise self._too_large()
+        chunks.append(chunk)
         if message.get("more_body", False):
+            self._size = size
             return None
-        body = b"".join(self._chunks)  # a single chunk is not copied
-        self._chunks.clear()
+        body = b"".join(chunks)  # a single chunk is not copied
+        chunks.clear()
         return self._sized(body)
 
     def unread(self) -> SizedRequest:
@@ -238,17 +229,22 @@ class RequestIntake:
 
     def check_time(self, now_us: int) -> None:
         """Raises BodyTimeout where the body has taken longer than the policy's `body_timeout`."""
-        most_s = self._snapshot.policy.body_timeout_s
-        if now_us - self._received_us > most_s * 1e6:
-            raise BodyTimeout(f"the body did not arrive within {most_s:g} s; send it faster")
+        if now_us - self._received_us > self._snapshot.policy.body_timeout_s * 1e6:
+            raise self._too_late()
 
-    def _check_size(self, size: int) -> None:
+    def _most_bytes(self) -> int:
+        """The largest body that is taken, and that of an upload where it has a bound of its own."""
         policy = self._snapshot.policy
-        most = policy.max_body_bytes
-        if self._is_upload and policy.max_upload_bytes is not None:
-            most = policy.max_upload_bytes
-        if size > most:
-            raise BodyTooLarge(f"the body is larger than the {most} bytes allowed here; send less")
+        if policy.max_upload_bytes is None or self._endpoint.size is None or not is_upload(self._headers):
+            return policy.max_body_bytes
+        return policy.max_upload_bytes
+
+    def _too_late(self) -> BodyTimeout:
+        most_s = self._snapshot.policy.body_timeout_s
+        return BodyTimeout(f"the body did not arrive within {most_s:g} s; send it faster")
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the body is larger than the {self._most_bytes()} bytes allowed here; send less")
 
     def _sized(self, body: bytes, unread_bytes: int | None = None) -> SizedRequest:
         """Decodes and classifies a complete body, and sizes its prompts by their bytes. None is read of an upload."""
@@ -260,29 +256,35 @@ class RequestIntake:
         payload = decode(endpoint.api, body if unread_bytes is None else b"{}")
         if endpoint.size is not None:
             payload.prompt_tokens = endpoint.size.of(len(body) if unread_bytes is None else unread_bytes)
-        refuse_background(payload, policy.background)
+        if payload.background:
+            refuse_background(payload, policy.background)
         taken = client_headers(tuple(headers))
         classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
-        refuse_what_is_too_much(endpoint.api, payload, policy)
-        cap = _output_cap(endpoint.api, payload, body, tenant, policy.engine)
-        max_wait_s = longest_wait_s(headers, None) if MAX_WAIT_HEADER in headers else None
+        requests, cap = payload.sequences, None
+        if requests > 1 or payload.unsized is not None:
+            refuse_what_is_too_much(endpoint.api, payload, policy)
+        if tenant.limits.max_output_tokens is not None:
+            cap = _output_cap(endpoint.api, payload, body, tenant, policy.engine)
         prompt_tokens = snapshot.estimator.prompt_tokens(payload, tenant.name)
-        output = _assumed_output(payload, policy, classification.level, cap)
+        output = payload.max_output_tokens
+        if output is None:
+            output = _default_output(policy, classification.level, cap)
+        keys = snapshot.credentials.taken(headers)
         return SizedRequest(
             body=body,
             headers=headers,
             payload=payload,
             classification=classification,
-            taken=(*taken, *snapshot.credentials.taken(headers)),
+            taken=(*taken, *keys) if taken else keys,
             added=snapshot.credentials.added,
             prompt_tokens=prompt_tokens,
             tokens=tokens_to_hold(payload, prompt_tokens, output),
             api=endpoint.api,
             output_cap=cap,
-            max_wait_s=max_wait_s,
+            max_wait_s=longest_wait_s(headers, None) if MAX_WAIT_HEADER in headers else None,
             path=endpoint.path,
             assumed_output=output,
-            requests=payload.sequences,
+            requests=requests,
             objective=_objective(headers, snapshot, classification) if snapshot.objectives else None,
         )
 
@@ -295,9 +297,7 @@ async def count_tokens(request: SizedRequest, snapshot: PolicySnapshot) -> None:
         request.tokens = tokens_to_hold(request.payload, request.prompt_tokens, request.assumed_output)
 
 
-def _assumed_output(payload: Payload, policy: Policy, level: int, cap: int | None) -> int:
-    if payload.max_output_tokens is not None:
-        return payload.max_output_tokens
+def _default_output(policy: Policy, level: int, cap: int | None) -> int:
     default = policy.tiers[level].default_output_tokens
     return default if cap is None else min(default, cap)
 
@@ -337,33 +337,30 @@ def is_upload(headers: Mapping[bytes, bytes]) -> bool:
     return _UPLOADS.match(headers.get(b"content-type", b"").strip()) is not None
 
 
-def refuse_two_keys(scope: Scope, headers: Mapping[bytes, bytes], snapshot: PolicySnapshot) -> None:
+def refuse_two_keys(pairs: Headers, headers: Mapping[bytes, bytes], snapshot: PolicySnapshot) -> None:
     """Raises InvalidHeader where a header that holds a key is given twice: the engine might read the other one.
 
     The same for a header of the gateway: one of them might be the client's own.
     """
-    if len(headers) == len(scope["headers"]):
+    if len(headers) == len(pairs):
         return
     for name in (*KEY_HEADERS, *snapshot.credentials.of_gateway):
-        if sum(found == name for found, _ in scope["headers"]) > 1:
+        if sum(found == name for found, _ in pairs) > 1:
             what = "send one key, once" if name in KEY_HEADERS else "the gateway must replace what its client sent"
             raise InvalidHeader(f"{name.decode('latin-1')} is given twice; {what}")
 
 
-def _refuse_two_values(scope: Scope, names: Sequence[bytes]) -> None:
+def _refuse_two_values(pairs: Headers, names: Sequence[bytes]) -> None:
     """Raises InvalidHeader for a header with two different values: none of them may be dropped in silence."""
     for name in names:
-        if len({value for found, value in scope["headers"] if found == name}) > 1:
+        if len({value for found, value in pairs if found == name}) > 1:
             raise InvalidHeader(f"{name.decode('latin-1')} is given twice, with different values; send it once")
 
 
-def _declared_length(scope: Scope, headers: Mapping[bytes, bytes]) -> int:
+def _declared_length(pairs: Headers, headers: Mapping[bytes, bytes]) -> int:
     """The Content-Length in bytes. Raises InvalidHeader where it contradicts itself."""
     given = headers[b"content-length"]
-    is_ambiguous = (
-        len(headers) != len(scope["headers"])
-        and len({value for name, value in scope["headers"] if name == b"content-length"}) > 1
-    )
+    is_ambiguous = len(headers) != len(pairs) and len({value for name, value in pairs if name == b"content-length"}) > 1
     if is_ambiguous or not given.isdigit() or len(given) > _LONGEST_LENGTH:
         raise InvalidHeader("content-length is given twice, or is no number of bytes; send it once")
     if b"transfer-encoding" in headers:  # a server after this one might believe the other header
@@ -455,5 +452,5 @@ def _fingerprint(tenant: str, body: bytes) -> int:
 
 
 def _attempt(headers: Mapping[bytes, bytes]) -> int | None:
-    raw = headers.get(ATTEMPT_HEADER)
-    return int(raw) if raw is not None and len(raw) <= _LONGEST_LENGTH and raw.isdigit() else None
+    raw = headers[ATTEMPT_HEADER]
+    return int(raw) if len(raw) <= _LONGEST_LENGTH and raw.isdigit() else None

@@ -58,7 +58,7 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
     the same, or what its tier admits where there is no `bound`. `estimate` is None where nothing is
     known: the lease then holds `most`, what the old rule holds. `tokens` is what it enters the pool with, at the
     overlap `ratio` of 65,536, `quantile` the share of answers that `estimate` covers. `plain` is what it is expected to
-    use in all, before the overlap.
+    use in all, before the overlap. `is_known`: its key had enough answers already, whatever runs.
     """
 
     tenant: str
@@ -76,6 +76,7 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
     tokens: int
     ratio: int
     plain: int
+    is_known: bool
 
     def said(self, payload: Payload) -> Expectation:
         """The same for telemetry. `payload` is the request's."""
@@ -278,21 +279,25 @@ class LeaseSizes:
         key = find(asked.path, model, payload.traits, bound)
         quantile, ratio = (self._base.quantile, WHOLE) if self._is_at_base else self._entry()
         hint = None if payload.nvext is None else payload.output_hint
-        estimate = self.estimate(tenant, key, quantile, 0, hint)
-        sequences, prompt = payload.sequences, asked.prompt_tokens * payload.choices
+        is_known = (tenant, key) in self._known
+        estimate = self.estimator.estimate(tenant, key, quantile, 0, hint)
+        if estimate is not None and not is_known:
+            estimate = self._counting(estimate, tenant, key, quantile, 0)
+        choices, prompts = payload.choices, payload.prompts
+        sequences, prompt = choices * prompts, asked.prompt_tokens * choices
         # Without a maximum the old rule's figure is no bound. No estimate makes a request too large for its tier.
         longest = max(assumed, (asked.limit - prompt) // sequences) if bound is None else bound
         if estimate is None:
             plain = prompt + sequences * (assumed if bound is None else bound)
             tokens = most
         else:
-            output = estimate.tokens
-            tokens = plain = prompt + sequences * (min(output, longest))
+            output = min(estimate.tokens, longest)
+            tokens = plain = prompt + sequences * output
         if ratio < WHOLE:
             tokens = -(-tokens * ratio // WHOLE)
         return Expected(
-            tenant, key, prompt, sequences, bound, assumed, longest, payload.shown_sequences, hint, estimate, most,
-            quantile, tokens or 1, ratio, plain,
+            tenant, key, prompt, sequences, bound, assumed, longest, prompts * (choices - payload.hidden_choices), hint,
+            estimate, most, quantile, tokens or 1, ratio, plain, is_known,
         )  # fmt: skip
 
     def estimate(
@@ -300,9 +305,15 @@ class LeaseSizes:
     ) -> Estimate | None:
         """What the estimator says, unless all it has are the first answers of a batch that still runs."""
         found = self.estimator.estimate(tenant, key, quantile, generated=generated, hint=hint)
-        place = (tenant, key)
-        if found is None or place in self._known:
+        if found is None or (tenant, key) in self._known:
             return found
+        return self._counting(found, tenant, key, quantile, generated)
+
+    def _counting(
+        self, found: Estimate, tenant: str, key: LengthKey, quantile: float, generated: int
+    ) -> Estimate | None:
+        """The estimate of a key that is not known yet, where it counts."""
+        place = (tenant, key)
         if found.source is _HINT and place in self._unknown:
             # Above such an estimate a hint says no more than alone: less than the maximum only where it is trusted.
             bare = self.estimator.estimate(tenant, key, quantile, generated=generated)
@@ -326,7 +337,7 @@ class LeaseSizes:
     def began(self, expected: Expected) -> bool:
         """One more request runs. Whether it is counted, which is so while its key is not known: then call `ended`."""
         place = (expected.tenant, expected.key)
-        if place in self._known:
+        if expected.is_known or place in self._known:
             return False
         self._unknown[place] = self._unknown.get(place, 0) + 1
         return True
@@ -342,9 +353,14 @@ class LeaseSizes:
         """A request that was expected to use so much was admitted. `answer` is read as it passes."""
         grant = lease.grant
         name = None if grant is None or grant.engine is None else grant.engine.partition("#")[0]
-        engine = self._engines.get(name) or self._engine(name)
+        engine, held, plain = self._engines.get(name) or self._engine(name), lease.ask.tokens, expected.plain
         engine.admitted += 1
-        size = LeaseSize(self, engine, expected, lease, answer)
+        is_counted = not expected.is_known and self.began(expected)
+        size = LeaseSize(self, engine, expected, lease, answer, held, expected.prompt, plain, is_counted)
+        engine.leases[lease.id] = size
+        engine.held_tokens += held
+        if held != plain or engine.trust.uses_overlap:
+            size.resize(0, expected.estimate)
         if streams:
             size.follow(self.estimator.tokens_per_chunk(expected.tenant, expected.key))
         return size
@@ -354,14 +370,18 @@ class LeaseSizes:
         said = answer.output_tokens
         if said is None and not answer.chunks:
             return  # an answer that says nothing of its length
-        length = self.generated(expected, answer) if said is None else min(said // expected.shown, expected.longest)
+        if said is None:
+            length = self.generated(expected, answer)
+        elif (length := said // expected.shown) > expected.longest:
+            length = expected.longest
         is_censored = not is_complete or (expected.bound is not None and length >= expected.bound)
         if length or not is_censored:
-            is_counted = said is not None and not answer.later_chunks
-            chunks = (answer.chunks - answer.large_tokens) // expected.shown if is_counted else None
-            self.estimator.learn(
-                expected.tenant, expected.key, length, is_censored=is_censored, hint=expected.hint, chunks=chunks
-            )
+            chunks: int | None = 0
+            if answer.chunks:
+                is_counted = said is not None and not answer.later_chunks
+                chunks = (answer.chunks - answer.large_tokens) // expected.shown if is_counted else None
+            learn = self.estimator.learn
+            learn(expected.tenant, expected.key, length, expected.hint, chunks, is_censored=is_censored)
 
     def generated(self, expected: Expected, answer: Answer) -> int:
         """Tokens of each sequence so far: the engine's count, and the events since by the tokens that one has."""
@@ -434,7 +454,7 @@ class LeaseSizes:
         return quantile, ratio or WHOLE
 
 
-class LeaseSize:
+class LeaseSize(msgspec.Struct, eq=False):
     """The size of one lease, from its admission to its end. `next_look` counts the events of its answer.
 
     Call `answer_read` whenever the answer's events were counted, and `ended` when the request leaves its engine,
@@ -442,35 +462,20 @@ class LeaseSize:
     are what it uses now, as far as that is known, and what it is expected to use at most.
     """
 
-    __slots__ = (
-        "_answer", "_engine", "_expected", "_is_counted", "_is_over", "_lease", "_per_chunk", "_sizes",
-        "expected_tokens", "growths", "held", "next_look", "used_tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        sizes: LeaseSizes,
-        engine: EngineSizes,
-        expected: Expected,
-        lease: Lease,
-        answer: Answer,
-    ) -> None:
-        self._sizes = sizes
-        self._engine = engine
-        self._expected = expected
-        self._lease = lease
-        self._answer = answer
-        self.held = held = lease.ask.tokens
-        self._per_chunk = 1.0
-        self.growths = 0
-        self._is_over = False
-        self.next_look = _NEVER
-        self._is_counted = sizes.began(expected)
-        engine.leases[lease.id] = self
-        engine.held_tokens += held
-        self.used_tokens, self.expected_tokens = expected.prompt, expected.plain
-        if held != expected.plain or engine.trust.uses_overlap:
-            self._resize(0, expected.estimate)
+    _sizes: LeaseSizes
+    _engine: EngineSizes
+    _expected: Expected
+    _lease: Lease
+    _answer: Answer
+    held: int
+    used_tokens: int
+    expected_tokens: int
+    _is_counted: bool
+    next_look: int = _NEVER
+    growths: int = 0
+    _per_chunk: float = 1.0
+    _is_over: bool = False
+    _overlaps: bool = False
 
     def follow(self, tokens_per_chunk: float) -> None:
         """The answer streams, with so many tokens in an event."""
@@ -489,7 +494,7 @@ class LeaseSize:
         quantile = self._engine.trust.quantile
         estimate = sizes.estimate(expected.tenant, expected.key, quantile, generated, expected.hint)
         self.next_look = self._answer.chunks + self._chunks(EVERY_TOKENS)
-        self._resize(generated, estimate)
+        self.resize(generated, estimate)
 
     def ended(self, used_tokens: int = 0) -> None:
         """The request has left its engine, and has used so many tokens. Harmless when repeated.
@@ -503,16 +508,18 @@ class LeaseSize:
         if used_tokens > self._lease.paid_tokens or self._engine.trust.uses_overlap:
             self._charge(self._engine.counted(min(used_tokens, self._expected.most_used)))
         self._is_over, self.next_look = True, _NEVER
-        engine = self._engine
-        del engine.leases[self._lease.id]
-        engine.overlap.remove(self._lease.id)
+        engine, lease_id = self._engine, self._lease.id
+        del engine.leases[lease_id]
+        if self._overlaps:
+            engine.overlap.remove(lease_id)
         if self._is_counted:
             self._sizes.ended(self._expected)
         engine.held_tokens -= self.held
         if not engine.leases:
             self._sizes.left()
 
-    def _resize(self, generated: int, estimate: Estimate | None) -> None:
+    def resize(self, generated: int, estimate: Estimate | None) -> None:
+        """Sets what the lease holds, with so many tokens of each sequence generated already."""
         expected, engine = self._expected, self._engine
         if estimate is not None:
             output = estimate.tokens
@@ -528,6 +535,7 @@ class LeaseSize:
         self.used_tokens = used = expected.prompt + generated * sequences
         self.expected_tokens = tokens = used + rest * sequences
         if engine.trust.uses_overlap:
+            self._overlaps = True
             engine.overlap.put(self._lease.id, used, rest, sequences)
             tokens = engine.counted(tokens)
         if abs(tokens - held) <= held >> _SMALLEST_CHANGE_SHIFT:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import posixpath
 from collections.abc import Awaitable
+from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest
+from sidecar.middleware.event_reporter import reporter_of
 from sidecar.middleware.generic_request import GenericRequest
+from sidecar.middleware.intake import RequestIntake
+from sidecar.middleware.pending_aborts import EngineCall
 from sidecar.middleware.request import RequestHandler
+from sidecar.middleware.response_headers import request_id
 from sidecar.middleware.self_view import is_self_view, send_self_view
 from sidecar.middleware.unguarded import pass_or_refuse, route_path
+from sidecar.middleware.usage import UsageReader
+from sidecar.middleware.wait import ClientChannel
 from sidecar.policy.model import Endpoint
+
+Handler = TypeVar("Handler", bound=RequestHandler)
 
 
 def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -28,19 +38,51 @@ def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive,
         return pass_or_refuse(controller, scope, receive, send)
     if controller.snapshot.is_observing:
         return DryRunRequest(controller, endpoint, scope, receive, send).run()
-    # A copy of the list: uvicorn appends trailers to its own, after the headers have been checked.
-    scope = {**scope, "headers": list(scope["headers"])}
-    handler = RequestHandler if endpoint.size is None else GenericRequest
-    return handler(controller, endpoint, scope, receive, send).run()
+    kind = RequestHandler if endpoint.size is None else GenericRequest
+    return handler_of(kind, controller, endpoint, scope, receive, send).run()
 
 
 def guarded_endpoint(controller: AdmissionController, scope: Scope) -> Endpoint | None:
     """The policy's endpoint for a request; None where none guards it."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
-    path, endpoints = route_path(scope), controller.snapshot.endpoints
+    path = route_path(scope) if scope.get("root_path") else scope["path"]
+    endpoints = controller.snapshot.endpoints
     endpoint = endpoints.get(path)
     if endpoint is None and ("//" in path or "/." in path or path.endswith("/")):
         # A server after this one may read it as a guarded path: nginx merges slashes and resolves dots.
         endpoint = endpoints.get(posixpath.normpath("/" + path.lstrip("/")))
     return endpoint
+
+
+def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to
+    kind: type[Handler],
+    controller: AdmissionController,
+    endpoint: Endpoint,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+) -> Handler:
+    """The handler, of some kind, of a request that has just come."""
+    snapshot, now_us, observer = controller.snapshot, controller.pool.now_us, controller.observer
+    pairs, received_us = list(scope["headers"]), now_us()  # a copy: uvicorn appends trailers to its own list
+    headers = {name: value for name, value in pairs}  # noqa: C416  # half the instructions of `dict(pairs)`
+    own_id = request_id(headers)
+    return kind(
+        controller,
+        snapshot,
+        endpoint,
+        scope,
+        receive,
+        now_us,
+        received_us,
+        pairs,
+        headers,
+        own_id,
+        ClientChannel(receive, send, now_us),
+        reporter_of(observer, scope, own_id, received_us, now_us),
+        RequestIntake(snapshot, endpoint, headers, received_us),
+        UsageReader(),
+        EngineCall(controller.engine_watch),
+        asyncio.current_task(),
+    )

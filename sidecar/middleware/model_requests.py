@@ -17,7 +17,7 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest, RequestWatcher
 from sidecar.middleware.generic_request import GenericRequest
 from sidecar.middleware.intake import SizedRequest, is_upload
-from sidecar.middleware.middleware import guarded_endpoint
+from sidecar.middleware.middleware import guarded_endpoint, handler_of
 from sidecar.middleware.model_list import asked_model, send_models
 from sidecar.middleware.models import ModelsController
 from sidecar.middleware.request import RequestHandler
@@ -34,9 +34,8 @@ async def serve_models(front: ModelsController, scope: Scope, receive: Receive, 
         if front.is_observing:
             await _observe(front, endpoint, scope, receive, send)
         else:
-            scope = {**scope, "headers": list(scope["headers"])}  # see `serve_scope`
-            handler = ModelRequestHandler if endpoint.size is None else GenericModelRequest
-            await handler(front, endpoint, scope, receive, send).run()
+            kind = ModelRequestHandler if endpoint.size is None else GenericModelRequest
+            await handler_of(kind, front, endpoint, scope, receive, send).run()
     elif is_self_view(scope):
         await send_self_view(front, scope, send)
     elif (asked := asked_model(scope)) is not None:
@@ -103,8 +102,6 @@ def _again(read: list[Message], receive: Receive) -> Receive:
 class ModelRequestHandler(RequestHandler):
     """Handles one request to a guarded endpoint. From its body on, it is one of its model's controller."""
 
-    __slots__ = ()
-
     async def _read(self) -> SizedRequest:
         """See `RequestHandler`. Raises InvalidBody or ModelNotFound, too."""
         request, front = await super()._read(), self._controller
@@ -115,8 +112,6 @@ class ModelRequestHandler(RequestHandler):
 
 class GenericModelRequest(ModelRequestHandler, GenericRequest):
     """The same of the generic API. An upload names no model that is read here."""
-
-    __slots__ = ()
 
 
 # -- the dry run

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from sidecar.errors import AdmissionError, EngineUnreachable
 
 if TYPE_CHECKING:
@@ -153,7 +155,7 @@ def _largest(pending: Sequence[PendingAbort], most: int, dimension: int) -> Sequ
     return heapq.nlargest(most, pending, key=lambda one: one.held[dimension])
 
 
-class EngineCall:
+class EngineCall(msgspec.Struct, eq=False):
     """One call of the app for a request: whether the engine may still compute for it.
 
     The engine computes from the call on, until its response is complete; an error is a response, too. A proxy that
@@ -163,14 +165,11 @@ class EngineCall:
     proxy could not connect, and left the request unanswered: it waits again for the engine.
     """
 
-    __slots__ = ("_engine_watch", "_pending", "error", "is_handed_back", "may_run")
-
-    def __init__(self, engine_watch: EngineHealth | None = None) -> None:
-        self.may_run = True
-        self.error: AdmissionError | None = None
-        self.is_handed_back = False
-        self._engine_watch = engine_watch
-        self._pending: PendingAbort | None = None
+    _engine_watch: EngineHealth | None = None
+    may_run: bool = True
+    error: AdmissionError | None = None
+    is_handed_back: bool = False
+    _pending: PendingAbort | None = None
 
     def answered(self) -> None:
         """The response is complete."""

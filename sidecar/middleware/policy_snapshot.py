@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from sidecar.classify import Classifier
 from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
+from sidecar.events import Headers
 from sidecar.gain.token_deadlines import Objective
 from sidecar.identity.tokens import TokenVerifier
 from sidecar.policy.model import Endpoint, Mode, Policy, Tier
@@ -28,12 +29,20 @@ class Credentials:
     key is removed, unless the policy says `forward_key: true` (`is_forwarded`). Then the client's headers pass
     unchanged, and the engine's key is not added.
 
-    `of_gateway` are the headers of a gateway that names tenants: no engine gets them, whoever sent them.
+    `of_gateway` are the headers of a gateway that names tenants: no engine gets them, whoever sent them. `added` are
+    those that the engine gets instead.
     """
 
     is_forwarded: bool = False
     engine_key: bytes | None = field(default=None, repr=False)
     of_gateway: Sequence[bytes] = ()
+    added: Headers = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Makes the headers that the engine gets instead."""
+        has_none = self.is_forwarded or self.engine_key is None
+        added = () if has_none else ((_AUTHORIZATION, b"Bearer " + (self.engine_key or b"")),)
+        object.__setattr__(self, "added", added)
 
     def taken(self, headers: Mapping[bytes, bytes]) -> Sequence[bytes]:
         """The names of the client's headers that hold, or may hold, a tenant's key: they must not be forwarded.
@@ -44,26 +53,21 @@ class Credentials:
         names = [name for name in self.of_gateway if name in headers] if self.of_gateway else []
         if self.is_forwarded:
             return names
-        own = headers.get(_AUTHORIZATION)
-        if own is not None and (own.startswith(b"Bearer ") or own.lstrip()[:6].lower() == b"bearer"):
-            names.append(_AUTHORIZATION)
+        if _AUTHORIZATION in headers:
+            own = headers[_AUTHORIZATION]
+            if own.startswith(b"Bearer ") or own.lstrip()[:6].lower() == b"bearer":
+                names.append(_AUTHORIZATION)
         if _API_KEY in headers:
             names.append(_API_KEY)
         return names
-
-    @property
-    def added(self) -> Sequence[tuple[bytes, bytes]]:
-        """The headers that the engine gets instead."""
-        if self.is_forwarded or self.engine_key is None:
-            return ()
-        return ((_AUTHORIZATION, b"Bearer " + self.engine_key),)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySnapshot:
     """A policy and everything that is computed from it once. Lists by level begin with the most important tier.
 
-    `priorities` are the values that the engine gets, `tier_names` are header values. `abort_latency` is how long the
+    `priorities` are the values that the engine gets, `tier_names` are header values. `are_preemptible` says whose
+    requests' room may be taken back before their first byte. `abort_latency` is how long the
     engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
     then no gain is measured. `is_observing` is `mode: observe`.
     """
@@ -75,6 +79,7 @@ class PolicySnapshot:
     credentials: Credentials
     priorities: tuple[int | float, ...]
     tier_names: tuple[bytes, ...]
+    are_preemptible: tuple[bool, ...]
     abort_latency: AbortLatency
     routes: Routes
     objectives: tuple[Objective | None, ...] = ()
@@ -106,6 +111,7 @@ def policy_snapshot(
         ),
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
         tier_names=tuple(tier.name.encode() for tier in policy.tiers),
+        are_preemptible=tuple(policy.rules.is_preemptible(tier.level) for tier in policy.tiers),
         abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
         routes=policy.engine.routes,
         objectives=objectives if any(objectives) else (),

@@ -6,9 +6,11 @@ Its stages are those of `stages`. Whatever raises or is canceled, the lease is r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import Any
 
+import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.apis import Api
@@ -16,34 +18,29 @@ from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
 from sidecar.errors import (
     AdmissionError,
-    BodyTimeout,
     BodyTooLarge,
     Draining,
-    InvalidHeader,
     QueueFull,
-    QueueTimeout,
-    TenantLimit,
 )
-from sidecar.events import Obstacle, Outcome
+from sidecar.events import Headers, Obstacle, Outcome
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
-from sidecar.middleware.engine_route import EngineRoute, no_engine
+from sidecar.middleware.engine_route import EngineRoute
 from sidecar.middleware.error_responses import refuse_too_large, send_error
 from sidecar.middleware.event_reporter import EventReporter
-from sidecar.middleware.forwarding import forwarded_request, granted_of
+from sidecar.middleware.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
 from sidecar.middleware.lease_size import LeaseSize
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
+from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
+from sidecar.middleware.refusals import end_of_wait, refusal_headers, without_place
 from sidecar.middleware.request_gain import AnswerReader, RequestGain
 from sidecar.middleware.response_headers import (
     admission_headers,
-    allowance_headers,
     early_headers,
     id_headers,
-    request_id,
-    wait_headers,
 )
 from sidecar.middleware.sse_keepalive import STREAMING
 from sidecar.middleware.stages import NEXT_STAGES, IllegalTransition, Stage
@@ -57,7 +54,6 @@ from sidecar.middleware.wait import (
     sized_ask,
     wait,
     within_budget,
-    without_queue,
 )
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
@@ -74,52 +70,52 @@ _READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 
 
-class RequestHandler:
-    """Handles one request to a guarded endpoint. `run` is called once."""
+_NOT_YET: Any = msgspec.UNSET
 
-    __slots__ = (
-        "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_controller", "_cut", "_endpoint",
-        "_ends_us", "_gain", "_hand_backs", "_headers", "_intake", "_is_given_up", "_lease", "_passing",
-        "_preempted_us", "_preemptions", "_reader", "_receive", "_received_us", "_reporter", "_request", "_request_id",
-        "_route", "_scope", "_size", "_snapshot", "_status", "_task", "_timed_out", "_usage", "stage",
-    )  # fmt: skip
 
-    _request: SizedRequest
-    _lease: Lease
-    _reader: AnswerReader
+class RequestHandler(msgspec.Struct, eq=False):
+    """Handles one request to a guarded endpoint: see `middleware.handler_of`. `run` is called once.
 
-    def __init__(
-        self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        self.stage = _READING
-        self._controller = controller
-        self._snapshot = controller.snapshot
-        self._endpoint = endpoint
-        self._scope = scope
-        self._receive = receive
-        now_us = controller.pool.now_us
-        self._client = ClientChannel(receive, send, now_us)
-        self._task = asyncio.current_task()
-        self._received_us = now_us()
-        self._headers = dict(scope["headers"])
-        self._request_id = request_id(self._headers)
-        self._reporter = EventReporter(controller.observer, scope, self._request_id, self._received_us, now_us)
-        self._intake = RequestIntake(self._snapshot, endpoint, self._headers, self._received_us)
-        self._usage = UsageReader()
-        self._passing: AnswerReader | None = None  # reads the chunks of a stream, while they pass
-        self._body: bytes | None = None
-        self._status: int | None = None
-        self._attempt: PreemptibleAttempt | None = None
-        self._cut: Draining | None = None
-        self._call = EngineCall(controller.engine_watch)
-        self._route: EngineRoute | None = None
-        self._background: BackgroundRequest | None = None
-        self._size: LeaseSize | None = None
-        self._gain: RequestGain | None = None
-        self._preempted_us: int | None = None
-        self._preemptions = self._hand_backs = self._admitted_us = 0
-        self._ends_us: int | None = None
-        self._is_given_up = self._timed_out = False
+    `_pairs` are the client's headers as they came, `_headers` the last value of each. `_passing` reads the chunks of a
+    stream, while they pass.
+    """
+
+    _controller: AdmissionController
+    _snapshot: PolicySnapshot
+    _endpoint: Endpoint
+    _scope: Scope
+    _receive: Receive
+    _now_us: Callable[[], int]
+    _received_us: int
+    _pairs: Headers
+    _headers: Mapping[bytes, bytes]
+    _request_id: str
+    _client: ClientChannel
+    _reporter: EventReporter
+    _intake: RequestIntake
+    _usage: UsageReader
+    _call: EngineCall
+    _task: asyncio.Task[object] | None
+    stage: Stage = _READING
+    _request: SizedRequest = _NOT_YET
+    _lease: Lease = _NOT_YET
+    _reader: AnswerReader = _NOT_YET
+    _passing: AnswerReader | None = None
+    _body: bytes | None = None
+    _status: int | None = None
+    _attempt: PreemptibleAttempt | None = None
+    _cut: Draining | None = None
+    _route: EngineRoute | None = None
+    _background: BackgroundRequest | None = None
+    _size: LeaseSize | None = None
+    _gain: RequestGain | None = None
+    _preempted_us: int | None = None
+    _preemptions: int = 0
+    _hand_backs: int = 0
+    _admitted_us: int = 0
+    _ends_us: int | None = None
+    _is_given_up: bool = False
+    _timed_out: bool = False
 
     async def run(self) -> None:
         """Handles the request to its end. Raises only what the app raises."""
@@ -132,7 +128,16 @@ class RequestHandler:
                 except _WITHOUT_GRANT as end:
                     await self._end_without_grant(end)
                     return
-                if await self._forward(grant):
+                scope, receive, send = self._forward(grant)
+                granted = current.set(scope[SCOPE_KEY])
+                try:
+                    await self._controller.app(scope, receive, send)
+                except Exception as error:
+                    if await self._has_failed(error):
+                        raise
+                finally:
+                    current.reset(granted)
+                if self._is_over() or not await self._waits_again():
                     return
                 next_grant = self._wait_again
         except asyncio.CancelledError as canceled:
@@ -175,27 +180,23 @@ class RequestHandler:
 
     async def _admission(self) -> Grant:
         """Reads the request, enters the pool and waits."""
-        controller, snapshot = self._controller, self._snapshot
-        if controller.is_draining:
-            raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
-        try:
-            self._intake.check_head(self._scope)
-        except KeysNeeded as needed:
-            await needed.arrive()
-            self._intake.check_head(self._scope)
-        self._reporter.tenant = self._intake.tenant
-        request = self._request = await self._read()
-        if snapshot.estimator.counter is not None:
-            await count_tokens(request, snapshot)
+        request, controller, snapshot = await self._read(), self._controller, self._snapshot
         if controller.routing is not None:
             route = self._route = controller.routing.route(request)
             request.hits, self._call, self._usage = route.hits, route.call(), route.usage
-        lease = await self._enter(request)
-        if request.is_preemptible(snapshot.policy):
+        at_us = self._now_us()
+        try:
+            appraise = controller.appraiser(snapshot) if snapshot.policy.rules.is_by_gain else None
+            ask = sized_ask(controller.pool, request, controller.lease_sizes, appraise)
+            lease = self._lease = await enter_pool(controller.pool, ask, request.classification, controller.usage)
+            self.advance(_WAITING)
+        finally:  # only now the charged tier is known
+            self._classified(at_us)
+        if snapshot.are_preemptible[request.classification.level] and request.may_be_repeated:
             lease.on_preempt = self._preempt
         grant = lease.grant
-        self._limit_wait(lease.entered_us, request.longest_wait_s(snapshot.policy))
         if grant is None:
+            self._limit_wait(lease.entered_us, request.longest_wait_s(snapshot.policy))
             self._reporter.queued(self._obstacle)
             return await self._wait(lease.wait())
         if grant.queue_wait_us:
@@ -210,19 +211,37 @@ class RequestHandler:
             self._reporter.disconnected(end.wait)
             return
         if isinstance(end, WaitedTooLong):
-            waited, error = end.wait, end.refusal or self._end_of_wait()
+            waited = end.wait
+            error = end.refusal or end_of_wait(
+                self._controller, self._request, self._snapshot.policy, is_given_up=self._is_given_up
+            )
+        elif isinstance(end, QueueFull):
+            error = without_place(self._controller, self._request, self._snapshot.policy, end)
         else:
             assert isinstance(end, AdmissionError)
             error = end
-            if isinstance(end, QueueFull) and not self._controller.engine_watch.is_usable:
-                level, policy = self._request.classification.level, self._snapshot.policy
-                error = without_queue(end, level, policy) or no_engine(self._controller.engine_watch)
         self.advance(_OVER)
         self._reporter.refused(error, waited)
         await self._refuse(error, waited)
 
     async def _read(self) -> SizedRequest:
-        """Reads the body. Raises ClientDisconnected, or the intake's refusal."""
+        """Reads the request, and sizes it. Raises ClientDisconnected, or the intake's refusal."""
+        if self._controller.is_draining:
+            raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
+        intake, client = self._intake, self._scope.get("client")
+        try:
+            intake.check_head(self._pairs, client)
+        except KeysNeeded as needed:
+            await needed.arrive()
+            intake.check_head(self._pairs, client)
+        self._reporter.tenant = intake.tenant
+        request = self._request = await self._read_body()
+        self._body = request.body
+        if self._snapshot.estimator.counter is not None:
+            await count_tokens(request, self._snapshot)
+        return request
+
+    async def _read_body(self) -> SizedRequest:
         try:
             while True:
                 message = await self._receive()
@@ -230,27 +249,18 @@ class RequestHandler:
                     raise ClientDisconnected
                 request = self._intake.feed(message, self._now_us())
                 if request is not None:
-                    self._body = request.body
                     return request
         except asyncio.CancelledError:
             if self._timed_out and not is_canceled_again(self._task):
                 self._intake.check_time(self._now_us())  # raises BodyTimeout
             raise
 
-    async def _enter(self, request: SizedRequest) -> Lease:
-        """Enters the pool, and reports the classification: only then the charged tier is known."""
-        at_us = self._now_us()
-        try:
-            controller = self._controller
-            ask = sized_ask(controller.pool, request, controller.lease_sizes, controller.appraiser(self._snapshot))
-            self._lease = await enter_pool(controller.pool, ask, request.classification, controller.usage)
-            self.advance(_WAITING)
-        finally:
-            if objectives := self._snapshot.objectives:
-                gain, names = self._controller.gain, self._snapshot.tier_names
-                self._gain = self._reporter.gain = gain.follow(request, objectives, names, at_us)
-            self._reporter.classified(request, self._endpoint, self._snapshot.policy, at_us)
-        return self._lease
+    def _classified(self, at_us: int) -> None:
+        request, snapshot = self._request, self._snapshot
+        if objectives := snapshot.objectives:
+            gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)
+            self._gain = self._reporter.gain = gain
+        self._reporter.classified(request, self._endpoint, snapshot.policy, at_us)
 
     def _limit_wait(self, since_us: int, most_s: float | None) -> None:
         self._ends_us = None if most_s is None else since_us + round(most_s * 1e6)
@@ -275,27 +285,8 @@ class RequestHandler:
             return Obstacle.ENGINE, "its engine did not answer it"
         return self._controller.pool.obstacle(self._request.ask())
 
-    def _end_of_wait(self) -> AdmissionError:
-        """The refusal of a request whose wait is over."""
-        if self._is_given_up:
-            return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
-        if not self._controller.engine_watch.is_usable:
-            return no_engine(self._controller.engine_watch)
-        level, policy = self._request.classification.level, self._snapshot.policy
-        return QueueTimeout(
-            f"no room came free for tier {policy.tiers[level].name} within "
-            f"{self._request.longest_wait_s(policy):g} s; try again later",
-            retry_after_s=self._controller.pool.retry_after_s(level),
-        )
-
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
-        # The rest of an unread body is not read: the connection ends with the response.
-        closes = error is self._cut or isinstance(error, BodyTimeout | BodyTooLarge | InvalidHeader)
-        headers = [(b"connection", b"close")] if closes else []
-        if isinstance(error, TenantLimit):
-            headers += allowance_headers(error.allowance)
-        if waited is not None:
-            headers += wait_headers(waited)
+        headers = refusal_headers(error, waited, is_cut=error is self._cut)
         answer: Callable[..., Awaitable[None]] = send_error
         if isinstance(error, BodyTooLarge):
             most_s = self._snapshot.policy.body_timeout_s
@@ -305,52 +296,53 @@ class RequestHandler:
 
     # -- after admission
 
-    async def _forward(self, grant: Grant) -> bool:
-        """Calls the app with the request as the engine should see it, and settles when the response is sent.
-
-        False where the request was preempted before its first byte, or could not be sent: then it waits again.
-        """
+    def _forward(self, grant: Grant) -> tuple[Scope, Receive, Send]:
+        """The request as the engine should see it, for the app. It is settled when its response is sent."""
         self.advance(_RUNNING)
-        controller, request, snapshot = self._controller, self._request, self._snapshot
+        controller, request, snapshot, lease = self._controller, self._request, self._snapshot, self._lease
         priority = snapshot.priorities[grant.level]
         forward = controller.dialect.forward(self._endpoint.api, priority)
         self._admitted_us = grant.at_us
-        self._reporter.admitted(grant, priority if forward.is_sent else None)
-        granted = granted_of(grant, request, snapshot.policy, priority)
+        self._reporter.admitted(grant, forward, priority)
         receive: Receive = self._receive_for_app
         send: Send = self._send_for_app
-        attempt: PreemptibleAttempt | None = None
-        if self._lease.on_preempt is not None:
-            attempt = self._attempt = PreemptibleAttempt(self._lease, receive, send, self._client.disconnect)
+        if lease.on_preempt is not None:
+            attempt = self._attempt = PreemptibleAttempt(lease, receive, send, self._client.disconnect)
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
                 attempt.preempt()
-        route = self._route
-        if route is not None:
-            send = route.begin(self._lease, send)
+        if self._route is not None:
+            send = self._route.begin(lease, send)
         if request.expected is not None:
-            sizes, streams = controller.lease_sizes, request.payload.stream
-            self._size = sizes.begin(request.expected, self._lease, self._usage, streams=streams)
+            streams = request.payload.stream
+            self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, streams=streams)
         gain = self._gain
         self._reader = self._usage if gain is None else gain.sent(grant.engine, self._usage)
-        token = current.set(granted)
-        try:
-            await controller.app(self._scope_for_app(forward, granted), receive, send)
-        except Exception as error:
-            is_lost = attempt is not None and attempt.is_lost
-            if not is_lost and not (route is not None and route.failed(error)):
-                self._settle(_FAILED, type(error).__name__)
-                if self._client.keepalive is not None:
-                    await self._client.keepalive.break_off()
-                raise
-        finally:
-            current.reset(token)
-        if self._call.is_handed_back and self.stage is _RUNNING:
-            return route is not None and not await self._waits_again(route)
-        return attempt is None or not attempt.is_lost or await self._disconnects_before_abort()
+        return self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority)), receive, send
 
-    async def _waits_again(self, route: EngineRoute) -> bool:
-        """Whether a request waits again that got nothing of an answer. Where it does not, it gets the error."""
+    async def _has_failed(self, error: Exception) -> bool:
+        """Ends a request whose app raised an error. False where no one gets this attempt's response."""
+        attempt, route = self._attempt, self._route
+        if (attempt is not None and attempt.is_lost) or (route is not None and route.failed(error)):
+            return False
+        self._settle(_FAILED, type(error).__name__)
+        if self._client.keepalive is not None:
+            await self._client.keepalive.break_off()
+        return True
+
+    def _is_over(self) -> bool:
+        """Whether the app's response was the end of the request."""
+        return self.stage is _OVER
+
+    async def _waits_again(self) -> bool:
+        """Whether the request waits again: it was preempted before its first byte, or could not be sent."""
+        attempt, route = self._attempt, self._route
+        if self._call.is_handed_back and self.stage is _RUNNING:
+            return route is None or await self._leaves(route)
+        return attempt is not None and attempt.is_lost and not await self._disconnects_before_abort()
+
+    async def _leaves(self, route: EngineRoute) -> bool:
+        """Whether a request that got nothing of an answer waits for another engine. Else it gets the error."""
         if await route.waits_again():
             if self._call.may_run:  # the connection broke, but the engine lives: it computes on for a moment
                 await self._disconnects_before_abort()
@@ -361,12 +353,14 @@ class RequestHandler:
         return False
 
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
-        has_begun, traced = self._client.keepalive is not None, self._reporter.headers()
-        forwarded = forwarded_request(self._scope, self._endpoint, self._request, forward, traced, has_begun=has_begun)
-        scope, self._body = forwarded
-        if self._request.payload.background:
+        request, has_begun, traced = self._request, self._client.keepalive is not None, self._reporter.headers()
+        capped = request.body if request.output_cap is None else request.capped_body()
+        self._body = body = forwarded_body(capped, request.payload, forward)
+        headers = headers_for_app(self._pairs, request, body, (*forward.headers, *traced), has_begun=has_begun)
+        scope = forwarded_scope(self._scope, self._endpoint, headers)
+        if request.payload.background:
             app = self._controller.app if self._route is None else self._route.pinned(self._controller.app)
-            self._background = BackgroundRequest(app, scope, self._endpoint, self._request.payload)
+            self._background = BackgroundRequest(app, scope, self._endpoint, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
         scope[SCOPE_KEY] = granted
@@ -387,14 +381,17 @@ class RequestHandler:
         Streams have many chunks: each costs no more than this, and no coroutine of its own.
         """
         reader = self._passing
-        if reader is None or not message.get("more_body", False):
-            return self._send_start_or_end(message)
+        if reader is None or not message.get("more_body"):
+            if message["type"] == "http.response.start" and self._background is None:
+                return self._client.send(self._response_start(message))
+            return self._send_first_or_last(message)
         if reader.feed(message.get("body", b"")) and self._size is not None:
             self._size.answer_read()
-        return self._client.send(message)
+        send = self._client.send
+        return send(message)
 
-    async def _send_start_or_end(self, message: Message) -> None:
-        """The messages around the chunks of a stream; every message of a background response."""
+    async def _send_first_or_last(self, message: Message) -> None:
+        """The first and the last bytes of a response; every message of a background response."""
         kind, background, is_end = message["type"], self._background, False
         if kind == "http.response.start":
             message = self._response_start(message)
@@ -406,15 +403,18 @@ class RequestHandler:
         if is_end:
             self._call.answered()
         await (self._client.send if background is None else background.sender(self._client.send))(message)
-        if is_end and (error := self._engine_error()) is not None:
+        if not is_end:
+            return
+        error = None if self._call.error is None else self._engine_error()
+        if error is not None:
             self._settle(_FAILED, error.code)
-        elif is_end:
+        else:
             self._settle(_CLIENT_LEFT if has_left else _COMPLETED)
 
     def _response_start(self, message: Message) -> Message:
         """The response's start, with the headers of the admission."""
         self._status = message["status"]
-        headers = list(message.get("headers", ()))
+        headers = message.get("headers", ())
         own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._preemptions)
         named = id_headers(self._request_id, headers, self._endpoint.api)
         return {**message, "headers": [*headers, *own, *named]}
@@ -473,6 +473,8 @@ class RequestHandler:
                 self._report_replay(route)
             self._reporter.preempted(self._admitted_us, self._hand_backs, is_unreached=True)
             self._reporter.queued(self._obstacle)
+            if not self._preemptions and self._ends_us is None:
+                self._limit_wait(self._lease.entered_us, self._request.longest_wait_s(self._snapshot.policy))
             if self._ends_us is not None:  # what passed at the engine was no wait
                 self._ends_us += max(0, self._now_us() - self._admitted_us)
             granted = self._lease.hand_back() if route is None else self._lease.hand_back(route.barred)
@@ -523,7 +525,8 @@ class RequestHandler:
     def _release(self, outcome: Outcome, error: str | None) -> None:
         """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
         self.advance(_OVER)
-        request, usage, lease, failure = self._request, self._usage, self._lease, self._engine_error()
+        request, usage, lease = self._request, self._usage, self._lease
+        failure = None if self._call.error is None else self._engine_error()
         self._passing = None
         usage.read()
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
@@ -534,8 +537,10 @@ class RequestHandler:
             if lease.on_preempt is not None:
                 lease.on_preempt = lambda: None  # nothing can free its room sooner
             self._when_aborted(partial(lease.settle, charged, is_counted=failure is None))
+        elif failure is None:
+            lease.settle(charged)
         else:
-            lease.settle(charged, is_counted=failure is None)
+            lease.settle(charged, is_counted=False)
         if outcome is _FAILED and self._client.disconnected_us is not None:
             outcome, error = _CLIENT_LEFT, None  # the disconnect is why the app failed
         if self._route is not None:
@@ -550,7 +555,7 @@ class RequestHandler:
         if self._controller.usage is not None and failure is None:
             self._controller.usage.count(request, self._snapshot.policy, usage, self._status)
         said = None if failure is None else failure.message
-        self._reporter.settled(outcome, status=self._status, used=used, error=error, said=said, size=self._size)
+        self._reporter.settled(outcome, self._status, used, error, said, self._size)
 
     def _engine_error(self) -> AdmissionError | None:
         """The proxy's answer in place of the engine's, where the engine failed: no one is charged for it."""
@@ -595,6 +600,3 @@ class RequestHandler:
             self._reporter.canceled(wait)
         else:
             self._reporter.refused(self._cut, wait)
-
-    def _now_us(self) -> int:
-        return self._controller.pool.now_us()

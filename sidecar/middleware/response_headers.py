@@ -38,15 +38,9 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
 
 def id_headers(request_id: str, headers: Headers, api: Api) -> list[tuple[bytes, bytes]]:
     """The headers with the request's id, for a response of `api` that has `headers` already."""
-    has_id, has_anthropic_id = False, api is not _MESSAGES
-    for name, _ in headers:
-        if name == REQUEST_ID:
-            has_id = True
-        elif name == ANTHROPIC_ID:
-            has_anthropic_id = True
-    own = request_id.encode("ascii")
-    named = [(ADMISSION_ID if has_id else REQUEST_ID, own)]
-    if not has_anthropic_id:
+    given, own = dict(headers), request_id.encode("ascii")
+    named = [(ADMISSION_ID if REQUEST_ID in given else REQUEST_ID, own)]
+    if api is _MESSAGES and ANTHROPIC_ID not in given:
         named.append((ANTHROPIC_ID, own))
     return named
 
@@ -56,21 +50,26 @@ def early_headers(
 ) -> list[tuple[bytes, bytes]]:
     """The headers that are known while the request still waits."""
     named = id_headers(request_id, (), request.api)
-    return [*named, *_tier_headers(request, tier_names), *_limit_headers(request, lease, tier_names)]
+    tier = (b"x-admission-tier", tier_names[request.classification.level])
+    return [*named, tier, *_differences(request, tier_names), *_limit_headers(request, lease, tier_names)]
 
 
 def admission_headers(
     request: SizedRequest, lease: Lease, tier_names: Sequence[bytes], preemptions: int
 ) -> list[tuple[bytes, bytes]]:
     """How the request was admitted, and everything that differs from what the client asked for."""
-    assert lease.grant is not None
-    headers = [*_tier_headers(request, tier_names), *wait_headers(lease.grant)]
+    grant, classification = lease.grant, request.classification
+    assert grant is not None
+    headers = [(b"x-admission-tier", tier_names[classification.level])]
+    if classification.clamped_from is not None or classification.ignored:
+        headers += _differences(request, tier_names)
+    headers += wait_headers(grant) if grant.queue_wait_us else _NO_WAIT
     if preemptions:
         headers.append((b"x-admission-preempted", b"%d" % preemptions))
-    engine = lease.grant.engine
-    if engine is not None:
-        headers.append((b"x-admission-engine", engine.rpartition("#")[0].encode("latin-1", "replace")))
-    headers += _limit_headers(request, lease, tier_names)
+    if grant.engine is not None:
+        headers.append((b"x-admission-engine", grant.engine.rpartition("#")[0].encode("latin-1", "replace")))
+    if classification.downgraded_from is not None or request.output_cap is not None or lease.allowance is not None:
+        headers += _limit_headers(request, lease, tier_names)
     return headers
 
 
@@ -87,9 +86,10 @@ def wait_headers(wait: Grant) -> Iterable[tuple[bytes, bytes]]:
     return (b"x-admission-wait-ms", b"%d" % wait_ms), (b"server-timing", timing)
 
 
-def _tier_headers(request: SizedRequest, tier_names: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+def _differences(request: SizedRequest, tier_names: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """What of the client's own priority did not count."""
     classification = request.classification
-    headers = [(b"x-admission-tier", tier_names[classification.level])]
+    headers = []
     if classification.clamped_from is not None:
         headers.append((b"x-admission-clamped-from", tier_names[classification.clamped_from]))
     if classification.ignored:

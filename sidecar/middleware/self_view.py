@@ -98,7 +98,7 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
     headers = dict(scope["headers"])
     named = request_id(headers)
     try:
-        refuse_two_keys(scope, headers, controller.snapshot)
+        refuse_two_keys(scope["headers"], headers, controller.snapshot)
         tenant = await _tenant(controller, headers, scope)
     except AdmissionError as refusal:
         await send_error(send, refusal, request_id=named)
@@ -117,10 +117,10 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
 async def _tenant(controller: AdmissionController, headers: Mapping[bytes, bytes], scope: Scope) -> Tenant:
     """The tenant of the key or the token. Waits for the keys of the token's issuer."""
     try:
-        return controller.snapshot.classifier.tenant(headers, scope)
+        return controller.snapshot.classifier.tenant(headers, scope.get("client"), scope["headers"])
     except KeysNeeded as needed:
         await needed.arrive()
-        return controller.snapshot.classifier.tenant(headers, scope)
+        return controller.snapshot.classifier.tenant(headers, scope.get("client"), scope["headers"])
 
 
 async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:

@@ -189,12 +189,12 @@ def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
     """
     headers = dict(scope["headers"])
     snapshot, key = controller.snapshot, api_key(headers)
-    refuse_two_keys(scope, headers, snapshot)
+    refuse_two_keys(scope["headers"], headers, snapshot)
     if key is not None and controller.engine_key is not None and hmac.compare_digest(key, controller.engine_key):
         return scope
     if key is None and snapshot.policy.anonymous is not None:
         return scope
-    snapshot.classifier.tenant(headers, scope)
+    snapshot.classifier.tenant(headers, scope.get("client"), scope["headers"])
     taken, added = snapshot.credentials.taken(headers), snapshot.credentials.added
     return {**scope, "headers": forwarded_headers(scope["headers"], taken, added)} if taken or added else scope
 

@@ -20,8 +20,8 @@ _EVENT = b"data:"
 _NAME = b'"usage"'
 _CUT_NAME = len(_NAME) - 1
 _OBJECT = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
-READ_BYTES = 2048
-"""Bytes of a response that are read together, ten to thirty events: to read one event costs as much as to read ten."""
+READ_BYTES = 4096
+"""Bytes of a response that are read together, ten to fifty events: to read one event costs as much as to read ten."""
 LONGEST = 4096
 """Bytes of an unfinished `usage` object that are kept; real ones have a few hundred."""
 LARGEST_EVENT = 768
@@ -53,6 +53,10 @@ class _Usage(msgspec.Struct, gc=False):
     output_tokens: int | None = None
 
 
+class _Answer(msgspec.Struct, gc=False):
+    usage: msgspec.Raw = msgspec.Raw()
+
+
 class _Details(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
@@ -64,62 +68,73 @@ class _CachedUsage(msgspec.Struct, gc=False):
     cache_creation_input_tokens: int | None = None
 
 
+_decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode = msgspec.json.Decoder(_Usage).decode
 _decode_cached = msgspec.json.Decoder(_CachedUsage).decode
 
 
-class UsageReader:
+class UsageReader(msgspec.Struct, eq=False):
     """The usage of one response as of the last `read`. `feed` keeps its bytes, and reads them `READ_BYTES` at a time.
 
     Call `read` once more at the response's end. `has_begun` is the caller's note that there is an answer. `chunks`
     counts the events of a stream: about one generated token each, and `large_tokens` more for large ones.
     """
 
-    __slots__ = (
-        "_carried",
-        "_counted_at",
-        "_is_unended",
-        "_unread",
-        "chunks",
-        "has_begun",
-        "input_tokens",
-        "large_tokens",
-        "output_tokens",
-    )
-
-    def __init__(self) -> None:
-        self.input_tokens: int | None = None
-        self.output_tokens: int | None = None
-        self.chunks = self.large_tokens = self._counted_at = 0
-        self.has_begun = self._is_unended = False
-        self._carried = b""
-        self._unread = bytearray()
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    chunks: int = 0
+    large_tokens: int = 0
+    has_begun: bool = False
+    _counted_at: int = 0
+    _is_unended: bool = False
+    _carried: bytes = b""
+    _unread: bytearray = bytearray()  # each reader gets its own
 
     def feed(self, body: bytes | memoryview) -> bool:
         """Takes the next bytes of the response, as they were sent. Returns whether they were read."""
-        self._unread += body
-        if len(self._unread) < READ_BYTES:
+        unread = self._unread
+        unread += body
+        if len(unread) < READ_BYTES:
             return False
         self.read()
         return True
 
     def read(self) -> None:
         """Counts the events that were fed since the last time, and takes the usage among them."""
-        if not self._unread:
+        unread, seen, since = self._unread, self.chunks, 0
+        if not unread:
             return
-        body, seen = bytes(self._unread), self.chunks
-        self._unread.clear()
-        if seen or body[:1] != b"{":  # a whole answer has no events
-            self.chunks += body.count(_EVENT)
-        if self.chunks and _has_large_event(body):
-            events = body.split(_EVENT)
-            self._count_large(events if seen else events[2:])  # the first event may repeat the prompt
+        body = bytes(unread)
+        unread.clear()
+        if not seen and not self._carried and self._take_whole(body):
+            return
         window = self._carried + body
-        at, since = window.find(_NAME), self._request_ends(window, is_first=not seen)
+        if seen or body[:1] != b"{":  # a whole answer has no events
+            self._count_events(body)
+            since = self._request_ends(window, is_first=not seen)
+        at = window.find(_NAME)
         if at >= 0:
             at = self._take_all(window, at, since)
         # Kept for the next time: an object that is not complete, or what may be the beginning of its name.
         self._carried = window[at:] if at >= 0 and len(window) - at < LONGEST else window[-_CUT_NAME:]
+
+    def _take_whole(self, body: bytes) -> bool:
+        """Takes the usage of an answer that came in one piece. False where the body is none, or says nothing."""
+        try:
+            usage = bytes(_decode_answer(body).usage) if body[:1] == b"{" else b""
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return False
+        if usage[:1] != b"{":
+            return False
+        self._take(usage, 0)
+        return True
+
+    def _count_events(self, body: bytes) -> None:
+        seen = self.chunks
+        self.chunks = seen + body.count(_EVENT)
+        if self.chunks and _has_large_event(body):
+            events = body.split(_EVENT)
+            self._count_large(events if seen else events[2:])  # the first event may repeat the prompt
 
     def _take_all(self, window: bytes, at: int, since: int) -> int:
         """Takes every usage object from `since` on. The first name is at `at`. Returns that of a cut object, or -1."""
@@ -155,7 +170,8 @@ class UsageReader:
         if output_tokens is not None and 0 <= output_tokens <= _MOST_TOKENS:
             if self.output_tokens is None or output_tokens > self.output_tokens:
                 self.output_tokens = output_tokens
-            self._counted_at = self.chunks - later
+            if self.chunks:
+                self._counted_at = self.chunks - later
 
     @property
     def later_chunks(self) -> int:
@@ -169,7 +185,9 @@ class UsageReader:
     def used_tokens(self, prompt_tokens: int) -> int:
         """The engine's own count, and a token per chunk since; without one the prompt's estimate and all chunks."""
         used = prompt_tokens if self.input_tokens is None else self.input_tokens
-        return used + (self.chunks if self.output_tokens is None else self.output_tokens + self.later_chunks)
+        if self.output_tokens is None:
+            return used + self.chunks
+        return used + self.output_tokens + (self.later_chunks if self.chunks else 0)
 
     def charged_tokens(self, prompt_tokens: int, status: int | None) -> int | None:
         """The tokens to charge the tenant for. None where neither the response nor its failure says how many."""
@@ -228,12 +246,8 @@ class CachedUsageReader(UsageReader):
     into the cache, apart from `input_tokens`: here all three are the prompt.
     """
 
-    __slots__ = ("_apart_tokens", "cached_tokens")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cached_tokens: int | None = None
-        self._apart_tokens = 0
+    cached_tokens: int | None = None
+    _apart_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int | None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 from starlette.types import Message, Receive, Send
 
 from sidecar.apis import Api
@@ -18,7 +19,7 @@ from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.sse_keepalive import SseKeepAlive
 from sidecar.middleware.tenant_usage import TenantUsage
-from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.model import Tenant
 from sidecar.pools import Ask, Grant, Lease, LocalPool, Pool
 from sidecar.pools.base import QueueStanding, WaitGivenUp
 
@@ -53,23 +54,20 @@ class Comments(NamedTuple):
     pool: Pool
 
 
-class ClientChannel:
+class ClientChannel(msgspec.Struct, eq=False):
     """The client's `receive` and `send`. Detects disconnects when the app is not receiving.
 
     `disconnected_us` is when a disconnect was seen, by `now_us`, the pool's clock in microseconds; None before.
     `send` takes the response. Once comments have begun it, `keepalive` is the rest of the response's `send`.
     """
 
-    __slots__ = ("_disconnect", "_now_us", "_receive", "_receiving", "disconnected_us", "keepalive", "send")
-
-    def __init__(self, receive: Receive, send: Send, now_us: Callable[[], int]) -> None:
-        self.send: Send = send
-        self.keepalive: SseKeepAlive | None = None
-        self.disconnected_us: int | None = None
-        self._receive = receive
-        self._now_us = now_us
-        self._disconnect: asyncio.Task[Message] | None = None
-        self._receiving = 0
+    _receive: Receive
+    send: Send
+    _now_us: Callable[[], int]
+    keepalive: SseKeepAlive | None = None
+    disconnected_us: int | None = None
+    _disconnect: asyncio.Task[Message] | None = None
+    _receiving: int = 0
 
     async def comment(self, text: str, comments: Comments) -> None:
         """Sends a line that clients skip. The first one begins the response."""
@@ -134,7 +132,8 @@ async def enter_pool(pool: Pool, ask: Ask, classification: Classification, usage
     except QueueFull as full:
         classification.note_charged(full.level)
         raise
-    classification.note_charged(lease.tier)
+    if lease.ask.tier != classification.level:
+        classification.note_charged(lease.ask.tier)
     return lease
 
 
@@ -161,15 +160,6 @@ async def wait(
     if comments is not None and client.keepalive is not None:
         await client.comment(f"admitted after {grant.queue_wait_us / 1e6:.1f} s", comments)
     return grant
-
-
-def without_queue(refusal: QueueFull, level: int, policy: Policy) -> QueueFull | None:
-    """The refusal of a full queue, for a request while there is no engine. None where its tier never queues.
-
-    Such a tier has no place for a request then: the missing engine is the reason.
-    """
-    has_queue = policy.tiers[level if refusal.level is None else refusal.level].max_waiting != 0
-    return refusal if has_queue else None
 
 
 async def within_budget(lease: Lease, grant: Grant, tenant: Tenant, usage: TenantUsage) -> Grant:

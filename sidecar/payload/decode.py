@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,7 +52,7 @@ _Count = int | float | None
 _Prompt = str | list[str | int | list[int]]
 
 
-class Payload(msgspec.Struct):
+class Payload(msgspec.Struct, gc=False):
     """The fields of a request that decide admission.
 
     The prompt is the sum of `prompt_bytes`, the UTF-8 size of the text to be tokenized, and `prompt_tokens`, which are
@@ -164,7 +165,8 @@ def decode(api: Api, body: bytes) -> Payload:
     reader = _READERS[api]
     try:
         fields, others = reader.decode(body)
-        _refuse_duplicates(body, fields)
+        if fields.priority is not _UNSET or fields.nvext is not _UNSET:
+            _refuse_duplicates(body, fields)
         return reader.interpret(fields, others)
     except RecursionError:
         raise InvalidBody("the body is nested too deeply to be read; flatten it") from None
@@ -212,8 +214,6 @@ def _sentence(error: msgspec.ValidationError) -> str:
 
 def _refuse_duplicates(body: bytes, fields: _Fields) -> None:
     """Raises InvalidBody for a priority that is stated twice: an engine might read the other one."""
-    if fields.priority is msgspec.UNSET and fields.nvext is msgspec.UNSET:
-        return
     if b"\\u" in body or body.count(b"priority") > 1 or body.count(b"nvext") > 1:
         members = json.loads(body, object_pairs_hook=tuple, parse_int=str, parse_float=str)
         _once_each([(key, value) for key, value in members if key in ("priority", "nvext")])
@@ -230,15 +230,15 @@ def _once_each(members: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _chat(fields: _Chat, others: Carried) -> Payload:
-    payload = _conversation(fields, others, [_required_list("messages", fields.messages)], _given(fields.tools))
+    tools = b"" if fields.tools is _UNSET else _given(fields.tools)
+    payload = _conversation(fields, others, [_required_list("messages", fields.messages)], tools)
     newer, older = fields.max_completion_tokens, fields.max_tokens
     newer = None if newer is None else _maximum("max_completion_tokens", newer)
     older = None if older is None else _maximum("max_tokens", older)
     # vLLM and today's SGLang go by the newer field, earlier versions of SGLang by the older one.
     payload.max_output_tokens = max(newer, older) if newer and older else newer or older
-    payload.choices = _choices(fields.n, fields.best_of)
-    if fields.best_of is not None:
-        payload.hidden_choices = payload.choices - (_count(1, "n", fields.n) or 1)
+    if fields.n is not None or fields.best_of is not None:
+        _add_choices(payload, fields.n, fields.best_of)
     if fields.response_format is not msgspec.UNSET:
         _add_format(payload, _given(fields.response_format))
     return payload
@@ -252,9 +252,7 @@ def _completion(fields: _Completion, others: Carried) -> Payload:
     else:
         raise InvalidBody("prompt: missing; send a string, a list of strings, or token ids", param="prompt")
     payload.max_output_tokens = _count(0, "max_tokens", fields.max_tokens)
-    payload.choices = _choices(fields.n, fields.best_of)
-    if fields.best_of is not None:
-        payload.hidden_choices = payload.choices - (_count(1, "n", fields.n) or 1)
+    _add_choices(payload, fields.n, fields.best_of)
     return payload
 
 
@@ -293,18 +291,18 @@ def _embedding(fields: _Embedding, others: Carried) -> Payload:
     return payload
 
 
-def _choices(n: _Count, best_of: _Count) -> int:
-    """The larger number: `best_of` choices are generated, but `n` at engines that know no `best_of`."""
-    if n is None and best_of is None:
-        return 1
-    return max(_count(1, "n", n) or 1, _count(1, "best_of", best_of) or 1)
+def _add_choices(payload: Payload, n: _Count, best_of: _Count) -> None:
+    """Adds the larger number: `best_of` choices are generated, but `n` at engines that know no `best_of`."""
+    shown = _count(1, "n", n) or 1
+    payload.choices = max(shown, _count(1, "best_of", best_of) or 1)
+    if best_of is not None:
+        payload.hidden_choices = payload.choices - shown
 
 
 def _conversation(fields: _Fields, others: Carried, parts: list[bytes], tools: bytes = b"") -> Payload:
     """One prompt: a chat template writes the text of `parts`, and the JSON of `tools` unchanged."""
     written = [tools, *others.texts] if others.texts else [tools]
-    payload = _payload(fields, others)
-    payload.text = lambda: "\n".join([*map(text_of, parts), *(part.decode("utf-8", "replace") for part in written)])
+    payload = _payload(fields, others, partial(_conversation_text, parts, written))
     if tools:
         payload.prompt_bytes += json_bytes(tools)
         payload.traits = payload.traits._replace(tools=is_given(tools))
@@ -320,6 +318,10 @@ def _conversation(fields: _Fields, others: Carried, parts: list[bytes], tools: b
     return payload
 
 
+def _conversation_text(parts: list[bytes], written: list[bytes]) -> str:
+    return "\n".join([*map(text_of, parts), *(part.decode("utf-8", "replace") for part in written)])
+
+
 def _prompts(fields: _Fields, others: Carried, name: str, prompt: _Prompt) -> Payload:
     """A prompt, or a list of prompts, without a template."""
     texts, tokens, prompts = _sequences(name, prompt)
@@ -332,28 +334,38 @@ def _prompts(fields: _Fields, others: Carried, name: str, prompt: _Prompt) -> Pa
     return payload
 
 
-def _payload(fields: _Fields, others: Carried) -> Payload:
+def _payload(fields: _Fields, others: Carried, text: Callable[[], str] = str) -> Payload:
     """The part that all APIs share; its prompt is only that of the fields beside the API's own."""
     return Payload(
         model=fields.model,
-        stream=bool(fields.stream),
+        stream=fields.stream is True,
         prompt_bytes=sum(map(json_bytes, others.texts)) if others.texts else 0,
         prompt_tokens=others.tokens,
-        prompts=max(1, others.prompts),
+        prompts=others.prompts or 1,
         choices=1,
         max_output_tokens=None,
-        priority=_stated(fields.priority),
-        nvext=_stated(fields.nvext),
-        text=str,
+        priority=None if fields.priority is _UNSET else bytes(fields.priority),
+        nvext=None if fields.nvext is _UNSET else bytes(fields.nvext),
+        text=text,
         unread_bytes=others.unread_bytes,
         unsized=others.unsized,
-        is_understood=others.is_empty,
+        is_understood=others is NOTHING or others == NOTHING,
         traits=_traits(fields, others),
     )
 
 
 def _traits(fields: _Fields, others: Carried) -> Traits:
     """The traits that the fields of every API say. `tools` and `format` are those of some APIs."""
+    if (
+        fields.reasoning_effort is _UNSET
+        and fields.reasoning is _UNSET
+        and fields.thinking is _UNSET
+        and fields.tool_choice is _UNSET
+        and fields.stop is _UNSET
+        and fields.stop_sequences is _UNSET
+        and not others.template_arguments
+    ):
+        return NO_TRAITS  # so do most requests
     effort: str | None = None
     if fields.reasoning_effort is not _UNSET:
         effort = effort_of(_given(fields.reasoning_effort))
@@ -423,10 +435,6 @@ def _given(raw: _Raw) -> bytes:
     return b"" if given == b"null" else given
 
 
-def _stated(raw: _Raw) -> bytes | None:
-    return None if raw is _UNSET else bytes(raw)
-
-
 _TRUE = frozenset((True, "1", "on", "t", "true", "y", "yes"))
 _FALSE = frozenset((False, "0", "off", "f", "false", "n", "no"))
 
@@ -448,6 +456,8 @@ def _flag(name: str, given: bytes) -> bool:
 
 def _count(least: int, name: str, value: _Count) -> int | None:
     """A whole number in range; `5.0` is one, as it is to the engines."""
+    if type(value) is int and least <= value <= LARGEST_COUNT:
+        return value
     if value is None:
         return None
     if isinstance(value, float):

@@ -103,11 +103,6 @@ class Carried(msgspec.Struct):
     unsized: str | None = None
     template_arguments: bytes = b""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no such prompt."""
-        return self is NOTHING or self == NOTHING
-
 
 NOTHING = Carried()
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from typing import Any
 
 Network = IPv4Network | IPv6Network
 _FORWARDED_FOR = b"x-forwarded-for"
@@ -27,14 +26,13 @@ class GatewayPolicy:
         """The names of its headers: no one else's count, and none is passed on."""
         return (self.tenant_header,) if self.tier_header is None else (self.tenant_header, self.tier_header)
 
-    def sent(self, scope: Mapping[str, Any]) -> bool:
-        """Whether a request of this ASGI scope comes from the gateway.
+    def sent(self, client: tuple[str, int] | None, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a request comes from the gateway. `client` is its address of the ASGI scope.
 
         A server may have taken the address of the connection out of `X-Forwarded-For` (uvicorn with `--proxy-headers`):
         whoever may write that header could name any address, so such an address is never the gateway's.
         """
-        client = scope.get("client")
-        return client is not None and self.is_from(client) and not _is_written(client, scope["headers"])
+        return client is not None and self.is_from(client) and not _is_written(client, headers)
 
     def is_from(self, client: tuple[str, int] | None) -> bool:
         """Whether a connection has an address of the gateway. Servers leave no port with one that a header named."""

@@ -165,8 +165,10 @@ class LeaseOwner(Protocol):
         """The lease's engine has prefilled its prompt."""
 
 
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """One request in a pool: waiting, then held, then over. It ends once, by `settle` or by `leave`.
+
+    `new_lease` makes one.
 
     `tier` is the level at which it waits and is charged: the one asked for, or a lower one where its tenant was over
     its limits. `allowance` is what was left of them when the request entered, None for a tenant without limits.
@@ -185,54 +187,25 @@ class Lease:
     at once, `answered` is done as soon as it has.
     """
 
-    __slots__ = (
-        "_answered",
-        "_error",
-        "_future",
-        "_is_chosen",
-        "_is_kept",
-        "_owner",
-        "allowance",
-        "ask",
-        "charge",
-        "entered_us",
-        "grant",
-        "id",
-        "is_counted",
-        "is_over",
-        "on_preempt",
-        "paid_tokens",
-        "returns",
-        "served_before",
-        "ticket_id",
-    )
-
-    def __init__(
-        self,
-        owner: LeaseOwner,
-        lease_id: int,
-        ask: Ask,
-        entered_us: int,
-        answered: asyncio.Future[None] | None = None,
-    ) -> None:
-        self.id = lease_id
-        self.ticket_id = str(lease_id)
-        self.ask = ask
-        self.paid_tokens = ask.tokens
-        self.entered_us = entered_us
-        self.grant: Grant | None = None
-        self.allowance: RemainingLimits | None = None
-        self.charge: Charge | None = None
-        self.on_preempt: Callable[[], None] | None = None
-        self.is_over = False
-        self.is_counted = True
-        self.returns = 0
-        self.served_before: Sequence[int] = ()
-        self._is_chosen = self._is_kept = False
-        self._owner = owner
-        self._answered = answered
-        self._future: asyncio.Future[Grant] | None = None
-        self._error: AdmissionError | None = None
+    _owner: LeaseOwner
+    id: int
+    ask: Ask
+    entered_us: int
+    ticket_id: str
+    paid_tokens: int
+    _answered: asyncio.Future[None] | None = None
+    grant: Grant | None = None
+    allowance: RemainingLimits | None = None
+    charge: Charge | None = None
+    on_preempt: Callable[[], None] | None = None
+    is_over: bool = False
+    is_counted: bool = True
+    returns: int = 0
+    served_before: Sequence[int] = ()
+    _is_chosen: bool = False
+    _is_kept: bool = False
+    _future: asyncio.Future[Grant] | None = None
+    _error: AdmissionError | None = None
 
     @property
     def tier(self) -> int:
@@ -265,7 +238,9 @@ class Lease:
         """
         if self.grant is None or self.is_over:
             return False
-        self.is_over, self.is_counted = True, is_counted
+        self.is_over = True
+        if not is_counted:
+            self.is_counted = False
         self._owner.end(self, None, used_tokens)
         return True
 
@@ -402,6 +377,13 @@ class Lease:
             self.keep()
         else:
             self.on_preempt()
+
+
+def new_lease(
+    owner: LeaseOwner, lease_id: int, ask: Ask, entered_us: int, answered: asyncio.Future[None] | None = None
+) -> Lease:
+    """The lease of a request that enters a pool."""
+    return Lease(owner, lease_id, ask, entered_us, str(lease_id), ask.tokens, answered)
 
 
 class Pool(Protocol):

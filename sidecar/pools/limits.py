@@ -41,8 +41,10 @@ class SizeLimits:
 
     def refuse_what_never_fits(self, ask: Ask) -> None:
         """Raises RequestTooLarge, with the figures, for a request that could never be admitted."""
-        error = self.too_large(ask)
-        if error is not None:
+        tokens, requests = self._limits[ask.tier]
+        if ask.tokens > tokens or ask.most > tokens or ask.requests > requests:
+            error = self._exceeds(ask, tokens, requests)
+            assert error is not None
             raise error
 
     def most_tokens(self, level: int) -> int:
@@ -55,9 +57,11 @@ class SizeLimits:
 
     def too_large(self, ask: Ask) -> RequestTooLarge | None:
         """The refusal of a request that could never be admitted, with the figures; None where it could."""
-        tokens, requests = self._limits[ask.tier]
-        is_too_large = ask.tokens > tokens or ask.most > tokens or ask.requests > requests
-        return self._exceeds(ask, tokens, requests) if is_too_large else None
+        try:
+            self.refuse_what_never_fits(ask)
+        except RequestTooLarge as error:
+            return error
+        return None
 
     def outgrown(self, ask: Ask) -> RequestTooLarge | None:
         """The refusal of a waiting request that could never be admitted any more, None where it could.

@@ -10,7 +10,17 @@ from sidecar.errors import RemainingLimits
 from sidecar.events import Obstacle
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
-from sidecar.pools.base import Ask, Lease, Merge, PeerReports, QueueMark, QueueStanding, TenantUse, WaitOutcome
+from sidecar.pools.base import (
+    Ask,
+    Lease,
+    Merge,
+    PeerReports,
+    QueueMark,
+    QueueStanding,
+    TenantUse,
+    WaitOutcome,
+    new_lease,
+)
 from sidecar.pools.limits import SizeLimits, TenantLimits
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.runtime import Clock, LeaseRuntime, monotonic_us
@@ -75,7 +85,7 @@ class LocalPool:
         """The same, without a coroutine: this pool decides at once."""
         self._sizes.refuse_what_never_fits(ask)
         now_us = self.now_us()
-        lease = Lease(self, next(self._ids), ask, now_us)
+        lease = new_lease(self, next(self._ids), ask, now_us)
         if ask.limits is not None:
             lease.ask = self._limits.within(ask, now_us)
         if not self._runtime.admit_at_once(lease, now_us):

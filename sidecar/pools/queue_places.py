@@ -105,14 +105,14 @@ class _Promise:
 
 
 class HeldPlaces:
-    """The promises of one tier's queue. `now_us` never goes back from call to call."""
+    """The promises of one tier's queue, `by_request`. `now_us` never goes back from call to call."""
 
     def __init__(self) -> None:
         self._ahead: deque[_Promise] = (
             deque()
         )  # in the order of their times; those that are over are dropped in passing
         self._due: deque[tuple[int, _Promise]] = deque()  # by the time that each had when it was put here
-        self._of: dict[int, deque[_Promise]] = {}
+        self.by_request: dict[int, deque[_Promise]] = {}
         self._open = 0
         self._held = 0
         self._held_for: Counter[str] = Counter()  # by tenant
@@ -140,7 +140,7 @@ class HeldPlaces:
 
     def kept(self, ask: Ask) -> None:
         """A request has found its place: its promise is over."""
-        if self._of and (promise := self._promise_to(ask)) is not None:
+        if (promise := self._promise_to(ask)) is not None:
             self._end(promise)
 
     def promise_s(self, ask: Ask, drain_per_s: float, now_us: int) -> float:
@@ -160,9 +160,9 @@ class HeldPlaces:
 
     def _promise_to(self, ask: Ask) -> _Promise | None:
         """The first promise to this request. A first attempt has none, though a copy of the request may."""
-        if not self._of or ask.attempt == 0:
+        if not self.by_request or ask.attempt == 0:
             return None
-        promises = self._of.get(ask.request)
+        promises = self.by_request.get(ask.request)
         return promises[0] if promises else None
 
     def _new_s(self, ask: Ask, drain_per_s: float, now_us: int) -> float:
@@ -175,17 +175,17 @@ class HeldPlaces:
             return MOST_S * random.uniform(1 - JITTER, 1)
         self._last_us = at_us
         promise = _Promise(ask, at_us)
-        self._of.setdefault(ask.request, deque()).append(promise)
+        self.by_request.setdefault(ask.request, deque()).append(promise)
         self._open += 1
         self._ahead.append(promise)
         return (at_us - now_us) / 1e6
 
     def _end(self, promise: _Promise) -> None:
         promise.is_over = True
-        copies = self._of[promise.request]
+        copies = self.by_request[promise.request]
         copies.remove(promise)
         if not copies:
-            del self._of[promise.request]
+            del self.by_request[promise.request]
         self._open -= 1
         if promise.is_due:
             self._hold(promise, -1)
@@ -271,4 +271,6 @@ class QueuePlaces:
 
     def taken(self, ask: Ask) -> None:
         """A request is in its queue, or was admitted: its promise is kept."""
-        self._promises[ask.tier].kept(ask)
+        promises = self._promises[ask.tier]
+        if promises.by_request:
+            promises.kept(ask)

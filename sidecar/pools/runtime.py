@@ -69,10 +69,10 @@ class LeaseRuntime:
         """Admits a new request where there is room and none waits. Else False, and nothing changes: `submit` is due."""
         if self.waiting:
             return False
-        ask = lease.ask
+        ask, scheduler, name = lease.ask, self.scheduler, lease.ticket_id
         tier = ask.tier
-        if not self.scheduler.admit_at_once(
-            lease.ticket_id,
+        if not scheduler.admit_at_once(
+            name,
             tier=tier,
             tokens=ask.tokens,
             requests=ask.requests,
@@ -81,8 +81,8 @@ class LeaseRuntime:
             now_us=now_us,
         ):
             return False
-        if self.scheduler.rules.tiers[tier].preemptible:
-            self._preemptible[lease.ticket_id] = lease
+        if scheduler.rules.tiers[tier].preemptible:
+            self._preemptible[name] = lease
         if self._on_admitted is not None:
             self._on_admitted(tier, now_us)
         lease.granted(Grant(now_us, 0, 0, None, {}, tier))

@@ -53,12 +53,10 @@ class TierState:
     def has_turn(self, ticket: Ticket, now_us: int) -> bool:
         """Rule 1: whether a ticket that is not inside the tier's reserve has a turn."""
         rules, tokens, requests = self.rules, self.held_tokens, self.held_requests
-        if tokens >= rules.reserve_tokens or requests >= rules.reserve_requests or rules.always_first:
-            return False
-        is_inside = (
-            tokens + ticket.tokens <= rules.reserve_tokens and requests + ticket.requests <= rules.reserve_requests
-        )
-        return not is_inside and now_us >= self.owes_until_us
+        if tokens + ticket.tokens <= rules.reserve_tokens and requests + ticket.requests <= rules.reserve_requests:
+            return False  # it is inside
+        is_below = tokens < rules.reserve_tokens and requests < rules.reserve_requests
+        return is_below and not rules.always_first and now_us >= self.owes_until_us
 
     def excess(self, ticket: Ticket) -> int:
         """How many whole reserves too much the tier, which is below its reserve, would hold with a ticket."""

@@ -77,7 +77,9 @@ class EventDispatcher:
     def only_failures(self) -> bool:
         """Whether there is nothing but the failure log, and that leaves out what succeeded."""
         log = self.failure_log
-        return log is not None and log.only_failures() and not self._has_sdk()
+        if log is None or (not (self.tracer.is_global and none_is_set()) and self._has_sdk()):
+            return False
+        return log.only_failures()
 
     def received(self, event: Received) -> Observation | None:
         """Begins a request."""

@@ -111,6 +111,28 @@ def test_no_response_breaks_it_and_little_is_kept(pieces: list[bytes]) -> None:
         assert len(reader._unread) < READ_BYTES
 
 
+def test_the_usage_of_a_whole_answer_is_its_own_and_not_one_that_a_part_of_it_repeats() -> None:
+    """A tool's arguments that are an object may have any member."""
+    repeated = {"usage": {"prompt_tokens": 999, "completion_tokens": 999}}
+    body = json.dumps({"choices": [{"message": {"tool": repeated}}], "usage": OPENAI}).encode()
+    reader = fed(UsageReader(), [body])
+    assert (reader.input_tokens, reader.output_tokens) == (12, 34)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a": "\xff", "usage": {"prompt_tokens": 12, "completion_tokens": 34}}',
+        b'{"usage": {"prompt_tokens": 12, "completion_tokens": 34}} and more',
+        b'{"a": [1, 2, "usage": {"prompt_tokens": 12, "completion_tokens": 34}',
+        b"{" * 5000 + b'"usage": {"prompt_tokens": 12, "completion_tokens": 34}',
+    ],
+)
+def test_the_usage_of_an_answer_that_is_no_json_is_found_all_the_same(body: bytes) -> None:
+    reader = fed(UsageReader(), [body])
+    assert (reader.input_tokens, reader.output_tokens) == (12, 34)
+
+
 def test_a_usage_without_end_is_given_up() -> None:
     reader = UsageReader()
     reader.feed(b'{"usage":{"x":"')

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.policy.rules import UNLIMITED, Shares
-from sidecar.pools.base import Grant, Lease, WaitOutcome
+from sidecar.pools.base import Grant, Lease, WaitOutcome, new_lease
 from sidecar.pools.limits import SizeLimits
 from sidecar.pools.redis.engine_ledgers import EngineLedgers, StoredEngine
 from sidecar.pools.redis.engine_partition import EngineOutage
@@ -45,7 +45,7 @@ class NoOwner:
 
 
 def lease_on(engine: str, number: int, tokens: int) -> Lease:
-    lease = Lease(NoOwner(), number, ask(tokens=tokens), 0)
+    lease = new_lease(NoOwner(), number, ask(tokens=tokens), 0)
     lease.granted(Grant(0, 0, 0, None, {}, 0, engine=engine))
     return lease
 

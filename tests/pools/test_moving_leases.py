@@ -20,6 +20,7 @@ from sidecar.policy.model import Limits
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask, FleetPool, Lease, LocalPool, Pool
+from sidecar.pools.base import new_lease
 from sidecar.pools.redis import RedisFleetPool, RedisPool, connector
 from sidecar.pools.redis.batch import MOST_RESIZES, SHRINKS_WITHIN_S, BatchQueue
 from sidecar.pools.redis.protocol import BEAT_S, END, RESIZE
@@ -283,7 +284,7 @@ def operations_of(queue: BatchQueue) -> list[Any]:
 
 
 def granted(number: int, tokens: int) -> Lease:
-    lease = Lease(None, number, ask(tokens=tokens), 0)  # type: ignore[arg-type]
+    lease = new_lease(None, number, ask(tokens=tokens), 0)  # type: ignore[arg-type]
     lease.grant = object()  # type: ignore[assignment]
     return lease
 

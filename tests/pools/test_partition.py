@@ -240,7 +240,9 @@ class Replica:
     def lease(self, wanted: Ask) -> Lease:
         """A new one, which no one has looked at."""
         self._ids += 1
-        return _Recorded(self, self._ids, wanted, self.clock(), asyncio.get_running_loop().create_future())
+        answered = asyncio.get_running_loop().create_future()
+        number, entered_us = self._ids, self.clock()
+        return _Recorded(self, number, wanted, entered_us, str(number), wanted.tokens, answered)
 
     def held(self, wanted: Ask) -> Lease:
         """One that the store had granted."""

@@ -49,7 +49,7 @@ from sidecar.events import Headers, Observed, Outcome, Verdict
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.engine_times import SentRequest
 from sidecar.middleware.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowResult
-from sidecar.middleware.event_reporter import EventReporter
+from sidecar.middleware.event_reporter import reporter_of
 from sidecar.middleware.forwarding import forwarded_scope
 from sidecar.middleware.intake import RequestIntake, SizedRequest
 from sidecar.middleware.request_gain import AnswerReader
@@ -85,7 +85,9 @@ class DryRunRequest:
         self._controller.watchdog.add(self)
         try:
             self._begin_to_watch()
-            scope = self._scope if self._endpoint.forward_to is None else forwarded_scope(self._scope, self._endpoint)
+            scope = self._scope
+            if self._endpoint.forward_to is not None:
+                scope = forwarded_scope(scope, self._endpoint, scope["headers"])
             await self._controller.app(scope, self._receive_for_app, self._send_for_app)
         except BaseException as error:
             self._end(error)
@@ -174,9 +176,7 @@ class RequestWatcher:
         self._endpoint = endpoint
         self._request_id = request_id(headers)
         self._received_us = received_us
-        self._reporter = EventReporter(
-            controller.observer, scope, self._request_id, received_us, controller.pool.now_us
-        )
+        self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, controller.pool.now_us)
         self._usage = UsageReader()
         self._reader: AnswerReader = self._usage
         self._shadow: ShadowRequest | None = None
@@ -186,7 +186,7 @@ class RequestWatcher:
         self._found: SizedRequest | AdmissionError | None = None
         self._intake = RequestIntake(controller.snapshot, endpoint, headers, received_us)
         try:
-            self._intake.check_head(scope)
+            self._intake.check_head(scope["headers"], client)
         except (IssuerUnavailable, TenantsUnavailable) as missing:  # enforcing would have waited, or said so
             self._found = missing
             self._report(ShadowResult(Verdict.UNKNOWN, missing.code, None))

@@ -30,6 +30,7 @@ from sidecar.pools.base import (
     QueueStanding,
     TenantUse,
     WaitOutcome,
+    new_lease,
     use_of,
 )
 from sidecar.pools.limits import SizeLimits, downgraded, tenant_limit
@@ -145,7 +146,7 @@ class RedisPool:
         """See `Pool.enter`."""
         self._sizes.refuse_what_never_fits(ask)
         answered: asyncio.Future[None] = self._connected().loop.create_future()
-        lease = Lease(self, next(self._ids), ask, self.now_us(), answered)
+        lease = new_lease(self, next(self._ids), ask, self.now_us(), answered)
         if self._outage is not None and self._partition is not None:
             self._outage.enter(lease)
         else:
