@@ -16,12 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
-from sidecar.errors import (
-    AdmissionError,
-    BodyTooLarge,
-    Draining,
-    QueueFull,
-)
+from sidecar.errors import AdmissionError, BodyTooLarge, Draining, QueueFull
 from sidecar.events import Headers, Obstacle, Outcome
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
@@ -37,11 +32,7 @@ from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
 from sidecar.middleware.refusals import end_of_wait, refusal_headers, without_place
 from sidecar.middleware.request_gain import AnswerReader, RequestGain
-from sidecar.middleware.response_headers import (
-    admission_headers,
-    early_headers,
-    id_headers,
-)
+from sidecar.middleware.response_headers import admission_headers, early_headers, id_headers
 from sidecar.middleware.sse_keepalive import STREAMING
 from sidecar.middleware.stages import NEXT_STAGES, IllegalTransition, Stage
 from sidecar.middleware.usage import UsageReader
@@ -63,7 +54,6 @@ _WITHOUT_GRANT = (ClientDisconnected, WaitedTooLong, AdmissionError)
 """How a wait ends without a grant."""
 CUT = "CancelledError"
 """`Settled.error` of a request that the server cut off."""
-
 
 # Looked up once: an enumeration's attribute costs as much as a call.
 _READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
@@ -206,17 +196,16 @@ class RequestHandler(msgspec.Struct, eq=False):
     async def _end_without_grant(self, end: Exception) -> None:
         """The request ended before it was admitted, or while it waited again."""
         waited: Grant | None = None
+        controller, policy = self._controller, self._snapshot.policy
         if isinstance(end, ClientDisconnected):
             self.advance(_OVER)
             self._reporter.disconnected(end.wait)
             return
         if isinstance(end, WaitedTooLong):
-            waited = end.wait
-            error = end.refusal or end_of_wait(
-                self._controller, self._request, self._snapshot.policy, is_given_up=self._is_given_up
-            )
+            waited, error = end.wait, end.refusal
+            error = error or end_of_wait(controller, self._request, policy, is_given_up=self._is_given_up)
         elif isinstance(end, QueueFull):
-            error = without_place(self._controller, self._request, self._snapshot.policy, end)
+            error = without_place(controller, self._request, policy, end)
         else:
             assert isinstance(end, AdmissionError)
             error = end
