@@ -15,6 +15,7 @@ from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove
 from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant
+from sidecar.sending import CLIENT_KEY
 
 
 def forwarded_request(
@@ -27,6 +28,8 @@ def forwarded_request(
     """
     copy = forwarded_scope(scope, endpoint)
     body = forwarded_body(request.body_to_forward(), request.payload, forward)
+    if request.payload.background:
+        copy.pop(CLIENT_KEY, None)
     added = [*forward.headers, *traced, *request.added]
     taken = [*request.taken, b"accept-encoding"] if has_begun or request.payload.background else request.taken
     if body is not request.body and b"content-length" in request.headers:

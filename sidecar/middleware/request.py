@@ -59,14 +59,13 @@ from sidecar.middleware.wait import (
 )
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
+from sidecar.sending import CLIENT_KEY
 from sidecar.tasks import is_canceled_again
 
 _WITHOUT_GRANT = (ClientDisconnected, WaitedTooLong, AdmissionError)
 """How a wait ends without a grant."""
 CUT = "CancelledError"
 """`Settled.error` of a request that the server cut off."""
-
-
 # Looked up once: an enumeration's attribute costs as much as a call.
 _READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
@@ -321,6 +320,7 @@ class RequestHandler:
         send: Send = self._send_for_app
         attempt: PreemptibleAttempt | None = None
         if self._lease.on_preempt is not None:
+            self._scope.pop(CLIENT_KEY, None)
             attempt = self._attempt = PreemptibleAttempt(self._lease, receive, send, self._client.disconnect)
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
