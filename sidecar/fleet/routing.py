@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -42,6 +42,7 @@ from sidecar.policy.model import Policy
 from sidecar.pools import Lease
 from sidecar.pools.base import EnginePool
 from sidecar.proxy.proxy import ResponseCut
+from sidecar.sending import BODY_FOLLOWS
 
 FULL_STATUSES = frozenset((429, 503, 529))
 MOST_REFUSALS = 5
@@ -259,11 +260,11 @@ class Route:
 
         return ask
 
-    async def _send_with_body(self, message: Message) -> None:
-        """The app's `send`: passes the head on with the first byte of the body."""
-        if self._answered:
-            await self._send(message)
-            return
+    def _send_with_body(self, message: Message) -> Awaitable[None]:
+        """The app's `send`: passes the head on with the first byte of the body. Later chunks need no coroutine here."""
+        return self._send(message) if self._answered else self._send_first(message)
+
+    async def _send_first(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             if message["status"] in FULL_STATUSES and self._refusals < MOST_REFUSALS:
                 # It ends the attempt, and closes the connection: the body may be without end.
@@ -274,7 +275,7 @@ class Route:
             return
         self._answered = True
         if self._start is not None:
-            await self._send(self._start)
+            await self._send({**self._start, BODY_FOLLOWS: bool(message.get("body"))})
         await self._send(message)
 
     def first_byte(self) -> None:

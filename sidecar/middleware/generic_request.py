@@ -26,6 +26,7 @@ from sidecar.middleware.stages import Stage
 from sidecar.middleware.wait import ClientChannel
 from sidecar.policy.model import CostPlace
 from sidecar.pools import Grant
+from sidecar.sending import CLIENT_KEY
 
 READ_AHEAD = 256 * 1024
 """Bytes of an upload that are kept while it waits."""
@@ -197,6 +198,7 @@ class GenericRequest(RequestHandler):
         scope = super()._scope_for_app(forward, granted)
         if self._upload is not None:
             self._body = None  # it comes from the client
+            scope.pop(CLIENT_KEY, None)
         return scope
 
     async def _wait_again(self) -> Grant:

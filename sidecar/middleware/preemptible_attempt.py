@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.types import Message, Receive, Send
 
@@ -68,8 +68,11 @@ class PreemptibleAttempt:
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         return disconnect.result()
 
-    async def send(self, message: Message) -> None:
-        """See ASGI's `send`."""
+    def send(self, message: Message) -> Awaitable[None]:
+        """See ASGI's `send`. What follows the first byte needs no coroutine here."""
+        return self._send(message) if self._is_kept and not self.is_lost else self._send_first(message)
+
+    async def _send_first(self, message: Message) -> None:
         if self.is_lost:
             return
         if not self._is_kept:

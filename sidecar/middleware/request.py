@@ -48,6 +48,7 @@ from sidecar.middleware.wait import (
 )
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
+from sidecar.sending import CLIENT_KEY
 from sidecar.tasks import is_canceled_again
 
 _WITHOUT_GRANT = (ClientDisconnected, WaitedTooLong, AdmissionError)
@@ -296,6 +297,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         receive: Receive = self._receive_for_app
         send: Send = self._send_for_app
         if lease.on_preempt is not None:
+            self._scope.pop(CLIENT_KEY, None)
             attempt = self._attempt = PreemptibleAttempt(lease, receive, send, self._client.disconnect)
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
@@ -348,6 +350,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         headers = headers_for_app(self._pairs, request, body, (*forward.headers, *traced), has_begun=has_begun)
         scope = forwarded_scope(self._scope, self._endpoint, headers)
         if request.payload.background:
+            scope.pop(CLIENT_KEY, None)
             app = self._controller.app if self._route is None else self._route.pinned(self._controller.app)
             self._background = BackgroundRequest(app, scope, self._endpoint, request.payload)
         if self._route is not None:

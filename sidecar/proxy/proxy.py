@@ -15,18 +15,18 @@ import asyncio
 import logging
 import random
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
-from multidict import CIMultiDict
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.errors import AdmissionError, EngineTimeout, EngineUnreachable, InvalidHeader
+from sidecar.events import Headers
 from sidecar.middleware.engine_pages import INTERNAL_REQUEST
 from sidecar.middleware.error_responses import send_error, speaks_anthropic
 from sidecar.middleware.pending_aborts import CALL_KEY
+from sidecar.proxy.connection import FAILURES, ConnectionBroke, NoAnswer, NotHttp, Response
 from sidecar.proxy.hop_headers import can_be_written, declared_length, forwarded_headers, returned_headers, target
 from sidecar.proxy.upstream import (
     CONNECT_TIMEOUT_S,
@@ -34,9 +34,9 @@ from sidecar.proxy.upstream import (
     Traffic,
     Upstream,
     connect_trouble,
-    may_be_stale,
     said,
 )
+from sidecar.sending import BODY_FOLLOWS, CLIENT_KEY, ClientWatch
 from sidecar.via import OWN_VIA
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,10 @@ class ReverseProxy:
 
 
 class _Forwarding:
-    """One request. It runs in the server's own task; a second, small task waits for a disconnect."""
+    """One request. It runs in the server's own task.
+
+    The server's client watch says when the client disconnects; where there is none, a second, small task waits for it.
+    """
 
     __slots__ = ("_disconnected", "_proxy", "_receive", "_scope", "_send", "_task", "_was_sent", "_watcher")
 
@@ -144,85 +147,80 @@ class _Forwarding:
         try:
             await self._relay(response)
         finally:
-            self._proxy.traffic.ended(response.content)
-            # A complete response has closed itself. Otherwise this closes the connection to the engine.
-            if not response.closed:
+            self._proxy.traffic.ended(response)
+            if not response.is_complete:
                 response.close()
 
-    async def _ask_engine(self, first: Message) -> aiohttp.ClientResponse:
-        """Maps all of aiohttp's exceptions to the sidecar's errors, here and nowhere else."""
+    async def _ask_engine(self, first: Message) -> Response:
+        """Maps the exceptions of the connections to the sidecar's errors, here and nowhere else."""
         try:
             response = await self._request(first)
         except aiohttp.ConnectionTimeoutError as error:
             raise self._not_connected("it took too long to connect", error) from None
-        except (aiohttp.ServerTimeoutError, asyncio.TimeoutError):
+        except NoAnswer:
             raise EngineTimeout(
                 "the engine did not answer in time", retry_after_s=SOON_S * random.uniform(1, 2)
             ) from None
         except aiohttp.ClientConnectorError as error:
             raise self._not_connected("no connection to it", error) from None
-        except aiohttp.ClientConnectionError as error:
+        except (ConnectionBroke, aiohttp.ClientConnectionError) as error:
             raise self._unreachable("it closed the connection before it answered", error) from None
-        except aiohttp.ClientError as error:
+        except NotHttp as error:
             raise self._unreachable("its answer is not HTTP", error) from None
-        except ValueError as error:
-            # A header that the server accepted and aiohttp does not write.
+        except InvalidHeader:
             self._was_sent = False
-            raise InvalidHeader(f"the request cannot be forwarded: {error}") from None
+            raise
         if not 200 <= response.status <= 599:
             response.close()
             raise self._unreachable(f"it answered with status {response.status}", None)
         return response
 
-    async def _request(self, first: Message) -> aiohttp.ClientResponse:
+    async def _request(self, first: Message) -> Response:
         """Sends the request, and sends it again if the engine had just closed the connection.
 
         A proxy must not repeat a POST (RFC 9110, section 9.2.2) unless it knows that the first one was not applied.
-        After the conditions of `may_be_stale` that is nearly certain, and an error would be the worse answer. If the
-        engine had started after all, the broken connection cancels that run: it loses computing, no state. A body that
-        is streamed is never sent twice.
+        Where the connection `was_stale` that is nearly certain, and an error would be the worse answer. If the engine
+        had started after all, the broken connection cancels that run: it loses computing, no state. A body that is
+        streamed is never sent twice.
         """
+        headers = forwarded_headers(self._scope)
         if first.get("more_body", False):
-            headers = forwarded_headers(self._scope)
-            if (length := declared_length(self._scope["headers"])) is not None:
-                headers["content-length"] = length
-            return await self._attempt(headers, self._body(first))
-        self._watcher = asyncio.create_task(self._watch())
-        body = first.get("body", b"") or None
-        sent_at_s = time.monotonic()
+            return await self._attempt(headers, self._body(first), declared_length(self._scope["headers"]))
+        self._watch_client()
+        body = first.get("body", b"")
         try:
-            return await self._attempt(forwarded_headers(self._scope), body)
-        except aiohttp.ClientConnectionError as error:
-            if not may_be_stale(error, time.monotonic() - sent_at_s):
+            return await self._attempt(headers, body, len(body))
+        except ConnectionBroke as broke:
+            if not broke.was_stale:
                 raise
-        return await self._attempt(forwarded_headers(self._scope), body)
+        return await self._attempt(headers, body, len(body))
 
-    async def _attempt(
-        self, headers: CIMultiDict[str], body: bytes | AsyncIterator[bytes] | None
-    ) -> aiohttp.ClientResponse:
-        return await self._proxy.upstream.request(self._scope["method"], target(self._scope), headers, body)
+    def _attempt(self, headers: Headers, body: bytes | AsyncIterator[bytes], length: int | None) -> Awaitable[Response]:
+        return self._proxy.upstream.request(self._scope["method"], target(self._scope), headers, body, length)
 
-    async def _relay(self, response: aiohttp.ClientResponse) -> None:
-        content = response.content
-        headers = returned_headers(response.status, response.raw_headers)
+    async def _relay(self, response: Response) -> None:
+        """Passes the response on. Bytes that were read together go out together, and others at once."""
+        headers = returned_headers(response.status, response.headers)
         if not can_be_written(headers):
             raise self._unreachable("its answer's headers are not HTTP", None)
         if CALL_KEY not in self._scope:  # an admitted request's response has headers of the admission controller
             headers.append((b"via", OWN_VIA.encode()))
-        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
+        start: Message = {"type": "http.response.start", "status": response.status, "headers": headers}
+        if response.unread_bytes:
+            start[BODY_FOLLOWS] = True
+        await self._send(start)
         if response.status < 500 and CALL_KEY in self._scope:
-            self._proxy.traffic.began(content)
-        complete = False
-        while not complete:
-            try:
-                chunk = await content.readany()
-            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-                self._proxy.on_failure(None)
-                raise ResponseCut(f"the engine broke off in the middle of its answer: {said(error)}") from None
-            complete = content.at_eof()
-            if complete:
-                self._stop_watching()
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": not complete})
+            self._proxy.traffic.began(response)
+        try:
+            await response.pass_on(self._pass_on)
+        except FAILURES as error:
+            self._proxy.on_failure(None)
+            raise ResponseCut(f"the engine broke off in the middle of its answer: {said(error)}") from None
+
+    def _pass_on(self, part: bytes, is_last: bool) -> Awaitable[None]:
+        if is_last:
+            self._stop_watching()
+        return self._send({"type": "http.response.body", "body": part, "more_body": not is_last})
 
     async def _body(self, message: Message) -> AsyncIterator[bytes]:
         """The request's body as it comes in. After its end the client is watched for a disconnect."""
@@ -230,11 +228,22 @@ class _Forwarding:
             if body := message.get("body", b""):
                 yield body
             if not message.get("more_body", False):
-                self._watcher = asyncio.create_task(self._watch())
+                self._watch_client()
                 return
             message = await self._receive()
         self._cancel()
         raise ConnectionResetError("the client disconnected")
+
+    def _watch_client(self) -> None:
+        """From now on a disconnect cancels the request."""
+        client: ClientWatch | None = self._scope.get(CLIENT_KEY)
+        if client is None:
+            self._begin_watcher()
+        else:
+            client.begin(self._begin_watcher)
+
+    def _begin_watcher(self) -> None:
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -243,6 +252,9 @@ class _Forwarding:
 
     def _stop_watching(self) -> None:
         """Called before a response ends: servers also say `http.disconnect` after it, which must cancel nothing."""
+        client: ClientWatch | None = self._scope.get(CLIENT_KEY)
+        if client is not None:
+            client.end()
         if self._watcher is not None:
             self._watcher.cancel()
 

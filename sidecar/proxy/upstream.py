@@ -1,4 +1,4 @@
-"""Connections to the engine, with corrections of aiohttp's behavior."""
+"""Connections to the engine: its address, the pool of those that are kept, and what is said of those that fail."""
 
 from __future__ import annotations
 
@@ -7,35 +7,27 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
-from contextvars import ContextVar
-from functools import partial
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import AsyncIterator
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
-from multidict import CIMultiDict
 from yarl import URL
 
 from sidecar.engines.pages import REFUSED
+from sidecar.errors import InvalidHeader
+from sidecar.events import Headers
+from sidecar.proxy.connection import EngineConnection, Response
+from sidecar.proxy.hop_headers import can_be_written
 
 # Below the 5 s after which uvicorn, and so trtllm-serve, vLLM and SGLang, closes an idle connection.
 KEEPALIVE_S = 4.0
 # A network connects in milliseconds; 5 s outlast one lost SYN and its repetitions after 1 s and 2 s.
 CONNECT_TIMEOUT_S = 5.0
-# Read ahead per response: aiohttp stops reading from the engine at twice this, which is uvicorn's own limit for bodies.
-_READ_AHEAD_BYTES = 64 * 1024
-# For a line or a field of the engine's response; aiohttp's own 8190 is less than the engine's server allows.
-_MAX_HEADER_BYTES = 64 * 1024
-# A connection that was closed before it was written to fails within a round trip. See `may_be_stale`.
-_STALE_WITHIN_S = 0.2
 
-# A larger body in one piece is written in one go by aiohttp, with a warning.
-_LARGE_BODY_BYTES = 2**20
-_AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
-
-# Whether this task's last request opened a connection of its own.
-_on_fresh_connection: ContextVar[bool] = ContextVar("on_fresh_connection")
+_TARGET = re.compile(rb"[!-~]*")
+_WITHOUT_BODY = frozenset(("GET", "HEAD", "OPTIONS", "TRACE"))
+"""Methods whose requests need not say that they have no body."""
+_PORTS = {"http": 80, "https": 443}
 
 
 class Upstream:
@@ -49,55 +41,135 @@ class Upstream:
     ) -> None:
         self.url = _validated(url)
         self.connect_timeout_s = connect_timeout_s
-        self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_read=response_timeout_s)
+        parts = urlsplit(self.url)
+        self._base = parts.path.encode("ascii")
+        self._host = _host(parts)
+        self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s)
+        self._silence_s = response_timeout_s
         self._keepalive_s = keepalive_s
-        self._session: aiohttp.ClientSession | None = None
+        self._pool: _Pool | None = None
 
     async def request(
-        self, method: str, target: str, headers: CIMultiDict[str], body: bytes | AsyncIterator[bytes] | None
-    ) -> aiohttp.ClientResponse:
-        """Sends one request unchanged, and returns at the response's headers. Raises aiohttp's exceptions."""
-        if isinstance(body, bytes) and len(body) > _LARGE_BODY_BYTES:
-            headers["content-length"] = str(len(body))
-            body = _slices(body)
-        if self._session is None:
-            self._session = self._open()
-        _on_fresh_connection.set(False)
-        url = URL(self.url + target, encoded=True)
-        response = await self._session.request(method, url, headers=headers, data=body, allow_redirects=False)
-        _break_with_its_connection(response)
+        self, method: str, target: bytes, headers: Headers, body: bytes | AsyncIterator[bytes], length: int | None
+    ) -> Response:
+        """Sends one request unchanged, and returns at the response's headers.
+
+        `length` is that of the body, None where it goes in chunks. Raises aiohttp's exceptions where no connection can
+        be made, one of FAILURES afterwards, and InvalidHeader before.
+        """
+        head = self._head(method, target, headers, length)
+        if self._pool is None:
+            self._pool = _Pool(self.url, self._timeout, keepalive_s=self._keepalive_s, silence_s=self._silence_s)
+        connection = self._pool.free() or await self._pool.new()
+        response = connection.send(head, body, length, is_head=method == "HEAD")
+        try:
+            await response.head()
+        except BaseException:
+            response.close()
+            raise
         return response
 
     async def close(self) -> None:
         """Closes the connections. A request that comes later opens new ones."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.close()
 
-    def _open(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            # No limit here: the admission controller decides how many requests run at once.
-            connector=_Connector(limit=0, keepalive_timeout=self._keepalive_s),
-            timeout=self._timeout,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=_AUTO_HEADERS,
-            auto_decompress=False,
-            read_bufsize=_READ_AHEAD_BYTES,
-            max_line_size=_MAX_HEADER_BYTES,
-            max_field_size=_MAX_HEADER_BYTES,
+    def _head(self, method: str, target: bytes, headers: Headers, length: int | None) -> bytes:
+        if not can_be_written(headers) or not _TARGET.fullmatch(target):
+            raise InvalidHeader("the request cannot be forwarded: its target, or a header, has a character of no HTTP")
+        lines = [b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method.encode("ascii"), self._base, target, self._host)]
+        lines += [b"%b: %b\r\n" % header for header in headers]
+        if length is None:
+            lines.append(b"transfer-encoding: chunked\r\n\r\n")
+        elif length or method not in _WITHOUT_BODY:
+            lines.append(b"content-length: %d\r\n\r\n" % length)
+        else:
+            lines.append(b"\r\n")
+        return b"".join(lines)
+
+
+class _Pool:
+    """The connections to one address. aiohttp's connector makes them, and knows how many there are."""
+
+    def __init__(
+        self, url: str, timeout: aiohttp.ClientTimeout, *, keepalive_s: float, silence_s: float | None
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        # No limit here: the admission controller decides how many requests run at once.
+        self._connector = aiohttp.TCPConnector(limit=0)
+        self._address = aiohttp.ClientRequest("GET", URL(url, encoded=True), loop=self._loop)
+        self._timeout = timeout
+        self._keepalive_s = keepalive_s
+        self._silence_s = silence_s
+        self._free: list[EngineConnection] = []
+        self._made: dict[EngineConnection, aiohttp.connector.Connection] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def free(self) -> EngineConnection | None:
+        """The connection that was used last, where one can be used again."""
+        oldest_s = self._loop.time() - self._keepalive_s
+        while self._free:
+            connection = self._free.pop()
+            if connection.free_since_s >= oldest_s and connection.can_be_used():
+                return connection
+            connection.abort()
+        return None
+
+    async def new(self) -> EngineConnection:
+        """Another connection. Raises aiohttp's exceptions."""
+        try:
+            made = await self._connector.connect(self._address, [], self._timeout)
+        except asyncio.TimeoutError:
+            raise aiohttp.ConnectionTimeoutError("it took too long to connect") from None
+        transport, protocol = made.transport, made.protocol
+        if transport is None or transport.is_closing() or protocol is None or protocol.should_close:
+            made.close()
+            raise aiohttp.ServerDisconnectedError("the engine closed the connection, or spoke first")
+        connection = EngineConnection(
+            self._loop, transport, on_free=self._put_back, on_lost=self._forget, silence_s=self._silence_s
         )
+        transport.set_protocol(connection)
+        self._made[connection] = made
+        return connection
 
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection, made in self._made.items():
+            made.close()  # or the connector would wait for it
+            connection.abort()
+        await self._connector.close()
 
-def may_be_stale(error: aiohttp.ClientConnectionError, elapsed_s: float) -> bool:
-    """Whether this task's last request used a connection that the engine closed at that moment.
+    def _put_back(self, connection: EngineConnection) -> None:
+        if self._is_closed:
+            connection.abort()
+            return
+        connection.free_since_s = self._loop.time()
+        self._free.append(connection)
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._keepalive_s, self._close_idle)
 
-    So it is when the connection had been used before, not one byte came back, and it broke `elapsed_s` after it was
-    written to, within a round trip. An engine that took the request and then failed takes longer.
-    """
-    if elapsed_s > _STALE_WITHIN_S or _on_fresh_connection.get() or isinstance(error, aiohttp.ServerTimeoutError):
-        return False
-    # aiohttp puts what it could parse of a response in place of the message.
-    return not isinstance(error, aiohttp.ServerDisconnectedError) or isinstance(error.message, str)
+    def _close_idle(self) -> None:
+        """Closes what was not used for so long, before the engine does."""
+        self._timer = None
+        oldest_s = self._loop.time() - self._keepalive_s
+        kept = [connection for connection in self._free if connection.free_since_s > oldest_s]
+        for connection in self._free:
+            if connection.free_since_s <= oldest_s:
+                connection.abort()
+        self._free = kept
+        if kept:
+            self._timer = self._loop.call_at(kept[0].free_since_s + self._keepalive_s, self._close_idle)
+
+    def _forget(self, connection: EngineConnection) -> None:
+        if connection in self._free:
+            self._free.remove(connection)
+        made = self._made.pop(connection, None)
+        if made is not None:
+            made.close()
 
 
 def connect_trouble(url: str, error: aiohttp.ClientError, within_s: float) -> str:
@@ -121,82 +193,37 @@ class Traffic:
     def __init__(self) -> None:
         self._begun = 0
         self._begun_before = 0
-        self._read: dict[aiohttp.StreamReader, int] = {}
+        self._read: dict[Response, int] = {}
 
-    def began(self, content: aiohttp.StreamReader) -> None:
+    def began(self, response: Response) -> None:
         """A response begins."""
         self._begun += 1
-        self._read[content] = 0
+        self._read[response] = 0
 
-    def ended(self, content: aiohttp.StreamReader) -> None:
+    def ended(self, response: Response) -> None:
         """A response ends, in any way."""
-        self._read.pop(content, None)
+        self._read.pop(response, None)
 
     def has_flowed(self) -> bool:
         """Whether a response has begun, or more of one was read, since the last call."""
         has_flowed, self._begun_before = self._begun != self._begun_before, self._begun
-        for content, before in self._read.items():
-            has_flowed |= content.total_bytes > before
-            self._read[content] = content.total_bytes
+        for response, before in self._read.items():
+            has_flowed |= response.reads > before
+            self._read[response] = response.reads
         return has_flowed
 
 
 def said(error: Exception | None) -> str:
-    """An error's text for a log. aiohttp's repr of a bad response would show the request's headers and its key."""
-    message = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error or "")
-    return f"{type(error).__name__}: {message}" if error else "no error"
+    """An error's text for a log."""
+    return f"{type(error).__name__}: {error}" if error else "no error"
 
 
-class _Connector(aiohttp.TCPConnector):
-    """Notes when a request had to open a connection; such a connection was not stale."""
-
-    async def _create_connection(self, *args: Any, **kwargs: Any) -> Any:  # aiohttp types it with private names
-        _on_fresh_connection.set(True)
-        return await super()._create_connection(*args, **kwargs)
-
-
-def _break_with_its_connection(response: aiohttp.ClientResponse) -> None:
-    """Wakes the reader of a response whose connection is gone.
-
-    aiohttp does so itself but for one case: when its compiled parser finds the chunks' framing broken, it closes the
-    connection silently (3.14.5; tests/proxy/test_workarounds.py). The client would wait for ever.
-    """
-    content, connection = response.content, response.connection
-    if connection is None or connection.protocol is None:
-        return  # the whole response is there already
-
-    def lost(closed: asyncio.Future[None] | None) -> None:
-        if closed is not None and not closed.cancelled():
-            closed.exception()  # retrieved: content has it as well
-        if not content.is_eof() and content.exception() is None:
-            content.set_exception(aiohttp.ClientPayloadError("the connection was lost"))
-
-    if not hasattr(connection.protocol, "closed"):
-        return  # an older aiohttp, which leaves no way to know
-    closed = connection.protocol.closed
-    if closed is None:
-        lost(None)
-        return
-    closed.add_done_callback(lost)
-    # The connection lives longer than the response, and must not collect a callback for each response.
-    content.on_eof(partial(_discard, closed, lost))
-
-
-def _discard(future: asyncio.Future[None], callback: Callable[[asyncio.Future[None]], None]) -> None:
-    future.remove_done_callback(callback)
-    # One callback stays: a connection that is reset while no response uses it is no error, and asyncio would log one.
-    future.remove_done_callback(_retrieve)
-    future.add_done_callback(_retrieve)
-
-
-def _retrieve(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()
-
-
-async def _slices(body: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(body), _READ_AHEAD_BYTES):
-        yield body[start : start + _READ_AHEAD_BYTES]
+def _host(parts: SplitResult) -> bytes:
+    """The value of the `Host` header (RFC 9110, section 7.2)."""
+    name = (parts.hostname or "").partition("%")[0].rstrip(".")
+    name = f"[{name}]" if ":" in name else name
+    port = parts.port
+    return (name if port in {None, _PORTS[parts.scheme]} else f"{name}:{port}").encode("ascii")
 
 
 def _validated(upstream: str) -> str:

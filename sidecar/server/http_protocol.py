@@ -27,6 +27,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from sidecar.errors import AdmissionError, HeadTimeout, HeadTooLarge, InvalidHttp
 from sidecar.events import Headers
 from sidecar.middleware.error_responses import error_body, error_headers, send_error, speaks_anthropic
+from sidecar.sending import CLIENT_KEY
+from sidecar.server.quick_send import Client, quick
 
 MOST_HEAD_BYTES = 64 * 1024
 """What h11 allows; nginx's default is 32 KiB, node's 16. Also for trailers, and for what frames a chunk."""
@@ -43,6 +45,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.app = quick(self.app)
         self._is_in_head = True
         self._head_bytes = 0
         self._framing_bytes = 0
@@ -86,8 +89,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MOST_HEAD_BYTES:
             raise _too_large()
-        super().on_header(name, value)
-        self._refuse_doubtful(name.lower(), value)
+        name = name.lower()
+        if name in _LOOKED_AT:
+            self._look_at(name, value)
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._end_head()
@@ -115,13 +120,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         for cycle in self._unfinished():
             cycle.send_500_response = partial(_send_instead, cycle, error)  # type: ignore[method-assign]  # see above
 
-    def _refuse_doubtful(self, name: bytes, value: bytes) -> None:
+    def _look_at(self, name: bytes, value: bytes) -> None:
         """Raises InvalidHttp for what RFC 9112 forbids and the parser accepts (sections 3.2 and 6.1)."""
-        if not name:
-            raise InvalidHttp(_NO_HTTP)
-        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
-            raise InvalidHttp(_NO_HTTP)
-        if name == b"host" and any(found == b"host" for found, _ in self.headers[:-1]):
+        if name == b"expect":
+            self.expect_100_continue = self.expect_100_continue or value.lower() == b"100-continue"
+            return
+        is_unknown_coding = name == b"transfer-encoding" and value.strip().lower() != b"chunked"
+        is_second_host = name == b"host" and any(found == b"host" for found, _ in self.headers)
+        if not name or is_unknown_coding or is_second_host:
             raise InvalidHttp(_NO_HTTP)
 
     def _feed(self, data: bytes) -> None:
@@ -164,6 +170,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         for cycle in self._unfinished():
             cycle.disconnected = True
             cycle.message_event.set()
+            client = cycle.scope.get(CLIENT_KEY)
+            if isinstance(client, Client):
+                client.left()
 
     def _unfinished(self) -> list[RequestResponseCycle]:
         """The requests without a complete response: the one that is served, and those pipelined after it."""
@@ -176,6 +185,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._head_timer = None
 
 
+_LOOKED_AT = frozenset((b"", b"expect", b"host", b"transfer-encoding"))
 _NO_HTTP = "this is not an HTTP/1.1 request, or its parts contradict each other; send it as RFC 9112 has it"
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 

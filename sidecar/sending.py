@@ -1,0 +1,34 @@
+"""Agreements between the sidecar's own server and the apps that it serves. Other servers do without them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Protocol
+
+
+class _Sent(Awaitable[None]):
+    def __await__(self) -> Generator[Any, None, None]:
+        return
+        yield
+
+
+SENT = _Sent()
+"""What `send` returns where it has done its work already: no one has to wait for it."""
+BODY_FOLLOWS = "sidecar.body_follows"
+"""Set in an `http.response.start` whose app sends a byte of the body next, and waits for nothing before: the server
+may write both at once."""
+CLIENT_KEY = "sidecar.client"
+"""In a scope: the `ClientWatch` of its request."""
+
+
+class ClientWatch(Protocol):
+    """The client's connection. An app that watches it needs no task that waits in `receive` for a disconnect.
+
+    What gives an app another `receive`, with disconnects of its own, takes it out of the scope.
+    """
+
+    def begin(self, on_disconnect: Callable[[], None]) -> None:
+        """Calls `on_disconnect` when the client has disconnected before its response ended; at once where it has."""
+
+    def end(self) -> None:
+        """Calls it no more."""
