@@ -32,11 +32,19 @@ from sidecar.pools.redis.protocol import (
 
 MOST_OPERATIONS = 128
 """Of one call. The script needs some 30 us for each; further operations travel in the next call."""
-MOST_RESIZES = 256
+MOST_OPERATIONS_IN_LINE = 32
+"""The same while requests wait: each then costs some 100 us, with the admission that it leads to. That is a pool of one
+engine that orders by level: see `operations_in_line`."""
+MOST_RESIZES = 64
 """Of one call, beside its operations. The script needs some 10 us for each; the rest travels in the next call."""
 SHRINKS_WITHIN_S = 0.25
 """The longest that a waiting request of a busy pool waits for room that a lease has freed by shrinking. Shorter waits
 would cost calls: four a second and replica are few beside those of the requests."""
+
+
+def operations_in_line(*, has_engines: bool, is_by_gain: bool) -> int:
+    """The most operations of one call while requests wait: several engines cost four times as much, gain twice."""
+    return MOST_OPERATIONS_IN_LINE // ((4 if has_engines else 1) * (2 if is_by_gain else 1))
 
 
 def resolve(outcome: WaitOutcome | None, wait: Grant | None) -> None:
@@ -74,15 +82,17 @@ class Batch:
 
 
 class BatchQueue:
-    """Collects operations, and wakes the one task that sends them."""
+    """Collects operations, and wakes the one task that sends them: at most so many in one call while requests wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_in_line: int = MOST_OPERATIONS_IN_LINE) -> None:
+        self._most_in_line = most_in_line
         self._batches = deque([Batch()])
         self._reason = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._resized: dict[int, tuple[Lease, int]] = {}  # each with the tokens that the store does not know to be free
         self._charges: dict[tuple[int, str], tuple[int, int]] = {}  # (level, tenant) -> (weight, tokens)
         self._shrinks_timer: asyncio.TimerHandle | None = None
+        self._is_line = False
 
     def enter(self, lease: Lease, lower: int | None = None, promised: int | None = None) -> None:
         """A lease asks to be admitted. Over its tenant's limits it falls to the level `lower`."""
@@ -149,6 +159,12 @@ class BatchQueue:
             self._timer = None
         if change_us is not None:
             self._timer = asyncio.get_running_loop().call_later(change_us / 1e6, self.wake)
+
+    def note_line(self, waiting: int) -> None:
+        """So many requests wait in the pool. Calls are shorter then, and shrinks are said before long."""
+        self._is_line = waiting > 0
+        if waiting:
+            self.wake_for_shrinks()
 
     def wake_for_shrinks(self) -> None:
         """Requests wait in the pool: tokens that leases have freed by shrinking are said before long."""
@@ -224,7 +240,7 @@ class BatchQueue:
 
     def _add(self, operation: Sequence[Argument], *, wakes: bool = True) -> Batch:
         batch = self._batches[-1]
-        if batch.operations >= MOST_OPERATIONS:
+        if batch.operations >= (self._most_in_line if self._is_line else MOST_OPERATIONS):
             batch = Batch()
             self._batches.append(batch)
         batch.operations += 1
