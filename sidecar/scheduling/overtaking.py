@@ -79,9 +79,11 @@ class Overtaking:
         self._moments = [self._moments[index] for index in kept]
 
 
-LOOKED_AT = 4
-"""Tickets that one admission or departure looks at. A request brings one ticket to the line, so two would do; with four
-the line is short again soon."""
+LOOKED_AT = 2
+"""Tickets that one admission or departure looks at. A request brings one ticket to the line, so it becomes shorter.
+More of them would cost more: they are old, and in none of the processor's caches."""
+GONE_THROUGH = 4
+"""Tickets that it looks at beside these where many that are gone stand in the line."""
 SPARE_TICKETS = 64
 """Tickets that are gone, allowed in the line beyond those that wait before it is gone through."""
 STEPS_AT_ONCE = 1024
@@ -177,7 +179,7 @@ class TicketOvertaking(Overtaking):
     def _go_through(self, waiting: Mapping[str, Ticket]) -> None:
         """Takes tickets that are gone out of the line, some of those that were not gone through yet."""
         line, passed = self._line, self._passed
-        for _ in range(min(LOOKED_AT, len(line))):
+        for _ in range(min(GONE_THROUGH, len(line))):
             ticket = line.popleft()
             if _stands(ticket, waiting):
                 passed.append(ticket)
