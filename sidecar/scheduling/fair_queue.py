@@ -48,7 +48,7 @@ SPARE_ENTRIES = 64
 SORTED_AT_ONCE = 128
 """Entries that one operation sorts anew into small and large ones: some 0.1 ms."""
 LANES_LOOKED_AT = 4
-"""Tenants that a new one looks at, in turn: those that need no memory are forgotten."""
+"""Tenants that one which comes or is forgotten looks at, in turn: those that need no memory are forgotten."""
 
 Entry = tuple[float, int, Ticket]
 
@@ -281,6 +281,7 @@ class FairQueue:
             self._weights -= lane.weight
             if lane.finish <= self._virtual:
                 del self._lanes[ticket.tenant]
+                self._forget_lanes()
         if following is None:
             lane.last = previous
         else:
@@ -317,19 +318,21 @@ class FairQueue:
         return entry[2].queued
 
     def _add_lane(self, tenant: str) -> Lane:
-        """A lane for a tenant. Of the others a few without waiting tickets are dropped, whose next ticket starts at V
-        anyway.
-        """
+        if len(self._lanes_in_turn) >= SPARE_ENTRIES:
+            self._forget_lanes()
+        lane = self._lanes[tenant] = self._new_lane(tenant)
+        self._lanes_in_turn.append(lane)
+        return lane
+
+    def _forget_lanes(self) -> None:
+        """Drops lanes without waiting tickets whose next ticket would start at V anyway: of the next few in turn."""
         lanes, in_turn = self._lanes, self._lanes_in_turn
-        for _ in range(LANES_LOOKED_AT if len(in_turn) >= SPARE_ENTRIES else 0):
+        for _ in range(min(LANES_LOOKED_AT, len(in_turn))):
             lane = in_turn.popleft()
             if lane.last is not None or lane.finish > self._virtual:
                 in_turn.append(lane)
             elif lanes.get(lane.tenant) is lane:
                 del lanes[lane.tenant]
-        lane = lanes[tenant] = self._new_lane(tenant)
-        in_turn.append(lane)
-        return lane
 
     def _start_afresh(self) -> None:
         self._small.clear()

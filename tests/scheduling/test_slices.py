@@ -182,6 +182,7 @@ def test_nothing_is_left_to_forget_at_once_where_all_gave_up() -> None:
     for ticket in tickets[:-1]:
         queue.remove(ticket)
     assert len(queue._lanes) == 1
+    assert len(queue._lanes_in_turn) <= SPARE_ENTRIES
 
 
 def rules(reserve: Fraction, *, is_by_gain: bool) -> PoolRules:
