@@ -21,10 +21,15 @@ class SizeLimits:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.has_shrunk = False
+        self._admissible: tuple[tuple[int, int], ...] = ()
         self.change_rules(policy.rules, policy.largest_engine)
 
     def change_rules(self, rules: PoolRules, engine: tuple[int, int] = (UNLIMITED, UNLIMITED)) -> None:
-        """The pool has another size. The largest of several engines holds so many tokens and requests."""
+        """The pool has another size. The largest of several engines holds so many tokens and requests.
+
+        `has_shrunk` says whether a request that waited may be too large now.
+        """
         self.rules = rules
         tokens, requests = engine
         sizes = [
@@ -32,7 +37,12 @@ class SizeLimits:
         ]
         self.largest = tuple((min(tokens, limit[0]), min(requests, limit[1])) for limit, _ in sizes)
         # What waits already is not refused while the only engine that could hold it is away for a moment.
-        self._admissible = tuple(most for _, most in sizes)
+        admissible = tuple(most for _, most in sizes)
+        self.has_shrunk = any(
+            tokens < before[0] or requests < before[1]
+            for (tokens, requests), before in zip(admissible, self._admissible, strict=False)
+        )
+        self._admissible = admissible
         self._engine = engine
         self._limits = tuple(
             (tokens if tier.max_request_tokens is None else min(tokens, tier.max_request_tokens), requests)

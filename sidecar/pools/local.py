@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
-from sidecar.errors import RemainingLimits
+from sidecar.errors import AdmissionError, RemainingLimits
 from sidecar.events import Obstacle
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
@@ -22,6 +22,7 @@ from sidecar.pools.base import (
     new_lease,
 )
 from sidecar.pools.limits import SizeLimits, TenantLimits
+from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.runtime import Clock, LeaseRuntime, monotonic_us
 from sidecar.pools.stats import HELD_BACK, obstacle, pool_state
@@ -41,6 +42,7 @@ class LocalPool:
         self._limits = TenantLimits(self._sizes, allowances)
         self._runtime = self._new_runtime(policy, clock)
         self._waiting = self._runtime.waiting
+        self._outgrown = OutgrownRequests(self._sizes, self._refuse_waiting)
         self._ids = count(1)
         self._paused: str | None = None
         self.now_us = clock
@@ -56,6 +58,7 @@ class LocalPool:
     async def close(self) -> None:
         """See `Pool.close`."""
         self._runtime.stop()
+        self._outgrown.stop()
 
     def change_policy(self, policy: Policy) -> None:
         """See `Pool.change_policy`."""
@@ -109,6 +112,8 @@ class LocalPool:
             displaced.refused(self._places.queue_full(displaced.ask, queued, now_us))
         runtime.submit(lease)
         runtime.dispatch(now_us)
+        while most == 0 and runtime.is_unfinished:
+            runtime.dispatch(now_us)
         if most == 0 and lease.grant is None:  # a tier that never queues: at once, or not at all
             self._limits.undo(lease)
             runtime.end(lease, now_us)
@@ -153,7 +158,8 @@ class LocalPool:
         now_us = self.now_us()
         give_back(lease, now_us)
         lease.waits_again()
-        self._refuse_if_outgrown(lease, now_us)
+        if error := self._sizes.outgrown(lease.ask):
+            self._refuse_waiting(lease, error)
         self._runtime.dispatch(now_us)
 
     # -- what the pool says of itself
@@ -218,14 +224,13 @@ class LocalPool:
 
     def _look_again(self) -> None:
         """The pool has another size: some waiting requests may be too large, and others fit."""
-        now_us = self.now_us()
-        for lease in list(self._waiting.values()):
-            self._refuse_if_outgrown(lease, now_us)
-        self._runtime.dispatch(now_us)
+        self._outgrown.look(self._waiting.values())
+        self._runtime.dispatch(self.now_us())
 
-    def _refuse_if_outgrown(self, lease: Lease, now_us: int) -> None:
-        """Refuses a request that waits, where the pool has become too small for it."""
-        if error := self._sizes.outgrown(lease.ask):
+    def _refuse_waiting(self, lease: Lease, error: AdmissionError) -> None:
+        """Refuses a request, where it still waits."""
+        now_us = self.now_us()
+        if self._waiting.get(lease.ticket_id) is lease:
             self._runtime.cancel(lease, now_us)
             self._limits.ended(lease, 0, now_us)
             lease.refused(error)

@@ -19,6 +19,9 @@ from sidecar.scheduling.ticket import Ticket
 
 Clock = Callable[[], int]
 
+MOST_ADMITTED = 16
+"""Requests that are admitted in one tick of the event loop: 20 to 200 us each."""
+
 
 def monotonic_us() -> int:
     """The process's monotonic clock in whole microseconds."""
@@ -28,8 +31,9 @@ def monotonic_us() -> int:
 class LeaseRuntime:
     """Belongs to the event loop of its first wait. After every change it admits whatever the rules let in.
 
-    One exception: of many leases that change their size, 200 a second in one process, each shrinks by little. What that
-    lets in is decided once a tick of the event loop.
+    Two exceptions. Of many leases that change their size, 200 a second in one process, each shrinks by little: what
+    that lets in is decided once a tick of the event loop. And where more requests can be admitted at one time than
+    MOST_ADMITTED, as in a pool that has grown, the others are admitted in the next ticks: `is_unfinished` until then.
 
     `on_admitted` is called with the tier and the moment of every admission.
     """
@@ -44,6 +48,7 @@ class LeaseRuntime:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_us = 0
         self._soon: asyncio.Handle | None = None
+        self.is_unfinished = False
 
     def new_scheduler(self, rules: PoolRules) -> Scheduler:
         """The scheduler of this runtime."""
@@ -94,9 +99,13 @@ class LeaseRuntime:
 
     def dispatch(self, now_us: int) -> None:
         """Admits every request that the rules let in now; for the first that they do not, leases are preempted."""
-        for admission in self.scheduler.dispatch(now_us):
+        admissions = self.scheduler.dispatch(now_us, MOST_ADMITTED)
+        for admission in admissions:
             self._admit(admission, now_us)
-        if self.waiting:
+        self.is_unfinished = len(admissions) == MOST_ADMITTED and bool(self.waiting)
+        if self.is_unfinished:
+            self._decide_again()
+        elif self.waiting:
             for victim in self.scheduler.preempt(now_us):
                 self._choose(victim.id)
             self._wake_in_time(now_us)
@@ -120,8 +129,8 @@ class LeaseRuntime:
     def resize(self, lease: Lease, freed_tokens: int) -> None:
         """A lease holds what its ask says, so many tokens less. Admits later in this tick whatever that lets in."""
         is_held = self.scheduler.resize(lease.ticket_id, lease.ask.tokens)
-        if is_held and freed_tokens > 0 and self.waiting and self._soon is None:
-            self._soon = asyncio.get_running_loop().call_soon(self._decide_soon)
+        if is_held and freed_tokens > 0 and self.waiting:
+            self._decide_again()
 
     def charge(self, lease: Lease, tokens: int) -> None:
         """See `Lease.charge_tenant`. No request is admitted earlier for it."""
@@ -223,6 +232,10 @@ class LeaseRuntime:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _decide_again(self) -> None:
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_soon(self._decide_soon)
 
     def _decide_soon(self) -> None:
         self._soon = None

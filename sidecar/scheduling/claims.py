@@ -8,10 +8,10 @@ ticket that was handed back: in no lane, before all that came later, and not cha
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappush
 
 from sidecar.policy.rules import UNLIMITED
-from sidecar.scheduling.fair_queue import SPARE_ENTRIES, Entry, FairQueue, Lane
+from sidecar.scheduling.fair_queue import FairQueue, Lane
 from sidecar.scheduling.placement import NEVER_US
 from sidecar.scheduling.ticket import Ticket
 
@@ -111,7 +111,7 @@ class ClaimQueue(FairQueue):
             return
         lane.finish = placing.charged_from
         start = max(self._virtual, lane.finish)
-        for heap in (self._small, self._large):
+        for heap in self._heaps():
             for place, (tag, sequence, first) in enumerate(heap):
                 is_first = first.queued and not (first.returns or first.placing.is_back)
                 if is_first and first.tenant == ticket.tenant and start < tag:
@@ -130,12 +130,3 @@ class ClaimQueue(FairQueue):
             self._returned -= 1
         else:
             super()._leave_lane(ticket)
-
-    def _drop_gone(self) -> None:
-        """The first entry of each heap always waits."""
-        heaps: tuple[list[Entry], ...] = (self._small, self._large)
-        for heap in heaps:
-            while heap and not heap[0][2].queued:
-                heappop(heap)
-        if len(self._small) + len(self._large) > 2 * (len(self._lanes) + self._returned) + SPARE_ENTRIES:
-            self._sweep()

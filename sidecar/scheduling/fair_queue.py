@@ -29,17 +29,26 @@ becomes smaller: what it held, no one else could use.
 A ticket that returns (it was preempted, or no engine took it) starts at V, or with the head where that starts before V:
 small tickets have passed it then. So no ticket that came later is before one that returned. Its tenant was charged when
 it was first admitted. It stands in no lane.
+
+No operation takes long, however many tenants wait, but for `displaced`: entries and tenants that are gone are swept out
+in slices (`heaps`). Where the reserve changes, the tickets are sorted anew into small and large ones, a part with every
+operation. The head is known meanwhile, but not the first small ticket: none passes a larger head until they are sorted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from collections import deque
+from heapq import heappop, heappush
 
+from sidecar.scheduling.heaps import Sweep
 from sidecar.scheduling.ticket import Ticket
 
 SPARE_ENTRIES = 64
 """Entries of tickets and tenants that are gone, allowed beyond the live ones before they are swept out."""
+SORTED_AT_ONCE = 128
+"""Entries that one operation sorts anew into small and large ones: some 0.1 ms."""
+LANES_LOOKED_AT = 4
+"""Tenants that one which comes or is forgotten looks at, in turn: those that need no memory are forgotten."""
 
 Entry = tuple[float, int, Ticket]
 
@@ -50,9 +59,10 @@ class Lane:
     `weight` is that of the ticket that came last.
     """
 
-    __slots__ = ("finish", "last", "waiting", "weight")
+    __slots__ = ("finish", "last", "tenant", "waiting", "weight")
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
         self.finish = 0.0
         self.last: Ticket | None = None
         self.waiting = 0
@@ -67,10 +77,12 @@ class FairQueue:
 
     __slots__ = (
         "_lanes",
-        "_lanes_limit",
+        "_lanes_in_turn",
         "_large",
         "_returned",
         "_small",
+        "_sweeps",
+        "_unsorted",
         "_virtual",
         "_weights",
         "count",
@@ -83,8 +95,10 @@ class FairQueue:
     def __init__(self, small_tokens: int = 0, small_requests: int = 0) -> None:
         self._small: list[Entry] = []  # the first of a lane, or one that returned; the first entry always waits
         self._large: list[Entry] = []
+        self._unsorted: list[list[Entry]] = []  # heaps of both kinds
+        self._sweeps = Sweep(), Sweep()
         self._lanes: dict[str, Lane] = {}
-        self._lanes_limit = SPARE_ENTRIES
+        self._lanes_in_turn: deque[Lane] = deque()  # in the order in which they are looked at; some are gone
         self._virtual = 0.0
         self._returned = 0
         self._weights = 0  # of all tenants that wait
@@ -94,15 +108,30 @@ class FairQueue:
         self.small_requests = small_requests
 
     def change_sizes(self, small_tokens: int, small_requests: int) -> None:
-        """The tier has another reserve. Costs O(tenants) where that changes anything."""
+        """The tier has another reserve. Where many tenants wait, call `sort_some` until nothing `is_unsorted`."""
         if (small_tokens, small_requests) == (self.small_tokens, self.small_requests):
             return
         self.small_tokens, self.small_requests = small_tokens, small_requests
-        entries = [entry for entry in (*self._small, *self._large) if entry[2].queued]
-        self._small = [entry for entry in entries if self.is_small(entry[2])]
-        self._large = [entry for entry in entries if not self.is_small(entry[2])]
-        heapify(self._small)
-        heapify(self._large)
+        self._unsorted += [heap for heap in (self._small, self._large) if heap]
+        self._small, self._large = [], []
+        self.sort_some()
+
+    @property
+    def is_unsorted(self) -> bool:
+        """Whether the tickets are still being sorted into small and large ones."""
+        return bool(self._unsorted)
+
+    def sort_some(self) -> None:
+        """Sorts the next entries. They are taken from the end of a heap, so that it stays one."""
+        heaps = self._unsorted
+        for _ in range(SORTED_AT_ONCE):
+            if not heaps:
+                return
+            entry = heaps[-1].pop()
+            if not heaps[-1]:
+                heaps.pop()
+            if self._counts(entry):
+                heappush(self._small if self.is_small(entry[2]) else self._large, entry)
 
     def is_small(self, ticket: Ticket) -> bool:
         """Whether a ticket is no larger than the tier's reserve."""
@@ -112,9 +141,9 @@ class FairQueue:
         """Puts a ticket in, as the last of its tenant."""
         lane = self._lanes.get(ticket.tenant)
         if lane is None:
-            if len(self._lanes) >= self._lanes_limit:
-                self._forget_finished()
-            lane = self._lanes[ticket.tenant] = self._new_lane()
+            lane = self._add_lane(ticket.tenant)
+        if self._unsorted:
+            self.sort_some()
         ticket.queued = True
         self.count += 1
         self.tokens += ticket.tokens
@@ -142,6 +171,8 @@ class FairQueue:
 
     def head(self) -> Ticket | None:
         """The ticket that is next, None where none waits."""
+        if self._unsorted:
+            return min(heap[0] for heap in self._heaps() if heap)[2]
         if not self._large:
             return self._small[0][2] if self._small else None
         if not self._small:
@@ -149,8 +180,10 @@ class FairQueue:
         return min(self._small[0], self._large[0])[2]
 
     def small_head(self) -> Ticket | None:
-        """The next of the tickets that are the first of their tenant and no larger than the reserve."""
-        return self._small[0][2] if self._small else None
+        """The next of the tickets that are the first of their tenant and no larger than the reserve. None while they
+        are being sorted.
+        """
+        return self._small[0][2] if self._small and not self._unsorted else None
 
     def is_within_share(self, tenant: str, weight: int, places: int, promised: int = 0) -> bool:
         """Whether one more ticket of a tenant, with the places `promised` to it, is within its share of all places."""
@@ -165,10 +198,11 @@ class FairQueue:
         if not self.is_within_share(tenant, weight, places):
             return None
         _, weights = self._with(tenant, weight)
-        above = [
-            (places * lane.weight - lane.waiting * weights, name) for name, lane in self._lanes.items() if lane.waiting
-        ]
-        excess, name = min(above, default=(0, ""))
+        excess, name = 0, ""
+        for other, lane in self._lanes.items():
+            own = places * lane.weight - lane.waiting * weights
+            if own <= excess and lane.waiting and (own < excess or other < name):
+                excess, name = own, other
         return self._lanes[name].last if excess < 0 else None
 
     def _with(self, tenant: str, weight: int) -> tuple[int, int]:
@@ -181,11 +215,15 @@ class FairQueue:
     def admit(self, ticket: Ticket) -> None:
         """Takes out a ticket that its tenant is charged for: the tier's virtual time moves on to its start."""
         if self.count > 1:  # otherwise the tags start afresh
-            self._virtual = max(self._virtual, ticket.start)
+            start = ticket.start
+            if start > self._virtual:  # noqa: PLR1730  # `max` is one call more
+                self._virtual = start
             if not ticket.returns:
                 lane = self._lanes[ticket.tenant]
                 # Where its tenant was charged since the ticket became the first, the finish is beyond its start.
-                lane.finish = max(lane.finish, ticket.start) + ticket.tokens / ticket.weight
+                if lane.finish < start:  # noqa: PLR1730
+                    lane.finish = start
+                lane.finish += ticket.tokens / ticket.weight
         self.remove(ticket)
 
     def charge(self, tenant: str, weight: int, tokens: int) -> None:
@@ -197,9 +235,7 @@ class FairQueue:
             return
         lane = self._lanes.get(tenant)
         if lane is None:
-            if len(self._lanes) >= self._lanes_limit:
-                self._forget_finished()
-            lane = self._lanes[tenant] = self._new_lane()
+            lane = self._add_lane(tenant)
         lane.finish = max(self._virtual, lane.finish) + tokens / weight
 
     def remove(self, ticket: Ticket) -> None:
@@ -212,18 +248,17 @@ class FairQueue:
             self._start_afresh()
             return
         self._leave_lane(ticket)
-        for heap in (self._small, self._large):
-            while heap and not heap[0][2].queued:
-                heappop(heap)
-        if len(self._small) + len(self._large) > 2 * (len(self._lanes) + self._returned) + SPARE_ENTRIES:
-            self._sweep()
+        self._drop_gone()
 
     def __len__(self) -> int:
         """Everything that is remembered: entries of the heaps, and tenants."""
-        return len(self._small) + len(self._large) + len(self._lanes)
+        return sum(map(len, self._heaps())) + len(self._lanes)
 
-    def _new_lane(self) -> Lane:
-        return Lane()
+    def _heaps(self) -> list[list[Entry]]:
+        return [self._small, self._large, *self._unsorted]
+
+    def _new_lane(self, tenant: str) -> Lane:
+        return Lane(tenant)
 
     def _tag(self, first: Ticket, lane: Lane) -> None:
         first.start = max(self._virtual, lane.finish)
@@ -244,6 +279,9 @@ class FairQueue:
         lane.waiting -= 1
         if not lane.waiting:
             self._weights -= lane.weight
+            if lane.finish <= self._virtual:
+                del self._lanes[ticket.tenant]
+                self._forget_lanes()
         if following is None:
             lane.last = previous
         else:
@@ -253,27 +291,54 @@ class FairQueue:
         elif following is not None:
             self._tag(following, lane)
 
+    def _drop_gone(self) -> None:
+        """The first entry of each heap always waits. Of the others some that are gone are swept out."""
+        if self._unsorted:
+            self._drop_unsorted()
+        for heap in (self._small, self._large):
+            while heap and not heap[0][2].queued:
+                heappop(heap)
+        if len(self._small) + len(self._large) > 2 * (len(self._lanes) + self._returned) + SPARE_ENTRIES:
+            self._sweep()
+
+    def _drop_unsorted(self) -> None:
+        self.sort_some()
+        for heap in self._unsorted:
+            while heap and not self._counts(heap[0]):
+                heappop(heap)
+        self._unsorted = [heap for heap in self._unsorted if heap]
+
     def _sweep(self) -> None:
-        self._small = list(self._live(self._small))
-        self._large = list(self._live(self._large))
-        heapify(self._small)
-        heapify(self._large)
+        for sweep, heap in zip(self._sweeps, (self._small, self._large), strict=True):
+            sweep.some(heap, self._counts)
 
     @staticmethod
-    def _live(heap: list[Entry]) -> Iterator[Entry]:
-        return (entry for entry in heap if entry[2].queued)
+    def _counts(entry: Entry) -> bool:
+        """Whether an entry of the heaps stands for a ticket that waits."""
+        return entry[2].queued
 
-    def _forget_finished(self) -> None:
-        """Drops the tenants without waiting tickets whose next ticket starts at V anyway."""
-        self._lanes = {
-            tenant: lane for tenant, lane in self._lanes.items() if lane.last is not None or lane.finish > self._virtual
-        }
-        self._lanes_limit = 2 * len(self._lanes) + SPARE_ENTRIES
+    def _add_lane(self, tenant: str) -> Lane:
+        if len(self._lanes_in_turn) >= SPARE_ENTRIES:
+            self._forget_lanes()
+        lane = self._lanes[tenant] = self._new_lane(tenant)
+        self._lanes_in_turn.append(lane)
+        return lane
+
+    def _forget_lanes(self) -> None:
+        """Drops lanes without waiting tickets whose next ticket would start at V anyway: of the next few in turn."""
+        lanes, in_turn = self._lanes, self._lanes_in_turn
+        for _ in range(min(LANES_LOOKED_AT, len(in_turn))):
+            lane = in_turn.popleft()
+            if lane.last is not None or lane.finish > self._virtual:
+                in_turn.append(lane)
+            elif lanes.get(lane.tenant) is lane:
+                del lanes[lane.tenant]
 
     def _start_afresh(self) -> None:
         self._small.clear()
         self._large.clear()
+        self._unsorted.clear()
         self._lanes.clear()
-        self._lanes_limit = SPARE_ENTRIES
+        self._lanes_in_turn.clear()
         self._virtual = 0.0
         self._returned = self._weights = 0

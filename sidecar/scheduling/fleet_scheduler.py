@@ -144,12 +144,7 @@ class FleetScheduler(Scheduler):
             ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, tuple(self._served)
         )
         ticket.placing = Placing(prompt, dict(hits[:MOST_HITS]), tuple(barred))
-        self._waiting[ticket_id] = ticket
-        if returns:
-            ticket.returns = returns
-            self._tiers[tier].queue.put_back(ticket)
-        else:
-            self._tiers[tier].queue.push(ticket)
+        self._enqueue(ticket, returns)
         if ticket in self._tiers[tier].heads(now_us):
             self._changed()
         return ticket
@@ -176,9 +171,12 @@ class FleetScheduler(Scheduler):
             placing.prefill, placing.unprefilled = min(prefill, tier_state.most_prefill), prefill
             self._book_engine(ticket, 1)
 
-    def dispatch(self, now_us: int) -> list[Admission]:
+    def dispatch(self, now_us: int, most: int | None = None) -> list[Admission]:
         """See `Scheduler.dispatch`."""
         self._refresh(now_us)
+        if self._unsorted:
+            self._changed()
+            self._sort_some()
         admissions: list[Admission] = []
         if self.is_paused:
             self._note_blocked(now_us, is_blocked=False)
@@ -194,6 +192,8 @@ class FleetScheduler(Scheduler):
                 is_blocked = self.placement.has_claims
                 break
             admissions.append(self._admit_to(*placed, now_us))
+            if len(admissions) == most:
+                break
         else:
             is_blocked = self._fits_without_walk(now_us)
         self._note_blocked(now_us, is_blocked=is_blocked)
@@ -560,6 +560,7 @@ class FleetScheduler(Scheduler):
         for tier in self._tiers:
             tier.change_pool(rules, largest)
         self._order.change_rules(rules)
+        self._note_unsorted()
 
     def _has_any_room(self) -> bool:
         return self.placement.open > 0 and super()._has_any_room()

@@ -15,7 +15,8 @@ from typing import Any
 from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
 from sidecar.scheduling.gain import GainFigures, GainTicket
 from sidecar.scheduling.gain_fleet import GainFleetOrder, GainFleetTier
-from sidecar.scheduling.gain_scheduler import GainScheduler
+from sidecar.scheduling.gain_scheduler import Deadline, GainScheduler
+from sidecar.scheduling.heaps import Sweep
 from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineLedger
 from sidecar.scheduling.ticket import Admission, Ticket
@@ -33,7 +34,8 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
     _prefill_in_reserve = attrgetter("floor_prefill")
 
     def __init__(self, rules_of: RulesOf, weight_percent: int = WEIGHT_PERCENT) -> None:
-        self._deadlines: list[tuple[int, int, int, GainTicket]] = []
+        self._deadlines: list[Deadline] = []
+        self._sweep_deadlines = Sweep()
         FleetScheduler.__init__(self, rules_of, weight_percent)
 
     def submit(self, ticket_id: str, *, tier: int, **ticket: Any) -> Ticket:
@@ -60,12 +62,12 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
         super()._claim(ticket, now_us)
         self._refresh_densities(now_us)  # else another decision at the same time would do it, and change the order
 
-    def dispatch(self, now_us: int) -> list[Admission]:
+    def dispatch(self, now_us: int, most: int | None = None) -> list[Admission]:
         """See `Scheduler.dispatch`."""
         if not self.is_paused:
             self._make_urgent(now_us)
             self._refresh_densities(now_us)
-        return FleetScheduler.dispatch(self, now_us)
+        return FleetScheduler.dispatch(self, now_us, most)
 
     def _make_urgent(self, now_us: int) -> int:
         made = super()._make_urgent(now_us)

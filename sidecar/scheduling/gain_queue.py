@@ -24,11 +24,11 @@ much more than twice as long as what it is for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 
 from sidecar.scheduling.fair_queue import SPARE_ENTRIES, Entry, FairQueue, Lane
 from sidecar.scheduling.gain import ARRIVAL_SHIFT, KEY_SHIFT, SEQUENCE_SHIFT, SLOT_BITS, GainTicket, Place, density
+from sidecar.scheduling.heaps import Sweep
 from sidecar.scheduling.ticket import Ticket
 
 _SLOT = (1 << SLOT_BITS) - 1
@@ -46,8 +46,8 @@ class GainLane(Lane):
 
     __slots__ = ("best", "first", "gone", "is_aside", "places")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tenant: str = "") -> None:
+        super().__init__(tenant)
         self.first: Ticket | None = None
         self.best: Place | None = None
         self.gone: GainTicket | None = None
@@ -62,7 +62,7 @@ class GainQueue(FairQueue):
     """
 
     __slots__ = (
-        "_aside", "_best", "_bests", "_firsts", "_is_known", "_largest", "_returned_lane", "_slots",
+        "_aside", "_best", "_bests", "_firsts", "_is_known", "_largest", "_returned_lane", "_slots", "_sweep_firsts",
         "_unused", "cost_us",
     )  # fmt: skip
 
@@ -77,6 +77,7 @@ class GainQueue(FairQueue):
         self._unused: list[int] = []  # slots
         self._bests: list[Place] = []  # of the lanes that are not aside
         self._firsts: list[Entry] = []  # of the lanes; the first entry stands
+        self._sweep_firsts = Sweep()
         self._aside: list[tuple[float, str]] = []
         self._returned_lane = GainLane()
         self._largest = 0
@@ -180,8 +181,8 @@ class GainQueue(FairQueue):
         if len(lane.places) > (2 * waiting + SPARE_PLACES if waiting else 0):  # an empty lane may be forgotten
             self._sweep_lane(lane)
 
-    def _new_lane(self) -> GainLane:
-        return GainLane()
+    def _new_lane(self, tenant: str) -> GainLane:
+        return GainLane(tenant)
 
     def _tag(self, first: Ticket, lane: Lane) -> None:
         lane.first = first  # type: ignore[attr-defined]  # a GainLane
@@ -204,6 +205,8 @@ class GainQueue(FairQueue):
 
     def _clean(self) -> None:
         """The first entries of the fair queue's heaps are tickets that wait, with the start that they have."""
+        if self._unsorted:
+            self._drop_unsorted()
         for heap in (self._small, self._large):
             while heap:
                 start, _, ticket = heap[0]
@@ -218,14 +221,13 @@ class GainQueue(FairQueue):
             heappop(firsts)
         most = 2 * len(self._lanes) + SPARE_ENTRIES
         if len(firsts) > most:
-            self._firsts = [entry for entry in firsts if _stands_in_lane(entry)]
-            heapify(self._firsts)
+            self._sweep_firsts.some(firsts, _stands_in_lane)
         if len(self._small) + len(self._large) > most + 2 * self._returned:
             self._sweep()
 
     @staticmethod
-    def _live(heap: list[Entry]) -> Iterator[Entry]:
-        return (entry for entry in heap if entry[2].queued and entry[0] == entry[2].start)
+    def _counts(entry: Entry) -> bool:
+        return entry[2].queued and entry[0] == entry[2].start
 
     def _start_afresh(self) -> None:
         super()._start_afresh()

@@ -15,13 +15,14 @@ Bounded wait. The bounds of `scheduler` hold for the heads of the tiers, with th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from operator import attrgetter
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling.fair_queue import SPARE_ENTRIES
 from sidecar.scheduling.gain import GainFigures, GainTicket
 from sidecar.scheduling.gain_order import GainOrder, GainTier
+from sidecar.scheduling.heaps import Sweep
 from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.ticket import Admission, Rule, Ticket
@@ -34,6 +35,8 @@ LOOK_AGAIN_US = 100_000
 """Densities fall all the time. So long after a decision the order may be another, though nothing else happened."""
 
 _OTHER = OrderClass.OTHER
+
+Deadline = tuple[int, int, int, GainTicket]
 
 
 class GainScheduler(Scheduler):
@@ -53,7 +56,8 @@ class GainScheduler(Scheduler):
 
     def __init__(self, rules: PoolRules) -> None:
         super().__init__(rules)
-        self._deadlines: list[tuple[int, int, int, GainTicket]] = []  # of calm tickets
+        self._deadlines: list[Deadline] = []  # of calm tickets
+        self._sweep_deadlines = Sweep()
 
     def appraise(self, ticket: Ticket, gain: GainFigures) -> None:
         """Gives a ticket that was just submitted its figures. It may be urgent at once."""
@@ -66,11 +70,11 @@ class GainScheduler(Scheduler):
         else:
             self._await_deadline(ticket)
 
-    def dispatch(self, now_us: int) -> list[Admission]:
+    def dispatch(self, now_us: int, most: int | None = None) -> list[Admission]:
         """See `Scheduler.dispatch`."""
         if not self.is_paused:
             self._make_urgent(now_us)
-        return super().dispatch(now_us)
+        return super().dispatch(now_us, most)
 
     def preempt(self, now_us: int) -> list[Ticket]:
         """See `Scheduler.preempt`."""
@@ -202,8 +206,7 @@ class GainScheduler(Scheduler):
                 break
         self._urges_left -= made
         if len(deadlines) > 2 * len(self._waiting) + SPARE_ENTRIES:
-            self._deadlines = [entry for entry in deadlines if _is_calm(entry[3])]
-            heapify(self._deadlines)
+            self._sweep_deadlines.some(deadlines, _waits_calmly)
         return made
 
     def _await_deadline(self, ticket: GainTicket) -> None:
@@ -240,3 +243,7 @@ class GainScheduler(Scheduler):
 
 def _is_calm(ticket: GainTicket) -> bool:
     return ticket.is_waiting and not ticket.is_urgent
+
+
+def _waits_calmly(deadline: Deadline) -> bool:
+    return _is_calm(deadline[3])

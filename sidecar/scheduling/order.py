@@ -98,7 +98,9 @@ class LevelOrder:
         level, arrived_us = rules.level, ticket.arrived_us
         precedence = self._precedences[level]
         if level > self._ceiling:
-            precedence = max(precedence - (now_us - arrived_us), self._ceiling_precedence)
+            precedence -= now_us - arrived_us
+            if precedence < self._ceiling_precedence:  # noqa: PLR1730  # `max` is one call more
+                precedence = self._ceiling_precedence
             level = -(-precedence // self._promote_after_us)
         return _new(
             Candidate, (order_class, turn, precedence, arrived_us, ticket.sequence, ticket, level, level, level)

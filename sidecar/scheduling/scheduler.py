@@ -44,13 +44,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, sub
 
 from sidecar.policy.rules import PoolRules
+from sidecar.scheduling.fair_queue import FairQueue
 from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
-from sidecar.scheduling.overtaking import Overtaking
+from sidecar.scheduling.overtaking import TicketOvertaking
 from sidecar.scheduling.preemption import Preemption
 from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
 from sidecar.scheduling.tier import TierState
 
 _ALWAYS_FIRST, _, _TURN, _OTHER = OrderClass
+
+SORTS_AGAIN_US = 1_000
+"""The pause between two parts of the work that other reserves make: requests have their turn meanwhile."""
 
 
 class Scheduler:
@@ -75,6 +79,7 @@ class Scheduler:
         self.rules = rules
         self.is_paused = False
         self._tiers = tuple(self._tier_type(tier) for tier in rules.tiers)
+        self._unsorted: Sequence[FairQueue] = ()
         self._keeping = self._tiers_with_headroom()
         self._order = self._order_type(rules, self._tiers)
         self._is_by_level = type(self._order) is LevelOrder
@@ -86,7 +91,7 @@ class Scheduler:
         self._has_returned = False
         self._leases: dict[str, Ticket] = {}
         self._preemption = self._preemption_type(self._tiers, self._order, self)
-        self._overtaking = Overtaking()
+        self._overtaking = TicketOvertaking()
         self._sequence = 0
         self._admissions = 0
         self._latest_admitted = 0
@@ -105,6 +110,16 @@ class Scheduler:
             tier.change_rules(tier_rules)
         self._keeping = self._tiers_with_headroom()
         self._order.change_rules(rules)
+        self._note_unsorted()
+
+    def _note_unsorted(self) -> None:
+        """The queues whose tickets are being sorted by other reserves. Each dispatch sorts a part."""
+        self._unsorted = [tier.queue for tier in self._tiers if tier.queue.is_unsorted]
+
+    def _sort_some(self) -> None:
+        for queue in self._unsorted:
+            queue.sort_some()
+        self._note_unsorted()
 
     def hold_back(self, until_us: int) -> None:
         """Admits one ticket at a time before `until_us`, the next when the one before has ended.
@@ -138,13 +153,17 @@ class Scheduler:
         ticket = self._ticket_type(
             ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, tuple(self._served)
         )
-        self._waiting[ticket_id] = ticket
+        self._enqueue(ticket, returns)
+        return ticket
+
+    def _enqueue(self, ticket: Ticket, returns: int) -> None:
+        self._waiting[ticket.id] = ticket
+        self._overtaking.came(ticket)
         if returns:
             ticket.returns = returns
-            self._tiers[tier].queue.put_back(ticket)
+            self._tiers[ticket.tier].queue.put_back(ticket)
         else:
-            self._tiers[tier].queue.push(ticket)
-        return ticket
+            self._tiers[ticket.tier].queue.push(ticket)
 
     def admit_at_once(
         self, ticket_id: str, *, tier: int, tokens: int, now_us: int, requests: int, tenant: str, weight: int
@@ -183,12 +202,14 @@ class Scheduler:
         self._leases[ticket_id] = self._ticket_type(ticket_id, tier, "", 1, tokens, requests, 0, 0, tuple(self._served))
         self.book(tier, tokens, requests)
 
-    def dispatch(self, now_us: int) -> list[Admission]:
-        """Admits every ticket that the rules let in now, in order."""
+    def dispatch(self, now_us: int, most: int | None = None) -> list[Admission]:
+        """Admits every ticket that the rules let in now, in order; at most so many. Call it again for the others."""
         admissions: list[Admission] = []
+        if self._unsorted:
+            self._sort_some()
         if self.is_paused:
             return admissions
-        while self._waiting and self._has_any_room():
+        while self._waiting and self._has_any_room() and len(admissions) != most:
             candidate = self._next_admission(now_us)
             if candidate is None:
                 break
@@ -250,8 +271,11 @@ class Scheduler:
         self._preemption.keep(ticket_id)
         ticket.overtaken_us = overtaken_us
         ticket.overtaken_after = max(ticket.sequence, self._latest_admitted)
-        self._overtaking.part()
         self._return(ticket, now_us)
+        if overtaken_us is None:
+            self._overtaking.hand_back(ticket)
+        else:
+            self._overtaking.part()
         return True
 
     def _return(self, ticket: Ticket, now_us: int) -> None:
@@ -274,7 +298,7 @@ class Scheduler:
             return None
         self._tiers[ticket.tier].queue.remove(ticket)
         wait = self._wait(ticket, now_us)
-        self._forget_overtaking()
+        self._overtaking.look(ticket, self._waiting)
         return wait
 
     def resize(self, ticket_id: str, tokens: int) -> bool:
@@ -310,6 +334,8 @@ class Scheduler:
             changes += self._preemptions_us(heads, now_us)
         if self._held_back_until_us > now_us:
             changes.append(self._held_back_until_us)
+        if self._unsorted:
+            changes.append(now_us + SORTS_AGAIN_US)
         return min(changes, default=None)
 
     def _firsts(self, now_us: int) -> list[Ticket]:
@@ -417,8 +443,10 @@ class Scheduler:
                 if kept_requests > rules.reserve_requests:  # noqa: PLR1730
                     kept_requests = rules.reserve_requests
             if level < candidate.headroom_level:
-                kept_tokens = max(kept_tokens, rules.headroom_tokens)
-                kept_requests = max(kept_requests, rules.headroom_requests)
+                if kept_tokens < rules.headroom_tokens:  # noqa: PLR1730
+                    kept_tokens = rules.headroom_tokens
+                if kept_requests < rules.headroom_requests:  # noqa: PLR1730
+                    kept_requests = rules.headroom_requests
             tokens -= kept_tokens
             requests -= kept_requests
         return tokens >= 0 and requests >= 0
@@ -464,7 +492,7 @@ class Scheduler:
         ticket.overtaken_us = wait.overtaken_at_us  # its wait goes on if it is preempted
         if self._waiting:
             self._overtaking.admitted(ticket.sequence, now_us)
-        self._forget_overtaking()
+        self._overtaking.look(ticket, self._waiting)
         return Admission(ticket, wait, candidate.engine_level, passed)
 
     def _begin(self, ticket: Ticket, tier: TierState, now_us: int) -> None:
@@ -512,14 +540,6 @@ class Scheduler:
         starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
         served_ahead = self._none_served if served == before else tuple(map(sub, served, before))
         return Wait(now_us - ticket.arrived_us, starvation_us, overtaken_at_us, served_ahead)
-
-    def _forget_overtaking(self) -> None:
-        """Keeps the record of overtaking in proportion to the tickets that still need it."""
-        if not self._waiting:
-            self._overtaking.forget()
-        elif self._overtaking.is_long(len(self._waiting)):
-            needed = (waiting.overtaken_after or waiting.sequence for waiting in self._in_order())
-            self._overtaking.forget_all_but(sorted(needed))
 
     def _in_order(self) -> Iterable[Ticket]:
         """The waiting tickets, in order of arrival."""

@@ -25,14 +25,14 @@ from sidecar.pools.redis.script import joined
 from sidecar.scheduling import Admission
 from sidecar.scheduling.placement import WEIGHT_PERCENT
 from tests.pools.harness import Clock, policy_of
-from tests.pools.redis_harness import clocked
+from tests.pools.redis_harness import clocked, undivided
 from tests.pools.scripted import Scripted, finish_tags
 
 
 class ScriptedFleet(Scripted):
     """One replica of a pool of several engines."""
 
-    source = clocked(joined(has_engines=True))
+    source = undivided(clocked(joined(has_engines=True)))
 
     def rules_text(self) -> str:
         return protocol.engines_rules_text(self.policy, WEIGHT_PERCENT)
@@ -300,7 +300,7 @@ class Triplets(Twins):
 class ScriptedGainFleet(ScriptedFleet):
     """The same of a pool that orders by gain."""
 
-    source = clocked(joined(has_engines=True, is_by_gain=True))
+    source = undivided(clocked(joined(has_engines=True, is_by_gain=True)))
 
 
 class GainTriplets(Triplets, GainTwins):

@@ -32,7 +32,19 @@ def clocked(script: str) -> str:
     return script.replace(CLOCK_LINE, CLOCK)
 
 
-CLOCKED_SOURCE, CLOCKED_GAIN_SOURCE = clocked(joined()), clocked(joined(is_by_gain=True))
+ADMITTED_LINE = "local MOST_ADMITTED = 16 "
+
+
+def undivided(script: str) -> str:
+    """A script that admits all that it may in one call, so that each call compares with one decision of a scheduler.
+
+    `test_long_queues` has the tests of the bound.
+    """
+    assert ADMITTED_LINE in script
+    return script.replace(ADMITTED_LINE, "local MOST_ADMITTED = 1000000 ")
+
+
+CLOCKED_SOURCE, CLOCKED_GAIN_SOURCE = (undivided(clocked(joined(is_by_gain=by_gain))) for by_gain in (False, True))
 
 _pools = count(1)
 

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given, settings
@@ -504,6 +505,7 @@ class Model:
 @pytest.mark.anyio
 @given(part=rules(most=150), before=ACTIONS, after=ACTIONS)
 @settings(max_examples=60, deadline=None)
+@patch("sidecar.pools.runtime.MOST_ADMITTED", 1_000_000)  # as the model: `test_long_queues` has the tests of the bound
 async def test_a_part_admits_as_the_scheduler_does(part: PoolRules, before: Any, after: Any) -> None:
     """What runs and waits at the loss is random too: held or waiting, of any age, larger than the part or not."""
     replica = Replica()

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from sidecar.pools.base import Grant, Lease, WaitOutcome
 from sidecar.pools.redis.protocol import (
@@ -32,11 +33,33 @@ from sidecar.pools.redis.protocol import (
 
 MOST_OPERATIONS = 128
 """Of one call. The script needs some 30 us for each; further operations travel in the next call."""
-MOST_RESIZES = 256
+MOST_OPERATIONS_IN_LINE = 32
+"""The same while many requests wait: each then costs some 100 us, with the admission that it leads to. That is a pool
+of one engine that orders by level: see `operations_in_line`."""
+SHORT_LINE = 1_000
+"""Up to so many waiting requests, such a pool's operations cost no more than without any."""
+MOST_RESIZES = 64
 """Of one call, beside its operations. The script needs some 10 us for each; the rest travels in the next call."""
 SHRINKS_WITHIN_S = 0.25
 """The longest that a waiting request of a busy pool waits for room that a lease has freed by shrinking. Shorter waits
 would cost calls: four a second and replica are few beside those of the requests."""
+
+
+class OperationsInLine(NamedTuple):
+    """The most operations of one call while more than `after` requests wait."""
+
+    most: int
+    after: int
+
+
+_BY_LEVEL = OperationsInLine(MOST_OPERATIONS_IN_LINE, SHORT_LINE)
+
+
+def operations_in_line(*, has_engines: bool, is_by_gain: bool) -> OperationsInLine:
+    """Those of a kind of pool: several engines cost four times as much, gain twice."""
+    if has_engines or is_by_gain:
+        return OperationsInLine(MOST_OPERATIONS_IN_LINE // ((4 if has_engines else 1) * (2 if is_by_gain else 1)), 0)
+    return _BY_LEVEL
 
 
 def resolve(outcome: WaitOutcome | None, wait: Grant | None) -> None:
@@ -74,9 +97,11 @@ class Batch:
 
 
 class BatchQueue:
-    """Collects operations, and wakes the one task that sends them."""
+    """Collects operations, and wakes the one task that sends them: fewer in one call while requests wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_line: OperationsInLine = _BY_LEVEL) -> None:
+        self._in_line = in_line
+        self._most = MOST_OPERATIONS
         self._batches = deque([Batch()])
         self._reason = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -149,6 +174,12 @@ class BatchQueue:
             self._timer = None
         if change_us is not None:
             self._timer = asyncio.get_running_loop().call_later(change_us / 1e6, self.wake)
+
+    def note_line(self, waiting: int) -> None:
+        """So many requests wait in the pool. Calls are shorter then, and shrinks are said before long."""
+        self._most = self._in_line.most if waiting > self._in_line.after else MOST_OPERATIONS
+        if waiting:
+            self.wake_for_shrinks()
 
     def wake_for_shrinks(self) -> None:
         """Requests wait in the pool: tokens that leases have freed by shrinking are said before long."""
@@ -224,7 +255,7 @@ class BatchQueue:
 
     def _add(self, operation: Sequence[Argument], *, wakes: bool = True) -> Batch:
         batch = self._batches[-1]
-        if batch.operations >= MOST_OPERATIONS:
+        if batch.operations >= self._most:
             batch = Batch()
             self._batches.append(batch)
         batch.operations += 1

@@ -17,7 +17,7 @@ from sidecar.policy.rules import PoolRules
 from sidecar.pools.base import Ask, Grant, Lease, WaitOutcome
 from sidecar.pools.fleet import change_sizes, engine_obstacle, engine_state, placed_on
 from sidecar.pools.redis import protocol
-from sidecar.pools.redis.batch import Batch, EngineBatchQueue
+from sidecar.pools.redis.batch import Batch, EngineBatchQueue, operations_in_line
 from sidecar.pools.redis.connection import Connect
 from sidecar.pools.redis.engine_ledgers import EngineLedgers
 from sidecar.pools.redis.engine_partition import EngineOutage, EnginePartition
@@ -76,7 +76,7 @@ class RedisFleetPool(RedisPool):
         was_cut_off = self._is_cut_off
         self._offers = tuple(offers)
         change_sizes(self._sizes, self._offers)
-        self._refuse_outgrown()
+        self._outgrown.look(self._leases.values())
         if self._outage is not None:
             self._outage.set_engines(self._offers, self._weight_percent)
         else:
@@ -124,7 +124,7 @@ class RedisFleetPool(RedisPool):
         self._sizes.policy = policy
         change_sizes(self._sizes, self._offers)
         self._rules_are_new = True
-        self._refuse_outgrown()
+        self._outgrown.look(self._leases.values())
         if self._outage is not None:
             self._outage.set_engines(self._offers, self._weight_percent)
         if self._session is not None:
@@ -224,17 +224,12 @@ class RedisFleetPool(RedisPool):
     def _is_cut_off(self) -> bool:
         return self._paused is not None or not any(offer.takes_new for offer in self._offers)
 
-    def _refuse_outgrown(self) -> None:
-        for lease in [lease for lease in self._leases.values() if lease.grant is None]:
-            if error := self._sizes.outgrown(lease.ask):
-                self.end(lease, None)
-                lease.refused(error)
-
     def _engines(self) -> Sequence[protocol.Argument]:
         return protocol.engines(self._offers, self._draining, self.now_us())
 
     def _new_batches(self) -> EngineBatchQueue:
-        return EngineBatchQueue()
+        is_by_gain = self._sizes.policy.rules.is_by_gain
+        return EngineBatchQueue(operations_in_line(has_engines=True, is_by_gain=is_by_gain))
 
     def _new_statement(self) -> EngineStatement:
         return EngineStatement(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Mapping
 
 from sidecar.errors import AdmissionError, StoreUnavailable
@@ -29,6 +30,9 @@ from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S
 from sidecar.pools.runtime import Clock
 from sidecar.pools.stats import bounded
 
+JUDGED_AT_ONCE = 100
+"""Waiting requests that one turn of the event loop judges by the part's size: up to 10 us each, 30 us to refuse one."""
+
 
 class Outage:
     """One outage. `leases` are the replica's own, waiting or held: the pool's own table, which changes under it.
@@ -48,6 +52,8 @@ class Outage:
         is_refused: bool = False,
     ) -> None:
         self.partition: Partition | None = None
+        self._unjudged: deque[Lease] = deque()
+        self._judging: asyncio.Handle | None = None
         self._is_paused = False
         self._is_refused = is_refused
         self._sizes = sizes
@@ -67,8 +73,9 @@ class Outage:
             self._known = known
             self._part = self._equal_part()
         entering = [lease for lease in self._leases.values() if lease.is_entering]
-        for lease in [lease for lease in self._leases.values() if not lease.is_entering]:
-            self.limits.count(lease, now_us)
+        for lease in self._leases.values():
+            if lease.ask.limits is not None and not lease.is_entering:
+                self.limits.count(lease, now_us)
         for lease in entering:
             if error := self._refusal(lease):
                 self._refuse(lease, error)
@@ -86,6 +93,7 @@ class Outage:
 
     def suspend(self) -> None:
         """Decides nothing more: the replica states everything to the store. `begin` follows where that fails."""
+        self._stop_judging()
         if self.partition is not None:
             self.partition.stop()
             self.partition = None
@@ -103,6 +111,8 @@ class Outage:
             lease.refused(error)
             return
         most = self._sizes.places(lease.tier)
+        if most is not None:
+            partition.take_over_all()
         if most and partition.queued(lease.tier) >= most:
             displaced = partition.displaced(lease.ask, most)
             if displaced is None:
@@ -160,6 +170,8 @@ class Outage:
     def _look_at(self, lease: Lease) -> None:
         if lease.is_over or not lease.is_entering:
             return
+        if self._sizes.places(lease.tier) == 0 and self.partition is not None:
+            self.partition.take_over_all()
         if self._sizes.places(lease.tier) == 0 and lease.grant is None:
             self.limits.undo(lease)
             self._refuse(lease, self._sizes.queue_full(lease.tier, BEAT_S))
@@ -181,9 +193,24 @@ class Outage:
             self._refuse_waiting_too_large()
 
     def _refuse_waiting_too_large(self) -> None:
-        for lease in [lease for lease in self._leases.values() if lease.grant is None]:
-            if not self.fits(lease.ask):
+        """Judges the requests that wait, some in each turn of the event loop."""
+        self._unjudged = deque(lease for lease in self._leases.values() if lease.grant is None)
+        self._stop_judging()
+        self._judge_some()
+
+    def _judge_some(self) -> None:
+        self._judging = None
+        for _ in range(min(JUDGED_AT_ONCE, len(self._unjudged))):
+            lease = self._unjudged.popleft()
+            if lease.grant is None and lease.id in self._leases and not self.fits(lease.ask):
                 self._refuse(lease, self._unavailable(lease.ask))
+        if self._unjudged:
+            self._judging = asyncio.get_running_loop().call_soon(self._judge_some)
+
+    def _stop_judging(self) -> None:
+        if self._judging is not None:
+            self._judging.cancel()
+            self._judging = None
 
     def _unavailable(self, ask: Ask) -> StoreUnavailable:
         if self._is_refused:

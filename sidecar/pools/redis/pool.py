@@ -15,7 +15,7 @@ from itertools import count
 
 import msgspec
 
-from sidecar.errors import RemainingLimit, RemainingLimits
+from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
 from sidecar.events import Obstacle, StoreObserver, StoreState
 from sidecar.policy.model import Limits, Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
@@ -34,9 +34,10 @@ from sidecar.pools.base import (
     use_of,
 )
 from sidecar.pools.limits import SizeLimits, downgraded, tenant_limit
+from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.redis import protocol
-from sidecar.pools.redis.batch import Batch, BatchQueue, resolve
+from sidecar.pools.redis.batch import Batch, BatchQueue, operations_in_line, resolve
 from sidecar.pools.redis.connection import Connect, PoolRefuses, StoreError
 from sidecar.pools.redis.gossip import Gossip
 from sidecar.pools.redis.outage import Outage
@@ -78,6 +79,7 @@ class RedisPool:
         self._places = QueuePlaces(self._sizes, len(policy.tiers))
         self._ids = count(1)
         self._leases: dict[int, Lease] = {}
+        self._outgrown = OutgrownRequests(self._sizes, self._refuse_waiting)
         self._batches = self._new_batches()
         self._unsent_ends = 0
         self._known = KnownUsage()
@@ -120,10 +122,7 @@ class RedisPool:
         """See `Pool.change_rules`. It reaches all replicas that share the pool; the latest change counts."""
         self._sizes.change_rules(rules)
         self._rules_are_new = True
-        for lease in [lease for lease in self._leases.values() if lease.grant is None]:
-            if error := self._sizes.outgrown(lease.ask):
-                self.end(lease, None)
-                lease.refused(error)
+        self._outgrown.look(self._leases.values())
         if self._outage is not None:
             self._outage.change_rules()
         if self._session is not None:
@@ -323,8 +322,7 @@ class RedisPool:
         self._stated_rules = self._sizes.rules
         knew = self._last.expected if self._last else 0
         brings = self._membership.brings(are_rules_new=self._rules_are_new)
-        text = self._rules_text()
-        header: list[protocol.Argument] = [knew, text, brings, self._unsent_ends]
+        header: list[protocol.Argument] = [knew, self._rules_text(), brings, self._unsent_ends]
         self._unsent_ends = 0
         return header, self._statement
 
@@ -369,8 +367,7 @@ class RedisPool:
             lease.waits()
         batch.resolve_leaving(self._own_figures)
         self._batches.wake_after(reply.change_after_us)
-        if reply.waiting:
-            self._batches.wake_for_shrinks()
+        self._batches.note_line(reply.waiting)
 
     def unanswered(self, batch: Batch) -> None:
         """See `SessionOwner.unanswered`. If the store heard it, others may hold what this replica gave back."""
@@ -406,7 +403,7 @@ class RedisPool:
     # -- what another kind of pool does otherwise
 
     def _new_batches(self) -> BatchQueue:
-        return BatchQueue()
+        return BatchQueue(operations_in_line(has_engines=False, is_by_gain=self._sizes.policy.rules.is_by_gain))
 
     def _new_statement(self) -> Statement:
         return Statement(self._leases.values(), self.now_us, is_cut_off=self._is_cut_off)
@@ -464,6 +461,11 @@ class RedisPool:
         if verdict.is_downgraded:
             lease.ask = msgspec.structs.replace(lease.ask, tier=verdict.level, limits=None, downgrade=None)
 
+    def _refuse_waiting(self, lease: Lease, error: AdmissionError) -> None:
+        if lease.grant is None and lease.id in self._leases:
+            self.end(lease, None)
+            lease.refused(error)
+
     def _refuse_a_place(self, lease_id: int, now_us: int) -> None:
         """The queue had no place for a request, or has none any more."""
         lease = self._leases.get(lease_id)
@@ -513,8 +515,7 @@ class RedisPool:
             return
         self._overtaking.admitted(now_us - latest_age_us, now_us)
         if self._overtaking.is_long(len(self._leases)):
-            waiting = [lease.entered_us for lease in self._leases.values() if lease.grant is None]
-            self._overtaking.forget_all_but(sorted(waiting))
+            self._overtaking.forget_all_but(sorted(it.entered_us for it in self._leases.values() if it.grant is None))
 
     @property
     def _is_shared(self) -> bool:
@@ -573,6 +574,7 @@ class RedisPool:
     def _start_over(self) -> None:
         """Drops everything of an event loop that has ended, or of a session that was closed."""
         self._batches.wake_after(None)
+        self._outgrown.stop()
         self._leases.clear()
         self._gossip = None
         self._end_outage()
@@ -582,9 +584,8 @@ class RedisPool:
         loop = asyncio.get_running_loop()
         if self._session is None or self._session.loop is not loop:
             self._start_over()
-            channel = self._channel()
-            self._batches = self._new_batches()
-            self._session = StoreSession(self, self._connect, channel, self._batches, self._fences, took=self._took)
+            self._batches = batches = self._new_batches()
+            self._session = StoreSession(self, self._connect, self._channel(), batches, self._fences, took=self._took)
         return self._session
 
 

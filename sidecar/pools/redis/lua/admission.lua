@@ -29,7 +29,8 @@
 --          message follows a beat of the replica itself: it then knows that its subscription works.
 --
 -- No call takes long. What a dead replica had is ended by many calls, at most LEFT records each. A replica states what it
--- has by many calls, its leases first. Nothing is admitted before all leases are stated.
+-- has by many calls, its leases first. Nothing is admitted before all leases are stated. Where more tickets can be admitted
+-- than MOST_ADMITTED, other calls admit the rest. Heads are sorted by another reserve in as many calls as that needs.
 --
 -- ARGV[1]  call | beat | begin | sync | bye. A sync states everything; a begin states the first part, calls the rest
 -- ARGV[2]  the replica
@@ -121,6 +122,9 @@ local SEEN = 1000           -- the most records that one call reads for that
 local DISCARDED = 16        -- the most that one call ends because they are first in order
 local HEADS_SEEN = 64       -- the most heads read to find a live ticket after dead ones
 local PAUSE_US = 15000      -- the time between two such calls: the store needs it for others
+local MOST_ADMITTED = 16    -- the most tickets that a call admits, beside one for each that enters or ends: 60 to 300 us each
+local SORTED = 128          -- the most heads that one call sorts anew because of another reserve: some 6 us each
+local SOON_US = 1000        -- the time until the next call of those that admit or sort the rest
 local LOOKED_AT = 16        -- tenants that every beat checks for being back at rest
 
 -- The rules: {names, capacity tokens, capacity requests, promote_after or 0, ceiling, tier, tier, ...}. The positions in a
@@ -151,13 +155,14 @@ local all_tokens, all_requests = 0, 0
 local heads, lanes, outbox = {}, {}, {}
 local held_back_lease = false -- the lease that was admitted while the pool was held back: 'REPLICA ID'
 local held_back_lease_before = false
+local sorts, sorts_before = {}, '' -- level -> where its heads are being sorted: see `sort_heads`
 local grants, ended, refused = {}, {}, {}
 local served_since = {} -- level -> tokens admitted since the newest ticket arrived
 local preempts = false -- whether any tier is preemptible
 local is_damaged = false
 local stage = '' -- what this replica is stating: see `begin`
 local pool = {
-  verdicts = {}, dead = {}, cut_off = {}, left = LEFT, discarded = 0,
+  verdicts = {}, dead = {}, cut_off = {}, left = LEFT, discarded = 0, to_admit = MOST_ADMITTED, to_sort = SORTED,
   preempt = false, enter_limited = false, save_accounts = false, charged = false, -- until they are defined, or set
 }
 
@@ -182,6 +187,9 @@ local function read_root()
       rules_text, rules = value, cjson.decode(value)
     elseif field == 'went' then
       held_back_lease, held_back_lease_before = value, value
+    elseif field == 'sorts' then
+      for level, place in string.gmatch(value, '(%d+) (%a %d+)') do sorts[tonumber(level)] = place end
+      sorts_before = value
     else
       local tier = cjson.decode(value)
       tiers[tonumber(field)] = tier

@@ -138,7 +138,7 @@ function pool.start_of_return(level)
   return head and math.min(virtual, head.start) or virtual
 end
 
-local leave_lane, leave_queue, sort_heads = pool.leave_lane, pool.leave_queue, pool.sort_heads
+local leave_lane, leave_queue, sort_some = pool.leave_lane, pool.leave_queue, pool.sort_some
 
 function pool.leave_lane(ticket)
   if (ticket.is_outside or ticket.is_back) and not ticket.times then
@@ -154,16 +154,14 @@ function pool.leave_queue(ticket)
   pool.forget_claimant(ticket)
   pool.count_queued(tier, ticket, -1)
   if tier[QUEUED] == 0 then
-    call('DEL', pool.finish_key(level))
+    call('UNLINK', pool.finish_key(level))
     tier[VIRTUAL], tier[WEIGHTS], lanes[level] = 0, 0, nil
   end
 end
 
-function pool.sort_heads(level)
-  fleet[SAME_UNTIL] = 0
-  if tiers[level][QUEUED] > tiers[level][CLAIMANTS] then sort_heads(level) end
-  is_changed[level] = true
-  heads[level] = nil
+function pool.sort_some(level)
+  fleet[SAME_UNTIL], is_changed[level] = 0, true
+  sort_some(level)
 end
 
 -- The newest ticket of a tenant that stands in its lane.

@@ -263,7 +263,7 @@ function pool.dispatch()
   if meta[WAITING] == 0 or pool.is_engine_gone() or pool.is_on_hold() then return pool.note_blocked(false) end
   pool.refresh()
   if held_back_until ~= meta[BACK_UNTIL] then held_back_until, fleet[SAME_UNTIL] = meta[BACK_UNTIL], 0 end
-  if now < fleet[SAME_UNTIL] and spare == 0 then return end
+  if pool.to_admit <= 0 or (now < fleet[SAME_UNTIL] and spare == 0) then return end
   while meta[WAITING] > 0 and pool.has_any_room() do
     local candidate, place = pool.walk()
     if not candidate then
@@ -272,7 +272,13 @@ function pool.dispatch()
       fleet[SAME_UNTIL] = pool.is_any_away() and 0 or change < 0 and LATEST_US or now + change
       return pool.note_blocked(next(claims) ~= nil)
     end
-    if candidate.ticket.is_away then pool.discard(candidate.ticket) else pool.admit(candidate, pool.ledger_at(place)) end
+    if candidate.ticket.is_away then
+      pool.discard(candidate.ticket)
+    else
+      pool.to_admit = pool.to_admit - 1
+      pool.admit(candidate, pool.ledger_at(place))
+      if pool.to_admit <= 0 then return end
+    end
   end
   pool.note_blocked(pool.fits_without_walk())
 end

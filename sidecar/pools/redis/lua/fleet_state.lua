@@ -30,6 +30,9 @@ function pool.load()
       claims_before = value
     elseif field == 'went' then
       held_back_lease, held_back_lease_before = value, value
+    elseif field == 'sorts' then
+      for level, place in string.gmatch(value, '(%d+) (%a %d+)') do sorts[tonumber(level)] = place end
+      sorts_before = value
     else
       local tier = cjson.decode(value)
       tiers[tonumber(field)] = tier

@@ -303,13 +303,13 @@ function pool.store_head(ticket)
   call('ZADD', pool.gain_key('fs:', level), pool.tag(ticket.start), tenant)
 end
 
-local sort_heads = pool.sort_heads
+local sort_some = pool.sort_some
 
 -- No ticket becomes the first of its tenant by another reserve.
-function pool.sort_heads(level)
+function pool.sort_some(level)
   local own = pool.store_head
   pool.store_head = store_head
-  sort_heads(level)
+  sort_some(level)
   pool.store_head = own
 end
 
@@ -350,8 +350,12 @@ function pool.start_at(level, tenant, lane, start)
   lane.start, heads[level] = start, nil
   pool.forget_best(level)
   call('ZADD', pool.gain_key('fs:', level), pool.tag(start), tenant)
-  local is_small = pool.is_small(pool.read_member(level, lane.first))
-  call('ZADD', is_small and pool.queue_key(level) or pool.large_key(level), pool.tag(start), lane.first)
+  local ticket = pool.read_member(level, lane.first)
+  if sorts[level] and pool.remove_head(ticket, lane.first) then -- it may stand among the others
+    ticket.start = start
+    return store_head(ticket)
+  end
+  call('ZADD', pool.is_small(ticket) and pool.queue_key(level) or pool.large_key(level), pool.tag(start), lane.first)
 end
 
 function pool.leave_lane(ticket)
@@ -394,7 +398,7 @@ function pool.leave_queue(ticket)
   leave_queue(ticket)
   local tier = tiers[ticket.level]
   if tier[QUEUED] > 0 then return end
-  if tier[ASIDE] > 0 then call('DEL', pool.gain_key('as:', ticket.level)) end
+  if tier[ASIDE] > 0 then call('UNLINK', pool.gain_key('as:', ticket.level)) end
   tier[LARGEST], tier[ASIDE] = 0, 0
   pool.forget_best(ticket.level)
 end

@@ -12,8 +12,8 @@ function pool.recall(lease)
 end
 
 function pool.forget_all_preemption()
-  call('DEL', prefix .. 'v', prefix .. 'c')
-  for level = 0, levels - 1 do call('DEL', pool.preemptible_key(level)) end
+  call('UNLINK', prefix .. 'v', prefix .. 'c')
+  for level = 0, levels - 1 do call('UNLINK', pool.preemptible_key(level)) end
 end
 
 -- Whether the store does not know yet that this lease was preempted for the `times`-th time.

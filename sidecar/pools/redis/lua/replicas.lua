@@ -67,7 +67,7 @@ function pool.end_dead()
       call('HSET', key, replica, text)
     else
       call('HDEL', key, replica)
-      call('DEL', pool.outbox_key(replica))
+      call('UNLINK', pool.outbox_key(replica))
       meta[DEAD] = meta[DEAD] - 1
       pool.dead = {}
     end

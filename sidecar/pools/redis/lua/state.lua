@@ -40,7 +40,12 @@ function pool.save(is_complete)
     end
   end
   if held_back_lease and held_back_lease ~= held_back_lease_before then fields[#fields + 1], fields[#fields + 2] = 'went', held_back_lease end
+  local sorting = {}
+  for level, place in pairs(sorts) do sorting[#sorting + 1] = level .. ' ' .. place end
+  sorting = concat(sorting, ',')
+  if sorting ~= '' and sorting ~= sorts_before then fields[#fields + 1], fields[#fields + 2] = 'sorts', sorting end
   call('HSET', root, unpack(fields))
+  if sorts_before ~= '' and sorting == '' then call('HDEL', root, 'sorts') end
   if held_back_lease_before and not held_back_lease then call('HDEL', root, 'went') end
   return texts
 end

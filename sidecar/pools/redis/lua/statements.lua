@@ -82,7 +82,7 @@ function pool.drop(replica)
   local _, states = pool.read_fence(call('HGET', key, '#'))
   if states == 'l' then meta[STATING] = meta[STATING] - 1 end
   call('HDEL', key, '#')
-  call('DEL', pool.outbox_key(replica), prefix .. 'k:' .. replica)
+  call('UNLINK', pool.outbox_key(replica), prefix .. 'k:' .. replica)
   call('ZREM', beats, replica)
   meta[REPLICAS] = call('ZCARD', beats)
   if meta[CUT_OFF] > 0 then pool.mark_cut_off(replica, false) end
@@ -112,7 +112,7 @@ function pool.create(expected)
   meta[BIRTH] = clock_us()
   meta[NOW], held_back_lease = meta[BIRTH], false
   rules_text, rules, tiers, heads, lanes = ARGV[5], cjson.decode(ARGV[5]), {}, {}, {}
-  all_tokens, all_requests = 0, 0
+  all_tokens, all_requests, sorts = 0, 0, {}
   pool.apply_rules()
   for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
   if expected > 0 then pool.expect(expected, meta[BIRTH]) end
@@ -191,7 +191,7 @@ function pool.begin()
     if call('HDEL', prefix .. 'd', me) == 1 then meta[DEAD], pool.dead, heads = meta[DEAD] - 1, {}, {} end
     pool.join()
   end
-  call('DEL', pool.outbox_key(me), prefix .. 'k:' .. me)
+  call('UNLINK', pool.outbox_key(me), prefix .. 'k:' .. me)
   if meta[CUT_OFF] > 0 then pool.mark_cut_off(me, false) end
   stage = states
   pool.set_stage('l')
@@ -207,7 +207,7 @@ function pool.all_stated()
   if stage == '' then return end
   local text = match(stage, '^d (.*)$') or '2 0 0'
   while text and pool.left > 0 do text = pool.end_some(me, text) end
-  if not text then call('DEL', prefix .. 'k:' .. me) end
+  if not text then call('UNLINK', prefix .. 'k:' .. me) end
   pool.set_stage(text and 'd ' .. text or '')
 end
 

@@ -35,12 +35,13 @@ function pool.heads_of(level)
       if not large then return pool.damaged() end
     end
     local rule = rules[FIRST_RULE + level]
-    if rule[RESERVE_TOKENS] > 0 and rule[RESERVE_REQUESTS] > 0 then -- else every ticket is large
+    if sorts[level] or (rule[RESERVE_TOKENS] > 0 and rule[RESERVE_REQUESTS] > 0) then -- else every ticket is large
       small = pool.read_head(level, pool.queue_key(level))
     end
     if not small and not large then return pool.damaged() end
     found = {first = large, small = small}
     if not large or (small and pool.starts_earlier(small, large)) then found.first = small end
+    if sorts[level] then found.small = nil end -- it is not known yet
     heads[level] = found
   end
   return found
@@ -103,7 +104,7 @@ function pool.leave_queue(ticket)
   if ticket.is_stored then
     pool.leave_lane(ticket)
     if tier[QUEUED] == 0 then
-      call('DEL', pool.finish_key(level))
+      call('UNLINK', pool.finish_key(level))
       tier[VIRTUAL], tier[WEIGHTS], lanes[level] = 0, 0, nil
     end
   end
@@ -112,7 +113,7 @@ end
 -- Forgets the step that a ticket needed. A ticket that keeps its own moment needs none.
 function pool.settle_steps(ticket, was_overtaken)
   if meta[WAITING] == 0 then
-    call('DEL', steps_key)
+    call('UNLINK', steps_key)
   elseif was_overtaken and not ticket.overtaken then
     pool.forget_step(ticket.after or ticket.sequence)
   end

@@ -248,19 +248,40 @@ function pool.charge_tenant(ticket)
   end
 end
 
--- Sorts the first tickets of a tier with another reserve anew into small and large ones.
+-- Sorts the first tickets of a tier with another reserve anew into small and large ones: some in this call, the rest in
+-- the next ones. Until then the head is the first of both kinds, and no small ticket goes before a larger head.
 function pool.sort_heads(level)
-  local small, large = pool.queue_key(level), pool.large_key(level)
-  local found = {call('ZRANGE', small, 0, -1, 'WITHSCORES'), call('ZRANGE', large, 0, -1, 'WITHSCORES')}
-  call('DEL', small, large)
-  tiers[level][LARGE], heads[level] = 0, nil
-  for _, entries in ipairs(found) do
-    for index = 1, #entries, 2 do
-      local ticket = pool.read_member(level, entries[index])
-      ticket.start = tonumber(entries[index + 1])
-      pool.store_head(ticket)
+  sorts[level] = 'q 0'
+  pool.sort_some(level)
+end
+
+-- A scan returns every member that stays from its begin to its end. One that came since stands where it belongs.
+function pool.sort_some(level)
+  local kind, cursor = match(sorts[level], '^(%a) (%d+)$')
+  heads[level] = nil
+  while pool.to_sort > 0 do
+    local key = kind == 'q' and pool.queue_key(level) or pool.large_key(level)
+    local found = call('ZSCAN', key, cursor, 'COUNT', SORTED)
+    pool.to_sort = pool.to_sort - #found[2] / 2 - 1
+    for index = 1, #found[2], 2 do pool.sort_one(level, kind == 'q', found[2][index], tonumber(found[2][index + 1])) end
+    cursor = found[1]
+    if cursor == '0' then
+      if kind == 'g' then
+        sorts[level] = nil
+        return
+      end
+      kind = 'g'
     end
   end
+  sorts[level] = kind .. ' ' .. cursor
+end
+
+function pool.sort_one(level, is_among_small, member, start)
+  local ticket = pool.read_member(level, member)
+  if pool.is_small(ticket) == is_among_small then return end
+  pool.remove_head(ticket, member)
+  ticket.start = start
+  pool.store_head(ticket)
 end
 
 -- The wait of the ticket so far, as text after its id, and whether it was overtaken.
