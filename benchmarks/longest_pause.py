@@ -282,7 +282,7 @@ class Store:
         self._root = protocol.root_key("pause", has_engines=has_engines, is_by_gain=is_by_gain)
         self._sha = client.script_load(source(has_engines=has_engines, is_by_gain=is_by_gain))
         self._ids, self._asks, self._leases = count(1), dict[int, Ask](), dict[int, Ask]()
-        self._what, self._most = "", operations_in_line(has_engines=has_engines, is_by_gain=is_by_gain)
+        self._what, self._most = "", operations_in_line(has_engines=has_engines, is_by_gain=is_by_gain).most
         self._state(protocol.SYNC, protocol.KEEPS, *self._engines(), fence=1)
         for numbers in batched(range(waiting + leases), self._most):
             self._call(*chain.from_iterable(self._entering() for _ in numbers))
