@@ -25,6 +25,7 @@ from sidecar.cluster.report import ReplicaReport, Sources, own_report, pack
 from sidecar.events import StoreState
 from sidecar.policy.model import Learn, Mode, Policy
 from sidecar.pools import NotShared
+from sidecar.tasks import end
 
 SHARE_EVERY_S = 2.0
 RETRY_S = 0.5
@@ -127,9 +128,7 @@ class PoolOverview:
         """Ends. The server's end calls it, before the pool's."""
         sharing, self._sharing = self._sharing, None
         if sharing is not None:
-            sharing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sharing
+            await end(sharing)
 
     def share_now(self) -> None:
         """Reports to the other replicas at once. The next caller gets a new document."""

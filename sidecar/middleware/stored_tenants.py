@@ -17,6 +17,7 @@ from sidecar.policy.problems import printable
 from sidecar.policy.reload import UsesPolicy
 from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_record, with_stored
 from sidecar.pools.stored_records import StoredRecords, StoreSilent
+from sidecar.tasks import end
 
 READ_EVERY_S = 0.5
 """A change is in force on every replica within a second."""
@@ -98,9 +99,7 @@ class StoredTenantsRegistry:
         """Follows them no more. Those that are known stay in force."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await end(task)
         await self._records.close()
 
     def notices(self) -> Sequence[str]:

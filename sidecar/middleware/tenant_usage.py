@@ -25,6 +25,7 @@ from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Ask, Pool
 from sidecar.pools.stored_records import StoreSilent
 from sidecar.pools.usage_records import MOST_AT_ONCE, Sums, UsageFigures, UsageKey, UsageRecords
+from sidecar.tasks import end
 
 EVERY_S = 1.0
 GATHERED_S = 0.05
@@ -233,9 +234,7 @@ class TenantUsage:
         """Adds the rest, where the store answers."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await end(task)
         try:
             await self.flush()
         except StoreSilent as silent:

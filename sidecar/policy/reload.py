@@ -26,6 +26,7 @@ from sidecar.policy.problems import PolicyError
 from sidecar.policy.source import read
 from sidecar.policy.tenant_files import tenant_files
 from sidecar.policy.warnings import warnings
+from sidecar.tasks import end
 
 LOOK_EVERY_S = 0.5
 """With what it takes until the files are still, a key that was removed stops within a second."""
@@ -70,9 +71,7 @@ class PolicyReloader:
         """Looks no more."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await end(task)
 
     def look_at_once(self) -> None:
         """Reads the files at once. Call it in the event loop."""
