@@ -108,9 +108,8 @@ class HeldPlaces:
     """The promises of one tier's queue, `by_request`. `now_us` never goes back from call to call."""
 
     def __init__(self) -> None:
-        self._ahead: deque[_Promise] = (
-            deque()
-        )  # in the order of their times; those that are over are dropped in passing
+        # In the order of their times. Those that are over are dropped in passing.
+        self._ahead: deque[_Promise] = deque()
         self._due: deque[tuple[int, _Promise]] = deque()  # by the time that each had when it was put here
         self.by_request: dict[int, deque[_Promise]] = {}
         self._open = 0

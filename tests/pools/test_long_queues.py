@@ -15,7 +15,7 @@ import redis
 from sidecar.errors import AdmissionError
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools.base import Grant, Lease
+from sidecar.pools.base import Grant, new_lease
 from sidecar.pools.limits import SizeLimits
 from sidecar.pools.local import LocalPool
 from sidecar.pools.outgrown import LOOKED_AT_ONCE, REFUSED_AT_ONCE, OutgrownRequests
@@ -143,7 +143,7 @@ async def test_a_request_that_never_queues_waits_for_no_turn() -> None:
 def test_calls_have_fewer_operations_while_requests_wait(has_engines: bool, is_by_gain: bool) -> None:
     in_line = operations_in_line(has_engines=has_engines, is_by_gain=is_by_gain)
     most, queue, pool = in_line.most, BatchQueue(in_line), LocalPool(simple(), Clock())
-    leases = (Lease(pool, number, ask(), 0) for number in range(10_000))
+    leases = (new_lease(pool, number, ask(), 0) for number in range(10_000))
 
     def sizes(count: int) -> list[int]:
         for lease in islice(leases, count):
@@ -193,7 +193,7 @@ async def test_no_more_than_a_slice_is_looked_at_and_nothing_where_no_tier_shrin
     sizes, looked_at, refused = SizeLimits(simple(tokens=100)), [0], list[Any]()
     clock = Clock()
     pool = LocalPool(simple(tokens=100), clock)
-    leases = [Lease(pool, number, ask(tokens=90 if number % 1_000 == 7 else 10), 0) for number in range(5_000)]
+    leases = [new_lease(pool, number, ask(tokens=90 if number % 1_000 == 7 else 10), 0) for number in range(5_000)]
     outgrown = sizes.outgrown
 
     def counted(of: Any) -> Any:
@@ -302,15 +302,17 @@ def test_heads_that_are_being_sorted_are_admitted_in_the_order_of_those_that_are
 async def test_a_part_takes_over_a_bounded_number_of_requests_in_a_turn_and_admits_none_before_it_has_all() -> None:
     pool = LocalPool(simple(), Clock())
     number, turns = count(1), [0]
-    held = Lease(pool, next(number), ask(tokens=100), 0)
+    held = new_lease(pool, next(number), ask(tokens=100), 0)
     held.granted(Grant(0, 0, 0, None, {}, 0))
-    waiting = [Lease(pool, next(number), ask(tokens=1, tier=place % 2), 0) for place in range(3 * TAKEN_OVER_AT_ONCE)]
+    waiting = [
+        new_lease(pool, next(number), ask(tokens=1, tier=place % 2), 0) for place in range(3 * TAKEN_OVER_AT_ONCE)
+    ]
     partition = Partition(simple(tokens=200).rules, [held, *waiting], Clock())
     ended = [waiting[5], waiting[2 * TAKEN_OVER_AT_ONCE + 1]]
     for lease in ended:
         lease.is_over = True
         partition.end(lease, 0)
-    late = Lease(pool, next(number), ask(tokens=1), 0)
+    late = new_lease(pool, next(number), ask(tokens=1), 0)
     partition.submit(late)
     running = waiting[-1]  # it was not taken over yet
     running.granted(Grant(0, 0, 0, None, {}, 0))
@@ -333,7 +335,7 @@ async def test_a_part_takes_over_a_bounded_number_of_requests_in_a_turn_and_admi
 @anyio
 async def test_a_part_that_is_asked_for_a_place_in_a_queue_has_all_requests_at_once_and_one_that_stops_none() -> None:
     pool = LocalPool(simple(), Clock())
-    waiting = [Lease(pool, place, ask(tokens=1), 0) for place in range(1, 3 * TAKEN_OVER_AT_ONCE)]
+    waiting = [new_lease(pool, place, ask(tokens=1), 0) for place in range(1, 3 * TAKEN_OVER_AT_ONCE)]
     partition = Partition(simple(tokens=10).rules, waiting, Clock(), is_paused=True)
     partition.take_over_all()
     assert not partition._left
