@@ -444,8 +444,8 @@ class Watched(LocalPool):
                 self.journal += [("arrived", trace, ticket["now_us"]), ("admitted", trace, ticket["now_us"])]
             return is_admitted
 
-        def dispatched(now_us: int) -> Any:
-            admissions = dispatch(now_us)
+        def dispatched(now_us: int, most: int | None = None) -> Any:
+            admissions = dispatch(now_us, most)
             self.journal += [("admitted", self._traces[one.ticket.id], now_us) for one in admissions]
             return admissions
 
