@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from sidecar.events import StoreState
 from sidecar.policy.store import store_address
 from sidecar.pools import LocalPool, Merge, NotShared, PeerReport, PeerReports, Pool
 from sidecar.pools.base import MOST_REPORT_BYTES
 from sidecar.pools.redis import RedisPool, connector
 from sidecar.pools.redis.protocol import root_key
+from tests.fleet.waiting import until
 from tests.pools.conftest import SERVERS
 from tests.pools.harness import Harness, ask, simple
 from tests.pools.redis_harness import FakeHarness, RedisHarness
@@ -176,8 +178,10 @@ LEASE_S = 4.0
 async def opened(store: RedisServer, count: int) -> AsyncIterator[list[RedisPool]]:
     name = f"many-{next(_names)}"
     pools = [replica(store, name) for _ in range(count)]
-    await asyncio.gather(*(pool.open() for pool in pools))
     try:
+        await asyncio.gather(*(pool.open() for pool in pools))
+        # On a busy machine some try again.
+        await until(lambda: all(pool.status.state is StoreState.SHARED for pool in pools), 20)
         yield pools
     finally:
         await asyncio.gather(*(pool.close() for pool in pools))
