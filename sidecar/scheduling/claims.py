@@ -17,6 +17,8 @@ from sidecar.scheduling.ticket import Ticket
 
 MOST_CLAIMANTS = 16
 """The most claimants of a pool between two walks. The others return to their queues."""
+MOST_TIMES_ANEW = MOST_CLAIMANTS
+"""A walk begins anew for so many tickets that claimed an engine: then it has as many as it may place."""
 
 
 class ClaimQueue(FairQueue):

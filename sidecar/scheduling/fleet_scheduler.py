@@ -15,15 +15,18 @@ if it is a claimant without patience (`placement`), it is admitted there; so is 
 16 tickets that want busy engines would keep all others from idle ones. Otherwise the ticket claims its best engine:
 nothing after it in this walk enters there.
 Claims are forgotten with the walk. A ticket that made one is a claimant from then on (`claims`), so the next ticket of
-its tier becomes a candidate. Where that one comes before a ticket that was looked at already, the walk begins anew. A
-walk is over when every engine with any room is claimed, or 16 tickets were placed.
+its tier becomes a candidate. Where that changes the order up to the ticket, the walk begins anew, but for no more than
+16 tickets that claimed an engine. After that a ticket makes its claim for this walk alone, and does not become a
+claimant: the next decision looks further. A walk is over when every engine with any room is claimed, or 16 tickets were
+placed.
 
 A ticket that no engine could ever hold, of those that take new work now and are not at their caps, claims none, and
 holds no other up. It is a claimant, too, as long as there are fewer than 16. After each walk the claimants beyond 16,
 the last in order, return to their queues.
 
-What a walk costs does not depend on how many tickets wait: it places at most 16, and passes over at most two heads of a
-tier and 16 claimants. No walk begins while no engine has any room.
+What a walk costs does not depend on how many tickets wait. Each time it places at most 16, and passes over at most two
+heads of a tier and the claimants. It begins anew for 16 claims, and for each of at most 16 tickets that no engine could
+hold. No walk begins while no engine has any room.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from sidecar.policy.rules import PoolRules
-from sidecar.scheduling.claims import MOST_CLAIMANTS
+from sidecar.scheduling.claims import MOST_CLAIMANTS, MOST_TIMES_ANEW
 from sidecar.scheduling.fleet_preemption import FleetPreemption
-from sidecar.scheduling.fleet_tier import FleetOrder, FleetTier
+from sidecar.scheduling.fleet_tier import FleetOrder, FleetTier, place_in_walk
 from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.placement import (
     MOST_HITS,
@@ -85,7 +88,8 @@ class FleetScheduler(Scheduler):
         self._blocked_us = 0
         self._for_floors: set[str] = set()
         self._is_walking = False  # else an engine is only asked for
-        self._has_trimmed = False  # whether the last walk left too many claimants
+        self._times_anew = 0  # how often the last walk began anew for a claim
+        self._is_cut_short = False  # whether the last walk left too many claimants, or may have made no more
         self._failed_us: int | None = None  # a walk that admitted none ended then, and nothing has changed since
         self._same_until_us: int | None = None  # before that time alone changes nothing, where it was asked
         self._spare: tuple[int, int, int] | None = None
@@ -187,7 +191,7 @@ class FleetScheduler(Scheduler):
         while self._waiting and self._has_any_room():
             placed = self._walk(now_us)
             if placed is None:
-                if not self._has_trimmed:  # the claimants that went back to their queues are heads again
+                if not self._is_cut_short:  # else there are other candidates now
                     self._failed_us, self._same_until_us = now_us, None
                 is_blocked = self.placement.has_claims
                 break
@@ -415,13 +419,13 @@ class FleetScheduler(Scheduler):
         order = self._candidates(now_us)
         self._for_floors = for_floors = {it.ticket.id for it in order if it.order_class in (_INSIDE, _TURN)}
         if for_floors and any(candidate.ticket.placing.is_claimant for candidate in order):
-            order.sort(key=_place_in_walk)
+            order.sort(key=place_in_walk)
         return order
 
     def _walk(self, now_us: int) -> Placed | None:
         """The ticket that is admitted next, and its engine."""
         placed: Placed | bool = True
-        self._is_walking = True
+        self._is_walking, self._times_anew = True, 0
         while placed is True:
             self.placement.begin_walk()
             placed = self._walk_once(now_us)
@@ -452,11 +456,14 @@ class FleetScheduler(Scheduler):
                 return candidate, taking
             else:
                 is_over = claim(ledger, placing.prompt)
-            if not placing.is_claimant:
+            if self._times_anew == MOST_TIMES_ANEW and not placing.is_claimant:
+                placing.kept = None
+            elif not placing.is_claimant:
                 self._claim(ticket, now_us)
                 looked = order[:place]
                 order = self.in_order_of_walk(now_us)
                 if [it.sequence for it in order[:place]] != [it.sequence for it in looked]:
+                    self._times_anew += ledger is not None
                     return True
             if is_over:
                 return False
@@ -502,8 +509,9 @@ class FleetScheduler(Scheduler):
 
     def _trim(self, admitted: Ticket | None, now_us: int) -> None:
         """The claimants beyond the most that may be return to their queues, the last in order."""
-        self._has_trimmed = self._claimants() > MOST_CLAIMANTS
-        if not self._has_trimmed:
+        is_full = self._claimants() > MOST_CLAIMANTS
+        self._is_cut_short = is_full or self._times_anew == MOST_TIMES_ANEW
+        if not is_full:
             return
         order: list[Candidate] = []
         for tier in self._tiers:
@@ -589,12 +597,3 @@ class FleetScheduler(Scheduler):
         head = tier.queue.head()
         heads = [*tier.queue.claimants.values(), *(() if head is None else (head,))]
         return min(self._order.candidates(tier, heads, now_us), default=None)
-
-
-def _place_in_walk(candidate: Candidate) -> int:
-    """Equal ones stay in order."""
-    if candidate.order_class is _ALWAYS_FIRST:
-        return -1
-    placing = candidate.ticket.placing
-    claimed_us = placing.claimed_us if placing.is_claimant and candidate.order_class in (_INSIDE, _TURN) else None
-    return NEVER_US if claimed_us is None else claimed_us

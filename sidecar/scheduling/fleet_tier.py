@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_prefill
 from sidecar.scheduling.claims import ClaimQueue
 from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
+from sidecar.scheduling.placement import NEVER_US
 from sidecar.scheduling.ticket import Ticket
 from sidecar.scheduling.tier import LATEST_US, MOST_EXCESS, TierState
 
@@ -120,6 +121,15 @@ class FleetTier(TierState):
 
 def _fair_place(ticket: Ticket) -> tuple[float, int]:
     return ticket.start, ticket.sequence
+
+
+def place_in_walk(candidate: Candidate) -> int:
+    """The place of a candidate in a walk (`fleet_scheduler`). Equal ones stay in order."""
+    if candidate.order_class is _ALWAYS_FIRST:
+        return -1
+    placing = candidate.ticket.placing
+    claimed_us = placing.claimed_us if placing.is_claimant and candidate.order_class in (_INSIDE, _TURN) else None
+    return NEVER_US if claimed_us is None else claimed_us
 
 
 class FleetOrder(LevelOrder):

@@ -1,7 +1,9 @@
 """The scheduler of a pool with several engines that orders by gain: `fleet_scheduler` with the order of `gain_order`.
 
 A walk looks at the heads of the tiers, at the claimants, and at the best ticket of each tier, in the order by gain. A
-best ticket that claims an engine becomes a claimant: the next best of its tier is a candidate then.
+best ticket that claims an engine becomes a claimant: the next best of its tier is a candidate then. A best ticket is
+known by a density that was computed earlier, and that of a claimant is up to date, so one that claims may fall back in
+the order. The walk begins anew then, and no more often than `fleet_scheduler` says, however many such tickets wait.
 
 A ticket is urgent when its deadline is nearer than half of the time that all engines which take new work need for all
 that waits.

@@ -20,6 +20,8 @@ from sidecar.scheduling.placement import EngineOffer
 MOST_PLACED = 16
 """K: the tickets for which one walk chooses an engine."""
 MOST_CLAIMANTS = 16
+MOST_TIMES_ANEW = 16
+"""For so many tickets that claimed an engine a walk begins anew."""
 PATIENCE_US, PATIENCE_US_PER_HIT = 5_000_000, 500
 
 
@@ -67,6 +69,7 @@ class FleetOracle(Oracle):
         self._most_prefill = [0] * len(policy.tiers)
         self.for_floors: list[Request] = []
         self.is_walking = False
+        self.times_anew = 0
         self._shares: dict[tuple[str, int], tuple[int | None, ...]] = {}
 
     def rules_of(self, tokens: int | None, requests: int | None, prefill: int | None) -> PoolRules:
@@ -350,7 +353,7 @@ class FleetOracle(Oracle):
 
     def walk(self, now_us: int) -> tuple[Request, str] | None:
         """The ticket that is admitted next, and its engine. Who claims an engine is a claimant from now on."""
-        self.is_walking = True
+        self.is_walking, self.times_anew = True, 0
         found: tuple[Request, str] | str | None = "again"
         while found == "again":
             found = self._walk_once(now_us)
@@ -362,7 +365,10 @@ class FleetOracle(Oracle):
         return found
 
     def _walk_once(self, now_us: int) -> tuple[Request, str] | str | None:
-        """`again` where a claim changed the candidates before the present one: the walk then begins anew."""
+        """`again` where a claim changed the candidates before the present one: the walk then begins anew.
+
+        Once it did so for 16 that claimed an engine, a ticket that is no claimant makes its claim for this walk alone.
+        """
         looked: list[Request] = []
         claims: list[tuple[Request, str]] = []
         while True:
@@ -376,15 +382,16 @@ class FleetOracle(Oracle):
                     return None
                 continue
             engine = self.best(request, claims)
-            if engine is None:
-                if len(self.claimants()) < MOST_CLAIMANTS:
-                    self.become_claimant(request, now_us)
-            elif (entered := self.entered(request, engine, claims, now_us)) is not None:
-                return request, entered
-            else:
+            if engine is not None:
+                if (entered := self.entered(request, engine, claims, now_us)) is not None:
+                    return request, entered
                 claims.append((request, engine))
+            if not request.claims and self.times_anew == MOST_TIMES_ANEW:
+                request.kept_engine = None
+            elif engine is not None or len(self.claimants()) < MOST_CLAIMANTS:
                 self.become_claimant(request, now_us)
             if self.order(now_us)[: len(looked)] != looked:
+                self.times_anew += engine is not None
                 return "again"
             if self.is_over(claims):
                 return None

@@ -133,7 +133,10 @@ end
 
 -- -- walks
 
+-- A walk begins anew for so many tickets that claimed an engine: as in `scheduling/fleet_scheduler.py`.
+local MOST_TIMES_ANEW = 16
 local for_floors, is_walking = {}, false -- by sequence; else an engine is only asked for
+local times_anew -- how often the walk began anew for a claim
 local best = pool.best
 
 local function place_in_walk(candidate)
@@ -200,11 +203,16 @@ function pool.look_at(order, index)
     if taking then return taking end
     is_over = pool.claim_engine(place, ticket.prompt)
   end
-  if not ticket.is_claimant then
+  if times_anew == MOST_TIMES_ANEW and not ticket.is_claimant then
+    ticket.kept = nil
+  elseif not ticket.is_claimant then
     pool.claim(ticket)
     local present = pool.in_order_of_walk()
     for before = 1, index do
-      if not present[before] or present[before].ticket.sequence ~= order[before].ticket.sequence then return 'again' end
+      if not present[before] or present[before].ticket.sequence ~= order[before].ticket.sequence then
+        if place then times_anew = times_anew + 1 end
+        return 'again'
+      end
     end
     order.present = present
   end
@@ -232,7 +240,7 @@ end
 
 function pool.walk()
   local found, place
-  pool.has_walked, is_walking = true, true
+  pool.has_walked, is_walking, times_anew = true, true, 0
   repeat
     pool.begin_walk()
     found, place = pool.walk_once()
@@ -245,8 +253,9 @@ end
 
 -- The claimants beyond the most that may be return to their queues, the last in order.
 function pool.trim(admitted)
-  pool.has_trimmed = fleet[ALL_CLAIMANTS] > pool.most_looked_at()
-  if not pool.has_trimmed then return end
+  local is_full = fleet[ALL_CLAIMANTS] > pool.most_looked_at()
+  pool.is_cut_short = is_full or times_anew == MOST_TIMES_ANEW
+  if not is_full then return end
   local order = {}
   for _, ticket in ipairs(pool.claimants()) do
     if ticket ~= admitted then order[#order + 1] = pool.candidate(ticket.level, ticket) end
