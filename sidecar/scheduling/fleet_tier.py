@@ -3,6 +3,10 @@
 A tier's floor is filled in fair order, by claimants and heads alike. For a ticket counts as filled what those before it
 need, too: so no later ticket takes the room of the floor that an earlier one waits for, whichever engine it waits for.
 Only the first may have a turn. While the tier owes, tickets larger than its floor are left out.
+
+The next ticket of a tier is looked at as soon as the first claims an engine, and what is admitted beyond the floor
+fills it, too. A first that is no larger than the floor would never get in while others of its tier did time and again.
+They pass it beyond the floor only while it is a claimant with patience, or no engine could hold it.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_prefill
 from sidecar.scheduling.claims import ClaimQueue
 from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
+from sidecar.scheduling.placement import Placement
 from sidecar.scheduling.ticket import Ticket
 from sidecar.scheduling.tier import LATEST_US, MOST_EXCESS, TierState
 
@@ -91,6 +96,15 @@ class FleetTier(TierState):
             yield ticket, _INSIDE
             is_first = False
 
+    def kept_from_being_passed(self, now_us: int) -> Ticket | None:
+        """The first ticket in fair order, where it is no larger than the floor and no claimant with patience."""
+        owes, is_small = now_us < self.owes_until_us, self.queue.is_small
+        first = next((it for it in self.in_fair_order(now_us) if not owes or is_small(it)), None)
+        if first is None or not is_small(first):
+            return None
+        placing = first.placing
+        return None if placing.is_claimant and now_us < placing.patient_until_us else first
+
     def excess_prefill(self, ticket: Ticket) -> int:
         """How many whole reserves more are too much in un-prefilled tokens than in the other dimensions."""
         reserve = self.rules.reserve_prefill
@@ -155,6 +169,19 @@ class FleetOrder(LevelOrder):
             place = (order_class, turn, precedence, arrived_us, ticket.sequence, ticket, level, level, level)
             found.append(_new(Candidate, place))
         return found
+
+    def without_passing(self, order: list[Candidate], placement: Placement, now_us: int) -> list[Candidate]:
+        """The candidates, but for those that would pass the first of their tier beyond the floor, and may not."""
+        for tier in self._tiers:
+            first = tier.kept_from_being_passed(now_us) if tier.queue.claimants else None
+            if first is not None and placement.usable(first.tokens, first.requests, first.placing):
+                place, level = _fair_place(first), first.tier
+                order = [
+                    it
+                    for it in order
+                    if it.order_class is not _OTHER or it.ticket.tier != level or _fair_place(it.ticket) <= place
+                ]
+        return order
 
     def in_order(self, now_us: int) -> list[Candidate]:
         """See `LevelOrder.in_order`."""
