@@ -5,8 +5,9 @@ need, too: so no later ticket takes the room of the floor that an earlier one wa
 Only the first may have a turn. While the tier owes, tickets larger than its floor are left out.
 
 The next ticket of a tier is looked at as soon as the first claims an engine, and what is admitted beyond the floor
-fills it, too. A first that is no larger than the floor would never get in while others of its tier did time and again.
-They pass it beyond the floor only while it is a claimant with patience, or no engine could hold it.
+fills it, too. So a first that is no larger than the floor would never be inside it while others of its tier got in, and
+tickets of other floors would enter the engine that it claims. They pass it beyond the floor only while it is a claimant
+with patience, or no engine could hold it, or no other tier has anything.
 """
 
 from __future__ import annotations
@@ -173,7 +174,9 @@ class FleetOrder(LevelOrder):
     def without_passing(self, order: list[Candidate], placement: Placement, now_us: int) -> list[Candidate]:
         """The candidates, but for those that would pass the first of their tier beyond the floor, and may not."""
         for tier in self._tiers:
-            first = tier.kept_from_being_passed(now_us) if tier.queue.claimants else None
+            if not tier.queue.claimants or not self._is_shared():
+                continue
+            first = tier.kept_from_being_passed(now_us)
             if first is not None and placement.usable(first.tokens, first.requests, first.placing):
                 place, level = _fair_place(first), first.tier
                 order = [
@@ -182,6 +185,10 @@ class FleetOrder(LevelOrder):
                     if it.order_class is not _OTHER or it.ticket.tier != level or _fair_place(it.ticket) <= place
                 ]
         return order
+
+    def _is_shared(self) -> bool:
+        """Whether more than one tier has tickets or leases."""
+        return sum(bool(tier.queue.count or tier.held_requests) for tier in self._tiers) > 1
 
     def in_order(self, now_us: int) -> list[Candidate]:
         """See `LevelOrder.in_order`."""

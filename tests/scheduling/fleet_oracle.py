@@ -341,8 +341,11 @@ class FleetOracle(Oracle):
 
     def would_pass_the_first(self, request: Request, now_us: int) -> bool:
         """Whether it is later in fair order than the first of its tier, which no one may pass beyond the floor: one no
-        larger than the floor, that an engine could hold, and that is no claimant with patience.
+        larger than the floor, that an engine could hold, and that is no claimant with patience. If no other tier has
+        anything, its place in order is enough.
         """
+        if not any(it.tier != request.tier for it in [*self.waiting(), *self.held()]):
+            return False
         tier, owes = request.tier, self.owes(request.tier, now_us)
         line = [it for it in self.in_fair_order(tier, now_us) if not owes or self.is_within_a_reserve(it)]
         if not line or not self.is_within_a_reserve(line[0]) or not self.usable(line[0]):

@@ -260,6 +260,16 @@ class LetsNoOnePass(FleetScheduler):
     _tier_type = Tier
 
 
+class LetsNoOnePassInAPoolOfItsOwn(FleetScheduler):
+    """Admits none beyond the floor while the first of the only tier that has any waits for an engine."""
+
+    class Order(FleetOrder):
+        def _is_shared(self) -> bool:
+            return True
+
+    _order_type = Order
+
+
 class KeepsWhatCannotGoFromBeingPassed(FleetScheduler):
     """Admits none beyond the floor while the first of the tier waits, and no engine could hold that."""
 
@@ -351,6 +361,7 @@ BROKEN = (
     LetsNoClaimForAFloorComeFirst,
     LetsTheFirstBePassed,
     LetsNoOnePass,
+    LetsNoOnePassInAPoolOfItsOwn,
     KeepsWhatCannotGoFromBeingPassed,
     NeverBeginsAnew,
     KeepsEveryPrompt,
@@ -361,7 +372,7 @@ BROKEN = (
     ForgetsWhoIsGone,
 )
 IN_NO_SCENARIO = (CountsNoClaimedPrompts, NeverBeginsAnew)
-IN_NO_RANDOM_RUN = (TakesWhatIsClaimed, KeepsWhatCannotGoFromBeingPassed)
+IN_NO_RANDOM_RUN = (TakesWhatIsClaimed, LetsNoOnePassInAPoolOfItsOwn, KeepsWhatCannotGoFromBeingPassed)
 
 
 def holds(kind: type[FleetScheduler], seed: int, steps: int = 100) -> bool:

@@ -158,8 +158,17 @@ function pool.kept_from_being_passed(level)
   end
 end
 
+-- Whether there are claimants, and more than one tier has tickets or leases.
+local function has_claimants_beside_others()
+  local busy = 0
+  for level = 0, fleet[ALL_CLAIMANTS] > 0 and levels - 1 or -1 do
+    if tiers[level][QUEUED] > 0 or tiers[level][HELD_REQUESTS] > 0 then busy = busy + 1 end
+  end
+  return busy > 1
+end
+
 local function without_passing(order)
-  for level = 0, levels - 1 do
+  for level = 0, has_claimants_beside_others() and levels - 1 or -1 do
     local first = tiers[level][CLAIMANTS] > 0 and pool.kept_from_being_passed(level)
     if first then
       local found = {}
