@@ -416,7 +416,7 @@ class FleetScheduler(Scheduler):
 
     def in_order_of_walk(self, now_us: int) -> list[Candidate]:
         """The candidates in the order in which a walk looks at them."""
-        order = self._candidates(now_us)
+        order = self._order.without_passing(self._candidates(now_us), self.placement, now_us)
         self._for_floors = for_floors = {it.ticket.id for it in order if it.order_class in (_INSIDE, _TURN)}
         if for_floors and any(candidate.ticket.placing.is_claimant for candidate in order):
             order.sort(key=place_in_walk)

@@ -3,6 +3,11 @@
 A tier's floor is filled in fair order, by claimants and heads alike. For a ticket counts as filled what those before it
 need, too: so no later ticket takes the room of the floor that an earlier one waits for, whichever engine it waits for.
 Only the first may have a turn. While the tier owes, tickets larger than its floor are left out.
+
+The next ticket of a tier is looked at as soon as the first claims an engine, and what is admitted beyond the floor
+fills it, too. So a first that is no larger than the floor would never be inside it while others of its tier got in, and
+tickets of other floors would enter the engine that it claims. They pass it beyond the floor only while it is a claimant
+with patience, or no engine could hold it, or no other tier has anything.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_prefill
 from sidecar.scheduling.claims import ClaimQueue
 from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
-from sidecar.scheduling.placement import NEVER_US
+from sidecar.scheduling.placement import NEVER_US, Placement
 from sidecar.scheduling.ticket import Ticket
 from sidecar.scheduling.tier import LATEST_US, MOST_EXCESS, TierState
 
@@ -92,6 +97,15 @@ class FleetTier(TierState):
             yield ticket, _INSIDE
             is_first = False
 
+    def kept_from_being_passed(self, now_us: int) -> Ticket | None:
+        """The first ticket in fair order, where it is no larger than the floor and no claimant with patience."""
+        owes, is_small = now_us < self.owes_until_us, self.queue.is_small
+        first = next((it for it in self.in_fair_order(now_us) if not owes or is_small(it)), None)
+        if first is None or not is_small(first):
+            return None
+        placing = first.placing
+        return None if placing.is_claimant and now_us < placing.patient_until_us else first
+
     def excess_prefill(self, ticket: Ticket) -> int:
         """How many whole reserves more are too much in un-prefilled tokens than in the other dimensions."""
         reserve = self.rules.reserve_prefill
@@ -165,6 +179,25 @@ class FleetOrder(LevelOrder):
             place = (order_class, turn, precedence, arrived_us, ticket.sequence, ticket, level, level, level)
             found.append(_new(Candidate, place))
         return found
+
+    def without_passing(self, order: list[Candidate], placement: Placement, now_us: int) -> list[Candidate]:
+        """The candidates, but for those that would pass the first of their tier beyond the floor, and may not."""
+        for tier in self._tiers:
+            if not tier.queue.claimants or not self._is_shared():
+                continue
+            first = tier.kept_from_being_passed(now_us)
+            if first is not None and placement.usable(first.tokens, first.requests, first.placing):
+                place, level = _fair_place(first), first.tier
+                order = [
+                    it
+                    for it in order
+                    if it.order_class is not _OTHER or it.ticket.tier != level or _fair_place(it.ticket) <= place
+                ]
+        return order
+
+    def _is_shared(self) -> bool:
+        """Whether more than one tier has tickets or leases."""
+        return sum(bool(tier.queue.count or tier.held_requests) for tier in self._tiers) > 1
 
     def in_order(self, now_us: int) -> list[Candidate]:
         """See `LevelOrder.in_order`."""

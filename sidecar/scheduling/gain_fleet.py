@@ -47,6 +47,9 @@ class GainFleetTier(FleetTier, GainTier):
         """See `FleetTier.is_below_floor`."""
         return FleetTier.is_below_floor(self)
 
+    def kept_from_being_passed(self, now_us: int) -> None:
+        """See `FleetTier.kept_from_being_passed`. What is admitted beyond the floor is not counted in it."""
+
     def has_floor_for(self, ticket: Ticket) -> bool:
         """See `GainTier.has_floor_for`."""
         return super().has_floor_for(ticket) and self.floor_prefill + self.prefill(ticket) <= self.rules.reserve_prefill

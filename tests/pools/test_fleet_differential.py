@@ -194,6 +194,8 @@ def test_a_real_server_chooses_engines_as_one_process_does_for_long(
         ("(hits[ledger.id] or 0) > (hits[other.id] or 0) or ", ""),  # no one waits for a cache
         ("or ledger[SPEED] > other[SPEED]", ""),  # nor for a faster engine
         ("PATIENCE_US, PATIENCE_US_PER_HIT = 5000000, 500", "PATIENCE_US, PATIENCE_US_PER_HIT = 5000000, 499"),
+        ("tiers[level][CLAIMANTS] > 0 and pool.kept_from_being_passed(level)", "false"),  # the first is passed for ever
+        ("if first.is_claimant and now < first.patient_until then return nil end", ""),  # none passes the first
         ("return pool.next_impatience(next_change_of_waiting())", "return next_change_of_waiting()"),
     ],
 )

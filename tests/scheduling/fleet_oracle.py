@@ -342,10 +342,29 @@ class FleetOracle(Oracle):
             return super().class_of(request, now_us)
         return self.for_floor(request.tier, now_us).get(request.id, OTHER)
 
+    def would_pass_the_first(self, request: Request, now_us: int) -> bool:
+        """Whether it is later in fair order than the first of its tier, which no one may pass beyond the floor: one no
+        larger than the floor, that an engine could hold, and that is no claimant with patience. If no other tier has
+        anything, its place in order is enough.
+        """
+        if not any(it.tier != request.tier for it in [*self.waiting(), *self.held()]):
+            return False
+        tier, owes = request.tier, self.owes(request.tier, now_us)
+        line = [it for it in self.in_fair_order(tier, now_us) if not owes or self.is_within_a_reserve(it)]
+        if not line or not self.is_within_a_reserve(line[0]) or not self.usable(line[0]):
+            return False
+        is_later = (request.start, request.number) > (line[0].start, line[0].number)
+        return is_later and not (line[0].claims and self.is_patient(line[0], now_us))
+
+    def is_patient(self, request: Request, now_us: int) -> bool:
+        patience_us = PATIENCE_US + PATIENCE_US_PER_HIT * max(request.hits.values(), default=0)
+        return request.claimed_us is None or now_us - request.claimed_us < patience_us
+
     def order(self, now_us: int) -> list[Request]:
         """Claimants for their tiers' floors come before all but those that are always first, the first claims first."""
         allowed = self._allowed(now_us)
         classes = {request.id: self.class_of(request, now_us) for request in allowed}
+        allowed = [it for it in allowed if classes[it.id] != OTHER or not self.would_pass_the_first(it, now_us)]
         self.for_floors = [request for request in allowed if classes[request.id] in (INSIDE, TURN)]
         keep = sorted((r for r in self.for_floors if r.claims), key=lambda request: request.claimed_us)
         always = [request for request in allowed if classes[request.id] == ALWAYS_FIRST]
@@ -409,10 +428,8 @@ class FleetOracle(Oracle):
         ]
         if best in free:
             return best
-        patience_us = PATIENCE_US + PATIENCE_US_PER_HIT * max(request.hits.values(), default=0)
-        is_patient = request.claimed_us is None or now_us - request.claimed_us < patience_us
         found = min(free, key=lambda engine: self.score(engine, request, claims), default=None)
-        if found is None or not is_patient or len(claims) == MOST_PLACED - 1:
+        if found is None or not self.is_patient(request, now_us) or len(claims) == MOST_PLACED - 1:
             return found
         has_more = request.hits.get(best, 0) > request.hits.get(found, 0)
         return None if has_more or self.offers[best].speed > self.offers[found].speed else found

@@ -94,6 +94,10 @@ class GainFleetOracle(GainOracle, FleetOracle):
         mine = [self.holds(request) for request in self.held() if request.tier == tier and request.in_floor]
         return tuple(sum(column) for column in zip((0, 0, 0), *mine, strict=True))
 
+    def would_pass_the_first(self, request: Request, now_us: int) -> bool:
+        """What is admitted beyond the floor does not count in it."""
+        return False
+
     def class_of(self, request: Request, now_us: int) -> int:
         return FleetOracle.class_of(self, request, now_us)
 

@@ -19,8 +19,9 @@ from test_fleet_scenarios import SCENARIOS, answers, recorded
 from sidecar.policy.rules import Shares
 from sidecar.scheduling.claims import ClaimQueue
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
+from sidecar.scheduling.fleet_tier import FleetOrder, FleetTier
 from sidecar.scheduling.order import Candidate
-from sidecar.scheduling.placement import EngineLedger, Placement
+from sidecar.scheduling.placement import EngineLedger, EngineOffer, Placement, Placing
 from sidecar.scheduling.ticket import Ticket
 
 QUICK = settings(
@@ -239,6 +240,53 @@ class LetsNoClaimForAFloorComeFirst(FleetScheduler):
         return self._candidates(now_us)
 
 
+class LetsTheFirstBePassed(FleetScheduler):
+    """Admits later tickets of a tier beyond its floor, however long its first has waited for an engine."""
+
+    class Tier(FleetTier):
+        def kept_from_being_passed(self, now_us: int) -> None:
+            pass
+
+    _tier_type = Tier
+
+
+class LetsNoOnePass(FleetScheduler):
+    """Admits none beyond the floor while the first of the tier waits for its best engine."""
+
+    class Tier(FleetTier):
+        def kept_from_being_passed(self, now_us: int) -> Ticket | None:
+            return super().kept_from_being_passed(now_us + 60_000_000)
+
+    _tier_type = Tier
+
+
+class LetsNoOnePassInAPoolOfItsOwn(FleetScheduler):
+    """Admits none beyond the floor while the first of the only tier that has any waits for an engine."""
+
+    class Order(FleetOrder):
+        def _is_shared(self) -> bool:
+            return True
+
+    _order_type = Order
+
+
+class KeepsWhatCannotGoFromBeingPassed(FleetScheduler):
+    """Admits none beyond the floor while the first of the tier waits, and no engine could hold that."""
+
+    class Order(FleetOrder):
+        def without_passing(self, order: list[Candidate], placement: Placement, now_us: int) -> list[Candidate]:
+            return super().without_passing(order, HoldsEverything(), now_us)
+
+    _order_type = Order
+
+
+class HoldsEverything(Placement):
+    """Engines that could hold everything."""
+
+    def usable(self, tokens: int, requests: int, placing: Placing) -> list[EngineLedger]:
+        return [EngineLedger(EngineOffer("any#1", 1, 1))]
+
+
 class NeverBeginsAnew(FleetScheduler):
     """Goes on with its walk where a better ticket has joined it."""
 
@@ -311,6 +359,10 @@ BROKEN = (
     IsPatientForever,
     TakesWhatIsClaimed,
     LetsNoClaimForAFloorComeFirst,
+    LetsTheFirstBePassed,
+    LetsNoOnePass,
+    LetsNoOnePassInAPoolOfItsOwn,
+    KeepsWhatCannotGoFromBeingPassed,
     NeverBeginsAnew,
     KeepsEveryPrompt,
     KnowsTwoDimensions,
@@ -320,7 +372,7 @@ BROKEN = (
     ForgetsWhoIsGone,
 )
 IN_NO_SCENARIO = (CountsNoClaimedPrompts, NeverBeginsAnew)
-IN_NO_RANDOM_RUN = (TakesWhatIsClaimed,)
+IN_NO_RANDOM_RUN = (TakesWhatIsClaimed, LetsNoOnePassInAPoolOfItsOwn, KeepsWhatCannotGoFromBeingPassed)
 
 
 def holds(kind: type[FleetScheduler], seed: int, steps: int = 100) -> bool:

@@ -146,9 +146,50 @@ local function place_in_walk(candidate)
   return ticket.patient_until - pool.patience_of(ticket)
 end
 
+-- The first ticket of a tier in fair order, where none may pass it beyond the floor: it is no larger than that, no claimant
+-- with patience, and an engine could hold it.
+function pool.kept_from_being_passed(level)
+  local owes = now < tiers[level][OWES_UNTIL]
+  for _, first in ipairs(pool.in_fair_order(level)) do
+    if pool.is_small(first) then
+      if first.is_claimant and now < first.patient_until then return nil end
+      pool.know_placing(first)
+      return pool.usable(first)[1] and first
+    elseif not owes then
+      return nil
+    end
+  end
+end
+
+-- Whether there are claimants, and more than one tier has tickets or leases.
+local function has_claimants_beside_others()
+  local busy = 0
+  for level = 0, fleet[ALL_CLAIMANTS] > 0 and levels - 1 or -1 do
+    if tiers[level][QUEUED] > 0 or tiers[level][HELD_REQUESTS] > 0 then busy = busy + 1 end
+  end
+  return busy > 1
+end
+
+local function without_passing(order)
+  for level = 0, has_claimants_beside_others() and levels - 1 or -1 do
+    local first = tiers[level][CLAIMANTS] > 0 and pool.kept_from_being_passed(level)
+    if first then
+      local found = {}
+      for _, candidate in ipairs(order) do
+        if candidate.order_class ~= CLASS_OTHER or candidate.ticket.level ~= level
+          or not is_before_in_fair_order(first, candidate.ticket) then
+          found[#found + 1] = candidate
+        end
+      end
+      order = found
+    end
+  end
+  return order
+end
+
 -- Claimants for their tiers' floors come first, in the order of their claims.
 function pool.in_order_of_walk()
-  local order = pool.candidates()
+  local order = without_passing(pool.candidates())
   for_floors = {}
   for place, candidate in ipairs(order) do
     candidate.place, candidate.in_walk = place, place_in_walk(candidate)

@@ -41,6 +41,9 @@ end
 
 function pool.class_of(level, ticket) return pool.class_in_fair_order(level, ticket) end
 
+-- What is admitted beyond the floor is not counted in it.
+function pool.kept_from_being_passed() return nil end
+
 local is_in_headroom = pool.is_in_headroom
 
 function pool.is_in_headroom(level, ticket)
