@@ -109,6 +109,13 @@ def vllm(**settings: Any) -> Iterator[Engine]:
         yield engine
 
 
+def skip_without(package: str, engine: str, requirement: str) -> None:
+    """Skips where a package is not installed beside an engine."""
+    environment = installed_in() / engine
+    if not list(environment.glob(f"lib/*/site-packages/{package}-*.dist-info")):
+        pytest.skip(f"{package} is not installed beside {engine}: run {environment}/bin/pip install {requirement} once")
+
+
 SGLANG_TOKENS = 8192
 """What its KV cache holds here."""
 
@@ -137,9 +144,7 @@ def sglang(
         **(variables or {}),
     }
     if policy is not None:
-        environment = installed_in() / "sglang"
-        if not list(environment.glob("lib/*/site-packages/admission_sidecar-*.dist-info")):
-            pytest.skip(f"this project is not installed beside SGLang: run {environment}/bin/pip install . once")
+        skip_without("admission_sidecar", "sglang", ".")
         settings |= {"SERVE": "python -m sidecar.cli sglang-serve", "SIDECAR_POLICY": str(policy)}
     with tempfile.TemporaryDirectory() as folder, _running(line, settings, Path(folder) / "log", port) as engine:
         engine.wait_ready("/v1/models")

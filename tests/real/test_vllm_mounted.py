@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.real.lab import MODEL, READY_WITHIN_S, ROOT, Engine, installed_in, script, vllm, vllm_process
+from tests.real.lab import MODEL, READY_WITHIN_S, ROOT, Engine, installed_in, script, skip_without, vllm, vllm_process
 from tests.support.ports import free_ports
 from tests.support.redis_servers import RedisServer, first_binary, free_port
 
@@ -197,6 +197,7 @@ def test_two_api_servers_without_a_store_do_not_start(tmp_path: Path) -> None:
 
 async def test_two_api_servers_share_a_pool_in_the_store(tmp_path: Path) -> None:
     """Three requests at once over both: with a pool each it would be up to four, as many as the engine takes."""
+    skip_without("hiredis", "vllm", "redis hiredis")
     admin = free_ports(2)
     arguments = ["--api-server-count", "2"]
     with RedisServer(first_binary(), tmp_path) as store:
