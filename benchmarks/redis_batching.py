@@ -57,7 +57,7 @@ async def _round_trips(url: str, requests_each: int) -> Figure:
         await all_settled(pool)
         calls, requests = pool.round_trips - before, AT_ONCE * requests_each
     parts = {"requests": requests, "calls": calls, "requests that waited": waited}
-    return Figure(f"round trips per request, {AT_ONCE} at once in one replica", calls / requests, 0.25, parts)
+    return Figure(f"round trips per request, {AT_ONCE} at once in one replica", calls / requests, 0.031, parts)
 
 
 async def all_settled(pool: RedisPool) -> None:

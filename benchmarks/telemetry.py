@@ -53,7 +53,8 @@ WITHOUT = {
     "everything_by_sdk": "admission",
 }
 """What each is an addition to."""
-MOST_SAMPLED_OUT_US = 40.0
+MOST_SAMPLED_OUT_US = 25.0
+"""On a machine where the app alone takes 56 us."""
 MOST_OF_CONTRIBUTED = 1.0
 Rounds = Mapping[str, Sequence[float]]
 """Each server's CPU microseconds a request, round by round."""
@@ -153,7 +154,7 @@ def verdict(found: Mapping[str, float]) -> tuple[str, bool]:
     lines = [
         (f"{bare:8.2f}  all our telemetry to the contributed spans alone; at most 1", bare <= MOST_OF_CONTRIBUTED),
         (f"{like:8.2f}  the same to the contributed spans and metrics", True),
-        (f"{out_us:8.1f}  us added at 0% sampling with metrics on; at most 40", out_us <= MOST_SAMPLED_OUT_US),
+        (f"{out_us:8.1f}  us added at 0% sampling with metrics on; at most 25", out_us <= MOST_SAMPLED_OUT_US),
     ]
     text = "\n".join(line if is_reached else f"{line}: MISSED" for line, is_reached in lines)
     return text, all(is_reached for _, is_reached in lines)
