@@ -42,14 +42,15 @@ _log = logging.getLogger("sidecar.fleet")
 def engine_of_process(environment: Mapping[str, str]) -> tuple[str, int]:
     """The name and the incarnation of this process's engine. Raises ValueError for a name that is none.
 
-    The incarnation of a given name is the second of the calendar in which the process began.
+    The incarnation of a given name is the time of the calendar at which the process began, in us. In seconds, two
+    processes that began in the same one would be one engine to the pool.
     """
     written = environment.get(NAME_VARIABLE, "").strip()
     if not written:
         host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")[:_LONGEST_HOST]
         return f"{host or 'engine'}-{secrets.token_hex(2)}", 1
     try:
-        return engine_name(written), int(time.time())
+        return engine_name(written), time.time_ns() // 1000
     except ValueError as mistake:
         raise ValueError(f"{NAME_VARIABLE}: {mistake}") from None
 

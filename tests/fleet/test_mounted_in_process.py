@@ -118,6 +118,14 @@ def test_the_name_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
         assert first != second
 
 
+def test_a_process_that_begins_later_in_one_second_is_a_later_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process starts in less than a second: two with one name and one number would be one engine to the pool."""
+    clock_ns = iter((1_795_690_000_000_123_456, 1_795_690_000_000_124_456))
+    monkeypatch.setattr("time.time_ns", lambda: next(clock_ns))
+    first, second = (engine_of_process({"SIDECAR_ENGINE_NAME": "gpu-1"}) for _ in range(2))
+    assert (first, second) == (("gpu-1", 1_795_690_000_000_123), ("gpu-1", 1_795_690_000_000_124))
+
+
 async def test_several_processes_of_one_engine_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a store, too: each of them would offer the whole engine."""
     monkeypatch.setenv("SIDECAR_STORE", "redis://127.0.0.1:9/0")

@@ -196,31 +196,35 @@ async def test_a_drain_reaches_all_replicas_and_ends_with_the_incarnation(server
 
 
 @pytest.mark.long
-async def test_two_replicas_that_see_one_restart_raise_the_incarnation_once(server: RedisServer) -> None:
+@pytest.mark.parametrize("first", [1, 1_795_690_000_000_123], ids=["counted", "in_us"])
+async def test_two_replicas_that_see_one_restart_raise_the_incarnation_once(server: RedisServer, first: int) -> None:
+    """A proxy counts from 1; an engine that is mounted is numbered by the time of its start."""
+    before, after = f"a#{first}", f"a#{first + 1}"
+    begun = A._replace(id=before)
     with server:
-        async with replicas(server.url, 3, A) as pools:
+        async with replicas(server.url, 3, begun) as pools:
             heard: list[tuple[str, int, bool]] = []
             pools[2].on_incarnation = lambda *news: heard.append(news)
             old = await pools[0].enter(ask(prompt=5))
-            restarted = A._replace(id="a#2")
+            restarted = begun._replace(id=after)
             pools[0].set_engines([restarted])
             pools[1].set_engines([restarted])
             new = await pools[1].enter(ask(prompt=7))
-            assert await granted(new) == "a#2"
-            await holds(pools, {"a#1": (10, 1, 5), "a#2": (10, 1, 7)})
-            assert set(heard) == {("a", 2, True)}
-            assert {it.id: it.takes_new for it in pools[2].engines()} == {"a#1": False, "a#2": True}
+            assert await granted(new) == after
+            await holds(pools, {before: (10, 1, 5), after: (10, 1, 7)})
+            assert set(heard) == {("a", first + 1, True)}
+            assert {it.id: it.takes_new for it in pools[2].engines()} == {before: False, after: True}
             old.settle()
             pools[2].set_engines([restarted])
-            await holds(pools, {"a#2": (10, 1, 7)})  # never negative: the old one's ledger is its own
+            await holds(pools, {after: (10, 1, 7)})  # never negative: the old one's ledger is its own
             policy = replace(two_tiers(), pool="fleet")
             late = pool_of(server.url, policy)
             adopted: list[tuple[str, int, bool]] = []
             late.on_incarnation = lambda *news: adopted.append(news)
-            late.set_engines([A])
+            late.set_engines([begun])
             await late.open()
             await until(lambda: bool(adopted), 4)
-            assert adopted[0] == ("a", 2, False)
+            assert adopted[0] == ("a", first + 1, False)
             await late.close()
 
 
