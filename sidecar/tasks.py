@@ -1,4 +1,4 @@
-"""Cancellation of tasks."""
+"""Cancellation of tasks, and waits that have an end."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ async def end(task: asyncio.Task[object]) -> None:
     while not task.done():
         task.cancel()
         await asyncio.wait((task,), timeout=CANCEL_AGAIN_S)
+
+
+async def is_set_within(event: asyncio.Event, within_s: float) -> bool:
+    """Waits until `event` is set, for `within_s` seconds at most. Returns whether it was set by then."""
+    try:
+        await asyncio.wait_for(event.wait(), within_s)
+    except asyncio.TimeoutError:
+        return False
+    return True

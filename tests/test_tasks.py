@@ -1,4 +1,4 @@
-"""The end of a task, also of one to which a cancellation is lost."""
+"""The end of a task, also of one to which a cancellation is lost, and waits that have an end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from sidecar.tasks import end
+from sidecar.tasks import end, is_set_within
 
 pytestmark = pytest.mark.anyio
 
@@ -37,3 +37,17 @@ async def test_a_task_that_has_ended_is_left_alone() -> None:
     await asyncio.wait((task,))
     await end(task)
     assert isinstance(task.exception(), RuntimeError)
+
+
+async def test_a_wait_ends_with_the_event_or_with_its_time() -> None:
+    event = asyncio.Event()
+    assert not await is_set_within(event, 0.01)
+    asyncio.get_running_loop().call_soon(event.set)
+    assert await is_set_within(event, 60)
+
+
+async def test_a_wait_that_is_canceled_says_so() -> None:
+    task = asyncio.create_task(is_set_within(asyncio.Event(), 60))
+    await asyncio.sleep(0)
+    await end(task)
+    assert task.cancelled()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -25,7 +24,7 @@ from sidecar.cluster.report import ReplicaReport, Sources, own_report, pack
 from sidecar.events import StoreState
 from sidecar.policy.model import Learn, Mode, Policy
 from sidecar.pools import NotShared
-from sidecar.tasks import end
+from sidecar.tasks import end, is_set_within
 
 SHARE_EVERY_S = 2.0
 RETRY_S = 0.5
@@ -216,8 +215,7 @@ class PoolOverview:
             except Exception:
                 is_heard = False
                 self._report_defect()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait(), SHARE_EVERY_S if is_heard else RETRY_S)
+            await is_set_within(self._news, SHARE_EVERY_S if is_heard else RETRY_S)
 
     async def _share(self) -> bool:
         """Sends this replica's report and reads the others'. False where the store cannot be reached."""

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from sidecar.policy.fleet import EngineAddress
-from sidecar.tasks import end
+from sidecar.tasks import end, is_set_within
 
 FIRST_WITHIN_S = 6.0
 """How long the start waits for the first answer: a little more than one lookup may take."""
@@ -102,8 +101,7 @@ class FollowedDiscovery(Discovery):
         if self._following is None:
             self._has_looked = asyncio.Event()
             self._following = asyncio.get_running_loop().create_task(self._follow(), name="sidecar discovery")
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._has_looked.wait(), FIRST_WITHIN_S)
+        await is_set_within(self._has_looked, FIRST_WITHIN_S)
 
     async def close(self) -> None:
         """See `Discovery.close`."""

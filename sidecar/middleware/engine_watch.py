@@ -27,7 +27,7 @@ from sidecar.engines.discovery import Identity, identify, identify_by_models, id
 from sidecar.engines.pages import REFUSED, NoAnswer, NotConnected, Page, TooSlow, Unread
 from sidecar.errors import LoopDetected
 from sidecar.policy.fleet import Health
-from sidecar.tasks import end
+from sidecar.tasks import end, is_set_within
 
 if TYPE_CHECKING:
     from sidecar.middleware.engine_pages import EnginePages
@@ -244,8 +244,7 @@ class EngineWatch(KnownState):
 
     async def _follow(self) -> None:
         while True:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._pause_s())
+            await is_set_within(self._wake, self._pause_s())
             self._wake.clear()
             await self._look_safely()
 

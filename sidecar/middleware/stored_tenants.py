@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from sidecar.policy.problems import printable
 from sidecar.policy.reload import UsesPolicy
 from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_record, with_stored
 from sidecar.pools.stored_records import StoredRecords, StoreSilent
-from sidecar.tasks import end
+from sidecar.tasks import end, is_set_within
 
 READ_EVERY_S = 0.5
 """A change is in force on every replica within a second."""
@@ -92,8 +91,7 @@ class StoredTenantsRegistry:
         """Reads the tenants, and begins to follow them. Returns after `START_WITHIN_S` at the latest."""
         tried = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._follow(tried), name="sidecar tenants in the store")
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(tried.wait(), START_WITHIN_S)
+        await is_set_within(tried, START_WITHIN_S)
 
     async def stop(self) -> None:
         """Follows them no more. Those that are known stay in force."""

@@ -8,7 +8,6 @@ after a minute without requests are read at once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from calendar import monthrange
@@ -25,7 +24,7 @@ from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Ask, Pool
 from sidecar.pools.stored_records import StoreSilent
 from sidecar.pools.usage_records import MOST_AT_ONCE, Sums, UsageFigures, UsageKey, UsageRecords
-from sidecar.tasks import end
+from sidecar.tasks import end, is_set_within
 
 EVERY_S = 1.0
 GATHERED_S = 0.05
@@ -227,8 +226,7 @@ class TenantUsage:
         )
         tried = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._follow(tried), name="sidecar use of tenants")
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(tried.wait(), START_WITHIN_S)
+        await is_set_within(tried, START_WITHIN_S)
 
     async def stop(self) -> None:
         """Adds the rest, where the store answers."""
@@ -315,9 +313,7 @@ class TenantUsage:
 
     async def _newcomer(self, within_s: float) -> bool:
         """Returns True shortly after a tenant has come, with others that come meanwhile; else False."""
-        try:
-            await asyncio.wait_for(self._has_newcomers.wait(), within_s)
-        except asyncio.TimeoutError:
+        if not await is_set_within(self._has_newcomers, within_s):
             return False
         await asyncio.sleep(GATHERED_S)
         return True

@@ -8,7 +8,6 @@ that exists stays, an ignored signal stays ignored, and a process with a termina
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -26,7 +25,7 @@ from sidecar.policy.problems import PolicyError
 from sidecar.policy.source import read
 from sidecar.policy.tenant_files import tenant_files
 from sidecar.policy.warnings import warnings
-from sidecar.tasks import end
+from sidecar.tasks import end, is_set_within
 
 LOOK_EVERY_S = 0.5
 """With what it takes until the files are still, a key that was removed stops within a second."""
@@ -98,8 +97,7 @@ class PolicyReloader:
 
     async def _pause(self) -> None:
         for_s = min(self._every_s, LOOK_AGAIN_S) if self._files.is_changing else self._every_s
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._asked.wait(), for_s)
+        await is_set_within(self._asked, for_s)
 
     def _report_defect(self) -> None:
         """Logs the exception being handled, once for as long as it lasts."""

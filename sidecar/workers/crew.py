@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import msgspec
 from sidecar.server.server import wait_first
 from sidecar.serving import ServeSettings
 from sidecar.stores import TAKE_OVER_VARIABLE
+from sidecar.tasks import is_set_within
 from sidecar.telemetry.logs.setup import LogSettings
 from sidecar.workers.channel import Command
 from sidecar.workers.process import Ending, WorkerProcess, WorkerState
@@ -102,8 +102,7 @@ class Crew:
             # Once: another process may have taken the pool over since.
             settings = msgspec.structs.replace(settings, takes_over_pool=False)
             environment.pop(TAKE_OVER_VARIABLE, None)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.ending.wait(), pause_s)
+            await is_set_within(self.ending, pause_s)
 
     def _pause_s(self, worker: WorkerProcess, ending: Ending) -> float | None:
         """How long to wait before the worker's next start; None where there is none."""

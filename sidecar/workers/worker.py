@@ -24,6 +24,7 @@ from sidecar.policy.compiler import load
 from sidecar.policy.problems import PolicyError
 from sidecar.server.server import CannotServe, End, run, serve_on, sharing
 from sidecar.serving import Serving
+from sidecar.tasks import is_set_within
 from sidecar.telemetry.logs.setup import own_logging
 from sidecar.telemetry.setup import TelemetryError
 from sidecar.workers.channel import Begin, Command, Report, Stage, command_of, line
@@ -134,8 +135,7 @@ class _Control(End):
         """
         self.report(Stage.STARTED)
         while not (self._is_told_to_listen.is_set() or self.first.is_set()) and readiness():
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._is_told_to_listen.wait(), READY_LOOK_S)
+            await is_set_within(self._is_told_to_listen, READY_LOOK_S)
 
     async def _follow(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
