@@ -145,7 +145,7 @@ class FleetScheduler(Scheduler):
             raise ValueError(f"tokens, requests and weight are at least 1, not {tokens}, {requests}, {weight}")
         self._sequence += 1
         ticket = self._ticket_type(
-            ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, tuple(self._served)
+            ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served_now
         )
         ticket.placing = Placing(prompt, dict(hits[:MOST_HITS]), tuple(barred))
         self._enqueue(ticket, returns)

@@ -87,6 +87,7 @@ class Scheduler:
         self._all_requests = 0
         self._none_served = (0,) * len(rules.tiers)
         self._served = [*self._none_served]
+        self._served_now = self._none_served  # the same, shared by all tickets that come before the next admission
         self._waiting: dict[str, Ticket] = {}  # in order of arrival, unless a victim has returned
         self._has_returned = False
         self._leases: dict[str, Ticket] = {}
@@ -151,7 +152,7 @@ class Scheduler:
             raise ValueError(f"tokens, requests and weight are at least 1, not {tokens}, {requests}, {weight}")
         self._sequence += 1
         ticket = self._ticket_type(
-            ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, tuple(self._served)
+            ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served_now
         )
         self._enqueue(ticket, returns)
         return ticket
@@ -179,7 +180,7 @@ class Scheduler:
             raise ValueError(f"a ticket called {ticket_id!r} is already here")
         state = self._tiers[tier]
         ticket = self._ticket_type(
-            ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence + 1, tuple(self._served)
+            ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence + 1, self._served_now
         )
         rules = state.rules
         if not self._has_room(ticket, tier) or (rules.limited and state.is_at_limit(ticket)):
@@ -199,7 +200,7 @@ class Scheduler:
         """
         if ticket_id in self._waiting or ticket_id in self._leases:
             raise ValueError(f"a ticket called {ticket_id!r} is already here")
-        self._leases[ticket_id] = self._ticket_type(ticket_id, tier, "", 1, tokens, requests, 0, 0, tuple(self._served))
+        self._leases[ticket_id] = self._ticket_type(ticket_id, tier, "", 1, tokens, requests, 0, 0, self._served_now)
         self.book(tier, tokens, requests)
 
     def dispatch(self, now_us: int, most: int | None = None) -> list[Admission]:
@@ -505,7 +506,9 @@ class Scheduler:
         self.book(level, tokens, ticket.requests)
         if tier.rules.preemptible:
             self._preemption.admitted(ticket)
-        self._served[level] += tokens
+        served = self._served
+        served[level] += tokens
+        self._served_now = tuple(served)
         if ticket.sequence > self._latest_admitted:  # noqa: PLR1730  # `max` is one call more
             self._latest_admitted = ticket.sequence
 
@@ -536,9 +539,9 @@ class Scheduler:
         overtaken_at_us = ticket.overtaken_us
         if overtaken_at_us is None:
             overtaken_at_us = self._overtaking.first_after(ticket.overtaken_after or ticket.sequence)
-        served, before = tuple(self._served), ticket.served_before
+        served, before = self._served_now, ticket.served_before
         starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
-        served_ahead = self._none_served if served == before else tuple(map(sub, served, before))
+        served_ahead = self._none_served if served is before else tuple(map(sub, served, before))
         return Wait(now_us - ticket.arrived_us, starvation_us, overtaken_at_us, served_ahead)
 
     def _in_order(self) -> Iterable[Ticket]:
