@@ -21,7 +21,7 @@ from sidecar.cluster.learned_lengths import LengthExchange
 from sidecar.cluster.overview import Generations
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
-from sidecar.events import Received, ShadowHolds
+from sidecar.events import ShadowHolds
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.middleware.controller import AdmissionController
@@ -34,7 +34,7 @@ from sidecar.policy.model import Mode, Policy, Tier
 from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
 from sidecar.pools import Grant, Pool
 from sidecar.pools.stored_records import StoredRecords
-from sidecar.telemetry.dispatch import EventDispatcher, Fanout, Listener
+from sidecar.telemetry.dispatch import EventDispatcher, Fanout
 from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.logs.request_log import RequestLog, UnguardedLog
@@ -44,7 +44,6 @@ from sidecar.telemetry.metrics.engines import EngineSample
 from sidecar.telemetry.metrics.lease_sizes import LeaseSizeSample
 from sidecar.telemetry.metrics.tenants import shown_tenants
 from sidecar.telemetry.recent import Recent
-from sidecar.telemetry.request_record import EventHandlers, RequestRecord
 from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.links import links_from
 from sidecar.telemetry.spans.tracer import RequestTracer
@@ -87,7 +86,7 @@ class Observability:
         self._hangup = ReloadSignal(self.reload)
         self._log = RequestLog()
         is_looked_at = is_shown or is_shared  # the pages of other replicas show the requests of this one
-        journal, recent = Journal(is_sampled_only=not is_looked_at), Recent()
+        journal, recent = Journal(), Recent()
         self._pool, self._recent, self._waits = pool, recent, ModeWaits(pool)
         names = [tier.name for tier in policy.tiers]
         metrics = RequestMetrics(
@@ -107,14 +106,13 @@ class Observability:
             engine_speeds=lambda: _engine_speeds(controller),
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
-        listeners: list[Listener] = [metrics, journal, self._log, sampler, *([recent] if is_looked_at else [])]
         self._spans = RequestTracer(
             starvation_limits_s=_starvation_limits_s(policy),
             provider_name=None if policy.engine is NoEngine else policy.engine.name,
             find_links=links_from(journal),
         )
-        failure_log = None if is_looked_at else self._log
-        self.observer = EventDispatcher(self._spans, listeners, delay_s=REPORTED_WITHIN_S, failure_log=failure_log)
+        dispatcher = dispatcher_of_pages if is_looked_at else dispatcher_without_pages
+        self.observer = dispatcher(self._spans, (metrics, journal, recent), self._log, sampler.note_loop)
         self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
         lengths = LengthExchange(controller.lease_sizes.estimator)
@@ -212,6 +210,32 @@ class Observability:
         return self._pages.live.generations()
 
 
+NoteLoop = Callable[[asyncio.AbstractEventLoop], None]
+Listeners = tuple[RequestMetrics, Journal, Recent]
+
+
+def dispatcher_of_pages(
+    spans: RequestTracer, listeners: Listeners, log: RequestLog, note_loop: NoteLoop
+) -> EventDispatcher:
+    """The dispatcher of a process whose requests are shown: everything is kept of them."""
+    return EventDispatcher(spans, [*listeners, log], delay_s=REPORTED_WITHIN_S, note_loop=note_loop)
+
+
+def dispatcher_without_pages(
+    spans: RequestTracer, listeners: Listeners, log: RequestLog, note_loop: NoteLoop
+) -> EventDispatcher:
+    """The dispatcher of another: only what an SDK takes, what the links of recorded spans need, and the log."""
+    metrics, journal, _ = listeners
+    return EventDispatcher(
+        spans,
+        [metrics, log],
+        delay_s=REPORTED_WITHIN_S,
+        failure_log=log,
+        of_recorded=[journal],
+        note_loop=note_loop,
+    )
+
+
 def _up_to_date(observer: EventDispatcher) -> Middleware:
     return Middleware(UpToDate, flush=observer.flush)
 
@@ -280,7 +304,7 @@ WITHIN_S = 0.5
 class PoolSampler:
     """Takes a `PoolSample` in the pool's event loop, from any thread. It is `metrics.Sample`.
 
-    It is also a `Listener` to requests, which is how it knows the loop. `policy` is the one in force, `rejected` how
+    `note_loop` says which loop that is. `policy` is the one in force, `rejected` how
     many changed ones could not be used so far, `generations` how many different ones the pool's replicas run,
     `aborting` the requests and tokens that are held for requests that have ended, `engine_up` whether the engine can be
     used (1, 0, or None where that is not known), `oldest` the pool's oldest waits, `engines` those of a pool of
@@ -313,13 +337,12 @@ class PoolSampler:
         self._lease_sizes = lease_sizes
         self._engine_speeds = engine_speeds
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.handlers: EventHandlers = {Received: self._note_loop}
         self._latest: PoolSample | None = None
 
-    def _note_loop(self, _: RequestRecord, __: Received) -> None:
-        """No request is of interest, only the loop that serves it."""
+    def note_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The event loop that serves requests; it stays until it is closed."""
         if self._loop is None or self._loop.is_closed():
-            self._loop = asyncio.get_running_loop()
+            self._loop = loop
 
     def __call__(self) -> PoolSample | None:
         """The pool as it stands; as it last stood where its loop has no time; None where that is not known."""

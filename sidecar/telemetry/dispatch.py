@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from opentelemetry.trace import SpanContext
+from opentelemetry.trace import SpanContext, TraceFlags
 
 from sidecar.events import Admitted, Classified, Event, Headers, Observation, Preempted, Received, Refused, Settled
 from sidecar.telemetry.logs.request_log import RequestLog
-from sidecar.telemetry.request_record import EventHandlers, RequestRecord, TraceIds
-from sidecar.telemetry.sdk_bypass.providers import meter_provider, none_is_set
+from sidecar.telemetry.request_record import PLAIN_FIELDS, EventHandlers, RequestRecord, TraceIds
+from sidecar.telemetry.sdk_bypass.providers import ProvidersWatch, none_is_set
 from sidecar.telemetry.setup import has_no_meter_provider
 from sidecar.telemetry.spans.propagation import client_trace, injected
 from sidecar.telemetry.spans.request_spans import RequestSpans
@@ -38,13 +38,25 @@ class Listener(Protocol):
         """The functions that are called with a request's events."""
 
 
+class Reaction(NamedTuple):
+    """The reaction to a kind of event: the field of the record that it is kept in, None where `add` does that."""
+
+    field: str | None
+    handlers: tuple[Callable[[RequestRecord, Any], None], ...]
+
+
+Reactions = dict[type, Reaction]
+_NO_REACTION = Reaction(None, ())
+
+
 class EventDispatcher:
     """Makes the `Observation` of every request. One per process; use it from one event loop at a time.
 
     With a `delay_s`, events are dispatched up to so many seconds later, many in a row: between two requests the same
     work costs a processor several times as much as directly after such work. `flush` dispatches at once. The spans get
     at once whatever the engine is sent. With a `failure_log`, and as long as the process has no SDK, only a request's
-    failure is logged: nothing else is done with its events.
+    failure is logged: nothing else is done with its events. `of_recorded` listen only to requests whose trace is
+    recorded. `note_loop` is called now and then with the event loop that serves requests.
     """
 
     def __init__(
@@ -54,21 +66,21 @@ class EventDispatcher:
         *,
         delay_s: float = 0.0,
         failure_log: RequestLog | None = None,
+        of_recorded: Sequence[Listener] = (),
+        note_loop: Callable[[asyncio.AbstractEventLoop], None] | None = None,
     ) -> None:
         self.tracer = tracer
         self.listeners = tuple(listeners)
         self.failure_log = failure_log
+        self.timer: asyncio.TimerHandle | None = None
+        self.pending: list[tuple[RequestObservation, Event | Received]] = []
         self._delay_s = delay_s
-        self._timer: asyncio.TimerHandle | None = None
-        self._pending: list[tuple[_RequestObservation, Event | Received]] = []
+        self._note_loop = note_loop
         self._is_reported = False
-        self._meter_provider: object = None
+        self._providers = ProvidersWatch()
         self._is_measured = False
-        handlers: dict[type, list[Callable[[RequestRecord, Any], None]]] = {}
-        for listener in listeners:
-            for kind, handler in listener.handlers.items():
-                handlers.setdefault(kind, []).append(handler)
-        self._handlers = {kind: tuple(of_kind) for kind, of_kind in handlers.items()}
+        self._reactions = _reactions(listeners)
+        self._reactions_to_recorded = _reactions([*listeners, *of_recorded])
 
     def listens(self) -> bool:
         """Whether anything looks at requests."""
@@ -77,38 +89,61 @@ class EventDispatcher:
     def only_failures(self) -> bool:
         """Whether there is nothing but the failure log, and that leaves out what succeeded."""
         log = self.failure_log
-        if log is None or (not (self.tracer.is_global and none_is_set()) and self._has_sdk()):
-            return False
-        return log.only_failures()
+        return log is not None and not self._has_sdk() and log.only_failures()
 
     def received(self, event: Received) -> Observation | None:
         """Begins a request."""
         if self.failure_log is not None and not self._has_sdk():
             return _FailureObservation(self, self.failure_log, event)
         begun = self.tracer.begin(event)
-        if begun is None and not self.listeners:
-            return None
-        observation = _RequestObservation(self, event, begun)
-        self.add(observation, event)
+        observation: RequestObservation
+        if begun is None:
+            if not self.listeners:
+                return None
+            observation = RequestObservation(self, self._reactions, event, None, None)
+            observation.on_event(event)
+            return observation
+        context, spans = begun
+        trace_id, span_id, _, flags, _, _ = context  # each of its properties is a call
+        ids = _new(TraceIds, (trace_id, span_id, spans is not None and flags & _SAMPLED == _SAMPLED))
+        if spans is None:
+            observation = RequestObservation(self, self._reactions, event, context, ids)
+        else:
+            reactions = self._reactions_to_recorded if ids.is_sampled else self._reactions
+            observation = RecordedObservation(self, reactions, event, context, ids)
+            observation.spans = spans
+        if Received in observation.reactions:
+            observation.on_event(event)
         return observation
 
-    def add(self, observation: _RequestObservation, event: Event | Received) -> None:
-        """Adds an event to those that are dispatched next."""
-        pending = self._pending
-        pending.append((observation, event))
-        if self._timer is None or len(pending) >= MOST_PENDING:
-            self._schedule(len(pending))
+    def schedule(self) -> None:
+        """Dispatches what is pending, at once or a moment later."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # outside of an event loop there is no later
+            self.flush()
+            return
+        if self._note_loop is not None:
+            self._note_loop(loop)
+        if not self._delay_s or len(self.pending) >= MOST_PENDING:
+            self.flush()
+        else:
+            self.timer = loop.call_later(self._delay_s, self.flush)
 
     def flush(self) -> None:
         """Dispatches everything that has happened so far."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        pending, self._pending = self._pending, []
-        handlers = self._handlers
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        pending, self.pending = self.pending, []
         for observation, event in pending:
-            observation.add(event)
-            for handler in handlers.get(type(event), ()):
+            reaction = observation.reactions.get(type(event), _NO_REACTION)
+            field = reaction.field
+            if field is None:
+                observation.add(event)
+            else:
+                setattr(observation.record, field, event)
+            for handler in reaction.handlers:
                 try:
                     handler(observation.record, event)
                 except Exception:  # noqa: PERF203  the other handlers are called all the same
@@ -121,76 +156,97 @@ class EventDispatcher:
             logger.exception("telemetry failed; requests go on without, and further failures are not logged")
 
     def _has_sdk(self) -> bool:
-        if self.tracer.is_global and none_is_set():
-            return False
-        provider = meter_provider()
-        if provider is not self._meter_provider:
-            self._meter_provider, self._is_measured = provider, not has_no_meter_provider()
-        return self._is_measured or self.tracer.is_active()
-
-    def _schedule(self, count: int) -> None:
-        if not self._delay_s or count >= MOST_PENDING:
-            self.flush()
-            return
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:  # outside of an event loop there is no later
-            self.flush()
-            return
-        self._timer = loop.call_later(self._delay_s, self.flush)
+        if self._providers.have_changed():
+            self._is_measured = not has_no_meter_provider()
+        if self._is_measured:
+            return True
+        return not (self.tracer.is_global and none_is_set()) and self.tracer.is_active()
 
 
-class _RequestObservation:
-    """One request that is dispatched: its record, and its spans where they are recorded."""
+def _reactions(listeners: Sequence[Listener]) -> Reactions:
+    handlers: dict[type, list[Callable[[RequestRecord, Any], None]]] = {kind: [] for kind in PLAIN_FIELDS}
+    for listener in listeners:
+        for kind, handler in listener.handlers.items():
+            handlers.setdefault(kind, []).append(handler)
+    return {kind: Reaction(PLAIN_FIELDS.get(kind), tuple(of_kind)) for kind, of_kind in handlers.items()}
 
-    __slots__ = ("_client_headers", "_context", "_dispatcher", "_spans", "record")
 
-    def __init__(
-        self, dispatcher: EventDispatcher, received: Received, begun: tuple[SpanContext, RequestSpans | None] | None
+class RequestObservation:
+    """One request that is dispatched, and its record. `context` is sent to the engine; None where nothing traces."""
+
+    __slots__ = ("_client_headers", "_dispatcher", "context", "reactions", "record")
+
+    def __init__(  # names at the call would cost as much as the rest
+        self,
+        dispatcher: EventDispatcher,
+        reactions: Reactions,
+        received: Received,
+        context: SpanContext | None,
+        trace: TraceIds | None,
     ) -> None:
         self._dispatcher = dispatcher
         self._client_headers = received.headers
-        self._context: SpanContext | None = None
-        self._spans: RequestSpans | None = None
-        trace = None
-        if begun is not None:
-            context, spans = self._context, self._spans = begun
-            trace = TraceIds(context.trace_id, context.span_id, spans is not None and context.trace_flags.sampled)
-        self.record = RequestRecord.of(received, trace)
+        self.context = context
+        self.reactions = reactions
+        self.record = RequestRecord(
+            received.request_id, trace, received.method, received.path, received.at_us, received.wall_ns
+        )
 
     def headers(self) -> Headers:
         """The trace context for the engine: of the `engine` span once admitted, so that its spans are below that."""
-        if self._context is None:
+        if self.context is None:
             return ()
         try:
-            return injected(self._context, self._client_headers)
+            return injected(self.context, self._client_headers)
         except Exception:
             self._dispatcher.tracer.report()
             return ()
 
-    def on_event(self, event: Event) -> None:
-        """Has the event dispatched. Of an admission the spans know at once, as the engine is sent their context."""
-        spans = self._spans
-        if spans is not None:
-            if type(event) is Classified:
-                spans.classified = event
-            elif type(event) is Admitted:
-                if event.queue_wait_us:
-                    self._dispatcher.flush()  # the journal is asked which requests went ahead
-                self._context = spans.admit(self.record, event)
-            elif type(event) is Preempted:
-                self._context = spans.context
-        self._dispatcher.add(self, event)
+    def on_event(self, event: Event | Received) -> None:
+        """Has the event dispatched with those that come next."""
+        dispatcher = self._dispatcher
+        pending = dispatcher.pending
+        pending.append((self, event))
+        if dispatcher.timer is None or len(pending) >= MOST_PENDING:
+            dispatcher.schedule()
 
     def add(self, event: Event | Received) -> None:
-        """Adds the event to the record; the last one ends the spans."""
-        if type(event) is Received:  # quicker than isinstance: records have no subclasses
-            if self._context is None:  # no spans: the request is found by the client's own trace
-                self.record.trace = client_trace(self._client_headers)
-            return
-        self.record.add(event)  # type: ignore[arg-type]  # mypy does not narrow by the type of another
-        if self._spans is not None and (type(event) is Settled or type(event) is Refused):
-            self._spans.end(self.record)
+        """Adds the event to the record."""
+        if type(event) is not Received:  # quicker than isinstance: records have no subclasses
+            self.record.add(event)  # type: ignore[arg-type]  # mypy does not narrow by the type of another
+        elif self.context is None:  # no spans: the request is found by the client's own trace
+            self.record.trace = client_trace(self._client_headers)
+
+
+class RecordedObservation(RequestObservation):
+    """One request with spans; the last event ends them."""
+
+    __slots__ = ("spans",)
+
+    spans: RequestSpans
+
+    def on_event(self, event: Event | Received) -> None:
+        """Has the event dispatched. Of an admission the spans know at once, as the engine is sent their context."""
+        kind = type(event)
+        if kind is Classified:
+            self.spans.classified = event  # type: ignore[assignment]  # as in `add`
+        elif kind is Admitted:
+            if event.queue_wait_us:  # type: ignore[union-attr]
+                self._dispatcher.flush()  # the journal is asked which requests went ahead
+            self.context = self.spans.admit(self.record, event)  # type: ignore[arg-type]
+        elif kind is Preempted:
+            self.context = self.spans.context
+        super().on_event(event)
+
+    def add(self, event: Event | Received) -> None:
+        """Adds the event to the record."""
+        super().add(event)
+        if type(event) is Settled or type(event) is Refused:
+            self.spans.end(self.record)
+
+
+_new = tuple.__new__  # a named tuple's own constructor is one call more
+_SAMPLED = TraceFlags.SAMPLED
 
 
 class _FailureObservation:

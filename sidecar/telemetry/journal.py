@@ -45,7 +45,7 @@ Waiter = RequestRecord | Admitted | Refused
 
 
 class Journal:
-    """Listens to every request, or with `is_sampled_only` to those whose trace is recorded. Use it from one event loop.
+    """Listens to requests. Use it from one event loop.
 
     `retention_s` bounds the age of the answers about admitted and ended requests. `now_us` is the clock of the events.
     """
@@ -56,12 +56,9 @@ class Journal:
         most_ended: int = MOST_ENDED,
         retention_s: float = RETENTION_S,
         now_us: Callable[[], int] = lambda: monotonic_ns() // 1000,
-        *,
-        is_sampled_only: bool = False,
     ) -> None:
         self.retention_s = retention_s
         self.now_us = now_us
-        self._is_sampled_only = is_sampled_only
         self._most_admissions = most_admissions
         self._open: dict[RequestRecord, None] = {}
         self._admissions: list[RequestRecord] = []
@@ -121,15 +118,11 @@ class Journal:
         return [*islice(reversed(self._refused), limit)]
 
     def _received(self, record: RequestRecord, _: Received) -> None:
-        if not self._is_kept(record):
-            return
         self._open[record] = None
         if len(self._open) > MOST_OPEN:
             del self._open[next(iter(self._open))]
 
     def _admitted(self, record: RequestRecord, _: Admitted) -> None:
-        if not self._is_kept(record):
-            return
         # An admission after a wait is reported a moment later than one without, so the last few may have to be passed.
         admissions = self._admissions
         if not admissions or _admitted_us(admissions[-1]) <= _admitted_us(record):
@@ -153,17 +146,12 @@ class Journal:
                 break
 
     def _end(self, record: RequestRecord, _: Refused | Settled) -> None:
-        if not self._is_kept(record):
-            return
         self._open.pop(record, None)
         is_refused = record.refused is not None and record.refused.status is not None
         if is_refused or (record.settled is not None and record.settled.message is not None):
             self._refused.append(record)
         if record.queued is not None or record.is_refused_in_dry_run or _broke_off(record):
             self._ended.append(record)
-
-    def _is_kept(self, record: RequestRecord) -> bool:
-        return not self._is_sampled_only or (record.trace is not None and record.trace.is_sampled)
 
     def _drop_old(self) -> None:
         oldest_us = self.now_us() - round(self.retention_s * 1e6)

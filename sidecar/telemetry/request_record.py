@@ -160,15 +160,20 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 EventHandlers = Mapping[type, Callable[[RequestRecord, Any], None]]
 """By the type of event, `Received` included: called with the request's record, which has the event already."""
 
-_FIELDS: Final[dict[type, str]] = {
-    Classified: "classified",
+PLAIN_FIELDS: Final[dict[type, str]] = {
     Queued: "queued",
     Admitted: "admitted",
-    Refused: "refused",
     FirstByte: "first_byte",
-    Settled: "settled",
     Observed: "observed",
     Replayed: "replayed",
+}
+"""The fields of events that change nothing else of a record."""
+
+_FIELDS: Final[dict[type, str]] = {
+    **PLAIN_FIELDS,
+    Classified: "classified",
+    Refused: "refused",
+    Settled: "settled",
 }
 
 

@@ -24,7 +24,6 @@ from prometheus_client.samples import Sample
 from sidecar.admin.app import admin_app
 from sidecar.admin.routes import metrics_routes
 from sidecar.engines import Vllm
-from sidecar.events import Received
 from sidecar.observability import PoolSampler
 from sidecar.policy.compiler import load
 from sidecar.pools import LocalPool
@@ -123,7 +122,7 @@ async def stacked(folder: Path) -> AsyncIterator[Stack]:
             pool=pool,
             dialect=policy.engine(policy.carrier),
             estimator=Estimator(),
-            observer=EventDispatcher(RequestTracer(tracers), [sampler, requests]),
+            observer=EventDispatcher(RequestTracer(tracers), [requests], note_loop=sampler.note_loop),
         )
         pages = admin_app(state=sidecar.state, readiness=sidecar.readiness, routes=metrics_routes(scrape))
         async with serving(sidecar) as served, serving(pages, lifespan="off") as admin:
@@ -276,7 +275,7 @@ def test_a_pool_whose_loop_has_ended_is_sampled_where_it_is(tmp_path: Path) -> N
     sampler = PoolSampler(LocalPool(policy), lambda: policy)
 
     async def live() -> None:
-        sampler.handlers[Received](None, None)  # type: ignore[arg-type]
+        sampler.note_loop(asyncio.get_running_loop())
 
     asyncio.run(live())
     sample = sampler()

@@ -1,6 +1,10 @@
 """Spans made by the shortcut are those that the SDK makes; and it is taken only where nothing is anybody's own."""
 
+import itertools
+import random
+
 import pytest
+from opentelemetry.context import Context
 from opentelemetry.sdk.trace import SpanLimits, SynchronousMultiSpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -13,7 +17,7 @@ from opentelemetry.sdk.trace.sampling import (
     Sampler,
     TraceIdRatioBased,
 )
-from opentelemetry.trace import Link, SpanContext, TraceFlags
+from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
 
 from sidecar.events import Outcome
 from sidecar.telemetry.sdk_bypass.spans import bypass_of
@@ -101,7 +105,7 @@ def reported(sampler, story, headers, *, by_shortcut):
     ]
     spans = tracing.exporter.get_finished_spans()
     roots = {span_id(span): span.name for span in spans}
-    return observation._spans is not None, passed_on, [everything_of(span, roots) for span in spans]
+    return observation.record.trace.is_sampled, passed_on, [everything_of(span, roots) for span in spans]
 
 
 @pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
@@ -125,6 +129,63 @@ def test_half_of_the_traces_are_kept_whole():
         names.setdefault(span.context.trace_id, []).append(span.name)
     assert 50 < len(names) < 150
     assert set(map(tuple, names.values())) == {("engine", "admission")}
+
+
+QUARTER, MOST = TraceIdRatioBased(0.25), TraceIdRatioBased(0.9)
+DECIDING = {
+    **SAMPLERS,
+    "a quarter": QUARTER,
+    "rare": TraceIdRatioBased(1e-9),
+    "all by ratio": TraceIdRatioBased(1.0),
+    "each parent otherwise": ParentBased(QUARTER, MOST, QUARTER, ALWAYS_ON, MOST),
+    "against the parent": ParentBased(ALWAYS_OFF, ALWAYS_OFF, ALWAYS_ON, ALWAYS_ON, ALWAYS_ON),
+}
+EDGES = [1, 1 << 62, (1 << 62) - 1, (1 << 64) - 1, 1 << 64, (1 << 128) - 1, (1 << 127) | (1 << 62), round(1e-9 * 2**64)]
+
+
+@pytest.mark.parametrize("sampler", DECIDING.values(), ids=DECIDING)
+def test_a_sampler_is_not_called_and_its_decisions_are_the_same(sampler):
+    tracer = provider(sampler=sampler).get_tracer("x")
+    bypass = bypass_of(tracer)
+    assert bypass is not None
+    ids = [*EDGES, *(random.Random(7).getrandbits(128) for _ in range(500))]
+    for trace_id, is_remote, flags in itertools.product(ids, (False, True), range(4)):
+        above = SpanContext(trace_id, 5, is_remote, TraceFlags(flags), TraceState([("rojo", "1")]))
+        parent = set_span_in_context(NonRecordingSpan(above), Context())
+        by_sdk = tracer.start_span("admission", parent)
+        context, found, is_sampled = bypass.context_of(parent)
+        assert found == above
+        assert is_sampled == by_sdk.is_recording()
+        assert everything_but_the_id(context) == everything_but_the_id(by_sdk.get_span_context())
+
+
+@pytest.mark.parametrize("sampler", DECIDING.values(), ids=DECIDING)
+def test_the_decision_on_a_new_trace_is_that_of_the_sampler(sampler):
+    bypass = bypass_of(provider(sampler=sampler).get_tracer("x"))
+    assert bypass is not None
+    for _ in range(500):
+        context, above, is_sampled = bypass.context_of(Context())
+        assert above is None
+        assert context.is_valid
+        assert not context.is_remote
+        decided = sampler.should_sample(Context(), context.trace_id, "admission").decision.is_sampled()
+        assert (is_sampled, context.trace_flags.sampled) == (decided, decided)
+
+
+def everything_but_the_id(context):
+    return context.trace_id, context.is_remote, context.trace_flags, context.trace_state.to_header(), context.is_valid
+
+
+@pytest.mark.parametrize(
+    "renamed", ["_root", "_remote_parent_sampled", "_remote_parent_not_sampled", "_local_parent_not_sampled"]
+)
+def test_a_sampler_with_other_parts_than_those_known_is_called(renamed):
+    sampler = ParentBased(ALWAYS_ON)
+    made = provider(sampler=sampler)
+    assert bypass_of(made.get_tracer("x")) is not None
+    vars(sampler)["_renamed"] = vars(sampler).pop(renamed)
+
+    assert bypass_of(made.get_tracer("x")) is None
 
 
 class OwnSampler(Sampler):

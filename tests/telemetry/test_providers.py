@@ -47,6 +47,17 @@ def test_an_sdk_that_is_set_later_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert providers.meter_provider() is meter_provider
 
 
+def test_a_watch_notices_every_other_provider_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = providers.ProvidersWatch()
+    assert [watch.have_changed() for _ in range(3)] == [True, False, False]
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", TracerProvider(shutdown_on_exit=False))
+    assert [watch.have_changed() for _ in range(2)] == [True, False]
+    monkeypatch.setattr(_internal, "_METER_PROVIDER", MeterProvider(shutdown_on_exit=False))
+    assert [watch.have_changed() for _ in range(2)] == [True, False]
+    monkeypatch.delattr(trace, "_TRACER_PROVIDER")  # as a later API may be: then anything may have happened
+    assert [watch.have_changed() for _ in range(2)] == [True, True]
+
+
 def test_a_name_that_the_api_no_longer_has_may_hide_an_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(trace, "_TRACER_PROVIDER")
     assert not providers.none_is_set()

@@ -3,13 +3,17 @@
 Only where the result is the same: the processors do nothing when a span begins, the sampler lets a child follow its
 parent and writes nothing of its own, ids are random, the limits are beyond what we write, and the SDK does not count
 its own spans. Some of what is checked has no public name: a test compares the two ways span by span.
+
+A request that is not sampled costs its ids and a comparison: the known samplers decide by the trace's id and by the
+parent alone, so that a sampler becomes a few bounds, and is not called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from random import getrandbits
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -30,19 +34,21 @@ _RANDOM = 0x02
 """W3C's flag for an id that is random; the SDK sets it since 1.42."""
 _UNSET = Status(StatusCode.UNSET)
 _FLAGS = tuple(TraceFlags(flags) for flags in range(4))
+_LOWER_BITS: Final = (1 << 64) - 1
+"""The bits of a trace's id that samplers look at."""
 _NO_STATE = TraceState()
 _new = tuple.__new__
 
 
-def _context(trace_id: int, span_id: int, flags: TraceFlags, state: TraceState | None) -> SpanContext:
+def _context(trace_id: int, span_id: int, flags: TraceFlags, state: TraceState) -> SpanContext:
     """As the API's constructor, at a tenth of its cost: it checks the ids, which were made a moment ago."""
-    return _new(SpanContext, (trace_id, span_id, False, flags, _NO_STATE if state is None else state, True))
+    return _new(SpanContext, (trace_id, span_id, False, flags, state, True))
 
 
 def _is_known_context() -> bool:
     """Whether a span's context has the form that `_context` gives it."""
     known = SpanContext(1, 2, is_remote=False, trace_flags=_FLAGS[1])
-    return tuple(known) == tuple(_context(1, 2, _FLAGS[1], None)) and known.is_valid
+    return tuple(known) == tuple(_context(1, 2, _FLAGS[1], _NO_STATE)) and known.is_valid
 
 
 def bypass_of(tracer: Tracer) -> SpanBypass | None:
@@ -51,47 +57,57 @@ def bypass_of(tracer: Tracer) -> SpanBypass | None:
         return None
     from opentelemetry.sdk.trace import Tracer as SdkTracer
 
-    return SpanBypass(tracer) if type(tracer) is SdkTracer and _is_unmodified(tracer) else None
+    if type(tracer) is not SdkTracer or not _is_unmodified(tracer):
+        return None
+    bounds = _bounds_of(tracer.sampler)
+    return None if bounds is None else SpanBypass(tracer, bounds)
+
+
+class SamplingBounds(NamedTuple):
+    """A sampler: a trace is sampled where the lower bits of its id are below the bound.
+
+    Of the four bounds for a span with a parent, the place has one bit for a remote parent and one for a sampled one.
+    """
+
+    root: int
+    parents: tuple[int, int, int, int]
 
 
 class SpanBypass:
     """Begins spans that become a record when they end. Holds for as long as `is_current`."""
 
-    def __init__(self, tracer: SdkTracer) -> None:
+    def __init__(self, tracer: SdkTracer, bounds: SamplingBounds) -> None:
         from opentelemetry.sdk.trace import Event, ReadableSpan
-        from opentelemetry.sdk.trace.sampling import Decision
 
-        self._record_and_sample = Decision.RECORD_AND_SAMPLE
         self.event, self.record = Event, ReadableSpan
         self.resource, self.scope = tracer.resource, tracer._instrumentation_scope
         self.processors = _processors(tracer)
-        self.new_span_id = tracer.id_generator.generate_span_id
-        self._new_trace_id = tracer.id_generator.generate_trace_id
         self._random = _RANDOM if hasattr(tracer.id_generator, "is_trace_id_random") else 0
         self._tracer = tracer
         self._sampler = tracer.sampler
+        self._is_enabled = getattr(tracer, "_is_enabled", None)
+        self._bounds = bounds
 
     def is_current(self) -> bool:
         """Whether nothing about the tracer has changed."""
-        tracer = self._tracer
-        return tracer.sampler is self._sampler and _processors(tracer) is self.processors and _is_enabled(tracer)
+        tracer, is_enabled = self._tracer, self._is_enabled
+        return (
+            tracer.sampler is self._sampler
+            and tracer.span_processor._span_processors is self.processors
+            and (is_enabled is None or is_enabled())
+        )
 
-    def start(
-        self, name: str, parent: Context, kind: SpanKind, start_ns: int, attributes: Attributes
-    ) -> tuple[SpanContext, OpenSpan | None]:
-        """The context of a span, and the span where it is sampled. Decides as the SDK's `start_span`, in its order."""
+    def context_of(self, parent: Context) -> tuple[SpanContext, SpanContext | None, bool]:
+        """The context of a new span, its parent's, and whether it is sampled. Decides as the SDK's `start_span`."""
         above: SpanContext | None = trace.get_current_span(parent).get_span_context() if parent else None
         if above is None or not above.is_valid:
-            above, trace_id, random = None, self._new_trace_id(), self._random
+            trace_id, random, state, bound = getrandbits(128) or 1, self._random, _NO_STATE, self._bounds.root
+            above = None
         else:
-            trace_id, random = above.trace_id, above.trace_flags & self._random
-        sampled = self._sampler.should_sample(parent, trace_id, name, kind, attributes, ())
-        is_sampled = sampled.decision is self._record_and_sample
-        flags = _FLAGS[is_sampled | random]
-        context = _context(trace_id, self.new_span_id(), flags, sampled.trace_state)
-        if not is_sampled:
-            return context, None
-        return context, DirectSpan(self, name, context, above, kind, start_ns, attributes, ())
+            trace_id, _, is_remote, flags, state, _ = above
+            random, bound = flags & self._random, self._bounds.parents[2 * is_remote + (flags & 1)]
+        is_sampled = trace_id & _LOWER_BITS < bound
+        return _context(trace_id, getrandbits(64) or 1, _FLAGS[is_sampled | random], state), above, is_sampled
 
 
 @dataclass(slots=True, eq=False)
@@ -111,9 +127,9 @@ class DirectSpan:
         self, name: str, kind: SpanKind, start_ns: int, attributes: Attributes | None, links: Sequence[Link] = ()
     ) -> OpenSpan:
         """See `OpenSpan.child`."""
-        own = self.context
-        context = _context(own.trace_id, self.bypass.new_span_id(), own.trace_flags, own.trace_state)
-        return DirectSpan(self.bypass, name, context, own, kind, start_ns, attributes, links)
+        trace_id, _, _, flags, state, _ = self.context
+        context = _context(trace_id, getrandbits(64) or 1, flags, state)
+        return DirectSpan(self.bypass, name, context, self.context, kind, start_ns, attributes, links)
 
     def end(self, at_ns: int, attributes: Attributes, events: Sequence[Moment] = (), error: str | None = None) -> None:
         """See `OpenSpan.end`."""
@@ -145,7 +161,6 @@ def _is_unmodified(tracer: SdkTracer) -> bool:
         type(tracer.span_processor) is SynchronousMultiSpanProcessor
         and all(type(processor) in {BatchSpanProcessor, SimpleSpanProcessor} for processor in _processors(tracer))
         and type(tracer.id_generator) is RandomIdGenerator
-        and _lets_children_follow(tracer.sampler)
         and _is_ample(tracer._span_limits)
         and not _counts_spans(tracer)
         and _is_known_context()
@@ -158,23 +173,40 @@ def _processors(tracer: SdkTracer) -> Sequence[SpanProcessor]:
     return tracer.span_processor._span_processors
 
 
-def _lets_children_follow(sampler: Sampler) -> bool:
-    """Whether it decides by the trace alone, or by the parent, and adds nothing."""
-    from opentelemetry.sdk.trace.sampling import (
-        ALWAYS_ON,
-        ParentBased,
-        ParentBasedTraceIdRatio,
-        StaticSampler,
-        TraceIdRatioBased,
-    )
+def _bounds_of(sampler: Sampler) -> SamplingBounds | None:
+    """The bounds of a sampler; None where it is not known, does more, or does not let children follow their parents."""
+    from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, ParentBasedTraceIdRatio
 
-    plain = {StaticSampler, TraceIdRatioBased}
-    if type(sampler) in plain:
-        return True
     if type(sampler) not in {ParentBased, ParentBasedTraceIdRatio}:
-        return False
-    parts = [part for part in vars(sampler).values() if hasattr(part, "should_sample")]
-    return vars(sampler).get("_local_parent_sampled") is ALWAYS_ON and all(type(part) in plain for part in parts)
+        bound = _bound(sampler)
+        return None if bound is None else SamplingBounds(bound, (bound, bound, bound, bound))
+    parts = vars(sampler)
+    if parts.get("_local_parent_sampled") is not ALWAYS_ON:
+        return None
+    bounds = [bound for place in _PLACES if (bound := _bound(parts.get(place))) is not None]
+    if len(bounds) != len(_PLACES):
+        return None
+    root, *(local, local_sampled, remote, remote_sampled) = bounds
+    return SamplingBounds(root, (local, local_sampled, remote, remote_sampled))
+
+
+_PLACES = (
+    "_root",
+    "_local_parent_not_sampled",
+    "_local_parent_sampled",
+    "_remote_parent_not_sampled",
+    "_remote_parent_sampled",
+)
+
+
+def _bound(sampler: object) -> int | None:
+    from opentelemetry.sdk.trace.sampling import Decision, StaticSampler, TraceIdRatioBased
+
+    if type(sampler) is TraceIdRatioBased:
+        return sampler.bound
+    if type(sampler) is StaticSampler and "_decision" in vars(sampler):
+        return (_LOWER_BITS + 1) * (sampler._decision is Decision.RECORD_AND_SAMPLE)
+    return None
 
 
 def _is_ample(limits: SpanLimits) -> bool:

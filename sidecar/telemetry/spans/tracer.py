@@ -22,9 +22,9 @@ from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvi
 from sidecar.events import Received
 from sidecar.telemetry import semconv
 from sidecar.telemetry.sdk_bypass.providers import tracer_provider as global_provider
-from sidecar.telemetry.sdk_bypass.spans import SpanBypass, bypass_of
+from sidecar.telemetry.sdk_bypass.spans import DirectSpan, SpanBypass, bypass_of
 from sidecar.telemetry.spans.links import FindLinks
-from sidecar.telemetry.spans.open_span import ApiSpan, Attributes, OpenSpan
+from sidecar.telemetry.spans.open_span import ApiSpan, Attributes
 from sidecar.telemetry.spans.propagation import parent_of
 from sidecar.telemetry.spans.request_spans import RequestSpans, SpanSettings
 from sidecar.version import __version__
@@ -80,10 +80,7 @@ class RequestTracer:
             tracer = self._current()
             if tracer is None:
                 return None
-            context, span = self._start(tracer, event)
-            if span is not None:
-                return context, RequestSpans(self._settings, event, span)
-            return (context, None) if context.is_valid else None
+            return self._start(tracer, event)
         except Exception:
             self.report()
             return None
@@ -105,17 +102,29 @@ class RequestTracer:
             self._bypass = bypass_of(self._tracer)
         return self._tracer
 
-    def _start(self, tracer: trace.Tracer, event: Received) -> tuple[SpanContext, OpenSpan | None]:
+    def _start(self, tracer: trace.Tracer, event: Received) -> tuple[SpanContext, RequestSpans | None] | None:
         parent, kind = parent_of(event.headers)
-        request: Attributes = {
-            semconv.HTTP_REQUEST_METHOD: event.method,
-            semconv.URL_PATH: event.path,
-            semconv.ADMISSION_REQUEST_ID: event.request_id,
-        }
-        if self._bypass is not None:
-            return self._bypass.start(semconv.ADMISSION, parent, kind, event.wall_ns, request)
-        span = tracer.start_span(semconv.ADMISSION, parent, kind, request, start_time=event.wall_ns)
-        return span.get_span_context(), ApiSpan(tracer, span, parent) if span.is_recording() else None
+        bypass = self._bypass
+        if bypass is None:
+            attributes, start_ns = _of_request(event), event.wall_ns
+            started = tracer.start_span(semconv.ADMISSION, parent, kind, attributes, start_time=start_ns)
+            context = started.get_span_context()
+            if not started.is_recording():
+                return (context, None) if context.is_valid else None
+            return context, RequestSpans(self._settings, event, ApiSpan(tracer, started, parent))
+        context, above, is_sampled = bypass.context_of(parent)
+        if not is_sampled:
+            return context, None
+        span = DirectSpan(bypass, semconv.ADMISSION, context, above, kind, event.wall_ns, _of_request(event), ())
+        return context, RequestSpans(self._settings, event, span)
+
+
+def _of_request(event: Received) -> Attributes:
+    return {
+        semconv.HTTP_REQUEST_METHOD: event.method,
+        semconv.URL_PATH: event.path,
+        semconv.ADMISSION_REQUEST_ID: event.request_id,
+    }
 
 
 def _tracer_of(provider: trace.TracerProvider) -> trace.Tracer | None:
