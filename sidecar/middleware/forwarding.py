@@ -28,7 +28,15 @@ def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: H
         taken = [*taken, b"accept-encoding"]
     if body is not request.body and b"content-length" in own:
         added.append((b"content-length", b"%d" % len(body)))
-    return forwarded_headers(pairs, taken, added, has_connection=b"connection" in own)
+    if len(own) < len(pairs):
+        return forwarded_headers(pairs, taken, added)
+    kept = {**own}  # most requests give no header twice: this costs them half as much
+    for name in taken:
+        kept.pop(name, None)
+    if b"connection" in kept:
+        kept[b"connection"] = _without(added, kept[b"connection"])
+    kept.update(added)
+    return [*kept.items()]
 
 
 def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float) -> Granted:
@@ -50,23 +58,24 @@ def forwarded_body(body: bytes, payload: Payload, forward: Forward) -> bytes:
 
 
 def forwarded_headers(
-    headers: Headers, taken: Sequence[bytes], added: Sequence[tuple[bytes, bytes]], *, has_connection: bool = True
+    headers: Headers, taken: Sequence[bytes], added: Sequence[tuple[bytes, bytes]]
 ) -> list[tuple[bytes, bytes]]:
     """The client's headers without those `taken`, and with `added` in place of headers of the same names.
 
     A client lists in `Connection` the headers that a proxy must drop. It may not list one that is added here: the
     request would reach the engine without its granted priority, which some engines take for the best priority.
     """
-    ours = [name for name, _ in added]
-    gone = {*taken, *ours}
-    kept = [pair for pair in headers if pair[0] not in gone]
-    if has_connection:
-        kept = [(name, _without(ours, value)) if name == b"connection" else (name, value) for name, value in kept]
-    kept += added
-    return kept
+    gone = {*taken, *(name for name, _ in added)}
+    return [
+        (name, _without(added, value)) if name == b"connection" else (name, value)
+        for name, value in headers
+        if name not in gone
+    ] + [*added]
 
 
-def _without(names: Sequence[bytes], connection: bytes) -> bytes:
+def _without(added: Headers, connection: bytes) -> bytes:
+    """A value of `Connection`, without the names of the headers that are `added`."""
+    names = {name for name, _ in added}
     return b", ".join(token for part in connection.split(b",") if (token := part.strip()).lower() not in names)
 
 

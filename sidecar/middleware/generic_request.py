@@ -20,7 +20,7 @@ from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, EngineUnreachable
 from sidecar.events import Outcome
 from sidecar.middleware.error_responses import discard_body
-from sidecar.middleware.intake import SizedRequest, is_upload
+from sidecar.middleware.intake import is_upload
 from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.stages import Stage
 from sidecar.middleware.wait import ClientChannel
@@ -144,6 +144,7 @@ class GenericRequest(RequestHandler):
         self._cost = None if self._endpoint.cost is None else CostReader(self._endpoint.cost)
         if is_upload(self._headers):
             self._client = self._upload = UploadChannel(self._receive, self._client.send, self._now_us)
+            self._is_unread = True
 
     def check(self) -> None:
         """See `Watched`. Also ends an upload that takes longer than a body may: it holds its lease meanwhile."""
@@ -155,10 +156,6 @@ class GenericRequest(RequestHandler):
             self._is_late = True
             self._settle(Outcome.FAILED, BodyTimeout.code)
             upload.cut()
-
-    async def _read_body(self) -> SizedRequest:
-        """See `RequestHandler`. Nothing of an upload is read."""
-        return await super()._read_body() if self._upload is None else self._intake.unread()
 
     async def _has_failed(self, error: Exception) -> bool:
         """See `RequestHandler`. What the app makes of an upload that was ended is not passed on."""

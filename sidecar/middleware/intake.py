@@ -49,6 +49,7 @@ _UPLOADS = re.compile(
     rb"multipart/form-data|application/(x-www-form-urlencoded|octet-stream)|(audio|image|video)/", re.IGNORECASE
 )
 _END_BYTES = 256
+"""Of each end of a body: prompts often share their beginning, and differ at their end."""
 _EMBEDDINGS = Api.EMBEDDINGS  # looked up once: an enumeration's attribute costs as much as a call
 _SHOWN_BYTES = 20
 """Of a header's value that is quoted in an error."""
@@ -128,7 +129,7 @@ class SizedRequest(msgspec.Struct, gc=False):
             tenant.weight,
             tokens,
             self.requests,
-            request=_fingerprint(tenant.name, self.body),
+            request=(tenant.name, len(self.body), self.body[:_END_BYTES], self.body[-_END_BYTES:]),
             attempt=_attempt(self.headers) if ATTEMPT_HEADER in self.headers else None,
             limits=tenant.limits if is_counted else None,
             downgrade=tenant.downgrade_level if is_counted else None,
@@ -444,11 +445,6 @@ def _output_cap(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine:
 
 
 # -- how the pool recognizes a request
-
-
-def _fingerprint(tenant: str, body: bytes) -> int:
-    # The two ends of a long body: prompts often share their beginning, and differ at their end.
-    return hash((tenant, len(body), body[:_END_BYTES], body[-_END_BYTES:]))
 
 
 def _attempt(headers: Mapping[bytes, bytes]) -> int | None:

@@ -55,7 +55,7 @@ class Credentials:
             return names
         if _AUTHORIZATION in headers:
             own = headers[_AUTHORIZATION]
-            if own.startswith(b"Bearer ") or own.lstrip()[:6].lower() == b"bearer":
+            if own[:7] == b"Bearer " or own.lstrip()[:6].lower() == b"bearer":
                 names.append(_AUTHORIZATION)
         if _API_KEY in headers:
             names.append(_API_KEY)

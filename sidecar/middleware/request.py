@@ -41,13 +41,12 @@ from sidecar.middleware.wait import (
     ClientDisconnected,
     Comments,
     WaitedTooLong,
-    enter_pool,
     sized_ask,
     wait,
     within_budget,
 )
 from sidecar.policy.model import Endpoint
-from sidecar.pools import Grant, Lease
+from sidecar.pools import Grant, Lease, LocalPool
 from sidecar.sending import CLIENT_KEY
 from sidecar.tasks import is_canceled_again
 
@@ -60,7 +59,6 @@ CUT = "CancelledError"
 _READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 
-
 _NOT_YET: Any = msgspec.UNSET
 
 
@@ -68,7 +66,7 @@ class RequestHandler(msgspec.Struct, eq=False):
     """Handles one request to a guarded endpoint: see `middleware.handler_of`. `run` is called once.
 
     `_pairs` are the client's headers as they came, `_headers` the last value of each. `_passing` reads the chunks of a
-    stream, while they pass.
+    stream, while they pass. The body of one that `_is_unread` passes as it comes: see `generic_request`.
     """
 
     _controller: AdmissionController
@@ -107,6 +105,7 @@ class RequestHandler(msgspec.Struct, eq=False):
     _ends_us: int | None = None
     _is_given_up: bool = False
     _timed_out: bool = False
+    _is_unread: bool = False
 
     async def run(self) -> None:
         """Handles the request to its end. Raises only what the app raises."""
@@ -175,15 +174,24 @@ class RequestHandler(msgspec.Struct, eq=False):
         if controller.routing is not None:
             route = self._route = controller.routing.route(request)
             request.hits, self._call, self._usage = route.hits, route.call(), route.usage
-        at_us = self._now_us()
+        pool, classification, entered_us = controller.pool, request.classification, None
         try:
             appraise = controller.appraiser(snapshot) if snapshot.policy.rules.is_by_gain else None
-            ask = sized_ask(controller.pool, request, controller.lease_sizes, appraise)
-            lease = self._lease = await enter_pool(controller.pool, ask, request.classification, controller.usage)
+            ask = sized_ask(pool, request, controller.lease_sizes, appraise)
+            if controller.usage is not None and classification.tenant.limits.have_budgets:
+                ask = controller.usage.within(ask, classification.tenant, pool)
+            # A pool of this process decides at once: no coroutine is needed.
+            lease = self._lease = pool.enter_now(ask) if isinstance(pool, LocalPool) else await pool.enter(ask)
+            entered_us = lease.entered_us
+            if lease.ask.tier != classification.level:
+                classification.note_charged(lease.ask.tier)
             self.advance(_WAITING)
+        except QueueFull as full:
+            classification.note_charged(full.level)
+            raise
         finally:  # only now the charged tier is known
-            self._classified(at_us)
-        if snapshot.are_preemptible[request.classification.level] and request.may_be_repeated:
+            self._classified(entered_us)
+        if snapshot.are_preemptible[classification.level] and request.may_be_repeated:
             lease.on_preempt = self._preempt
         grant = lease.grant
         if grant is None:
@@ -225,27 +233,25 @@ class RequestHandler(msgspec.Struct, eq=False):
             await needed.arrive()
             intake.check_head(self._pairs, client)
         self._reporter.tenant = intake.tenant
-        request = self._request = await self._read_body()
-        self._body = request.body
+        request = intake.unread() if self._is_unread else None
+        try:
+            while request is None:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                request = intake.feed(message, self._now_us())
+        except asyncio.CancelledError:
+            if self._timed_out and not is_canceled_again(self._task):
+                intake.check_time(self._now_us())  # raises BodyTimeout
+            raise
+        self._request, self._body = request, request.body
         if self._snapshot.estimator.counter is not None:
             await count_tokens(request, self._snapshot)
         return request
 
-    async def _read_body(self) -> SizedRequest:
-        try:
-            while True:
-                message = await self._receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnected
-                request = self._intake.feed(message, self._now_us())
-                if request is not None:
-                    return request
-        except asyncio.CancelledError:
-            if self._timed_out and not is_canceled_again(self._task):
-                self._intake.check_time(self._now_us())  # raises BodyTimeout
-            raise
-
-    def _classified(self, at_us: int) -> None:
+    def _classified(self, entered_us: int | None) -> None:
+        """Notes the tier that is charged from `entered_us` on; None where the request did not enter the pool."""
+        at_us = self._now_us() if entered_us is None else entered_us
         request, snapshot = self._request, self._snapshot
         if objectives := snapshot.objectives:
             gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)

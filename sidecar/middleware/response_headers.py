@@ -38,7 +38,7 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
 
 def id_headers(request_id: str, headers: Headers, api: Api) -> list[tuple[bytes, bytes]]:
     """The headers with the request's id, for a response of `api` that has `headers` already."""
-    given, own = dict(headers), request_id.encode("ascii")
+    given, own = dict(headers), request_id.encode()
     named = [(ADMISSION_ID if REQUEST_ID in given else REQUEST_ID, own)]
     if api is _MESSAGES and ANTHROPIC_ID not in given:
         named.append((ANTHROPIC_ID, own))

@@ -54,6 +54,10 @@ class _Usage(msgspec.Struct, gc=False):
 
 
 class _Answer(msgspec.Struct, gc=False):
+    usage: _Usage | None = None
+
+
+class _RawAnswer(msgspec.Struct, gc=False):
     usage: msgspec.Raw = msgspec.Raw()
 
 
@@ -69,6 +73,7 @@ class _CachedUsage(msgspec.Struct, gc=False):
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_raw_answer = msgspec.json.Decoder(_RawAnswer).decode
 _decode = msgspec.json.Decoder(_Usage).decode
 _decode_cached = msgspec.json.Decoder(_CachedUsage).decode
 
@@ -76,7 +81,8 @@ _decode_cached = msgspec.json.Decoder(_CachedUsage).decode
 class UsageReader(msgspec.Struct, eq=False):
     """The usage of one response as of the last `read`. `feed` keeps its bytes, and reads them `READ_BYTES` at a time.
 
-    Call `read` once more at the response's end. `has_begun` is the caller's note that there is an answer. `chunks`
+    Call `read` once more at the response's end. An answer in one piece is read at once: so many `_tried` bytes of the
+    beginning are no such answer. `has_begun` is the caller's note that there is an answer. `chunks`
     counts the events of a stream: about one generated token each, and `large_tokens` more for large ones.
     """
 
@@ -88,11 +94,17 @@ class UsageReader(msgspec.Struct, eq=False):
     _counted_at: int = 0
     _is_unended: bool = False
     _carried: bytes = b""
-    _unread: bytearray = bytearray()  # each reader gets its own
+    _unread: bytearray | None = None
+    _tried: int = 0
 
     def feed(self, body: bytes | memoryview) -> bool:
         """Takes the next bytes of the response, as they were sent. Returns whether they were read."""
         unread = self._unread
+        if unread is None:
+            self._unread = unread = bytearray()
+            if self._take_whole(body):  # so are most answers that do not stream
+                return True
+            self._tried = len(body)
         unread += body
         if len(unread) < READ_BYTES:
             return False
@@ -106,7 +118,7 @@ class UsageReader(msgspec.Struct, eq=False):
             return
         body = bytes(unread)
         unread.clear()
-        if not seen and not self._carried and self._take_whole(body):
+        if not seen and not self._carried and len(body) > self._tried and self._take_whole(body):
             return
         window = self._carried + body
         if seen or body[:1] != b"{":  # a whole answer has no events
@@ -118,15 +130,15 @@ class UsageReader(msgspec.Struct, eq=False):
         # Kept for the next time: an object that is not complete, or what may be the beginning of its name.
         self._carried = window[at:] if at >= 0 and len(window) - at < LONGEST else window[-_CUT_NAME:]
 
-    def _take_whole(self, body: bytes) -> bool:
+    def _take_whole(self, body: bytes | memoryview) -> bool:
         """Takes the usage of an answer that came in one piece. False where the body is none, or says nothing."""
         try:
-            usage = bytes(_decode_answer(body).usage) if body[:1] == b"{" else b""
+            usage = _decode_answer(body).usage if body[:1] == b"{" else None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return False
-        if usage[:1] != b"{":
+        if usage is None:
             return False
-        self._take(usage, 0)
+        self._count(usage, 0)
         return True
 
     def _count_events(self, body: bytes) -> None:
@@ -203,6 +215,9 @@ class UsageReader(msgspec.Struct, eq=False):
             usage = _decode(raw)
         except msgspec.MsgspecError:
             return  # an engine's own form of usage: the estimate stands
+        self._count(usage, later)
+
+    def _count(self, usage: _Usage, later: int) -> None:
         seen_input = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
         seen_output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
         self.counted(seen_input, seen_output, later)
@@ -254,8 +269,18 @@ class CachedUsageReader(UsageReader):
         """The engine's count of the whole prompt; None where it reports none."""
         return None if self.input_tokens is None else self.input_tokens + self._apart_tokens
 
+    def _take_whole(self, body: bytes | memoryview) -> bool:
+        """See `UsageReader`. The details are decoded apart: an engine's own form of them hides nothing else."""
+        if not super()._take_whole(body):
+            return False
+        self._take_details(bytes(_decode_raw_answer(body).usage))
+        return True
+
     def _take(self, raw: bytes, later: int) -> None:
         super()._take(raw, later)
+        self._take_details(raw)
+
+    def _take_details(self, raw: bytes) -> None:
         try:
             usage = _decode_cached(raw)
         except msgspec.MsgspecError:

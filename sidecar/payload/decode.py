@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -302,24 +301,32 @@ def _add_choices(payload: Payload, n: _Count, best_of: _Count) -> None:
 def _conversation(fields: _Fields, others: Carried, parts: list[bytes], tools: bytes = b"") -> Payload:
     """One prompt: a chat template writes the text of `parts`, and the JSON of `tools` unchanged."""
     written = [tools, *others.texts] if others.texts else [tools]
-    payload = _payload(fields, others, partial(_conversation_text, parts, written))
+    payload = _payload(fields, others, _ConversationText(parts, written))
+    text_bytes = payload.prompt_bytes
     if tools:
-        payload.prompt_bytes += json_bytes(tools)
+        text_bytes += json_bytes(tools)
         payload.traits = payload.traits._replace(tools=is_given(tools))
     for part in parts:
         if is_plain(part):
-            payload.prompt_bytes += len(part)
+            text_bytes += len(part)
         else:
             size = measured(part)
-            payload.prompt_bytes += size.text_bytes
+            text_bytes += size.text_bytes
             payload.prompt_tokens += size.media * MEDIA_TOKENS
             payload.unsized = payload.unsized or size.unsized
             payload.is_understood &= not size.media and size.unsized is None
+    payload.prompt_bytes = text_bytes
     return payload
 
 
-def _conversation_text(parts: list[bytes], written: list[bytes]) -> str:
-    return "\n".join([*map(text_of, parts), *(part.decode("utf-8", "replace") for part in written)])
+class _ConversationText(msgspec.Struct, gc=False):
+    """The text of a conversation, made when it is called for. A `partial` would cost three times as much."""
+
+    _parts: list[bytes]
+    _written: list[bytes]
+
+    def __call__(self) -> str:
+        return "\n".join([*map(text_of, self._parts), *(part.decode("utf-8", "replace") for part in self._written)])
 
 
 def _prompts(fields: _Fields, others: Carried, name: str, prompt: _Prompt) -> Payload:
@@ -417,6 +424,8 @@ _KINDS = {b'"': "a string", b"{": "an object", b"t": "a boolean", b"f": "a boole
 
 def _required_list(name: str, raw: _Raw) -> bytes:
     given = _given(raw)
+    if given[:2] == b"[{":  # so are nearly all
+        return given
     if not given:
         raise InvalidBody(f"{name}: missing; send a list", param=name)
     if given[:1] != b"[":
@@ -473,6 +482,8 @@ def _count(least: int, name: str, value: _Count) -> int | None:
 
 def _maximum(name: str, value: _Count) -> int | None:
     """The output maximum of an API with a chat template: engines treat 0 there as none."""
+    if type(value) is int and 0 < value <= LARGEST_COUNT:
+        return value
     return _count(0, name, value) or None
 
 

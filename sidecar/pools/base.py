@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -23,7 +23,7 @@ MOST_REPORT_BYTES = 64 * 1024
 class Ask(msgspec.Struct, frozen=True, gc=False):
     """The tokens and requests that a request wants to hold until it is settled. `tier` is a level.
 
-    `request` is the same when a client sends the same request again, and almost never the same for another one.
+    `request` is equal when a client sends the same request again, and almost never equal for another one.
     `attempt` is the client's own count of how often it has sent it before, None where it does not say.
     `limits` are its tenant's, None where nothing of it is counted. A request over them falls to the level `downgrade`,
     or is refused where that is None.
@@ -42,7 +42,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     weight: int
     tokens: int
     requests: int
-    request: int = 0
+    request: Hashable = 0
     attempt: int | None = None
     limits: Limits | None = None
     downgrade: int | None = None

@@ -97,7 +97,7 @@ class _Promise:
     __slots__ = ("at_us", "is_due", "is_over", "request", "tenant")
 
     def __init__(self, ask: Ask, at_us: int) -> None:
-        self.request = ask.request
+        self.request = hash(ask.request)
         self.tenant = ask.tenant
         self.at_us = at_us
         self.is_due = False
@@ -161,7 +161,7 @@ class HeldPlaces:
         """The first promise to this request. A first attempt has none, though a copy of the request may."""
         if not self.by_request or ask.attempt == 0:
             return None
-        promises = self.by_request.get(ask.request)
+        promises = self.by_request.get(hash(ask.request))
         return promises[0] if promises else None
 
     def _new_s(self, ask: Ask, drain_per_s: float, now_us: int) -> float:
@@ -174,7 +174,7 @@ class HeldPlaces:
             return MOST_S * random.uniform(1 - JITTER, 1)
         self._last_us = at_us
         promise = _Promise(ask, at_us)
-        self.by_request.setdefault(ask.request, deque()).append(promise)
+        self.by_request.setdefault(promise.request, deque()).append(promise)
         self._open += 1
         self._ahead.append(promise)
         return (at_us - now_us) / 1e6

@@ -7,8 +7,8 @@ has lost its store has one for its part of the pool (`redis.partition`).
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
+from time import monotonic_ns
 
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.base import Ask, Grant, Lease, TenantUse
@@ -25,7 +25,7 @@ MOST_ADMITTED = 16
 
 def monotonic_us() -> int:
     """The process's monotonic clock in whole microseconds."""
-    return time.monotonic_ns() // 1000
+    return monotonic_ns() // 1000
 
 
 class LeaseRuntime:
