@@ -4,6 +4,7 @@
 - An app that asks for the response's `chunk_path` needs no message for a chunk either.
 - A disconnect is reported to an app that asks for it, without a task that waits for it.
 - A head whose message has `BODY_FOLLOWS` goes out with the first bytes of the body, in one write.
+- The headers of a response are searched together for what HTTP forbids; uvicorn searches each name and each value.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from sidecar.proxy.hop_headers import can_be_written
 from sidecar.sending import BODY_FOLLOWS, CLIENT_KEY, SENT, SendChunk
+
+_FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
+_WITHOUT_BODY = frozenset((204, 304))
+_LONGEST_LENGTH = 18
+"""Digits of a Content-Length: an exabyte."""
 
 
 def quick(app: Callable[..., Awaitable[None]]) -> Any:  # uvicorn and Starlette type an app differently
@@ -47,8 +54,8 @@ class _Response:
             if body := message.get("body"):
                 return self._chunk_sender()(body, b"%x\r\n%b\r\n" % (len(body), body))
             return SENT
-        if message.get(BODY_FOLLOWS) and not self._cycle.response_started:
-            self._cycle.transport = cast("asyncio.Transport", _HeldHead(self._cycle))
+        if message["type"] == "http.response.start" and self._has_begun(message):
+            return SENT
         return self._rest(message)
 
     def chunk_path(self) -> SendChunk | None:
@@ -59,6 +66,37 @@ class _Response:
         """Whether the head has gone out, and the body goes in chunks."""
         cycle = self._cycle
         return bool(cycle.chunked_encoding) and cycle.transport is self._transport
+
+    def _has_begun(self, message: Message) -> bool:
+        """Sends the head as uvicorn does. False where uvicorn has to: for what is rare, and for its errors."""
+        cycle, flow, status, headers = self._cycle, self._flow, message["status"], message.get("headers")
+        has_to_wait = flow.write_paused or cycle.disconnected or cycle.response_started
+        if has_to_wait or cycle.access_log or cycle.default_headers or status not in STATUS_LINE:
+            return False
+        if not isinstance(headers, list) or not can_be_written(headers):
+            return False
+        lines, length = [STATUS_LINE[status]], None
+        for mixed_name, value in headers:
+            name = mixed_name.lower()
+            if name in _FRAMING:
+                if name != b"content-length" or length is not None or not _is_length(value):
+                    return False
+                length = int(value)
+            lines += (name, b": ", value, b"\r\n")
+        if not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        if length is not None:
+            cycle.expected_content_length, cycle.chunked_encoding = length, False
+        elif status not in _WITHOUT_BODY:
+            cycle.chunked_encoding = True
+            lines.append(b"transfer-encoding: chunked\r\n")
+        lines.append(b"\r\n")
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        if message.get(BODY_FOLLOWS):
+            cycle.transport = cast("asyncio.Transport", _HeldHead(cycle, b"".join(lines)))
+        else:
+            cycle.transport.write(b"".join(lines))
+        return True
 
     def _chunk_sender(self) -> SendChunk:
         """A closure, because a method costs more."""
@@ -110,15 +148,12 @@ class _HeldHead:
 
     __slots__ = ("_cycle", "_head", "_transport")
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, head: bytes) -> None:
         self._cycle = cycle
         self._transport = cycle.transport
-        self._head = b""
+        self._head = head
 
     def write(self, data: bytes) -> None:
-        if not self._head:
-            self._head = data
-            return
         self._cycle.transport = self._transport
         self._transport.write(self._head + data)
 
@@ -127,3 +162,7 @@ class _HeldHead:
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
+
+
+def _is_length(value: bytes) -> bool:
+    return value.isdigit() and len(value) <= _LONGEST_LENGTH

@@ -114,6 +114,10 @@ CHUNKS = st.lists(
     is_by_chunk=st.booleans(),
 )
 @example(chunks=[b"5\r\nabc\r\n\r\n"], end=b"0\r\n\r\n", cuts=[], is_by_chunk=True)  # its last bytes are its body's
+@example(chunks=[b"3\r\nabc\r\n", b"0\r\n", b"5\r\nabcde\r\n"], end=b"\r\n", cuts=[], is_by_chunk=True)  # no trailer
+@example(chunks=[b"3\r\nabc\r\n", b"0\r\nx: 1\r\n", b"5\r\nabcde\r\n"], end=b"\r\n", cuts=[], is_by_chunk=True)
+@example(chunks=[b"3\r\nabc\r\n", b"3;a=b\r\n", b"5\r\nabcde\r\n"], end=b"\r\n", cuts=[], is_by_chunk=True)
+@example(chunks=[b"3\r\nabc\r\n", b"0\r\n\r\n", b"5\r\nabcde\r\n"], end=b"", cuts=[], is_by_chunk=True)
 @example(chunks=[b"3\r\nabc\r\n", b"3\r\nabc\rx"], end=b"", cuts=[], is_by_chunk=True)
 @example(chunks=[b"3\r\nabc\r\n", b"3\r\nabcx\n"], end=b"", cuts=[], is_by_chunk=True)
 @example(chunks=[b"3\r\nabc\r\n", b"4\r\nabc\r\n"], end=b"", cuts=[], is_by_chunk=True)  # one byte less than it says
