@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Protocol
 
+from starlette.types import Send
+
 
 class _Sent(Awaitable[None]):
     def __await__(self) -> Generator[Any, None, None]:
@@ -14,6 +16,8 @@ class _Sent(Awaitable[None]):
 
 SENT = _Sent()
 """What `send` returns where it has done its work already: no one has to wait for it."""
+SendChunk = Callable[[bytes, bytes], Awaitable[None]]
+"""Sends bytes of a body, never none and never the last: given them, and the same framed as a chunk of HTTP/1.1."""
 BODY_FOLLOWS = "sidecar.body_follows"
 """Set in an `http.response.start` whose app sends a byte of the body next, and waits for nothing before: the server
 may write both at once."""
@@ -32,3 +36,13 @@ class ClientWatch(Protocol):
 
     def end(self) -> None:
         """Calls it no more."""
+
+
+def chunk_path(send: Send) -> SendChunk | None:
+    """What may be called in place of `send` for the next chunks, with the same effect; None where nothing may.
+
+    A stream has hundreds of chunks, and a message for each costs more than to write it. An object whose method `send`
+    is says it by its own `chunk_path`. So a `send` of someone else's, around ours, gets every message.
+    """
+    own = getattr(getattr(send, "__self__", None), "chunk_path", None)
+    return None if own is None else own()

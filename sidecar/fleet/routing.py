@@ -42,7 +42,7 @@ from sidecar.policy.model import Policy
 from sidecar.pools import Lease
 from sidecar.pools.base import EnginePool
 from sidecar.proxy.proxy import ResponseCut
-from sidecar.sending import BODY_FOLLOWS
+from sidecar.sending import BODY_FOLLOWS, SendChunk, chunk_path
 
 FULL_STATUSES = frozenset((429, 503, 529))
 MOST_REFUSALS = 5
@@ -263,6 +263,10 @@ class Route:
     def _send_with_body(self, message: Message) -> Awaitable[None]:
         """The app's `send`: passes the head on with the first byte of the body. Later chunks need no coroutine here."""
         return self._send(message) if self._answered else self._send_first(message)
+
+    def chunk_path(self) -> SendChunk | None:
+        """See `sending.chunk_path`."""
+        return chunk_path(self._send) if self._answered else None
 
     async def _send_first(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -26,7 +26,7 @@ from sidecar.middleware.stages import Stage
 from sidecar.middleware.wait import ClientChannel
 from sidecar.policy.model import CostPlace
 from sidecar.pools import Grant
-from sidecar.sending import CLIENT_KEY
+from sidecar.sending import CLIENT_KEY, SendChunk
 
 READ_AHEAD = 256 * 1024
 """Bytes of an upload that are kept while it waits."""
@@ -213,6 +213,10 @@ class GenericRequest(RequestHandler):
         if self._cost is not None:
             self._cost.feed(message)
         return super()._send_for_app(message)
+
+    def chunk_path(self) -> SendChunk | None:
+        """See `RequestHandler`. A cost that is read from the response needs every message."""
+        return super().chunk_path() if self._cost is None else None
 
     def _release(self, outcome: Outcome, error: str | None) -> None:
         cost = None if self._cost is None else self._cost.tokens

@@ -47,7 +47,7 @@ from sidecar.middleware.wait import (
 )
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease, LocalPool
-from sidecar.sending import CLIENT_KEY
+from sidecar.sending import CLIENT_KEY, SendChunk, chunk_path
 from sidecar.tasks import is_canceled_again
 
 _WITHOUT_GRANT = (ClientDisconnected, WaitedTooLong, AdmissionError)
@@ -385,8 +385,14 @@ class RequestHandler(msgspec.Struct, eq=False):
             return self._send_first_or_last(message)
         if reader.feed(message.get("body", b"")) and self._size is not None:
             self._size.answer_read()
-        send = self._client.send
-        return send(message)
+        return self._client.send(message)
+
+    def chunk_path(self) -> SendChunk | None:
+        """See `sending.chunk_path`."""
+        reader, size = self._passing, self._size
+        if reader is None or (send_chunk := chunk_path(self._client.send)) is None:
+            return None
+        return reader.passing(send_chunk, None if size is None else size.answer_read)
 
     async def _send_first_or_last(self, message: Message) -> None:
         """The first and the last bytes of a response; every message of a background response."""

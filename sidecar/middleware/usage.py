@@ -13,8 +13,11 @@ client reads slowly puts what it generates meanwhile into one event.
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 
 import msgspec
+
+from sidecar.sending import SendChunk
 
 _EVENT = b"data:"
 _NAME = b'"usage"'
@@ -110,6 +113,23 @@ class UsageReader(msgspec.Struct, eq=False):
             return False
         self.read()
         return True
+
+    def passing(self, send_chunk: SendChunk, when_read: Callable[[], None] | None) -> SendChunk:
+        """`send_chunk` for chunks that are fed before. `when_read` is called where they were read.
+
+        A closure, because a chunk would cost a tenth more with a method that calls `feed`.
+        """
+        unread, read = self._unread, self.read
+
+        def pass_on(body: bytes, framed: bytes) -> Awaitable[None]:
+            unread.extend(body)
+            if len(unread) >= READ_BYTES:
+                read()
+                if when_read is not None:
+                    when_read()
+            return send_chunk(body, framed)
+
+        return pass_on
 
     def read(self) -> None:
         """Counts the events that were fed since the last time, and takes the usage among them."""

@@ -4,6 +4,9 @@ aiohttp makes the connection: names, addresses tried in turn, TLS. What is writt
 aiohttp's session a request of `sidecar serve` costs 38% more instructions in all, and a streamed chunk more than twice
 as many (benchmarks/instructions), because a task has to be woken for each.
 
+One read that is one whole chunk, in the form in which servers write it, needs no parser: its length alone says how it
+must begin. It goes on as it came. All other framing is the parser's (llhttp).
+
 Only what cannot be mistaken is accepted. Framing that llhttp refuses, a head or framing of more than `MOST_HEAD_BYTES`,
 bytes that no request asked for, and a request body of another length than declared end the connection. It is used
 again only after a whole response to a whole request.
@@ -16,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httptools
 
-from sidecar.sending import SENT
+from sidecar.sending import SENT, SendChunk
 
 MOST_HEAD_BYTES = 128 * 1024
 """Of a response's head, of its trailers, and of what frames a chunk. uvicorn and axum write a few hundred bytes."""
@@ -24,9 +27,12 @@ READ_AHEAD_BYTES = 128 * 1024
 """Bytes of a response that are read ahead of its client. Twice uvicorn's limit for bodies."""
 STALE_WITHIN_S = 0.2
 """A connection that was closed before it was written to fails within a round trip."""
+LONGEST_KNOWN_CHUNK = 2048
+"""Bytes of a chunk with its framing that is known without its parser; events of one token have 200 to 400."""
 _SWITCHES = 101
 _WITHOUT_BODY = frozenset((_SWITCHES, 204, 304))
 _UNKNOWN = -1
+_CR, _LF = b"\r\n"
 _TOO_LARGE = f"its head, or what frames its chunks, is larger than {MOST_HEAD_BYTES} bytes"
 
 
@@ -60,7 +66,8 @@ class Response:
     """One response of the engine. `status` and `headers` are there after `head`.
 
     `is_complete` says that nothing follows what was read. `reads` counts how often some of it was read so far. Its
-    `parts`, of `unread_bytes`, are those that no one has taken yet.
+    `parts`, of `unread_bytes`, are those that no one has taken yet. `send_chunk` sends the next part, where there is
+    such a path (see `sending.chunk_path`) and none is waited for; else it is None.
     """
 
     __slots__ = (
@@ -68,12 +75,14 @@ class Response:
         "_failure",
         "_pass",
         "_passing",
+        "_path",
         "_waiter",
         "headers",
         "is_complete",
         "is_head",
         "parts",
         "reads",
+        "send_chunk",
         "status",
         "unread_bytes",
     )
@@ -90,18 +99,22 @@ class Response:
         self._waiter: asyncio.Future[None] | None = None
         self._pass: Pass | None = None
         self._passing: Awaitable[None] = SENT
+        self._path: Callable[[], SendChunk | None] | None = None
+        self.send_chunk: SendChunk | None = None
 
     async def head(self) -> None:
         """Returns when the status and the headers are there. Raises one of FAILURES."""
         while self.status == _UNKNOWN:
             await self._more()
 
-    async def pass_on(self, part: Pass) -> None:
+    async def pass_on(self, part: Pass, path: Callable[[], SendChunk | None] | None = None) -> None:
         """Passes on what comes, at once; what was read together, together.
 
         Raises one of FAILURES, and what `part` raises. `part` is called where the bytes are read, not in this task, as
-        long as it returns SENT: to wake a task costs more than all the rest.
+        long as it returns SENT: to wake a task costs more than all the rest. `path` may name something quicker than
+        `part` for what is not the last. It is asked before a wait, and once more after the first part.
         """
+        self._path = path
         try:
             is_last = False
             while not is_last:
@@ -113,9 +126,11 @@ class Response:
                     await part(self._taken(), is_last)
                 else:
                     self._pass = part
+                    if path is not None:
+                        self.send_chunk = path()
                     await self._more()
         finally:
-            self._pass = None
+            self._pass = self.send_chunk = None
             if asyncio.iscoroutine(self._passing):
                 self._passing.close()
 
@@ -136,13 +151,26 @@ class Response:
             return
         if self._pass is not None and self.parts and not self.is_complete:
             try:
-                passing = self._pass(self._taken(), False)
+                passing = self._passed(self._pass, self._taken())
             except Exception as error:
                 passing = _raised(error)
             if passing is SENT:
                 return
             self._passing = passing
         self._wake()
+
+    def wait_for(self, passing: Awaitable[None]) -> None:
+        """What was passed on last has to be waited for, before more is."""
+        self._passing = passing
+        self._wake()
+
+    def _passed(self, part: Pass, body: bytes) -> Awaitable[None]:
+        if self.send_chunk is not None:
+            return self.send_chunk(body, b"%x\r\n%b\r\n" % (len(body), body))
+        passing = part(body, False)
+        if self._path is not None and passing is SENT:
+            self.send_chunk, self._path = self._path(), None
+        return passing
 
     def _taken(self) -> bytes:
         parts, self.unread_bytes = self.parts, 0
@@ -151,7 +179,7 @@ class Response:
         return together
 
     def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
+        waiter, self._waiter, self.send_chunk = self._waiter, None, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
@@ -185,7 +213,7 @@ class EngineConnection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._response: Response | None = None
         self._headers: list[tuple[bytes, bytes]] = []
-        self._is_in_head = self._is_kept = self._is_paused = False
+        self._is_in_head = self._is_kept = self._is_paused = self._is_between_chunks = False
         self._framing_bytes = 0
         self._upload: asyncio.Task[None] | None = None
         self._is_uploaded = True
@@ -240,9 +268,25 @@ class EngineConnection(asyncio.Protocol):
         if response is None or parser is None:
             self.abort()  # no one has asked for it
             return
-        self._framing_bytes += len(data)
         if self._silence_s is not None:
             self._heard_s = self.loop.time()
+        send_chunk, size = response.send_chunk, len(data)
+        if send_chunk is not None and self._is_between_chunks and size < LONGEST_KNOWN_CHUNK:
+            begins, heads = _CHUNK_HEADS[size]
+            if data[:begins] in heads and data[-2] == _CR and data[-1] == _LF:
+                response.reads += 1
+                try:
+                    passing = send_chunk(data[begins:-2], data)
+                except Exception as error:
+                    passing = _raised(error)
+                if passing is not SENT:
+                    response.wait_for(passing)
+                return
+        self._parse(data, response, parser)
+
+    def _parse(self, data: bytes, response: Response, parser: httptools.HttpResponseParser) -> None:
+        self._framing_bytes += len(data)
+        self._is_between_chunks = False
         try:
             parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -311,7 +355,14 @@ class EngineConnection(asyncio.Protocol):
         response.parts.append(body)
         response.unread_bytes += len(body)
 
+    def on_chunk_header(self) -> None:
+        self._is_between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._is_between_chunks = True
+
     def on_message_complete(self) -> None:
+        self._is_between_chunks = False
         if not self._is_in_head and self._response is not None:
             self._response.is_complete = True
 
@@ -405,6 +456,18 @@ class EngineConnection(asyncio.Protocol):
             self._upload.cancel()
             self._upload = None
         self.resume_writing()
+
+
+def _heads(size: int) -> tuple[int, tuple[bytes, ...]]:
+    """Of one chunk that has so many bytes with its framing: where its body begins, and how the chunk may begin."""
+    for digits in range(1, len(b"%x" % size) + 1):
+        body = size - digits - len(b"\r\n\r\n")
+        if body > 0 and len(b"%x" % body) == digits:
+            return digits + len(b"\r\n"), (b"%x\r\n" % body, b"%X\r\n" % body)
+    return 0, ()
+
+
+_CHUNK_HEADS = tuple(map(_heads, range(LONGEST_KNOWN_CHUNK)))
 
 
 async def _raised(error: Exception) -> None:

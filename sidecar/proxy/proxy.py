@@ -36,7 +36,7 @@ from sidecar.proxy.upstream import (
     connect_trouble,
     said,
 )
-from sidecar.sending import BODY_FOLLOWS, CLIENT_KEY, ClientWatch
+from sidecar.sending import BODY_FOLLOWS, CLIENT_KEY, ClientWatch, SendChunk, chunk_path
 from sidecar.via import OWN_VIA
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class _Forwarding:
         if response.status < 500 and CALL_KEY in self._scope:
             self._proxy.traffic.began(response)
         try:
-            await response.pass_on(self._pass_on)
+            await response.pass_on(self._pass_on, self._chunk_path)
         except FAILURES as error:
             self._proxy.on_failure(None)
             raise ResponseCut(f"the engine broke off in the middle of its answer: {said(error)}") from None
@@ -221,6 +221,9 @@ class _Forwarding:
         if is_last:
             self._stop_watching()
         return self._send({"type": "http.response.body", "body": part, "more_body": not is_last})
+
+    def _chunk_path(self) -> SendChunk | None:
+        return chunk_path(self._send)
 
     async def _body(self, message: Message) -> AsyncIterator[bytes]:
         """The request's body as it comes in. After its end the client is watched for a disconnect."""

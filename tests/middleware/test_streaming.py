@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from sidecar.events import FirstByte, Outcome, Settled
-from tests.support.middleware import CHAT, SMALL, App, Caller, Guarded, chat, chunk, guarding, policy, start
+from sidecar.sending import SENT, chunk_path
+from sidecar.server.http_protocol import BoundedHttpProtocol
+from tests.support.middleware import CHAT, SMALL, App, Caller, Guarded, chat, chunk, guarding, key, policy, start
 from tests.support.wire import connected, post
 
 pytestmark = pytest.mark.anyio
@@ -174,3 +176,70 @@ async def test_the_openai_client_streams_through_it() -> None:
             stream = await client.chat.completions.create(**chat(), stream=True)
             assert [part.choices[0].delta.content async for part in stream] == ["x"] * 4
         assert guarded.recorder.stories[0].one(Settled).outcome is Outcome.COMPLETED
+
+
+def quickly_streaming(events: int, *, is_quick: bool, paths: list[bool]) -> Any:
+    """Streams as the proxy does, by chunks without messages where it can."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await App()(scope, receive, send)
+            return
+        await receive()
+        await start(send, content_type=b"text/event-stream")
+        paths.append(chunk_path(send) is not None)
+        await chunk(send, EVENT)
+        path = chunk_path(send)
+        paths.append(path is not None)
+        for _ in range(events - 1):
+            if path is None or not is_quick:
+                await chunk(send, EVENT)
+            else:
+                await path(EVENT, b"%x\r\n%b\r\n" % (len(EVENT), EVENT))
+        await chunk(send, COUNTED, more=False)
+
+    return app
+
+
+COUNTED = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":500}}\n\ndata: [DONE]\n\n'
+SLO = "30s}, slo: {ttft: 1s, tpot: 100ms}, gain: {weight: 4"
+PREEMPTIBLE = "1000}, preemptible: true, slo: {ttft: 1s"
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_wait": SLO}, {"max_requests": PREEMPTIBLE}])
+async def test_chunks_without_messages_are_read_and_answered_as_with_them(settings: dict[str, str]) -> None:
+    answers, ends = [], []
+    for is_quick in (True, False):
+        paths: list[bool] = []
+        app = quickly_streaming(500, is_quick=is_quick, paths=paths)
+        async with guarding(app, policy(**settings), http=BoundedHttpProtocol) as guarded:
+            who = key("nightly") if settings.get("max_requests") else key("acme")
+            answer = await guarded.ask(chat(stream=True, max_tokens=1000), who)
+            answers.append(answer.body)
+            await guarded.nothing_left()
+            end = guarded.recorder.stories[0].end
+            assert isinstance(end, Settled)
+            ends.append((end.outcome, end.tokens_used, end.input_tokens, end.output_tokens))
+        assert paths == [False, True]
+    assert answers[0] == answers[1] == EVENT * 500 + COUNTED
+    assert ends == [(Outcome.COMPLETED, 507, 7, 500)] * 2
+
+
+async def test_a_stream_that_breaks_off_was_counted_by_its_chunks_without_messages() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await start(send, content_type=b"text/event-stream")
+        await chunk(send, EVENT)
+        path = chunk_path(send)
+        assert path is not None
+        for _ in range(99):
+            assert path(EVENT, b"%x\r\n%b\r\n" % (len(EVENT), EVENT)) is SENT
+        raise RuntimeError("broke off")
+
+    async with guarding(app, http=BoundedHttpProtocol, lifespan="off") as guarded:
+        await guarded.ask(chat(stream=True, max_tokens=1000))
+        await guarded.until(leases=0, stories=1)
+        end = guarded.recorder.stories[0].end
+    assert isinstance(end, Settled)
+    assert end.output_tokens is None
+    assert end.tokens_used >= 100

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from sidecar.sending import BODY_FOLLOWS, CLIENT_KEY, SENT
+from sidecar.sending import BODY_FOLLOWS, CLIENT_KEY, SENT, chunk_path
 from sidecar.server.http_protocol import BoundedHttpProtocol
+from sidecar.server.quick_send import _Response
 from tests.support.serving import Served, serving
 from tests.support.wire import connected, exchange, get, post
 
@@ -52,7 +53,7 @@ def body(part: bytes, *, more: bool = True) -> dict[str, Any]:
 
 @asynccontextmanager
 async def served(app: Callable[..., Awaitable[None]]) -> AsyncIterator[Served]:
-    async with serving(app, http=Counted, lifespan="off") as server:
+    async with serving(app, http=Counted, lifespan="off", access_log=False) as server:  # as the sidecar's servers
         yield server
 
 
@@ -254,3 +255,125 @@ async def test_a_disconnect_is_reported_once_to_a_request_with_no_http_behind_it
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.1)
     assert log == ["left"]
+
+
+# The path of chunks without messages
+
+
+@pytest.mark.parametrize("start", [START, WITH_LENGTH])
+async def test_chunks_may_go_without_messages_once_the_head_is_out_and_the_body_goes_in_chunks(start: Any) -> None:
+    paths: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        paths.append(chunk_path(send) is not None)
+        await send({**start, BODY_FOLLOWS: True})
+        paths.append(chunk_path(send) is not None)
+        await send(body(b"o", more=True))
+        path = chunk_path(send)
+        paths.append(path is not None)
+        if path is not None:
+            assert path(b"k", b"1\r\nk\r\n") is SENT
+        await send(body(b"" if path else b"k", more=False))
+
+    async with served(app) as server:
+        answer = await exchange(server.port, get("/"))
+        await exchange(server.port, get("/").replace(b"GET", b"HEAD"))
+    assert answer.endswith(b"1\r\no\r\n1\r\nk\r\n0\r\n\r\n" if start is START else b"\r\n\r\nok")
+    assert paths == [False, False, start is START, False, False, False]
+
+
+async def test_a_wrapper_of_someone_else_gets_every_message() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def wrapper(message: Any) -> None:
+            await send({**message, "body": message["body"].upper()} if "body" in message else message)
+
+        await wrapper(START)
+        assert chunk_path(send) is not None
+        assert chunk_path(wrapper) is None
+        await wrapper(body(b"one", more=False))
+
+    async with served(app) as server:
+        assert (await exchange(server.port, get("/"))).endswith(b"3\r\nONE\r\n0\r\n\r\n")
+
+
+async def test_chunks_without_messages_wait_for_a_client_that_does_not_read_and_end_with_it() -> None:
+    waited, ended = asyncio.Event(), asyncio.Event()
+    sent_bytes = 0
+    part = b"x" * 65536
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal sent_bytes
+        await send(START)
+        path = chunk_path(send)
+        assert path is not None
+        while (await_it := path(part, b"10000\r\n" + part + b"\r\n")) is SENT:
+            sent_bytes += len(part)
+        waited.set()
+        await await_it
+        writes = len(Counted.writes)
+        for _ in range(3):
+            await path(part, b"10000\r\n" + part + b"\r\n")
+        assert len(Counted.writes) == writes
+        ended.set()
+
+    async with served(app) as server:
+        async with connected(server.port) as (_, writer):
+            writer.write(get("/"))
+            await asyncio.wait_for(waited.wait(), 5)
+            await asyncio.sleep(0.1)
+            assert sent_bytes < 24 * 2**20
+            writer.transport.abort()
+        await asyncio.wait_for(ended.wait(), 5)
+
+
+# The head
+
+
+HEADS: list[Any] = [
+    {"status": 200},
+    {"status": 200, "headers": []},
+    {"status": 299, "headers": [(b"X-Mixed", b"a"), (b"x-mixed", b"\tb\xff "), (b"set-cookie", b"")]},
+    {"status": 204, "headers": [(b"x-id", b"1")]},
+    {"status": 304, "headers": [(b"content-length", b"5")]},
+    {"status": 503, "headers": [(b"content-length", b"2")]},
+    {"status": 200, "headers": [(b"content-length", b"02"), (b"content-length", b"2")]},
+    {"status": 200, "headers": [(b"content-length", b"2"), (b"transfer-encoding", b"chunked")]},
+    {"status": 200, "headers": [(b"transfer-encoding", b"chunked"), (b"content-length", b"2")]},
+    {"status": 200, "headers": [(b"Connection", b"close"), (b"content-length", b"2")]},
+    {"status": 200, "headers": [(b"connection", b"keep-alive")]},
+    {"status": 200, "headers": ((b"content-length", b"2"), (b"x-id", b"1"))},
+    {"status": 200, "headers": [(b"content-length", b"+2")]},
+    {"status": 200, "headers": [(b"", b"a")]},
+]
+MISTAKES: list[Any] = [
+    {"status": 200, "headers": [(b"content-length", b"2\r\nx: y")]},
+    {"status": 200, "headers": [(b"x", b"a\nb")]},
+    {"status": 200, "headers": [(b"x y", b"a")]},
+    {"status": 200, "headers": [(b"content-length", b"9" * 5000)]},
+    {"status": 600},
+]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("head", [*HEADS, *MISTAKES])
+async def test_a_head_is_the_one_that_uvicorn_writes(head: Any, is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        follows = {BODY_FOLLOWS: True} if scope["path"] == "/follows" else {}
+        await send({"type": "http.response.start", **head, **follows})
+        await send(body(b"" if head["status"] in {204, 304} else b"ok", more=False))
+
+    answers: list[bytes] = []
+    for is_ours in (True, False):
+        if not is_ours:
+            monkeypatch.setattr(_Response, "_has_begun", lambda *_: False)
+        for path in ("/", "/follows"):
+            async with served(app) as server, connected(server.port) as (reader, writer):
+                request = get(path).replace(b"connection: close\r\n", b"") if is_kept else get(path)
+                assert (b"connection" in request) is not is_kept
+                writer.write(request)
+                if is_kept:
+                    await asyncio.sleep(0.05)
+                    writer.write(get(path))  # the connection is in the same state after either
+                answers.append(await asyncio.wait_for(reader.read(), 5))
+    assert len(set(answers)) == 1
+    assert (answers[0] == b"") is (head in MISTAKES)
