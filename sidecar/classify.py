@@ -214,7 +214,9 @@ class Classifier:
         else:  # so do most requests: their tier is that of the endpoint and the tenant
             place, ignored = (asked.endpoint.level, tenant.level), ()
             silent = self._silent.get(place)
-            won = self._silent[place] = self._winner(asked, tenant) if silent is None else silent
+            if silent is None:
+                silent = self._silent[place] = self._winner(asked, tenant)
+            won = silent
         level, best = self._policy.default_level if won.level is None else won.level, tenant.max_level
         if level < best:
             return Classification(tenant, best, won.source, level, ignored)

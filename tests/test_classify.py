@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.apis import Api
-from sidecar.classify import Asked, Classification, Classifier, Fallback, api_key
+from sidecar.classify import MOST_KEPT, Asked, Classification, Classifier, Fallback, api_key
 from sidecar.engines import ENGINES
 from sidecar.engines.registry import client_headers
 from sidecar.errors import InvalidApiKey, UnknownTier
@@ -87,6 +87,33 @@ def test_the_key_is_found_behind_bearer_in_any_case(scheme: bytes) -> None:
 def test_the_key_is_found_in_x_api_key() -> None:
     assert classifier_of(policy_of()).tenant({b"x-api-key": KEY}) is ACME
     assert classifier_of(policy_of()).tenant({b"authorization": b"Basic dTpw", b"x-api-key": KEY}) is ACME
+
+
+def test_a_tenant_that_is_kept_for_its_authorization_header_is_no_other_headers() -> None:
+    classifier = classifier_of(policy_of())
+    for _ in range(2):
+        assert classifier.tenant({b"x-api-key": KEY}) is ACME
+        assert classifier.tenant({b"authorization": b"Basic dTpw", b"x-api-key": KEY}) is ACME
+        assert classifier.tenant({b"authorization": b"Bearer ", b"x-api-key": KEY}) is ACME
+        assert classifier.tenant({b"authorization": b"Bearer " + KEY}) is ACME
+        assert classifier.tenant({b"authorization": b"Bearer " + KEY, b"x-api-key": b"another"}) is ACME
+        assert classifier.tenant({b"authorization": b"Basic dTpw"}) is ANONYMOUS
+        assert classifier.tenant({b"authorization": b"Bearer "}) is ANONYMOUS
+        for unknown in ({b"authorization": b"Bearer " + KEY + b"x"}, {b"x-api-key": b"Bearer " + KEY}):
+            with pytest.raises(InvalidApiKey):
+                classifier.tenant(unknown)
+
+
+def test_a_key_that_is_written_in_many_ways_takes_little_memory() -> None:
+    classifier, spaces = classifier_of(policy_of()), range(70)
+    assert len(spaces) ** 2 > MOST_KEPT
+    for before in spaces:
+        for after in spaces:
+            written = b"Bearer " + b" " * before + KEY + b" " * after
+            assert classifier.tenant({b"authorization": written}) is ACME
+    assert 0 < len(classifier._of_authorization) <= MOST_KEPT
+    assert classifier.tenant({b"authorization": b"Bearer " + b" " * 10_000 + KEY}) is ACME
+    assert len(classifier._of_authorization) == len(spaces) ** 2 - MOST_KEPT
 
 
 def test_authorization_counts_before_x_api_key() -> None:

@@ -261,7 +261,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             refuse_background(payload, policy.background)
         taken = client_headers(tuple(headers))
         classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
-        requests, cap = payload.sequences, None
+        requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
             refuse_what_is_too_much(endpoint.api, payload, policy)
         if tenant.limits.max_output_tokens is not None:

@@ -66,7 +66,7 @@ def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to
     """The handler, of some kind, of a request that has just come."""
     snapshot, now_us, observer = controller.snapshot, controller.pool.now_us, controller.observer
     pairs, received_us = list(scope["headers"]), now_us()  # a copy: uvicorn appends trailers to its own list
-    headers = {name: value for name, value in pairs}  # noqa: C416  # half the instructions of `dict(pairs)`
+    headers = dict(pairs)
     own_id = request_id(headers)
     return kind(
         controller,

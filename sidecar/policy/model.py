@@ -181,8 +181,11 @@ class Limits:
     @property
     def are_counted(self) -> bool:
         """Whether there is anything that a pool has to count. It counts no budgets."""
-        counted = (self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
-        return counted != (None, None, None)
+        return (
+            self.requests_per_minute is not None
+            or self.tokens_per_minute is not None
+            or self.concurrent_requests is not None
+        )
 
     @property
     def have_budgets(self) -> bool:

@@ -160,8 +160,9 @@ CACHED = {
 def test_cached_tokens_are_read_from_every_apis_own_field(name: str) -> None:
     body, prompt_tokens, cached_tokens = CACHED[name]
     for data in (json.dumps(body).encode(), event({"usage": None}) + event(body)):
-        reader = fed(CachedUsageReader(), (bytes([byte]) for byte in data))
-        assert (reader.prompt_tokens, reader.cached_tokens) == (prompt_tokens, cached_tokens)
+        for pieces in ([data], [bytes([byte]) for byte in data]):
+            reader = fed(CachedUsageReader(), pieces)
+            assert (reader.prompt_tokens, reader.cached_tokens) == (prompt_tokens, cached_tokens)
 
 
 def test_a_messages_stream_says_it_first_and_its_end_does_not_take_it_back() -> None:
