@@ -11,4 +11,5 @@ local REFRESHED, REFRESHES = 24, 25
 local URGED, URGES = 26, 27
 local META_FIELDS = 27
 META_TEXT = '[' .. string.rep('%d,', META_FIELDS - 1) .. '%d]'
+local TICKET_US, DISCARDED = 150, 4 -- in place of those of `admission.lua`
 local next_gain = false -- what `G` said of the next request

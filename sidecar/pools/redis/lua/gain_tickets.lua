@@ -163,6 +163,7 @@ end
 
 function pool.save_lane(level, tenant, lane)
   local key = pool.finish_key(level)
+  pool.note_use(level, tenant, lane)
   if lane.waiting > 0 then
     call('HSET', key, tenant,
       fmt('%.17g %d %d %.17g ', lane.finish, lane.waiting, lane.weight, lane.start) .. lane.first)
