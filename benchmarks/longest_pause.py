@@ -382,7 +382,7 @@ class Store:
         self._call_until_quiet()
 
     def _flush(self) -> None:
-        self._client.flushdb(asynchronous=False)  # else the server still frees memory in the calls that follow
+        self._client.execute_command("FLUSHALL", "SYNC")  # else the server still frees memory while calls follow
         self._restate()
 
     def _restate(self) -> None:
