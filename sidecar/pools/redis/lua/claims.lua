@@ -217,6 +217,7 @@ function pool.count_claimant(ticket, sign)
   local tier = tiers[ticket.level]
   tier[CLAIMANTS], fleet[ALL_CLAIMANTS] = tier[CLAIMANTS] + sign, fleet[ALL_CLAIMANTS] + sign
   is_changed[ticket.level], heads[ticket.level] = true, nil
+  if pool.orders then pool.orders[ticket.level] = nil end
 end
 
 -- A waiting ticket becomes a claimant.
