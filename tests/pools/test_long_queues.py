@@ -91,6 +91,22 @@ def test_room_for_very_many_goes_to_them_in_order_in_calls_of_bounded_length(cli
     assert replies[-1].change_after_us is None
 
 
+def test_by_gain_a_call_admits_fewer_of_them_because_each_takes_longer(client: Any) -> None:
+    most = int(joined(is_by_gain=True).rpartition("local MOST_ADMITTED = ")[2].split()[0])
+    assert 1 < most < MOST_ADMITTED_BY_SCRIPT
+    replica = scripted(client, shared_out(Fraction(1, 10), is_by_gain=True))
+    replica.sync()
+    replica.enter(1, ask(tier=1, tokens=1_000))
+    in_calls(replica, [entering(number, ask(tokens=1)) for number in range(2, 102)])
+    replies = [replica.call(protocol.END, 1)]
+    while replies[-1].waiting:
+        assert replies[-1].change_after_us is not None
+        assert replies[-1].change_after_us <= SOON_US
+        replies.append(replica.call())
+    assert max(len(granted(reply)) for reply in replies) == most + 1
+    assert [ticket for reply in replies for ticket in granted(reply)] == [*range(2, 102)]
+
+
 def test_a_tier_that_never_queues_is_judged_after_all_that_go_before_it(client: Any) -> None:
     rules = simple(("high", "low"), tokens=301).rules
     policy = policy_of(rules)
