@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
 
-from sidecar.scheduling.fair_queue import SPARE_ENTRIES, Entry, FairQueue, Lane
+from sidecar.scheduling.fair_queue import FREED_AT_ONCE, SPARE_ENTRIES, Entry, FairQueue, Lane
 from sidecar.scheduling.gain import ARRIVAL_SHIFT, KEY_SHIFT, SEQUENCE_SHIFT, SLOT_BITS, GainTicket, Place, density
 from sidecar.scheduling.heaps import Sweep
 from sidecar.scheduling.ticket import Ticket
@@ -219,7 +219,7 @@ class GainQueue(FairQueue):
             if ticket.queued and ticket.start == start and not ticket.is_apart:  # type: ignore[attr-defined]
                 break
             heappop(firsts)
-        most = 2 * len(self._lanes) + SPARE_ENTRIES
+        most = 2 * self._busy + SPARE_ENTRIES
         if len(firsts) > most:
             self._sweep_firsts.some(firsts, _stands_in_lane)
         if len(self._small) + len(self._large) > most + 2 * self._returned:
@@ -231,6 +231,8 @@ class GainQueue(FairQueue):
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
+        if len(self._slots) + len(self._firsts) + len(self._bests) > FREED_AT_ONCE:
+            self._left_over += [self._slots, self._unused, self._bests, self._firsts, self._aside]
         self._forget_gain()
 
     # -- by gain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,8 @@ def clocked(script: str) -> str:
     return script.replace(CLOCK_LINE, CLOCK)
 
 
-ADMITTED_LINE = "local MOST_ADMITTED = 16 "
+ADMITTED_LINE = re.compile(r"^local MOST_ADMITTED = \d+ ", re.MULTILINE)
+"""A kind of pool may declare its own."""
 
 
 def undivided(script: str) -> str:
@@ -40,8 +42,8 @@ def undivided(script: str) -> str:
 
     `test_long_queues` has the tests of the bound.
     """
-    assert ADMITTED_LINE in script
-    return script.replace(ADMITTED_LINE, "local MOST_ADMITTED = 1000000 ")
+    assert ADMITTED_LINE.search(script)
+    return ADMITTED_LINE.sub("local MOST_ADMITTED = 1000000 ", script)
 
 
 CLOCKED_SOURCE, CLOCKED_GAIN_SOURCE = (undivided(clocked(joined(is_by_gain=by_gain))) for by_gain in (False, True))

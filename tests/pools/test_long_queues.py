@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -25,6 +26,8 @@ from sidecar.pools.redis.partition import TAKEN_OVER_AT_ONCE, Partition
 from sidecar.pools.redis.protocol import Argument, Reply
 from sidecar.pools.redis.script import joined
 from sidecar.pools.runtime import MOST_ADMITTED
+from sidecar.scheduling import Scheduler
+from sidecar.scheduling.gain_scheduler import GainScheduler
 from tests.pools.conftest import SERVERS
 from tests.pools.harness import Clock, ask, policy_of, simple
 from tests.pools.redis_harness import clocked
@@ -86,6 +89,22 @@ def test_room_for_very_many_goes_to_them_in_order_in_calls_of_bounded_length(cli
     found = [ticket for reply in replies for ticket in granted(reply)]
     assert found == [*range(2, 302, 2), *range(3, 302, 2)]
     assert replies[-1].change_after_us is None
+
+
+def test_by_gain_a_call_admits_fewer_of_them_because_each_takes_longer(client: Any) -> None:
+    most = int(joined(is_by_gain=True).rpartition("local MOST_ADMITTED = ")[2].split()[0])
+    assert 1 < most < MOST_ADMITTED_BY_SCRIPT
+    replica = scripted(client, shared_out(Fraction(1, 10), is_by_gain=True))
+    replica.sync()
+    replica.enter(1, ask(tier=1, tokens=1_000))
+    in_calls(replica, [entering(number, ask(tokens=1)) for number in range(2, 102)])
+    replies = [replica.call(protocol.END, 1)]
+    while replies[-1].waiting:
+        assert replies[-1].change_after_us is not None
+        assert replies[-1].change_after_us <= SOON_US
+        replies.append(replica.call())
+    assert max(len(granted(reply)) for reply in replies) == most + 1
+    assert [ticket for reply in replies for ticket in granted(reply)] == [*range(2, 102)]
 
 
 def test_a_tier_that_never_queues_is_judged_after_all_that_go_before_it(client: Any) -> None:
@@ -159,7 +178,7 @@ def test_calls_have_fewer_operations_while_requests_wait(has_engines: bool, is_b
     queue.note_line(in_line.after)
     assert sizes(MOST_OPERATIONS + 1) == [MOST_OPERATIONS, 1]
     assert in_line.after == (0 if has_engines or is_by_gain else 1_000)
-    assert most * (4 if has_engines else 1) * (2 if is_by_gain else 1) == 32
+    assert most == {(False, False): 32, (True, True): 4}.get((has_engines, is_by_gain), 8)
 
 
 # -- requests that are too large for a pool that has shrunk
@@ -293,6 +312,60 @@ def test_heads_that_are_being_sorted_are_admitted_in_the_order_of_those_that_are
         found += granted(replica.call(protocol.END, found[-1] if found else 2))
     assert found == list(range(10, 10 + len(found)))
     assert len(found) >= 25
+
+
+# -- a full queue of very many tenants
+
+
+@pytest.mark.parametrize("is_by_gain", [False, True])
+@pytest.mark.parametrize("most_tickets", [1, 3])
+def test_a_place_in_a_full_queue_is_found_without_a_look_at_every_tenant(
+    client: Any, most_tickets: int, is_by_gain: bool
+) -> None:
+    """The tenant that gives its place is the scheduler's, for newcomers of any weight; and so is its ticket."""
+    luck, weights = random.Random(3), [1, 2, 5]
+    policy = shared_out(Fraction(1, 10), is_by_gain=is_by_gain)
+    scheduler = (GainScheduler if is_by_gain else Scheduler)(policy.rules)
+    tickets = [
+        (tenant, weight)
+        for tenant, weight in ((f"t{number}", luck.choice(weights)) for number in range(400))
+        for _ in range(luck.randint(1, most_tickets))
+    ]
+    luck.shuffle(tickets)
+    places = len(tickets) // 2  # there were more places before: so even a tenant with one ticket is above its share
+    replica = scripted(client, policy)
+    replica.sync()
+    replica.enter(1, ask(tier=1, tokens=1_000))
+    in_calls(
+        replica,
+        [
+            entering(number, ask(tokens=10, tenant=tenant, weight=weight))
+            for number, (tenant, weight) in enumerate(tickets, 2)
+        ],
+    )
+    for number, (tenant, weight) in enumerate(tickets, 2):
+        scheduler.submit(str(number), tier=0, tokens=10, tenant=tenant, weight=weight, now_us=number)
+    high = replace(policy.tiers[0], max_waiting=places)
+    other = Scripted(client, replica.clock, replace(policy, tiers=(high, *policy.tiers[1:])), "other")
+    other.source = replica.source
+    other.sync()
+    for newcomer in range(50):
+        number, tenant, weight = 10_000 + newcomer, f"new{newcomer}", luck.choice([1, 7, 100])
+        displaced = scheduler.displaced(0, tenant, weight, places)
+        client.config_resetstat()
+        reply = replica.enter(number, ask(tokens=10, tenant=tenant, weight=weight))
+        commands = {name: one["calls"] for name, one in client.info("commandstats").items()}
+        assert commands["cmdstat_hgetall"] == 1, "that of the root"
+        assert sum(commands.values()) < 100
+        if displaced is None:
+            assert list(reply.refused) == [number]
+            continue
+        assert list(reply.displaced) == [int(displaced.id)]
+        scheduler.cancel(displaced.id, 0)
+        scheduler.submit(str(number), tier=0, tokens=10, tenant=tenant, weight=weight, now_us=number)
+    used = {text.split()[2].decode() for text in client.zrange(*client.keys(f"{replica.root}:*:t:0"), 0, -1)}
+    assert used == {name for name, lane in scheduler._tiers[0].queue._lanes.items() if lane.waiting}
+    assert len(used) > 350
 
 
 # -- a replica's part, while the store is lost

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,10 @@ def test_a_replica_that_comes_back_while_it_is_swept_keeps_what_is_left(client: 
     assert 0 < left < 1_000
     statements = [part for ticket in range(1_000) for part in protocol.statement(ticket, waiting(ticket), 1_000_000)]
     reply = dead.sync(*statements, known=2, installs=False)
-    assert (reply.waiting, reply.replicas, reply.is_stating) == (1_000, 2, False)
+    assert (reply.waiting, reply.replicas, reply.is_stating) == (1_000, 2, True)
+    while reply.is_stating:
+        reply = dead.call(protocol.ALL_STATED)
+    assert (reply.waiting, reply.replicas) == (1_000, 2)
     one.clock.advance(1)
     assert one.call().waiting == 1_000
 
@@ -190,6 +194,30 @@ def test_many_tickets_are_stated_by_many_calls_and_what_was_not_stated_is_ended_
     assert len(replies) > 3
     assert (replies[-1].leases, replies[-1].waiting) == (10, len(kept) + 1 - 1)
     assert not [key for key in counting.keys("admission:*") if b":k:" in key]
+
+
+def test_what_was_stated_before_a_statement_broke_off_does_not_count_and_is_forgotten_in_slices(counting: Any) -> None:
+    pool = Replicas(counting, simple(tokens=10))
+    one = pool.one("a")
+    crowd(one, MANY, held=10)
+    one.begin(protocol.LEASES_STATED)
+    for start in range(10, MANY, 100):
+        tickets = range(start, min(start + 100, MANY))
+        one.call(*(part for ticket in tickets for part in protocol.statement(ticket, waiting(ticket), 0)))
+    (key,) = counting.keys("admission:*:k:a")
+    assert counting.hlen(key) == MANY - 10
+    counting.most = 0
+    one.begin(*protocol.statement(0, waiting(0), None), protocol.LEASES_STATED)
+    one.call(*protocol.statement(11, waiting(11), 0))
+    left = [counting.hlen(key)]
+    reply = one.call(protocol.ALL_STATED)
+    while reply.is_stating:
+        left.append(counting.hlen(key))
+        reply = one.call(protocol.ALL_STATED)
+    assert counting.most < MOST_COMMANDS
+    assert (reply.leases, reply.waiting) == (2, 0), "11 went in where the other nine were"
+    assert len([1 for before, after in pairwise(left) if before > after > 0]) >= 1
+    assert not counting.exists(key)
 
 
 def test_a_statement_that_breaks_off_is_begun_again(client: Any) -> None:

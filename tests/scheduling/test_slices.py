@@ -11,7 +11,7 @@ import pytest
 
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.scheduling import Scheduler, fair_queue
-from sidecar.scheduling.fair_queue import LANES_LOOKED_AT, SORTED_AT_ONCE, SPARE_ENTRIES, FairQueue
+from sidecar.scheduling.fair_queue import FREED_AT_ONCE, LANES_LOOKED_AT, SORTED_AT_ONCE, SPARE_ENTRIES, FairQueue
 from sidecar.scheduling.gain import GainFigures, GainTicket
 from sidecar.scheduling.gain_queue import GainQueue
 from sidecar.scheduling.gain_scheduler import GainScheduler
@@ -183,6 +183,39 @@ def test_nothing_is_left_to_forget_at_once_where_all_gave_up() -> None:
         queue.remove(ticket)
     assert len(queue._lanes) == 1
     assert len(queue._lanes_in_turn) <= SPARE_ENTRIES
+
+
+@pytest.mark.parametrize("kind", [FairQueue, GainQueue])
+def test_what_a_long_queue_leaves_behind_is_freed_by_the_tickets_that_come(kind: type[FairQueue]) -> None:
+    queue, tenants, of_ticket = kind(1, 1), 30 * FREED_AT_ONCE, GainTicket if kind is GainQueue else Ticket
+    tickets = [new_ticket(number, f"tenant-{number}", 1, of_ticket) for number in range(tenants)]
+    for ticket in tickets:
+        queue.push(ticket)
+        queue.charge(ticket.tenant, 1, 100)  # so that none of them is forgotten before
+    for ticket in tickets:
+        queue.remove(ticket)
+    left = [sum(map(len, queue._left_over))]
+    assert left[0] >= tenants
+    assert len(queue) == 0
+    while queue._left_over:
+        queue.push(new_ticket(tenants + len(left), "newcomer", 1, of_ticket))
+        left.append(sum(map(len, queue._left_over)))
+        assert left[-2] - left[-1] <= FREED_AT_ONCE
+    assert len(left) >= 30
+    assert queue.head().id == str(tenants + 1)
+
+
+@pytest.mark.parametrize("kind", [FairQueue, GainQueue])
+def test_entries_stay_in_proportion_to_the_tenants_that_wait_not_to_those_that_are_ahead(kind: type[FairQueue]) -> None:
+    queue, tenants, of_ticket = kind(1, 1), 2_000, GainTicket if kind is GainQueue else Ticket
+    tickets = [new_ticket(number, f"tenant-{number}", 1, of_ticket) for number in range(tenants)]
+    for ticket in tickets:
+        queue.push(ticket)
+        queue.charge(ticket.tenant, 1, 100)
+    for left in range(tenants - 1, 0, -1):
+        queue.remove(tickets[left])
+        assert len(queue._lanes) == tenants
+        assert len(queue._small) + len(queue._large) <= 2 * left + 2 * SPARE_ENTRIES
 
 
 def rules(reserve: Fraction, *, is_by_gain: bool) -> PoolRules:

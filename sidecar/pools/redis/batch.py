@@ -38,8 +38,8 @@ MOST_OPERATIONS_IN_LINE = 32
 of one engine that orders by level: see `operations_in_line`."""
 SHORT_LINE = 1_000
 """Up to so many waiting requests, such a pool's operations cost no more than without any."""
-MOST_RESIZES = 64
-"""Of one call, beside its operations. The script needs some 10 us for each; the rest travels in the next call."""
+MOST_RESIZES = 32
+"""Of one call, beside its operations. The script needs 10 to 40 us for each; the rest travels in the next call."""
 SHRINKS_WITHIN_S = 0.25
 """The longest that a waiting request of a busy pool waits for room that a lease has freed by shrinking. Shorter waits
 would cost calls: four a second and replica are few beside those of the requests."""
@@ -56,9 +56,11 @@ _BY_LEVEL = OperationsInLine(MOST_OPERATIONS_IN_LINE, SHORT_LINE)
 
 
 def operations_in_line(*, has_engines: bool, is_by_gain: bool) -> OperationsInLine:
-    """Those of a kind of pool: several engines cost four times as much, gain twice."""
+    """Those of a kind of pool. Several engines cost up to four times as much. So does gain, with the requests that
+    become urgent at one time. Both cost eight times as much.
+    """
     if has_engines or is_by_gain:
-        return OperationsInLine(MOST_OPERATIONS_IN_LINE // ((4 if has_engines else 1) * (2 if is_by_gain else 1)), 0)
+        return OperationsInLine(MOST_OPERATIONS_IN_LINE // (8 if has_engines and is_by_gain else 4), 0)
     return _BY_LEVEL
 
 

@@ -33,8 +33,8 @@ def layout(*, has_engines: bool, is_by_gain: bool) -> str:
     another pool, too, and needs a restart.
     """
     if is_by_gain:
-        return "gain-engines-3" if has_engines else "gain-3"
-    return "engines-4" if has_engines else "8"
+        return "gain-engines-4" if has_engines else "gain-4"
+    return "engines-5" if has_engines else "9"
 
 
 BEAT_S = 2.0

@@ -12,8 +12,10 @@
 --                                    every ticket that was preempted, by start tag, then by sequence
 --   <root>:<birth>:g:<level>   zset  the same of those that are larger
 --   <root>:<birth>:l:<level>   zset  'TENANT TICKET' of all other tickets of a tier, by name
---   <root>:<birth>:f:<level>   hash  tenant -> 'FINISH WAITING WEIGHT', its finish tag, how many of its tickets
---                                    wait, and the weight of the latest
+--   <root>:<birth>:f:<level>   hash  tenant -> 'FINISH WAITING WEIGHT FIRST', its finish tag, how many of its tickets
+--                                    wait, the weight of the latest, and the first as it stands in `q` or `g`
+--   <root>:<birth>:t:<level>   zset  'WEIGHT REST TENANT' of all tenants that wait, by name. REST is MOST_WAITING less how
+--                                    many of its tickets do
 --   <root>:<birth>:w           zset  the sequence numbers of all tickets that wait
 --   <root>:<birth>:s           zset  'MOMENT SEQUENCE' of the admissions by which some ticket was first overtaken
 --   <root>:<birth>:v           hash  'REPLICA ID' -> 'SEQUENCE ARRIVED TIMES OVERTAKEN SERVED...' of the leases of
@@ -22,13 +24,13 @@
 --   <root>:<birth>:a           hash  tenant -> its buckets, see `save_accounts`
 --   <root>:<birth>:m:<replica> hash  id -> the charge to its tenant, see `charge`
 --   <root>:<birth>:c           hash  victims that have not released their room -> their level
---   <root>:<birth>:k:<replica> set   the ids that it has stated, until it has stated all
+--   <root>:<birth>:k:<replica> hash  id -> the fence under which it has stated that, until it has stated all
 --   <root>:<birth>:h           set   replicas that cannot reach the engine
 --   <root>:<birth>:d           hash  dead replica -> 'PHASE CURSOR ENDED': how much of what it had is ended
 --          Grants for other replicas are published on the channel <root>:grants:<replica>, one line each. An empty
 --          message follows a beat of the replica itself: it then knows that its subscription works.
 --
--- No call takes long. What a dead replica had is ended by many calls, at most LEFT records each. A replica states what it
+-- No call takes long. What a dead replica had is ended by many calls, for some SLICE_US each. A replica states what it
 -- has by many calls, its leases first. Nothing is admitted before all leases are stated. Where more tickets can be admitted
 -- than MOST_ADMITTED, other calls admit the rest. Heads are sorted by another reserve in as many calls as that needs.
 --
@@ -116,12 +118,13 @@ local BEAT_US = 2000000     -- the time between two heartbeats of a replica
 local SILENCE_US = 10000000 -- a replica silent for so long is dead: the next call of another frees what it has
 local KEPT_MS = 3600000     -- a pool without a call for so long vanishes
 local LOST_US = 2200000     -- a store silent for so long may be lost to replicas: each admits to its part alone
-local LEFT = 100            -- the most leases of dead replicas that one call ends: some 30 us each
-local LEFT_PER_TICKET = 5   -- a ticket takes as long as so many leases
-local SEEN = 1000           -- the most records that one call reads for that
-local DISCARDED = 16        -- the most that one call ends because they are first in order
+local SLICE_US = 1500       -- the time that one call takes for what dead replicas had, by the three figures that follow
+local LEASE_US, TICKET_US = 30, 100 -- the time to end a lease, or a charge, and a ticket
+local SEEN_PER_US, LOOKED_UP_US = 2, 1 -- the records that it reads in 1 us, and the time to look up or forget whether one was stated
+local SEEN, SEEN_WITH_TICKETS = 200, 50 -- the records that are read at a time, and where tickets are among them
+local DISCARDED = 8         -- the most that one call ends because they are first in order
 local HEADS_SEEN = 64       -- the most heads read to find a live ticket after dead ones
-local PAUSE_US = 15000      -- the time between two such calls: the store needs it for others
+local PAUSE_US = 10000      -- the time between two such calls: the store needs it for others
 local MOST_ADMITTED = 16    -- the most tickets that a call admits, beside one for each that enters or ends: 60 to 300 us each
 local SORTED = 128          -- the most heads that one call sorts anew because of another reserve: some 6 us each
 local SOON_US = 1000        -- the time until the next call of those that admit or sort the rest
@@ -146,7 +149,7 @@ local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITT
 -- The classes of rule 1
 local CLASS_ALWAYS_FIRST, CLASS_INSIDE, CLASS_TURN, CLASS_OTHER = 0, 1, 2, 3
 local TIER_TEXT = '[%d,%d,%d,%d,%.17g,%d,%d,%d,%d,%d,%d,%d,%d,%d]'
-local MOST_EXCESS, LATEST_US = 1000, 9007199254740991
+local MOST_EXCESS, LATEST_US, MOST_WAITING = 1000, 9007199254740991, 1000000000000
 
 local root, kind, me, fence = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local meta, rules, rules_text, now, prefix, mine, beats, waiting_key, steps_key
@@ -162,7 +165,7 @@ local preempts = false -- whether any tier is preemptible
 local is_damaged = false
 local stage = '' -- what this replica is stating: see `begin`
 local pool = {
-  verdicts = {}, dead = {}, cut_off = {}, left = LEFT, discarded = 0, to_admit = MOST_ADMITTED, to_sort = SORTED,
+  verdicts = {}, dead = {}, cut_off = {}, slice_us = SLICE_US, discarded = 0, to_admit = MOST_ADMITTED, to_sort = SORTED,
   preempt = false, enter_limited = false, save_accounts = false, charged = false, -- until they are defined, or set
 }
 

@@ -164,20 +164,6 @@ function pool.sort_some(level)
   sort_some(level)
 end
 
--- The newest ticket of a tenant that stands in its lane.
-local newest_of = pool.newest_of
-
-function pool.newest_of(level, tenant, lane)
-  if lane.waiting > 1 then return newest_of(level, tenant, lane) end
-  for _, key in ipairs({pool.queue_key(level), pool.large_key(level)}) do
-    for _, member in ipairs(call('ZRANGE', key, 0, -1)) do
-      local ticket = pool.read_member(level, member)
-      if ticket.tenant == tenant and not ticket.is_outside then return ticket end
-    end
-  end
-  return pool.damaged()
-end
-
 -- -- claimants
 
 function pool.claimants()
@@ -231,6 +217,7 @@ function pool.count_claimant(ticket, sign)
   local tier = tiers[ticket.level]
   tier[CLAIMANTS], fleet[ALL_CLAIMANTS] = tier[CLAIMANTS] + sign, fleet[ALL_CLAIMANTS] + sign
   is_changed[ticket.level], heads[ticket.level] = true, nil
+  if pool.orders then pool.orders[ticket.level] = nil end
 end
 
 -- A waiting ticket becomes a claimant.
@@ -286,14 +273,10 @@ function pool.refund(ticket)
   if lane.waiting == 0 then return end
   local start = math.max(tiers[level][VIRTUAL], lane.finish)
   for _, key in ipairs({pool.queue_key(level), pool.large_key(level)}) do
-    local entries = call('ZRANGE', key, 0, -1, 'WITHSCORES')
-    for index = 1, #entries, 2 do
-      local first = pool.read_member(level, entries[index])
-      if first.tenant == ticket.tenant and not first.is_outside and start < tonumber(entries[index + 1]) then
-        call('ZADD', key, pool.tag(start), entries[index])
-        heads[level] = nil
-        return
-      end
+    local before = call('ZSCORE', key, lane.first)
+    if before and start < tonumber(before) then
+      call('ZADD', key, pool.tag(start), lane.first)
+      heads[level] = nil
     end
   end
 end

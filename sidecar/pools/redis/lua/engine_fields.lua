@@ -17,6 +17,9 @@ local IS_STALE, CHANGES, REACH, DIFFER, OPEN, ALL_CLAIMANTS, SAME_UNTIL, IS_UNIF
 local HELD_PREFILL, CLAIMANTS = 15, 16
 local MOST_PREFILL, SMALL_PREFILL, SHARES = TIER_FIELDS + 1, TIER_FIELDS + 2, TIER_FIELDS
 
+local TICKET_US, DISCARDED = 150, 4 -- in place of those of `admission.lua`
+local MOST_ADMITTED = 4 -- 400 us each
+pool.to_admit = MOST_ADMITTED
 local UNLIMITED, HELD_PER_PREFILL = 9007199254740991, 50
 
 local fleet, loads, claims, claims_before = false, {}, {}, ''

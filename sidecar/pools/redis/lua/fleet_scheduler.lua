@@ -114,7 +114,8 @@ function pool.excess_prefill(ticket)
   return math.max(0, math.min(MOST_EXCESS, prefill) - pool.excess(ticket))
 end
 
-function pool.add_firsts(level, found)
+-- The candidates of a tier.
+function pool.add_candidates(level, found)
   classes[level] = pool.for_floor(level)
   for _, ticket in ipairs(pool.firsts_of(level)) do
     if not pool.is_at_limit(level, ticket) then found[#found + 1] = pool.candidate(level, ticket) end
@@ -122,14 +123,42 @@ function pool.add_firsts(level, found)
   classes[level] = nil
 end
 
-function pool.in_order()
-  local found = {}
-  for level = 0, levels - 1 do
-    if tiers[level][QUEUED] > 0 then pool.add_firsts(level, found) end
+-- The same in order. A walk keeps those of each tier: only a claim of the tier changes them before the walk ends, or what
+-- calls `forget_orders`.
+function pool.order_of(level)
+  local found = pool.orders and pool.orders[level]
+  if not found then
+    found = {}
+    pool.add_candidates(level, found)
+    if found[2] then table.sort(found, pool.is_before) end
+    if pool.orders then pool.orders[level] = found end
   end
-  if found[2] then table.sort(found, pool.is_before) end
   return found
 end
+
+function pool.forget_orders() pool.orders = pool.orders and {} end
+
+local function merged(one, other)
+  local found, place, of_other, is_before = {}, 1, 1, pool.is_before
+  while one[place] or other[of_other] do
+    if not other[of_other] or (one[place] and is_before(one[place], other[of_other])) then
+      found[#found + 1], place = one[place], place + 1
+    else
+      found[#found + 1], of_other = other[of_other], of_other + 1
+    end
+  end
+  return found
+end
+
+function pool.in_order_of_tiers()
+  local found = {}
+  for level = 0, levels - 1 do
+    if tiers[level][QUEUED] > 0 then found = merged(found, pool.order_of(level)) end
+  end
+  return found
+end
+
+pool.in_order = pool.in_order_of_tiers
 
 -- -- walks
 
@@ -190,13 +219,16 @@ end
 -- Claimants for their tiers' floors come first, in the order of their claims.
 function pool.in_order_of_walk()
   local order = without_passing(pool.candidates())
+  local is_sorted = true
   for_floors = {}
   for place, candidate in ipairs(order) do
     candidate.place, candidate.in_walk = place, place_in_walk(candidate)
+    if place > 1 and candidate.in_walk < order[place - 1].in_walk then is_sorted = false end
     if candidate.order_class == CLASS_INSIDE or candidate.order_class == CLASS_TURN then
       for_floors[candidate.ticket.sequence] = true
     end
   end
+  if is_sorted then return order end
   table.sort(order, function(one, other)
     if one.in_walk ~= other.in_walk then return one.in_walk < other.in_walk end
     return one.place < other.place
@@ -281,13 +313,13 @@ end
 
 function pool.walk()
   local found, place
-  pool.has_walked, is_walking, times_anew = true, true, 0
+  pool.has_walked, is_walking, times_anew, pool.orders = true, true, 0, {}
   repeat
     pool.begin_walk()
     found, place = pool.walk_once()
     pool.end_walk()
   until found ~= 'again'
-  is_walking = false
+  is_walking, pool.orders = false, nil
   pool.trim(found and found.ticket)
   return found, place
 end
@@ -298,9 +330,13 @@ function pool.trim(admitted)
   pool.is_cut_short = is_full or times_anew == MOST_TIMES_ANEW
   if not is_full then return end
   local order = {}
+  for level = 0, levels - 1 do
+    if tiers[level][CLAIMANTS] > 0 then classes[level] = pool.for_floor(level) end
+  end
   for _, ticket in ipairs(pool.claimants()) do
     if ticket ~= admitted then order[#order + 1] = pool.candidate(ticket.level, ticket) end
   end
+  classes = {}
   table.sort(order, pool.is_before)
   for place = pool.most_looked_at() + 1, #order do pool.go_back(order[place].ticket) end
 end

@@ -179,19 +179,24 @@ function pool.make_one_urgent(level, member)
   make_one_urgent(level, member)
 end
 
+function pool.note_refreshed()
+  fleet[SAME_UNTIL] = 0
+  pool.forget_orders()
+end
+
 -- Those of claimants are brought up to date, too.
 function pool.refresh_densities(lone)
   for _, claimant in ipairs(pool.claimants()) do
     if claimant.is_urgent and claimant.gain then
       local density = pool.density(claimant.gain, claimant.arrived)
       local before = claimant.density or pool.density(claimant.gain, claimant.arrived, meta[REFRESHED])
-      if density ~= before then fleet[SAME_UNTIL] = 0 end
+      if density ~= before then pool.note_refreshed() end
       claimant.density = density
     end
   end
   local left = meta[REFRESHED] == now and meta[REFRESHES] or MOST_REFRESHED
   local found = refresh_densities(lone)
-  if meta[REFRESHES] < left then fleet[SAME_UNTIL] = 0 end
+  if meta[REFRESHES] < left then pool.note_refreshed() end
   return found
 end
 

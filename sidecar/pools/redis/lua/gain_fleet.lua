@@ -54,17 +54,14 @@ function pool.is_in_headroom(level, ticket)
   return is_in_headroom(level, ticket)
 end
 
-function pool.in_order()
-  local found = {}
-  for level = 0, levels - 1 do
-    if tiers[level][QUEUED] > 0 then
-      pool.add_firsts(level, found)
-      local best = pool.best_beside(level)
-      if best and not pool.is_at_limit(level, best) then found[#found + 1] = pool.beyond(level, best, true) end
-    end
-  end
-  if found[2] then table.sort(found, pool.is_before) end
-  return found
+pool.in_order = pool.in_order_of_tiers -- in place of that of `gain_order.lua`
+
+local add_candidates = pool.add_candidates
+
+function pool.add_candidates(level, found)
+  add_candidates(level, found)
+  local best = pool.best_beside(level)
+  if best and not pool.is_at_limit(level, best) then found[#found + 1] = pool.beyond(level, best, true) end
 end
 
 -- -- decisions

@@ -163,6 +163,7 @@ end
 
 function pool.save_lane(level, tenant, lane)
   local key = pool.finish_key(level)
+  pool.note_use(level, tenant, lane)
   if lane.waiting > 0 then
     call('HSET', key, tenant,
       fmt('%.17g %d %d %.17g ', lane.finish, lane.waiting, lane.weight, lane.start) .. lane.first)
@@ -257,12 +258,10 @@ function pool.forget_deadline(ticket)
   kept.due = nil
 end
 
--- The earliest deadline of the calm tickets, false where there is none, and its entry where that is wanted.
-function pool.first_due(is_entry_wanted)
-  if kept.due ~= nil and not (kept.due and is_entry_wanted) then return kept.due end
-  local first = call('ZRANGE', pool.due_key(), 0, 0, 'WITHSCORES')
-  kept.due = tonumber(first[2]) or false
-  return kept.due, first[1]
+-- The earliest deadline of the calm tickets, false where there is none.
+function pool.first_due()
+  if kept.due == nil then kept.due = tonumber(call('ZRANGE', pool.due_key(), 0, 0, 'WITHSCORES')[2]) or false end
+  return kept.due
 end
 
 -- Takes it out again. Returns whether it was urgent.
@@ -568,17 +567,16 @@ function pool.engines_that_work() return 1 end
 function pool.make_urgent()
   local before, made = now + pool.patience(), 0
   if meta[URGED] ~= now then meta[URGED], meta[URGES] = now, MOST_MADE_URGENT end
-  while made < meta[URGES] do
-    local deadline = pool.first_due()
-    if not deadline or deadline >= before then break end
-    local _, entry = pool.first_due(true)
-    call('ZREM', pool.due_key(), entry)
-    kept.due = nil
+  local deadline = pool.first_due()
+  if meta[URGES] == 0 or not deadline or deadline >= before then return 0 end
+  local due = call('ZRANGEBYSCORE', pool.due_key(), '-inf', '(' .. pool.int(before), 'LIMIT', 0, meta[URGES])
+  for place, entry in ipairs(due) do
     local member, level = match(entry, '^%d+ (.*) (%d+)$')
     pool.make_one_urgent(tonumber(level), member)
-    made = made + 1
+    made = place
   end
-  meta[URGES] = meta[URGES] - made
+  call('ZREMRANGEBYRANK', pool.due_key(), 0, made - 1)
+  kept.due, meta[URGES] = nil, meta[URGES] - made
   return made
 end
 

@@ -29,8 +29,8 @@ function pool.finds_place(level, tenant, weight, places, promised)
   local waiting, weights = pool.weights_with(level, tenant, weight)
   if (waiting + (is_full and 0 or promised) + 1) * weights > places * weight then return false end
   if not is_full then return true end
-  local above, lane = pool.furthest_above(level, weights, places)
-  if above then pool.displace(level, above, lane) end
+  local above = pool.furthest_above(level, weights, places)
+  if above then pool.displace(level, above) end
   return above ~= nil
 end
 

@@ -58,11 +58,11 @@ function pool.may_discard() return pool.discarded < DISCARDED end
 function pool.end_dead()
   if meta[DEAD] == 0 or now < meta[SLICE_AT] then return end
   local key = prefix .. 'd'
-  while meta[DEAD] > 0 and pool.left > 0 do
+  while meta[DEAD] > 0 and pool.slice_us > 0 do
     local replica = call('HRANDFIELD', key, 1)[1]
     if not replica then return pool.damaged() end
     local text = call('HGET', key, replica)
-    while text and pool.left > 0 do text = pool.end_some(replica, text) end
+    while text and pool.slice_us > 0 do text = pool.end_some(replica, text) end
     if text then
       call('HSET', key, replica, text)
     else

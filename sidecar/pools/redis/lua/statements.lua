@@ -50,31 +50,43 @@ function pool.discard(ticket)
   end
 end
 
--- Ends some of the records of a replica that are not in its set of stated ids. PHASE is 1 for leases, 2 for every record,
--- 3 for charges without a record. A phase is repeated until it finds nothing. Returns where to go on, nil at the end.
-function pool.end_some(replica, text)
+-- Ends some of the records of a replica, but for those that it has stated under the fence `spared`. PHASE is 1 for leases, 2
+-- for every record, 3 for charges without a record, 4 for what it has stated. A phase is repeated until it finds nothing.
+-- Returns where to go on, nil at the end.
+function pool.end_some(replica, text, spared)
   local phase, cursor, ended_before = match(text, '^(%d) (%d+) (%d+)$')
-  local spared, charges = prefix .. 'k:' .. replica, prefix .. 'm:' .. replica
-  local key = phase == '3' and charges or pool.replica_key(replica)
-  local found = call('HSCAN', key, cursor, 'COUNT', phase == '2' and LEFT or SEEN)
-  local entries, count = found[2], tonumber(ended_before)
-  pool.left = pool.left - #entries / 2 * LEFT / SEEN / 2 - 1
+  local of_phase = {['3'] = prefix .. 'm:' .. replica, ['4'] = pool.stated_key(replica)}
+  local key, count = of_phase[phase] or pool.replica_key(replica), tonumber(ended_before)
+  local found = call('HSCAN', key, cursor, 'COUNT', phase == '2' and SEEN_WITH_TICKETS or SEEN)
+  local entries = found[2]
+  pool.slice_us = pool.slice_us - #entries / 2 / SEEN_PER_US - LOOKED_UP_US
   for index = 1, #entries, 2 do
     local id, record = entries[index], entries[index + 1]
-    if id ~= '#' and (phase ~= '1' or string.sub(record, 1, 1) == 'L') and call('SISMEMBER', spared, id) == 0 then
-      if pool.left <= 0 then return concat({phase, cursor, pool.int(count)}, ' ') end
-      pool.left, count = pool.left - (pool.is_lease_record(record) and 1 or LEFT_PER_TICKET), count + 1
-      if phase == '3' then
-        call('HDEL', charges, id)
-        pool.rate_limits().correct_lost(record, nil)
-      else
-        pool.lose(replica, id, record)
-      end
+    local is_of_phase = id ~= '#' and (phase ~= '1' or string.sub(record, 1, 1) == 'L')
+    if is_of_phase and spared then pool.slice_us = pool.slice_us - LOOKED_UP_US end
+    if is_of_phase and (phase == '4' or not spared or call('HGET', pool.stated_key(replica), id) ~= spared) then
+      if pool.slice_us <= 0 then return concat({phase, cursor, pool.int(count)}, ' ') end
+      count = count + 1
+      pool.end_one(replica, phase, id, record)
     end
   end
   if found[1] ~= '0' then return concat({phase, found[1], pool.int(count)}, ' ') end
   if count > 0 then return phase .. ' 0 0' end
-  return phase ~= '3' and tonumber(phase) + 1 .. ' 0 0' or nil
+  return phase ~= '4' and tonumber(phase) + 1 .. ' 0 0' or nil
+end
+
+function pool.end_one(replica, phase, id, record)
+  if phase == '4' then
+    pool.slice_us = pool.slice_us - LOOKED_UP_US
+    call('HDEL', pool.stated_key(replica), id)
+  elseif phase == '3' then
+    pool.slice_us = pool.slice_us - LEASE_US
+    call('HDEL', prefix .. 'm:' .. replica, id)
+    pool.rate_limits().correct_lost(record, nil)
+  else
+    pool.slice_us = pool.slice_us - (pool.is_lease_record(record) and LEASE_US or TICKET_US)
+    pool.lose(replica, id, record)
+  end
 end
 
 function pool.drop(replica)
@@ -82,7 +94,7 @@ function pool.drop(replica)
   local _, states = pool.read_fence(call('HGET', key, '#'))
   if states == 'l' then meta[STATING] = meta[STATING] - 1 end
   call('HDEL', key, '#')
-  call('UNLINK', pool.outbox_key(replica), prefix .. 'k:' .. replica)
+  call('UNLINK', pool.outbox_key(replica))
   call('ZREM', beats, replica)
   meta[REPLICAS] = call('ZCARD', beats)
   if meta[CUT_OFF] > 0 then pool.mark_cut_off(replica, false) end
@@ -100,6 +112,7 @@ function pool.renew_keys()
     call('PEXPIRE', pool.large_key(level), KEPT_MS)
     call('PEXPIRE', pool.lane_key(level), KEPT_MS)
     call('PEXPIRE', pool.finish_key(level), KEPT_MS)
+    call('PEXPIRE', pool.use_key(level), KEPT_MS)
     if preempts then call('PEXPIRE', pool.preemptible_key(level), KEPT_MS) end
   end
 end
@@ -168,7 +181,9 @@ function pool.set_stage(states)
   call('HSET', mine, '#', states == '' and pool.int(fence) or pool.int(fence) .. ' ' .. states)
 end
 
-function pool.note_stated(id) call('SADD', prefix .. 'k:' .. me, id) end
+function pool.stated_key(replica) return prefix .. 'k:' .. replica end
+
+function pool.note_stated(id) call('HSET', pool.stated_key(me), id, pool.int(fence)) end
 
 -- A replica joins that the pool does not know. In a young store it may know of more replicas than the store. An older
 -- store has had the time to hear of all.
@@ -191,7 +206,7 @@ function pool.begin()
     if call('HDEL', prefix .. 'd', me) == 1 then meta[DEAD], pool.dead, heads = meta[DEAD] - 1, {}, {} end
     pool.join()
   end
-  call('UNLINK', pool.outbox_key(me), prefix .. 'k:' .. me)
+  call('UNLINK', pool.outbox_key(me))
   if meta[CUT_OFF] > 0 then pool.mark_cut_off(me, false) end
   stage = states
   pool.set_stage('l')
@@ -206,8 +221,7 @@ end
 function pool.all_stated()
   if stage == '' then return end
   local text = match(stage, '^d (.*)$') or '2 0 0'
-  while text and pool.left > 0 do text = pool.end_some(me, text) end
-  if not text then call('UNLINK', prefix .. 'k:' .. me) end
+  while text and pool.slice_us > 0 do text = pool.end_some(me, text, pool.int(fence)) end
   pool.set_stage(text and 'd ' .. text or '')
 end
 

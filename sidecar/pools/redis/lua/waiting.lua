@@ -54,11 +54,11 @@ function pool.read_ticket(owner, id, record)
 end
 
 function pool.read_lane(text)
-  local finish, waiting, weight = match(text, '^(%S+) (%d+) (%d+)$')
-  return {finish = tonumber(finish), waiting = tonumber(waiting), weight = tonumber(weight)}
+  local finish, waiting, weight, first = match(text, '^(%S+) (%d+) (%d+) ?(.*)$')
+  return {finish = tonumber(finish), waiting = tonumber(waiting), weight = tonumber(weight), first = first}
 end
 
--- The lane of a tenant: its finish tag, and how many of its tickets wait that were never preempted.
+-- The lane of a tenant: its finish tag, how many of its tickets wait that were never preempted, and the first of them.
 function pool.lane_of(level, tenant)
   local of_tier = lanes[level]
   if not of_tier then
@@ -68,17 +68,36 @@ function pool.lane_of(level, tenant)
   local lane = of_tier[tenant]
   if not lane then
     lane = pool.read_lane(call('HGET', pool.finish_key(level), tenant) or '0 0 0')
+    lane.in_use = pool.use_text(tenant, lane)
     of_tier[tenant] = lane
   end
   return lane
 end
 
 function pool.save_lane(level, tenant, lane)
+  pool.note_use(level, tenant, lane)
   if lane.waiting == 0 and lane.finish <= tiers[level][VIRTUAL] then
     call('HDEL', pool.finish_key(level), tenant)
   else
-    call('HSET', pool.finish_key(level), tenant, fmt('%.17g %d %d', lane.finish, lane.waiting, lane.weight))
+    local first = lane.waiting > 0 and ' ' .. lane.first or ''
+    call('HSET', pool.finish_key(level), tenant, fmt('%.17g %d %d', lane.finish, lane.waiting, lane.weight) .. first)
   end
+end
+
+-- -- the tenants that wait, by weight, and those of a weight by how many of their tickets do, the most first
+
+function pool.use_key(level) return prefix .. 't:' .. level end
+
+function pool.use_text(tenant, lane)
+  return lane.waiting > 0 and fmt('%016d %016d ', lane.weight, MOST_WAITING - lane.waiting) .. tenant
+end
+
+function pool.note_use(level, tenant, lane)
+  local text, before = pool.use_text(tenant, lane), lane.in_use
+  if text == before then return end
+  if before then call('ZREM', pool.use_key(level), before) end
+  if text then call('ZADD', pool.use_key(level), 0, text) end
+  lane.in_use = text
 end
 
 -- A ticket becomes the first of its tenant, or returns.
@@ -104,6 +123,7 @@ function pool.join_lane(ticket)
   local lane = pool.lane_of(ticket.level, ticket.tenant)
   if lane.waiting == 0 then
     pool.store_head(ticket)
+    lane.first = pool.member_of(ticket)
   else
     call('ZADD', pool.lane_key(ticket.level), 0, ticket.tenant .. ' ' .. pool.member_of(ticket))
   end
@@ -116,17 +136,26 @@ end
 -- The first of the heads of a tier under one key. A ticket of a dead replica, or of one that is cut off, counts only where
 -- there are no others.
 function pool.read_head(level, key)
-  local found = call('ZRANGE', key, 0, pool.is_any_away() and HEADS_SEEN or 0, 'WITHSCORES')
-  local first
-  for index = 1, #found, 2 do
-    local ticket = pool.read_member(level, found[index])
-    ticket.start = tonumber(found[index + 1])
-    if not pool.is_any_away() or not pool.is_away(ticket.owner) then return ticket end
-    ticket.is_away = true
-    first = first or ticket
+  local found = call('ZRANGE', key, 0, 0, 'WITHSCORES')
+  if not found[1] then return nil end
+  local is_away = pool.is_any_away() and pool.is_away(pool.owner_of(found[1]))
+  if is_away then
+    local others, before = call('ZRANGE', key, 1, HEADS_SEEN, 'WITHSCORES'), nil
+    for index = 1, #others, 2 do
+      local owner = pool.owner_of(others[index])
+      if owner ~= before and not pool.is_away(owner) then
+        is_away, found[1], found[2] = false, others[index], others[index + 1]
+        break
+      end
+      before = owner
+    end
   end
-  return first
+  local ticket = pool.read_member(level, found[1])
+  ticket.start, ticket.is_away = tonumber(found[2]), is_away or nil
+  return ticket
 end
+
+function pool.owner_of(member) return match(member, '^%d+ (%S+)') end
 
 function pool.starts_earlier(ticket, other)
   if ticket.is_away ~= other.is_away then return other.is_away end
@@ -172,6 +201,7 @@ function pool.advance(level, tenant, lane)
   local first = pool.read_member(level, string.sub(found[1], #tenant + 2))
   first.start = math.max(tiers[level][VIRTUAL], lane.finish)
   pool.store_head(first)
+  lane.first = pool.member_of(first)
 end
 
 function pool.leave_lane(ticket)
@@ -302,42 +332,33 @@ function pool.weights_with(level, tenant, weight)
   return lane.waiting, tiers[level][WEIGHTS] + weight - (lane.waiting > 0 and lane.weight or 0)
 end
 
--- The tenant that is furthest above its share of the places of a queue. Of equals it is the first by name.
+-- The tenant that is furthest above its share of the places of a queue. Of equals it is the first by name. Of one weight it
+-- has the most tickets, so one tenant of each weight is looked at.
 function pool.furthest_above(level, weights, places)
-  local most, found, lane_found = 0, nil, nil
-  local entries = call('HGETALL', pool.finish_key(level))
-  for index = 1, #entries, 2 do
-    local tenant, lane = entries[index], pool.read_lane(entries[index + 1])
-    local excess = lane.waiting * weights - places * lane.weight
-    if lane.waiting > 0 and excess > 0 and (excess > most or (excess == most and tenant < found)) then
-      most, found, lane_found = excess, tenant, lane
+  local most, found, after = 0, nil, '-'
+  repeat
+    local first = call('ZRANGEBYLEX', pool.use_key(level), after, '+', 'LIMIT', 0, 1)[1]
+    if first then
+      local weight, rest, tenant = match(first, '^(%d+) (%d+) (.*)$')
+      local excess = (MOST_WAITING - rest) * weights - places * weight
+      if excess > most or (found and excess == most and tenant < found) then most, found = excess, tenant end
+      after = '(' .. weight .. '!' -- a heavier tenant
     end
-  end
-  return found, lane_found
+  until not first
+  return found
 end
 
 -- The newest ticket of a tenant that was never preempted.
-function pool.newest_of(level, tenant, lane)
-  if lane.waiting > 1 then
-    local found = call('ZREVRANGEBYLEX', pool.lane_key(level), '(' .. tenant .. '!', '[' .. tenant .. ' ', 'LIMIT', 0, 1)
-    return found[1] and pool.read_member(level, string.sub(found[1], #tenant + 2)) or pool.damaged()
-  end
-  for _, key in ipairs({pool.queue_key(level), pool.large_key(level)}) do
-    for _, member in ipairs(call('ZRANGE', key, 0, -1)) do
-      local ticket = pool.read_member(level, member)
-      if ticket.tenant == tenant then
-        local record = call('HGET', pool.replica_key(ticket.owner), ticket.id)
-        if not record then return pool.damaged() end
-        if not pool.read_ticket(ticket.owner, ticket.id, record).times then return ticket end
-      end
-    end
-  end
-  return pool.damaged()
+function pool.newest_of(level, tenant)
+  local lane = pool.lane_of(level, tenant)
+  if lane.waiting == 1 then return pool.read_member(level, lane.first) end
+  local found = call('ZREVRANGEBYLEX', pool.lane_key(level), '(' .. tenant .. '!', '[' .. tenant .. ' ', 'LIMIT', 0, 1)
+  return found[1] and pool.read_member(level, string.sub(found[1], #tenant + 2)) or pool.damaged()
 end
 
 -- Takes the place of the newest ticket of a tenant in a full queue.
-function pool.displace(level, tenant, lane)
-  local ticket = pool.newest_of(level, tenant, lane)
+function pool.displace(level, tenant)
+  local ticket = pool.newest_of(level, tenant)
   local key, charges = pool.replica_key(ticket.owner), prefix .. 'm:' .. ticket.owner
   local record, charge = call('HGET', key, ticket.id), call('HGET', charges, ticket.id)
   if not record then return pool.damaged() end
