@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import multiprocessing
@@ -41,6 +42,12 @@ def command(arguments: Sequence[str]) -> list[str]:
     return [argument.format(port=port) for argument in arguments]
 
 
+def skip_where_uvicorn_restarts_for_ever() -> None:
+    """An older uvicorn starts a process anew that refused to start, and so never ends."""
+    if not hasattr(importlib.import_module("uvicorn.supervisors.multiprocess"), "STARTUP_FAILURE"):
+        pytest.skip("this uvicorn never ends where its processes do not start")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "variables", "supervisor"),
@@ -56,6 +63,8 @@ def command(arguments: Sequence[str]) -> list[str]:
 def test_two_processes_without_a_store_do_not_start(
     tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str], supervisor: str
 ) -> None:
+    if supervisor == "uvicorn":
+        skip_where_uvicorn_restarts_for_ever()
     write_app(tmp_path)
     (tmp_path / "config.py").write_text(CONFIG)
     with running(tmp_path, *command(arguments), **variables) as server:
