@@ -190,6 +190,10 @@ class EngineCall(msgspec.Struct, eq=False):
         self.error = error
         return True
 
+    def engine_error(self) -> AdmissionError | None:
+        """The proxy's answer in place of the engine's, where the engine failed: no one is charged for it."""
+        return self.error if self.error is not None and self.error.status >= 500 else None
+
     def when_aborted(self, release: Callable[[], object], aborts: PendingAborts, due_us: int, held: Held) -> None:
         """Calls `release` at `due_us`. A second call replaces `release`; the due time stays."""
         if self._pending is None:

@@ -389,10 +389,9 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     def chunk_path(self) -> SendChunk | None:
         """See `sending.chunk_path`."""
-        reader, size = self._passing, self._size
-        if reader is None or (send_chunk := chunk_path(self._client.send)) is None:
-            return None
-        return reader.passing(send_chunk, None if size is None else size.answer_read)
+        reader, size, send_chunk = self._passing, self._size, chunk_path(self._client.send)
+        when_read = None if size is None else size.answer_read
+        return None if reader is None or send_chunk is None else reader.passing(send_chunk, when_read)
 
     async def _send_first_or_last(self, message: Message) -> None:
         """The first and the last bytes of a response; every message of a background response."""
@@ -409,7 +408,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         await (self._client.send if background is None else background.sender(self._client.send))(message)
         if not is_end:
             return
-        error = None if self._call.error is None else self._engine_error()
+        error = None if self._call.error is None else self._call.engine_error()
         if error is not None:
             self._settle(_FAILED, error.code)
         else:
@@ -530,7 +529,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
         self.advance(_OVER)
         request, usage, lease = self._request, self._usage, self._lease
-        failure = None if self._call.error is None else self._engine_error()
+        failure = None if self._call.error is None else self._call.engine_error()
         self._passing = None
         usage.read()
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
@@ -560,11 +559,6 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._controller.usage.count(request, self._snapshot.policy, usage, self._status)
         said = None if failure is None else failure.message
         self._reporter.settled(outcome, self._status, used, error, said, self._size)
-
-    def _engine_error(self) -> AdmissionError | None:
-        """The proxy's answer in place of the engine's, where the engine failed: no one is charged for it."""
-        error = self._call.error
-        return error if error is not None and error.status >= 500 else None
 
     def _when_aborted(self, release: Callable[[], object]) -> None:
         """Calls `release` when the engine has aborted what it computed for this request."""

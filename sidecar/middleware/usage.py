@@ -120,6 +120,8 @@ class UsageReader(msgspec.Struct, eq=False):
         A closure, because a chunk would cost a tenth more with a method that calls `feed`.
         """
         unread, read = self._unread, self.read
+        if unread is None:
+            unread = self._unread = bytearray()
 
         def pass_on(body: bytes, framed: bytes) -> Awaitable[None]:
             unread.extend(body)
