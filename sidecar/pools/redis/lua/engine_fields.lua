@@ -15,6 +15,7 @@ local IS_STALE, CHANGES, REACH, DIFFER, OPEN, ALL_CLAIMANTS, SAME_UNTIL, IS_UNIF
   STATEMENTS, WEIGHT, BLOCKED_US, BLOCKED_SINCE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22
 -- More figures of a tier, and of its rules; those of the rules' text follow its fields: six numbers of its three shares.
 local HELD_PREFILL, CLAIMANTS = 15, 16
+local TIER_FIGURES = 16
 local MOST_PREFILL, SMALL_PREFILL, SHARES = TIER_FIELDS + 1, TIER_FIELDS + 2, TIER_FIELDS
 
 local UNLIMITED, HELD_PER_PREFILL = 9007199254740991, 50

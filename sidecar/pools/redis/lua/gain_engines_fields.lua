@@ -4,3 +4,4 @@
 -- have un-prefilled.
 local HELD_PREFILL, CLAIMANTS = 20, 21
 local FLOOR_PREFILL = 22
+local TIER_FIGURES = 22

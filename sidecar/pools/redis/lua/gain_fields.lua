@@ -10,5 +10,5 @@ local REFRESHED, REFRESHES = 24, 25
 -- When tickets became urgent last, and how many more may at that time
 local URGED, URGES = 26, 27
 local META_FIELDS = 27
-META_TEXT = '[' .. string.rep('%d,', META_FIELDS - 1) .. '%d]'
+local TIER_FIGURES = 19
 local next_gain = false -- what `G` said of the next request
