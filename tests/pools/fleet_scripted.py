@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -273,10 +274,11 @@ class Triplets(Twins):
         return ()
 
     def script_stands(self, reply: Reply) -> tuple[Any, ...]:
-        root = self.replica.client.hgetall(self.replica.root)
+        kept = self.replica.client.hget(self.replica.root, "tiers")
+        of_each = len(kept) // len(self.policy.tiers)
         tiers = []
         for level in range(len(self.policy.tiers)):
-            figures = json.loads(root[str(level).encode()])
+            figures = struct.unpack_from(f"<{of_each // 8}d", kept, level * of_each)
             tiers.append(
                 (
                     *figures[:2],
@@ -382,7 +384,7 @@ class TwoReplicas(Triplets):
              offer.since_us if offer.ramp_us else 0, 0]
             for offer in self.offers.values()
         ]  # fmt: skip
-        birth = json.loads(self.replica.client.hget(self.replica.root, "meta"))[0]
+        birth = int(struct.unpack_from("<d", self.replica.client.hget(self.replica.root, "meta"))[0])
         self.replica.client.hset(f"{self.replica.root}:{birth}:n", self.second.name, f"0 {json.dumps(stated)}")
         self.replica.call(*said)
 

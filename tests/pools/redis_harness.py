@@ -20,6 +20,7 @@ from sidecar.pools.redis.connection import ANSWER_WITHIN_S, StoreConnection, con
 from sidecar.pools.redis.protocol import Argument, root_key
 from sidecar.pools.redis.script import joined, source
 from tests.pools.harness import Clock, allow_any_size
+from tests.support.fake_redis import LUA_MODULES, fake_server
 from tests.support.redis_servers import RedisServer
 
 CLOCK_LINE = "local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end"
@@ -139,10 +140,11 @@ class FakeHarness(SharedHarness):
 
     def __init__(self) -> None:
         super().__init__()
-        self.server = fakeredis.FakeServer(version=(7,))
+        self.server = fake_server()
 
     async def client(self) -> Any:
-        return await fakeredis.FakeAsyncRedis(server=self.server, single_connection_client=True).initialize()
+        client = fakeredis.FakeAsyncRedis(server=self.server, single_connection_client=True, lua_modules=LUA_MODULES)
+        return await client.initialize()
 
 
 class RedisHarness(SharedHarness):

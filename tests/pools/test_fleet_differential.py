@@ -10,7 +10,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import fakeredis
 import msgspec
 import pytest
 import redis
@@ -25,6 +24,7 @@ from sidecar.scheduling.claims import MOST_CLAIMANTS
 from sidecar.scheduling.placement import PATIENCE_US, EngineOffer
 from tests.pools.fleet_scripted import ScriptedFleet, Triplets, TwoReplicas, engines_policy
 from tests.pools.harness import Clock
+from tests.support.fake_redis import fake_client
 from tests.support.redis_servers import RedisServer, first_binary
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
@@ -86,7 +86,7 @@ def everything_ends(triplets: Triplets) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fake_redis_chooses_engines_as_one_process_does(kind: str) -> None:
-    run(fakeredis.FakeRedis(server=fakeredis.FakeServer(version=(7,))), kind, 7, 60)
+    run(fake_client(), kind, 7, 60)
 
 
 @pytest.mark.parametrize("seed", range(3))

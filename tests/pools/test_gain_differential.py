@@ -9,7 +9,6 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-import fakeredis
 import msgspec
 import pytest
 import redis
@@ -27,6 +26,7 @@ from tests.pools.test_differential import (
     pools,
     preempting_pools,
 )
+from tests.support.fake_redis import fake_client
 from tests.support.redis_servers import RedisServer
 
 steps_of = test_differential.steps_of
@@ -82,7 +82,7 @@ FAIR = st.sampled_from([Fraction(1, 4), Fraction(1, 4), Fraction(1), Fraction(0)
 def test_the_fake_redis_orders_by_gain_as_one_process_does(
     policy: Policy, fair: Fraction, program: Any, batch: int
 ) -> None:
-    client = fakeredis.FakeRedis(server=fakeredis.FakeServer(version=(7,)))
+    client = fake_client()
     asyncio.run(compare(client, ordered(policy, fair), program, batch))
 
 

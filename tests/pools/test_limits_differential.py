@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import fakeredis
 import pytest
 import redis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -23,6 +22,7 @@ from sidecar.pools.redis.pool import _remaining
 from tests.pools import scripted
 from tests.pools.harness import Clock, allow_any_size, simple
 from tests.pools.scripted import Scripted
+from tests.support.fake_redis import fake_client
 from tests.support.redis_servers import RedisServer
 
 FEW = settings(
@@ -199,7 +199,7 @@ def test_a_real_server_limits_as_one_process_does(
 def test_the_fake_redis_limits_as_one_process_does(
     program: Any, first: Limits, second: Limits, size: tuple[int, int | None]
 ) -> None:
-    play(fakeredis.FakeRedis(server=fakeredis.FakeServer(version=(7,))), program, first, second, size)
+    play(fake_client(), program, first, second, size)
 
 
 @pytest.mark.parametrize(

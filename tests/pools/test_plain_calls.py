@@ -12,16 +12,17 @@ import redis
 
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
+from sidecar.pools.base import Ask
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Argument
 from sidecar.pools.redis.script import joined
 from tests.pools.harness import Clock, policy_of
 from tests.pools.redis_harness import CLOCK_KEY, clocked
-from tests.pools.scripted import Scripted
+from tests.pools.scripted import Scripted, entering
 from tests.support.redis_servers import RedisServer
 
 WITH, WITHOUT = clocked(joined()), clocked(joined({"plain_calls.lua": "--"}))
-PLAIN_ANSWER = "  call('HSET', root, unpack(updates))\n"
+PLAIN_ANSWER = "  call('HSET', root, 'meta', struct.pack(META_FORMAT, unpack(meta)), 'tiers', tiers_kept)\n"
 SEEDS = range(80)
 STEPS = 40
 
@@ -121,21 +122,26 @@ def test_many_calls_are_plain(redis_server: RedisServer) -> None:
 
 
 WRONG = [
-    ("free_tokens > 0 and free_requests > 0 and rule[PREEMPTIBLE] == 0", "free_tokens > 0 and free_requests > 0"),
-    ("(rule[LIMITED] == 0 or (held_tokens <= rule[LIMIT_TOKENS]", "(rule[LIMITED] == 0 or (true"),
-    ("free_tokens - math.max(0, above[HEADROOM_TOKENS] - of_above[HELD_TOKENS])", "free_tokens"),
-    ("free_requests - math.max(0, above[HEADROOM_REQUESTS] - of_above[HELD_REQUESTS])", "free_requests"),
+    ("free_tokens > 0 and free_requests > 0 and preemptible == 0", "free_tokens > 0 and free_requests > 0"),
+    ("(is_limited == 0 or (held_tokens <= limit_tokens", "(is_limited == 0 or (true"),
+    ("free_tokens - math.max(0, headroom_tokens - above[HELD_TOKENS])", "free_tokens"),
+    ("free_requests - math.max(0, headroom_requests - above[HELD_REQUESTS])", "free_requests"),
     ("and free_tokens >= tokens and free_requests >= requests", "and free_requests >= requests"),
     ("and free_tokens >= tokens and free_requests >= requests", "and free_tokens >= tokens"),
-    ("if is_plain and call('HEXISTS', mine, id) == 0 then", "if is_plain then"),
-    ("if rule[ALWAYS_FIRST] == 0 and now >= tier[OWES_UNTIL] and", "if now >= tier[OWES_UNTIL] and"),
-    ("if rule[ALWAYS_FIRST] == 0 and now >= tier[OWES_UNTIL] and", "if rule[ALWAYS_FIRST] == 0 and"),
+    ("if is_plain and not record then", "if is_plain then"),
+    ("then record = call('HGET', mine, id) end", "then end"),
+    ("      tiers[level] = tier\n", ""),
+    ("all_tokens + change, tier, true", "all_tokens + change, nil, true"),
+    ("all_requests - requests, tier, true", "all_requests - requests, nil, true"),
+    ("if some_are_preemptible > 0 and", "if some_are_preemptible == 0 and"),
+    ("if is_always_first == 0 and now >= tier[OWES_UNTIL] and", "if now >= tier[OWES_UNTIL] and"),
+    ("if is_always_first == 0 and now >= tier[OWES_UNTIL] and", "if is_always_first == 0 and"),
     ("math.floor((held_tokens - reserve_tokens) / reserve_tokens)", "0"),
     ("excess > 0 and now or 0", "0"),
     ("meta[LATEST_ARRIVED] = sequence, sequence, now", "meta[LATEST_ARRIVED] = sequence, meta[LATEST], now"),
     ("tier[SERVED], tier[ADMITTED] = tier[SERVED] + tokens", "tier[SERVED], tier[ADMITTED] = tier[SERVED]"),
     ("if operation == 'x' then meta[LATE] = meta[LATE] + 1 end", ""),
-    ("tier[HELD_TOKENS] + change, all_tokens + change, true", "tier[HELD_TOKENS] + change, all_tokens, true"),
+    ("tier[HELD_TOKENS] + change, all_tokens + change, tier", "tier[HELD_TOKENS] + change, all_tokens, tier"),
     ("if excess ~= '0' then", "if false then"),
     ("math.max(now, tier[OWES_UNTIL]) + excess", "tier[OWES_UNTIL] + excess"),
     ("if call('HDEL', prefix .. 'v', member) == 1 then", "if false then"),
@@ -143,7 +149,7 @@ WRONG = [
     ("and now >= meta[BACK_UNTIL] and", "and"),
     ("and not held_back_lease then", "then"),
     ("now - meta[NOW] <= LOST_US", "true"),
-    ("tonumber(call('HGET', mine, '#')) == fence and", ""),
+    ("tonumber(known[1]) == fence and", ""),
     ("meta[WAITING] == 0 and meta[HOLD_UNTIL]", "meta[HOLD_UNTIL]"),
     ("for _, text in ipairs(listed) do grants[#grants + 1] = text end\n  for level", "for level"),
 ]
@@ -155,3 +161,20 @@ def test_a_wrong_plain_call_is_noticed(redis_server: RedisServer, right: str, wr
     script = WITH.replace(right, wrong)
     with pytest.raises((AssertionError, redis.ResponseError)):
         play_all(redis_server, script)
+
+
+def test_headroom_counts_what_the_same_call_has_freed(redis_server: RedisServer) -> None:
+    """Only a call that ends a lease of a tier, and then asks for another tier that keeps the first one's headroom."""
+    tiers = (Shares("high", reserve=Fraction(1, 2), lend=Fraction(0)), Shares("low"))
+    policy = policy_of(pool_rules(tokens=100, requests=None, tiers=tiers))
+    stale = WITH.replace("local above = tiers[other] or {", "local above = {")
+    assert stale != WITH
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
+        for script, admitted in ((WITH, 0), (WITHOUT, 0), (stale, 1)):
+            client.flushall()
+            replica = Scripted(client, Clock(), policy)
+            replica.source = script
+            replica.sync()
+            replica.enter(1, Ask(0, "a", 1, 50, 1))
+            reply = replica.call(protocol.END, 1, *entering(2, Ask(1, "a", 1, 60, 1)))
+            assert len(reply.grants) == admitted

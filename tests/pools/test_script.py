@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-import fakeredis
 import pytest
 import redis
 
@@ -19,6 +18,7 @@ from sidecar.pools.redis.script import folded, joined, source
 from tests.pools.conftest import SERVERS
 from tests.pools.harness import Clock, ask, policy_of, simple
 from tests.pools.scripted import Scripted, entering
+from tests.support.fake_redis import fake_client
 from tests.support.redis_servers import RedisServer
 
 
@@ -26,7 +26,7 @@ from tests.support.redis_servers import RedisServer
 def client(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> Iterator[Any]:
     """A synchronous client of an empty server."""
     if request.param == "fakeredis":
-        yield fakeredis.FakeRedis(server=fakeredis.FakeServer(version=(7,)))
+        yield fake_client()
         return
     server = servers[request.param]
     with redis.Redis(host=server.host, port=server.port) as made:

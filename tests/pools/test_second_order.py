@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from typing import Any
 
-import fakeredis
 import pytest
 import redis
 from hypothesis import given, settings
@@ -34,6 +33,7 @@ from tests.pools.test_differential import (
     pools,
     preempting_pools,
 )
+from tests.support.fake_redis import fake_client
 from tests.support.redis_servers import RedisServer
 
 CLOCK = f"local function clock_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
@@ -103,7 +103,7 @@ def test_another_order_admits_another_ticket_first_and_gives_the_engine_another_
 @given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 4]))
 @settings(FEW, max_examples=3)
 def test_the_fake_redis_orders_as_one_process_does(shortest_first, policy: Policy, program: Any, batch: int):
-    client = fakeredis.FakeRedis(server=fakeredis.FakeServer(version=(7,)))
+    client = fake_client()
     asyncio.run(compare(client, policy, program, batch))
 
 
@@ -135,6 +135,6 @@ def test_an_order_that_only_one_of_them_follows_is_noticed(monkeypatch: pytest.M
     replace_one(monkeypatch)
     policy = policy_of(pool_rules(tokens=40, requests=None, tiers=(Shares("first"), Shares("second"))))
     program = [("enter", 0, "a", 40, 1), ("enter", 0, "a", 30, 1), ("enter", 1, "a", 5, 1), ("end", 0)]
-    client = fakeredis.FakeRedis(server=fakeredis.FakeServer(version=(7,)))
+    client = fake_client()
     with pytest.raises(AssertionError):
         asyncio.run(compare(client, policy, program, 1))

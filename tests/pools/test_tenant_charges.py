@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fakeredis
 import pytest
 import redis
 from msgspec.structs import replace
@@ -25,6 +24,7 @@ from tests.pools.harness import Clock, ask, policy_of
 from tests.pools.load import until
 from tests.pools.scripted import Scripted, entering
 from tests.pools.test_moving_leases import KINDS, held, opened, quiet, stored
+from tests.support.fake_redis import fake_client
 from tests.support.redis_servers import RedisServer, first_binary
 
 anyio = pytest.mark.anyio
@@ -241,7 +241,7 @@ async def test_charges_of_a_lost_store_are_forgotten_without_an_error(
 @pytest.fixture(params=["fake", "real"])
 def client(request: pytest.FixtureRequest, redis_server: RedisServer) -> Iterator[Any]:
     if request.param == "fake":
-        yield fakeredis.FakeRedis(server=fakeredis.FakeServer(version=(7,)))
+        yield fake_client()
         return
     with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
         client.flushall()

@@ -6,6 +6,7 @@ The header of `lua/admission.lua` is the contract.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from fractions import Fraction
@@ -69,6 +70,9 @@ _RULES = {
 
 MOST_DENOMINATOR = 2**40
 _LIMITS = {b"t": Limit.TOKENS, b"r": Limit.REQUESTS, b"c": Limit.CONCURRENT}
+
+_TIER = struct.Struct("<7d32x2d")
+"""The first seven figures of a tier, and those of its parked requests, as the script keeps them."""
 
 _NO_ENGINES: Sequence[Any] = ((), (), b"", 0)
 
@@ -324,22 +328,36 @@ class Reply(NamedTuple):
     blocked_us: int = 0
 
 
+_NO_LINES = Lines(())
+
+
 def read_reply(answer: Sequence[Any]) -> Reply:
     """The answer of a call that was `ok`."""
     _, figures, tiers, grants, ended, refused, verdicts, *of_engines = answer
-    replicas, change_after_us, *counts, latest_age_us, expected, is_on_hold, unheard, is_stating = figures
-    lists = (
-        [_read_tier(text) for text in tiers],
-        *read_lines(grants),
-        [read_wait(text) for text in ended],
-        [int(text) for text in refused],
-        [_read_verdict(text) for text in verdicts],
+    replicas, change_after_us, listed, waiting, leases, late, tokens, requests, *rest = figures
+    latest_age_us, expected, is_on_hold, unheard, is_stating = rest
+    lines = read_lines(grants) if grants else _NO_LINES
+    return Reply(
+        replicas,
+        None if change_after_us < 0 else change_after_us,
+        listed,
+        waiting,
+        leases,
+        late,
+        tokens,
+        requests,
+        None if latest_age_us < 0 else latest_age_us,
+        expected,
+        is_on_hold == 1,
+        unheard,
+        is_stating == 1,
+        list(map(_read_tier, tiers[::2], tiers[1::2])),
+        *lines,
+        list(map(read_wait, ended)),
+        list(map(int, refused)),
+        list(map(_read_verdict, verdicts)),
+        *(of_engines or _NO_ENGINES),
     )
-    latest = None if latest_age_us < 0 else latest_age_us
-    change = None if change_after_us < 0 else change_after_us
-    stated = (expected, bool(is_on_hold), unheard, bool(is_stating))
-    whole = (replicas, change, *counts, latest, *stated, *lists, *(of_engines or _NO_ENGINES))
-    return Reply._make(whole)
 
 
 def read_lines(texts: Sequence[bytes]) -> Lines:
@@ -408,10 +426,9 @@ def _read_passed(codes: bytes) -> Sequence[tuple[int, Rule]]:
     return [(level, _RULES[code]) for level, code in enumerate(codes[1:].decode()) if code != "."]
 
 
-def _read_tier(text: bytes) -> tuple[int, TierReply]:
-    level, figures = text.split(b" ", 1)
-    read = msgspec.json.decode(figures)
-    held_tokens, held_requests, tokens, queued, virtual, served, admitted = read[:7]
-    parked, parked_tokens = read[11:13]
-    waiting = (tokens + parked_tokens, queued + parked)
-    return int(level), TierReply(held_tokens, held_requests, *waiting, virtual, served, admitted)
+def _read_tier(level: int, kept: bytes) -> tuple[int, TierReply]:
+    held_tokens, held_requests, tokens, queued, virtual, served, admitted, parked, parked_tokens = _TIER.unpack_from(
+        kept
+    )
+    waiting = (int(tokens + parked_tokens), int(queued + parked))
+    return level, TierReply(int(held_tokens), int(held_requests), *waiting, virtual, int(served), int(admitted))

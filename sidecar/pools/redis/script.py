@@ -43,11 +43,9 @@ def joined(
     def text_of(name: str) -> str:
         return texts.get(name) or (files(__package__) / "lua" / name).read_text(encoding="utf-8").rstrip("\n")
 
-    names = ", ".join(name.upper() for name in TIER_FIELDS)
-    positions = ", ".join(map(str, range(1, len(TIER_FIELDS) + 1)))
+    names = ", ".join([*(name.upper() for name in TIER_FIELDS), "TIER_FIELDS"])
+    positions = ", ".join(map(str, [*range(1, len(TIER_FIELDS) + 1), len(TIER_FIELDS)]))
     whole = text_of("admission.lua")
-    if has_engines:
-        names, positions = f"{names}, TIER_FIELDS", f"{positions}, {len(TIER_FIELDS)}"
     kinds = {
         "engines": has_engines,
         "gain": is_by_gain,

@@ -6,7 +6,7 @@
 --          there is no pool
 local meta = redis.call('HGET', KEYS[1], 'meta')
 if not meta then return {} end
-meta = cjson.decode(meta)
+local birth, _, offset = struct.unpack('<ddd', meta) -- see `read_root`
 local time = redis.call('TIME')
-local account = redis.call('HGET', string.format('%s:%d:a', KEYS[1], meta[1]), ARGV[1])
-return {account or '', string.format('%d', time[1] * 1000000 + time[2] + meta[3])}
+local account = redis.call('HGET', string.format('%s:%d:a', KEYS[1], birth), ARGV[1])
+return {account or '', string.format('%d', time[1] * 1000000 + time[2] + offset)}

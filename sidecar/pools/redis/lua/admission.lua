@@ -4,6 +4,8 @@
 --          pool is lost, and every replica must state what it has (a sync). All other keys begin with the root, so one
 --          hash tag keeps them on one node. They contain the birth of the root, so none of them is read after the root
 --          is lost:
+--          Its fields: 'meta' and 'tiers', the figures of the pool and of its tiers (see `read_root`); 'rules', as in ARGV[5],
+--          and 'figures', some of theirs (see `keep_rules`); 'went' and 'sorts' (see `save`).
 --   <root>:<birth>:beats       zset  replica -> its last heartbeat
 --   <root>:<birth>:r:<replica> hash  '#' -> its fence, and what it is stating (see `begin`); id -> its ticket or lease, as
 --                                    `ticket_record`, `lease_record`
@@ -90,8 +92,8 @@
 --                  replicas that may be alive, 1 where nothing is admitted until replicas have stated their leases,
 --                  how many of those are missing in the figures, 1 where not all that this one had is stated or ended},
 --           tiers, grants, ended, refused, verdicts}
---            tiers    'LEVEL [held tokens, held requests, queued tokens, queued requests, start tag, served, admitted,
---                     ..., parked requests, parked tokens]' for every tier that changed, or for all in a beat or a sync
+--            tiers    LEVEL, FIGURES of every tier that changed, or of all in a beat or a sync. FIGURES are those that the root
+--                     keeps: doubles, in little endian
 --            grants   'ID PASSED' of a ticket that was admitted as it came, or
 --                     'ID WAIT_US STARVED_US ENGINE_LEVEL SERVED_AHEAD... PASSED', -1 where it was not overtaken.
 --                     PASSED is left out where no head of another tier had arrived earlier. Else it is 'p', then for
@@ -140,7 +142,6 @@ local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LAT
 -- DEAD: those with records left to end, from SLICE_AT on. ADMISSIONS numbers the admissions. CUT_OFF: replicas in `h`.
 local ABSENT_UNTIL, NEWCOMERS, STATING, DEAD, SLICE_AT, ADMISSIONS, CUT_OFF = 17, 18, 19, 20, 21, 22, 23
 local META_FIELDS = CUT_OFF
-local META_TEXT = '[' .. string.rep('%d,', META_FIELDS - 1) .. '%d]'
 -- The figures of a tier. It has no turn before OWES_UNTIL. LATEST_ADMISSION numbers its latest admission. LARGE counts
 -- the tickets in `g`. WEIGHTS is the sum of the weights of the tenants that wait. PARKED counts the tickets that wait
 -- outside the queue: see `park`.
@@ -148,27 +149,18 @@ local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITT
   WEIGHTS, PARKED, PARKED_TOKENS, QUEUED_REQUESTS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14
 -- The classes of rule 1
 local CLASS_ALWAYS_FIRST, CLASS_INSIDE, CLASS_TURN, CLASS_OTHER = 0, 1, 2, 3
-local TIER_TEXT = '[%d,%d,%d,%d,%.17g,%d,%d,%d,%d,%d,%d,%d,%d,%d]'
+local TIER_FIGURES = QUEUED_REQUESTS
+local RULE_FORMAT, RULE_BYTES = '<ddddddddd', 72 -- see `keep_rules`
 local MOST_EXCESS, LATEST_US, MOST_WAITING = 1000, 9007199254740991, 1000000000000
 
 local root, kind, me, fence = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
-local meta, rules, rules_text, now, prefix, mine, beats, waiting_key, steps_key
-local tiers, is_changed, levels = {}, {}, 0
+local meta, rules, rules_text, now, prefix, mine
+local tiers, is_changed, grants = {}, {}, {}
+local tiers_kept, rules_kept -- the figures of all tiers and of their rules, as the root keeps them
 local all_tokens, all_requests = 0, 0
-local heads, lanes, outbox = {}, {}, {}
 local held_back_lease = false -- the lease that was admitted while the pool was held back: 'REPLICA ID'
 local held_back_lease_before = false
 local sorts, sorts_before = {}, '' -- level -> where its heads are being sorted: see `sort_heads`
-local grants, ended, refused = {}, {}, {}
-local served_since = {} -- level -> tokens admitted since the newest ticket arrived
-local preempts = false -- whether any tier is preemptible
-local is_damaged = false
-local stage = '' -- what this replica is stating: see `begin`
-local pool = {
-  verdicts = {}, dead = {}, cut_off = {}, slice_us = SLICE_US, discarded = 0, to_admit = MOST_ADMITTED, to_sort = SORTED,
-  preempt = false, enter_limited = false, save_accounts = false, charged = false, -- until they are defined, or set
-}
-
 local unfinished -- where the operations begin that `plain_calls.lua` has left; nil where it has done nothing
 
 local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end
@@ -179,30 +171,40 @@ local function clock_us() local time = redis.call('TIME') return time[1] * 10000
 
 -- with gain and engines: include gain_engines_fields.lua
 
--- Reads the root. False where there is none.
+-- Figures are kept as doubles, because to read and write text takes ten times as long. Behind the figures,
+-- `struct.unpack` returns a position: no figure has its number.
+local META_FORMAT, TIER_FORMAT, TIER_BYTES = '<' .. string.rep('d', META_FIELDS), '<' .. string.rep('d', TIER_FIGURES), 8 * TIER_FIGURES
+
+-- Reads the root, without its tiers. False where there is none.
 local function read_root()
-  local fields = call('HGETALL', root)
-  for index = 1, #fields, 2 do
-    local field, value = fields[index], fields[index + 1]
-    if field == 'meta' then
-      meta = cjson.decode(value)
-    elseif field == 'rules' then
-      rules_text, rules = value, cjson.decode(value)
-    elseif field == 'went' then
-      held_back_lease, held_back_lease_before = value, value
-    elseif field == 'sorts' then
-      for level, place in string.gmatch(value, '(%d+) (%a %d+)') do sorts[tonumber(level)] = place end
-      sorts_before = value
-    else
-      local tier = cjson.decode(value)
-      tiers[tonumber(field)] = tier
-      all_tokens, all_requests = all_tokens + tier[HELD_TOKENS], all_requests + tier[HELD_REQUESTS]
-    end
+  local kept = call('HMGET', root, 'meta', 'tiers', 'figures', 'went', 'sorts')
+  if not kept[1] then return false end
+  meta, tiers_kept, rules_kept = {struct.unpack(META_FORMAT, kept[1])}, kept[2], kept[3]
+  held_back_lease, held_back_lease_before = kept[4], kept[4]
+  if kept[5] then
+    for level, place in string.gmatch(kept[5], '(%d+) (%a %d+)') do sorts[tonumber(level)] = place end
+    sorts_before = kept[5]
   end
-  return meta ~= nil
+  for position = 1, #tiers_kept, TIER_BYTES do
+    local tokens, requests = struct.unpack('<dd', tiers_kept, position) -- HELD_TOKENS, HELD_REQUESTS
+    all_tokens, all_requests = all_tokens + tokens, all_requests + requests
+  end
+  return true
 end
 
 -- with neither: include plain_calls.lua
+
+local beats, waiting_key, steps_key
+local levels, heads, lanes, outbox = 0, {}, {}, {}
+local ended, refused = {}, {}
+local served_since = {} -- level -> tokens admitted since the newest ticket arrived
+local preempts = false -- whether any tier is preemptible
+local is_damaged = false
+local stage = '' -- what this replica is stating: see `begin`
+local pool = {
+  verdicts = {}, dead = {}, cut_off = {}, slice_us = SLICE_US, discarded = 0, to_admit = MOST_ADMITTED, to_sort = SORTED,
+  preempt = false, enter_limited = false, save_accounts = false, charged = false, -- until they are defined, or set
+}
 
 -- `protocol.joined` puts a file in place of each include. The functions are fields of a table inside of `define_*`
 -- functions, because every call makes all functions anew. A function that captures a local of the chunk walks a list

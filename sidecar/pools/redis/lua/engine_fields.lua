@@ -15,11 +15,11 @@ local IS_STALE, CHANGES, REACH, DIFFER, OPEN, ALL_CLAIMANTS, SAME_UNTIL, IS_UNIF
   STATEMENTS, WEIGHT, BLOCKED_US, BLOCKED_SINCE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22
 -- More figures of a tier, and of its rules; those of the rules' text follow its fields: six numbers of its three shares.
 local HELD_PREFILL, CLAIMANTS = 15, 16
+local TIER_FIGURES = 16
 local MOST_PREFILL, SMALL_PREFILL, SHARES = TIER_FIELDS + 1, TIER_FIELDS + 2, TIER_FIELDS
 
 local TICKET_US, DISCARDED = 150, 4 -- in place of those of `admission.lua`
 local MOST_ADMITTED = 4 -- 400 us each
-pool.to_admit = MOST_ADMITTED
 local UNLIMITED, HELD_PER_PREFILL = 9007199254740991, 50
 
 local fleet, loads, claims, claims_before = false, {}, {}, ''

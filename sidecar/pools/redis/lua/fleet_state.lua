@@ -11,36 +11,12 @@ function pool.empty_fleet()
 end
 
 function pool.load()
-  local fields = call('HGETALL', root)
-  for index = 1, #fields, 2 do
-    local field, value = fields[index], fields[index + 1]
-    if field == 'meta' then
-      meta = cjson.decode(value)
-    elseif field == 'rules' then
-      rules_text = value
-    elseif field == 'sized' then
-      rules = cjson.decode(value)
-    elseif field == 'fleet' then
-      fleet = cjson.decode(value)
-    elseif field == 'loads' then
-      loads = cjson.decode(value)
-    elseif field == 'taking' then
-      pool.taking_text = value
-    elseif field == 'claims' then
-      claims_before = value
-    elseif field == 'went' then
-      held_back_lease, held_back_lease_before = value, value
-    elseif field == 'sorts' then
-      for level, place in string.gmatch(value, '(%d+) (%a %d+)') do sorts[tonumber(level)] = place end
-      sorts_before = value
-    else
-      local tier = cjson.decode(value)
-      tiers[tonumber(field)] = tier
-      all_tokens, all_requests = all_tokens + tier[HELD_TOKENS], all_requests + tier[HELD_REQUESTS]
-      all_prefill = all_prefill + tier[HELD_PREFILL]
-    end
-  end
-  if not meta then return false end
+  if not read_root() then return false end
+  local kept = call('HMGET', root, 'rules', 'sized', 'fleet', 'loads', 'taking', 'claims')
+  rules_text, rules, fleet, loads = kept[1], cjson.decode(kept[2]), cjson.decode(kept[3]), cjson.decode(kept[4])
+  pool.taking_text, claims_before = kept[5], kept[6] or ''
+  pool.read_tiers()
+  for _, tier in pairs(tiers) do all_prefill = all_prefill + tier[HELD_PREFILL] end
   held_back_until = meta[BACK_UNTIL]
   pool.apply_rules()
   pool.name_keys()
@@ -60,10 +36,6 @@ function pool.agree_on_rules()
   local refusal = agree_on_rules()
   if not refusal and #rules[FIRST_RULE] > SMALL_PREFILL then pool.resize_pool(true) end -- those of a text, not of a size
   return refusal
-end
-
-function pool.tier_text(tier)
-  return fmt('[%d,%d,%d,%d,%.17g,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]', unpack(tier))
 end
 
 local save = pool.save

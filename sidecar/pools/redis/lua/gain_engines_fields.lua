@@ -4,5 +4,5 @@
 -- have un-prefilled.
 local HELD_PREFILL, CLAIMANTS = 20, 21
 local FLOOR_PREFILL = 22
+local TIER_FIGURES = 22
 local MOST_ADMITTED = 2 -- 1 ms each
-pool.to_admit = MOST_ADMITTED

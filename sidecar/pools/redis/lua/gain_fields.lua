@@ -10,8 +10,7 @@ local REFRESHED, REFRESHES = 24, 25
 -- When tickets became urgent last, and how many more may at that time
 local URGED, URGES = 26, 27
 local META_FIELDS = 27
-META_TEXT = '[' .. string.rep('%d,', META_FIELDS - 1) .. '%d]'
+local TIER_FIGURES = 19
 local TICKET_US, DISCARDED, SORTED = 150, 4, 64 -- in place of those of `admission.lua`
 local MOST_ADMITTED = 6 -- 200 us each
-pool.to_admit, pool.to_sort = MOST_ADMITTED, SORTED
 local next_gain = false -- what `G` said of the next request

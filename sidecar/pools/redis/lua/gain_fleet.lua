@@ -83,11 +83,6 @@ end
 
 -- -- the state
 
-function pool.tier_text(tier)
-  return fmt('[%d,%d,%d,%d,%.17g,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]',
-    unpack(tier))
-end
-
 local create = pool.create
 
 function pool.create(expected)

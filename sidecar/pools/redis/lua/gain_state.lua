@@ -1,9 +1,5 @@
 -- The state of a pool that orders by gain, and its operations. It replaces parts of `state.lua` and `operations.lua`.
 
-function pool.tier_text(tier)
-  return fmt('[%d,%d,%d,%d,%.17g,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]', unpack(tier))
-end
-
 local create = pool.create
 
 function pool.create(expected)

@@ -21,24 +21,29 @@ end
 
 function pool.load()
   if not meta and not read_root() then return false end
+  rules_text = call('HGET', root, 'rules')
+  rules = cjson.decode(rules_text)
+  pool.read_tiers()
   pool.apply_rules()
   pool.name_keys()
   return true
 end
 
-function pool.tier_text(tier)
-  return fmt(TIER_TEXT, unpack(tier))
+-- Those that `plain_calls.lua` has read may have changed.
+function pool.read_tiers()
+  for level = 0, #tiers_kept / TIER_BYTES - 1 do
+    tiers[level] = tiers[level] or {struct.unpack(TIER_FORMAT, tiers_kept, 1 + level * TIER_BYTES)}
+  end
 end
 
 function pool.save(is_complete)
-  local fields, texts = {'meta', fmt(META_TEXT, unpack(meta))}, {}
+  local kept, changed = {}, {}
   for level = 0, levels - 1 do
-    if is_complete or is_changed[level] then
-      local text = pool.tier_text(tiers[level])
-      fields[#fields + 1], fields[#fields + 2] = level, text
-      texts[#texts + 1] = level .. ' ' .. text
-    end
+    local figures = struct.pack(TIER_FORMAT, unpack(tiers[level]))
+    kept[level + 1] = figures
+    if is_complete or is_changed[level] then changed[#changed + 1], changed[#changed + 2] = level, figures end
   end
+  local fields = {'meta', struct.pack(META_FORMAT, unpack(meta)), 'tiers', concat(kept)}
   if held_back_lease and held_back_lease ~= held_back_lease_before then fields[#fields + 1], fields[#fields + 2] = 'went', held_back_lease end
   local sorting = {}
   for level, place in pairs(sorts) do sorting[#sorting + 1] = level .. ' ' .. place end
@@ -47,7 +52,7 @@ function pool.save(is_complete)
   call('HSET', root, unpack(fields))
   if sorts_before ~= '' and sorting == '' then call('HDEL', root, 'sorts') end
   if held_back_lease_before and not held_back_lease then call('HDEL', root, 'went') end
-  return texts
+  return changed
 end
 
 -- The time never runs backwards, whichever server answers.

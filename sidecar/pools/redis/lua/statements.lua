@@ -119,6 +119,17 @@ end
 
 -- -- the owners of the pool
 
+-- Beside the text stand those of its figures that `plain_calls.lua` reads: three, and nine of each tier.
+function pool.keep_rules()
+  local kept = {struct.pack('<ddd', rules[CAPACITY_TOKENS], rules[CAPACITY_REQUESTS], preempts and 1 or 0)}
+  for level = 0, levels - 1 do
+    local rule = rules[FIRST_RULE + level]
+    kept[level + 2] = struct.pack(RULE_FORMAT, rule[HEADROOM_TOKENS], rule[HEADROOM_REQUESTS], rule[RESERVE_TOKENS],
+      rule[RESERVE_REQUESTS], rule[LIMIT_TOKENS], rule[LIMIT_REQUESTS], rule[LIMITED], rule[ALWAYS_FIRST], rule[PREEMPTIBLE])
+  end
+  call('HSET', root, 'rules', rules_text, 'figures', concat(kept))
+end
+
 function pool.create(expected)
   meta = {}
   for field = 1, META_FIELDS do meta[field] = 0 end
@@ -130,7 +141,7 @@ function pool.create(expected)
   for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
   if expected > 0 then pool.expect(expected, meta[BIRTH]) end
   call('DEL', root)
-  call('HSET', root, 'rules', rules_text)
+  pool.keep_rules()
   pool.name_keys()
 end
 
@@ -168,7 +179,7 @@ function pool.agree_on_rules()
       pool.load_preemption()
       pool.forget_all_preemption()
     end
-    call('HSET', root, 'rules', rules_text)
+    pool.keep_rules()
   end
 end
 
