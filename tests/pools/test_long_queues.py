@@ -74,16 +74,22 @@ def in_calls(replica: Scripted, tickets: Sequence[tuple[Argument, ...]]) -> None
 # -- room for very many at one time
 
 
-def test_room_for_very_many_goes_to_them_in_order_in_calls_of_bounded_length(client: Any) -> None:
-    replica = scripted(client, simple(tokens=1_000))
-    replica.sync()
-    replica.enter(1, ask(tokens=1_000))
-    in_calls(replica, [entering(number, ask(tier=number % 2, tokens=1)) for number in range(2, 302)])
+def ended_and_all_admitted(replica: Any) -> list[protocol.Reply]:
+    """The first lease ends; then calls that each ask for the next soon, until none waits."""
     replies = [replica.call(protocol.END, 1)]
     while replies[-1].waiting:
         assert replies[-1].change_after_us is not None
         assert replies[-1].change_after_us <= SOON_US
         replies.append(replica.call())
+    return replies
+
+
+def test_room_for_very_many_goes_to_them_in_order_in_calls_of_bounded_length(client: Any) -> None:
+    replica = scripted(client, simple(tokens=1_000))
+    replica.sync()
+    replica.enter(1, ask(tokens=1_000))
+    in_calls(replica, [entering(number, ask(tier=number % 2, tokens=1)) for number in range(2, 302)])
+    replies = ended_and_all_admitted(replica)
     assert max(len(granted(reply)) for reply in replies) == MOST_ADMITTED_BY_SCRIPT + 1
     assert len(replies) == -(-(300 - 1) // MOST_ADMITTED_BY_SCRIPT)
     found = [ticket for reply in replies for ticket in granted(reply)]
@@ -98,11 +104,7 @@ def test_by_gain_a_call_admits_fewer_of_them_because_each_takes_longer(client: A
     replica.sync()
     replica.enter(1, ask(tier=1, tokens=1_000))
     in_calls(replica, [entering(number, ask(tokens=1)) for number in range(2, 102)])
-    replies = [replica.call(protocol.END, 1)]
-    while replies[-1].waiting:
-        assert replies[-1].change_after_us is not None
-        assert replies[-1].change_after_us <= SOON_US
-        replies.append(replica.call())
+    replies = ended_and_all_admitted(replica)
     assert max(len(granted(reply)) for reply in replies) == most + 1
     assert [ticket for reply in replies for ticket in granted(reply)] == [*range(2, 102)]
 
@@ -355,7 +357,7 @@ def test_a_place_in_a_full_queue_is_found_without_a_look_at_every_tenant(
         client.config_resetstat()
         reply = replica.enter(number, ask(tokens=10, tenant=tenant, weight=weight))
         commands = {name: one["calls"] for name, one in client.info("commandstats").items()}
-        assert commands["cmdstat_hgetall"] == 1, "that of the root"
+        assert "cmdstat_hgetall" not in commands, "no hash is read whole: the root is read by its fields"
         assert sum(commands.values()) < 100
         if displaced is None:
             assert list(reply.refused) == [number]

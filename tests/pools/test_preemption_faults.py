@@ -11,6 +11,7 @@ import pytest
 from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import StoreLoss
 from sidecar.pools.redis import RedisPool
+from sidecar.tasks import is_set_within
 from tests.pools.conftest import SERVERS, Servers
 from tests.pools.harness import ask
 from tests.pools.load import heard_of_each_other, nothing_left, recovered, replicas, until
@@ -232,7 +233,7 @@ async def test_many_of_all_replicas_come_and_go_and_every_one_ends(server: Redis
         await asyncio.wait_for(lease.wait(), 30)
         held += tokens
         peak = max(peak, held)
-        while await waited_for(taken, luck.uniform(0.1, 0.3) if tier == LOW else luck.uniform(0.01, 0.05)):
+        while await is_set_within(taken, luck.uniform(0.1, 0.3) if tier == LOW else luck.uniform(0.01, 0.05)):
             await asyncio.sleep(luck.uniform(0, 0.01))  # the engine lets go
             taken.clear()
             preempted += 1
@@ -265,14 +266,6 @@ async def test_many_of_all_replicas_come_and_go_and_every_one_ends(server: Redis
         assert peak <= 100
         assert preempted > 5
         await nothing_left(pools)
-
-
-async def waited_for(event: asyncio.Event, seconds: float) -> bool:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except asyncio.TimeoutError:
-        return False
-    return True
 
 
 async def test_a_victim_whose_patience_ends_while_the_store_is_closed_is_refused(
