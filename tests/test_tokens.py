@@ -178,7 +178,7 @@ def test_the_median_is_that_of_the_ratios_but_for_the_last_eighth(events: list[t
     medians: dict[str, list[float]] = {}
     for tenant, model, prompt_tokens in events:
         estimator.learn(completion("a" * 400, model=model), f"t{tenant}", prompt_tokens)
-        ratios = sorted(known[model] for known in estimator._learned.values() if model in known)
+        ratios = sorted(known[model].value for known in estimator._learned.values() if model in known)
         medians.setdefault(model, []).append(
             BYTES_PER_TOKEN if len(ratios) < FEWEST_TENANTS else ratios[(len(ratios) - 1) // 2]
         )
