@@ -29,6 +29,8 @@ _STALE_SHARE = 8
 """The table is rebuilt when an eighth of the samples is newer than it, so that learning and asking cost the same on
 average however they alternate."""
 _STALE_MOST = 64
+_UNKNOWN = 0
+"""A kept answer that says that the samples do not say. No other is so short."""
 _TOLERANCE = 1 + 1e-9
 """Rounding of the survival probabilities must not push a quantile on to the next edge."""
 
@@ -51,6 +53,8 @@ def _edge(index: int) -> int:
 
 EDGES = tuple(_edge(index) for index in range(bin_of(LONGEST) + 1))
 """The upper edge of each bin, in tokens."""
+_FINE = tuple(bin_of(length) for length in range(FINE_TOKENS + 1))
+"""The bins of the lengths that most answers have."""
 
 
 class Survival:
@@ -120,7 +124,7 @@ class LengthHistogram:
     """
 
     __slots__ = (
-        "_asked", "_censored", "_complete", "_fresh", "_growth", "_length", "_step", "_survival", "censored", "samples",
+        "_answers", "_censored", "_complete", "_growth", "_stale_from", "_step", "_survival", "censored", "samples",
     )  # fmt: skip
 
     def __init__(self, half_life: int = HALF_LIFE) -> None:
@@ -131,28 +135,32 @@ class LengthHistogram:
         self._step = 1.0
         self._growth = 2.0 ** (1.0 / half_life)
         self._survival: Survival | None = None
-        self._fresh = 0
-        """Samples that the table is still good for."""
-        self._asked: float | None = None
-        self._length: int | None = None
+        self._stale_from = 0
+        """Samples from which the table is too old."""
+        self._answers: dict[float, int] = {}
 
-    def add(self, length: int, *, is_censored: bool) -> None:
-        """Adds the output length of one sequence, in tokens; `is_censored` where it was cut short."""
-        index = (length - 1) // BIN_TOKENS if 0 < length <= FINE_TOKENS else bin_of(length)
-        if index >= len(self._complete):
-            more = bytes(8 * (index + 1 - len(self._complete)))
-            self._complete.frombytes(more)
-            self._censored.frombytes(more)
+    def add(self, length: int, is_censored: bool) -> None:
+        """Adds the output length of one sequence, in tokens, at least 0; `is_censored` where it was cut short."""
+        index = _FINE[length] if length <= FINE_TOKENS else bin_of(length)
         self._step = step = self._step * self._growth
         if is_censored or length > LONGEST:
-            self._censored[index] += step
             self.censored += 1
+            weights = self._censored
         else:
-            self._complete[index] += step
             self.samples += 1
-        self._fresh -= 1
+            weights = self._complete
+        try:
+            weights[index] += step
+        except IndexError:
+            self._widen(index + 1)
+            weights[index] += step
         if step > _LARGEST_STEP:
             self._scale()
+
+    def _widen(self, bins: int) -> None:
+        more = bytes(8 * (bins - len(self._complete)))
+        self._complete.frombytes(more)
+        self._censored.frombytes(more)
 
     def _scale(self) -> None:
         step, self._step = self._step, 1.0
@@ -173,23 +181,22 @@ class LengthHistogram:
 
     def survival(self) -> Survival:
         """The distribution, at most an eighth of the samples (64 of them) old."""
+        known = self.samples + self.censored
         survival = self._survival
-        if survival is None or self._fresh <= 0:
+        if survival is None or known >= self._stale_from:
             survival = self._survival = Survival(self._complete, self._censored)
             # So many new samples are an eighth of all when they are a seventh of those that the table has.
-            known = self.samples + self.censored
-            self._fresh = max(1, min(_STALE_MOST, -(-known // (_STALE_SHARE - 1))))
-            self._asked = None
+            self._stale_from = known + max(1, min(_STALE_MOST, -(-known // (_STALE_SHARE - 1))))
+            self._answers.clear()
         return survival
 
     def length(self, q: float, beyond: int = 0) -> int | None:
-        """See `Survival.length`. The last answer about a whole length is kept: every new request asks for it."""
+        """See `Survival.length`. Answers about a whole length are kept: every new request asks for one."""
         if beyond:
             return self.survival().length(q, beyond)
-        if q != self._asked or self._fresh <= 0:
-            self._length = self.survival().length(q)
-            self._asked = q
-        return self._length
+        if self.samples + self.censored >= self._stale_from or q not in self._answers:
+            self._answers[q] = self.survival().length(q) or _UNKNOWN
+        return self._answers[q] or None
 
     def quantile(self, q: float, beyond: int = 0) -> int | None:
         """See `Survival.quantile`."""

@@ -19,7 +19,6 @@ from sidecar.middleware.lease_size import (
     LeaseSize,
     LeaseSizes,
     LeaseSizesDocument,
-    LengthQuestion,
 )
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Learn
@@ -73,15 +72,13 @@ class Stand:
         payload = decode(Api.CHAT, json.dumps(fields).encode())
         assumed = 512 if most is None else most
         expected = self.sizes.expect(
-            LengthQuestion(
-                tenant, "/v1/chat", payload, prompt, (prompt + assumed) * payload.choices, assumed, most, LIMIT
-            )
+            tenant, "/v1/chat", payload, prompt, (prompt + assumed) * payload.choices, assumed, most, LIMIT
         )
         assert expected is not None
         return expected
 
     async def admitted(self, expected: Expected) -> Lease:
-        lease = await self.pool.enter(Ask(0, expected.tenant, 1, expected.tokens, expected.sequences))
+        lease = await self.pool.enter(Ask(0, expected.place.tenant, 1, expected.tokens, expected.sequences))
         assert lease.grant is not None
         return lease
 
