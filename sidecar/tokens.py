@@ -34,9 +34,7 @@ LONGEST_MODEL_NAME = 256
 FEWEST_TENANTS = 3
 """Tenants from which a model has a ratio for newcomers: of fewer, one would decide it."""
 _STALE_SHARE = 8
-"""The median is computed anew when so many times the changes since the last time are as many as the ratios."""
-_SELDOM = 2**20
-"""Changes after which a median of too few tenants is looked at: it cannot change."""
+"""The median is computed anew when so many times the turns since the last time are as many as the ratios."""
 SAMPLED_ABOVE = 32_768
 """Characters up to which a tokenizer reads the whole text: about 30 ms. Longer text is sampled, and extrapolated."""
 
@@ -56,17 +54,15 @@ class Estimator:
         try:
             return self._models[model].by_tenant[tenant].value
         except KeyError:
-            return self._models[model].median if model in self._models else BYTES_PER_TOKEN
+            return self._models[model].median(self._turn) if model in self._models else BYTES_PER_TOKEN
 
     def prompt_tokens(self, payload: Payload, tenant: str) -> int:
         """Tokens of all prompts of a tenant's request together, by their bytes."""
-        tokens, text, unread = payload.prompt_tokens, payload.prompt_bytes, payload.unread_bytes
-        if text or unread:
-            ratio = self.bytes_per_token(tenant, payload.model)
-            if text:
-                tokens += int(text / ratio) + 1
-            if unread:
-                tokens += _unread_tokens(payload, ratio)
+        tokens, text = payload.prompt_tokens, payload.prompt_bytes
+        if text:
+            tokens += int(text / self.bytes_per_token(tenant, payload.model)) + 1
+        if payload.unread_bytes:
+            tokens += _unread_tokens(payload, self.bytes_per_token(tenant, payload.model))
         return tokens
 
     async def counted_prompt_tokens(self, payload: Payload, counter: TokenizerCounter) -> int:
@@ -80,11 +76,12 @@ class Estimator:
         if not text or prompt_tokens < 1 or not payload.is_understood:
             return
         seen = text / prompt_tokens
-        if not _LEAST <= seen <= _MOST:
-            seen = _LEAST if seen < _LEAST else _MOST
+        if seen > _MOST:
+            seen = _MOST
+        elif seen < _LEAST:
+            seen = _LEAST
         try:
-            ratios = self._models[payload.model]
-            learned = ratios.by_tenant[tenant]
+            learned = self._models[payload.model].by_tenant[tenant]
         except KeyError:
             self._remember(tenant, payload.model, seen)
             return
@@ -93,9 +90,6 @@ class Estimator:
         self._turn = learned.turn = self._turn + 1
         if self._is_crowded:
             self._learned.move_to_end(tenant)
-        ratios.changes = changes = ratios.changes + 1
-        if changes >= ratios.stale_from:
-            ratios.vote()
 
     def _remember(self, tenant: str, model: str | None, seen: float) -> None:
         """Notes the first ratio of a tenant and model, and forgets the one that was used least recently."""
@@ -107,7 +101,7 @@ class Estimator:
         learned = self._learned.setdefault(tenant, {})
         self._learned.move_to_end(tenant)
         learned[model] = ratio
-        self._models.setdefault(model, _ModelRatios()).put(tenant, ratio)
+        self._models.setdefault(model, _ModelRatios()).by_tenant[tenant] = ratio
         if len(learned) > MODELS_REMEMBERED:
             oldest = min(learned, key=lambda each: learned[each].turn)
             del learned[oldest]
@@ -119,9 +113,9 @@ class Estimator:
         self._is_crowded = len(self._learned) > TENANTS_REMEMBERED // 2
 
     def _forget(self, tenant: str, model: str | None) -> None:
-        ratios = self._models[model]
-        ratios.put(tenant, None)
-        if not ratios.by_tenant:
+        ratios = self._models[model].by_tenant
+        del ratios[tenant]
+        if not ratios:
             del self._models[model]
 
 
@@ -136,36 +130,24 @@ class _Ratio:
 
 
 class _ModelRatios:
-    """The tenants' ratios for one model, and their lower median: what a tenant without one begins with.
+    """The tenants' ratios for one model, and their lower median: what a tenant without one begins with."""
 
-    Whoever changes a ratio counts it in `changes`, and calls `vote` from `stale_from` on.
-    """
-
-    __slots__ = ("by_tenant", "changes", "median", "stale_from")
+    __slots__ = ("_median", "_voted_at", "by_tenant")
 
     def __init__(self) -> None:
         self.by_tenant: dict[str, _Ratio] = {}
-        self.median = BYTES_PER_TOKEN
-        self.changes = 0
-        self.stale_from = _SELDOM
+        self._median = BYTES_PER_TOKEN
+        self._voted_at = 0
 
-    def put(self, tenant: str, ratio: _Ratio | None) -> None:
-        """Adds a tenant's ratio; None forgets it."""
-        if ratio is None:
-            del self.by_tenant[tenant]
-        else:
-            self.by_tenant[tenant] = ratio
-        self.changes += 1
+    def median(self, turn: int) -> float:
+        """The median at a turn of the estimator. It is at most an eighth of the ratios old, by the turns since then."""
         count = len(self.by_tenant)
-        self.stale_from = -(-count // _STALE_SHARE) if count >= FEWEST_TENANTS else _SELDOM
-        if self.changes >= self.stale_from or count < FEWEST_TENANTS:
-            self.vote()
-
-    def vote(self) -> None:
-        """Computes the median anew."""
-        values = sorted(ratio.value for ratio in self.by_tenant.values())
-        self.median = values[(len(values) - 1) // 2] if len(values) >= FEWEST_TENANTS else BYTES_PER_TOKEN
-        self.changes = 0
+        if count < FEWEST_TENANTS:
+            return BYTES_PER_TOKEN
+        if (turn - self._voted_at) * _STALE_SHARE >= count:
+            self._median = sorted(ratio.value for ratio in self.by_tenant.values())[(count - 1) // 2]
+            self._voted_at = turn
+        return self._median
 
 
 def _unread_tokens(payload: Payload, ratio: float) -> int:

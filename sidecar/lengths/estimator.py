@@ -200,8 +200,9 @@ class LengthEstimator:
         *,
         is_censored: bool,
     ) -> None:
-        """See `learn_at`."""
-        self.learn_at(Place(tenant, key), length, is_censored, hint, chunks)
+        """See `learn_at`. A negative length is none."""
+        if length >= 0:
+            self.learn_at(Place(tenant, key), length, is_censored, hint, chunks)
 
     def learn_at(
         self, place: Place, length: int, is_censored: bool, hint: int | None = None, chunks: int | None = None
@@ -211,30 +212,33 @@ class LengthEstimator:
         `is_censored` says that max_tokens or a disconnect cut it short. `chunks` is the number of its chunks where the
         answer was a stream and `length` is the engine's own count.
         """
-        if length > LONGEST:
-            length = LONGEST + 1  # a count that no float holds would raise
-        elif length < 0:
-            return
         learned = place.learned
         endpoint = learned.endpoint
         if endpoint is None:
             if not _is_plausible(place.key):
                 return
             learned, endpoint = self._new_places(place)
-        self._turn = turn = self._turn + 1
-        learned.turn = endpoint.turn = turn
+        self._turn = learned.turn = endpoint.turn = turn = self._turn + 1
         if self._is_crowded:
             self._tenants.move_to_end(place.tenant)
         learned.lengths.add(length, is_censored)
+        if chunks or hint is not None:
+            self._note(place, min(length, LONGEST + 1), is_censored, hint, chunks)
+        if learned.is_new:
+            self._tell_of_new(place, endpoint, length, is_censored)
+        elif not turn & _EVERY_OTHER:
+            endpoint.add(length, is_censored)
+            self._tell_medians(place.key)
+
+    def _note(self, place: Place, length: int, is_censored: bool, hint: int | None, chunks: int | None) -> None:
+        """Learns how the tokens came, and how the hint held. A length that no float holds would raise."""
         if chunks and length:
-            learned.note_chunks(length, chunks)
+            place.learned.note_chunks(length, chunks)
         if hint is not None and hint >= 1:
             self._tenants[place.tenant].hints.learn(hint, length, is_censored=is_censored)
-        if learned.is_new or not turn & _EVERY_OTHER:
-            self._tell(place, endpoint, length, is_censored)
 
-    def _tell(self, place: Place, endpoint: _EndpointLengths, length: int, is_censored: bool) -> None:
-        """What concerns all answers of an endpoint, and all tenants."""
+    def _tell_of_new(self, place: Place, endpoint: _EndpointLengths, length: int, is_censored: bool) -> None:
+        """An answer of a key or an endpoint that has few: it may decide whether they size other tenants' requests."""
         learned, tenant, key = place.learned, place.tenant, place.key
         lengths, is_turn = learned.lengths, not self._turn & _EVERY_OTHER
         if lengths.samples <= ENOUGH:
@@ -243,12 +247,17 @@ class LengthEstimator:
             endpoint.add(length, is_censored)
             if endpoint.samples <= ENOUGH:
                 self._vote(tenant, key.endpoint, endpoint if endpoint.samples == ENOUGH else None)
-        if is_turn:  # newcomers are sized by what many tenants learn
-            for subject in (key, key.endpoint):
-                median = self._medians.get(subject)
-                if median is not None:
-                    median.learned(_EVERY_OTHER + 1)
+        if is_turn:
+            self._tell_medians(key)
         learned.is_new = lengths.samples <= ENOUGH or endpoint.samples < _ALL_UP_TO
+
+    def _tell_medians(self, key: LengthKey) -> None:
+        """Newcomers are sized by what many tenants learn."""
+        medians = self._medians
+        if key in medians:
+            medians[key].learned(_EVERY_OTHER + 1)
+        if key.endpoint in medians:
+            medians[key.endpoint].learned(_EVERY_OTHER + 1)
 
     def _new_places(self, place: Place) -> tuple[_Learned, _EndpointLengths]:
         """Where a sample belongs, as far as there is no such place yet. Forgets what is one too many then."""

@@ -29,8 +29,6 @@ _STALE_SHARE = 8
 """The table is rebuilt when an eighth of the samples is newer than it, so that learning and asking cost the same on
 average however they alternate."""
 _STALE_MOST = 64
-_UNKNOWN = 0
-"""A kept answer that says that the samples do not say. No other is so short."""
 _TOLERANCE = 1 + 1e-9
 """Rounding of the survival probabilities must not push a quantile on to the next edge."""
 
@@ -137,23 +135,27 @@ class LengthHistogram:
         self._survival: Survival | None = None
         self._stale_from = 0
         """Samples from which the table is too old."""
-        self._answers: dict[float, int] = {}
+        self._answers: dict[float, int | None] = {}
 
     def add(self, length: int, is_censored: bool) -> None:
         """Adds the output length of one sequence, in tokens, at least 0; `is_censored` where it was cut short."""
-        index = _FINE[length] if length <= FINE_TOKENS else bin_of(length)
-        self._step = step = self._step * self._growth
-        if is_censored or length > LONGEST:
-            self.censored += 1
-            weights = self._censored
+        if length <= FINE_TOKENS:
+            index = _FINE[length]
         else:
-            self.samples += 1
-            weights = self._complete
+            index, is_censored = bin_of(length), is_censored or length > LONGEST
+        step = self._step * self._growth
         try:
-            weights[index] += step
+            if is_censored:
+                self._censored[index] += step
+                self.censored += 1
+            else:
+                self._complete[index] += step
+                self.samples += 1
         except IndexError:
             self._widen(index + 1)
-            weights[index] += step
+            self.add(length, is_censored)
+            return
+        self._step = step
         if step > _LARGEST_STEP:
             self._scale()
 
@@ -195,8 +197,8 @@ class LengthHistogram:
         if beyond:
             return self.survival().length(q, beyond)
         if self.samples + self.censored >= self._stale_from or q not in self._answers:
-            self._answers[q] = self.survival().length(q) or _UNKNOWN
-        return self._answers[q] or None
+            self._answers[q] = self.survival().length(q)
+        return self._answers[q]
 
     def quantile(self, q: float, beyond: int = 0) -> int | None:
         """See `Survival.quantile`."""

@@ -235,8 +235,7 @@ class LeaseSizes:
     """The sizes of a process's leases in one pool. Not thread-safe; every method returns at once.
 
     `learns` says whether requests are sized by what is learned. `now_us` is the pool's clock, `replicas` how many
-    processes share the pool. `estimator` may be shared with other pools of the process. `has_many_engines`: one that runs
-    nothing is to be forgotten, see `left`.
+    processes share the pool. `estimator` may be shared with other pools of the process. `has_many_engines`: see `left`.
     """
 
     def __init__(
@@ -281,7 +280,7 @@ class LeaseSizes:
         found.count_admitted(self._replicas())
         found.trust.preempted(total, now_us, found.admitted_by_all)
 
-    def expect(
+    def expect(  # noqa: PLR0917  # names, or an object for them, would cost as much as a third of all of this
         self,
         tenant: str,
         path: str,
@@ -302,12 +301,11 @@ class LeaseSizes:
         place = self._places.get(kind) or self._place(kind)
         quantile, ratio = self._at_base or self._entry()
         hint = None if payload.nvext is None else payload.output_hint
-        estimate = self.estimate(place, quantile, 0, hint)
-        sequences = shown = 1
-        prompt, choices, prompts = prompt_tokens, payload.choices, payload.prompts
-        if choices != 1 or prompts != 1:
-            sequences, shown = choices * prompts, prompts * (choices - payload.hidden_choices)
-            prompt *= choices
+        estimate = self.estimator.estimate_at(place, quantile, 0, hint)
+        if estimate is not None and not place.is_known:
+            estimate = self._counting(estimate, place, quantile, 0)
+        choices, prompts = payload.choices, payload.prompts
+        sequences, prompt = choices * prompts, prompt_tokens * choices
         # Without a maximum the old rule's figure is no bound. No estimate makes a request too large for its tier.
         longest = max(assumed, (limit - prompt) // sequences) if bound is None else bound
         if estimate is None:
@@ -315,12 +313,12 @@ class LeaseSizes:
             tokens = most
         else:
             output = estimate.tokens
-            tokens = plain = prompt + sequences * (output if output < longest else longest)
+            tokens = plain = prompt + sequences * (output if output < longest else longest)  # noqa: FURB136  # a call
         if ratio < WHOLE:
             tokens = -(-tokens * ratio // WHOLE)
         return Expected(
-            place, prompt, sequences, bound, assumed, longest, shown, hint, estimate, most, quantile, tokens or 1,
-            ratio, plain,
+            place, prompt, sequences, bound, assumed, longest, prompts * (choices - payload.hidden_choices), hint, estimate,
+            most, quantile, tokens or 1, ratio, plain,
         )  # fmt: skip
 
     def _place(self, kind: _Kind) -> LeasePlace:
@@ -384,13 +382,14 @@ class LeaseSizes:
         if running:
             self._unknown[place] = running
 
-    def begin(self, expected: Expected, lease: Lease, answer: Answer, *, streams: bool) -> LeaseSize:
+    def begin(self, expected: Expected, lease: Lease, answer: Answer, streams: bool) -> LeaseSize:
         """A request that was expected to use so much was admitted. `answer` is read as it passes."""
         grant = lease.grant
         name = None if grant is None or grant.engine is None else grant.engine.partition("#")[0]
-        engine, held, plain = self._engines.get(name) or self._engine(name), lease.ask.tokens, expected.plain
-        engine.admitted += 1
+        engine = self._engines.get(name) or self._engine(name)
+        held, plain = lease.ask.tokens, expected.plain
         size = LeaseSize(self, engine, expected, lease, answer, held, expected.prompt, plain)
+        engine.admitted += 1
         engine.leases[lease.id] = size
         if not expected.place.is_known:
             size.is_counted = self.began(expected)
@@ -400,17 +399,15 @@ class LeaseSizes:
             size.follow(self.estimator.tokens_per_chunk_at(expected.place))
         return size
 
-    def learn(self, expected: Expected, answer: Answer, *, is_complete: bool) -> None:
+    def learn(self, expected: Expected, answer: Answer, is_complete: bool) -> None:
         """An answer is over. It is longer than what was seen where it is not complete, or as long as it may be."""
         said, chunks = answer.output_tokens, answer.chunks
-        if said is not None:
-            length = said // expected.shown
-            if length > expected.longest:
-                length = expected.longest
-        elif chunks:
+        if said is None:
+            if not chunks:
+                return  # an answer that says nothing of its length
             length = self.generated(expected, answer)
-        else:
-            return  # an answer that says nothing of its length
+        elif (length := said // expected.shown) > expected.longest:
+            length = expected.longest
         bound = expected.bound
         is_censored = not is_complete or (bound is not None and length >= bound)
         if length or not is_censored:

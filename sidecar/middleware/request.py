@@ -312,7 +312,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             send = self._route.begin(lease, send)
         if request.expected is not None:
             streams = request.payload.stream
-            self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, streams=streams)
+            self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, streams)
         gain = self._gain
         self._reader = self._usage if gain is None else gain.sent(grant.engine, self._usage)
         return self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority)), receive, send
@@ -550,7 +550,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._route.ended()
         if request.expected is not None and failure is None and (self._status or 0) < 400:
             is_complete = outcome is _COMPLETED
-            self._controller.lease_sizes.learn(request.expected, usage, is_complete=is_complete)
+            self._controller.lease_sizes.learn(request.expected, usage, is_complete)
         if usage.input_tokens is not None:
             tenant = request.classification.tenant.name
             self._controller.estimator.learn(request.payload, tenant, usage.input_tokens)
