@@ -70,8 +70,9 @@ _OWN, _REPLICAS, _TENANTS, _HINT = Source.OWN, Source.REPLICAS, Source.TENANTS, 
 class Estimate(msgspec.Struct, frozen=True, gc=False):
     """The assumed output length of one sequence, in tokens, always more than it has generated already.
 
-    `samples` are the complete samples behind it: for a hint, the answers that showed how the tenant's hints hold.
-    `quantile` is the share of answers that are not longer.
+    `samples` are the complete samples behind it: those that were known when it was made, at most an eighth of all ago,
+    and for a hint, the answers that showed how the tenant's hints hold. `quantile` is the share of answers that are not
+    longer.
     """
 
     tokens: int
@@ -142,13 +143,11 @@ class LengthEstimator:
         learned = place.learned
         if learned.endpoint is None:
             learned = self._look_up(place)
-        lengths = learned.lengths
-        samples = lengths.samples
-        if samples >= ENOUGH:
-            tokens = lengths.length(quantile, generated)
-            found = None if tokens is None else Estimate(tokens, _OWN, samples, quantile)
+        kept = learned.kept
+        if generated or quantile not in kept or learned.samples + learned.censored >= learned.stale_from:
+            found = self._made(place, quantile, generated)
         else:
-            found = self._shared(place, lengths, quantile, generated)
+            found = kept[quantile]
         if hint is None or hint < 1:
             return found
         known = self._tenants.get(place.tenant)
@@ -158,6 +157,17 @@ class LengthEstimator:
         known = self._tenants.get(place.tenant)
         place.learned = learned = _NOTHING if known is None else known.keys.get(place.key, _NOTHING)
         return learned
+
+    def _made(self, place: Place, quantile: float, generated: int) -> Estimate | None:
+        """The estimate without a hint. That of a whole length is kept: every new request asks for one."""
+        learned = place.learned
+        if learned.samples < ENOUGH:
+            return self._shared(place, learned, quantile, generated)
+        tokens = learned.length(quantile, generated)
+        found = None if tokens is None else Estimate(tokens, _OWN, learned.samples, quantile)
+        if not generated:
+            learned.kept[quantile] = found
+        return found
 
     def _shared(self, place: Place, own: LengthHistogram, quantile: float, generated: int) -> Estimate | None:
         key = place.key
@@ -221,7 +231,7 @@ class LengthEstimator:
         self._turn = learned.turn = endpoint.turn = turn = self._turn + 1
         if self._is_crowded:
             self._tenants.move_to_end(place.tenant)
-        learned.lengths.add(length, is_censored)
+        learned.add(length, is_censored)
         if chunks or hint is not None:
             self._note(place, min(length, LONGEST + 1), is_censored, hint, chunks)
         if learned.is_new:
@@ -240,16 +250,16 @@ class LengthEstimator:
     def _tell_of_new(self, place: Place, endpoint: _EndpointLengths, length: int, is_censored: bool) -> None:
         """An answer of a key or an endpoint that has few: it may decide whether they size other tenants' requests."""
         learned, tenant, key = place.learned, place.tenant, place.key
-        lengths, is_turn = learned.lengths, not self._turn & _EVERY_OTHER
-        if lengths.samples <= ENOUGH:
-            self._vote(tenant, key, self._evidence(tenant, key, lengths))
+        is_turn = not self._turn & _EVERY_OTHER
+        if learned.samples <= ENOUGH:
+            self._vote(tenant, key, self._evidence(tenant, key, learned))
         if is_turn or endpoint.samples < _ALL_UP_TO:
             endpoint.add(length, is_censored)
             if endpoint.samples <= ENOUGH:
                 self._vote(tenant, key.endpoint, endpoint if endpoint.samples == ENOUGH else None)
         if is_turn:
             self._tell_medians(key)
-        learned.is_new = lengths.samples <= ENOUGH or endpoint.samples < _ALL_UP_TO
+        learned.is_new = learned.samples <= ENOUGH or endpoint.samples < _ALL_UP_TO
 
     def _tell_medians(self, key: LengthKey) -> None:
         """Newcomers are sized by what many tenants learn."""
@@ -277,7 +287,7 @@ class LengthEstimator:
             known.keys[key] = learned
             heard = self._heard.get((tenant, key))
             if heard is not None:
-                heard.own = learned.lengths
+                heard.own = learned
         self._forget_oldest(tenant, known)
         return learned, endpoint
 
@@ -342,10 +352,7 @@ class LengthEstimator:
         ranked = []
         for tenant, known in heapq.nlargest(most, self._tenants.items(), key=_use_of_tenant):
             keys = sorted(known.keys.items(), key=_use_of_key, reverse=True)
-            ranked += [
-                (rank, -learned.lengths.samples, tenant, key, learned.lengths)
-                for rank, (key, learned) in enumerate(keys)
-            ]
+            ranked += [(rank, -learned.samples, tenant, key, learned) for rank, (key, learned) in enumerate(keys)]
         ranked.sort(key=lambda entry: entry[:2])
         return ((tenant, key, lengths) for _, _, tenant, key, lengths in ranked)
 
@@ -356,14 +363,14 @@ class LengthEstimator:
             LearnedLengths(
                 tenant,
                 *key,
-                one.lengths.samples,
-                one.lengths.censored,
-                one.lengths.quantile(0.5),
-                one.lengths.quantile(quantile),
+                one.samples,
+                one.censored,
+                one.quantile(0.5),
+                one.quantile(quantile),
                 quantile,
                 round(one.tokens_per_chunk, 2),
             )
-            for tenant, key, one in heapq.nlargest(most, every, key=lambda found: found[2].lengths.samples)
+            for tenant, key, one in heapq.nlargest(most, every, key=lambda found: found[2].samples)
         ]
 
     def hear(self, replica: str, document: object, *, has_own: bool = False) -> None:
@@ -406,8 +413,7 @@ class LengthEstimator:
 
     def _own(self, tenant: str, key: LengthKey) -> LengthHistogram | None:
         known = self._tenants.get(tenant)
-        learned = None if known is None else known.keys.get(key)
-        return None if learned is None else learned.lengths
+        return None if known is None else known.keys.get(key)
 
 
 def _is_plausible(key: LengthKey) -> bool:
@@ -433,21 +439,23 @@ class _EndpointLengths(LengthHistogram):
         self.turn = 0
 
 
-class _Learned:
+class _Learned(LengthHistogram):
     """What was learned for one tenant and key.
 
     `endpoint` has its endpoint's lengths, None where that or the key is forgotten: places look it up again then. `turn`
-    is that of its last answer. `is_new`: every answer concerns other tenants, and not only every fourth.
+    is that of its last answer. `is_new`: every answer concerns other tenants, and not only every fourth. `kept` are the
+    estimates of whole lengths, by quantile, as the table says.
     """
 
-    __slots__ = ("endpoint", "is_new", "lengths", "tokens_per_chunk", "turn")
+    __slots__ = ("endpoint", "is_new", "kept", "tokens_per_chunk", "turn")
 
     def __init__(self) -> None:
-        self.lengths = LengthHistogram()
+        super().__init__()
         self.endpoint: _EndpointLengths | None = None
         self.tokens_per_chunk = 1.0
         self.turn = 0
         self.is_new = True
+        self.kept: dict[float, Estimate | None] = {}
 
     def note_chunks(self, length: int, chunks: int) -> None:
         seen = min(MOST_TOKENS_PER_CHUNK, max(1.0, length / chunks))
@@ -455,7 +463,11 @@ class _Learned:
 
     def forget(self) -> None:
         """Frees it, whoever has a place that knows it."""
-        self.endpoint, self.lengths = None, _NOTHING.lengths
+        self.__init__()  # type: ignore[misc]
+
+    def _tabulate(self) -> Survival:
+        self.kept.clear()
+        return super()._tabulate()
 
 
 _NOTHING = _Learned()
@@ -513,8 +525,8 @@ class _Heard:
 
 
 def _use_of_tenant(item: tuple[str, _Tenant]) -> int:
-    return max((learned.lengths.samples for learned in item[1].keys.values()), default=0)
+    return max((learned.samples for learned in item[1].keys.values()), default=0)
 
 
 def _use_of_key(item: tuple[LengthKey, _Learned]) -> int:
-    return item[1].lengths.samples
+    return item[1].samples

@@ -118,11 +118,12 @@ class Survival:
 class LengthHistogram:
     """The lengths of one kind of request. Not thread-safe; the same calls give the same answers.
 
-    `samples` counts the complete samples, `censored` the others; neither decays.
+    `samples` counts the complete samples, `censored` the others; neither decays. The table is too old when they are
+    `stale_from` together.
     """
 
     __slots__ = (
-        "_answers", "_censored", "_complete", "_growth", "_stale_from", "_step", "_survival", "censored", "samples",
+        "_censored", "_complete", "_growth", "_step", "_survival", "censored", "samples", "stale_from",
     )  # fmt: skip
 
     def __init__(self, half_life: int = HALF_LIFE) -> None:
@@ -133,9 +134,7 @@ class LengthHistogram:
         self._step = 1.0
         self._growth = 2.0 ** (1.0 / half_life)
         self._survival: Survival | None = None
-        self._stale_from = 0
-        """Samples from which the table is too old."""
-        self._answers: dict[float, int | None] = {}
+        self.stale_from = 0
 
     def add(self, length: int, is_censored: bool) -> None:
         """Adds the output length of one sequence, in tokens, at least 0; `is_censored` where it was cut short."""
@@ -183,22 +182,20 @@ class LengthHistogram:
 
     def survival(self) -> Survival:
         """The distribution, at most an eighth of the samples (64 of them) old."""
-        known = self.samples + self.censored
         survival = self._survival
-        if survival is None or known >= self._stale_from:
-            survival = self._survival = Survival(self._complete, self._censored)
-            # So many new samples are an eighth of all when they are a seventh of those that the table has.
-            self._stale_from = known + max(1, min(_STALE_MOST, -(-known // (_STALE_SHARE - 1))))
-            self._answers.clear()
+        if survival is None or self.samples + self.censored >= self.stale_from:
+            survival = self._survival = self._tabulate()
         return survival
 
+    def _tabulate(self) -> Survival:
+        known = self.samples + self.censored
+        # So many new samples are an eighth of all when they are a seventh of those that the table has.
+        self.stale_from = known + max(1, min(_STALE_MOST, -(-known // (_STALE_SHARE - 1))))
+        return Survival(self._complete, self._censored)
+
     def length(self, q: float, beyond: int = 0) -> int | None:
-        """See `Survival.length`. Answers about a whole length are kept: every new request asks for one."""
-        if beyond:
-            return self.survival().length(q, beyond)
-        if self.samples + self.censored >= self._stale_from or q not in self._answers:
-            self._answers[q] = self.survival().length(q)
-        return self._answers[q]
+        """See `Survival.length`."""
+        return self.survival().length(q, beyond)
 
     def quantile(self, q: float, beyond: int = 0) -> int | None:
         """See `Survival.quantile`."""

@@ -348,10 +348,10 @@ class LeaseSizes:
         if found.source is _HINT and place in self._unknown:
             # Above such an estimate a hint says no more than alone: less than the maximum only where it is trusted.
             bare = self.estimator.estimate_at(asked, quantile, generated)
-            if bare is None or self._is_enough(bare, place):
+            if bare is None or self._is_enough(bare, asked):
                 return found
             return found if self.estimator.trusts_hints(asked.tenant) else None
-        if not self._is_enough(found, place):
+        if not self._is_enough(found, asked):
             return None
         if found.source is not _OWN and found.source is not _REPLICAS:
             return found
@@ -362,10 +362,12 @@ class LeaseSizes:
         asked.is_known = True
         return found
 
-    def _is_enough(self, found: Estimate, place: tuple[str, LengthKey]) -> bool:
+    def _is_enough(self, found: Estimate, asked: LeasePlace) -> bool:
         """Whether the answers behind an estimate are more than the first ones of a batch."""
-        is_own = found.source is _OWN or found.source is _REPLICAS
-        return not is_own or found.samples >= _SAMPLES_PER_RUNNING * self._unknown.get(place, 0)
+        if found.source is not _OWN and found.source is not _REPLICAS:
+            return True
+        samples = asked.learned.samples if found.source is _OWN else found.samples
+        return samples >= _SAMPLES_PER_RUNNING * self._unknown.get((asked.tenant, asked.key), 0)
 
     def began(self, expected: Expected) -> bool:
         """One more request runs. Whether it is counted, which is so while its key is not known: then call `ended`."""

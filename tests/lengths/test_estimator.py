@@ -424,7 +424,7 @@ def test_what_a_tenant_takes_is_bounded() -> None:
     for number in range(2 * KEYS_REMEMBERED):
         estimator.learn("hostile", CHAT._replace(model=f"m{number}"), LONGEST, is_censored=False)
     (known,) = estimator._tenants.values()
-    sizes = [sys.getsizeof(learned.lengths._complete) for learned in known.keys.values()]
+    sizes = [sys.getsizeof(learned._complete) for learned in known.keys.values()]
     assert 2 * sum(sizes) < 1_300_000
     assert len(json.dumps(estimator.summary(10_000))) < 11_000
 
