@@ -60,7 +60,7 @@ class Estimator:
         """Tokens of all prompts of a tenant's request together, by their bytes."""
         tokens, text = payload.prompt_tokens, payload.prompt_bytes
         if text:
-            tokens += int(text / self.bytes_per_token(tenant, payload.model)) + 1
+            tokens += math.floor(text / self.bytes_per_token(tenant, payload.model)) + 1
         if payload.unread_bytes:
             tokens += _unread_tokens(payload, self.bytes_per_token(tenant, payload.model))
         return tokens

@@ -463,7 +463,9 @@ class _Learned(LengthHistogram):
 
     def forget(self) -> None:
         """Frees it, whoever has a place that knows it."""
-        self.__init__()  # type: ignore[misc]
+        self.endpoint = None
+        self.kept.clear()
+        self.clear()
 
     def _tabulate(self) -> Survival:
         self.kept.clear()

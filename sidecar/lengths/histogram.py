@@ -127,14 +127,16 @@ class LengthHistogram:
     )  # fmt: skip
 
     def __init__(self, half_life: int = HALF_LIFE) -> None:
-        self.samples = 0
-        self.censored = 0
+        self._growth = 2.0 ** (1.0 / half_life)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets every sample."""
+        self.samples = self.censored = self.stale_from = 0
         self._complete = array("d")
         self._censored = array("d")
         self._step = 1.0
-        self._growth = 2.0 ** (1.0 / half_life)
         self._survival: Survival | None = None
-        self.stale_from = 0
 
     def add(self, length: int, is_censored: bool) -> None:
         """Adds the output length of one sequence, in tokens, at least 0; `is_censored` where it was cut short."""

@@ -106,7 +106,7 @@ class SizedRequest(msgspec.Struct, gc=False):
 
     def expect(self, sizes: LeaseSizes, pool: Pool) -> None:
         """Sizes it by what it is expected to use in the pool."""
-        payload, level, before = self.payload, self.classification.level, self.expected
+        payload, before = self.payload, self.expected
         bound = payload.max_output_tokens if self.output_cap is None else self.output_cap
         self.expected = expected = sizes.expect(
             self.classification.tenant.name,
@@ -116,7 +116,7 @@ class SizedRequest(msgspec.Struct, gc=False):
             self.tokens if before is None else before.most,
             self.assumed_output,
             bound,
-            pool.most_tokens(level) if bound is None else 0,
+            pool.most_tokens(self.classification.level) if bound is None else 0,
         )
         if expected is not None:
             self.tokens = expected.tokens

@@ -304,8 +304,11 @@ class LeaseSizes:
         estimate = self.estimator.estimate_at(place, quantile, 0, hint)
         if estimate is not None and not place.is_known:
             estimate = self._counting(estimate, place, quantile, 0)
-        choices, prompts = payload.choices, payload.prompts
-        sequences, prompt = choices * prompts, prompt_tokens * choices
+        sequences = shown = 1
+        prompt = prompt_tokens
+        if payload.choices != 1 or payload.prompts != 1:
+            sequences, shown = payload.sequences, payload.shown_sequences
+            prompt *= payload.choices
         # Without a maximum the old rule's figure is no bound. No estimate makes a request too large for its tier.
         longest = max(assumed, (limit - prompt) // sequences) if bound is None else bound
         if estimate is None:
@@ -313,12 +316,14 @@ class LeaseSizes:
             tokens = most
         else:
             output = estimate.tokens
-            tokens = plain = prompt + sequences * (output if output < longest else longest)  # noqa: FURB136  # a call
+            if output > longest:  # noqa: PLR1730  # `min` is one call more
+                output = longest
+            tokens = plain = prompt + sequences * output
         if ratio < WHOLE:
             tokens = -(-tokens * ratio // WHOLE)
         return Expected(
-            place, prompt, sequences, bound, assumed, longest, prompts * (choices - payload.hidden_choices), hint, estimate,
-            most, quantile, tokens or 1, ratio, plain,
+            place, prompt, sequences, bound, assumed, longest, shown, hint, estimate, most, quantile, tokens or 1, ratio,
+            plain,
         )  # fmt: skip
 
     def _place(self, kind: _Kind) -> LeasePlace:
@@ -408,10 +413,11 @@ class LeaseSizes:
             if not chunks:
                 return  # an answer that says nothing of its length
             length = self.generated(expected, answer)
-        elif (length := said // expected.shown) > expected.longest:
-            length = expected.longest
-        bound = expected.bound
-        is_censored = not is_complete or (bound is not None and length >= bound)
+        else:
+            length = said // expected.shown
+        longest, is_censored = expected.longest, not is_complete
+        if length >= longest:
+            length, is_censored = longest, is_censored or expected.bound is not None
         if length or not is_censored:
             counted = None
             if chunks and said is not None and not answer.later_chunks:
