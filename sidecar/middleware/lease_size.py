@@ -322,8 +322,8 @@ class LeaseSizes:
         if ratio < WHOLE:
             tokens = -(-tokens * ratio // WHOLE)
         return Expected(
-            place, prompt, sequences, bound, assumed, longest, shown, hint, estimate, most, quantile, tokens or 1, ratio,
-            plain,
+            place, prompt, sequences, bound, assumed, longest, shown, hint, estimate, most, quantile, tokens or 1,
+            ratio, plain,
         )  # fmt: skip
 
     def _place(self, kind: _Kind) -> LeasePlace:
