@@ -54,7 +54,6 @@ _NEVER = 2**62
 _ENDED = _NEVER + 1
 """The next look of a lease that has ended."""
 
-
 _Kind = tuple[str, str, str | None, Traits, int | None]
 """What finds a request's place: its tenant, path, model and traits, and its bound."""
 
@@ -169,8 +168,8 @@ class LeaseSizesDocument(msgspec.Struct, frozen=True):
 class EngineSizes:
     """The leases of this process at one engine, and the trust in it.
 
-    `admitted` counts all that there were, `admitted_by_all` those of all replicas,
-    about. The overlap has the leases where the trust uses it.
+    `admitted` counts all that there were, `admitted_by_all` those of all replicas, about. The overlap has the leases
+    where the trust uses it.
     """
 
     def __init__(self, learn: Learn, now_us: Callable[[], int], name: str | None) -> None:
@@ -235,7 +234,8 @@ class LeaseSizes:
     """The sizes of a process's leases in one pool. Not thread-safe; every method returns at once.
 
     `learns` says whether requests are sized by what is learned. `now_us` is the pool's clock, `replicas` how many
-    processes share the pool. `estimator` may be shared with other pools of the process. `has_many_engines`: see `left`.
+    processes share the pool. `estimator` may be shared with other pools of the process. Where it `has_many_engines`, call
+    `forget_idle` when one of them runs nothing any more.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class LeaseSizes:
         found.count_admitted(self._replicas())
         found.trust.preempted(total, now_us, found.admitted_by_all)
 
-    def expect(  # noqa: PLR0917  # names, or an object for them, would cost as much as a third of all of this
+    def expect(  # noqa: PLR0917  # names, or an object with them, would cost a fifth of all of this
         self,
         tenant: str,
         path: str,
@@ -455,10 +455,6 @@ class LeaseSizes:
         learned = self.estimator.most_learned(MOST_LEARNED_SHOWN, quantile)
         return LeaseSizesDocument(self.mode.value, self.documents(), learned)
 
-    def left(self) -> None:
-        """An engine runs nothing any more. Call it where there are many: one such is forgotten."""
-        self._forget_idle()
-
     def _look(self) -> None:
         """An engine that is gone says no more that it does not preempt: it has no trust to lose."""
         now_us = self._now_us()
@@ -470,13 +466,13 @@ class LeaseSizes:
         found = self._engines.get(name)
         if found is None:
             if len(self._engines) >= _MOST_ENGINES:
-                self._forget_idle()
+                self.forget_idle()
             found = self._engines[name] = EngineSizes(self.mode, self._now_us, name)
             found.trust.on_change.append(self._trust_changed)
             self.has_many_engines = len(self._engines) > _MOST_ENGINES
         return found
 
-    def _forget_idle(self) -> None:
+    def forget_idle(self) -> None:
         """Forgets the engine of those that run nothing that has not been read for longest."""
         idle = min((engine for engine in self._engines.values() if not engine.leases), key=_last_read_us, default=None)
         if idle is not None:
@@ -558,7 +554,7 @@ class LeaseSize(msgspec.Struct, eq=False):
         if self.is_counted:
             self._sizes.ended(self._expected)
         if not leases and self._sizes.has_many_engines:
-            self._sizes.left()
+            self._sizes.forget_idle()
 
     def resize(self, generated: int, estimate: Estimate | None) -> None:
         """Sets what the lease holds, with so many tokens of each sequence generated already."""
