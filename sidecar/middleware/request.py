@@ -342,10 +342,11 @@ class RequestHandler(msgspec.Struct, eq=False):
         return False
 
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
-        request, has_begun, traced = self._request, self._client.keepalive is not None, self._reporter.headers()
+        request, has_begun = self._request, self._client.keepalive is not None
+        added = [*forward.headers, *self._reporter.headers(), *request.added]
         capped = request.body if request.output_cap is None else request.capped_body()
         self._body = body = forwarded_body(capped, request.payload, forward)
-        headers = headers_for_app(self._pairs, request, body, (*forward.headers, *traced), has_begun=has_begun)
+        headers = headers_for_app(self._pairs, request, body, added, has_begun=has_begun)
         scope = forwarded_scope(self._scope, self._endpoint, headers)
         if request.payload.background:
             scope.pop(CLIENT_KEY, None)
@@ -526,39 +527,35 @@ class RequestHandler(msgspec.Struct, eq=False):
     def _release(self, outcome: Outcome, error: str | None) -> None:
         """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
         self.stage = _OVER
-        request, usage, lease = self._request, self._usage, self._lease
-        failure = None if self._call.error is None else self._call.engine_error()
+        request, usage, lease, call, size = self._request, self._usage, self._lease, self._call, self._size
+        controller, status = self._controller, self._status
+        failure = None if call.error is None else call.engine_error()
         if self._passing is not None:
             self._passing = None
         usage.read()
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
-        is_known = usage.output_tokens is not None or failure is not None or usage.is_known(self._status)
+        is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
         charged = tokens if is_known else None
-        if self._size is not None:
-            self._size.ended(tokens)
-        if self._call.may_run:
+        if size is not None:
+            size.ended(tokens)
+        if call.may_run:
             if lease.on_preempt is not None:
                 lease.on_preempt = lambda: None  # nothing can free its room sooner
-            self._when_aborted(partial(lease.settle, charged, is_counted=failure is None))
-        elif failure is None:
-            lease.settle(charged)
+            self._when_aborted(partial(lease.settle, charged, failure is None))
         else:
-            lease.settle(charged, is_counted=False)
+            lease.settle(charged, failure is None)
         if outcome is _FAILED and self._client.disconnected_us is not None:
             outcome, error = _CLIENT_LEFT, None  # the disconnect is why the app failed
         if self._route is not None:
             self._route.ended()
-        if request.expected is not None and failure is None and (self._status or 0) < 400:
-            is_complete = outcome is _COMPLETED
-            self._controller.lease_sizes.learn(request.expected, usage, is_complete=is_complete)
-        if usage.input_tokens is not None:
-            tenant = request.classification.tenant.name
-            self._controller.estimator.learn(request.payload, tenant, usage.input_tokens)
-        used = tokens, usage.input_tokens, usage.output_tokens
-        if self._controller.usage is not None and failure is None:
-            self._controller.usage.count(request, self._snapshot.policy, usage, self._status)
+        if request.expected is not None and failure is None and (status or 0) < 400:
+            controller.lease_sizes.learn(request.expected, usage, is_complete=outcome is _COMPLETED)
+        if (prompt := usage.input_tokens) is not None:
+            controller.estimator.learn(request.payload, request.classification.tenant.name, prompt)
+        if controller.usage is not None and failure is None:
+            controller.usage.count(request, self._snapshot.policy, usage, status)
         said = None if failure is None else failure.message
-        self._reporter.settled(outcome, self._status, used, error, said, self._size)
+        self._reporter.settled(outcome, status, (tokens, prompt, usage.output_tokens), error, said, size)
 
     def _when_aborted(self, release: Callable[[], object]) -> None:
         """Calls `release` when the engine has aborted what it computed for this request."""
