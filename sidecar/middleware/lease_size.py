@@ -234,8 +234,8 @@ class LeaseSizes:
     """The sizes of a process's leases in one pool. Not thread-safe; every method returns at once.
 
     `learns` says whether requests are sized by what is learned. `now_us` is the pool's clock, `replicas` how many
-    processes share the pool. `estimator` may be shared with other pools of the process. Where it `has_many_engines`, call
-    `forget_idle` when one of them runs nothing any more.
+    processes share the pool. `estimator` may be shared with other pools of the process. Where it `has_many_engines`,
+    call `forget_idle` when one of them runs nothing any more.
     """
 
     def __init__(
