@@ -16,13 +16,13 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
-from sidecar.errors import AdmissionError, BodyTooLarge, Draining, QueueFull
+from sidecar.errors import AdmissionError, Draining, QueueFull
 from sidecar.events import Headers, Obstacle, Outcome
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import EngineRoute
-from sidecar.middleware.error_responses import refuse_too_large, send_error
+from sidecar.middleware.error_responses import refuse, send_error
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
@@ -32,15 +32,14 @@ from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
 from sidecar.middleware.refusals import end_of_wait, refusal_headers, without_place
 from sidecar.middleware.request_gain import AnswerReader, RequestGain
-from sidecar.middleware.response_headers import admission_headers, early_headers, id_headers
-from sidecar.middleware.sse_keepalive import STREAMING
+from sidecar.middleware.response_headers import admission_headers, id_headers
 from sidecar.middleware.stages import Stage
-from sidecar.middleware.usage import UsageReader
+from sidecar.middleware.usage import READ_BYTES, UsageReader
 from sidecar.middleware.wait import (
     ClientChannel,
     ClientDisconnected,
-    Comments,
     WaitedTooLong,
+    comments_of,
     sized_ask,
     wait,
     within_budget,
@@ -58,15 +57,14 @@ CUT = "CancelledError"
 # Looked up once: an enumeration's attribute costs as much as a call.
 _READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
-
 _NOT_YET: Any = msgspec.UNSET
 
 
 class RequestHandler(msgspec.Struct, eq=False):
     """Handles one request to a guarded endpoint: see `middleware.handler_of`. `run` is called once.
 
-    `_pairs` are the client's headers as they came, `_headers` the last value of each. `_passing` reads the chunks of a
-    stream, while they pass. The body of one that `_is_unread` passes as it comes: see `generic_request`.
+    `_pairs` are the client's headers as they came, `_headers` the last value of each. `_passing` reads a stream as it
+    passes, from `_unread` where it keeps bytes there. A body that `_is_unread` passes as it comes: `generic_request`.
     """
 
     _controller: AdmissionController
@@ -90,6 +88,7 @@ class RequestHandler(msgspec.Struct, eq=False):
     _lease: Lease = _NOT_YET
     _reader: AnswerReader = _NOT_YET
     _passing: AnswerReader | None = None
+    _unread: bytearray | None = None
     _body: bytes | None = None
     _status: int | None = None
     _attempt: PreemptibleAttempt | None = None
@@ -256,10 +255,7 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _wait(self, granted: asyncio.Future[Grant]) -> Grant:
         """See `wait.wait`."""
-        comments, every_s, api = None, self._snapshot.policy.keep_alive_s, self._endpoint.api
-        if every_s is not None and self._request.payload.stream and api in STREAMING:
-            headers = early_headers(self._request, self._lease, self._snapshot.tier_names, self._request_id)
-            comments = Comments(every_s, api, headers, self._controller.pool)
+        comments = comments_of(self._request, self._lease, self._controller.pool, self._snapshot, self._request_id)
         most_s = None if self._ends_us is None else max(0, self._ends_us - self._now_us()) / 1e6
         grant = await wait(self._lease, granted, self._client, most_s, comments)
         if self._controller.usage is None or self._preemptions or self._hand_backs:
@@ -275,13 +271,12 @@ class RequestHandler(msgspec.Struct, eq=False):
         return self._controller.pool.obstacle(self._request.ask())
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
-        headers = refusal_headers(error, waited, is_cut=error is self._cut)
-        answer: Callable[..., Awaitable[None]] = send_error
-        if isinstance(error, BodyTooLarge):
-            most_s = self._snapshot.policy.body_timeout_s
-            answer = partial(refuse_too_large, receive=self._receive, most_s=most_s)
-        is_anthropic = self._endpoint.api is Api.MESSAGES
-        await answer(self._client.send, error, anthropic=is_anthropic, request_id=self._request_id, headers=headers)
+        send, own_id, most_s = self._client.send, self._request_id, self._snapshot.policy.body_timeout_s
+        named, is_anthropic = (
+            refusal_headers(error, waited, is_cut=error is self._cut),
+            self._endpoint.api is Api.MESSAGES,
+        )
+        await refuse(send, error, self._receive, most_s, anthropic=is_anthropic, request_id=own_id, headers=named)
 
     # -- after admission
 
@@ -305,8 +300,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         if request.expected is not None:
             streams = request.payload.stream
             self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, streams)
-        gain = self._gain
-        self._reader = self._usage if gain is None else gain.sent(grant.engine, self._usage)
+        self._reader = self._usage if self._gain is None else self._gain.sent(grant.engine, self._usage)
         return self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority)), receive, send
 
     async def _has_failed(self, error: Exception) -> bool:
@@ -378,7 +372,14 @@ class RequestHandler(msgspec.Struct, eq=False):
                 if message["type"] == "http.response.body" and not message.get("more_body"):
                     return self._send_last(message)
             return self._send_other(message)
-        if reader.feed(message.get("body", b"")) and self._size is not None:
+        unread = self._unread
+        if unread is None:
+            is_read = reader.feed(message.get("body", b""))
+        else:  # what `feed` does, in line
+            unread += message.get("body", b"")
+            if is_read := len(unread) >= READ_BYTES:
+                self._usage.read()
+        if is_read and self._size is not None:
             self._size.answer_read()
         return self._client.send(message)
 
@@ -408,7 +409,8 @@ class RequestHandler(msgspec.Struct, eq=False):
                 self._call.answered()
             if body := message.get("body"):
                 self._read_response(body)
-                self._passing = self._reader if background is None and self.stage is _RUNNING else None
+                if background is None and self.stage is _RUNNING:
+                    self._passing, self._unread = self._reader, None if self._gain else self._usage.unread()
         await (self._client.send if background is None else background.sender(self._client.send))(message)
         if is_end:
             self._settle_answered(_COMPLETED)
@@ -531,7 +533,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         controller, status = self._controller, self._status
         failure = None if call.error is None else call.engine_error()
         if self._passing is not None:
-            self._passing = None
+            self._passing = self._unread = None
         usage.read()
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
         is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
