@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -53,15 +53,15 @@ class EventReporter(msgspec.Struct, eq=False):
     A request that was admitted once ends with `Settled`, even where it ends while it waits again. `tenant` is set once
     the request's key is known. `gain` is told how the request ended, whether an observer listens or not.
 
-    Where the observer wants only failures, an event is not made before the request has failed: `_unmade` has what it
-    would be made of.
+    Where the observer wants only failures, an event is not made before the request has failed: `_unmade` has the
+    function that would make it, and what of.
     """
 
     _now_us: Callable[[], int]
     _observer: Observer | None = None
-    _received: tuple[Scope, str, int] | None = None
+    _received: tuple[Scope, Mapping[bytes, bytes], str, int] | None = None
     _observation: Observation | None = None
-    _unmade: list[tuple[Callable[..., Event], tuple[Any, ...]]] | None = None
+    _unmade: list[tuple[Any, ...]] | None = None
     _was_admitted: bool = False
     tenant: Tenant | None = None
     gain: RequestGain | None = None
@@ -73,7 +73,7 @@ class EventReporter(msgspec.Struct, eq=False):
     def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
         """The request was classified at `at_us`, and the pool has said now which tier it charges."""
         if self._unmade is not None:
-            self._unmade.append((_classified, (request, endpoint, policy, at_us)))
+            self._unmade.append((_classified, request, endpoint, policy, at_us))
         elif self._observation is not None:
             self._observation.on_event(_classified(request, endpoint, policy, at_us))
 
@@ -91,7 +91,7 @@ class EventReporter(msgspec.Struct, eq=False):
         """The request holds its lease. `forward` says how the engine gets its priority."""
         self._was_admitted = True
         if self._unmade is not None:
-            self._unmade.append((_admitted, (grant, forward, priority)))
+            self._unmade.append((_admitted, grant, forward, priority))
         elif self._observation is not None:
             self._observation.on_event(_admitted(grant, forward, priority))
 
@@ -156,17 +156,17 @@ class EventReporter(msgspec.Struct, eq=False):
         if self._observation is not None:
             self._observation.on_event(make(*arguments))
         elif self._unmade is not None:
-            self._unmade.append((make, arguments))
+            self._unmade.append((make, *arguments))
 
     def _make_all(self) -> None:
         """The request has failed: the observer gets what has happened so far."""
         unmade, self._unmade = self._unmade, None
         assert self._observer is not None
         assert self._received is not None
-        _, _, received_us = self._received
+        received_us = self._received[-1]
         wall_ns = time.time_ns() - (self._now_us() - received_us) * 1000
         self._observation = self._observer.received(_received(*self._received, wall_ns))
-        for make, arguments in unmade or ():
+        for make, *arguments in unmade or ():
             self._report(make, *arguments)
 
     def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
@@ -187,22 +187,25 @@ class EventReporter(msgspec.Struct, eq=False):
         self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, waited, gain=gain))
 
 
-def reporter_of(
-    observer: Observer | None, scope: Scope, request_id: str, received_us: int, now_us: Callable[[], int]
+def reporter_of(  # noqa: PLR0917  # names at the call would cost as much as the rest
+    observer: Observer | None,
+    scope: Scope,
+    headers: Mapping[bytes, bytes],
+    request_id: str,
+    received_us: int,
+    now_us: Callable[[], int],
 ) -> EventReporter:
-    """The reporter of a request that came at `received_us`."""
+    """The reporter of a request that came at `received_us`. `headers` are the scope's, by their names."""
     if observer is None:
         return EventReporter(now_us)
-    received = scope, request_id, received_us
+    received = scope, headers, request_id, received_us
     if observer.only_failures():
         return EventReporter(now_us, observer, received, None, [])
-    if not observer.listens():
-        return EventReporter(now_us)
     return EventReporter(now_us, observer, received, observer.received(_received(*received, time.time_ns())))
 
 
-def _received(scope: Scope, request_id: str, at_us: int, wall_ns: int) -> Received:
-    return Received(at_us, wall_ns, scope["method"], scope["path"], scope["headers"], request_id)
+def _received(scope: Scope, headers: Mapping[bytes, bytes], request_id: str, at_us: int, wall_ns: int) -> Received:
+    return Received(at_us, wall_ns, scope["method"], scope["path"], scope["headers"], request_id, headers)
 
 
 def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> Classified:

@@ -42,6 +42,8 @@ class RequestLog:
 
     def __init__(self, logger: logging.Logger | None = None, flood: FloodGuard[LineKind] | None = None) -> None:
         self._logger = logging.getLogger(REQUESTS) if logger is None else logger
+        self.writes = self._logger.isEnabledFor
+        """Whether lines of a level are written now: at DEBUG every request has one, else only one that fails."""
         self._flood: FloodGuard[LineKind] = FloodGuard() if flood is None else flood
         self._timer: asyncio.TimerHandle | None = None
         self.handlers: EventHandlers = {Refused: self._refused, Settled: self._settled}
@@ -60,15 +62,11 @@ class RequestLog:
     def is_logged(self, event: Settled) -> bool:
         """Whether a request that ended so has a line: where it failed, or left its wait, and at DEBUG always."""
         has_left_its_wait = event.outcome is _CLIENT_LEFT and event.error is not None
-        return has_left_its_wait or _failure(event) is not None or self._logger.isEnabledFor(logging.DEBUG)
-
-    def only_failures(self) -> bool:
-        """Whether no request that succeeds has a line: at DEBUG every one has."""
-        return not self._logger.isEnabledFor(logging.DEBUG)
+        return has_left_its_wait or _failure(event) is not None or self.writes(logging.DEBUG)
 
     def write_bounded(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         """One line, or one more that is left out. Fields that are None are left out."""
-        if not self._logger.isEnabledFor(level):
+        if not self.writes(level):
             return
         if self._flood.allows(LineKind(fields["event"], fields.get("tier") or "", fields["code"])):
             self._write(level, message, arguments, fields)

@@ -16,8 +16,9 @@ from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from sidecar.events import Headers
+from sidecar.events import Headers, Received
 from sidecar.telemetry.request_record import TraceIds
+from sidecar.telemetry.sdk_bypass.spans import NO_STATE
 
 
 class _HeaderGetter(Getter[Headers]):
@@ -52,7 +53,7 @@ _SERVER, _INTERNAL = SpanKind.SERVER, SpanKind.INTERNAL  # an enumeration's attr
 _traceparent = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?").fullmatch
 
 
-def parent_of(headers: Headers) -> tuple[Context, SpanKind]:
+def parent_of(received: Received) -> tuple[Context, SpanKind]:
     """The context to start `admission` in, and its kind.
 
     Mounted into a server that is instrumented itself, the request's SERVER span is there already and has read the
@@ -61,9 +62,9 @@ def parent_of(headers: Headers) -> tuple[Context, SpanKind]:
     current = otel_context.get_current()
     if current and trace.get_current_span(current).get_span_context().is_valid:
         return current, _INTERNAL
-    if _fields_of(propagate.get_global_textmap()).isdisjoint([name for name, _ in headers]):
+    if _fields_of(propagate.get_global_textmap()).isdisjoint(received.header_names()):
         return _NO_PARENT, _SERVER
-    return propagate.extract(headers, _NO_PARENT, _GETTER), _SERVER
+    return propagate.extract(received.headers, _NO_PARENT, _GETTER), _SERVER
 
 
 def client_trace(headers: Headers) -> TraceIds | None:
@@ -75,7 +76,7 @@ def client_trace(headers: Headers) -> TraceIds | None:
     return None
 
 
-def injected(context: SpanContext, client_headers: Headers) -> Headers:
+def injected(context: SpanContext, received: Received) -> Headers:
     """The headers that carry a span's context on, in place of the client's own.
 
     Nothing but the span goes on, so that baggage is not written again: the client's own passes unchanged.
@@ -91,7 +92,7 @@ def injected(context: SpanContext, client_headers: Headers) -> Headers:
         is_bare = _TRACEPARENT in names and _TRACESTATE not in names
     # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
     # lets an empty one replace it.
-    if is_bare and _TRACESTATE in [name for name, _ in client_headers]:
+    if is_bare and _TRACESTATE in received.header_names():
         headers.append((_TRACESTATE, b""))
     return headers
 
@@ -100,7 +101,7 @@ def _trace_context(context: SpanContext) -> list[tuple[bytes, bytes]]:
     """The headers of W3C's propagator at a seventh of its cost: they are written for every request."""
     trace_id, span_id, _, flags, state, _ = context  # each of its properties is a call
     traceparent = b"00-%032x-%016x-%02x" % (trace_id, span_id, flags)
-    if not state:
+    if state is NO_STATE or not state:  # its length is a call of Python
         return [(_TRACEPARENT, traceparent)]
     return [(_TRACEPARENT, traceparent), (_TRACESTATE, state.to_header().encode("latin-1"))]
 
