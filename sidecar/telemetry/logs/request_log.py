@@ -20,13 +20,16 @@ REQUESTS = "sidecar.requests"
 MOST_MESSAGE = 500
 """Characters of a refusal's message in a line."""
 
+SERVERS_ERRORS = 500
+"""From which status on an answer says that the engine failed."""
+
 _DRAINING, _STOPPED = "draining", "server_stopped"
 
 Fields = dict[str, Any]
 
 
 # Looked up once: an enumeration's attribute costs as much as a call.
-_COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
+_COMPLETED, _, _FAILED = Outcome
 
 
 class LineKind(NamedTuple):
@@ -61,8 +64,11 @@ class RequestLog:
 
     def is_logged(self, event: Settled) -> bool:
         """Whether a request that ended so has a line: where it failed, or left its wait, and at DEBUG always."""
-        has_left_its_wait = event.outcome is _CLIENT_LEFT and event.error is not None
-        return has_left_its_wait or _failure(event) is not None or self.writes(logging.DEBUG)
+        if event.outcome is _COMPLETED:
+            is_failure = event.status is not None and event.status >= SERVERS_ERRORS
+        else:
+            is_failure = event.outcome is _FAILED or event.error is not None
+        return is_failure or self.writes(logging.DEBUG)
 
     def write_bounded(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         """One line, or one more that is left out. Fields that are None are left out."""
@@ -165,6 +171,6 @@ def _failure(event: Settled) -> str | None:
     """A word for the engine's failure, None where it did not fail; a client's disconnect is no failure."""
     if event.outcome is _FAILED:
         return failure_code(event.error) or Outcome.FAILED.value
-    if event.outcome is _COMPLETED and event.status is not None and event.status >= 500:
+    if event.outcome is _COMPLETED and event.status is not None and event.status >= SERVERS_ERRORS:
         return event.error or str(event.status)
     return None
