@@ -163,9 +163,10 @@ class EventReporter(msgspec.Struct, eq=False):
         unmade, self._unmade = self._unmade, None
         assert self._observer is not None
         assert self._received is not None
-        received_us = self._received[-1]
-        wall_ns = time.time_ns() - (self._now_us() - received_us) * 1000
-        self._observation = self._observer.received(_received(*self._received, wall_ns))
+        scope, headers, request_id, at_us = self._received
+        wall_ns, method, path = time.time_ns() - (self._now_us() - at_us) * 1000, scope["method"], scope["path"]
+        received = Received(at_us, wall_ns, method, path, scope["headers"], request_id, headers)
+        self._observation = self._observer.received(received)
         for make, *arguments in unmade or ():
             self._report(make, *arguments)
 
@@ -198,49 +199,47 @@ def reporter_of(  # noqa: PLR0917  # names at the call would cost as much as the
     """The reporter of a request that came at `received_us`. `headers` are the scope's, by their names."""
     if observer is None:
         return EventReporter(now_us)
-    received = scope, headers, request_id, received_us
     if observer.only_failures():
-        return EventReporter(now_us, observer, received, None, [])
-    return EventReporter(now_us, observer, received, observer.received(_received(*received, time.time_ns())))
-
-
-def _received(scope: Scope, headers: Mapping[bytes, bytes], request_id: str, at_us: int, wall_ns: int) -> Received:
-    return Received(at_us, wall_ns, scope["method"], scope["path"], scope["headers"], request_id, headers)
+        return EventReporter(now_us, observer, (scope, headers, request_id, received_us), None, [])
+    wall_ns, method, path, pairs = time.time_ns(), scope["method"], scope["path"], scope["headers"]
+    received = Received(received_us, wall_ns, method, path, pairs, request_id, headers)
+    return EventReporter(now_us, None, None, observer.received(received))
 
 
 def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> Classified:
     classification, payload, tiers = request.classification, request.payload, policy.tiers
     clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
-    return Classified(
-        at_us=at_us,
-        tier=tiers[classification.level].name,
-        tenant=classification.tenant.name,
-        source=classification.source._value_,  # `value` itself costs two calls
-        clamped_from=None if clamped_from is None else tiers[clamped_from].name,
-        api=endpoint.api._value_,
-        model=payload.model,
-        max_output_tokens=payload.max_output_tokens,
-        stream=payload.stream,
-        tokens=request.tokens,
-        requests=request.requests,
-        downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
-        preemptible=policy.rules.is_preemptible(classification.level),
-        expected=None if request.expected is None else request.expected.said(payload),
+    return Classified(  # names would cost as much as all of this
+        at_us,
+        tiers[classification.level].name,
+        classification.tenant.name,
+        classification.source._value_,  # `value` itself costs two calls
+        None if clamped_from is None else tiers[clamped_from].name,
+        endpoint.api._value_,
+        payload.model,
+        payload.max_output_tokens,
+        payload.stream,
+        request.tokens,
+        request.requests,
+        policy.rules.is_preemptible(classification.level),
+        None if downgraded_from is None else tiers[downgraded_from].name,
+        None if request.expected is None else request.expected.said(payload),
     )
 
 
 def _admitted(grant: Grant, forward: Forward, priority: int | float) -> Admitted:
-    return Admitted(
-        at_us=grant.at_us,
-        queue_wait_us=grant.queue_wait_us,
-        starvation_us=grant.starvation_us,
-        overtaken_at_us=grant.overtaken_at_us,
-        served_ahead=grant.served_ahead,
-        level=grant.level,
-        engine_priority=priority if forward.is_sent else None,
-        passed=grant.passed,
-        engine=grant.engine,
-        placed=grant.placed,
+    return Admitted(  # names would cost as much as all of this
+        grant.at_us,
+        grant.queue_wait_us,
+        grant.starvation_us,
+        grant.overtaken_at_us,
+        grant.served_ahead,
+        grant.level,
+        priority if forward.is_sent else None,
+        grant.passed,
+        False,  # it is no dry run
+        grant.engine,
+        grant.placed,
     )
 
 

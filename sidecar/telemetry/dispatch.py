@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from logging import DEBUG
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -17,7 +18,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 from sidecar.events import Admitted, Classified, Event, Headers, Observation, Preempted, Received, Refused, Settled
 from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.request_record import KEEPERS, EventHandlers, RequestRecord, TraceIds
-from sidecar.telemetry.sdk_bypass.providers import ProvidersWatch, none_is_set
+from sidecar.telemetry.sdk_bypass.providers import kept_answer, none_is_set
 from sidecar.telemetry.setup import has_no_meter_provider
 from sidecar.telemetry.spans.propagation import client_trace, injected
 from sidecar.telemetry.spans.request_spans import RequestSpans
@@ -26,7 +27,7 @@ from sidecar.telemetry.spans.tracer import RequestTracer
 logger = logging.getLogger(__name__)
 
 MOST_PENDING = 64
-"""Events that are dispatched in a row: some ten requests, a fraction of a millisecond."""
+"""So many events are dispatched before one more request: of some ten requests, in a fraction of a millisecond."""
 
 Item = TypeVar("Item")
 
@@ -75,7 +76,7 @@ class EventDispatcher:
         self._delay_s = delay_s
         self._note_loop = note_loop
         self._is_reported = False
-        self._sdk = ProvidersWatch(self._has_sdk)
+        self._has_sdk = kept_answer(self._find_sdk)
         self._reactions = _reactions(listeners, has_spans=False)
         self._reactions_to_unsampled = _reactions(listeners, has_spans=True)
         self._reactions_to_recorded = _reactions([*listeners, *of_recorded], has_spans=True)
@@ -87,31 +88,37 @@ class EventDispatcher:
     def only_failures(self) -> bool:
         """Whether there is nothing but the failure log, and that leaves out what succeeded."""
         log = self.failure_log
-        return log is not None and not self._sdk.answer() and not log.writes(logging.DEBUG)
+        return log is not None and not self._has_sdk() and not log.writes(DEBUG)
 
     def received(self, event: Received) -> Observation | None:
         """Begins a request."""
-        if self.failure_log is not None and not self._sdk.answer():
-            return _FailureObservation(self, self.failure_log, event)
+        if len(self.pending) >= MOST_PENDING:
+            self.flush()
         begun = self.tracer.begin(event)
-        observation: RequestObservation
         if begun is None:
-            if not self.listeners:
-                return None
-            observation = RequestObservation(self, self._reactions, event, RequestRecord.of(event, None), None)
-            observation.on_event(event)
-            return observation
+            return self._untraced(event)
         context, spans = begun
         trace_id, span_id, _, flags, _, _ = context  # each of its properties is a call
-        is_sampled = spans is not None and flags & _SAMPLED == _SAMPLED
-        record = RequestRecord.of(event, _new(TraceIds, (trace_id, span_id, is_sampled)))
+        observation: RequestObservation
         if spans is None:
+            record = RequestRecord.of(event, TraceIds(trace_id, span_id, False))  # a name costs as much
             observation = RequestObservation(self, self._reactions, event, record, context)
         else:
+            is_sampled = flags & _SAMPLED == _SAMPLED
+            record = RequestRecord.of(event, TraceIds(trace_id, span_id, is_sampled))
             reactions = self._reactions_to_recorded if is_sampled else self._reactions_to_unsampled
             observation = RecordedObservation(self, reactions, event, record, context, spans)
         if Received in observation.reactions:
             observation.on_event(event)
+        return observation
+
+    def _untraced(self, event: Received) -> Observation | None:
+        if self.failure_log is not None and not self._has_sdk():
+            return _FailureObservation(self, self.failure_log, event)
+        if not self.listeners:
+            return None
+        observation = RequestObservation(self, self._reactions, event, RequestRecord.of(event, None), None)
+        observation.on_event(event)
         return observation
 
     def schedule(self) -> None:
@@ -123,7 +130,7 @@ class EventDispatcher:
             return
         if self._note_loop is not None:
             self._note_loop(loop)
-        if not self._delay_s or len(self.pending) >= MOST_PENDING:
+        if not self._delay_s:
             self.flush()
         else:
             self.timer = loop.call_later(self._delay_s, self.flush)
@@ -153,7 +160,7 @@ class EventDispatcher:
             self._is_reported = True
             logger.exception("telemetry failed; requests go on without, and further failures are not logged")
 
-    def _has_sdk(self) -> bool:
+    def _find_sdk(self) -> bool:
         """Whether there is anyone to tell of a request that goes well."""
         if not has_no_meter_provider():
             return True
@@ -192,9 +199,8 @@ class RequestObservation(msgspec.Struct, eq=False):
     def on_event(self, event: Event | Received) -> None:
         """Has the event dispatched with those that come next."""
         dispatcher = self._dispatcher
-        pending = dispatcher.pending
-        pending.append((self, event))
-        if dispatcher.timer is None or len(pending) >= MOST_PENDING:
+        dispatcher.pending.append((self, event))
+        if dispatcher.timer is None:
             dispatcher.schedule()
 
     def add(self, event: Event | Received) -> None:
@@ -230,7 +236,6 @@ class RecordedObservation(RequestObservation):
             self.spans.end(self.record)
 
 
-_new = tuple.__new__  # a named tuple's own constructor is one call more
 _SAMPLED = TraceFlags.SAMPLED
 
 

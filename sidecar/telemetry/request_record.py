@@ -6,7 +6,7 @@ Metrics, journal, log, recent figures and spans all read this record; none keeps
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -33,7 +33,7 @@ JITTER_US: Final = 10_000
 """The most time between two reports of one moment of a shared store, as they reach this process."""
 
 
-class TraceIds(NamedTuple):
+class TraceIds(msgspec.Struct, frozen=True, gc=False):
     """The ids of a request's `admission` span, by which an operator finds it in a tracing backend."""
 
     trace_id: int

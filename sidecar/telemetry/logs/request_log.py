@@ -65,7 +65,7 @@ class RequestLog:
     def is_logged(self, event: Settled) -> bool:
         """Whether a request that ended so has a line: where it failed, or left its wait, and at DEBUG always."""
         if event.outcome is _COMPLETED:
-            is_failure = event.status is not None and event.status >= SERVERS_ERRORS
+            is_failure = (event.status or 0) >= SERVERS_ERRORS
         else:
             is_failure = event.outcome is _FAILED or event.error is not None
         return is_failure or self.writes(logging.DEBUG)

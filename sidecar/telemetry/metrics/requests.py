@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
@@ -17,6 +16,7 @@ from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
 from sidecar.events import (
     Admitted,
     Classified,
+    Expectation,
     FirstByte,
     Observed,
     Outcome,
@@ -65,7 +65,7 @@ class WaitHistograms:
         return labeled
 
 
-class LabeledWaits(NamedTuple):
+class LabeledWaits(msgspec.Struct, eq=False, frozen=True):
     """The two histograms of the waits of one tier that ended in one way."""
 
     queue_wait: LabeledHistogram
@@ -221,7 +221,13 @@ class RequestMetrics:
             completions = self._completions.get(tier) or self._completions_of(tier)
             completions.requests.number += 1
             completions.tokens_used.number += used
-            self._note_lengths(classified, event, tenant)
+            if event.output_tokens is not None:
+                if event.input_tokens is not None:
+                    error = classified.tokens - used
+                    direction = UNDER if error < 0 else OVER
+                    count_of(self.counters.estimate_errors, (tier, direction)).number += abs(error)
+                if classified.expected is not None and (event.status or 0) < 400:
+                    _note_length(classified.expected, event.output_tokens, tier, tenant)
         else:
             self._note_incomplete(tier, event)
         if record.admitted is not None:
@@ -261,21 +267,6 @@ class RequestMetrics:
         add(counters.gain_attainable, (tier,), gain.attainable)
         add(counters.slo_requests, (tier, gain.slo))
 
-    def _note_lengths(self, classified: Classified, event: Settled, tenant: TenantCounts) -> None:
-        """Compares what a completed request used with the estimate, and its answer's length with what was expected."""
-        output, expected, tier = event.output_tokens, classified.expected, classified.tier
-        if output is None:
-            return
-        if event.input_tokens is not None:
-            error = classified.tokens - event.tokens_used
-            if error < 0:
-                add(self.counters.estimate_errors, (tier, UNDER), -error)
-            else:
-                add(self.counters.estimate_errors, (tier, OVER), error)
-        if expected is not None and (event.status or 0) < 400 and expected.source != MAXIMUM:
-            ratio = RATIO_NAMES[bisect_left(RATIOS, output / (expected.output_tokens * expected.sequences))]
-            add(tenant.answers, (tier, ratio))
-
     def _refused(self, record: RequestRecord, event: Refused) -> None:
         self._end_queued(record)
         classified, gave_up, counters = record.classified, event.code in GAVE_UP, self.counters
@@ -295,6 +286,13 @@ class RequestMetrics:
     def _record_wait(self, record: RequestRecord, decision: str, end: Admitted | Refused) -> None:
         tier = "" if record.classified is None else record.classified.tier
         self._waits.labeled(tier, decision).record(end, record)
+
+
+def _note_length(expected: Expectation, output: int, tier: str, tenant: TenantCounts) -> None:
+    """Compares the length of a complete answer with what was expected."""
+    if expected.source != MAXIMUM:
+        ratio = RATIO_NAMES[bisect_left(RATIOS, output / (expected.output_tokens * expected.sequences))]
+        count_of(tenant.answers, (tier, ratio)).number += 1
 
 
 def _instruments(meter_provider: MeterProvider | None) -> Instruments:

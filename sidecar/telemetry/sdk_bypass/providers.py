@@ -42,27 +42,27 @@ def _lookup(get: Callable[[], Provider], module: ModuleType, name: str) -> Calla
     return found
 
 
-class ProvidersWatch:
-    """Keeps the answer to a question about the process's providers for as long as it has the same ones."""
+def kept_answer(ask: Callable[[], bool]) -> Callable[[], bool]:
+    """`ask`, a question about the process's providers: its answer is kept for as long as they are the same ones.
 
-    __slots__ = ("_answer", "_ask", "_meters", "_tracers")
+    It is asked every time where the API has other names, and nothing is known.
+    """
+    answer = False
+    tracers: object = _UNKNOWN
+    meters: object = _UNKNOWN
 
-    def __init__(self, ask: Callable[[], bool]) -> None:
-        self._ask = ask
-        self._answer = False
-        self._tracers: object = _UNKNOWN
-        self._meters: object = _UNKNOWN
-
-    def answer(self) -> bool:
-        """What `ask` says of the providers now: asked again where the API has other names, and nothing is known."""
+    def answered() -> bool:
+        nonlocal answer, tracers, meters
         try:
-            if _TRACE[_TRACER_PROVIDER] is self._tracers and _METRICS[_METER_PROVIDER] is self._meters:
-                return self._answer
-            self._tracers, self._meters = _TRACE[_TRACER_PROVIDER], _METRICS[_METER_PROVIDER]
+            if _TRACE[_TRACER_PROVIDER] is tracers and _METRICS[_METER_PROVIDER] is meters:
+                return answer
+            tracers, meters = _TRACE[_TRACER_PROVIDER], _METRICS[_METER_PROVIDER]
         except KeyError:
-            return self._ask()
-        self._answer = self._ask()
-        return self._answer
+            return ask()
+        answer = ask()
+        return answer
+
+    return answered
 
 
 def none_is_set() -> bool:

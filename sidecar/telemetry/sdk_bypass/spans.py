@@ -83,18 +83,18 @@ class SpanBypass:
         self.resource, self.scope = tracer.resource, tracer._instrumentation_scope
         self.processors = _processors(tracer)
         self._random = _RANDOM if hasattr(tracer.id_generator, "is_trace_id_random") else 0
-        self._tracer = tracer
+        self.tracer = tracer
         self._sampler = tracer.sampler
         self._is_enabled = getattr(tracer, "_is_enabled", None)
         self._bounds = bounds
 
     def is_current(self) -> bool:
         """Whether nothing about the tracer has changed."""
-        tracer, is_enabled = self._tracer, self._is_enabled
+        tracer = self.tracer
         return (
             tracer.sampler is self._sampler
             and tracer.span_processor._span_processors is self.processors
-            and (is_enabled is None or is_enabled())
+            and (self._is_enabled is None or self._is_enabled())
         )
 
     def context_of(self, parent: Context) -> tuple[SpanContext, SpanContext | None, bool]:

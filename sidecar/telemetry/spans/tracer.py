@@ -108,8 +108,8 @@ class RequestTracer:
             self._tracer = _tracer_of(provider)
             self._bypass = None if self._tracer is None else bypass_of(self._tracer)
             self._provider = provider
-        elif self._bypass is not None and self._tracer is not None and not self._bypass.is_current():
-            self._bypass = bypass_of(self._tracer)
+        elif self._bypass is not None and not self._bypass.is_current():
+            self._bypass = bypass_of(self._bypass.tracer)
         return self._tracer
 
     def _begun_by_api(
