@@ -44,6 +44,8 @@ FIRST_FAILURE = 500
 # Looked up once: an enumeration's attribute costs as much as a call.
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 
+_NOT_GIVEN: Any = msgspec.UNSET
+
 
 class EventReporter(msgspec.Struct, eq=False):
     """Reports one request: see `reporter_of`.
@@ -54,14 +56,17 @@ class EventReporter(msgspec.Struct, eq=False):
     the request's key is known. `gain` is told how the request ended, whether an observer listens or not.
 
     Where the observer wants only failures, an event is not made before the request has failed: `_unmade` has the
-    function that would make it, and what of.
+    function that would make it, and what of. The fields after that are for this, too.
     """
 
     _now_us: Callable[[], int]
-    _observer: Observer | None = None
-    _received: tuple[Scope, Mapping[bytes, bytes], str, int] | None = None
     _observation: Observation | None = None
     _unmade: list[tuple[Any, ...]] | None = None
+    _observer: Observer | None = None
+    _scope: Scope = _NOT_GIVEN
+    _headers: Mapping[bytes, bytes] = _NOT_GIVEN
+    _request_id: str = ""
+    _received_us: int = 0
     _was_admitted: bool = False
     tenant: Tenant | None = None
     gain: RequestGain | None = None
@@ -146,10 +151,23 @@ class EventReporter(msgspec.Struct, eq=False):
         if self._unmade is not None and (outcome is not _COMPLETED or (status or 0) >= FIRST_FAILURE):
             self._make_all()
         if self._observation is not None:
+            tokens, input_tokens, output_tokens = used
             held, growths = (None, 0) if size is None else (size.held, size.growths)
-            self._observation.on_event(
-                Settled(self._now_us(), outcome, status, *used, error, None, said, held, growths, gain)
+            event = Settled(  # names would cost as much as all of this
+                self._now_us(),
+                outcome,
+                status,
+                tokens,
+                input_tokens,
+                output_tokens,
+                error,
+                None,
+                said,
+                held,
+                growths,
+                gain,
             )
+            self._observation.on_event(event)
 
     def _report(self, make: Callable[..., Event], *arguments: Any) -> None:
         """Makes an event and reports it, or notes what it is made of."""
@@ -162,10 +180,8 @@ class EventReporter(msgspec.Struct, eq=False):
         """The request has failed: the observer gets what has happened so far."""
         unmade, self._unmade = self._unmade, None
         assert self._observer is not None
-        assert self._received is not None
-        scope, headers, request_id, at_us = self._received
-        wall_ns, method, path = time.time_ns() - (self._now_us() - at_us) * 1000, scope["method"], scope["path"]
-        received = Received(at_us, wall_ns, method, path, scope["headers"], request_id, headers)
+        wall_ns = time.time_ns() - (self._now_us() - self._received_us) * 1000
+        received = _received(self._scope, self._headers, self._request_id, self._received_us, wall_ns)
         self._observation = self._observer.received(received)
         for make, *arguments in unmade or ():
             self._report(make, *arguments)
@@ -200,10 +216,12 @@ def reporter_of(  # noqa: PLR0917  # names at the call would cost as much as the
     if observer is None:
         return EventReporter(now_us)
     if observer.only_failures():
-        return EventReporter(now_us, observer, (scope, headers, request_id, received_us), None, [])
-    wall_ns, method, path, pairs = time.time_ns(), scope["method"], scope["path"], scope["headers"]
-    received = Received(received_us, wall_ns, method, path, pairs, request_id, headers)
-    return EventReporter(now_us, None, None, observer.received(received))
+        return EventReporter(now_us, None, [], observer, scope, headers, request_id, received_us)
+    return EventReporter(now_us, observer.received(_received(scope, headers, request_id, received_us, time.time_ns())))
+
+
+def _received(scope: Scope, headers: Mapping[bytes, bytes], request_id: str, at_us: int, wall_ns: int) -> Received:
+    return Received(at_us, wall_ns, scope["method"], scope["path"], scope["headers"], request_id, headers)
 
 
 def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> Classified:

@@ -45,7 +45,6 @@ Reaction = tuple[Handler | None, tuple[Handler, ...]]
 """The reaction to a kind of event: how the record keeps it, None where the observation's `add` does that, and who is
 called then."""
 Reactions = dict[type, Reaction]
-_NO_REACTION: Reaction = None, ()
 
 
 class EventDispatcher:
@@ -87,8 +86,11 @@ class EventDispatcher:
 
     def only_failures(self) -> bool:
         """Whether there is nothing but the failure log, and that leaves out what succeeded."""
-        log = self.failure_log
-        return log is not None and not self._has_sdk() and not log.writes(DEBUG)
+        log, has_sdk = self.failure_log, self._has_sdk
+        if log is None or has_sdk():
+            return False
+        writes = log.writes
+        return not writes(DEBUG)
 
     def received(self, event: Received) -> Observation | None:
         """Begins a request."""
@@ -99,13 +101,13 @@ class EventDispatcher:
             return self._untraced(event)
         context, spans = begun
         trace_id, span_id, _, flags, _, _ = context  # each of its properties is a call
+        is_sampled = spans is not None and flags & _SAMPLED == _SAMPLED
+        ids = TraceIds(trace_id, span_id, is_sampled)
+        record = RequestRecord(event.request_id, ids, event.method, event.path, event.at_us, event.wall_ns)
         observation: RequestObservation
         if spans is None:
-            record = RequestRecord.of(event, TraceIds(trace_id, span_id, False))  # a name costs as much
             observation = RequestObservation(self, self._reactions, event, record, context)
         else:
-            is_sampled = flags & _SAMPLED == _SAMPLED
-            record = RequestRecord.of(event, TraceIds(trace_id, span_id, is_sampled))
             reactions = self._reactions_to_recorded if is_sampled else self._reactions_to_unsampled
             observation = RecordedObservation(self, reactions, event, record, context, spans)
         if Received in observation.reactions:
@@ -117,8 +119,11 @@ class EventDispatcher:
             return _FailureObservation(self, self.failure_log, event)
         if not self.listeners:
             return None
-        observation = RequestObservation(self, self._reactions, event, RequestRecord.of(event, None), None)
-        observation.on_event(event)
+        # No spans: the request is found by the client's own trace.
+        record = RequestRecord.of(event, client_trace(event))
+        observation = RequestObservation(self, self._reactions, event, record, None)
+        if Received in observation.reactions:
+            observation.on_event(event)
         return observation
 
     def schedule(self) -> None:
@@ -142,7 +147,10 @@ class EventDispatcher:
             self.timer = None
         pending, self.pending = self.pending, []
         for observation, event in pending:
-            keep, handlers = observation.reactions.get(type(event), _NO_REACTION)
+            try:
+                keep, handlers = observation.reactions[type(event)]
+            except KeyError:  # no event that is known
+                continue
             record = observation.record
             if keep is None:
                 observation.add(event)
@@ -205,10 +213,8 @@ class RequestObservation(msgspec.Struct, eq=False):
 
     def add(self, event: Event | Received) -> None:
         """Adds the event to the record."""
-        if type(event) is not Received:  # quicker than isinstance: records have no subclasses
-            self.record.add(event)  # type: ignore[arg-type]  # mypy does not narrow by the type of another
-        elif self.context is None:  # no spans: the request is found by the client's own trace
-            self.record.trace = client_trace(self.received.headers)
+        if not isinstance(event, Received):
+            self.record.add(event)
 
 
 class RecordedObservation(RequestObservation):
@@ -247,7 +253,7 @@ class _FailureObservation:
     def __init__(self, dispatcher: EventDispatcher, log: RequestLog, received: Received) -> None:
         self._dispatcher = dispatcher
         self._log = log
-        self._record = RequestRecord.of(received, client_trace(received.headers))
+        self._record = RequestRecord.of(received, client_trace(received))
 
     def headers(self) -> Headers:
         """Nothing is added to the client's headers."""

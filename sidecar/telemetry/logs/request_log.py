@@ -68,7 +68,8 @@ class RequestLog:
             is_failure = (event.status or 0) >= SERVERS_ERRORS
         else:
             is_failure = event.outcome is _FAILED or event.error is not None
-        return is_failure or self.writes(logging.DEBUG)
+        writes = self.writes
+        return is_failure or writes(logging.DEBUG)
 
     def write_bounded(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         """One line, or one more that is left out. Fields that are None are left out."""

@@ -90,11 +90,11 @@ class SpanBypass:
 
     def is_current(self) -> bool:
         """Whether nothing about the tracer has changed."""
-        tracer = self.tracer
+        tracer, is_enabled = self.tracer, self._is_enabled
         return (
             tracer.sampler is self._sampler
             and tracer.span_processor._span_processors is self.processors
-            and (self._is_enabled is None or self._is_enabled())
+            and (is_enabled is None or is_enabled())
         )
 
     def context_of(self, parent: Context) -> tuple[SpanContext, SpanContext | None, bool]:
