@@ -8,7 +8,10 @@ Labels = TypeVar("Labels", bound=tuple[str, ...])
 
 
 class Count:
-    """One series of a counter. Only grows: by `+=`, which needs no look at its labels. Read in any thread."""
+    """One series of a counter, found by its labels once and read in any thread. It only grows, by `+= number`.
+
+    Two event loops may add to one: what is added is computed before, so that no call comes between reading and writing.
+    """
 
     __slots__ = ("number",)
 

@@ -223,9 +223,9 @@ class RequestMetrics:
             completions.tokens_used.number += used
             if event.output_tokens is not None:
                 if event.input_tokens is not None:
-                    error = classified.tokens - used
-                    direction = UNDER if error < 0 else OVER
-                    count_of(self.counters.estimate_errors, (tier, direction)).number += abs(error)
+                    over = classified.tokens - used
+                    direction, error = (UNDER, -over) if over < 0 else (OVER, over)
+                    count_of(self.counters.estimate_errors, (tier, direction)).number += error
                 if classified.expected is not None and (event.status or 0) < 400:
                     _note_length(classified.expected, event.output_tokens, tier, tenant)
         else:
