@@ -13,7 +13,7 @@ times cheaper than a frozen dataclass, and as immutable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -33,7 +33,8 @@ class Outcome(str, Enum):
 class Received(msgspec.Struct, frozen=True, gc=False):
     """A guarded request reached the middleware. `headers` are the client's, for trace context: they hold its API key.
 
-    `request_id` is the client's own `x-request-id`, or one that was made for it; the response has it.
+    `request_id` is the client's own `x-request-id`, or one that was made for it; the response has it. `by_name` has the
+    headers by their names, empty where whoever reports has not sorted them.
     """
 
     at_us: int
@@ -42,6 +43,11 @@ class Received(msgspec.Struct, frozen=True, gc=False):
     path: str
     headers: Headers
     request_id: str
+    by_name: Mapping[bytes, bytes] = {}
+
+    def header_names(self) -> Collection[bytes]:
+        """The names of all headers."""
+        return self.by_name or dict(self.headers)
 
 
 class Expectation(msgspec.Struct, frozen=True, gc=False):
@@ -336,7 +342,7 @@ class Observer(Protocol):
     """Makes an `Observation` for a request, or None where this one is not observed."""
 
     def listens(self) -> bool:
-        """Whether requests are observed now. Asked for every one of them, so that the rest costs nothing."""
+        """Whether requests are observed now: where they are not, `received` returns None."""
 
     def only_failures(self) -> bool:
         """Whether only requests that were refused or failed are of interest now.

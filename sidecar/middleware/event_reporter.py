@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -44,6 +44,8 @@ FIRST_FAILURE = 500
 # Looked up once: an enumeration's attribute costs as much as a call.
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 
+_NOT_GIVEN: Any = msgspec.UNSET
+
 
 class EventReporter(msgspec.Struct, eq=False):
     """Reports one request: see `reporter_of`.
@@ -53,15 +55,18 @@ class EventReporter(msgspec.Struct, eq=False):
     A request that was admitted once ends with `Settled`, even where it ends while it waits again. `tenant` is set once
     the request's key is known. `gain` is told how the request ended, whether an observer listens or not.
 
-    Where the observer wants only failures, an event is not made before the request has failed: `_unmade` has what it
-    would be made of.
+    Where the observer wants only failures, an event is not made before the request has failed: `_unmade` has the
+    function that would make it, and what of. The fields after that are for this, too.
     """
 
     _now_us: Callable[[], int]
-    _observer: Observer | None = None
-    _received: tuple[Scope, str, int] | None = None
     _observation: Observation | None = None
-    _unmade: list[tuple[Callable[..., Event], tuple[Any, ...]]] | None = None
+    _unmade: list[tuple[Any, ...]] | None = None
+    _observer: Observer | None = None
+    _scope: Scope = _NOT_GIVEN
+    _headers: Mapping[bytes, bytes] = _NOT_GIVEN
+    _request_id: str = ""
+    _received_us: int = 0
     _was_admitted: bool = False
     tenant: Tenant | None = None
     gain: RequestGain | None = None
@@ -73,7 +78,7 @@ class EventReporter(msgspec.Struct, eq=False):
     def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
         """The request was classified at `at_us`, and the pool has said now which tier it charges."""
         if self._unmade is not None:
-            self._unmade.append((_classified, (request, endpoint, policy, at_us)))
+            self._unmade.append((_classified, request, endpoint, policy, at_us))
         elif self._observation is not None:
             self._observation.on_event(_classified(request, endpoint, policy, at_us))
 
@@ -91,7 +96,7 @@ class EventReporter(msgspec.Struct, eq=False):
         """The request holds its lease. `forward` says how the engine gets its priority."""
         self._was_admitted = True
         if self._unmade is not None:
-            self._unmade.append((_admitted, (grant, forward, priority)))
+            self._unmade.append((_admitted, grant, forward, priority))
         elif self._observation is not None:
             self._observation.on_event(_admitted(grant, forward, priority))
 
@@ -146,27 +151,39 @@ class EventReporter(msgspec.Struct, eq=False):
         if self._unmade is not None and (outcome is not _COMPLETED or (status or 0) >= FIRST_FAILURE):
             self._make_all()
         if self._observation is not None:
+            tokens, input_tokens, output_tokens = used
             held, growths = (None, 0) if size is None else (size.held, size.growths)
-            self._observation.on_event(
-                Settled(self._now_us(), outcome, status, *used, error, None, said, held, growths, gain)
+            event = Settled(  # names would cost as much as all of this
+                self._now_us(),
+                outcome,
+                status,
+                tokens,
+                input_tokens,
+                output_tokens,
+                error,
+                None,
+                said,
+                held,
+                growths,
+                gain,
             )
+            self._observation.on_event(event)
 
     def _report(self, make: Callable[..., Event], *arguments: Any) -> None:
         """Makes an event and reports it, or notes what it is made of."""
         if self._observation is not None:
             self._observation.on_event(make(*arguments))
         elif self._unmade is not None:
-            self._unmade.append((make, arguments))
+            self._unmade.append((make, *arguments))
 
     def _make_all(self) -> None:
         """The request has failed: the observer gets what has happened so far."""
         unmade, self._unmade = self._unmade, None
         assert self._observer is not None
-        assert self._received is not None
-        _, _, received_us = self._received
-        wall_ns = time.time_ns() - (self._now_us() - received_us) * 1000
-        self._observation = self._observer.received(_received(*self._received, wall_ns))
-        for make, arguments in unmade or ():
+        wall_ns = time.time_ns() - (self._now_us() - self._received_us) * 1000
+        received = _received(self._scope, self._headers, self._request_id, self._received_us, wall_ns)
+        self._observation = self._observer.received(received)
+        for make, *arguments in unmade or ():
             self._report(make, *arguments)
 
     def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
@@ -187,57 +204,60 @@ class EventReporter(msgspec.Struct, eq=False):
         self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, waited, gain=gain))
 
 
-def reporter_of(
-    observer: Observer | None, scope: Scope, request_id: str, received_us: int, now_us: Callable[[], int]
+def reporter_of(  # noqa: PLR0917  # names at the call would cost as much as the rest
+    observer: Observer | None,
+    scope: Scope,
+    headers: Mapping[bytes, bytes],
+    request_id: str,
+    received_us: int,
+    now_us: Callable[[], int],
 ) -> EventReporter:
-    """The reporter of a request that came at `received_us`."""
+    """The reporter of a request that came at `received_us`. `headers` are the scope's, by their names."""
     if observer is None:
         return EventReporter(now_us)
-    received = scope, request_id, received_us
     if observer.only_failures():
-        return EventReporter(now_us, observer, received, None, [])
-    if not observer.listens():
-        return EventReporter(now_us)
-    return EventReporter(now_us, observer, received, observer.received(_received(*received, time.time_ns())))
+        return EventReporter(now_us, None, [], observer, scope, headers, request_id, received_us)
+    return EventReporter(now_us, observer.received(_received(scope, headers, request_id, received_us, time.time_ns())))
 
 
-def _received(scope: Scope, request_id: str, at_us: int, wall_ns: int) -> Received:
-    return Received(at_us, wall_ns, scope["method"], scope["path"], scope["headers"], request_id)
+def _received(scope: Scope, headers: Mapping[bytes, bytes], request_id: str, at_us: int, wall_ns: int) -> Received:
+    return Received(at_us, wall_ns, scope["method"], scope["path"], scope["headers"], request_id, headers)
 
 
 def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> Classified:
     classification, payload, tiers = request.classification, request.payload, policy.tiers
     clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
-    return Classified(
-        at_us=at_us,
-        tier=tiers[classification.level].name,
-        tenant=classification.tenant.name,
-        source=classification.source._value_,  # `value` itself costs two calls
-        clamped_from=None if clamped_from is None else tiers[clamped_from].name,
-        api=endpoint.api._value_,
-        model=payload.model,
-        max_output_tokens=payload.max_output_tokens,
-        stream=payload.stream,
-        tokens=request.tokens,
-        requests=request.requests,
-        downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
-        preemptible=policy.rules.is_preemptible(classification.level),
-        expected=None if request.expected is None else request.expected.said(payload),
+    return Classified(  # names would cost as much as all of this
+        at_us,
+        tiers[classification.level].name,
+        classification.tenant.name,
+        classification.source._value_,  # `value` itself costs two calls
+        None if clamped_from is None else tiers[clamped_from].name,
+        endpoint.api._value_,
+        payload.model,
+        payload.max_output_tokens,
+        payload.stream,
+        request.tokens,
+        request.requests,
+        policy.rules.is_preemptible(classification.level),
+        None if downgraded_from is None else tiers[downgraded_from].name,
+        None if request.expected is None else request.expected.said(payload),
     )
 
 
 def _admitted(grant: Grant, forward: Forward, priority: int | float) -> Admitted:
-    return Admitted(
-        at_us=grant.at_us,
-        queue_wait_us=grant.queue_wait_us,
-        starvation_us=grant.starvation_us,
-        overtaken_at_us=grant.overtaken_at_us,
-        served_ahead=grant.served_ahead,
-        level=grant.level,
-        engine_priority=priority if forward.is_sent else None,
-        passed=grant.passed,
-        engine=grant.engine,
-        placed=grant.placed,
+    return Admitted(  # names would cost as much as all of this
+        grant.at_us,
+        grant.queue_wait_us,
+        grant.starvation_us,
+        grant.overtaken_at_us,
+        grant.served_ahead,
+        grant.level,
+        priority if forward.is_sent else None,
+        grant.passed,
+        False,  # it is no dry run
+        grant.engine,
+        grant.placed,
     )
 
 

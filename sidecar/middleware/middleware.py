@@ -80,7 +80,7 @@ def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to
         headers,
         own_id,
         ClientChannel(receive, send, now_us),
-        reporter_of(observer, scope, own_id, received_us, now_us),
+        reporter_of(observer, scope, headers, own_id, received_us, now_us),
         RequestIntake(snapshot, endpoint, headers, received_us),
         UsageReader(),
         EngineCall(controller.engine_watch),

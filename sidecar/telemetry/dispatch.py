@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from logging import DEBUG
+from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
 from opentelemetry.trace import SpanContext, TraceFlags
 
 from sidecar.events import Admitted, Classified, Event, Headers, Observation, Preempted, Received, Refused, Settled
 from sidecar.telemetry.logs.request_log import RequestLog
-from sidecar.telemetry.request_record import PLAIN_FIELDS, EventHandlers, RequestRecord, TraceIds
-from sidecar.telemetry.sdk_bypass.providers import ProvidersWatch, none_is_set
+from sidecar.telemetry.request_record import KEEPERS, EventHandlers, RequestRecord, TraceIds
+from sidecar.telemetry.sdk_bypass.providers import kept_answer, none_is_set
 from sidecar.telemetry.setup import has_no_meter_provider
 from sidecar.telemetry.spans.propagation import client_trace, injected
 from sidecar.telemetry.spans.request_spans import RequestSpans
@@ -25,7 +27,7 @@ from sidecar.telemetry.spans.tracer import RequestTracer
 logger = logging.getLogger(__name__)
 
 MOST_PENDING = 64
-"""Events that are dispatched in a row: some ten requests, a fraction of a millisecond."""
+"""So many events are dispatched before one more request: of some ten requests, in a fraction of a millisecond."""
 
 Item = TypeVar("Item")
 
@@ -38,15 +40,11 @@ class Listener(Protocol):
         """The functions that are called with a request's events."""
 
 
-class Reaction(NamedTuple):
-    """The reaction to a kind of event: the field of the record that it is kept in, None where `add` does that."""
-
-    field: str | None
-    handlers: tuple[Callable[[RequestRecord, Any], None], ...]
-
-
+Handler = Callable[[RequestRecord, Any], None]
+Reaction = tuple[Handler | None, tuple[Handler, ...]]
+"""The reaction to a kind of event: how the record keeps it, None where the observation's `add` does that, and who is
+called then."""
 Reactions = dict[type, Reaction]
-_NO_REACTION = Reaction(None, ())
 
 
 class EventDispatcher:
@@ -77,10 +75,10 @@ class EventDispatcher:
         self._delay_s = delay_s
         self._note_loop = note_loop
         self._is_reported = False
-        self._providers = ProvidersWatch()
-        self._is_measured = False
-        self._reactions = _reactions(listeners)
-        self._reactions_to_recorded = _reactions([*listeners, *of_recorded])
+        self._has_sdk = kept_answer(self._find_sdk)
+        self._reactions = _reactions(listeners, has_spans=False)
+        self._reactions_to_unsampled = _reactions(listeners, has_spans=True)
+        self._reactions_to_recorded = _reactions([*listeners, *of_recorded], has_spans=True)
 
     def listens(self) -> bool:
         """Whether anything looks at requests."""
@@ -88,30 +86,42 @@ class EventDispatcher:
 
     def only_failures(self) -> bool:
         """Whether there is nothing but the failure log, and that leaves out what succeeded."""
-        log = self.failure_log
-        return log is not None and not self._has_sdk() and log.only_failures()
+        log, has_sdk = self.failure_log, self._has_sdk
+        if log is None or has_sdk():
+            return False
+        writes = log.writes
+        return not writes(DEBUG)
 
     def received(self, event: Received) -> Observation | None:
         """Begins a request."""
-        if self.failure_log is not None and not self._has_sdk():
-            return _FailureObservation(self, self.failure_log, event)
+        if len(self.pending) >= MOST_PENDING:
+            self.flush()
         begun = self.tracer.begin(event)
-        observation: RequestObservation
         if begun is None:
-            if not self.listeners:
-                return None
-            observation = RequestObservation(self, self._reactions, event, None, None)
-            observation.on_event(event)
-            return observation
+            return self._untraced(event)
         context, spans = begun
         trace_id, span_id, _, flags, _, _ = context  # each of its properties is a call
-        ids = _new(TraceIds, (trace_id, span_id, spans is not None and flags & _SAMPLED == _SAMPLED))
+        is_sampled = spans is not None and flags & _SAMPLED == _SAMPLED
+        ids = TraceIds(trace_id, span_id, is_sampled)
+        record = RequestRecord(event.request_id, ids, event.method, event.path, event.at_us, event.wall_ns)
+        observation: RequestObservation
         if spans is None:
-            observation = RequestObservation(self, self._reactions, event, context, ids)
+            observation = RequestObservation(self, self._reactions, event, record, context)
         else:
-            reactions = self._reactions_to_recorded if ids.is_sampled else self._reactions
-            observation = RecordedObservation(self, reactions, event, context, ids)
-            observation.spans = spans
+            reactions = self._reactions_to_recorded if is_sampled else self._reactions_to_unsampled
+            observation = RecordedObservation(self, reactions, event, record, context, spans)
+        if Received in observation.reactions:
+            observation.on_event(event)
+        return observation
+
+    def _untraced(self, event: Received) -> Observation | None:
+        if self.failure_log is not None and not self._has_sdk():
+            return _FailureObservation(self, self.failure_log, event)
+        if not self.listeners:
+            return None
+        # No spans: the request is found by the client's own trace.
+        record = RequestRecord.of(event, client_trace(event))
+        observation = RequestObservation(self, self._reactions, event, record, None)
         if Received in observation.reactions:
             observation.on_event(event)
         return observation
@@ -125,7 +135,7 @@ class EventDispatcher:
             return
         if self._note_loop is not None:
             self._note_loop(loop)
-        if not self._delay_s or len(self.pending) >= MOST_PENDING:
+        if not self._delay_s:
             self.flush()
         else:
             self.timer = loop.call_later(self._delay_s, self.flush)
@@ -137,15 +147,18 @@ class EventDispatcher:
             self.timer = None
         pending, self.pending = self.pending, []
         for observation, event in pending:
-            reaction = observation.reactions.get(type(event), _NO_REACTION)
-            field = reaction.field
-            if field is None:
+            try:
+                keep, handlers = observation.reactions[type(event)]
+            except KeyError:  # no event that is known
+                continue
+            record = observation.record
+            if keep is None:
                 observation.add(event)
             else:
-                setattr(observation.record, field, event)
-            for handler in reaction.handlers:
+                keep(record, event)
+            for handler in handlers:
                 try:
-                    handler(observation.record, event)
+                    handler(record, event)
                 except Exception:  # noqa: PERF203  the other handlers are called all the same
                     self.report()
 
@@ -155,49 +168,38 @@ class EventDispatcher:
             self._is_reported = True
             logger.exception("telemetry failed; requests go on without, and further failures are not logged")
 
-    def _has_sdk(self) -> bool:
-        if self._providers.have_changed():
-            self._is_measured = not has_no_meter_provider()
-        if self._is_measured:
+    def _find_sdk(self) -> bool:
+        """Whether there is anyone to tell of a request that goes well."""
+        if not has_no_meter_provider():
             return True
         return not (self.tracer.is_global and none_is_set()) and self.tracer.is_active()
 
 
-def _reactions(listeners: Sequence[Listener]) -> Reactions:
-    handlers: dict[type, list[Callable[[RequestRecord, Any], None]]] = {kind: [] for kind in PLAIN_FIELDS}
+def _reactions(listeners: Sequence[Listener], *, has_spans: bool) -> Reactions:
+    """The reactions of these listeners. With spans, the observation's `add` keeps a request's end, and ends them."""
+    handlers: dict[type, list[Handler]] = {kind: [] for kind in KEEPERS}
     for listener in listeners:
         for kind, handler in listener.handlers.items():
             handlers.setdefault(kind, []).append(handler)
-    return {kind: Reaction(PLAIN_FIELDS.get(kind), tuple(of_kind)) for kind, of_kind in handlers.items()}
+    added = (Settled, Refused) if has_spans else ()
+    return {kind: (None if kind in added else KEEPERS.get(kind), tuple(of_kind)) for kind, of_kind in handlers.items()}
 
 
-class RequestObservation:
+class RequestObservation(msgspec.Struct, eq=False):
     """One request that is dispatched, and its record. `context` is sent to the engine; None where nothing traces."""
 
-    __slots__ = ("_client_headers", "_dispatcher", "context", "reactions", "record")
-
-    def __init__(  # names at the call would cost as much as the rest
-        self,
-        dispatcher: EventDispatcher,
-        reactions: Reactions,
-        received: Received,
-        context: SpanContext | None,
-        trace: TraceIds | None,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._client_headers = received.headers
-        self.context = context
-        self.reactions = reactions
-        self.record = RequestRecord(
-            received.request_id, trace, received.method, received.path, received.at_us, received.wall_ns
-        )
+    _dispatcher: EventDispatcher
+    reactions: Reactions
+    received: Received
+    record: RequestRecord
+    context: SpanContext | None
 
     def headers(self) -> Headers:
         """The trace context for the engine: of the `engine` span once admitted, so that its spans are below that."""
         if self.context is None:
             return ()
         try:
-            return injected(self.context, self._client_headers)
+            return injected(self.context, self.received)
         except Exception:
             self._dispatcher.tracer.report()
             return ()
@@ -205,23 +207,18 @@ class RequestObservation:
     def on_event(self, event: Event | Received) -> None:
         """Has the event dispatched with those that come next."""
         dispatcher = self._dispatcher
-        pending = dispatcher.pending
-        pending.append((self, event))
-        if dispatcher.timer is None or len(pending) >= MOST_PENDING:
+        dispatcher.pending.append((self, event))
+        if dispatcher.timer is None:
             dispatcher.schedule()
 
     def add(self, event: Event | Received) -> None:
         """Adds the event to the record."""
-        if type(event) is not Received:  # quicker than isinstance: records have no subclasses
-            self.record.add(event)  # type: ignore[arg-type]  # mypy does not narrow by the type of another
-        elif self.context is None:  # no spans: the request is found by the client's own trace
-            self.record.trace = client_trace(self._client_headers)
+        if not isinstance(event, Received):
+            self.record.add(event)
 
 
 class RecordedObservation(RequestObservation):
     """One request with spans; the last event ends them."""
-
-    __slots__ = ("spans",)
 
     spans: RequestSpans
 
@@ -245,7 +242,6 @@ class RecordedObservation(RequestObservation):
             self.spans.end(self.record)
 
 
-_new = tuple.__new__  # a named tuple's own constructor is one call more
 _SAMPLED = TraceFlags.SAMPLED
 
 
@@ -257,7 +253,7 @@ class _FailureObservation:
     def __init__(self, dispatcher: EventDispatcher, log: RequestLog, received: Received) -> None:
         self._dispatcher = dispatcher
         self._log = log
-        self._record = RequestRecord.of(received, client_trace(received.headers))
+        self._record = RequestRecord.of(received, client_trace(received))
 
     def headers(self) -> Headers:
         """Nothing is added to the client's headers."""

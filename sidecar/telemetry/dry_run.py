@@ -18,7 +18,8 @@ import msgspec
 
 from sidecar.events import Observed, ShadowHolds, Verdict
 from sidecar.telemetry.logs.request_log import RequestLog
-from sidecar.telemetry.metrics.requests import RequestMetrics, WaitHistograms, add
+from sidecar.telemetry.metrics.counts import add
+from sidecar.telemetry.metrics.requests import RequestMetrics, WaitHistograms
 
 WAITS_FROM_US = 10_000
 """Shorter waits do not count as such: a store takes as long to answer."""
@@ -277,4 +278,4 @@ class DryRunMetrics:
         tier, decision = observed.tier or "", observed.verdict.value
         add(self._counted, (tier, decision, observed.code or ""))
         if observed.verdict is Verdict.ADMITTED or observed.queue_wait_us:
-            self._waits.record(tier, decision, observed, None)
+            self._waits.labeled(tier, decision).record(observed, None)

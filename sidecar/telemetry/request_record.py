@@ -6,7 +6,7 @@ Metrics, journal, log, recent figures and spans all read this record; none keeps
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -33,7 +33,7 @@ JITTER_US: Final = 10_000
 """The most time between two reports of one moment of a shared store, as they reach this process."""
 
 
-class TraceIds(NamedTuple):
+class TraceIds(msgspec.Struct, frozen=True, gc=False):
     """The ids of a request's `admission` span, by which an operator finds it in a tracing backend."""
 
     trace_id: int
@@ -88,21 +88,9 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 
     def add(self, event: Event) -> None:
         """Adds one event. An object that is no event changes nothing."""
-        if type(event) is Preempted:
-            self._lose_attempt(event)
-            return
-        if type(event) is Classified and event.model is not None and len(event.model) > LONGEST_MODEL:
-            event = msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
-        elif self.lost and type(event) is Settled and self.admitted is None:
-            self.refused = _end_of_wait(self.lost[-1].admitted, event)
-        name = _FIELDS.get(type(event))
-        if name is not None:
-            setattr(self, name, event)
-
-    def _lose_attempt(self, event: Preempted) -> None:
-        if self.admitted is not None:
-            self.lost = (*self.lost, PreemptedAttempt(self.queued, self.admitted, event, self.replayed))
-            self.queued = self.admitted = self.replayed = None
+        keep = KEEPERS.get(type(event))
+        if keep is not None:
+            keep(self, event)
 
     @property
     def is_refused_in_dry_run(self) -> bool:
@@ -160,21 +148,61 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 EventHandlers = Mapping[type, Callable[[RequestRecord, Any], None]]
 """By the type of event, `Received` included: called with the request's record, which has the event already."""
 
-PLAIN_FIELDS: Final[dict[type, str]] = {
-    Queued: "queued",
-    Admitted: "admitted",
-    FirstByte: "first_byte",
-    Observed: "observed",
-    Replayed: "replayed",
-}
-"""The fields of events that change nothing else of a record."""
 
-_FIELDS: Final[dict[type, str]] = {
-    **PLAIN_FIELDS,
-    Classified: "classified",
-    Refused: "refused",
-    Settled: "settled",
+def _keep_classified(record: RequestRecord, event: Classified) -> None:
+    if event.model is not None and len(event.model) > LONGEST_MODEL:
+        event = msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
+    record.classified = event
+
+
+def _keep_queued(record: RequestRecord, event: Queued) -> None:
+    record.queued = event
+
+
+def _keep_admitted(record: RequestRecord, event: Admitted) -> None:
+    record.admitted = event
+
+
+def _keep_replayed(record: RequestRecord, event: Replayed) -> None:
+    record.replayed = event
+
+
+def _keep_preempted(record: RequestRecord, event: Preempted) -> None:
+    if record.admitted is not None:
+        record.lost = (*record.lost, PreemptedAttempt(record.queued, record.admitted, event, record.replayed))
+        record.queued = record.admitted = record.replayed = None
+
+
+def _keep_observed(record: RequestRecord, event: Observed) -> None:
+    record.observed = event
+
+
+def _keep_refused(record: RequestRecord, event: Refused) -> None:
+    record.refused = event
+
+
+def _keep_first_byte(record: RequestRecord, event: FirstByte) -> None:
+    record.first_byte = event
+
+
+def _keep_settled(record: RequestRecord, event: Settled) -> None:
+    if record.lost and record.admitted is None:
+        record.refused = _end_of_wait(record.lost[-1].admitted, event)
+    record.settled = event
+
+
+KEEPERS: Final[EventHandlers] = {
+    Classified: _keep_classified,
+    Queued: _keep_queued,
+    Admitted: _keep_admitted,
+    Replayed: _keep_replayed,
+    Preempted: _keep_preempted,
+    Observed: _keep_observed,
+    Refused: _keep_refused,
+    FirstByte: _keep_first_byte,
+    Settled: _keep_settled,
 }
+"""How a record keeps each kind of event. Functions: each is called for nearly every request."""
 
 
 REPLAYED_BECAUSE: Final = {

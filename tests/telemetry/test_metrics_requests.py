@@ -307,13 +307,13 @@ def test_every_duration_of_a_sampled_request_leads_to_its_span(measuring):
     found = exemplars(measuring)
     for name, value in (("queue_wait", 1.9), ("starvation", 1.4), ("time_to_first_token", 3.0)):
         (exemplar,) = found[f"admission.{name}"]
-        assert (exemplar.trace_id, exemplar.span_id, exemplar.value) == (*SAMPLED[:2], value)
+        assert (exemplar.trace_id, exemplar.span_id, exemplar.value) == (SAMPLED.trace_id, SAMPLED.span_id, value)
         assert exemplar.filtered_attributes == {"admission.request_id": "request-1"}
     assert get_current() == {}
 
 
 @pytest.mark.skipif(not HAS_CONTEXT, reason="this OpenTelemetry has no exemplars yet")
-@pytest.mark.parametrize("trace", [None, SAMPLED._replace(is_sampled=False)])
+@pytest.mark.parametrize("trace", [None, msgspec.structs.replace(SAMPLED, is_sampled=False)])
 def test_a_request_whose_trace_is_not_kept_leaves_no_exemplar(measuring, trace):
     play(measuring.requests(), classified(), admitted(), trace=trace)
 

@@ -116,7 +116,7 @@ def test_the_next_scraper_sees_the_exemplar_until_there_is_a_newer_one(scraped):
     assert scraped.exemplars() == first
     assert len(first) == 1
 
-    scraped.play(classified(), admitted(), trace=SAMPLED._replace(trace_id=7))
+    scraped.play(classified(), admitted(), trace=msgspec.structs.replace(SAMPLED, trace_id=7))
     (newer,) = scraped.exemplars().values()
     assert newer.labels["trace_id"] == f"{7:032x}"
 

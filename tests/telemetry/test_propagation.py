@@ -177,8 +177,8 @@ def test_an_sdk_that_is_installed_later_is_found(monkeypatch):
 def test_without_tracing_a_request_is_known_by_the_trace_that_the_client_names(
     value: bytes, found: tuple[int, int] | None
 ) -> None:
-    ids = client_trace([(b"accept", b"*/*"), (b"traceparent", value)])
-    assert (ids and ids[:2]) == found
+    ids = client_trace(received([(b"accept", b"*/*"), (b"traceparent", value)]))
+    assert (ids and (ids.trace_id, ids.span_id)) == found
 
 
 def test_a_process_without_tracing_tells_its_listeners_of_the_clients_trace() -> None:

@@ -47,15 +47,16 @@ def test_an_sdk_that_is_set_later_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert providers.meter_provider() is meter_provider
 
 
-def test_a_watch_notices_every_other_provider_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = providers.ProvidersWatch()
-    assert [watch.have_changed() for _ in range(3)] == [True, False, False]
+def test_an_answer_is_kept_until_there_is_another_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([False, True, False, True, False])
+    answer = providers.kept_answer(lambda: next(answers))
+    assert [answer() for _ in range(3)] == [False, False, False]
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", TracerProvider(shutdown_on_exit=False))
-    assert [watch.have_changed() for _ in range(2)] == [True, False]
+    assert [answer() for _ in range(2)] == [True, True]
     monkeypatch.setattr(_internal, "_METER_PROVIDER", MeterProvider(shutdown_on_exit=False))
-    assert [watch.have_changed() for _ in range(2)] == [True, False]
+    assert [answer() for _ in range(2)] == [False, False]
     monkeypatch.delattr(trace, "_TRACER_PROVIDER")  # as a later API may be: then anything may have happened
-    assert [watch.have_changed() for _ in range(2)] == [True, True]
+    assert [answer() for _ in range(2)] == [True, False]
 
 
 def test_a_name_that_the_api_no_longer_has_may_hide_an_sdk(monkeypatch: pytest.MonkeyPatch) -> None:

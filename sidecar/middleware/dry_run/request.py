@@ -176,7 +176,8 @@ class RequestWatcher:
         self._endpoint = endpoint
         self._request_id = request_id(headers)
         self._received_us = received_us
-        self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, controller.pool.now_us)
+        now_us = controller.pool.now_us
+        self._reporter = reporter_of(controller.observer, scope, headers, self._request_id, received_us, now_us)
         self._usage = UsageReader()
         self._reader: AnswerReader = self._usage
         self._shadow: ShadowRequest | None = None

@@ -20,13 +20,16 @@ REQUESTS = "sidecar.requests"
 MOST_MESSAGE = 500
 """Characters of a refusal's message in a line."""
 
+SERVERS_ERRORS = 500
+"""From which status on an answer says that the engine failed."""
+
 _DRAINING, _STOPPED = "draining", "server_stopped"
 
 Fields = dict[str, Any]
 
 
 # Looked up once: an enumeration's attribute costs as much as a call.
-_COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
+_COMPLETED, _, _FAILED = Outcome
 
 
 class LineKind(NamedTuple):
@@ -42,6 +45,8 @@ class RequestLog:
 
     def __init__(self, logger: logging.Logger | None = None, flood: FloodGuard[LineKind] | None = None) -> None:
         self._logger = logging.getLogger(REQUESTS) if logger is None else logger
+        self.writes = self._logger.isEnabledFor
+        """Whether lines of a level are written now: at DEBUG every request has one, else only one that fails."""
         self._flood: FloodGuard[LineKind] = FloodGuard() if flood is None else flood
         self._timer: asyncio.TimerHandle | None = None
         self.handlers: EventHandlers = {Refused: self._refused, Settled: self._settled}
@@ -59,16 +64,16 @@ class RequestLog:
 
     def is_logged(self, event: Settled) -> bool:
         """Whether a request that ended so has a line: where it failed, or left its wait, and at DEBUG always."""
-        has_left_its_wait = event.outcome is _CLIENT_LEFT and event.error is not None
-        return has_left_its_wait or _failure(event) is not None or self._logger.isEnabledFor(logging.DEBUG)
-
-    def only_failures(self) -> bool:
-        """Whether no request that succeeds has a line: at DEBUG every one has."""
-        return not self._logger.isEnabledFor(logging.DEBUG)
+        if event.outcome is _COMPLETED:
+            is_failure = (event.status or 0) >= SERVERS_ERRORS
+        else:
+            is_failure = event.outcome is _FAILED or event.error is not None
+        writes = self.writes
+        return is_failure or writes(logging.DEBUG)
 
     def write_bounded(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         """One line, or one more that is left out. Fields that are None are left out."""
-        if not self._logger.isEnabledFor(level):
+        if not self.writes(level):
             return
         if self._flood.allows(LineKind(fields["event"], fields.get("tier") or "", fields["code"])):
             self._write(level, message, arguments, fields)
@@ -167,6 +172,6 @@ def _failure(event: Settled) -> str | None:
     """A word for the engine's failure, None where it did not fail; a client's disconnect is no failure."""
     if event.outcome is _FAILED:
         return failure_code(event.error) or Outcome.FAILED.value
-    if event.outcome is _COMPLETED and event.status is not None and event.status >= 500:
+    if event.outcome is _COMPLETED and event.status is not None and event.status >= SERVERS_ERRORS:
         return event.error or str(event.status)
     return None

@@ -30,6 +30,7 @@ ROUND_TRIPS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25
 
 _REQUEST_ID: Final = create_key("admission-request-id")
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
+_ENDLESS: Final = math.inf
 
 
 class DurationMetric(NamedTuple):
@@ -108,12 +109,13 @@ class LabeledHistogram:
         series = self._series
         if series is None:
             series = self._series = self._histogram.series(self._labels)
-        is_sampled = request is not None and request.trace is not None and request.trace.is_sampled
-        if series is not None and 0 <= seconds < math.inf:
-            series.add(seconds, request if is_sampled else None)
+        trace = None if request is None else request.trace
+        if trace is None or not trace.is_sampled:
+            request = None
+        if series is not None and 0 <= seconds < _ENDLESS:
+            series.add(seconds, request)
         else:  # or it is no duration: the SDK logs that
-            context = exemplar_context(request) if request is not None and is_sampled else None
-            self._histogram.record(seconds, self._labels, context)
+            self._histogram.record(seconds, self._labels, None if request is None else exemplar_context(request))
 
 
 def exemplar_context(request: RequestRecord) -> Context:

@@ -23,6 +23,7 @@ from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 from sidecar.events import Outcome
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics import histograms
+from sidecar.telemetry.metrics.counts import Count, count_of
 from sidecar.telemetry.metrics.engine_speeds import (
     ENGINE_SPEED_GAUGES,
     EngineSpeedSample,
@@ -53,8 +54,9 @@ Observations = Iterable[Observation]
 
 REQUESTS, TOKENS, SECONDS = "{request}", "{token}", "s"
 
-Counted = dict[tuple[str, ...], int]
-"""A number for every combination of the labels' values."""
+
+Counted = dict[tuple[str, ...], Count]
+"""A count for every combination of the labels' values."""
 
 TIER, REASON = semconv.ADMISSION_TIER, semconv.ADMISSION_REASON
 OVER, UNDER = "over", "under"
@@ -91,18 +93,18 @@ class Counters(msgspec.Struct, eq=False):
         """Reports every series of a tier from the start: where one begins at 1, Prometheus does not see the 1."""
         preempted = self.preemptions, self.preempted_engine_us
         for counted in (self.admitted, self.tokens_estimated, self.tokens_used, self.growths, *preempted):
-            counted.setdefault((tier,), 0)
+            count_of(counted, (tier,))
         for outcome in Outcome:
-            self.settled.setdefault((tier, outcome.value), 0)
+            count_of(self.settled, (tier, outcome.value))
         for direction in (OVER, UNDER):
-            self.estimate_errors.setdefault((tier, direction), 0)
+            count_of(self.estimate_errors, (tier, direction))
 
     def know_objective(self, tier: str) -> None:
         """The same of the series that a tier has if its service gain is measured."""
-        self.gain_earned.setdefault((tier,), 0)
-        self.gain_attainable.setdefault((tier,), 0)
+        count_of(self.gain_earned, (tier,))
+        count_of(self.gain_attainable, (tier,))
         for outcome in SLO_OUTCOMES:
-            self.slo_requests.setdefault((tier, outcome), 0)
+            count_of(self.slo_requests, (tier, outcome))
 
 
 class Counter(NamedTuple):
@@ -484,8 +486,8 @@ class Instruments:
     def _counted(self, counter: Counter, _: CallbackOptions) -> Observations:
         for pool, counters in self._counters.items():
             counted = getattr(counters, counter.counted)
-            for values, number in list(counted.items()):
-                value = number if counter.per_unit == 1 else number / counter.per_unit
+            for values, count in list(counted.items()):
+                value = count.number if counter.per_unit == 1 else count.number / counter.per_unit
                 yield Observation(value, {semconv.POOL: pool, **dict(zip(counter.labels, values, strict=True))})
 
     def _counted_of_tenants(self, counter: Counter, _: CallbackOptions) -> Observations:
@@ -499,7 +501,7 @@ class Instruments:
             for tenant, counts in counters.tenants.series().items():
                 for (tier, ratio), answers in list(counts.answers.items()):
                     labels = {semconv.POOL: pool, TIER: tier, semconv.ADMISSION_TENANT: tenant}
-                    yield Observation(answers, {**labels, semconv.OUTPUT_RATIO: ratio})
+                    yield Observation(answers.number, {**labels, semconv.OUTPUT_RATIO: ratio})
 
     # -- gauges
 

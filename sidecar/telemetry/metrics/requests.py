@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
+import msgspec
 from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
 
 from sidecar.events import (
@@ -28,14 +28,13 @@ from sidecar.events import (
     UnguardedRequest,
 )
 from sidecar.telemetry import semconv
+from sidecar.telemetry.metrics.counts import Count, add, count_of
 from sidecar.telemetry.metrics.histograms import DurationHistogram, LabeledHistogram
 from sidecar.telemetry.metrics.instruments import OVER, UNDER, Instruments, instruments_of
-from sidecar.telemetry.metrics.tenants import SHOWN, TenantHolding, TenantHoldings
+from sidecar.telemetry.metrics.tenants import SHOWN, TenantCounts, TenantHolding, TenantHoldings
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engine_time_us
 
 logger = logging.getLogger(__name__)
-
-Labels = TypeVar("Labels", bound=tuple[str, ...])
 
 GAVE_UP = frozenset(("client_left", "canceled"))
 """The codes of `Refused` that are not the middleware's refusal."""
@@ -54,20 +53,44 @@ class WaitHistograms:
     def __init__(self, pool: str, queue_wait: DurationHistogram, starvation: DurationHistogram) -> None:
         self._pool = pool
         self._histograms = queue_wait, starvation
-        self._labeled: dict[tuple[str, str], tuple[LabeledHistogram, LabeledHistogram]] = {}
+        self._labeled: dict[tuple[str, str], LabeledWaits] = {}
 
-    def record(
-        self, tier: str, decision: str, end: Admitted | Refused | Observed, record: RequestRecord | None
-    ) -> None:
-        """Notes a wait, and its starvation where it starved; the request's record is the exemplar."""
+    def labeled(self, tier: str, decision: str) -> LabeledWaits:
+        """Those of one tier that ended so."""
         labeled = self._labeled.get((tier, decision))
         if labeled is None:
             labels = {semconv.POOL: self._pool, semconv.ADMISSION_TIER: tier, semconv.ADMISSION_DECISION: decision}
-            queue_wait, starvation = self._histograms
-            labeled = self._labeled[tier, decision] = queue_wait.labeled(labels), starvation.labeled(labels)
-        labeled[0].record(end.queue_wait_us / 1e6, record)
+            labeled = LabeledWaits(*(histogram.labeled(labels) for histogram in self._histograms))
+            self._labeled[tier, decision] = labeled
+        return labeled
+
+
+class LabeledWaits(msgspec.Struct, eq=False, frozen=True):
+    """The two histograms of the waits of one tier that ended in one way."""
+
+    queue_wait: LabeledHistogram
+    starvation: LabeledHistogram
+
+    def record(self, end: Admitted | Refused | Observed, record: RequestRecord | None) -> None:
+        """Notes a wait, and its starvation where it starved; the request's record is the exemplar."""
+        self.queue_wait.record(end.queue_wait_us / 1e6, record)
         if end.starvation_us > 0:
-            labeled[1].record(end.starvation_us / 1e6, record)
+            self.starvation.record(end.starvation_us / 1e6, record)
+
+
+class AdmissionCounts(msgspec.Struct, eq=False, frozen=True):
+    """What nearly every admission of one tier adds to, found once."""
+
+    requests: Count
+    tokens: Count
+    waits: LabeledWaits
+
+
+class CompletionCounts(msgspec.Struct, eq=False, frozen=True):
+    """What nearly every request of one tier adds to that is completed, found once."""
+
+    requests: Count
+    tokens_used: Count
 
 
 # Looked up once: an enumeration's attribute costs as much as a call.
@@ -102,6 +125,8 @@ class RequestMetrics:
             self.counters.know_objective(tier)
         self._waits = WaitHistograms(pool, self.instruments.queue_wait, self.instruments.starvation)
         self._first_tokens: dict[str, LabeledHistogram] = {}
+        self._admissions: dict[str, AdmissionCounts] = {}
+        self._completions: dict[str, CompletionCounts] = {}
         self.handlers: EventHandlers = {
             Classified: self._classified,
             Queued: self._queued,
@@ -136,19 +161,31 @@ class RequestMetrics:
         classified = record.classified
         if classified is None:
             return
-        self._end_queued(record)
-        counters, tier, tokens = self.counters, classified.tier, classified.tokens
-        if not record.lost:
-            add(counters.admitted, (tier,))
-            add(counters.tokens_estimated, (tier,), tokens)
-            counters.tenants.counts(classified.tenant).admitted += 1
+        if record.queued is not None:
+            self._end_queued(record)
+        tier, tokens, lost = classified.tier, classified.tokens, record.lost
+        admissions = self._admissions.get(tier) or self._admissions_of(tier)
+        if not lost:
+            admissions.requests.number += 1
+            admissions.tokens.number += tokens
+            self.counters.tenants.counts(classified.tenant).admitted += 1
         self.holdings.add(classified.tenant, tokens, 1)
-        for overtaken, rule in event.passed.items():
-            add(counters.overtaken, (overtaken, tier, rule))
-            add(counters.overtaken_tokens, (overtaken, tier, rule), tokens)
+        if event.passed:
+            self._note_overtaken(event.passed, tier, tokens)
         # Preempted all the same where another policy came. A wait for the engine is one more wait.
-        if not classified.preemptible and (not record.lost or record.lost[-1].preempted.is_unreached):
-            self._record_wait(record, "admitted", event)
+        if not classified.preemptible and (not lost or lost[-1].preempted.is_unreached):
+            admissions.waits.record(event, record)
+
+    def _admissions_of(self, tier: str) -> AdmissionCounts:
+        counters, waits = self.counters, self._waits.labeled(tier, "admitted")
+        counts = count_of(counters.admitted, (tier,)), count_of(counters.tokens_estimated, (tier,))
+        found = self._admissions[tier] = AdmissionCounts(*counts, waits)
+        return found
+
+    def _note_overtaken(self, passed: Mapping[str, str], tier: str, tokens: int) -> None:
+        for overtaken, rule in passed.items():
+            add(self.counters.overtaken, (overtaken, tier, rule))
+            add(self.counters.overtaken_tokens, (overtaken, tier, rule), tokens)
 
     def _preempted(self, record: RequestRecord, event: Preempted) -> None:
         classified = record.classified
@@ -177,46 +214,58 @@ class RequestMetrics:
         classified = record.classified
         if classified is None:
             return
-        counters, tier, used = self.counters, classified.tier, event.tokens_used
+        tier, used = classified.tier, event.tokens_used
+        tenant = self.counters.tenants.counts(classified.tenant)
+        tenant.tokens_used += used
+        if event.outcome is _COMPLETED:
+            completions = self._completions.get(tier) or self._completions_of(tier)
+            completions.requests.number += 1
+            completions.tokens_used.number += used
+            if event.output_tokens is not None:
+                if event.input_tokens is not None:
+                    over = classified.tokens - used
+                    direction, error = (UNDER, -over) if over < 0 else (OVER, over)
+                    count_of(self.counters.estimate_errors, (tier, direction)).number += error
+                if classified.expected is not None and (event.status or 0) < 400:
+                    _note_length(classified.expected, event.output_tokens, tier, tenant)
+        else:
+            self._note_incomplete(tier, event)
+        if record.admitted is not None:
+            self.holdings.add(classified.tenant, -classified.tokens, -1)
+        elif record.refused is not None:  # preempted, and not admitted again
+            self._end_queued(record)
+        if classified.preemptible and record.first_byte is None:
+            self._note_preemptible_wait(record)
+        if event.growths and classified.expected is not None:
+            add(self.counters.growths, (tier,), event.growths)
+        if event.gain is not None:
+            self._note_gain(tier, event.gain)
+
+    def _completions_of(self, tier: str) -> CompletionCounts:
+        settled = count_of(self.counters.settled, (tier, _COMPLETED._value_))
+        found = self._completions[tier] = CompletionCounts(settled, count_of(self.counters.tokens_used, (tier,)))
+        return found
+
+    def _note_incomplete(self, tier: str, event: Settled) -> None:
+        counters = self.counters
         add(counters.settled, (tier, event.outcome._value_))
         if event.outcome is _FAILED:
             add(counters.failed, (tier, event.error or FAILED))
-        add(counters.tokens_used, (tier,), used)
-        counters.tenants.counts(classified.tenant).tokens_used += used
-        is_wait_recorded = not classified.preemptible or record.first_byte is not None
+        add(counters.tokens_used, (tier,), event.tokens_used)
+
+    def _note_preemptible_wait(self, record: RequestRecord) -> None:
+        """Of a request that could be preempted to its end: the wait that was its last."""
         if record.admitted is not None:
-            self.holdings.add(classified.tenant, -classified.tokens, -1)
-            if not is_wait_recorded:
-                self._record_wait(record, "admitted", record.admitted)
-        elif record.refused is not None:  # preempted, and not admitted again
-            self._end_queued(record)
-            if not is_wait_recorded:
-                code = record.refused.code
-                self._record_wait(record, code if code in GAVE_UP else "refused", record.refused)
-        is_counted = event.input_tokens is not None and event.output_tokens is not None
-        if is_counted and event.outcome is _COMPLETED:
-            error = classified.tokens - used
-            add(counters.estimate_errors, (tier, UNDER if error < 0 else OVER), abs(error))
-        if classified.expected is not None:
-            self._note_size(classified, classified.expected, event)
-        if event.gain is not None:
-            self._note_gain(tier, event.gain)
+            self._record_wait(record, "admitted", record.admitted)
+        elif record.refused is not None:
+            code = record.refused.code
+            self._record_wait(record, code if code in GAVE_UP else "refused", record.refused)
 
     def _note_gain(self, tier: str, gain: ServiceGain) -> None:
         counters = self.counters
         add(counters.gain_earned, (tier,), gain.earned)
         add(counters.gain_attainable, (tier,), gain.attainable)
         add(counters.slo_requests, (tier, gain.slo))
-
-    def _note_size(self, classified: Classified, expected: Expectation, event: Settled) -> None:
-        """Counts how often the lease grew, and compares the length of a complete answer with what was expected."""
-        tier, output = classified.tier, event.output_tokens
-        if event.growths:
-            add(self.counters.growths, (tier,), event.growths)
-        is_complete = event.outcome is _COMPLETED and (event.status or 0) < 400
-        if output is not None and is_complete and expected.source != MAXIMUM:
-            ratio = RATIO_NAMES[bisect_left(RATIOS, output / (expected.output_tokens * expected.sequences))]
-            add(self.counters.tenants.counts(classified.tenant).answers, (tier, ratio))
 
     def _refused(self, record: RequestRecord, event: Refused) -> None:
         self._end_queued(record)
@@ -236,12 +285,14 @@ class RequestMetrics:
 
     def _record_wait(self, record: RequestRecord, decision: str, end: Admitted | Refused) -> None:
         tier = "" if record.classified is None else record.classified.tier
-        self._waits.record(tier, decision, end, record)
+        self._waits.labeled(tier, decision).record(end, record)
 
 
-def add(counted: dict[Labels, int], labels: Labels, number: int = 1) -> None:
-    """Adds to the count of these labels."""
-    counted[labels] = counted.get(labels, 0) + number
+def _note_length(expected: Expectation, output: int, tier: str, tenant: TenantCounts) -> None:
+    """Compares the length of a complete answer with what was expected."""
+    if expected.source != MAXIMUM:
+        ratio = RATIO_NAMES[bisect_left(RATIOS, output / (expected.output_tokens * expected.sequences))]
+        count_of(tenant.answers, (tier, ratio)).number += 1
 
 
 def _instruments(meter_provider: MeterProvider | None) -> Instruments:

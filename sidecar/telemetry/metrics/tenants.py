@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from sidecar.telemetry.metrics.counts import Count
+
 OTHER = "other"
 SHOWN = 20
 SHOWN_VARIABLE = "SIDECAR_METRICS_TENANTS"
@@ -30,7 +32,7 @@ class TenantCounts:
 
     def __init__(self) -> None:
         self.admitted = self.refused = self.tokens_used = 0
-        self.answers: dict[tuple[str, str], int] = {}
+        self.answers: dict[tuple[str, str], Count] = {}
 
 
 class TenantSeries:
@@ -136,21 +138,21 @@ class TenantHoldings:
     """The holdings of one middleware's tenants; no larger than what is active. Changed in one thread, read in any."""
 
     def __init__(self) -> None:
-        self._tenants: dict[str, TenantHolding] = {}
+        self._tenants: dict[str, tuple[int, int, int]] = {}  # replaced as a whole: a reader sees one moment of each
 
     def held(self) -> Mapping[str, TenantHolding]:
         """Every tenant that holds or waits for something."""
-        return self._tenants.copy()
+        return {tenant: TenantHolding(*holding) for tenant, holding in self._tenants.copy().items()}
 
     def add(self, tenant: str, tokens: int = 0, leases: int = 0, waiting: int = 0) -> None:
         """So much more of each; less where it is negative."""
-        before = self._tenants.get(tenant, _NOTHING_HELD)
-        now = _new(TenantHolding, (before[0] + tokens, before[1] + leases, before[2] + waiting))
-        if now.leases or now.waiting:
-            self._tenants[tenant] = now
+        held_tokens, held_leases, were_waiting = self._tenants.get(tenant, _NOTHING_HELD)
+        leases += held_leases
+        waiting += were_waiting
+        if leases or waiting:
+            self._tenants[tenant] = (held_tokens + tokens, leases, waiting)
         else:
             self._tenants.pop(tenant, None)
 
 
-_NOTHING_HELD = TenantHolding()
-_new = tuple.__new__  # a named tuple's own constructor is one call more
+_NOTHING_HELD = (0, 0, 0)

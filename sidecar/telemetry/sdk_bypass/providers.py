@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import MeterProvider, _internal
@@ -23,42 +23,46 @@ _TRACE, _METRICS = vars(trace), vars(_internal)
 _IS_NAMED = "OTEL_PYTHON_TRACER_PROVIDER" in os.environ or "OTEL_PYTHON_METER_PROVIDER" in os.environ
 
 
-class _Lookup(Generic[Provider]):
-    """The provider that `get` returns. `module` has it under `name`, and None before one is set."""
+def _lookup(get: Callable[[], Provider], module: ModuleType, name: str) -> Callable[[], Provider]:
+    """A quicker `get`. `module` has the provider under `name`, and None before one is set."""
+    names = vars(module)
+    stand_in: Provider | None = None
 
-    def __init__(self, get: Callable[[], Provider], module: ModuleType, name: str) -> None:
-        self._get = get
-        self._names = vars(module)
-        self._name = name
-        self._stand_in: Provider | None = None
+    def found() -> Provider:
+        nonlocal stand_in
+        provider: Provider | None = names.get(name, _UNKNOWN)
+        if provider is _UNKNOWN:
+            return get()
+        if provider is not None:
+            return provider
+        if stand_in is None:
+            stand_in = get()
+        return stand_in
 
-    def __call__(self) -> Provider:
-        found: Provider | None = self._names.get(self._name, _UNKNOWN)
-        if found is _UNKNOWN:
-            return self._get()
-        if found is not None:
-            return found
-        if self._stand_in is None:
-            self._stand_in = self._get()
-        return self._stand_in
+    return found
 
 
-class ProvidersWatch:
-    """Notices that the process has other providers than at the last look."""
+def kept_answer(ask: Callable[[], bool]) -> Callable[[], bool]:
+    """`ask`, a question about the process's providers: its answer is kept for as long as they are the same ones.
 
-    __slots__ = ("_meters", "_tracers")
+    It is asked every time where the API has other names, and nothing is known.
+    """
+    answer = False
+    tracers: object = _UNKNOWN
+    meters: object = _UNKNOWN
 
-    def __init__(self) -> None:
-        self._tracers: object = _UNKNOWN
-        self._meters: object = _UNKNOWN
+    def answered() -> bool:
+        nonlocal answer, tracers, meters
+        try:
+            if _TRACE[_TRACER_PROVIDER] is tracers and _METRICS[_METER_PROVIDER] is meters:
+                return answer
+            tracers, meters = _TRACE[_TRACER_PROVIDER], _METRICS[_METER_PROVIDER]
+        except KeyError:
+            return ask()
+        answer = ask()
+        return answer
 
-    def have_changed(self) -> bool:
-        """Whether one of them is another; also where that is not known, because the API has other names."""
-        tracers, meters = _TRACE.get(_TRACER_PROVIDER, _UNKNOWN), _METRICS.get(_METER_PROVIDER, _UNKNOWN)
-        if tracers is self._tracers and meters is self._meters:
-            return tracers is _UNKNOWN or meters is _UNKNOWN
-        self._tracers, self._meters = tracers, meters
-        return True
+    return answered
 
 
 def none_is_set() -> bool:
@@ -70,5 +74,5 @@ def none_is_set() -> bool:
     )
 
 
-tracer_provider: Callable[[], TracerProvider] = _Lookup(trace.get_tracer_provider, trace, _TRACER_PROVIDER)
-meter_provider: Callable[[], MeterProvider] = _Lookup(metrics.get_meter_provider, _internal, _METER_PROVIDER)
+tracer_provider: Callable[[], TracerProvider] = _lookup(trace.get_tracer_provider, trace, _TRACER_PROVIDER)
+meter_provider: Callable[[], MeterProvider] = _lookup(metrics.get_meter_provider, _internal, _METER_PROVIDER)

@@ -36,7 +36,7 @@ _UNSET = Status(StatusCode.UNSET)
 _FLAGS = tuple(TraceFlags(flags) for flags in range(4))
 _LOWER_BITS: Final = (1 << 64) - 1
 """The bits of a trace's id that samplers look at."""
-_NO_STATE = TraceState()
+NO_STATE = TraceState()
 _new = tuple.__new__
 
 
@@ -48,7 +48,7 @@ def _context(trace_id: int, span_id: int, flags: TraceFlags, state: TraceState) 
 def _is_known_context() -> bool:
     """Whether a span's context has the form that `_context` gives it."""
     known = SpanContext(1, 2, is_remote=False, trace_flags=_FLAGS[1])
-    return tuple(known) == tuple(_context(1, 2, _FLAGS[1], _NO_STATE)) and known.is_valid
+    return tuple(known) == tuple(_context(1, 2, _FLAGS[1], NO_STATE)) and known.is_valid
 
 
 def bypass_of(tracer: Tracer) -> SpanBypass | None:
@@ -83,14 +83,14 @@ class SpanBypass:
         self.resource, self.scope = tracer.resource, tracer._instrumentation_scope
         self.processors = _processors(tracer)
         self._random = _RANDOM if hasattr(tracer.id_generator, "is_trace_id_random") else 0
-        self._tracer = tracer
+        self.tracer = tracer
         self._sampler = tracer.sampler
         self._is_enabled = getattr(tracer, "_is_enabled", None)
         self._bounds = bounds
 
     def is_current(self) -> bool:
         """Whether nothing about the tracer has changed."""
-        tracer, is_enabled = self._tracer, self._is_enabled
+        tracer, is_enabled = self.tracer, self._is_enabled
         return (
             tracer.sampler is self._sampler
             and tracer.span_processor._span_processors is self.processors
@@ -101,13 +101,14 @@ class SpanBypass:
         """The context of a new span, its parent's, and whether it is sampled. Decides as the SDK's `start_span`."""
         above: SpanContext | None = trace.get_current_span(parent).get_span_context() if parent else None
         if above is None or not above.is_valid:
-            trace_id, random, state, bound = getrandbits(128) or 1, self._random, _NO_STATE, self._bounds.root
+            trace_id, random, state, bound = getrandbits(128) or 1, self._random, NO_STATE, self._bounds.root
             above = None
         else:
             trace_id, _, is_remote, flags, state, _ = above
             random, bound = flags & self._random, self._bounds.parents[2 * is_remote + (flags & 1)]
         is_sampled = trace_id & _LOWER_BITS < bound
-        return _context(trace_id, getrandbits(64) or 1, _FLAGS[is_sampled | random], state), above, is_sampled
+        ids = trace_id, getrandbits(64) or 1, False, _FLAGS[is_sampled | random], state, True
+        return _new(SpanContext, ids), above, is_sampled  # `_context`, without its call
 
 
 @dataclass(slots=True, eq=False)

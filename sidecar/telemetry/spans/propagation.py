@@ -16,8 +16,9 @@ from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from sidecar.events import Headers
+from sidecar.events import Headers, Received
 from sidecar.telemetry.request_record import TraceIds
+from sidecar.telemetry.sdk_bypass.spans import NO_STATE
 
 
 class _HeaderGetter(Getter[Headers]):
@@ -52,7 +53,7 @@ _SERVER, _INTERNAL = SpanKind.SERVER, SpanKind.INTERNAL  # an enumeration's attr
 _traceparent = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?").fullmatch
 
 
-def parent_of(headers: Headers) -> tuple[Context, SpanKind]:
+def parent_of(received: Received) -> tuple[Context, SpanKind]:
     """The context to start `admission` in, and its kind.
 
     Mounted into a server that is instrumented itself, the request's SERVER span is there already and has read the
@@ -61,29 +62,34 @@ def parent_of(headers: Headers) -> tuple[Context, SpanKind]:
     current = otel_context.get_current()
     if current and trace.get_current_span(current).get_span_context().is_valid:
         return current, _INTERNAL
-    if _fields_of(propagate.get_global_textmap()).isdisjoint([name for name, _ in headers]):
+    if _fields_of(propagate.get_global_textmap()).isdisjoint(received.header_names()):
         return _NO_PARENT, _SERVER
-    return propagate.extract(headers, _NO_PARENT, _GETTER), _SERVER
+    return propagate.extract(received.headers, _NO_PARENT, _GETTER), _SERVER
 
 
-def client_trace(headers: Headers) -> TraceIds | None:
+def client_trace(received: Received) -> TraceIds | None:
     """The ids in a client's W3C `traceparent`: by these a request is found where the process makes no spans."""
-    for name, value in headers:
+    if _TRACEPARENT not in received.header_names():
+        return None
+    for name, value in received.headers:
         if name == _TRACEPARENT and (found := _traceparent(value)):
             trace_id, span_id = int(found[1], 16), int(found[2], 16)
             return TraceIds(trace_id, span_id, is_sampled=False) if trace_id and span_id else None
     return None
 
 
-def injected(context: SpanContext, client_headers: Headers) -> Headers:
+def injected(context: SpanContext, received: Received) -> Headers:
     """The headers that carry a span's context on, in place of the client's own.
 
     Nothing but the span goes on, so that baggage is not written again: the client's own passes unchanged.
     """
     propagator = propagate.get_global_textmap()
-    if _is_trace_context_alone(propagator):
-        headers = _trace_context(context)
-        is_bare = len(headers) == 1
+    if _is_trace_context_alone(propagator):  # at a seventh of its cost: they are written for every request
+        trace_id, span_id, _, flags, state, _ = context  # each of its properties is a call
+        headers = [(_TRACEPARENT, b"00-%032x-%016x-%02x" % (trace_id, span_id, flags))]
+        is_bare = state is NO_STATE or not state  # its length is a call of Python
+        if not is_bare:
+            headers.append((_TRACESTATE, state.to_header().encode("latin-1")))
     else:
         headers = []
         propagator.inject(headers, trace.set_span_in_context(NonRecordingSpan(context), Context()), _SETTER)
@@ -91,18 +97,9 @@ def injected(context: SpanContext, client_headers: Headers) -> Headers:
         is_bare = _TRACEPARENT in names and _TRACESTATE not in names
     # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
     # lets an empty one replace it.
-    if is_bare and _TRACESTATE in [name for name, _ in client_headers]:
+    if is_bare and _TRACESTATE in received.header_names():
         headers.append((_TRACESTATE, b""))
     return headers
-
-
-def _trace_context(context: SpanContext) -> list[tuple[bytes, bytes]]:
-    """The headers of W3C's propagator at a seventh of its cost: they are written for every request."""
-    trace_id, span_id, _, flags, state, _ = context  # each of its properties is a call
-    traceparent = b"00-%032x-%016x-%02x" % (trace_id, span_id, flags)
-    if not state:
-        return [(_TRACEPARENT, traceparent)]
-    return [(_TRACEPARENT, traceparent), (_TRACESTATE, state.to_header().encode("latin-1"))]
 
 
 @lru_cache(maxsize=4)

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from opentelemetry import trace
-from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider, SpanContext
+from opentelemetry.context import Context
+from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider, SpanContext, SpanKind
 
 from sidecar.events import Received
 from sidecar.telemetry import semconv
@@ -77,10 +78,17 @@ class RequestTracer:
         recorded has a context all the same, so that the engine does not record it either.
         """
         try:
-            tracer = self._current()
+            tracer, bypass = self._current(), self._bypass
             if tracer is None:
                 return None
-            return self._start(tracer, event)
+            parent, kind = parent_of(event)
+            if bypass is None:
+                return self._begun_by_api(tracer, event, parent, kind)
+            context, above, is_sampled = bypass.context_of(parent)
+            if not is_sampled:
+                return context, None
+            span = DirectSpan(bypass, semconv.ADMISSION, context, above, kind, event.wall_ns, _of_request(event), ())
+            return context, RequestSpans(self._settings, event, span)
         except Exception:
             self.report()
             return None
@@ -93,30 +101,26 @@ class RequestTracer:
 
     def _current(self) -> trace.Tracer | None:
         """The tracer now, None where nothing records spans."""
-        provider = self._given_provider or global_provider()
+        provider = self._given_provider
+        if provider is None:
+            provider = global_provider()
         if provider is not self._provider:
             self._tracer = _tracer_of(provider)
             self._bypass = None if self._tracer is None else bypass_of(self._tracer)
             self._provider = provider
-        elif self._bypass is not None and self._tracer is not None and not self._bypass.is_current():
-            self._bypass = bypass_of(self._tracer)
+        elif self._bypass is not None and not self._bypass.is_current():
+            self._bypass = bypass_of(self._bypass.tracer)
         return self._tracer
 
-    def _start(self, tracer: trace.Tracer, event: Received) -> tuple[SpanContext, RequestSpans | None] | None:
-        parent, kind = parent_of(event.headers)
-        bypass = self._bypass
-        if bypass is None:
-            attributes, start_ns = _of_request(event), event.wall_ns
-            started = tracer.start_span(semconv.ADMISSION, parent, kind, attributes, start_time=start_ns)
-            context = started.get_span_context()
-            if not started.is_recording():
-                return (context, None) if context.is_valid else None
-            return context, RequestSpans(self._settings, event, ApiSpan(tracer, started, parent))
-        context, above, is_sampled = bypass.context_of(parent)
-        if not is_sampled:
-            return context, None
-        span = DirectSpan(bypass, semconv.ADMISSION, context, above, kind, event.wall_ns, _of_request(event), ())
-        return context, RequestSpans(self._settings, event, span)
+    def _begun_by_api(
+        self, tracer: trace.Tracer, event: Received, parent: Context, kind: SpanKind
+    ) -> tuple[SpanContext, RequestSpans | None] | None:
+        attributes, start_ns = _of_request(event), event.wall_ns
+        started = tracer.start_span(semconv.ADMISSION, parent, kind, attributes, start_time=start_ns)
+        context = started.get_span_context()
+        if not started.is_recording():
+            return (context, None) if context.is_valid else None
+        return context, RequestSpans(self._settings, event, ApiSpan(tracer, started, parent))
 
 
 def _of_request(event: Received) -> Attributes:
