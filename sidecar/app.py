@@ -127,7 +127,8 @@ class AdmissionMiddleware:
                 raise
             self._serve: ASGIApp = FailedStart(mistake)
         else:
-            self._serve = _serving(self.controller) if is_shown else self._serve_first
+            self._is_shown = is_shown
+            self._serve = self._serve_first
 
     @property
     def admission(self) -> Admission:
@@ -143,9 +144,11 @@ class AdmissionMiddleware:
         await self._serve(scope, receive, send)
 
     def _serve_first(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """The first scope of a mounted middleware: a lifespan's, unless the server or an outer app has none for it."""
+        """The first scope: a lifespan's, unless the server or an outer app has none for it."""
         self._serve = _serving(self.controller)
-        if scope["type"] != "lifespan":
+        if self.controller.pages is not None:
+            self.controller.pages.follow(scope)
+        if scope["type"] != "lifespan" and not self._is_shown:
             try:
                 policy = self.controller.policy
                 is_shared, is_engine = store_of(policy, os.environ) is not None, policy.engines is not None
@@ -253,7 +256,7 @@ def _one_controller(
         watch = MountedWatch(pages, expected, engine, check=check, place=place)
         pool, routing = engine.pool, MountedRouting(engine, watch)
     controller = AdmissionController(
-        pages.serve,
+        given_app,
         policy=policy,
         pool=pool,
         dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
@@ -269,6 +272,7 @@ def _one_controller(
     if isinstance(pool, EngineSizedPool):
         pool.on_unfinished = controller.pending_aborts.seen
         pool.on_preemptions = partial(sizes.preempted, None)
+    controller.pages = pages
     if routing is not None:
         controller.engines = MountedView(routing.engine)
         preempted = partial(sizes.preempted, routing.engine.name)
@@ -280,9 +284,10 @@ def _fleet_controller(
     policy: Policy, routing: FleetRouting, setup: _Setup, estimator: Estimator
 ) -> AdmissionController:
     """The controller of a pool of several engines."""
-    pages = EnginePages(FleetApp(routing.fleet), setup.engine_key)
+    app = FleetApp(routing.fleet)
+    pages = EnginePages(app, setup.engine_key)
     controller = AdmissionController(
-        pages.serve,
+        app,
         policy=policy,
         pool=routing.pool,
         dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
@@ -311,9 +316,10 @@ def _models_parts(
     policies = {name: policy.of_model(name) for name in policy.models}
     routings = {name: _fleet_routing(one, setup, model=name, allowances=allowances) for name, one in policies.items()}
     controllers = {name: _fleet_controller(one, routings[name], setup, estimator) for name, one in policies.items()}
-    pages = EnginePages(FleetsApp([FleetApp(routing.fleet) for routing in routings.values()]), setup.engine_key)
+    app = FleetsApp([FleetApp(routing.fleet) for routing in routings.values()])
+    pages = EnginePages(app, setup.engine_key)
     front = ModelsController(
-        pages.serve,
+        app,
         controllers=controllers,
         policy=policy,
         pool=LimitsPool(policy, allowances),

@@ -22,18 +22,19 @@ from sidecar.payload.decode import Payload
 BYTES_PER_TOKEN = 4.0
 LEARNING_RATE = 0.1
 """Weight of the newest observation: after about ten requests the ratio is the model's own."""
-PLAUSIBLE_BYTES_PER_TOKEN = (1.0, 16.0)
+PLAUSIBLE_BYTES_PER_TOKEN = _LEAST, _MOST = 1.0, 16.0
 MODELS_REMEMBERED = 16
 """For each tenant. Model names come from clients, but only answered requests count, and a tenant's least recently used
 model is forgotten."""
 TENANTS_REMEMBERED = 4096
-"""Tenants come from the policy, so no client can add one. With all of their models they take 20 MB at most."""
+"""Tenants come from the policy, so no client can add one. With all of their models they take 20 MB at most. Which of
+them was used least recently is known from half as many on: before, none is soon forgotten."""
 LONGEST_MODEL_NAME = 256
 """Characters. A longer name is not remembered: no model has one, and memory must stay small."""
 FEWEST_TENANTS = 3
 """Tenants from which a model has a ratio for newcomers: of fewer, one would decide it."""
 _STALE_SHARE = 8
-"""The median is computed anew when so many times the changes since the last time are as many as the ratios."""
+"""The median is computed anew when so many times the turns since the last time are as many as the ratios."""
 SAMPLED_ABOVE = 32_768
 """Characters up to which a tokenizer reads the whole text: about 30 ms. Longer text is sampled, and extrapolated."""
 
@@ -43,26 +44,26 @@ class Estimator:
 
     def __init__(self, counter: TokenizerCounter | None = None) -> None:
         self.counter = counter
-        self._learned: OrderedDict[str, OrderedDict[str | None, float]] = OrderedDict()
+        self._turn = 0
+        self._learned: OrderedDict[str, dict[str | None, _Ratio]] = OrderedDict()
         self._models: dict[str | None, _ModelRatios] = {}
+        self._is_crowded = False
 
     def bytes_per_token(self, tenant: str, model: str | None) -> float:
         """The ratio of a tenant's text for a model, as learned so far."""
-        learned = self._learned.get(tenant)
-        ratio = None if learned is None else learned.get(model)
-        if ratio is not None:
-            return ratio
-        ratios = self._models.get(model)
-        return BYTES_PER_TOKEN if ratios is None else ratios.median
+        try:
+            return self._models[model].by_tenant[tenant].value
+        except KeyError:
+            return self._models[model].median(self._turn) if model in self._models else BYTES_PER_TOKEN
 
     def prompt_tokens(self, payload: Payload, tenant: str) -> int:
         """Tokens of all prompts of a tenant's request together, by their bytes."""
-        if not payload.prompt_bytes and not payload.unread_bytes:
-            return payload.prompt_tokens
-        ratio = self.bytes_per_token(tenant, payload.model)
-        text = int(payload.prompt_bytes / ratio) + 1 if payload.prompt_bytes else 0
-        unread = _unread_tokens(payload, ratio) if payload.unread_bytes else 0
-        return payload.prompt_tokens + text + unread
+        tokens, text = payload.prompt_tokens, payload.prompt_bytes
+        if text:
+            tokens += math.floor(text / self.bytes_per_token(tenant, payload.model)) + 1
+        if payload.unread_bytes:
+            tokens += _unread_tokens(payload, self.bytes_per_token(tenant, payload.model))
+        return tokens
 
     async def counted_prompt_tokens(self, payload: Payload, counter: TokenizerCounter) -> int:
         """Tokens of all prompts together, by a tokenizer."""
@@ -71,67 +72,82 @@ class Estimator:
 
     def learn(self, payload: Payload, tenant: str, prompt_tokens: int) -> None:
         """Learns from the engine's own count of a prompt, where that was text and was decoded completely."""
-        if not payload.is_understood or not payload.prompt_bytes or prompt_tokens < 1:
+        text = payload.prompt_bytes
+        if not text or prompt_tokens < 1 or not payload.is_understood:
             return
-        model = payload.model
+        seen = text / prompt_tokens
+        if seen > _MOST:
+            seen = _MOST
+        elif seen < _LEAST:
+            seen = _LEAST
+        try:
+            learned = self._models[payload.model].by_tenant[tenant]
+        except KeyError:
+            self._remember(tenant, payload.model, seen)
+            return
+        value = learned.value
+        learned.value = value + LEARNING_RATE * (seen - value)
+        self._turn = learned.turn = self._turn + 1
+        if self._is_crowded:
+            self._learned.move_to_end(tenant)
+
+    def _remember(self, tenant: str, model: str | None, seen: float) -> None:
+        """Notes the first ratio of a tenant and model, and forgets the one that was used least recently."""
         if model is not None and len(model) > LONGEST_MODEL_NAME:
             return
-        least, most = PLAUSIBLE_BYTES_PER_TOKEN
-        seen = payload.prompt_bytes / prompt_tokens
-        if not least <= seen <= most:
-            seen = least if seen < least else most
-        learned = self._learned.get(tenant)
-        ratio = None if learned is None else learned.get(model)
-        if learned is None or ratio is None:
-            ratio = self.bytes_per_token(tenant, model)
-            self._remember(tenant, model, ratio + LEARNING_RATE * (seen - ratio))
-            return
-        learned[model] = ratio = ratio + LEARNING_RATE * (seen - ratio)
-        learned.move_to_end(model)
-        self._learned.move_to_end(tenant)
-        self._models[model].put(tenant, ratio)
-
-    def _remember(self, tenant: str, model: str | None, ratio: float) -> None:
-        """Notes the first ratio of a tenant and model, and forgets the one that was used least recently."""
-        learned = self._learned.setdefault(tenant, OrderedDict())
+        before = self.bytes_per_token(tenant, model)
+        self._turn += 1
+        ratio = _Ratio(before + LEARNING_RATE * (seen - before), self._turn)
+        learned = self._learned.setdefault(tenant, {})
         self._learned.move_to_end(tenant)
         learned[model] = ratio
-        self._models.setdefault(model, _ModelRatios()).put(tenant, ratio)
+        self._models.setdefault(model, _ModelRatios()).by_tenant[tenant] = ratio
         if len(learned) > MODELS_REMEMBERED:
-            self._forget(tenant, learned.popitem(last=False)[0])
+            oldest = min(learned, key=lambda each: learned[each].turn)
+            del learned[oldest]
+            self._forget(tenant, oldest)
         if len(self._learned) > TENANTS_REMEMBERED:
             forgotten, models = self._learned.popitem(last=False)
             for each in models:
                 self._forget(forgotten, each)
+        self._is_crowded = len(self._learned) > TENANTS_REMEMBERED // 2
 
     def _forget(self, tenant: str, model: str | None) -> None:
-        ratios = self._models[model]
-        ratios.put(tenant, None)
-        if not ratios.by_tenant:
+        ratios = self._models[model].by_tenant
+        del ratios[tenant]
+        if not ratios:
             del self._models[model]
+
+
+class _Ratio:
+    """The bytes per token of one tenant and model, and the turn at which it was learned last."""
+
+    __slots__ = ("turn", "value")
+
+    def __init__(self, value: float, turn: int) -> None:
+        self.value = value
+        self.turn = turn
 
 
 class _ModelRatios:
     """The tenants' ratios for one model, and their lower median: what a tenant without one begins with."""
 
-    def __init__(self) -> None:
-        self.by_tenant: dict[str, float] = {}
-        self.median = BYTES_PER_TOKEN
-        self._changes = 0
+    __slots__ = ("_median", "_voted_at", "by_tenant")
 
-    def put(self, tenant: str, ratio: float | None) -> None:
-        """Sets a tenant's ratio; None forgets it."""
-        if ratio is None:
-            del self.by_tenant[tenant]
-        else:
-            self.by_tenant[tenant] = ratio
-        self._changes += 1
+    def __init__(self) -> None:
+        self.by_tenant: dict[str, _Ratio] = {}
+        self._median = BYTES_PER_TOKEN
+        self._voted_at = 0
+
+    def median(self, turn: int) -> float:
+        """The median at a turn of the estimator. It is at most an eighth of the ratios old, by the turns since then."""
         count = len(self.by_tenant)
         if count < FEWEST_TENANTS:
-            self.median = BYTES_PER_TOKEN
-        elif self._changes * _STALE_SHARE >= count:
-            self.median = sorted(self.by_tenant.values())[(count - 1) // 2]
-            self._changes = 0
+            return BYTES_PER_TOKEN
+        if (turn - self._voted_at) * _STALE_SHARE >= count:
+            self._median = sorted(ratio.value for ratio in self.by_tenant.values())[(count - 1) // 2]
+            self._voted_at = turn
+        return self._median
 
 
 def _unread_tokens(payload: Payload, ratio: float) -> int:

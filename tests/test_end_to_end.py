@@ -36,6 +36,7 @@ from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
 from sidecar.pools import LocalPool
 from sidecar.proxy.proxy import ReverseProxy
+from sidecar.scheduling.ticket import Demand
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
@@ -436,12 +437,12 @@ class Watched(LocalPool):
             self.journal.append(("arrived", trace, ticket["now_us"]))
             return submit(ticket_id, **ticket)
 
-        def admitted_at_once(ticket_id: str, **ticket: Any) -> bool:
-            is_admitted = at_once(ticket_id, **ticket)
+        def admitted_at_once(ticket_id: str, demand: Demand, now_us: int) -> bool:
+            is_admitted = at_once(ticket_id, demand, now_us)
             if is_admitted:
                 trace = self._traces[ticket_id] = trace_of.get()
-                self.asks[trace] = ticket
-                self.journal += [("arrived", trace, ticket["now_us"]), ("admitted", trace, ticket["now_us"])]
+                self.asks[trace] = {"tier": demand.tier, "tokens": demand.tokens}
+                self.journal += [("arrived", trace, now_us), ("admitted", trace, now_us)]
             return is_admitted
 
         def dispatched(now_us: int, most: int | None = None) -> Any:

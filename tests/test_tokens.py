@@ -178,14 +178,14 @@ def test_the_median_is_that_of_the_ratios_but_for_the_last_eighth(events: list[t
     medians: dict[str, list[float]] = {}
     for tenant, model, prompt_tokens in events:
         estimator.learn(completion("a" * 400, model=model), f"t{tenant}", prompt_tokens)
-        ratios = sorted(known[model] for known in estimator._learned.values() if model in known)
+        ratios = sorted(known[model].value for known in estimator._learned.values() if model in known)
         medians.setdefault(model, []).append(
             BYTES_PER_TOKEN if len(ratios) < FEWEST_TENANTS else ratios[(len(ratios) - 1) // 2]
         )
         assert estimator.bytes_per_token("new", model) in medians[model][-1 - len(ratios) // 8 :]
 
 
-def test_learning_sorts_the_ratios_of_many_tenants_only_now_and_then() -> None:
+def test_the_ratios_of_many_tenants_are_sorted_only_now_and_then_and_where_a_newcomer_asks() -> None:
     estimator, sorts = Estimator(), 0
 
     def counting(values: object) -> list[float]:
@@ -200,6 +200,10 @@ def test_learning_sorts_the_ratios_of_many_tenants_only_now_and_then() -> None:
         patched.setattr("sidecar.tokens.sorted", counting, raising=False)
         for number in range(800):
             estimator.learn(text, f"t{number}", 100)
+        assert not sorts
+        for number in range(800):
+            estimator.learn(text, f"t{number}", 100)
+            estimator.bytes_per_token("new", "m")
     assert 7 <= sorts <= 9
 
 

@@ -14,7 +14,7 @@ from benchmarks.reservations.engine import Sequence
 from benchmarks.reservations.traces import Asked
 from sidecar.apis import Api
 from sidecar.lengths.estimator import LengthEstimator
-from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes, LengthQuestion
+from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes
 from sidecar.payload.decode import Payload, decode
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Ask, Lease
@@ -60,8 +60,7 @@ class Replica:
         if self.sizes.learns:
             limit = self._pool.most_tokens(0)
             payload = payload_of(bound, asked.streams)
-            question = LengthQuestion(asked.tenant, CHAT, payload, asked.prompt, most, assumed, bound, limit)
-            expected = self.sizes.expect(question)
+            expected = self.sizes.expect(asked.tenant, CHAT, payload, asked.prompt, most, assumed, bound, limit)
             if expected is not None:
                 tokens = expected.tokens
         lease = await self._pool.enter(Ask(0, asked.tenant, 1, tokens, 1, most=most))

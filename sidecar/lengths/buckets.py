@@ -6,7 +6,7 @@ There are 768 buckets, whatever clients send.
 from __future__ import annotations
 
 from bisect import bisect_left
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from sidecar.payload.traits import EFFORTS, Traits
@@ -48,9 +48,3 @@ class LengthKey(NamedTuple):
     endpoint: str
     model: str | None
     bucket: str
-
-
-@lru_cache(maxsize=1024)
-def key_of(path: str, model: str | None, traits: Traits, most: int | None) -> LengthKey:
-    """The key of a request: see `bucket_of`. The latest are kept: `key_of.__wrapped__` keeps none, for long names."""
-    return LengthKey(path, model, bucket_of(traits, most))

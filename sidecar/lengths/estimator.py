@@ -37,7 +37,8 @@ KEYS_REMEMBERED = 64
 ENDPOINTS_REMEMBERED = 16
 """For each tenant."""
 TENANTS_REMEMBERED = 4096
-"""Tenants come from the policy, so no client can add one."""
+"""Tenants come from the policy, so no client can add one. Which of them was learned from least recently is known from
+half as many on: before, none is soon forgotten."""
 REPLICAS_REMEMBERED = 64
 MOST_TOKENS_PER_CHUNK = 64.0
 CHUNK_LEARNING_RATE = 0.1
@@ -69,8 +70,9 @@ _OWN, _REPLICAS, _TENANTS, _HINT = Source.OWN, Source.REPLICAS, Source.TENANTS, 
 class Estimate(msgspec.Struct, frozen=True, gc=False):
     """The assumed output length of one sequence, in tokens, always more than it has generated already.
 
-    `samples` are the complete samples behind it: for a hint, the answers that showed how the tenant's hints hold.
-    `quantile` is the share of answers that are not longer.
+    `samples` are the complete samples behind it: those that were known when it was made, at most an eighth of all ago,
+    and for a hint, the answers that showed how the tenant's hints hold. `quantile` is the share of answers that are not
+    longer.
     """
 
     tokens: int
@@ -99,11 +101,26 @@ class LearnedLengths:
     tokens_per_chunk: float
 
 
+class Place:
+    """One tenant and key. Keep it between questions and answers: what was learned there is looked up only once.
+
+    It may be kept for as long as one likes. What is forgotten meanwhile takes no memory, and is looked up again.
+    """
+
+    __slots__ = ("key", "learned", "tenant")
+
+    def __init__(self, tenant: str, key: LengthKey) -> None:
+        self.tenant = tenant
+        self.key = key
+        self.learned = _NOTHING
+
+
 class LengthEstimator:
     """Estimates and learns output lengths. One per process; not thread-safe; no clock."""
 
     def __init__(self) -> None:
         self._turn = 0
+        self._is_crowded = False
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._medians: dict[LengthKey | str, Median] = {}
         self._heard: dict[tuple[str, LengthKey], _Heard] = {}
@@ -112,30 +129,53 @@ class LengthEstimator:
     def estimate(
         self, tenant: str, key: LengthKey, quantile: float, generated: int = 0, hint: int | None = None
     ) -> Estimate | None:
+        """See `estimate_at`."""
+        return self.estimate_at(Place(tenant, key), quantile, generated, hint)
+
+    def estimate_at(
+        self, place: Place, quantile: float, generated: int = 0, hint: int | None = None
+    ) -> Estimate | None:
         """The output length to assume of a sequence that has `generated` tokens already; None: nothing is known.
 
         The caller bounds it by max_tokens. A hint, in tokens, raises an estimate. It stands in for one, twice as long
         as it says, only where the tenant's hints have held so far.
         """
-        known = self._tenants.get(tenant)
-        learned = None if known is None else known.keys.get(key)
-        if learned is not None and learned.lengths.samples >= ENOUGH:
-            tokens = learned.lengths.length(quantile, generated)
-            found = None if tokens is None else Estimate(tokens, _OWN, learned.lengths.samples, quantile)
+        learned = place.learned
+        if learned.endpoint is None:
+            learned = self._look_up(place)
+        kept = learned.kept
+        if generated or quantile not in kept or learned.samples + learned.censored >= learned.stale_from:
+            found = self._made(place, quantile, generated)
         else:
-            found = self._shared(tenant, key, learned, quantile, generated)
+            found = kept[quantile]
         if hint is None or hint < 1:
             return found
+        known = self._tenants.get(place.tenant)
         return _with_hint(found, hint, generated, quantile, Hints() if known is None else known.hints)
 
-    def _shared(
-        self, tenant: str, key: LengthKey, learned: _Learned | None, quantile: float, generated: int
-    ) -> Estimate | None:
-        heard = self._heard.get((tenant, key))
+    def _look_up(self, place: Place) -> _Learned:
+        known = self._tenants.get(place.tenant)
+        place.learned = learned = _NOTHING if known is None else known.keys.get(place.key, _NOTHING)
+        return learned
+
+    def _made(self, place: Place, quantile: float, generated: int) -> Estimate | None:
+        """The estimate without a hint. That of a whole length is kept: every new request asks for one."""
+        learned = place.learned
+        if learned.samples < ENOUGH:
+            return self._shared(place, learned, quantile, generated)
+        tokens = learned.length(quantile, generated)
+        found = None if tokens is None else Estimate(tokens, _OWN, learned.samples, quantile)
+        if not generated:
+            learned.kept[quantile] = found
+        return found
+
+    def _shared(self, place: Place, own: LengthHistogram, quantile: float, generated: int) -> Estimate | None:
+        key = place.key
+        heard = self._heard.get((place.tenant, key))
         if heard is not None and heard.samples >= ENOUGH:
             tokens = heard.quantile(quantile, generated)
             return None if tokens is None else Estimate(tokens, _REPLICAS, heard.samples, quantile)
-        if learned is not None and learned.lengths.censored >= ENOUGH:
+        if own.censored >= ENOUGH:
             return None
         for subject in (key, key.endpoint):
             median = self._medians.get(subject)
@@ -150,10 +190,15 @@ class LengthEstimator:
         return known is not None and known.hints.are_trusted
 
     def tokens_per_chunk(self, tenant: str, key: LengthKey) -> float:
+        """See `tokens_per_chunk_at`."""
+        return self.tokens_per_chunk_at(Place(tenant, key))
+
+    def tokens_per_chunk_at(self, place: Place) -> float:
         """Output tokens in one chunk of a stream, 1.0 to 64.0, as learned so far; 1.0 where nothing is known."""
-        known = self._tenants.get(tenant)
-        learned = None if known is None else known.keys.get(key)
-        return 1.0 if learned is None else learned.tokens_per_chunk
+        learned = place.learned
+        if learned.endpoint is None:
+            learned = self._look_up(place)
+        return learned.tokens_per_chunk
 
     def learn(
         self,
@@ -165,74 +210,101 @@ class LengthEstimator:
         *,
         is_censored: bool,
     ) -> None:
+        """See `learn_at`. A negative length is none."""
+        if length >= 0:
+            self.learn_at(Place(tenant, key), length, is_censored, hint, chunks)
+
+    def learn_at(
+        self, place: Place, length: int, is_censored: bool, hint: int | None = None, chunks: int | None = None
+    ) -> None:
         """Learns the output length of one sequence, in tokens.
 
         `is_censored` says that max_tokens or a disconnect cut it short. `chunks` is the number of its chunks where the
         answer was a stream and `length` is the engine's own count.
         """
-        if length < 0:
-            return
-        if length > LONGEST:
-            length = LONGEST + 1  # a count that no float holds would raise
-        known = self._tenants.get(tenant)
-        learned = None if known is None else known.keys.get(key)
-        endpoint = None if known is None else known.endpoints.get(key.endpoint)
-        is_new = False
-        if known is None or learned is None or endpoint is None:
-            if not _is_plausible(key):
+        learned = place.learned
+        endpoint = learned.endpoint
+        if endpoint is None:
+            if not _is_plausible(place.key):
                 return
-            known, learned, endpoint = self._new_places(tenant, key)
-            is_new = True
-        self._tenants.move_to_end(tenant)
-        known.keys.move_to_end(key)
-        known.endpoints.move_to_end(key.endpoint)
-        lengths = learned.lengths
-        lengths.add(length, is_censored=is_censored)
+            learned, endpoint = self._new_places(place)
+        self._turn = learned.turn = endpoint.turn = turn = self._turn + 1
+        if self._is_crowded:
+            self._tenants.move_to_end(place.tenant)
+        learned.add(length, is_censored)
+        if chunks or hint is not None:
+            self._note(place, min(length, LONGEST + 1), is_censored, hint, chunks)
+        if learned.is_new:
+            self._tell_of_new(place, endpoint, length, is_censored)
+        elif not turn & _EVERY_OTHER:
+            endpoint.add(length, is_censored)
+            self._tell_medians(place.key)
+
+    def _note(self, place: Place, length: int, is_censored: bool, hint: int | None, chunks: int | None) -> None:
+        """Learns how the tokens came, and how the hint held. A length that no float holds would raise."""
         if chunks and length:
-            learned.note_chunks(length, chunks)
+            place.learned.note_chunks(length, chunks)
         if hint is not None and hint >= 1:
-            known.hints.learn(hint, length, is_censored=is_censored)
-        if lengths.samples <= ENOUGH:
-            self._vote(tenant, key, self._evidence(tenant, key, lengths))
-        self._turn = turn = self._turn + 1
-        if not turn & _EVERY_OTHER or endpoint.samples < _ALL_UP_TO:
-            endpoint.add(length, is_censored=is_censored)
-            self._tell_medians(tenant, key, endpoint)
-        if is_new:
-            self._forget_oldest(tenant, known)
+            self._tenants[place.tenant].hints.learn(hint, length, is_censored=is_censored)
 
-    def _tell_medians(self, tenant: str, key: LengthKey, endpoint: LengthHistogram) -> None:
+    def _tell_of_new(self, place: Place, endpoint: _EndpointLengths, length: int, is_censored: bool) -> None:
+        """An answer of a key or an endpoint that has few: it may decide whether they size other tenants' requests."""
+        learned, tenant, key = place.learned, place.tenant, place.key
+        is_turn = not self._turn & _EVERY_OTHER
+        if learned.samples <= ENOUGH:
+            self._vote(tenant, key, self._evidence(tenant, key, learned))
+        if is_turn or endpoint.samples < _ALL_UP_TO:
+            endpoint.add(length, is_censored)
+            if endpoint.samples <= ENOUGH:
+                self._vote(tenant, key.endpoint, endpoint if endpoint.samples == ENOUGH else None)
+        if is_turn:
+            self._tell_medians(key)
+        learned.is_new = learned.samples <= ENOUGH or endpoint.samples < _ALL_UP_TO
+
+    def _tell_medians(self, key: LengthKey) -> None:
         """Newcomers are sized by what many tenants learn."""
-        if endpoint.samples <= ENOUGH:
-            self._vote(tenant, key.endpoint, endpoint if endpoint.samples == ENOUGH else None)
-        if not self._turn & _EVERY_OTHER:
-            for subject in (key, key.endpoint):
-                median = self._medians.get(subject)
-                if median is not None:
-                    median.learned(_EVERY_OTHER + 1)
+        medians = self._medians
+        if key in medians:
+            medians[key].learned(_EVERY_OTHER + 1)
+        if key.endpoint in medians:
+            medians[key.endpoint].learned(_EVERY_OTHER + 1)
 
-    def _new_places(self, tenant: str, key: LengthKey) -> tuple[_Tenant, _Learned, LengthHistogram]:
-        """Where a sample belongs, as far as there is no such place yet."""
+    def _new_places(self, place: Place) -> tuple[_Learned, _EndpointLengths]:
+        """Where a sample belongs, as far as there is no such place yet. Forgets what is one too many then."""
+        tenant, key = place.tenant, place.key
         known = self._tenants.get(tenant)
         if known is None:
             known = self._tenants[tenant] = _Tenant()
-        learned = known.keys.get(key)
-        if learned is None:
-            learned = known.keys[key] = _Learned()
-            heard = self._heard.get((tenant, key))
-            if heard is not None:
-                heard.own = learned.lengths
+            self._is_crowded = len(self._tenants) > TENANTS_REMEMBERED // 2
+        place.learned = learned = known.keys.get(key) or _Learned()
         endpoint = known.endpoints.get(key.endpoint)
         if endpoint is None:
-            endpoint = known.endpoints[key.endpoint] = LengthHistogram()
-        return known, learned, endpoint
+            endpoint = known.endpoints[key.endpoint] = _EndpointLengths()
+        if learned.endpoint is None:
+            learned.endpoint, learned.is_new = endpoint, True
+        learned.turn = endpoint.turn = self._turn + 1  # the newest of all, as it is about to be learned from
+        if key not in known.keys:
+            known.keys[key] = learned
+            heard = self._heard.get((tenant, key))
+            if heard is not None:
+                heard.own = learned
+        self._forget_oldest(tenant, known)
+        return learned, endpoint
 
     def _forget_oldest(self, tenant: str, known: _Tenant) -> None:
         """Forgets what was learned least recently, where a new place is one too many."""
-        if len(known.keys) > KEYS_REMEMBERED:
-            self._forget_key(tenant, known.keys.popitem(last=False)[0])
-        if len(known.endpoints) > ENDPOINTS_REMEMBERED:
-            self._vote(tenant, known.endpoints.popitem(last=False)[0], None)
+        keys, endpoints = known.keys, known.endpoints
+        if len(keys) > KEYS_REMEMBERED:
+            key = min(keys, key=lambda key: keys[key].turn)
+            keys.pop(key).forget()
+            self._forget_key(tenant, key)
+        if len(endpoints) > ENDPOINTS_REMEMBERED:
+            endpoint = min(endpoints, key=lambda endpoint: endpoints[endpoint].turn)
+            del endpoints[endpoint]
+            for key, learned in keys.items():
+                if key.endpoint == endpoint:
+                    learned.endpoint = None
+            self._vote(tenant, endpoint, None)
         if len(self._tenants) > TENANTS_REMEMBERED:
             self._forget_tenant()
 
@@ -262,7 +334,8 @@ class LengthEstimator:
 
     def _forget_tenant(self) -> None:
         tenant, known = self._tenants.popitem(last=False)
-        for key in known.keys:
+        for key, learned in known.keys.items():
+            learned.forget()
             self._forget_key(tenant, key)
         for endpoint in known.endpoints:
             self._vote(tenant, endpoint, None)
@@ -279,10 +352,7 @@ class LengthEstimator:
         ranked = []
         for tenant, known in heapq.nlargest(most, self._tenants.items(), key=_use_of_tenant):
             keys = sorted(known.keys.items(), key=_use_of_key, reverse=True)
-            ranked += [
-                (rank, -learned.lengths.samples, tenant, key, learned.lengths)
-                for rank, (key, learned) in enumerate(keys)
-            ]
+            ranked += [(rank, -learned.samples, tenant, key, learned) for rank, (key, learned) in enumerate(keys)]
         ranked.sort(key=lambda entry: entry[:2])
         return ((tenant, key, lengths) for _, _, tenant, key, lengths in ranked)
 
@@ -293,14 +363,14 @@ class LengthEstimator:
             LearnedLengths(
                 tenant,
                 *key,
-                one.lengths.samples,
-                one.lengths.censored,
-                one.lengths.quantile(0.5),
-                one.lengths.quantile(quantile),
+                one.samples,
+                one.censored,
+                one.quantile(0.5),
+                one.quantile(quantile),
                 quantile,
                 round(one.tokens_per_chunk, 2),
             )
-            for tenant, key, one in heapq.nlargest(most, every, key=lambda found: found[2].lengths.samples)
+            for tenant, key, one in heapq.nlargest(most, every, key=lambda found: found[2].samples)
         ]
 
     def hear(self, replica: str, document: object, *, has_own: bool = False) -> None:
@@ -343,8 +413,7 @@ class LengthEstimator:
 
     def _own(self, tenant: str, key: LengthKey) -> LengthHistogram | None:
         known = self._tenants.get(tenant)
-        learned = None if known is None else known.keys.get(key)
-        return None if learned is None else learned.lengths
+        return None if known is None else known.keys.get(key)
 
 
 def _is_plausible(key: LengthKey) -> bool:
@@ -360,18 +429,51 @@ def _with_hint(found: Estimate | None, hint: int, generated: int, quantile: floa
     return Estimate(MARGIN * hint, _HINT, hints.answers, quantile)
 
 
-class _Learned:
-    """What was learned for one tenant and key."""
+class _EndpointLengths(LengthHistogram):
+    """The lengths of all of a tenant's answers on one endpoint, and the turn at which one was learned last."""
 
-    __slots__ = ("lengths", "tokens_per_chunk")
+    __slots__ = ("turn",)
 
     def __init__(self) -> None:
-        self.lengths = LengthHistogram()
+        super().__init__()
+        self.turn = 0
+
+
+class _Learned(LengthHistogram):
+    """What was learned for one tenant and key.
+
+    `endpoint` has its endpoint's lengths, None where that or the key is forgotten: places look it up again then. `turn`
+    is that of its last answer. `is_new`: every answer concerns other tenants, and not only every fourth. `kept` are the
+    estimates of whole lengths, by quantile, as the table says.
+    """
+
+    __slots__ = ("endpoint", "is_new", "kept", "tokens_per_chunk", "turn")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.endpoint: _EndpointLengths | None = None
         self.tokens_per_chunk = 1.0
+        self.turn = 0
+        self.is_new = True
+        self.kept: dict[float, Estimate | None] = {}
 
     def note_chunks(self, length: int, chunks: int) -> None:
         seen = min(MOST_TOKENS_PER_CHUNK, max(1.0, length / chunks))
         self.tokens_per_chunk += CHUNK_LEARNING_RATE * (seen - self.tokens_per_chunk)
+
+    def forget(self) -> None:
+        """Frees it, whoever has a place that knows it."""
+        self.endpoint = None
+        self.kept.clear()
+        self.clear()
+
+    def _tabulate(self) -> Survival:
+        self.kept.clear()
+        return super()._tabulate()
+
+
+_NOTHING = _Learned()
+"""What was learned where nothing was. It is never changed."""
 
 
 class _Tenant:
@@ -380,8 +482,8 @@ class _Tenant:
     __slots__ = ("endpoints", "hints", "keys")
 
     def __init__(self) -> None:
-        self.keys: OrderedDict[LengthKey, _Learned] = OrderedDict()
-        self.endpoints: OrderedDict[str, LengthHistogram] = OrderedDict()
+        self.keys: dict[LengthKey, _Learned] = {}
+        self.endpoints: dict[str, _EndpointLengths] = {}
         self.hints = Hints()
 
 
@@ -425,8 +527,8 @@ class _Heard:
 
 
 def _use_of_tenant(item: tuple[str, _Tenant]) -> int:
-    return max((learned.lengths.samples for learned in item[1].keys.values()), default=0)
+    return max((learned.samples for learned in item[1].keys.values()), default=0)
 
 
 def _use_of_key(item: tuple[LengthKey, _Learned]) -> int:
-    return item[1].lengths.samples
+    return item[1].samples

@@ -51,6 +51,8 @@ def _edge(index: int) -> int:
 
 EDGES = tuple(_edge(index) for index in range(bin_of(LONGEST) + 1))
 """The upper edge of each bin, in tokens."""
+_FINE = tuple(bin_of(length) for length in range(FINE_TOKENS + 1))
+"""The bins of the lengths that most answers have."""
 
 
 class Survival:
@@ -116,43 +118,52 @@ class Survival:
 class LengthHistogram:
     """The lengths of one kind of request. Not thread-safe; the same calls give the same answers.
 
-    `samples` counts the complete samples, `censored` the others; neither decays.
+    `samples` counts the complete samples, `censored` the others; neither decays. The table is too old when they are
+    `stale_from` together.
     """
 
     __slots__ = (
-        "_asked", "_censored", "_complete", "_fresh", "_growth", "_length", "_step", "_survival", "censored", "samples",
+        "_censored", "_complete", "_growth", "_step", "_survival", "censored", "samples", "stale_from",
     )  # fmt: skip
 
     def __init__(self, half_life: int = HALF_LIFE) -> None:
-        self.samples = 0
-        self.censored = 0
+        self._growth = 2.0 ** (1.0 / half_life)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets every sample."""
+        self.samples = self.censored = self.stale_from = 0
         self._complete = array("d")
         self._censored = array("d")
         self._step = 1.0
-        self._growth = 2.0 ** (1.0 / half_life)
         self._survival: Survival | None = None
-        self._fresh = 0
-        """Samples that the table is still good for."""
-        self._asked: float | None = None
-        self._length: int | None = None
 
-    def add(self, length: int, *, is_censored: bool) -> None:
-        """Adds the output length of one sequence, in tokens; `is_censored` where it was cut short."""
-        index = (length - 1) // BIN_TOKENS if 0 < length <= FINE_TOKENS else bin_of(length)
-        if index >= len(self._complete):
-            more = bytes(8 * (index + 1 - len(self._complete)))
-            self._complete.frombytes(more)
-            self._censored.frombytes(more)
-        self._step = step = self._step * self._growth
-        if is_censored or length > LONGEST:
-            self._censored[index] += step
-            self.censored += 1
+    def add(self, length: int, is_censored: bool) -> None:
+        """Adds the output length of one sequence, in tokens, at least 0; `is_censored` where it was cut short."""
+        if length <= FINE_TOKENS:
+            index = _FINE[length]
         else:
-            self._complete[index] += step
-            self.samples += 1
-        self._fresh -= 1
+            index, is_censored = bin_of(length), is_censored or length > LONGEST
+        step = self._step * self._growth
+        try:
+            if is_censored:
+                self._censored[index] += step
+                self.censored += 1
+            else:
+                self._complete[index] += step
+                self.samples += 1
+        except IndexError:
+            self._widen(index + 1)
+            self.add(length, is_censored)
+            return
+        self._step = step
         if step > _LARGEST_STEP:
             self._scale()
+
+    def _widen(self, bins: int) -> None:
+        more = bytes(8 * (bins - len(self._complete)))
+        self._complete.frombytes(more)
+        self._censored.frombytes(more)
 
     def _scale(self) -> None:
         step, self._step = self._step, 1.0
@@ -174,22 +185,19 @@ class LengthHistogram:
     def survival(self) -> Survival:
         """The distribution, at most an eighth of the samples (64 of them) old."""
         survival = self._survival
-        if survival is None or self._fresh <= 0:
-            survival = self._survival = Survival(self._complete, self._censored)
-            # So many new samples are an eighth of all when they are a seventh of those that the table has.
-            known = self.samples + self.censored
-            self._fresh = max(1, min(_STALE_MOST, -(-known // (_STALE_SHARE - 1))))
-            self._asked = None
+        if survival is None or self.samples + self.censored >= self.stale_from:
+            survival = self._survival = self._tabulate()
         return survival
 
+    def _tabulate(self) -> Survival:
+        known = self.samples + self.censored
+        # So many new samples are an eighth of all when they are a seventh of those that the table has.
+        self.stale_from = known + max(1, min(_STALE_MOST, -(-known // (_STALE_SHARE - 1))))
+        return Survival(self._complete, self._censored)
+
     def length(self, q: float, beyond: int = 0) -> int | None:
-        """See `Survival.length`. The last answer about a whole length is kept: every new request asks for it."""
-        if beyond:
-            return self.survival().length(q, beyond)
-        if q != self._asked or self._fresh <= 0:
-            self._length = self.survival().length(q)
-            self._asked = q
-        return self._length
+        """See `Survival.length`."""
+        return self.survival().length(q, beyond)
 
     def quantile(self, q: float, beyond: int = 0) -> int | None:
         """See `Survival.quantile`."""

@@ -59,8 +59,8 @@ class Median:
 
     def learned(self, samples: int = 1) -> None:
         """Notes that voters learned so many samples."""
-        self._news += samples
-        if self._news >= _FRESH:
+        self._news = news = self._news + samples
+        if news >= _FRESH:
             self._news = 0
             self._kept.clear()
 

@@ -65,7 +65,8 @@ class AdmissionController:
     proxy, and the engine is another process. `unguarded` applies to other paths where the policy does not say; None
     lets the app decide, at its first request. `engine_watch` knows whether the engine can be used. `routing` is there
     where the pool has several engines, behind the app. `lifespan` serves the server's lifespan: the app, with what the
-    server's start and end need around it. `server` is the task of that lifespan, None before it begins. `self_views`
+    server's start and end need around it. `pages` are those of an app in this process, to be told of the first scope;
+    None elsewhere. `server` is the task of that lifespan, None before it begins. `self_views`
     are what tenants were last shown of themselves, by name and level, and when (`self_view`). `usage` counts what the
     tenants use, None where that is not kept.
     """
@@ -94,6 +95,7 @@ class AdmissionController:
         )
         self.routing = routing
         self.lifespan = app
+        self.pages: EnginePages | None = None
         self.engine_key = None if engine_key is None else engine_key.encode("ascii")
         self._is_proxied = is_proxied
         self.identities = Identities()

@@ -6,10 +6,9 @@ In-process engines are queried over ASGI, without a socket. A reverse proxy's en
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from urllib.parse import quote, urlsplit
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Scope
 
 from sidecar.engines.pages import NoAnswer, NotConnected, Page, TooSlow, Unread
 from sidecar.errors import AdmissionError, EngineUnreachable
@@ -23,9 +22,9 @@ _UNREACHABLE = frozenset((502, 504))
 
 
 class EnginePages:
-    """Fetches pages from an app, and passes its requests on. See `reading.Pages`.
+    """Fetches pages from an app. See `reading.Pages`.
 
-    `key` is sent as the API key. `host` is the server's application object (`scope["app"]`), known from the first call.
+    `key` is sent as the API key. `host` is the server's application object (`scope["app"]`): see `follow`.
     """
 
     def __init__(self, app: ASGIApp, key: str | None = None) -> None:
@@ -33,11 +32,9 @@ class EnginePages:
         self._key = key
         self.host: object | None = None
 
-    def serve(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Serves one ASGI scope: passes everything on."""
-        if self.host is None:
-            self.host = scope.get("app")
-        return self._app(scope, receive, send)
+    def follow(self, scope: Scope) -> None:
+        """Notes the `host` that the process's first scope names. Later ones name no other."""
+        self.host = scope.get("app")
 
     async def get(self, path: str, *, within_s: float = ANSWER_WITHIN_S) -> Page:
         """See `Pages.get`."""

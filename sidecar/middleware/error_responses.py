@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 from starlette.types import Message, Receive, Send
 
-from sidecar.errors import AdmissionError
+from sidecar.errors import AdmissionError, BodyTooLarge
 from sidecar.events import Headers
 from sidecar.middleware.response_headers import ANTHROPIC_ID, REQUEST_ID
 
@@ -51,17 +51,20 @@ async def send_error(
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def refuse_too_large(
+async def refuse(
     send: Send,
     error: AdmissionError,
+    receive: Receive,
+    most_s: float,
     *,
     anthropic: bool,
     request_id: str,
     headers: Headers,
-    receive: Receive,
-    most_s: float,
 ) -> None:
-    """Answers a body that is too large, and reads the rest of it: see `discard_body`."""
+    """Answers a request, and reads the rest of a body that is too large, for at most `most_s`: see `discard_body`."""
+    if not isinstance(error, BodyTooLarge):
+        await send_error(send, error, anthropic=anthropic, request_id=request_id, headers=headers)
+        return
 
     async def send_and_go_on(message: Message) -> None:
         # At the end of a response the server closes the connection, and a client that still sends loses the response.

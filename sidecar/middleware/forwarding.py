@@ -17,13 +17,15 @@ from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant
 
 
-def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: Headers, *, has_begun: bool) -> Headers:
-    """The headers for the app: the client's `pairs`, with the engine's priority and key, and with `added`.
+def headers_for_app(
+    pairs: Headers, request: SizedRequest, body: bytes, added: list[tuple[bytes, bytes]], *, has_begun: bool
+) -> Headers:
+    """The headers for the app: the client's `pairs`, with those `added`, to which the new length is added here.
 
     `has_begun`: the response has begun as plain text, so the engine must not compress the rest. A background response
     must not be compressed either, because its id has to be read.
     """
-    own, taken, added = request.headers, request.taken, [*added, *request.added]
+    own, taken = request.headers, request.taken
     if has_begun or request.payload.background:
         taken = [*taken, b"accept-encoding"]
     if body is not request.body and b"content-length" in own:

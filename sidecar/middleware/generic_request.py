@@ -149,10 +149,10 @@ class GenericRequest(RequestHandler):
     def check(self) -> None:
         """See `Watched`. Also ends an upload that takes longer than a body may: it holds its lease meanwhile."""
         super().check()
-        upload, since_us = self._upload, self._admitted_us
-        if upload is None or upload.is_complete or self.stage is not Stage.RUNNING:
+        upload = self._upload
+        if upload is None or upload.is_complete or self.stage is not Stage.RUNNING or self._lease.grant is None:
             return
-        if self._now_us() - since_us > self._snapshot.policy.body_timeout_s * 1e6:
+        if self._now_us() - self._lease.grant.at_us > self._snapshot.policy.body_timeout_s * 1e6:
             self._is_late = True
             self._settle(Outcome.FAILED, BodyTimeout.code)
             upload.cut()

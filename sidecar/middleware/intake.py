@@ -30,7 +30,7 @@ from sidecar.events import Headers
 from sidecar.gain.token_deadlines import Objective
 from sidecar.middleware.credentials import AUTHORIZATION, BEARER, KEY_HEADERS
 from sidecar.middleware.header_names import MAX_WAIT_HEADER, HeaderNames
-from sidecar.middleware.lease_size import Expected, LeaseSizes, LengthQuestion
+from sidecar.middleware.lease_size import Expected, LeaseSizes
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.slo_headers import SLO_HEADERS, asked_slo
 from sidecar.payload.decode import Payload, decode
@@ -106,13 +106,17 @@ class SizedRequest(msgspec.Struct, gc=False):
 
     def expect(self, sizes: LeaseSizes, pool: Pool) -> None:
         """Sizes it by what it is expected to use in the pool."""
-        payload, classification, expected = self.payload, self.classification, self.expected
-        most = self.tokens if expected is None else expected.most
+        payload, before = self.payload, self.expected
         bound = payload.max_output_tokens if self.output_cap is None else self.output_cap
-        limit = pool.most_tokens(classification.level) if bound is None else 0
-        tenant, output = classification.tenant.name, self.assumed_output
-        expected = self.expected = sizes.expect(
-            LengthQuestion(tenant, self.path, payload, self.prompt_tokens, most, output, bound, limit)
+        self.expected = expected = sizes.expect(
+            self.classification.tenant.name,
+            self.path,
+            payload,
+            self.prompt_tokens,
+            self.tokens if before is None else before.most,
+            self.assumed_output,
+            bound,
+            pool.most_tokens(self.classification.level) if bound is None else 0,
         )
         if expected is not None:
             self.tokens = expected.tokens

@@ -18,11 +18,12 @@ from typing import Protocol
 import msgspec
 
 from sidecar.events import Expectation
-from sidecar.lengths.buckets import LengthKey, key_of
-from sidecar.lengths.estimator import Estimate, LearnedLengths, LengthEstimator, Source
+from sidecar.lengths.buckets import LengthKey, bucket_of
+from sidecar.lengths.estimator import Estimate, LearnedLengths, LengthEstimator, Place, Source
 from sidecar.lengths.overlap import WHOLE, Overlap
 from sidecar.lengths.trust import Trust
 from sidecar.payload.decode import Payload
+from sidecar.payload.traits import Traits
 from sidecar.policy.model import Learn
 from sidecar.pools.base import Lease
 
@@ -42,27 +43,43 @@ _SAMPLES_PER_RUNNING = 3
 """Complete samples for each request of a key that runs, before an estimate of its own answers counts. The answers that
 end first are the shortest of a batch: with a batch of 270 the first 50 say far too little, and the engine preempts."""
 _MOST_KNOWN = 65_536
+_MOST_PLACES = 4096
+"""Kinds of requests whose places are kept. A kind has a tenant and what its clients say: such as each `max_tokens`."""
 _LONGEST_NAME = 256
-"""Characters of a model whose keys are kept: no model has a longer name, and memory must stay small."""
+"""Characters of a model whose places are kept: no model has a longer name, and memory must stay small."""
 # Looked up once: an enumeration's attribute costs as much as a call.
 _OWN, _REPLICAS, _HINT = Source.OWN, Source.REPLICAS, Source.HINT
 
 _NEVER = 2**62
+_ENDED = _NEVER + 1
+"""The next look of a lease that has ended."""
+
+_Kind = tuple[str, str, str | None, Traits, int | None]
+"""What finds a request's place: its tenant, path, model and traits, and its bound."""
+
+
+class LeasePlace(Place):
+    """The place of a kind of requests. `is_known`: its key has enough answers, whatever runs."""
+
+    __slots__ = ("is_known",)
+
+    def __init__(self, tenant: str, key: LengthKey, *, is_known: bool) -> None:
+        super().__init__(tenant, key)
+        self.is_known = is_known
 
 
 class Expected(msgspec.Struct, frozen=True, gc=False):
-    """What one request is expected to use, in tokens.
+    """What one request is expected to use, in tokens. `place` is where its length is learned.
 
     `prompt` is that of all choices together, in `sequences` sequences, of which the answer has `shown`. `bound` is the
     most that one of them may generate, None where the client says none; the old rule takes `assumed` then. `longest` is
     the same, or what its tier admits where there is no `bound`. `estimate` is None where nothing is
     known: the lease then holds `most`, what the old rule holds. `tokens` is what it enters the pool with, at the
     overlap `ratio` of 65,536, `quantile` the share of answers that `estimate` covers. `plain` is what it is expected to
-    use in all, before the overlap. `is_known`: its key had enough answers already, whatever runs.
+    use in all, before the overlap.
     """
 
-    tenant: str
-    key: LengthKey
+    place: LeasePlace
     prompt: int
     sequences: int
     bound: int | None
@@ -76,7 +93,6 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
     tokens: int
     ratio: int
     plain: int
-    is_known: bool
 
     def said(self, payload: Payload) -> Expectation:
         """The same for telemetry. `payload` is the request's."""
@@ -88,7 +104,7 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
             source, samples, quantile = estimate.source._value_, estimate.samples, self.quantile
         is_text = payload.prompt_bytes and not payload.prompt_tokens and not payload.unread_bytes
         bytes_per_token = payload.prompt_bytes * payload.choices / self.prompt if is_text else None
-        sequences, overlap, bucket = self.sequences, self.ratio / WHOLE, self.key.bucket
+        sequences, overlap, bucket = self.sequences, self.ratio / WHOLE, self.place.key.bucket
         return Expectation(  # names would cost as much as all of this
             output, sequences, source, samples, quantile, overlap, self.most, self.prompt, bytes_per_token, bucket
         )
@@ -117,21 +133,6 @@ class Answer(Protocol):
     @property
     def later_chunks(self) -> int:
         """The chunks since the engine's count, 0 where that is the last."""
-
-
-class LengthQuestion(msgspec.Struct, frozen=True, gc=False):
-    """A request to be sized: see `Expected`. `limit` is the most that one request of its tier may hold:
-    it counts where there is no `bound`.
-    """
-
-    tenant: str
-    path: str
-    payload: Payload
-    prompt_tokens: int
-    most: int
-    assumed: int
-    bound: int | None
-    limit: int
 
 
 class EngineSizesDocument(msgspec.Struct, frozen=True):
@@ -167,15 +168,15 @@ class LeaseSizesDocument(msgspec.Struct, frozen=True):
 class EngineSizes:
     """The leases of this process at one engine, and the trust in it.
 
-    Its `leases` hold `held_tokens`, and `admitted` counts all that there were, `admitted_by_all` those of all replicas,
-    about. The overlap has the leases where the trust uses it.
+    `admitted` counts all that there were, `admitted_by_all` those of all replicas, about. The overlap has the leases
+    where the trust uses it.
     """
 
     def __init__(self, learn: Learn, now_us: Callable[[], int], name: str | None) -> None:
         self.name = name
         self.overlap = Overlap()
         self.trust = Trust(learn, now_us())
-        self.admitted = self.held_tokens = self.admitted_by_all = self.growths = 0
+        self.admitted = self.admitted_by_all = self.growths = 0
         self.leases: dict[int, LeaseSize] = {}
         self.preemptions: int | None = None
         self.read_us = now_us()
@@ -185,6 +186,11 @@ class EngineSizes:
     def running(self) -> int:
         """The leases at this engine."""
         return len(self.leases)
+
+    @property
+    def held_tokens(self) -> int:
+        """What they hold in the pool."""
+        return sum(lease.held for lease in self.leases.values())
 
     def count_admitted(self, replicas: int) -> None:
         """Each of the replicas has admitted about as many as this one: all of them caused the engine's preemptions."""
@@ -228,7 +234,8 @@ class LeaseSizes:
     """The sizes of a process's leases in one pool. Not thread-safe; every method returns at once.
 
     `learns` says whether requests are sized by what is learned. `now_us` is the pool's clock, `replicas` how many
-    processes share the pool. `estimator` may be shared with other pools of the process.
+    processes share the pool. `estimator` may be shared with other pools of the process. Where it `has_many_engines`,
+    call `forget_idle` when one of them runs nothing any more.
     """
 
     def __init__(
@@ -244,10 +251,13 @@ class LeaseSizes:
         self._now_us = now_us
         self._replicas = replicas
         self._base = Trust(learn, now_us())
-        self._is_at_base = learn is Learn.CAUTIOUS
+        self._at_base: tuple[float, int] | None = None
         self._engines: dict[str | None, EngineSizes] = {}
+        self.has_many_engines = False
+        self._places: dict[_Kind, LeasePlace] = {}
         self._unknown: dict[tuple[str, LengthKey], int] = {}
         self._known = set[tuple[str, LengthKey]]()
+        self._trust_changed()
 
     def change_learn(self, learn: Learn) -> None:
         """The policy has another `learn`. What was learned stays; leases under way change at their next 64 tokens."""
@@ -258,9 +268,10 @@ class LeaseSizes:
         self._trust_changed()
 
     def _trust_changed(self) -> None:
-        """Notes whether the base is in force at every engine, and no overlap: then no request needs to ask them."""
+        """Notes the quantile where the base is in force at every engine, and no overlap: no request asks them then."""
         is_raised = any(engine.trust.is_raised for engine in self._engines.values())
-        self._is_at_base = self.mode is Learn.CAUTIOUS and not is_raised
+        is_at_base = self.mode is Learn.CAUTIOUS and not is_raised
+        self._at_base = (self._base.quantile, WHOLE) if is_at_base else None
 
     def preempted(self, engine: str | None, total: int, now_us: int) -> None:
         """An engine, by its name, says how many requests it has preempted since it started."""
@@ -269,119 +280,149 @@ class LeaseSizes:
         found.count_admitted(self._replicas())
         found.trust.preempted(total, now_us, found.admitted_by_all)
 
-    def expect(self, asked: LengthQuestion) -> Expected | None:
-        """The size of a request that enters the pool. None where nothing is generated. Not with `learn: off`."""
-        payload, bound, assumed, most = asked.payload, asked.bound, asked.assumed, asked.most
+    def expect(  # noqa: PLR0917  # names, or an object with them, would cost a fifth of all of this
+        self,
+        tenant: str,
+        path: str,
+        payload: Payload,
+        prompt_tokens: int,
+        most: int,
+        assumed: int,
+        bound: int | None,
+        limit: int,
+    ) -> Expected | None:
+        """The size of a request that enters the pool. None where nothing is generated. Not with `learn: off`.
+
+        See `Expected`. `limit` is the most that one request of its tier may hold: it counts where there is no `bound`.
+        """
         if assumed < 1:
             return None
-        tenant, model = asked.tenant, payload.model
-        find = key_of if model is None or len(model) <= _LONGEST_NAME else key_of.__wrapped__
-        key = find(asked.path, model, payload.traits, bound)
-        quantile, ratio = (self._base.quantile, WHOLE) if self._is_at_base else self._entry()
+        kind = tenant, path, payload.model, payload.traits, bound
+        place = self._places.get(kind) or self._place(kind)
+        quantile, ratio = self._at_base or self._entry()
         hint = None if payload.nvext is None else payload.output_hint
-        is_known = (tenant, key) in self._known
-        estimate = self.estimator.estimate(tenant, key, quantile, 0, hint)
-        if estimate is not None and not is_known:
-            estimate = self._counting(estimate, tenant, key, quantile, 0)
-        choices, prompts = payload.choices, payload.prompts
-        sequences, prompt = choices * prompts, asked.prompt_tokens * choices
+        estimate = self.estimator.estimate_at(place, quantile, 0, hint)
+        if estimate is not None and not place.is_known:
+            estimate = self._counting(estimate, place, quantile, 0)
+        sequences = shown = 1
+        prompt = prompt_tokens
+        if payload.choices != 1 or payload.prompts != 1:
+            sequences, shown = payload.sequences, payload.shown_sequences
+            prompt *= payload.choices
         # Without a maximum the old rule's figure is no bound. No estimate makes a request too large for its tier.
-        longest = max(assumed, (asked.limit - prompt) // sequences) if bound is None else bound
+        longest = max(assumed, (limit - prompt) // sequences) if bound is None else bound
         if estimate is None:
             plain = prompt + sequences * (assumed if bound is None else bound)
             tokens = most
         else:
-            output = min(estimate.tokens, longest)
+            output = estimate.tokens
+            if output > longest:  # noqa: PLR1730  # `min` is one call more
+                output = longest
             tokens = plain = prompt + sequences * output
         if ratio < WHOLE:
             tokens = -(-tokens * ratio // WHOLE)
         return Expected(
-            tenant, key, prompt, sequences, bound, assumed, longest, prompts * (choices - payload.hidden_choices), hint,
-            estimate, most, quantile, tokens or 1, ratio, plain, is_known,
+            place, prompt, sequences, bound, assumed, longest, shown, hint, estimate, most, quantile, tokens or 1,
+            ratio, plain,
         )  # fmt: skip
 
+    def _place(self, kind: _Kind) -> LeasePlace:
+        """The place of a kind of requests that was not seen lately."""
+        tenant, path, model, traits, bound = kind
+        key = LengthKey(path, model, bucket_of(traits, bound))
+        place = LeasePlace(tenant, key, is_known=(tenant, key) in self._known)
+        if model is None or len(model) <= _LONGEST_NAME:
+            if len(self._places) >= _MOST_PLACES:
+                self._places.clear()
+            self._places[kind] = place
+        return place
+
     def estimate(
-        self, tenant: str, key: LengthKey, quantile: float, generated: int, hint: int | None
+        self, place: LeasePlace, quantile: float, generated: int = 0, hint: int | None = None
     ) -> Estimate | None:
         """What the estimator says, unless all it has are the first answers of a batch that still runs."""
-        found = self.estimator.estimate(tenant, key, quantile, generated=generated, hint=hint)
-        if found is None or (tenant, key) in self._known:
-            return found
-        return self._counting(found, tenant, key, quantile, generated)
+        found = self.estimator.estimate_at(place, quantile, generated, hint)
+        return found if place.is_known or found is None else self._counting(found, place, quantile, generated)
 
-    def _counting(
-        self, found: Estimate, tenant: str, key: LengthKey, quantile: float, generated: int
-    ) -> Estimate | None:
+    def _counting(self, found: Estimate, asked: LeasePlace, quantile: float, generated: int) -> Estimate | None:
         """The estimate of a key that is not known yet, where it counts."""
-        place = (tenant, key)
+        place = asked.tenant, asked.key
+        if place in self._known:
+            asked.is_known = True
+            return found
         if found.source is _HINT and place in self._unknown:
             # Above such an estimate a hint says no more than alone: less than the maximum only where it is trusted.
-            bare = self.estimator.estimate(tenant, key, quantile, generated=generated)
-            if bare is None or self._is_enough(bare, place):
+            bare = self.estimator.estimate_at(asked, quantile, generated)
+            if bare is None or self._is_enough(bare, asked):
                 return found
-            return found if self.estimator.trusts_hints(tenant) else None
-        if not self._is_enough(found, place):
+            return found if self.estimator.trusts_hints(asked.tenant) else None
+        if not self._is_enough(found, asked):
             return None
         if found.source is not _OWN and found.source is not _REPLICAS:
             return found
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
+            self._places.clear()
         self._known.add(place)
+        asked.is_known = True
         return found
 
-    def _is_enough(self, found: Estimate, place: tuple[str, LengthKey]) -> bool:
+    def _is_enough(self, found: Estimate, asked: LeasePlace) -> bool:
         """Whether the answers behind an estimate are more than the first ones of a batch."""
-        is_own = found.source is _OWN or found.source is _REPLICAS
-        return not is_own or found.samples >= _SAMPLES_PER_RUNNING * self._unknown.get(place, 0)
+        if found.source is not _OWN and found.source is not _REPLICAS:
+            return True
+        samples = asked.learned.samples if found.source is _OWN else found.samples
+        return samples >= _SAMPLES_PER_RUNNING * self._unknown.get((asked.tenant, asked.key), 0)
 
     def began(self, expected: Expected) -> bool:
         """One more request runs. Whether it is counted, which is so while its key is not known: then call `ended`."""
-        place = (expected.tenant, expected.key)
-        if expected.is_known or place in self._known:
+        place = expected.place.tenant, expected.place.key
+        if place in self._known:
             return False
         self._unknown[place] = self._unknown.get(place, 0) + 1
         return True
 
     def ended(self, expected: Expected) -> None:
         """A request that was counted runs no more."""
-        place = (expected.tenant, expected.key)
+        place = expected.place.tenant, expected.place.key
         running = self._unknown.pop(place) - 1
         if running:
             self._unknown[place] = running
 
-    def begin(self, expected: Expected, lease: Lease, answer: Answer, *, streams: bool) -> LeaseSize:
+    def begin(self, expected: Expected, lease: Lease, answer: Answer, streams: bool) -> LeaseSize:
         """A request that was expected to use so much was admitted. `answer` is read as it passes."""
         grant = lease.grant
         name = None if grant is None or grant.engine is None else grant.engine.partition("#")[0]
-        engine, held, plain = self._engines.get(name) or self._engine(name), lease.ask.tokens, expected.plain
+        engine = self._engines.get(name) or self._engine(name)
+        held, plain = lease.ask.tokens, expected.plain
+        size = LeaseSize(self, engine, expected, lease, answer, held, expected.prompt, plain)
         engine.admitted += 1
-        is_counted = not expected.is_known and self.began(expected)
-        size = LeaseSize(self, engine, expected, lease, answer, held, expected.prompt, plain, is_counted)
         engine.leases[lease.id] = size
-        engine.held_tokens += held
+        if not expected.place.is_known:
+            size.is_counted = self.began(expected)
         if held != plain or engine.trust.uses_overlap:
             size.resize(0, expected.estimate)
         if streams:
-            size.follow(self.estimator.tokens_per_chunk(expected.tenant, expected.key))
+            size.follow(self.estimator.tokens_per_chunk_at(expected.place))
         return size
 
-    def learn(self, expected: Expected, answer: Answer, *, is_complete: bool) -> None:
+    def learn(self, expected: Expected, answer: Answer, is_complete: bool) -> None:
         """An answer is over. It is longer than what was seen where it is not complete, or as long as it may be."""
-        said = answer.output_tokens
-        if said is None and not answer.chunks:
-            return  # an answer that says nothing of its length
+        said, chunks = answer.output_tokens, answer.chunks
         if said is None:
+            if not chunks:
+                return  # an answer that says nothing of its length
             length = self.generated(expected, answer)
-        elif (length := said // expected.shown) > expected.longest:
-            length = expected.longest
-        is_censored = not is_complete or (expected.bound is not None and length >= expected.bound)
+        else:
+            length = said // expected.shown
+        longest, is_censored = expected.longest, not is_complete
+        if length >= longest:
+            length, is_censored = longest, is_censored or expected.bound is not None
         if length or not is_censored:
-            chunks: int | None = 0
-            if answer.chunks:
-                is_counted = said is not None and not answer.later_chunks
-                chunks = (answer.chunks - answer.large_tokens) // expected.shown if is_counted else None
-            learn = self.estimator.learn
-            learn(expected.tenant, expected.key, length, expected.hint, chunks, is_censored=is_censored)
+            counted = None
+            if chunks and said is not None and not answer.later_chunks:
+                counted = (chunks - answer.large_tokens) // expected.shown
+            self.estimator.learn_at(expected.place, length, is_censored, expected.hint, counted)
 
     def generated(self, expected: Expected, answer: Answer) -> int:
         """Tokens of each sequence so far: the engine's count, and the events since by the tokens that one has."""
@@ -389,7 +430,7 @@ class LeaseSizes:
         chunks = answer.chunks if tokens is None else answer.later_chunks
         if chunks:
             events = max(0, chunks - answer.large_tokens)
-            per_chunk = self.estimator.tokens_per_chunk(expected.tenant, expected.key)
+            per_chunk = self.estimator.tokens_per_chunk_at(expected.place)
             tokens = (tokens or 0) + max(chunks, int(events * per_chunk))
         # Some APIs send more events than tokens, and engines may say any number. No answer is longer than its maximum.
         return min((tokens or 0) // expected.shown, expected.longest)
@@ -414,11 +455,6 @@ class LeaseSizes:
         learned = self.estimator.most_learned(MOST_LEARNED_SHOWN, quantile)
         return LeaseSizesDocument(self.mode.value, self.documents(), learned)
 
-    def left(self) -> None:
-        """An engine runs nothing any more. Where many came and went, one such is forgotten."""
-        if len(self._engines) > _MOST_ENGINES:
-            self._forget_idle()
-
     def _look(self) -> None:
         """An engine that is gone says no more that it does not preempt: it has no trust to lose."""
         now_us = self._now_us()
@@ -430,16 +466,18 @@ class LeaseSizes:
         found = self._engines.get(name)
         if found is None:
             if len(self._engines) >= _MOST_ENGINES:
-                self._forget_idle()
+                self.forget_idle()
             found = self._engines[name] = EngineSizes(self.mode, self._now_us, name)
             found.trust.on_change.append(self._trust_changed)
+            self.has_many_engines = len(self._engines) > _MOST_ENGINES
         return found
 
-    def _forget_idle(self) -> None:
+    def forget_idle(self) -> None:
         """Forgets the engine of those that run nothing that has not been read for longest."""
         idle = min((engine for engine in self._engines.values() if not engine.leases), key=_last_read_us, default=None)
         if idle is not None:
             del self._engines[idle.name]
+            self.has_many_engines = len(self._engines) > _MOST_ENGINES
             self._trust_changed()
 
     def _entry(self) -> tuple[float, int]:
@@ -459,7 +497,8 @@ class LeaseSize(msgspec.Struct, eq=False):
 
     Call `answer_read` whenever the answer's events were counted, and `ended` when the request leaves its engine,
     however it does. `held` is what the lease holds, `growths` how often it grew. `used_tokens` and `expected_tokens`
-    are what it uses now, as far as that is known, and what it is expected to use at most.
+    are what it uses now, as far as that is known, and what it is expected to use at most. `is_counted`: see
+    `LeaseSizes.began`.
     """
 
     _sizes: LeaseSizes
@@ -470,11 +509,10 @@ class LeaseSize(msgspec.Struct, eq=False):
     held: int
     used_tokens: int
     expected_tokens: int
-    _is_counted: bool
     next_look: int = _NEVER
     growths: int = 0
+    is_counted: bool = False
     _per_chunk: float = 1.0
-    _is_over: bool = False
     _overlaps: bool = False
 
     def follow(self, tokens_per_chunk: float) -> None:
@@ -492,7 +530,7 @@ class LeaseSize(msgspec.Struct, eq=False):
         expected, sizes = self._expected, self._sizes
         generated = sizes.generated(expected, self._answer)
         quantile = self._engine.trust.quantile
-        estimate = sizes.estimate(expected.tenant, expected.key, quantile, generated, expected.hint)
+        estimate = sizes.estimate(expected.place, quantile, generated, expected.hint)
         self.next_look = self._answer.chunks + self._chunks(EVERY_TOKENS)
         self.resize(generated, estimate)
 
@@ -502,21 +540,21 @@ class LeaseSize(msgspec.Struct, eq=False):
         Call it before the lease is settled: its tenant pays for what it used above what it was charged for. An engine
         may say any number: no request uses more than the most that it may.
         """
-        if self._is_over:
+        if self.next_look == _ENDED:
             return
+        engine, lease = self._engine, self._lease
         # What is counted is never more than what is used. To ask for it also brings the overlap up to date.
-        if used_tokens > self._lease.paid_tokens or self._engine.trust.uses_overlap:
-            self._charge(self._engine.counted(min(used_tokens, self._expected.most_used)))
-        self._is_over, self.next_look = True, _NEVER
-        engine, lease_id = self._engine, self._lease.id
-        del engine.leases[lease_id]
+        if used_tokens > lease.paid_tokens or engine.trust.uses_overlap:
+            self._charge(engine.counted(min(used_tokens, self._expected.most_used)))
+        self.next_look = _ENDED
+        leases = engine.leases
+        del leases[lease.id]
         if self._overlaps:
-            engine.overlap.remove(lease_id)
-        if self._is_counted:
+            engine.overlap.remove(lease.id)
+        if self.is_counted:
             self._sizes.ended(self._expected)
-        engine.held_tokens -= self.held
-        if not engine.leases:
-            self._sizes.left()
+        if not leases and self._sizes.has_many_engines:
+            self._sizes.forget_idle()
 
     def resize(self, generated: int, estimate: Estimate | None) -> None:
         """Sets what the lease holds, with so many tokens of each sequence generated already."""
@@ -545,7 +583,6 @@ class LeaseSize(msgspec.Struct, eq=False):
             engine.growths += 1
             self._charge(tokens)
         if self._lease.resize(tokens):
-            engine.held_tokens += tokens - held
             self.held = tokens
 
     def _charge(self, tokens: int) -> None:

@@ -16,13 +16,13 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
-from sidecar.errors import AdmissionError, BodyTooLarge, Draining, QueueFull
+from sidecar.errors import AdmissionError, Draining, QueueFull
 from sidecar.events import Headers, Obstacle, Outcome
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import EngineRoute
-from sidecar.middleware.error_responses import refuse_too_large, send_error
+from sidecar.middleware.error_responses import refuse, send_error
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
@@ -32,15 +32,14 @@ from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
 from sidecar.middleware.refusals import end_of_wait, refusal_headers, without_place
 from sidecar.middleware.request_gain import AnswerReader, RequestGain
-from sidecar.middleware.response_headers import admission_headers, early_headers, id_headers
-from sidecar.middleware.sse_keepalive import STREAMING
-from sidecar.middleware.stages import NEXT_STAGES, IllegalTransition, Stage
-from sidecar.middleware.usage import UsageReader
+from sidecar.middleware.response_headers import admission_headers, id_headers
+from sidecar.middleware.stages import Stage
+from sidecar.middleware.usage import READ_BYTES, UsageReader
 from sidecar.middleware.wait import (
     ClientChannel,
     ClientDisconnected,
-    Comments,
     WaitedTooLong,
+    comments_of,
     sized_ask,
     wait,
     within_budget,
@@ -58,15 +57,14 @@ CUT = "CancelledError"
 # Looked up once: an enumeration's attribute costs as much as a call.
 _READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
-
 _NOT_YET: Any = msgspec.UNSET
 
 
 class RequestHandler(msgspec.Struct, eq=False):
     """Handles one request to a guarded endpoint: see `middleware.handler_of`. `run` is called once.
 
-    `_pairs` are the client's headers as they came, `_headers` the last value of each. `_passing` reads the chunks of a
-    stream, while they pass. The body of one that `_is_unread` passes as it comes: see `generic_request`.
+    `_pairs` are the client's headers as they came, `_headers` the last value of each. `_passing` reads a stream as it
+    passes, from `_unread` where it keeps bytes there. A body that `_is_unread` passes as it comes: `generic_request`.
     """
 
     _controller: AdmissionController
@@ -90,6 +88,7 @@ class RequestHandler(msgspec.Struct, eq=False):
     _lease: Lease = _NOT_YET
     _reader: AnswerReader = _NOT_YET
     _passing: AnswerReader | None = None
+    _unread: bytearray | None = None
     _body: bytes | None = None
     _status: int | None = None
     _attempt: PreemptibleAttempt | None = None
@@ -101,7 +100,6 @@ class RequestHandler(msgspec.Struct, eq=False):
     _preempted_us: int | None = None
     _preemptions: int = 0
     _hand_backs: int = 0
-    _admitted_us: int = 0
     _ends_us: int | None = None
     _is_given_up: bool = False
     _timed_out: bool = False
@@ -160,12 +158,6 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._is_given_up = True
             self._lease.give_up()
 
-    def advance(self, stage: Stage) -> None:
-        """Enters a stage. Raises IllegalTransition where it cannot follow the present one."""
-        if stage not in NEXT_STAGES[self.stage]:
-            raise IllegalTransition(f"{self.stage.name} -> {stage.name}")
-        self.stage = stage
-
     # -- up to admission
 
     async def _admission(self) -> Grant:
@@ -185,7 +177,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             entered_us = lease.entered_us
             if lease.ask.tier != classification.level:
                 classification.note_charged(lease.ask.tier)
-            self.advance(_WAITING)
+            self.stage = _WAITING
         except QueueFull as full:
             classification.note_charged(full.level)
             raise
@@ -207,7 +199,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         waited: Grant | None = None
         controller, policy = self._controller, self._snapshot.policy
         if isinstance(end, ClientDisconnected):
-            self.advance(_OVER)
+            self.stage = _OVER
             self._reporter.disconnected(end.wait)
             return
         if isinstance(end, WaitedTooLong):
@@ -218,7 +210,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         else:
             assert isinstance(end, AdmissionError)
             error = end
-        self.advance(_OVER)
+        self.stage = _OVER
         self._reporter.refused(error, waited)
         await self._refuse(error, waited)
 
@@ -263,10 +255,7 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _wait(self, granted: asyncio.Future[Grant]) -> Grant:
         """See `wait.wait`."""
-        comments, every_s, api = None, self._snapshot.policy.keep_alive_s, self._endpoint.api
-        if every_s is not None and self._request.payload.stream and api in STREAMING:
-            headers = early_headers(self._request, self._lease, self._snapshot.tier_names, self._request_id)
-            comments = Comments(every_s, api, headers, self._controller.pool)
+        comments = comments_of(self._request, self._lease, self._controller.pool, self._snapshot, self._request_id)
         most_s = None if self._ends_us is None else max(0, self._ends_us - self._now_us()) / 1e6
         grant = await wait(self._lease, granted, self._client, most_s, comments)
         if self._controller.usage is None or self._preemptions or self._hand_backs:
@@ -282,23 +271,21 @@ class RequestHandler(msgspec.Struct, eq=False):
         return self._controller.pool.obstacle(self._request.ask())
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
-        headers = refusal_headers(error, waited, is_cut=error is self._cut)
-        answer: Callable[..., Awaitable[None]] = send_error
-        if isinstance(error, BodyTooLarge):
-            most_s = self._snapshot.policy.body_timeout_s
-            answer = partial(refuse_too_large, receive=self._receive, most_s=most_s)
-        is_anthropic = self._endpoint.api is Api.MESSAGES
-        await answer(self._client.send, error, anthropic=is_anthropic, request_id=self._request_id, headers=headers)
+        send, own_id, most_s = self._client.send, self._request_id, self._snapshot.policy.body_timeout_s
+        named, is_anthropic = (
+            refusal_headers(error, waited, is_cut=error is self._cut),
+            self._endpoint.api is Api.MESSAGES,
+        )
+        await refuse(send, error, self._receive, most_s, anthropic=is_anthropic, request_id=own_id, headers=named)
 
     # -- after admission
 
     def _forward(self, grant: Grant) -> tuple[Scope, Receive, Send]:
         """The request as the engine should see it, for the app. It is settled when its response is sent."""
-        self.advance(_RUNNING)
+        self.stage = _RUNNING
         controller, request, snapshot, lease = self._controller, self._request, self._snapshot, self._lease
         priority = snapshot.priorities[grant.level]
         forward = controller.dialect.forward(self._endpoint.api, priority)
-        self._admitted_us = grant.at_us
         self._reporter.admitted(grant, forward, priority)
         receive: Receive = self._receive_for_app
         send: Send = self._send_for_app
@@ -312,9 +299,8 @@ class RequestHandler(msgspec.Struct, eq=False):
             send = self._route.begin(lease, send)
         if request.expected is not None:
             streams = request.payload.stream
-            self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, streams=streams)
-        gain = self._gain
-        self._reader = self._usage if gain is None else gain.sent(grant.engine, self._usage)
+            self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, streams)
+        self._reader = self._usage if self._gain is None else self._gain.sent(grant.engine, self._usage)
         return self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority)), receive, send
 
     async def _has_failed(self, error: Exception) -> bool:
@@ -350,10 +336,11 @@ class RequestHandler(msgspec.Struct, eq=False):
         return False
 
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
-        request, has_begun, traced = self._request, self._client.keepalive is not None, self._reporter.headers()
+        request, has_begun = self._request, self._client.keepalive is not None
+        added = [*forward.headers, *self._reporter.headers(), *request.added]
         capped = request.body if request.output_cap is None else request.capped_body()
         self._body = body = forwarded_body(capped, request.payload, forward)
-        headers = headers_for_app(self._pairs, request, body, (*forward.headers, *traced), has_begun=has_begun)
+        headers = headers_for_app(self._pairs, request, body, added, has_begun=has_begun)
         scope = forwarded_scope(self._scope, self._endpoint, headers)
         if request.payload.background:
             scope.pop(CLIENT_KEY, None)
@@ -361,8 +348,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._background = BackgroundRequest(app, scope, self._endpoint, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
-        scope[SCOPE_KEY] = granted
-        scope[CALL_KEY] = self._call
+        scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
         return scope
 
     async def _receive_for_app(self) -> Message:
@@ -380,10 +366,20 @@ class RequestHandler(msgspec.Struct, eq=False):
         """
         reader = self._passing
         if reader is None or not message.get("more_body"):
-            if message["type"] == "http.response.start" and self._background is None:
-                return self._client.send(self._response_start(message))
-            return self._send_first_or_last(message)
-        if reader.feed(message.get("body", b"")) and self._size is not None:
+            if self._background is None:
+                if message["type"] == "http.response.start":
+                    return self._client.send(self._response_start(message))
+                if message["type"] == "http.response.body" and not message.get("more_body"):
+                    return self._send_last(message)
+            return self._send_other(message)
+        unread = self._unread
+        if unread is None:
+            is_read = reader.feed(message.get("body", b""))
+        else:  # what `feed` does, in line
+            unread += message.get("body", b"")
+            if is_read := len(unread) >= READ_BYTES:
+                self._usage.read()
+        if is_read and self._size is not None:
             self._size.answer_read()
         return self._client.send(message)
 
@@ -393,26 +389,36 @@ class RequestHandler(msgspec.Struct, eq=False):
         when_read = None if size is None else size.answer_read
         return None if reader is None or send_chunk is None else reader.passing(send_chunk, when_read)
 
-    async def _send_first_or_last(self, message: Message) -> None:
-        """The first and the last bytes of a response; every message of a background response."""
+    async def _send_last(self, message: Message) -> None:
+        """The last bytes of a response, and most often its only ones."""
+        if body := message.get("body"):
+            self._read_response(body)
+        # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
+        has_left = self._client.disconnected_us is not None
+        self._call.answered()
+        await self._client.send(message)
+        self._settle_answered(_CLIENT_LEFT if has_left else _COMPLETED)
+
+    async def _send_other(self, message: Message) -> None:
+        """The first bytes of a stream; every message of a background response; what HTTP servers may add."""
         kind, background, is_end = message["type"], self._background, False
         if kind == "http.response.start":
             message = self._response_start(message)
         elif kind == "http.response.body":
-            self._read_response(message.get("body", b""))
-            is_end = not message.get("more_body", False)
-        # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
-        has_left = self._client.disconnected_us is not None and background is None
-        if is_end:
-            self._call.answered()
+            if is_end := background is not None and not message.get("more_body"):
+                self._call.answered()
+            if body := message.get("body"):
+                self._read_response(body)
+                if background is None and self.stage is _RUNNING:
+                    self._passing, self._unread = self._reader, None if self._gain else self._usage.unread()
         await (self._client.send if background is None else background.sender(self._client.send))(message)
-        if not is_end:
-            return
+        if is_end:
+            self._settle_answered(_COMPLETED)
+
+    def _settle_answered(self, outcome: Outcome) -> None:
+        """Ends a request whose response is complete. It may be the proxy's, because the engine failed."""
         error = None if self._call.error is None else self._call.engine_error()
-        if error is not None:
-            self._settle(_FAILED, error.code)
-        else:
-            self._settle(_CLIENT_LEFT if has_left else _COMPLETED)
+        self._settle(outcome if error is None else _FAILED, None if error is None else error.code)
 
     def _response_start(self, message: Message) -> Message:
         """The response's start, with the headers of the admission."""
@@ -423,7 +429,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         return {**message, "headers": [*headers, *own, *named]}
 
     def _read_response(self, body: bytes) -> None:
-        if not body or self.stage is not _RUNNING:  # not what comes after a disconnect's grace: no one gets it
+        if self.stage is not _RUNNING:  # not what comes after a disconnect's grace: no one gets it
             return
         if not self._usage.has_begun:
             self._usage.has_begun = True
@@ -432,8 +438,6 @@ class RequestHandler(msgspec.Struct, eq=False):
                 self._route.first_byte()
             if self._gain is not None:
                 self._gain.first_byte(self._status)
-            if self._background is None:
-                self._passing = self._reader
         if self._reader.feed(body) and self._size is not None:
             self._size.answer_read()
         if self._background is not None:
@@ -460,7 +464,8 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _wait_again(self) -> Grant:
         """Releases the room, and queues the request at its original place."""
-        is_handed_back = self._call.is_handed_back
+        is_handed_back, grant = self._call.is_handed_back, self._lease.grant
+        assert grant is not None
         if self._size is not None:
             self._size.ended()
         if self._gain is not None:
@@ -472,29 +477,24 @@ class RequestHandler(msgspec.Struct, eq=False):
         # Both report before the lease waits: it may be admitted at once.
         if is_handed_back:
             self._hand_backs += 1
-            if route is not None:
-                self._report_replay(route)
-            self._reporter.preempted(self._admitted_us, self._hand_backs, is_unreached=True)
+            if route is not None and grant.engine is not None and route.replay is not None:
+                self._reporter.replayed(grant.engine, route.replay)
+            self._reporter.preempted(grant.at_us, self._hand_backs, is_unreached=True)
             self._reporter.queued(self._obstacle)
             if not self._preemptions and self._ends_us is None:
                 self._limit_wait(self._lease.entered_us, self._request.longest_wait_s(self._snapshot.policy))
             if self._ends_us is not None:  # what passed at the engine was no wait
-                self._ends_us += max(0, self._now_us() - self._admitted_us)
+                self._ends_us += max(0, self._now_us() - grant.at_us)
             granted = self._lease.hand_back() if route is None else self._lease.hand_back(route.barred)
         else:
             self._preemptions += 1
-            self._reporter.preempted(self._admitted_us, self._preemptions)
+            self._reporter.preempted(grant.at_us, self._preemptions)
             self._reporter.queued(self._obstacle)
             # The tier's longest wait is kept already: from now on only the client may limit the wait.
             self._limit_wait(self._now_us(), self._request.max_wait_s)
             granted = self._lease.requeue()
-        self.advance(_WAITING)
+        self.stage = _WAITING
         return await self._wait(granted)
-
-    def _report_replay(self, route: EngineRoute) -> None:
-        grant = self._lease.grant
-        if grant is not None and grant.engine is not None and route.replay is not None:
-            self._reporter.replayed(grant.engine, route.replay)
 
     # -- the end
 
@@ -509,12 +509,13 @@ class RequestHandler(msgspec.Struct, eq=False):
         """Ends a running request. Only the first call counts; a background response is followed to its own end."""
         if self.stage is not _RUNNING:
             return
-        background, self._background = self._background, None
-        response_id = None if background is None else background.running_id()
+        background, response_id = self._background, None
+        if background is not None:
+            self._background, response_id = None, background.running_id()
         if background is None or response_id is None:
             self._release(outcome, error)
         else:
-            self.advance(_FOLLOWED)
+            self.stage = _FOLLOWED
             self._request.drop_body()
             self._controller.background.follow(background, response_id, self._settle_background)
 
@@ -527,38 +528,36 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     def _release(self, outcome: Outcome, error: str | None) -> None:
         """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
-        self.advance(_OVER)
-        request, usage, lease = self._request, self._usage, self._lease
-        failure = None if self._call.error is None else self._call.engine_error()
-        self._passing = None
+        self.stage = _OVER
+        request, usage, lease, call, size = self._request, self._usage, self._lease, self._call, self._size
+        controller, status = self._controller, self._status
+        failure = None if call.error is None else call.engine_error()
+        if self._passing is not None:
+            self._passing = self._unread = None
         usage.read()
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
-        charged = tokens if failure is not None or usage.is_known(self._status) else None
-        if self._size is not None:
-            self._size.ended(tokens)
-        if self._call.may_run:
+        is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
+        charged = tokens if is_known else None
+        if size is not None:
+            size.ended(tokens)
+        if call.may_run:
             if lease.on_preempt is not None:
                 lease.on_preempt = lambda: None  # nothing can free its room sooner
-            self._when_aborted(partial(lease.settle, charged, is_counted=failure is None))
-        elif failure is None:
-            lease.settle(charged)
+            self._when_aborted(partial(lease.settle, charged, failure is None))
         else:
-            lease.settle(charged, is_counted=False)
+            lease.settle(charged, failure is None)
         if outcome is _FAILED and self._client.disconnected_us is not None:
             outcome, error = _CLIENT_LEFT, None  # the disconnect is why the app failed
         if self._route is not None:
             self._route.ended()
-        if request.expected is not None and failure is None and (self._status or 0) < 400:
-            is_complete = outcome is _COMPLETED
-            self._controller.lease_sizes.learn(request.expected, usage, is_complete=is_complete)
-        if usage.input_tokens is not None:
-            tenant = request.classification.tenant.name
-            self._controller.estimator.learn(request.payload, tenant, usage.input_tokens)
-        used = tokens, usage.input_tokens, usage.output_tokens
-        if self._controller.usage is not None and failure is None:
-            self._controller.usage.count(request, self._snapshot.policy, usage, self._status)
+        if request.expected is not None and failure is None and (status or 0) < 400:
+            controller.lease_sizes.learn(request.expected, usage, outcome is _COMPLETED)
+        if (prompt := usage.input_tokens) is not None:
+            controller.estimator.learn(request.payload, request.classification.tenant.name, prompt)
+        if controller.usage is not None and failure is None:
+            controller.usage.count(request, self._snapshot.policy, usage, status)
         said = None if failure is None else failure.message
-        self._reporter.settled(outcome, self._status, used, error, said, self._size)
+        self._reporter.settled(outcome, status, (tokens, prompt, usage.output_tokens), error, said, size)
 
     def _when_aborted(self, release: Callable[[], object]) -> None:
         """Calls `release` when the engine has aborted what it computed for this request."""
@@ -571,13 +570,14 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     def _end(self) -> None:
         """Leaves no lease, no ticket and no task, in whichever stage the request broke off."""
-        if self.stage is _READING:
+        stage = self.stage
+        if stage is _READING:
             self._report_canceled(None)
-            self.advance(_OVER)
-        elif self.stage is _WAITING:
+            self.stage = _OVER
+        elif stage is _WAITING:
             self._withdraw()
-            self.advance(_OVER)
-        elif self.stage is _RUNNING:
+            self.stage = _OVER
+        elif stage is _RUNNING:
             self._settle(_FAILED, "incomplete_response")
         self._client.close()
         self._controller.watchdog.discard(self)

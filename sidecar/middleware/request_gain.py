@@ -140,7 +140,7 @@ class GainMeter:
         expected = request.expected
         most = request.assumed_output * request.payload.shown_sequences
         if expected is not None:
-            found = self._sizes.estimate(expected.tenant, expected.key, 0.5, 0, None)
+            found = self._sizes.estimate(expected.place, 0.5)
             if found is not None:
                 return min(found.tokens, expected.longest) * expected.shown
         return most if tier.mean_tokens is None else min(most, max(1, round(tier.mean_tokens)))

@@ -115,14 +115,18 @@ class UsageReader(msgspec.Struct, eq=False):
         self.read()
         return True
 
+    def unread(self) -> bytearray:
+        """The bytes that were fed and not read. A caller may add to them, and then calls `read` at READ_BYTES."""
+        if self._unread is None:
+            self._unread = bytearray()
+        return self._unread
+
     def passing(self, send_chunk: SendChunk, when_read: Callable[[], None] | None) -> SendChunk:
         """`send_chunk` for chunks that are fed before. `when_read` is called where they were read.
 
         A closure, because a chunk would cost a tenth more with a method that calls `feed`.
         """
-        unread, read = self._unread, self.read
-        if unread is None:
-            unread = self._unread = bytearray()
+        unread, read = self.unread(), self.read
 
         def pass_on(body: bytes, framed: bytes) -> Awaitable[None]:
             unread.extend(body)

@@ -17,7 +17,9 @@ from sidecar.errors import AdmissionError, QueueFull
 from sidecar.events import Headers
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
-from sidecar.middleware.sse_keepalive import SseKeepAlive
+from sidecar.middleware.policy_snapshot import PolicySnapshot
+from sidecar.middleware.response_headers import early_headers
+from sidecar.middleware.sse_keepalive import STREAMING, SseKeepAlive
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.policy.model import Tenant
 from sidecar.pools import Ask, Grant, Lease, LocalPool, Pool
@@ -52,6 +54,16 @@ class Comments(NamedTuple):
     api: Api
     headers: Headers
     pool: Pool
+
+
+def comments_of(
+    request: SizedRequest, lease: Lease, pool: Pool, snapshot: PolicySnapshot, request_id: str
+) -> Comments | None:
+    """The comments while a request waits; None where the policy has none, or its client does not stream."""
+    every_s, api = snapshot.policy.keep_alive_s, request.api
+    if every_s is None or not request.payload.stream or api not in STREAMING:
+        return None
+    return Comments(every_s, api, early_headers(request, lease, snapshot.tier_names, request_id), pool)
 
 
 class ClientChannel(msgspec.Struct, eq=False):

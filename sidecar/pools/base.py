@@ -230,7 +230,7 @@ class Lease(msgspec.Struct, eq=False):
                 self._future.set_exception(self._error)
         return self._future
 
-    def settle(self, used_tokens: int | None = None, *, is_counted: bool = True) -> bool:
+    def settle(self, used_tokens: int | None = None, is_counted: bool = True) -> bool:
         """Gives the lease back. False, and nothing changes, where it is not held.
 
         Its tenant's allowance is charged for `used_tokens` instead of the estimate; None: the estimate stands. With

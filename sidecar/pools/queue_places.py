@@ -39,6 +39,8 @@ from sidecar.pools.limits import SizeLimits
 WINDOW_S = 10.0
 """The memory of the rate: admissions count by exp(-age / window). Ten seconds smooth over batches of finishing requests
 and still follow a change of load within the usual `Retry-After`."""
+TOGETHER_US = 10_000
+"""A thousandth of the window: the rate is at most so much too low."""
 LONGEST_EXPECTED_S = 3600.0
 """A longer wait is not foreseen: a queue that has hardly moved lately says nothing."""
 LEAST_S, MOST_S = 1.0, 60.0
@@ -63,14 +65,17 @@ class DrainRate:
     def __init__(self) -> None:
         self.total = 0
         self._weight = 0.0
-        self._updated_us = 0
+        self._updated_us = -TOGETHER_US
         self._began_us: int | None = None
 
     def admitted(self, now_us: int, count: int = 1) -> None:
-        """Counts admissions."""
+        """Counts admissions. Those that follow another within TOGETHER_US count as of that moment."""
+        self.total += count
+        if now_us - self._updated_us < TOGETHER_US:
+            self._weight += count
+            return
         if self._began_us is None:
             self._began_us = now_us
-        self.total += count
         self._weight = count + self._weight * math.exp((self._updated_us - now_us) / 1e6 / WINDOW_S)
         self._updated_us = now_us
 

@@ -7,8 +7,9 @@ has lost its store has one for its part of the pool (`redis.partition`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic_ns
+from typing import Any
 
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.base import Ask, Grant, Lease, TenantUse
@@ -18,6 +19,8 @@ from sidecar.scheduling.gain_scheduler import GainScheduler
 from sidecar.scheduling.ticket import Ticket
 
 Clock = Callable[[], int]
+
+_NONE: Mapping[str, Any] = {}
 
 MOST_ADMITTED = 16
 """Requests that are admitted in one tick of the event loop: 20 to 200 us each."""
@@ -72,25 +75,15 @@ class LeaseRuntime:
 
     def admit_at_once(self, lease: Lease, now_us: int) -> bool:
         """Admits a new request where there is room and none waits. Else False, and nothing changes: `submit` is due."""
-        if self.waiting:
+        ask, scheduler = lease.ask, self.scheduler
+        if self.waiting or not scheduler.admit_at_once(lease.ticket_id, ask, now_us):
             return False
-        ask, scheduler, name = lease.ask, self.scheduler, lease.ticket_id
         tier = ask.tier
-        if not scheduler.admit_at_once(
-            name,
-            tier=tier,
-            tokens=ask.tokens,
-            requests=ask.requests,
-            tenant=ask.tenant,
-            weight=ask.weight,
-            now_us=now_us,
-        ):
-            return False
         if scheduler.rules.tiers[tier].preemptible:
-            self._preemptible[name] = lease
+            self._preemptible[lease.ticket_id] = lease
         if self._on_admitted is not None:
             self._on_admitted(tier, now_us)
-        lease.granted(Grant(now_us, 0, 0, None, {}, tier))
+        lease.grant = Grant(now_us, 0, 0, None, _NONE, tier, _NONE)  # as `granted`: no one waits for it
         return True
 
     def _appraise(self, ticket: Ticket, ask: Ask) -> None:

@@ -535,6 +535,7 @@ class FleetScheduler(Scheduler):
         return admission._replace(engine=ledger.id)
 
     def _release(self, lease: Ticket, now_us: int) -> None:
+        self._changed()
         placing = lease.placing
         self._give_prefill_back(lease, now_us)
         if placing.engine is not None:

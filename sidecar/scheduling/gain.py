@@ -16,7 +16,6 @@ falls or stays.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from sidecar.scheduling.ticket import Ticket
@@ -91,8 +90,7 @@ def density(figures: GainFigures, waited_us: int) -> int:
     return weight * tokens * SCALE // cost_us
 
 
-@dataclass(slots=True, eq=False)
-class GainTicket(Ticket):
+class GainTicket(Ticket, eq=False):
     """A ticket in a pool that orders by gain. `gain` is None where its tier has no objectives.
 
     `lane` is that of its queue (`gain_queue`) in which it stands, or stood last, `place` its place by gain there, None
@@ -104,7 +102,7 @@ class GainTicket(Ticket):
     stored_density: int = 0
     gain: GainFigures | None = None
     place: Place | None = None
-    lane: GainLane | None = field(default=None, repr=False)
+    lane: GainLane | None = None
     is_urgent: bool = False
     is_apart: bool = False
     in_floor: bool = False

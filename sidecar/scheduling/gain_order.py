@@ -23,7 +23,7 @@ from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
 from sidecar.scheduling.gain import GainTicket
 from sidecar.scheduling.gain_queue import GainQueue
 from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
-from sidecar.scheduling.ticket import Rule, Ticket
+from sidecar.scheduling.ticket import Demand, Rule, Ticket
 from sidecar.scheduling.tier import MOST_EXCESS, TierState
 
 _ALWAYS_FIRST, _INSIDE, _TURN, _OTHER = OrderClass
@@ -77,11 +77,11 @@ class GainTier(TierState):
         self.floor_requests += requests
         self._look_at_floor()
 
-    def excess(self, ticket: Ticket) -> int:
+    def excess(self, demand: Demand) -> int:
         """See `TierState.excess`, of the floor."""
         rules = self.rules
-        tokens = (self.floor_tokens + ticket.tokens - rules.reserve_tokens) // rules.reserve_tokens
-        requests = (self.floor_requests + ticket.requests - rules.reserve_requests) // rules.reserve_requests
+        tokens = (self.floor_tokens + demand.tokens - rules.reserve_tokens) // rules.reserve_tokens
+        requests = (self.floor_requests + demand.requests - rules.reserve_requests) // rules.reserve_requests
         return min(MOST_EXCESS, max(0, tokens, requests))
 
     def has_its_reserve_without(self, lease: Ticket) -> bool:

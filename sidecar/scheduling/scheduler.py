@@ -48,7 +48,7 @@ from sidecar.scheduling.fair_queue import FairQueue
 from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
 from sidecar.scheduling.overtaking import TicketOvertaking
 from sidecar.scheduling.preemption import Preemption
-from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
+from sidecar.scheduling.ticket import Admission, Demand, Rule, Ticket, Wait
 from sidecar.scheduling.tier import TierState
 
 _ALWAYS_FIRST, _, _TURN, _OTHER = OrderClass
@@ -166,29 +166,26 @@ class Scheduler:
         else:
             self._tiers[ticket.tier].queue.push(ticket)
 
-    def admit_at_once(
-        self, ticket_id: str, *, tier: int, tokens: int, now_us: int, requests: int, tenant: str, weight: int
-    ) -> bool:
+    def admit_at_once(self, ticket_id: str, demand: Demand, now_us: int) -> bool:
         """Admits a request that comes while none waits, just as `submit` and `dispatch` would, without the queue.
 
         False, and nothing changes, where another waits or where this one would, and in another order, which may give a
-        ticket other levels than its tier's. Raises ValueError as `submit`.
+        ticket other levels than its tier's. Raises ValueError where the id is taken.
         """
         if self._waiting or self.is_paused or not self._is_by_level or now_us < self._held_back_until_us:
             return False
         if ticket_id in self._leases:
             raise ValueError(f"a ticket called {ticket_id!r} is already here")
+        tier, tokens, requests = demand.tier, demand.tokens, demand.requests
         state = self._tiers[tier]
-        ticket = self._ticket_type(
-            ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence + 1, self._served_now
-        )
-        rules = state.rules
-        if not self._has_room(ticket, tier) or (rules.limited and state.is_at_limit(ticket)):
+        if not self._has_room(demand, tier) or (state.rules.limited and state.would_exceed_limit(demand)):
             return False
-        self._sequence += 1
-        if state.has_turn(ticket, now_us):
-            ticket.excess = state.excess(ticket)
-        self._begin(ticket, state, now_us)
+        self._sequence = sequence = self._sequence + 1
+        excess = state.excess(demand) if state.has_turn(demand, now_us) else 0
+        served = self._served_now
+        place = now_us, sequence, served, now_us, tokens, excess
+        ticket = self._ticket_type(ticket_id, tier, demand.tenant, demand.weight, tokens, requests, *place)
+        self._begin(ticket, state)
         return True
 
     def register(self, ticket_id: str, *, tier: int, tokens: int, requests: int) -> None:
@@ -413,12 +410,12 @@ class Scheduler:
         """Rule 2: room for the ticket beside the leases and the headroom of every more important tier."""
         return self._has_room(candidate.ticket, candidate.headroom_level)
 
-    def _has_room(self, ticket: Ticket, headroom_level: int) -> bool:
-        tokens = self.rules.tokens - self._all_tokens - ticket.tokens
-        requests = self.rules.requests - self._all_requests - ticket.requests
+    def _has_room(self, demand: Demand, headroom_level: int) -> bool:
+        tokens = self.rules.tokens - self._all_tokens - demand.tokens
+        requests = self.rules.requests - self._all_requests - demand.requests
         for tier in self._keeping[headroom_level]:
             rules = tier.rules
-            if rules.level != ticket.tier:
+            if rules.level != demand.tier:
                 if tier.held_tokens < rules.headroom_tokens:
                     tokens -= rules.headroom_tokens - tier.held_tokens
                 if tier.held_requests < rules.headroom_requests:
@@ -489,21 +486,25 @@ class Scheduler:
             self._admitted_while_held_back = ticket.id
         tier.queue.admit(ticket)
         del self._waiting[ticket.id]
-        self._begin(ticket, tier, now_us)
+        ticket.admitted_us, ticket.admitted_tokens = now_us, ticket.tokens
+        self._begin(ticket, tier)
         ticket.overtaken_us = wait.overtaken_at_us  # its wait goes on if it is preempted
         if self._waiting:
             self._overtaking.admitted(ticket.sequence, now_us)
         self._overtaking.look(ticket, self._waiting)
         return Admission(ticket, wait, candidate.engine_level, passed)
 
-    def _begin(self, ticket: Ticket, tier: TierState, now_us: int) -> None:
+    def _begin(self, ticket: Ticket, tier: TierState) -> None:
         """A ticket becomes a lease."""
         tokens, level = ticket.tokens, ticket.tier
-        ticket.admitted_us = now_us
-        ticket.admitted_tokens = tokens
         self._admissions = tier.latest_admission = self._admissions + 1
         self._leases[ticket.id] = ticket
-        self.book(level, tokens, ticket.requests)
+        # As `book`, in line: every request comes by here and by `_release`.
+        requests = ticket.requests
+        tier.held_tokens += tokens
+        tier.held_requests += requests
+        self._all_tokens += tokens
+        self._all_requests += requests
         if tier.rules.preemptible:
             self._preemption.admitted(ticket)
         served = self._served
@@ -513,9 +514,13 @@ class Scheduler:
             self._latest_admitted = ticket.sequence
 
     def _release(self, lease: Ticket, now_us: int) -> None:
-        self.book(lease.tier, -lease.tokens, -lease.requests)
+        tier, tokens, requests = self._tiers[lease.tier], lease.tokens, lease.requests
+        tier.held_tokens -= tokens
+        tier.held_requests -= requests
+        self._all_tokens -= tokens
+        self._all_requests -= requests
         if lease.excess:
-            self._tiers[lease.tier].owe(lease, now_us)
+            tier.owe(lease, now_us)
 
     def _passed(self, candidate: Candidate, now_us: int) -> Sequence[tuple[int, Rule]]:
         """The tiers whose head arrived before the ticket, each with the rule. The amounts held are those of the

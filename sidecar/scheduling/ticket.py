@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from sidecar.scheduling.placement import Placing
+
+_NOT_PLACED: Any = msgspec.UNSET
 
 
 class Rule(str, Enum):
@@ -29,8 +32,31 @@ class Rule(str, Enum):
     CLAIM = "claim"
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
+class Demand(Protocol):
+    """What a request asks for: `tokens` and `requests` from a tier, for a tenant of some weight."""
+
+    @property
+    def tier(self) -> int:
+        """The level of its tier."""
+
+    @property
+    def tokens(self) -> int:
+        """At least 1."""
+
+    @property
+    def requests(self) -> int:
+        """At least 1."""
+
+    @property
+    def tenant(self) -> str:
+        """The tenant's name."""
+
+    @property
+    def weight(self) -> int:
+        """At least 1."""
+
+
+class Ticket(msgspec.Struct, eq=False):
     """A request in the scheduler. `tokens` and `requests` are the amounts that it holds, or will hold.
 
     `sequence` is its place in the order of arrival, `served_before` the served-token counters as they stood then;
@@ -52,17 +78,21 @@ class Ticket:
     arrived_us: int
     sequence: int
     served_before: tuple[int, ...]
-    start: float = 0.0
-    queued: bool = False
-    previous: Ticket | None = field(default=None, repr=False)
-    next: Ticket | None = field(default=None, repr=False)
-    returns: int = 0
-    overtaken_us: int | None = None
-    overtaken_after: int = 0
     admitted_us: int = 0
     admitted_tokens: int = 0
     excess: int = 0
-    placing: Placing = field(init=False, repr=False)
+    start: float = 0.0
+    queued: bool = False
+    previous: Ticket | None = None
+    next: Ticket | None = None
+    returns: int = 0
+    overtaken_us: int | None = None
+    overtaken_after: int = 0
+    placing: Placing = _NOT_PLACED
+
+    def __repr__(self) -> str:
+        """Names the ticket without its neighbors, which name theirs."""
+        return f"{type(self).__name__}({self.id!r}, tier={self.tier}, tokens={self.tokens}, requests={self.requests})"
 
 
 class Wait(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sidecar.policy.rules import TierRules
 from sidecar.scheduling.fair_queue import FairQueue
-from sidecar.scheduling.ticket import Ticket
+from sidecar.scheduling.ticket import Demand, Ticket
 
 MOST_EXCESS = 1_000
 """The most whole reserves that one ticket counts as too much. What a tier owes then stays a whole number below 2^53
@@ -50,19 +50,19 @@ class TierState:
         small = self.queue.small_head()
         return (head,) if small is None else (head, small)
 
-    def has_turn(self, ticket: Ticket, now_us: int) -> bool:
-        """Rule 1: whether a ticket that is not inside the tier's reserve has a turn."""
+    def has_turn(self, demand: Demand, now_us: int) -> bool:
+        """Rule 1: whether a request that is not inside the tier's reserve has a turn."""
         rules, tokens, requests = self.rules, self.held_tokens, self.held_requests
-        if tokens + ticket.tokens <= rules.reserve_tokens and requests + ticket.requests <= rules.reserve_requests:
+        if tokens + demand.tokens <= rules.reserve_tokens and requests + demand.requests <= rules.reserve_requests:
             return False  # it is inside
         is_below = tokens < rules.reserve_tokens and requests < rules.reserve_requests
         return is_below and not rules.always_first and now_us >= self.owes_until_us
 
-    def excess(self, ticket: Ticket) -> int:
+    def excess(self, demand: Demand) -> int:
         """How many whole reserves too much the tier, which is below its reserve, would hold with a ticket."""
         rules = self.rules
-        tokens = (self.held_tokens + ticket.tokens - rules.reserve_tokens) // rules.reserve_tokens
-        requests = (self.held_requests + ticket.requests - rules.reserve_requests) // rules.reserve_requests
+        tokens = (self.held_tokens + demand.tokens - rules.reserve_tokens) // rules.reserve_tokens
+        requests = (self.held_requests + demand.requests - rules.reserve_requests) // rules.reserve_requests
         return min(MOST_EXCESS, max(0, tokens, requests))
 
     def owe(self, lease: Ticket, now_us: int) -> None:
@@ -81,8 +81,12 @@ class TierState:
 
     def is_at_limit(self, ticket: Ticket) -> bool:
         """Rule 2: whether the limit of the tier keeps the ticket from being a candidate."""
+        return self.rules.limited and self.would_exceed_limit(ticket)
+
+    def would_exceed_limit(self, demand: Demand) -> bool:
+        """Whether the tier, which has a limit, would hold more tokens or requests than that with a request."""
         rules = self.rules
-        return rules.limited and (
-            self.held_tokens + ticket.tokens > rules.limit_tokens
-            or self.held_requests + ticket.requests > rules.limit_requests
+        return (
+            self.held_tokens + demand.tokens > rules.limit_tokens
+            or self.held_requests + demand.requests > rules.limit_requests
         )

@@ -22,6 +22,7 @@ from sidecar.lengths.estimator import (
     TENANTS_REMEMBERED,
     Estimate,
     LengthEstimator,
+    Place,
     Source,
 )
 from sidecar.lengths.histogram import LONGEST, Survival
@@ -258,6 +259,62 @@ def test_the_least_recently_learned_key_is_forgotten_and_asking_keeps_none() -> 
     assert tokens(estimator, "acme", TOOLS) is None
 
 
+def test_a_place_that_is_kept_while_its_key_is_forgotten_holds_nothing_and_learns_anew() -> None:
+    estimator, place, other = LengthEstimator(), Place("acme", CHAT), Place("acme", CHAT)
+    for _ in range(ENOUGH):
+        estimator.learn_at(place, 100, False)
+    assert (
+        estimator.estimate_at(other, 0.9) == estimator.estimate_at(place, 0.9) == Estimate(111, Source.OWN, ENOUGH, 0.9)
+    )
+    for number in range(KEYS_REMEMBERED):
+        estimator.learn("acme", CHAT._replace(model=f"m{number}"), 10, is_censored=False)
+    assert estimator.estimate_at(place, 0.9) is estimator.estimate_at(other, 0.9) is None
+    assert not place.learned._complete
+    estimator.learn_at(place, 300, False)
+    assert len(estimator._tenants["acme"].keys) == KEYS_REMEMBERED
+    estimator.learn_at(other, 300, False)
+    assert other.learned is place.learned is estimator._tenants["acme"].keys[CHAT]
+    assert place.learned.samples == 2
+
+
+def test_a_key_whose_endpoint_was_forgotten_keeps_its_samples_and_votes_on_the_endpoint_again() -> None:
+    estimator, place = LengthEstimator(), Place("acme", CHAT)
+    for _ in range(ENOUGH):
+        estimator.learn_at(place, 100, False)
+    for number in range(ENDPOINTS_REMEMBERED):
+        estimator.learn("acme", CHAT._replace(endpoint=f"/{number}"), 10, is_censored=False)
+    assert CHAT.endpoint not in estimator._tenants["acme"].endpoints
+    assert CHAT.endpoint not in estimator._medians
+    assert estimator.estimate_at(place, 0.9) == Estimate(111, Source.OWN, ENOUGH, 0.9)
+    for _ in range(ENOUGH):
+        estimator.learn_at(place, 100, False)
+    assert place.learned.samples == 2 * ENOUGH
+    assert estimator._tenants["acme"].endpoints[CHAT.endpoint].samples == ENOUGH
+    assert len(estimator._medians[CHAT.endpoint]) == 1
+
+
+@given(st.lists(st.sampled_from("mnopq"), max_size=40))
+def test_the_keys_that_a_tenant_keeps_are_those_that_were_learned_latest(models: list[str]) -> None:
+    estimator, places = LengthEstimator(), {model: Place("acme", CHAT._replace(model=model)) for model in "mnopq"}
+    with patch.object(module, "KEYS_REMEMBERED", 3):
+        for count, model in enumerate(models, 1):
+            estimator.learn_at(places[model], 10, False)
+            latest = [*dict.fromkeys(reversed(models[:count]))]
+            assert {key.model for key in estimator._tenants["acme"].keys} == {*latest[:3]}
+
+
+@given(st.lists(st.sampled_from("abcdefgh"), max_size=40))
+def test_the_tenants_that_were_learned_from_latest_are_kept(tenants: list[str]) -> None:
+    """Their order is not kept while there are few: half as many as are remembered are sure to be the latest."""
+    estimator, places = LengthEstimator(), {tenant: Place(tenant, CHAT) for tenant in "abcdefgh"}
+    with patch.object(module, "TENANTS_REMEMBERED", 6):
+        for count, tenant in enumerate(tenants, 1):
+            estimator.learn_at(places[tenant], 10, False)
+            latest = [*dict.fromkeys(reversed(tenants[:count]))]
+            assert {*latest[:3]} <= {*estimator._tenants}
+            assert len(estimator._tenants) == min(6, len(latest))
+
+
 def test_asking_takes_no_memory() -> None:
     estimator = LengthEstimator()
     teach(estimator, "acme", 100)
@@ -424,7 +481,7 @@ def test_what_a_tenant_takes_is_bounded() -> None:
     for number in range(2 * KEYS_REMEMBERED):
         estimator.learn("hostile", CHAT._replace(model=f"m{number}"), LONGEST, is_censored=False)
     (known,) = estimator._tenants.values()
-    sizes = [sys.getsizeof(learned.lengths._complete) for learned in known.keys.values()]
+    sizes = [sys.getsizeof(learned._complete) for learned in known.keys.values()]
     assert 2 * sum(sizes) < 1_300_000
     assert len(json.dumps(estimator.summary(10_000))) < 11_000
 

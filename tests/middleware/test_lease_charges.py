@@ -11,7 +11,7 @@ import pytest
 
 from sidecar.apis import Api
 from sidecar.lengths.estimator import LengthEstimator
-from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes, LengthQuestion
+from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Learn
 from sidecar.policy.rules import Shares, pool_rules
@@ -55,13 +55,16 @@ class World:
             return self.rng.randint(200, 400)
         return 6000 if self.rng.random() < 0.04 else self.rng.randint(8, 16)
 
+    def expect(self, tenant: str) -> Expected:
+        expected = self.sizes.expect(tenant, "/v1/chat", self.payload, PROMPT, PROMPT + MOST, MOST, MOST, 60_000)
+        assert expected is not None
+        return expected
+
     async def step(self) -> None:
         """Every running answer gets 64 tokens more."""
         for tenant, queue in self.waiting.items():
             while sum(lease.grant is None for lease, _ in queue) < 120:
-                asked = LengthQuestion(tenant, "/v1/chat", self.payload, PROMPT, PROMPT + MOST, MOST, MOST, 60_000)
-                expected = self.sizes.expect(asked)
-                assert expected is not None
+                expected = self.expect(tenant)
                 queue.append((await self.pool.enter(Ask(0, tenant, 1, expected.tokens, 1, most=MOST)), expected))
             for lease, expected in [one for one in queue if one[0].grant is not None]:
                 queue.remove((lease, expected))
@@ -71,10 +74,10 @@ class World:
         for answer in list(self.running):
             before = answer.chunks
             answer.chunks = min(answer.length, answer.chunks + STEP)
-            self.used[answer.expected.tenant] += answer.chunks - before
+            self.used[answer.expected.place.tenant] += answer.chunks - before
             if answer.chunks == answer.length:
                 answer.output_tokens = answer.length
-                self.used[answer.expected.tenant] += PROMPT
+                self.used[answer.expected.place.tenant] += PROMPT
                 self.sizes.learn(answer.expected, answer, is_complete=True)
                 answer.size.ended(PROMPT + answer.length)
                 answer.lease.settle(PROMPT + answer.length)
@@ -106,13 +109,9 @@ async def test_without_the_charge_it_would_get_far_more(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("said", [10**400, 2**63, -5], ids=["huge", "large", "negative"])
 async def test_an_engine_that_says_an_absurd_number_costs_no_more_than_the_request_may_use(said: int) -> None:
     world = World(Learn.CAUTIOUS)
-    asked = LengthQuestion("steady", "/v1/chat", world.payload, PROMPT, PROMPT + MOST, MOST, MOST, 60_000)
     for _ in range(60):
-        first = world.sizes.expect(asked)
-        assert first is not None
-        world.sizes.learn(first, Stream(chunks=40, output_tokens=40), is_complete=True)
-    expected = world.sizes.expect(asked)
-    assert expected is not None
+        world.sizes.learn(world.expect("steady"), Stream(chunks=40, output_tokens=40), is_complete=True)
+    expected = world.expect("steady")
     assert expected.tokens < 100
     running = await world.pool.enter(Ask(0, "steady", 1, expected.tokens, 1, most=60_000))
     await world.pool.enter(Ask(0, "bursty", 1, 60_000, 1))

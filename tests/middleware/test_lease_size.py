@@ -14,12 +14,12 @@ from sidecar.apis import Api
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.overlap import WHOLE
 from sidecar.middleware.lease_size import (
+    _MOST_PLACES,
     EVERY_TOKENS,
     Expected,
     LeaseSize,
     LeaseSizes,
     LeaseSizesDocument,
-    LengthQuestion,
 )
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Learn
@@ -73,15 +73,13 @@ class Stand:
         payload = decode(Api.CHAT, json.dumps(fields).encode())
         assumed = 512 if most is None else most
         expected = self.sizes.expect(
-            LengthQuestion(
-                tenant, "/v1/chat", payload, prompt, (prompt + assumed) * payload.choices, assumed, most, LIMIT
-            )
+            tenant, "/v1/chat", payload, prompt, (prompt + assumed) * payload.choices, assumed, most, LIMIT
         )
         assert expected is not None
         return expected
 
     async def admitted(self, expected: Expected) -> Lease:
-        lease = await self.pool.enter(Ask(0, expected.tenant, 1, expected.tokens, expected.sequences))
+        lease = await self.pool.enter(Ask(0, expected.place.tenant, 1, expected.tokens, expected.sequences))
         assert lease.grant is not None
         return lease
 
@@ -295,6 +293,20 @@ async def test_the_document_says_what_is_in_force_held_used_and_learned() -> Non
     assert stand.sizes.document() == LeaseSizesDocument("off")
     assert stand.sizes.documents() == []
     size.ended()
+
+
+async def test_places_are_bounded_whatever_maximum_clients_send_and_one_that_was_dropped_is_known_still() -> None:
+    stand = Stand()
+    stand.learn(*[40] * 60, most=1000)
+    first = stand.expect(most=1000)
+    for most in range(1001, 1001 + 2 * _MOST_PLACES):
+        stand.expect(most=most)
+        assert len(stand.sizes._places) <= _MOST_PLACES
+    later = stand.expect(most=1000)
+    assert later.place.is_known
+    assert (later.tokens, later.estimate) == (first.tokens, first.estimate)
+    stand.sizes.learn(first, Stream(chunks=40, output_tokens=40), is_complete=True)
+    assert first.place.learned is later.place.learned
 
 
 async def test_a_document_is_bounded_whatever_engines_and_tenants_there_are() -> None:

@@ -7,10 +7,10 @@ follows it. Just before it follows, the recorder notes the answers of the oracle
 from __future__ import annotations
 
 from collections import Counter
-from copy import deepcopy
 from fractions import Fraction
 from typing import NamedTuple
 
+from copies import copy_of
 from oracle import INSIDE, TURN, Answer, Oracle, Policy, Request
 
 from sidecar.scheduling import Admission, Scheduler
@@ -271,7 +271,7 @@ class Recorder:
 
     def _next_in(self, names: list[str]) -> str | None:
         """The ticket that the scheduler admits next if its victims are released now, and nothing else happens."""
-        tried = deepcopy(self.scheduler)
+        tried = copy_of(self.scheduler)
         for name in names:
             tried.requeue(name, self.now_us)
         return next((admission.ticket.id for admission in tried.dispatch(self.now_us)), "none")

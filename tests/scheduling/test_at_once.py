@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -31,6 +32,17 @@ PROGRAMS = st.lists(
 )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What one request asks for."""
+
+    tier: int
+    tokens: int
+    requests: int = 1
+    tenant: str = "a"
+    weight: int = 1
+
+
 class Played:
     """A scheduler, and how many of its tickets it admitted at once."""
 
@@ -43,19 +55,12 @@ class Played:
         scheduler = self.scheduler
         match step:
             case ("come", tier, tenant, tokens, requests):
-                ticket = {
-                    "tier": tier % tiers,
-                    "tokens": tokens,
-                    "requests": requests,
-                    "tenant": tenant,
-                    "weight": WEIGHTS[tenant],
-                    "now_us": now_us,
-                }
+                demand = Asked(tier % tiers, tokens, requests, tenant, WEIGHTS[tenant])
                 name, self.count = str(self.count), self.count + 1
-                if self.tries_at_once and scheduler.admit_at_once(name, **ticket):
+                if self.tries_at_once and scheduler.admit_at_once(name, demand, now_us):
                     self.at_once += 1
                 else:
-                    scheduler.submit(name, **ticket)
+                    scheduler.submit(name, **asdict(demand), now_us=now_us)
             case ("end", place):
                 scheduler.settle(str(place), now_us)
             case ("resize", place, tokens):
@@ -98,17 +103,17 @@ def test_admission_at_once_is_admission_through_the_queue(policy: Policy, progra
 
 def test_an_idle_pool_admits_at_once() -> None:
     scheduler = Scheduler(_plain())
-    assert scheduler.admit_at_once("1", tier=0, tokens=10, now_us=0, requests=1, tenant="a", weight=1)
+    assert scheduler.admit_at_once("1", Asked(0, 10), 0)
     with pytest.raises(ValueError, match="already here"):
-        scheduler.admit_at_once("1", tier=0, tokens=10, now_us=0, requests=1, tenant="a", weight=1)
+        scheduler.admit_at_once("1", Asked(0, 10), 0)
 
 
 def test_none_is_admitted_at_once_beside_one_that_waits_or_in_another_order() -> None:
     scheduler = Scheduler(_plain())
     scheduler.submit("1", tier=0, tokens=1, now_us=0)
-    assert not scheduler.admit_at_once("2", tier=0, tokens=1, now_us=0, requests=1, tenant="a", weight=1)
+    assert not scheduler.admit_at_once("2", Asked(0, 1), 0)
     other = OtherScheduler(_plain())
-    assert not other.admit_at_once("1", tier=0, tokens=1, now_us=0, requests=1, tenant="a", weight=1)
+    assert not other.admit_at_once("1", Asked(0, 1), 0)
 
 
 class OtherOrder(LevelOrder):

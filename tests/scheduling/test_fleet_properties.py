@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from copy import deepcopy
 
 import pytest
+from copies import copy_of
 from fleet_oracle import MOST_CLAIMANTS
 from fleets import NAMES, Twins, operate
 from hypothesis import HealthCheck, settings
@@ -73,7 +73,7 @@ def an_engine_that_gets_a_ticket_is_within_its_capacity(twins: Twins, engines: S
 
 def a_second_look_admits_no_one(twins: Twins) -> None:
     """What waits after a decision waits for something to change."""
-    again = deepcopy(twins.scheduler)
+    again = copy_of(twins.scheduler)
     again._changed()
     assert again.dispatch(twins.now_us) == []
     change_us = twins.scheduler.next_change_us(twins.now_us)

@@ -17,7 +17,7 @@ from functools import partial
 from sidecar.apis import Api
 from sidecar.errors import AdmissionError
 from sidecar.lengths.estimator import LengthEstimator
-from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes, LengthQuestion
+from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes
 from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.middleware.request_gain import LEAST_SLACK_US
 from sidecar.payload.decode import decode
@@ -76,8 +76,7 @@ class ProductAdmission:
         tokens = most = request.prompt + assumed
         expected = None
         if self._sizes.learns:
-            question = LengthQuestion(request.tenant, CHAT, _PAYLOAD, request.prompt, most, assumed, None, limit)
-            expected = self._sizes.expect(question)
+            expected = self._sizes.expect(request.tenant, CHAT, _PAYLOAD, request.prompt, most, assumed, None, limit)
             tokens = tokens if expected is None else expected.tokens
         hits = self._hits(request)
         gain = self._gain(request, expected, assumed, max((hit for _, hit in hits), default=0))
@@ -153,7 +152,7 @@ class ProductAdmission:
             return None
         tokens, model = assumed, self._stage.model
         if expected is not None:
-            found = self._sizes.estimate(expected.tenant, expected.key, 0.5, 0, None)
+            found = self._sizes.estimate(expected.place, 0.5)
             tokens = assumed if found is None else min(found.tokens, expected.longest)
         prompt_us = model.step_us_per_prefill_token * (request.prompt - hit)
         engines = self._stage.engines

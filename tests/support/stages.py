@@ -1,0 +1,50 @@
+"""Every request in the tests of this process keeps to the diagram of `sidecar.middleware.stages`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sidecar.middleware.request import RequestHandler
+from sidecar.middleware.stages import Stage
+
+DRAWN = {
+    (Stage.READING, Stage.WAITING),
+    (Stage.READING, Stage.OVER),
+    (Stage.WAITING, Stage.RUNNING),
+    (Stage.WAITING, Stage.OVER),
+    (Stage.RUNNING, Stage.WAITING),
+    (Stage.RUNNING, Stage.FOLLOWED),
+    (Stage.RUNNING, Stage.OVER),
+    (Stage.FOLLOWED, Stage.OVER),
+}
+"""The arrows of the diagram in the module's docstring."""
+
+wrong: list[str] = []
+"""The steps that the diagram does not have, since a test last looked: a server may hide the error."""
+entered: list[Stage] = []
+"""The stages that requests entered, since a test last cleared it."""
+
+
+class StepsOfTheDiagram:
+    """In place of `RequestHandler.stage`: lets a request enter only a stage that may follow its present one."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+
+    def __get__(self, handler: RequestHandler | None, owner: type) -> Any:
+        return self if handler is None else self._stored.__get__(handler, owner)
+
+    def __set__(self, handler: RequestHandler, stage: Stage) -> None:
+        before = self._stored.__get__(handler, type(handler))
+        if (before, stage) not in DRAWN:
+            wrong.append(f"{before.name} -> {stage.name}")
+            raise AssertionError(wrong[-1])
+        entered.append(stage)
+        self._stored.__set__(handler, stage)
+
+
+def check_every_step() -> None:
+    """From now on; once a process."""
+    stored = RequestHandler.__dict__["stage"]
+    if not isinstance(stored, StepsOfTheDiagram):
+        RequestHandler.stage = StepsOfTheDiagram(stored)  # type: ignore[assignment]
