@@ -68,6 +68,7 @@ _NO_BODY = SourceAnswer(Source.BODY, None)
 _NO_HEADER = SourceAnswer(Source.HEADER, None)
 _NO_ENGINE = SourceAnswer(Source.ENGINE, None)
 _DEFAULT = SourceAnswer(Fallback.DEFAULT, None)
+_NOTHING_SAID = Payload(None, False)
 
 
 class Classification(msgspec.Struct, gc=False):
@@ -113,8 +114,7 @@ class Classifier:
         levels = [None, *range(len(policy.tiers))]
         self._of_endpoint = {level: SourceAnswer(Source.ENDPOINT, level) for level in levels}
         self._of_key = {level: SourceAnswer(Source.KEY, level) for level in levels}
-        self._silent: dict[tuple[int | None, int | None], SourceAnswer] = {}
-        self._reads_engines = Source.ENGINE in policy.sources
+        self._silent: dict[tuple[int | None, int, int], tuple[int, Source | Fallback, int | None]] = {}
         self._consults = tuple(consults[source] for source in policy.sources)
 
     def tenant(
@@ -206,21 +206,27 @@ class Classifier:
 
     def classify(self, asked: Asked, tenant: Tenant) -> Classification:
         """The level a request gets. Raises UnknownTier for a name that is no tier or a number out of range."""
-        payload = asked.payload
-        is_silent = payload.priority is None and payload.nvext is None and not asked.taken
-        if self._reads_engines or not is_silent or self._policy.tier_header in asked.headers:
-            won = self._winner(asked, tenant)
-            ignored = tuple([name for name in self.statements(asked) if name != won.statement])
-        else:  # so do most requests: their tier is that of the endpoint and the tenant
-            place, ignored = (asked.endpoint.level, tenant.level), ()
-            silent = self._silent.get(place)
-            if silent is None:
-                silent = self._silent[place] = self._winner(asked, tenant)
-            won = silent
+        won = self._winner(asked, tenant)
+        ignored = tuple([name for name in self.statements(asked) if name != won.statement])
+        return Classification(tenant, *self._granted(won, tenant), ignored)
+
+    def classify_silent(self, endpoint: Endpoint, tenant: Tenant) -> Classification:
+        """The same for a request that states no priority, as most do: the endpoint and the tenant decide.
+
+        Not where the policy has the source `engine`.
+        """
+        place = (endpoint.level, tenant.level, tenant.max_level)
+        granted = self._silent.get(place)
+        if granted is None:
+            won = self._winner(Asked(endpoint, _NOTHING_SAID, {}, ()), tenant)
+            granted = self._silent[place] = self._granted(won, tenant)
+        level, source, clamped_from = granted
+        return Classification(tenant, level, source, clamped_from, ())
+
+    def _granted(self, won: SourceAnswer, tenant: Tenant) -> tuple[int, Source | Fallback, int | None]:
+        """The level, its source, and the level that was asked for where the tenant may not have it."""
         level, best = self._policy.default_level if won.level is None else won.level, tenant.max_level
-        if level < best:
-            return Classification(tenant, best, won.source, level, ignored)
-        return Classification(tenant, level, won.source, None, ignored)
+        return (best, won.source, level) if level < best else (level, won.source, None)
 
     def _winner(self, asked: Asked, tenant: Tenant) -> SourceAnswer:
         """The first source that answers, or the default."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
@@ -74,7 +73,6 @@ CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
 """Body members that some engine takes a priority from. None of them passes from a client."""
 
 
-@lru_cache(maxsize=256)  # a client sends the same headers with every request
 def client_headers(names: tuple[bytes, ...]) -> tuple[bytes, ...]:
     """The headers of a request, of lower-case names, that some engine would take a priority or a tenant from."""
     return tuple(name for name in names if name in CLIENT_HEADERS or name.startswith(CLIENT_HEADER_PREFIXES))

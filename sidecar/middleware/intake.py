@@ -16,7 +16,6 @@ from starlette.types import Message
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification
 from sidecar.engines import Engine
-from sidecar.engines.registry import client_headers
 from sidecar.errors import (
     BackgroundNotAllowed,
     BodyTimeout,
@@ -29,12 +28,14 @@ from sidecar.errors import (
 )
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import Objective
+from sidecar.middleware.credentials import AUTHORIZATION, BEARER, KEY_HEADERS
+from sidecar.middleware.header_names import MAX_WAIT_HEADER, HeaderNames
 from sidecar.middleware.lease_size import Expected, LeaseSizes
-from sidecar.middleware.policy_snapshot import KEY_HEADERS, PolicySnapshot
+from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.slo_headers import SLO_HEADERS, asked_slo
 from sidecar.payload.decode import Payload, decode
 from sidecar.payload.edit import insert, remove
-from sidecar.policy.model import Background, Endpoint, Policy, Tenant, Unsized
+from sidecar.policy.model import NO_LIMITS, Background, Endpoint, Policy, Tenant, Unsized
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask, Pool
@@ -42,14 +43,13 @@ from sidecar.scheduling.gain import GainFigures
 from sidecar.tokens import tokens_to_hold
 from sidecar.via import refuse_loop
 
-MAX_WAIT_HEADER = b"x-admission-max-wait"
 ATTEMPT_HEADER = b"x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
 _UPLOADS = re.compile(
     rb"multipart/form-data|application/(x-www-form-urlencoded|octet-stream)|(audio|image|video)/", re.IGNORECASE
 )
-_END_BYTES = 256
-"""Of each end of a body: prompts often share their beginning, and differ at their end."""
+_BEGINNING, _END = slice(256), slice(-256, None)
+"""Of a body: prompts often share their beginning, and differ at their end."""
 _EMBEDDINGS = Api.EMBEDDINGS  # looked up once: an enumeration's attribute costs as much as a call
 _SHOWN_BYTES = 20
 """Of a header's value that is quoted in an error."""
@@ -123,22 +123,22 @@ class SizedRequest(msgspec.Struct, gc=False):
 
     def ask(self) -> Ask:
         """What it asks of the pool."""
-        classification, hits, expected = self.classification, self.hits, self.expected
+        classification, hits, expected, body = self.classification, self.hits, self.expected, self.body
         tenant, tokens = classification.tenant, self.tokens
-        most = tokens if expected is None else expected.most
-        is_counted = tenant.limits.are_counted
+        most, limits = tokens if expected is None else expected.most, tenant.limits
+        is_counted = limits is not NO_LIMITS and limits.are_counted
         return Ask(
             classification.level,
             tenant.name,
             tenant.weight,
             tokens,
             self.requests,
-            request=(tenant.name, len(self.body), self.body[:_END_BYTES], self.body[-_END_BYTES:]),
-            attempt=_attempt(self.headers) if ATTEMPT_HEADER in self.headers else None,
-            limits=tenant.limits if is_counted else None,
-            downgrade=tenant.downgrade_level if is_counted else None,
-            prompt=0 if hits is None else min(self.prompt_tokens, most),
-            hits=hits or (),
+            (tenant.name, len(body), body[_BEGINNING], body[_END]),
+            _attempt(self.headers) if ATTEMPT_HEADER in self.headers else None,
+            limits if is_counted else None,
+            tenant.downgrade_level if is_counted else None,
+            0 if hits is None else min(self.prompt_tokens, most),
+            hits or (),
             most=most,
             gain=self.gain,
         )
@@ -162,7 +162,7 @@ class SizedRequest(msgspec.Struct, gc=False):
     def drop_body(self) -> None:
         """Frees the body, which may be megabytes, once it is forwarded or never will be."""
         self.body = b""
-        self.payload.text = str
+        self.payload.parts = ()
 
     def capped_body(self) -> bytes:
         """The client's body, with the output cap as its only maximum. Every other byte stays."""
@@ -182,6 +182,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     _snapshot: PolicySnapshot
     _endpoint: Endpoint
     _headers: Mapping[bytes, bytes]
+    _names: HeaderNames
     _received_us: int
     tenant: Tenant | None = None
     _chunks: list[bytes] = []
@@ -192,33 +193,42 @@ class RequestIntake(msgspec.Struct, eq=False):
 
         `pairs` are the headers as they came, `client` is the address that they came from.
         """
-        headers = self._headers
-        if b"via" in headers:
+        headers, snapshot, is_usual = self._headers, self._snapshot, self._names.are_usual
+        if not is_usual and b"via" in headers:
             refuse_loop(headers[b"via"])
         if len(headers) != len(pairs):  # one of them is given twice
-            refuse_two_keys(pairs, headers, self._snapshot)
-            _refuse_two_values(pairs, (self._snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
-        self.tenant = self._snapshot.classifier.tenant(headers, client, pairs)
-        if b"content-length" in headers and _declared_length(pairs, headers) > self._most_bytes():
+            is_usual = False
+            refuse_two_keys(pairs, headers, snapshot)
+            _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
+        self.tenant = snapshot.classifier.tenant(headers, client, pairs)
+        length = headers.get(b"content-length")
+        if length is None or (is_usual and len(length) < snapshot.length_digits and length.isdigit()):
+            return
+        if _declared_length(pairs, headers) > self._most_bytes():
             raise self._too_large()
 
     def feed(self, message: Message, now_us: int) -> SizedRequest | None:
         """Takes an `http.request` message. Returns the request once its body is complete; that of an upload at once."""
-        if self._endpoint.size is not None and is_upload(self._headers):
+        policy, endpoint = self._snapshot.policy, self._endpoint
+        if endpoint.size is not None and is_upload(self._headers):
             return self.unread()
-        if now_us - self._received_us > self._snapshot.policy.body_timeout_s * 1e6:
+        if now_us - self._received_us > policy.body_timeout_s * 1e6:
             raise self._too_late()
-        chunks, chunk = self._chunks, message.get("body", b"")
-        size = self._size + len(chunk)
-        if size > self._snapshot.policy.max_body_bytes:
+        body = message.get("body", b"")
+        if self._size + len(body) > policy.max_body_bytes:
             raise self._too_large()
-        chunks.append(chunk)
         if message.get("more_body", False):
-            self._size = size
+            self._chunks.append(body)
+            self._size += len(body)
             return None
-        body = b"".join(chunks)  # a single chunk is not copied
-        chunks.clear()
-        return self._sized(body)
+        if self._chunks or type(body) is not bytes:
+            body = b"".join((*self._chunks, body))
+            self._chunks.clear()
+        if not self._names.are_usual:
+            _refuse_other_codings(self._headers)
+        if not body.isascii():
+            _refuse_other_text(body)
+        return self._sized(body, decode(endpoint.api, body), len(body))
 
     def unread(self) -> SizedRequest:
         """The request of the generic API whose body is not read here: an upload passes as it comes.
@@ -228,7 +238,7 @@ class RequestIntake(msgspec.Struct, eq=False):
         length = self._headers.get(b"content-length")
         if length is None:
             raise InvalidHeader("content-length: missing; an upload here must say its size, and not come in chunks")
-        request = self._sized(b"", int(length))
+        request = self._sized(b"", decode(self._endpoint.api, b"{}"), int(length))
         request.is_unread = True
         return request
 
@@ -251,47 +261,52 @@ class RequestIntake(msgspec.Struct, eq=False):
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"the body is larger than the {self._most_bytes()} bytes allowed here; send less")
 
-    def _sized(self, body: bytes, unread_bytes: int | None = None) -> SizedRequest:
-        """Decodes and classifies a complete body, and sizes its prompts by their bytes. None is read of an upload."""
-        snapshot, endpoint, headers, tenant = self._snapshot, self._endpoint, self._headers, self.tenant
+    def _sized(self, body: bytes, payload: Payload, size: int) -> SizedRequest:
+        """Classifies a decoded body of `size` bytes, and sizes its prompts by their bytes."""
+        snapshot, endpoint, headers, names = self._snapshot, self._endpoint, self._headers, self._names
+        policy, api, tenant = snapshot.policy, endpoint.api, self.tenant
         assert tenant is not None
-        policy = snapshot.policy
-        if unread_bytes is None:
-            _refuse_other_encodings(headers, body)
-        payload = decode(endpoint.api, body if unread_bytes is None else b"{}")
         if endpoint.size is not None:
-            payload.prompt_tokens = endpoint.size.of(len(body) if unread_bytes is None else unread_bytes)
+            payload.prompt_tokens = endpoint.size.of(size)
         if payload.background:
             refuse_background(payload, policy.background)
-        taken = client_headers(tuple(headers))
-        classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
+        if names.may_state_tier or payload.priority is not None or payload.nvext is not None:
+            classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, names.claims), tenant)
+        else:
+            classification = snapshot.classifier.classify_silent(endpoint, tenant)
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
-            refuse_what_is_too_much(endpoint.api, payload, policy)
+            refuse_what_is_too_much(api, payload, policy)
         if tenant.limits.max_output_tokens is not None:
-            cap = _output_cap(endpoint.api, payload, body, tenant, policy.engine)
+            cap = _output_cap(api, payload, body, tenant, policy.engine)
         prompt_tokens = snapshot.estimator.prompt_tokens(payload, tenant.name)
         output = payload.max_output_tokens
         if output is None:
             output = _default_output(policy, classification.level, cap)
-        keys = snapshot.credentials.taken(headers)
-        return SizedRequest(
-            body=body,
-            headers=headers,
-            payload=payload,
-            classification=classification,
-            taken=(*taken, *keys) if taken else keys,
-            added=snapshot.credentials.added,
-            prompt_tokens=prompt_tokens,
-            tokens=tokens_to_hold(payload, prompt_tokens, output),
-            api=endpoint.api,
-            output_cap=cap,
-            max_wait_s=longest_wait_s(headers, None) if MAX_WAIT_HEADER in headers else None,
-            path=endpoint.path,
-            assumed_output=output,
-            requests=requests,
-            objective=_objective(headers, snapshot, classification) if snapshot.objectives else None,
+        taken, authorization = names.taken, headers.get(AUTHORIZATION, BEARER)
+        if authorization[:7] != BEARER:  # another scheme, or written otherwise
+            taken = (*names.claims, *snapshot.credentials.taken(headers))
+        # Most are one sequence: its prompt and its answer.
+        tokens = prompt_tokens + output or 1 if requests == 1 else tokens_to_hold(payload, prompt_tokens, output)
+        request = SizedRequest(
+            body,
+            headers,
+            payload,
+            classification,
+            taken,
+            snapshot.credentials.added,
+            prompt_tokens,
+            tokens,
+            api,
+            cap,
+            None if names.are_usual else longest_wait_s(headers, None),
+            endpoint.path,
+            output,
+            requests,
         )
+        if snapshot.objectives:
+            request.objective = _objective(headers, snapshot, classification)
+        return request
 
 
 async def count_tokens(request: SizedRequest, snapshot: PolicySnapshot) -> None:
@@ -373,16 +388,18 @@ def _declared_length(pairs: Headers, headers: Mapping[bytes, bytes]) -> int:
     return int(given)
 
 
-def _refuse_other_encodings(headers: Mapping[bytes, bytes], body: bytes) -> None:
-    """Raises InvalidBody: text that `payload.decode` skips is not decoded there, and would fail at the engine."""
+def _refuse_other_codings(headers: Mapping[bytes, bytes]) -> None:
+    """Raises InvalidBody for a compressed body."""
     coding = headers.get(b"content-encoding")
     if coding is not None and coding.strip().lower() not in (b"identity", b""):
         raise InvalidBody(
             f"content-encoding: {coding[:_SHOWN_BYTES].decode('ascii', 'replace')} is not read here; send the body "
             "uncompressed, without this header"
         )
-    if body.isascii():
-        return
+
+
+def _refuse_other_text(body: bytes) -> None:
+    """Raises InvalidBody: text that `payload.decode` skips is not decoded there, and would fail at the engine."""
     try:
         body.decode()
     except UnicodeDecodeError as error:

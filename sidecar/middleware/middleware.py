@@ -65,7 +65,7 @@ def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to
 ) -> Handler:
     """The handler, of some kind, of a request that has just come."""
     snapshot, now_us, observer = controller.snapshot, controller.pool.now_us, controller.observer
-    pairs, received_us = list(scope["headers"]), now_us()  # a copy: uvicorn appends trailers to its own list
+    pairs, received_us = [*scope["headers"]], now_us()  # a copy: uvicorn appends trailers to its own list
     headers = dict(pairs)
     own_id = request_id(headers)
     return kind(
@@ -81,7 +81,7 @@ def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to
         own_id,
         ClientChannel(receive, send, now_us),
         reporter_of(observer, scope, headers, own_id, received_us, now_us),
-        RequestIntake(snapshot, endpoint, headers, received_us),
+        RequestIntake(snapshot, endpoint, headers, snapshot.names_read[tuple(headers)], received_us),
         UsageReader(),
         EngineCall(controller.engine_watch),
         asyncio.current_task(),

@@ -6,60 +6,17 @@ existing snapshot never changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from sidecar.classify import Classifier
 from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
-from sidecar.events import Headers
 from sidecar.gain.token_deadlines import Objective
 from sidecar.identity.tokens import TokenVerifier
+from sidecar.middleware.credentials import Credentials
+from sidecar.middleware.header_names import NamesRead
 from sidecar.policy.model import Endpoint, Mode, Policy, Tier
 from sidecar.tokens import Estimator
-
-_AUTHORIZATION, _API_KEY = b"authorization", b"x-api-key"
-KEY_HEADERS = (_AUTHORIZATION, _API_KEY)
-
-
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """Rules for API keys on the way to the engine. `engine_key` is the engine's own key, None where it has none.
-
-    A tenant's key gives access to the tenant's share of the pool, and an engine would write it into its logs. So the
-    key is removed, unless the policy says `forward_key: true` (`is_forwarded`). Then the client's headers pass
-    unchanged, and the engine's key is not added.
-
-    `of_gateway` are the headers of a gateway that names tenants: no engine gets them, whoever sent them. `added` are
-    those that the engine gets instead.
-    """
-
-    is_forwarded: bool = False
-    engine_key: bytes | None = field(default=None, repr=False)
-    of_gateway: Sequence[bytes] = ()
-    added: Headers = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Makes the headers that the engine gets instead."""
-        has_none = self.is_forwarded or self.engine_key is None
-        added = () if has_none else ((_AUTHORIZATION, b"Bearer " + (self.engine_key or b"")),)
-        object.__setattr__(self, "added", added)
-
-    def taken(self, headers: Mapping[bytes, bytes]) -> Sequence[bytes]:
-        """The names of the client's headers that hold, or may hold, a tenant's key: they must not be forwarded.
-
-        Both names, where both are there: clients of two providers send the same key in each. `Authorization` with
-        another scheme, such as Basic, holds no tenant's key and stays.
-        """
-        names = [name for name in self.of_gateway if name in headers] if self.of_gateway else []
-        if self.is_forwarded:
-            return names
-        if _AUTHORIZATION in headers:
-            own = headers[_AUTHORIZATION]
-            if own[:7] == b"Bearer " or own.lstrip()[:6].lower() == b"bearer":
-                names.append(_AUTHORIZATION)
-        if _API_KEY in headers:
-            names.append(_API_KEY)
-        return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +26,8 @@ class PolicySnapshot:
     `priorities` are the values that the engine gets, `tier_names` are header values. `are_preemptible` says whose
     requests' room may be taken back before their first byte. `abort_latency` is how long the
     engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
-    then no gain is measured. `is_observing` is `mode: observe`.
+    then no gain is measured. `is_observing` is `mode: observe`. `names_read` reads the names of a request's headers. A
+    Content-Length of fewer digits than `length_digits` is within the policy's bounds.
     """
 
     policy: Policy
@@ -82,6 +40,8 @@ class PolicySnapshot:
     are_preemptible: tuple[bool, ...]
     abort_latency: AbortLatency
     routes: Routes
+    names_read: NamesRead
+    length_digits: int
     objectives: tuple[Objective | None, ...] = ()
     is_observing: bool = False
 
@@ -101,19 +61,21 @@ def policy_snapshot(
     `tokens` verifies the signed tokens of tenants.
     """
     objectives = tuple(objective_of(tier) for tier in policy.tiers)
+    credentials = Credentials(policy.forward_key, engine_key, () if policy.gateway is None else policy.gateway.headers)
+    upload_bytes = policy.max_body_bytes if policy.max_upload_bytes is None else policy.max_upload_bytes
     return PolicySnapshot(
         policy=policy,
-        endpoints=policy.endpoints,
+        endpoints=dict(policy.endpoints),  # a read-only view of them would be slower
         classifier=Classifier(policy, dialect, tokens),
         estimator=estimator,
-        credentials=Credentials(
-            policy.forward_key, engine_key, () if policy.gateway is None else policy.gateway.headers
-        ),
+        credentials=credentials,
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
         tier_names=tuple(tier.name.encode() for tier in policy.tiers),
         are_preemptible=tuple(policy.rules.is_preemptible(tier.level) for tier in policy.tiers),
         abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
         routes=policy.engine.routes,
+        names_read=NamesRead(policy, credentials),
+        length_digits=len(str(min(policy.max_body_bytes, upload_bytes))),
         objectives=objectives if any(objectives) else (),
         is_observing=policy.mode is Mode.OBSERVE,
     )

@@ -21,6 +21,7 @@ from sidecar.sending import SendChunk
 
 _EVENT = b"data:"
 _NAME = b'"usage"'
+_BRACE = ord("{")
 _CUT_NAME = len(_NAME) - 1
 _OBJECT = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 READ_BYTES = 4096
@@ -104,9 +105,9 @@ class UsageReader(msgspec.Struct, eq=False):
         """Takes the next bytes of the response, as they were sent. Returns whether they were read."""
         unread = self._unread
         if unread is None:
-            self._unread = unread = bytearray()
             if self._take_whole(body):  # so are most answers that do not stream
                 return True
+            self._unread = unread = bytearray()
             self._tried = len(body)
         unread += body
         if len(unread) < READ_BYTES:
@@ -159,12 +160,12 @@ class UsageReader(msgspec.Struct, eq=False):
     def _take_whole(self, body: bytes | memoryview) -> bool:
         """Takes the usage of an answer that came in one piece. False where the body is none, or says nothing."""
         try:
-            usage = _decode_answer(body).usage if body[:1] == b"{" else None
+            usage = _decode_answer(body).usage if body and body[0] == _BRACE else None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return False
         if usage is None:
             return False
-        self._count(usage, 0)
+        self._count(usage)
         return True
 
     def _count_events(self, body: bytes) -> None:
@@ -201,13 +202,19 @@ class UsageReader(msgspec.Struct, eq=False):
         self._is_unended = False
         return end.start()
 
-    def counted(self, input_tokens: int | None, output_tokens: int | None, later: int = 0) -> None:
-        """Takes the engine's count; None is not said. What no answer has is not taken. `later` chunks came after it."""
-        if input_tokens is not None and (self.input_tokens or 0) <= input_tokens <= _MOST_TOKENS:
-            self.input_tokens = input_tokens
-        if output_tokens is not None and 0 <= output_tokens <= _MOST_TOKENS:
-            if self.output_tokens is None or output_tokens > self.output_tokens:
-                self.output_tokens = output_tokens
+    def counted(self, input_tokens: int | None, output_tokens: int | None) -> None:
+        """Takes the engine's count; None is not said. What no answer has is not taken."""
+        self._count(_Usage(input_tokens=input_tokens, output_tokens=output_tokens))
+
+    def _count(self, usage: _Usage, later: int = 0) -> None:
+        """Takes a count that `later` chunks came after."""
+        seen_input = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        seen_output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
+        if seen_input is not None and (self.input_tokens or 0) <= seen_input <= _MOST_TOKENS:
+            self.input_tokens = seen_input
+        if seen_output is not None and 0 <= seen_output <= _MOST_TOKENS:
+            if self.output_tokens is None or seen_output > self.output_tokens:
+                self.output_tokens = seen_output
             if self.chunks:
                 self._counted_at = self.chunks - later
 
@@ -242,11 +249,6 @@ class UsageReader(msgspec.Struct, eq=False):
         except msgspec.MsgspecError:
             return  # an engine's own form of usage: the estimate stands
         self._count(usage, later)
-
-    def _count(self, usage: _Usage, later: int) -> None:
-        seen_input = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        seen_output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
-        self.counted(seen_input, seen_output, later)
 
     def _count_large(self, events: list[bytes]) -> None:
         more = 0

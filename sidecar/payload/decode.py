@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -56,10 +56,10 @@ class Payload(msgspec.Struct, gc=False):
 
     The prompt is the sum of `prompt_bytes`, the UTF-8 size of the text to be tokenized, and `prompt_tokens`, which are
     known exactly (token ids) or fixed (media parts). `prompts` times `choices` sequences run at the engine, each for up
-    to `max_output_tokens` (None: the client set no maximum). `other_maximum` is a second maximum, which some engine may
-    use. `priority` and `nvext` are undecoded, None if absent. A null counts as present, because it would overrule a
-    priority that is inserted beside it. `text` returns the text that a tokenizer would count. `background` says that
-    the response runs on after its answer, `names_response` that the client chose its id.
+    to `max_output_tokens` (None: the client set no maximum). `priority` and `nvext` are undecoded, None if absent. A
+    null counts as present, because it would overrule a priority that is inserted beside it. `parts` of the prompt are
+    text, or JSON (bytes) of which a chat template writes the text. `background` says that the response runs on after
+    its answer, `names_response` that the client chose its id.
 
     `unread_bytes` is the size of fields that are not known to be harmless, and so count as prompt. `unsized` names a
     field with a prompt whose size the body does not say. `is_understood` says that the prompt is only text in the API's
@@ -69,21 +69,25 @@ class Payload(msgspec.Struct, gc=False):
 
     model: str | None
     stream: bool
-    prompt_bytes: int
-    prompt_tokens: int
-    prompts: int
-    choices: int
-    max_output_tokens: int | None
-    priority: bytes | None
-    nvext: bytes | None
-    text: Callable[[], str]
+    max_output_tokens: int | None = None
+    prompt_bytes: int = 0
+    parts: Sequence[str | bytes] = ()
+    prompt_tokens: int = 0
+    prompts: int = 1
+    choices: int = 1
+    priority: bytes | None = None
+    nvext: bytes | None = None
     background: bool = False
     names_response: bool = False
     unread_bytes: int = 0
     unsized: str | None = None
-    is_understood: bool = False
+    is_understood: bool = True
     traits: Traits = NO_TRAITS
     hidden_choices: int = 0
+
+    def text(self) -> str:
+        """The text that a tokenizer would count."""
+        return "\n".join([part if isinstance(part, str) else text_of(part) for part in self.parts])
 
     @property
     def output_hint(self) -> int | None:
@@ -161,12 +165,30 @@ class _GenericFields(_Fields, gc=False):
 
 def decode(api: Api, body: bytes) -> Payload:
     """Decodes a body. Raises InvalidBody, which names the mistake and its field."""
-    reader = _READERS[api]
+    reader, others = _READERS[api], NOTHING
     try:
-        fields, others = reader.decode(body)
-        if fields.priority is not _UNSET or fields.nvext is not _UNSET:
-            _refuse_duplicates(body, fields)
-        return reader.interpret(fields, others)
+        try:
+            fields = reader.decode(body)
+        except msgspec.ValidationError as error:
+            fields, others = reader.decode_all(body, error)
+        if (
+            fields.priority is _UNSET
+            and fields.nvext is _UNSET
+            and fields.reasoning_effort is _UNSET
+            and fields.reasoning is _UNSET
+            and fields.thinking is _UNSET
+            and fields.tool_choice is _UNSET
+            and fields.stop is _UNSET
+            and fields.stop_sequences is _UNSET
+            and others is NOTHING
+        ):
+            return reader.interpret(fields, others)  # so are most requests
+        if fields.nvext is not _UNSET and others is NOTHING and api is not Api.GENERIC:
+            others = carried({"nvext": bytes(fields.nvext)})
+        _refuse_duplicates(body, fields)
+        payload = reader.interpret(fields, others)
+        _add_others(payload, fields, others)
+        return payload
     except RecursionError:
         raise InvalidBody("the body is nested too deeply to be read; flatten it") from None
     except UnicodeDecodeError:
@@ -213,6 +235,8 @@ def _sentence(error: msgspec.ValidationError) -> str:
 
 def _refuse_duplicates(body: bytes, fields: _Fields) -> None:
     """Raises InvalidBody for a priority that is stated twice: an engine might read the other one."""
+    if fields.priority is _UNSET and fields.nvext is _UNSET:
+        return
     if b"\\u" in body or body.count(b"priority") > 1 or body.count(b"nvext") > 1:
         members = json.loads(body, object_pairs_hook=tuple, parse_int=str, parse_float=str)
         _once_each([(key, value) for key, value in members if key in ("priority", "nvext")])
@@ -228,26 +252,32 @@ def _once_each(members: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _chat(fields: _Chat, others: Carried) -> Payload:
+def _chat(fields: _Chat, _others: Carried) -> Payload:
+    messages = _required_list("messages", fields.messages)
     tools = b"" if fields.tools is _UNSET else _given(fields.tools)
-    payload = _conversation(fields, others, [_required_list("messages", fields.messages)], tools)
     newer, older = fields.max_completion_tokens, fields.max_tokens
-    newer = None if newer is None else _maximum("max_completion_tokens", newer)
-    older = None if older is None else _maximum("max_tokens", older)
-    # vLLM and today's SGLang go by the newer field, earlier versions of SGLang by the older one.
-    payload.max_output_tokens = max(newer, older) if newer and older else newer or older
+    if newer is None:
+        most = older if type(older) is int and 0 < older <= LARGEST_COUNT else _maximum("max_tokens", older)
+    else:
+        # vLLM and today's SGLang go by the newer field, earlier versions of SGLang by the older one.
+        counts = _maximum("max_completion_tokens", newer), _maximum("max_tokens", older)
+        most = max(counts[0] or 0, counts[1] or 0) or None
+    if tools or not is_plain(messages):
+        payload = _conversation(fields, (messages,), tools, most)
+    else:  # so are most requests
+        payload = Payload(fields.model, fields.stream is True, most, len(messages), (messages, ""))
     if fields.n is not None or fields.best_of is not None:
         _add_choices(payload, fields.n, fields.best_of)
-    if fields.response_format is not msgspec.UNSET:
+    if fields.response_format is not _UNSET:
         _add_format(payload, _given(fields.response_format))
     return payload
 
 
 def _completion(fields: _Completion, others: Carried) -> Payload:
     if fields.prompt is not None:
-        payload = _prompts(fields, others, "prompt", fields.prompt)
+        payload = _prompts(fields, "prompt", fields.prompt)
     elif others.prompts or others.unsized:  # the prompt travels elsewhere
-        payload = _conversation(fields, others, [])
+        payload = _conversation(fields, ())
     else:
         raise InvalidBody("prompt: missing; send a string, a list of strings, or token ids", param="prompt")
     payload.max_output_tokens = _count(0, "max_tokens", fields.max_tokens)
@@ -261,9 +291,9 @@ def _response(fields: _Response, others: Carried) -> Payload:
         raise InvalidBody(f"input: {'of the wrong type' if source else 'missing'}; {_HINTS['input']}", param="input")
     if source[:1] == b"[":
         _required_list("input", fields.input)
-    payload = _conversation(fields, others, [source, _given(fields.instructions)], tools)
-    payload.max_output_tokens = _maximum("max_output_tokens", fields.max_output_tokens)
-    if not isinstance(fields.background, msgspec.UnsetType):
+    most = _maximum("max_output_tokens", fields.max_output_tokens)
+    payload = _conversation(fields, (source, _given(fields.instructions)), tools, most)
+    if fields.background is not _UNSET:
         payload.background = _flag("background", _given(fields.background))
         payload.names_response = bool(_given(fields.request_id))
     _add_format(payload, _given(fields.text))
@@ -272,18 +302,16 @@ def _response(fields: _Response, others: Carried) -> Payload:
     return payload
 
 
-def _message(fields: _Message, others: Carried) -> Payload:
-    parts = [_required_list("messages", fields.messages), _given(fields.system)]
-    payload = _conversation(fields, others, parts, _given(fields.tools))
-    payload.max_output_tokens = _maximum("max_tokens", fields.max_tokens)
-    return payload
+def _message(fields: _Message, _others: Carried) -> Payload:
+    parts = (_required_list("messages", fields.messages), _given(fields.system))
+    return _conversation(fields, parts, _given(fields.tools), _maximum("max_tokens", fields.max_tokens))
 
 
-def _embedding(fields: _Embedding, others: Carried) -> Payload:
+def _embedding(fields: _Embedding, _others: Carried) -> Payload:
     if fields.input is not None:
-        payload = _prompts(fields, others, "input", fields.input)
+        payload = _prompts(fields, "input", fields.input)
     elif _given(fields.messages):  # some engines embed a conversation
-        payload = _conversation(fields, others, [_required_list("messages", fields.messages)])
+        payload = _conversation(fields, (_required_list("messages", fields.messages),))
     else:
         raise InvalidBody("input: missing; send a string, a list of strings, or token ids", param="input")
     payload.max_output_tokens = 0
@@ -298,81 +326,53 @@ def _add_choices(payload: Payload, n: _Count, best_of: _Count) -> None:
         payload.hidden_choices = payload.choices - shown
 
 
-def _conversation(fields: _Fields, others: Carried, parts: list[bytes], tools: bytes = b"") -> Payload:
+def _conversation(fields: _Fields, parts: tuple[bytes, ...], tools: bytes = b"", most: int | None = None) -> Payload:
     """One prompt: a chat template writes the text of `parts`, and the JSON of `tools` unchanged."""
-    written = [tools, *others.texts] if others.texts else [tools]
-    payload = _payload(fields, others, _ConversationText(parts, written))
-    text_bytes = payload.prompt_bytes
-    if tools:
-        text_bytes += json_bytes(tools)
-        payload.traits = payload.traits._replace(tools=is_given(tools))
+    text_bytes, media, unsized = 0, 0, None
     for part in parts:
         if is_plain(part):
             text_bytes += len(part)
         else:
             size = measured(part)
-            text_bytes += size.text_bytes
-            payload.prompt_tokens += size.media * MEDIA_TOKENS
-            payload.unsized = payload.unsized or size.unsized
-            payload.is_understood &= not size.media and size.unsized is None
-    payload.prompt_bytes = text_bytes
+            text_bytes, media, unsized = text_bytes + size.text_bytes, media + size.media, unsized or size.unsized
+    payload = Payload(fields.model, fields.stream is True, most, text_bytes, (*parts, _written(tools)))
+    if media or unsized is not None:
+        payload.prompt_tokens, payload.unsized, payload.is_understood = media * MEDIA_TOKENS, unsized, False
+    if tools:
+        payload.prompt_bytes += json_bytes(tools)
+        payload.traits = NO_TRAITS._replace(tools=is_given(tools))
     return payload
 
 
-class _ConversationText(msgspec.Struct, gc=False):
-    """The text of a conversation, made when it is called for. A `partial` would cost three times as much."""
-
-    _parts: list[bytes]
-    _written: list[bytes]
-
-    def __call__(self) -> str:
-        return "\n".join([*map(text_of, self._parts), *(part.decode("utf-8", "replace") for part in self._written)])
+def _written(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
 
 
-def _prompts(fields: _Fields, others: Carried, name: str, prompt: _Prompt) -> Payload:
+def _prompts(fields: _Fields, name: str, prompt: _Prompt) -> Payload:
     """A prompt, or a list of prompts, without a template."""
     texts, tokens, prompts = _sequences(name, prompt)
-    payload = _payload(fields, others)
-    payload.text = lambda: "\n".join([*texts, *(part.decode("utf-8", "replace") for part in others.texts)])
-    payload.prompt_bytes += sum(len(text.encode("utf-8", "replace")) for text in texts)
-    payload.prompt_tokens += tokens
-    payload.prompts = max(prompts, others.prompts)
-    payload.is_understood &= not tokens
+    text_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    payload = Payload(fields.model, fields.stream is True, None, text_bytes, texts)
+    payload.prompt_tokens, payload.prompts, payload.is_understood = tokens, prompts, not tokens
     return payload
 
 
-def _payload(fields: _Fields, others: Carried, text: Callable[[], str] = str) -> Payload:
-    """The part that all APIs share; its prompt is only that of the fields beside the API's own."""
-    return Payload(
-        model=fields.model,
-        stream=fields.stream is True,
-        prompt_bytes=sum(map(json_bytes, others.texts)) if others.texts else 0,
-        prompt_tokens=others.tokens,
-        prompts=others.prompts or 1,
-        choices=1,
-        max_output_tokens=None,
-        priority=None if fields.priority is _UNSET else bytes(fields.priority),
-        nvext=None if fields.nvext is _UNSET else bytes(fields.nvext),
-        text=text,
-        unread_bytes=others.unread_bytes,
-        unsized=others.unsized,
-        is_understood=others is NOTHING or others == NOTHING,
-        traits=_traits(fields, others),
-    )
+def _add_others(payload: Payload, fields: _Fields, others: Carried) -> None:
+    """Adds what only some requests have: a priority, traits, and a prompt in the fields beside the API's own."""
+    payload.priority = None if fields.priority is _UNSET else bytes(fields.priority)
+    payload.nvext = None if fields.nvext is _UNSET else bytes(fields.nvext)
+    payload.prompt_bytes += sum(map(json_bytes, others.texts))
+    payload.parts = (*payload.parts, *map(_written, others.texts))
+    payload.prompt_tokens += others.tokens
+    payload.prompts = max(payload.prompts, others.prompts)
+    payload.unread_bytes += others.unread_bytes
+    payload.unsized = others.unsized or payload.unsized
+    payload.is_understood &= others == NOTHING
+    payload.traits = _traits(fields, others, payload.traits)
 
 
-def _traits(fields: _Fields, others: Carried) -> Traits:
-    """The traits that the fields of every API say. `tools` and `format` are those of some APIs."""
-    if (
-        fields.reasoning_effort is _UNSET
-        and fields.reasoning is _UNSET
-        and fields.thinking is _UNSET
-        and fields.tool_choice is _UNSET
-        and fields.stop is _UNSET
-        and fields.stop_sequences is _UNSET
-        and not others.template_arguments
-    ):
-        return NO_TRAITS  # so do most requests
+def _traits(fields: _Fields, others: Carried, of_api: Traits) -> Traits:
+    """The traits `of_api`, tools and a format, with those that the fields of every API say."""
     effort: str | None = None
     if fields.reasoning_effort is not _UNSET:
         effort = effort_of(_given(fields.reasoning_effort))
@@ -383,12 +383,10 @@ def _traits(fields: _Fields, others: Carried) -> Traits:
     if effort is None and others.template_arguments:
         effort = effort_of_template(others.template_arguments)
     choice = None if fields.tool_choice is _UNSET else choice_of(_given(fields.tool_choice))
-    has_stop = (fields.stop is not _UNSET and is_given(_given(fields.stop))) or (
-        fields.stop_sequences is not _UNSET and is_given(_given(fields.stop_sequences))
-    )
+    has_stop = is_given(_given(fields.stop)) or is_given(_given(fields.stop_sequences))
     if effort is None and choice is None and not has_stop:
-        return NO_TRAITS
-    return Traits(effort=effort, tool_choice=choice, stop=has_stop)
+        return of_api
+    return of_api._replace(effort=effort, tool_choice=choice, stop=has_stop)
 
 
 def _add_format(payload: Payload, schema: bytes) -> None:
@@ -423,10 +421,10 @@ _KINDS = {b'"': "a string", b"{": "an object", b"t": "a boolean", b"f": "a boole
 
 
 def _required_list(name: str, raw: _Raw) -> bytes:
-    given = _given(raw)
+    given = b"" if raw is _UNSET else b"" + raw  # costs less than `bytes(raw)`
     if given[:2] == b"[{":  # so are nearly all
         return given
-    if not given:
+    if given in (b"", b"null"):
         raise InvalidBody(f"{name}: missing; send a list", param=name)
     if given[:1] != b"[":
         # Its kind, not the value: it may be a prompt, and the message goes into logs and traces.
@@ -482,8 +480,6 @@ def _count(least: int, name: str, value: _Count) -> int | None:
 
 def _maximum(name: str, value: _Count) -> int | None:
     """The output maximum of an API with a chat template: engines treat 0 there as none."""
-    if type(value) is int and 0 < value <= LARGEST_COUNT:
-        return value
     return _count(0, name, value) or None
 
 
@@ -497,23 +493,30 @@ class _GenericReader:
     def __init__(self) -> None:
         self._decode: Callable[[bytes], _Fields] = msgspec.json.Decoder(_GenericFields).decode
 
-    def decode(self, body: bytes) -> tuple[_Fields, Carried]:
-        """See `_Reader.decode`. A body that is no object has no fields."""
+    def decode(self, body: bytes) -> _Fields:
+        """See `_Reader`. A body that is no object has no fields."""
         if body.lstrip(_SPACE)[:1] == b"{":
-            return self._decode(body), NOTHING
+            return self._decode(body)
         msgspec.json.decode(body)  # raises where it is no JSON
-        return _GenericFields(), NOTHING
+        return _GenericFields()
 
     @staticmethod
-    def interpret(fields: _Fields, others: Carried) -> Payload:
+    def decode_all(body: bytes, error: msgspec.ValidationError) -> tuple[_Fields, Carried]:  # noqa: ARG004
+        """See `_Reader`. Its other fields were no mistake."""
+        raise error
+
+    @staticmethod
+    def interpret(fields: _Fields, others: Carried) -> Payload:  # noqa: ARG004  # each reader is asked alike
         """It generates nothing that is counted."""
-        payload = _payload(fields, others)
-        payload.max_output_tokens, payload.is_understood = 0, False
-        return payload
+        return Payload(fields.model, fields.stream is True, 0, is_understood=False)
 
 
 class _Reader:
-    """Decodes the bodies of one API."""
+    """Reads the bodies of one API.
+
+    `decode` reads the API's own fields, and raises ValidationError where the body has fields that it does not know:
+    most bodies have none, and are scanned once. `interpret` is told what those others carry, too.
+    """
 
     def __init__(self, fields: type[_Fields], interpret: Callable[[Any, Carried], Payload]) -> None:
         self._own = frozenset(fields.__struct_fields__)
@@ -522,26 +525,17 @@ class _Reader:
         strict = msgspec.defstruct(
             f"{fields.__name__}Body", harmless, bases=(fields,), forbid_unknown_fields=True, gc=False
         )
-        self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(strict).decode
+        self.decode: Callable[[bytes], Any] = msgspec.json.Decoder(strict).decode
         self.interpret = interpret
 
-    def decode(self, body: bytes) -> tuple[_Fields, Carried]:
-        """The API's own fields, and the other fields' prompt. Most bodies have no others, and are scanned once."""
-        try:
-            fields = self._decode(body)
-        except msgspec.ValidationError as error:
-            if not str(error).startswith("Object contains unknown field"):
-                raise
-            return self._decode_all(body)
-        if fields.nvext is msgspec.UNSET:
-            return fields, NOTHING
-        return fields, carried({"nvext": bytes(fields.nvext)})
-
-    def _decode_all(self, body: bytes) -> tuple[_Fields, Carried]:
+    def decode_all(self, body: bytes, error: msgspec.ValidationError) -> tuple[_Fields, Carried]:
+        """The API's own fields, and the other fields' prompt. Raises `error` where it says something else of them."""
+        if not str(error).startswith("Object contains unknown field"):
+            raise error
         members = _members(body)
         own = b",".join(b'"%b":%b' % (name.encode(), members[name]) for name in members.keys() & self._own)
         others = {name: bytes(raw) for name, raw in members.items() if name not in self._known or name == "nvext"}
-        return self._decode(b"{%b}" % own), carried(others)
+        return self.decode(b"{%b}" % own), carried(others)
 
 
 _members: Callable[[bytes], Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

@@ -25,6 +25,7 @@ from sidecar.policy.generic_schema import CostBody
 from sidecar.policy.identity import JwtPolicy
 from sidecar.policy.identity_schema import GatewayBody, JwtBody
 from sidecar.policy.model import (
+    NO_LIMITS,
     CostPlace,
     Endpoint,
     Learn,
@@ -323,7 +324,7 @@ def _gateway(body: GatewayBody | None) -> GatewayPolicy | None:
 
 def _limits(body: LimitsBody | None) -> Limits:
     if body is None:
-        return Limits()
+        return NO_LIMITS
     return Limits(
         requests_per_minute=body.requests_per_minute,
         tokens_per_minute=body.tokens_per_minute,

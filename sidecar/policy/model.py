@@ -193,6 +193,10 @@ class Limits:
         return self.tokens_per_day is not None or self.tokens_per_month is not None
 
 
+NO_LIMITS = Limits()
+"""The limits of every tenant that has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """One tenant. `level` is its tier, `max_level` the most important one it may ask for (0 is the best).
@@ -204,7 +208,7 @@ class Tenant:
     level: int
     max_level: int
     weight: int = 1
-    limits: Limits = Limits()
+    limits: Limits = NO_LIMITS
     downgrade_level: int | None = None
 
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
 from sidecar.app import store_of
-from sidecar.middleware.policy_snapshot import Credentials
+from sidecar.middleware.credentials import Credentials
 from sidecar.proxy.proxy import ReverseProxy
 from tests.support.engine import RawEngine, answering, raw_engine
 from tests.support.middleware import CHAT, SMALL, Answer, App, guarding, key, policy, write_policy

@@ -185,7 +185,8 @@ class RequestWatcher:
         self._status: int | None = None
         self._disconnected = self._is_answered = self._is_over = False
         self._found: SizedRequest | AdmissionError | None = None
-        self._intake = RequestIntake(controller.snapshot, endpoint, headers, received_us)
+        names = self._snapshot.names_read[tuple(headers)]
+        self._intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
         try:
             self._intake.check_head(scope["headers"], client)
         except (IssuerUnavailable, TenantsUnavailable) as missing:  # enforcing would have waited, or said so

@@ -299,7 +299,7 @@ async def test_a_defect_of_ours_is_logged_once_and_every_request_passes(
     app = App()
     sidecar = DryRun(app, policy())
     targets: dict[str, tuple[Any, str]] = {
-        "intake": (intake, "tokens_to_hold"),
+        "intake": (intake, "decode"),
         "pool": (sidecar.pool, "enter_now"),
         "observer": (sidecar.recorder, "received"),
         "observed": (sidecar.sidecar, "observed"),

@@ -1,0 +1,53 @@
+"""What the names of a request's headers say. Clients send the same names with every request: each set is read once."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sidecar.engines.registry import client_headers
+from sidecar.middleware.credentials import BEARER, Credentials
+from sidecar.middleware.slo_headers import SLO_HEADERS
+from sidecar.policy.model import Policy, Source
+
+MOST_READ = 256
+"""Sets of names that are kept."""
+MAX_WAIT_HEADER = b"x-admission-max-wait"
+_UNUSUAL = frozenset((b"via", b"transfer-encoding", b"content-encoding", MAX_WAIT_HEADER, *SLO_HEADERS))
+
+
+class HeaderNames(msgspec.Struct, frozen=True, gc=False):
+    """What a request's headers may say, known from their names.
+
+    `claims` names those from which some engine would take a priority or a tenant. They are not forwarded, and neither
+    are the others of `taken`, which hold a tenant's key where `Authorization` is a bearer's. `may_state_tier`: the
+    headers have to be read before the tier is known. `are_usual`: there is none about the way here, the body's form,
+    the longest wait or the objective.
+    """
+
+    claims: tuple[bytes, ...]
+    taken: tuple[bytes, ...]
+    may_state_tier: bool
+    are_usual: bool
+
+
+class NamesRead(dict[tuple[bytes, ...], HeaderNames]):
+    """What the lower-case names of requests' headers say under one policy, by the names. Bounded: clients choose them.
+
+    A dictionary, because its look-up costs half as much as that of `lru_cache`.
+    """
+
+    def __init__(self, policy: Policy, credentials: Credentials) -> None:
+        super().__init__()
+        self._credentials = credentials
+        self._tier_header = policy.tier_header
+        self._reads_engines = Source.ENGINE in policy.sources
+
+    def __missing__(self, names: tuple[bytes, ...]) -> HeaderNames:
+        """Reads a set of names that has not come before."""
+        if len(self) >= MOST_READ:
+            self.clear()
+        claims = client_headers(names)
+        keys = self._credentials.taken(dict.fromkeys(names, BEARER))
+        may_state_tier = bool(claims) or self._tier_header in names or self._reads_engines
+        found = self[names] = HeaderNames(claims, (*claims, *keys), may_state_tier, _UNUSUAL.isdisjoint(names))
+        return found
