@@ -329,7 +329,15 @@ Event = Classified | Queued | Admitted | Replayed | Preempted | Observed | Refus
 
 
 class Observation(Protocol):
-    """The receiver of one request's events. Must not raise and must not block: it is called on the request's path."""
+    """The receiver of one request's events. Must not raise and must not block: it is called on the request's path.
+
+    `hears_every_start`: it wants `FirstByte` of every answer. Otherwise that may be left out of a whole answer to a
+    request that cannot be preempted.
+    """
+
+    @property
+    def hears_every_start(self) -> bool:
+        """See above. It does not change once the request is classified."""
 
     def headers(self) -> Headers:
         """Headers that carry the trace context on to the engine; they replace the client's own of the same names."""

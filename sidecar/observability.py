@@ -224,7 +224,10 @@ def dispatcher_of_pages(
 def dispatcher_without_pages(
     spans: RequestTracer, listeners: Listeners, log: RequestLog, note_loop: NoteLoop
 ) -> EventDispatcher:
-    """The dispatcher of another: only what an SDK takes, what the links of recorded spans need, and the log."""
+    """The dispatcher of another: only what an SDK takes, what the links of recorded spans need, and the log.
+
+    Metrics and log ask for the first byte of no whole answer, unless it ends the time in which it may be preempted.
+    """
     metrics, journal, _ = listeners
     return EventDispatcher(
         spans,
@@ -232,6 +235,7 @@ def dispatcher_without_pages(
         delay_s=REPORTED_WITHIN_S,
         failure_log=log,
         of_recorded=[journal],
+        hears_every_start=False,
         note_loop=note_loop,
     )
 

@@ -56,7 +56,8 @@ class EventReporter(msgspec.Struct, eq=False):
     the request's key is known. `gain` is told how the request ended, whether an observer listens or not.
 
     Where the observer wants only failures, an event is not made before the request has failed: `_unmade` has the
-    function that would make it, and what of. The fields after that are for this, too.
+    function that would make it, and what of. The fields after that are for this, too. `_hears_start` is whether the
+    observation wants the first byte's event.
     """
 
     _now_us: Callable[[], int]
@@ -68,6 +69,7 @@ class EventReporter(msgspec.Struct, eq=False):
     _request_id: str = ""
     _received_us: int = 0
     _was_admitted: bool = False
+    _hears_start: bool = True
     tenant: Tenant | None = None
     gain: RequestGain | None = None
 
@@ -79,8 +81,13 @@ class EventReporter(msgspec.Struct, eq=False):
         """The request was classified at `at_us`, and the pool has said now which tier it charges."""
         if self._unmade is not None:
             self._unmade.append((_classified, request, endpoint, policy, at_us))
-        elif self._observation is not None:
-            self._observation.on_event(_classified(request, endpoint, policy, at_us))
+            return
+        observation = self._observation
+        if observation is not None:
+            event = _classified(request, endpoint, policy, at_us)
+            observation.on_event(event)
+            if not (event.stream or event.preemptible or observation.hears_every_start):
+                self._hears_start = False
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]]) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where an observer listens."""
@@ -131,7 +138,7 @@ class EventReporter(msgspec.Struct, eq=False):
 
     def first_byte(self, status: int | None) -> None:
         """The response's first byte goes out."""
-        if self._observation is not None:
+        if self._observation is not None and self._hears_start:
             self._observation.on_event(FirstByte(self._now_us(), status or 0))
 
     def settled(  # noqa: PLR0917  # names at the call would cost as much as the rest

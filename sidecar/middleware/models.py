@@ -263,6 +263,11 @@ class _ModelObservation:
         self._observer_of = observer_of
         self._observation: Observation | None = None
 
+    @property
+    def hears_every_start(self) -> bool:
+        """See `Observation`."""
+        return self._observation is None or self._observation.hears_every_start
+
     def headers(self) -> Headers:
         """See `Observation`."""
         return () if self._observation is None else self._observation.headers()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from logging import DEBUG
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 from opentelemetry.trace import SpanContext, TraceFlags
@@ -54,7 +54,8 @@ class EventDispatcher:
     work costs a processor several times as much as directly after such work. `flush` dispatches at once. The spans get
     at once whatever the engine is sent. With a `failure_log`, and as long as the process has no SDK, only a request's
     failure is logged: nothing else is done with its events. `of_recorded` listen only to requests whose trace is
-    recorded. `note_loop` is called now and then with the event loop that serves requests.
+    recorded. `hears_every_start` is what the listeners want, see `Observation`; a recorded trace has every first byte.
+    `note_loop` is called now and then with the event loop that serves requests.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class EventDispatcher:
         delay_s: float = 0.0,
         failure_log: RequestLog | None = None,
         of_recorded: Sequence[Listener] = (),
+        hears_every_start: bool = True,
         note_loop: Callable[[asyncio.AbstractEventLoop], None] | None = None,
     ) -> None:
         self.tracer = tracer
@@ -73,6 +75,7 @@ class EventDispatcher:
         self.timer: asyncio.TimerHandle | None = None
         self.pending: list[tuple[RequestObservation, Event | Received]] = []
         self._delay_s = delay_s
+        self._hears_every_start = hears_every_start
         self._note_loop = note_loop
         self._is_reported = False
         self._has_sdk = kept_answer(self._find_sdk)
@@ -106,10 +109,10 @@ class EventDispatcher:
         record = RequestRecord(event.request_id, ids, event.method, event.path, event.at_us, event.wall_ns)
         observation: RequestObservation
         if spans is None:
-            observation = RequestObservation(self, self._reactions, event, record, context)
+            observation = RequestObservation(self, self._reactions, event, record, context, self._hears_every_start)
         else:
             reactions = self._reactions_to_recorded if is_sampled else self._reactions_to_unsampled
-            observation = RecordedObservation(self, reactions, event, record, context, spans)
+            observation = RecordedObservation(self, reactions, event, record, context, True, spans)
         if Received in observation.reactions:
             observation.on_event(event)
         return observation
@@ -121,7 +124,7 @@ class EventDispatcher:
             return None
         # No spans: the request is found by the client's own trace.
         record = RequestRecord.of(event, client_trace(event))
-        observation = RequestObservation(self, self._reactions, event, record, None)
+        observation = RequestObservation(self, self._reactions, event, record, None, self._hears_every_start)
         if Received in observation.reactions:
             observation.on_event(event)
         return observation
@@ -193,6 +196,7 @@ class RequestObservation(msgspec.Struct, eq=False):
     received: Received
     record: RequestRecord
     context: SpanContext | None
+    hears_every_start: bool
 
     def headers(self) -> Headers:
         """The trace context for the engine: of the `engine` span once admitted, so that its spans are below that."""
@@ -249,6 +253,8 @@ class _FailureObservation:
     """One request of a process without an SDK: its end is logged."""
 
     __slots__ = ("_dispatcher", "_log", "_record")
+
+    hears_every_start: Final = False
 
     def __init__(self, dispatcher: EventDispatcher, log: RequestLog, received: Received) -> None:
         self._dispatcher = dispatcher

@@ -103,6 +103,7 @@ class Story:
 
     received: Received
     events: list[Event] = field(default_factory=list)
+    hears_every_start = True
 
     def headers(self) -> Headers:
         return ()

@@ -110,6 +110,8 @@ class RequestLog:
         if record.refused is not None:  # preempted, and not admitted again
             self._refused(record, record.refused)
             return
+        if event.outcome is _COMPLETED and (event.status or 0) < SERVERS_ERRORS and not self.writes(logging.DEBUG):
+            return  # as nearly all
         if not self.is_logged(event):
             return
         failure = _failure(event)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import MeterProvider, _internal
@@ -18,8 +18,12 @@ from opentelemetry.trace import TracerProvider
 Provider = TypeVar("Provider")
 
 _UNKNOWN: Any = object()  # stands for a name that a later API does not have
-_TRACER_PROVIDER, _METER_PROVIDER = "_TRACER_PROVIDER", "_METER_PROVIDER"
-_TRACE, _METRICS = vars(trace), vars(_internal)
+_METER_PROVIDER = "_METER_PROVIDER"
+TRACER_PROVIDER: Final = "_TRACER_PROVIDER"
+TRACE: Final = vars(trace)
+"""`TRACE.get(TRACER_PROVIDER)` is the process's provider where one was set; else `tracer_provider` says what stands in.
+"""
+_METRICS = vars(_internal)
 _IS_NAMED = "OTEL_PYTHON_TRACER_PROVIDER" in os.environ or "OTEL_PYTHON_METER_PROVIDER" in os.environ
 
 
@@ -54,9 +58,9 @@ def kept_answer(ask: Callable[[], bool]) -> Callable[[], bool]:
     def answered() -> bool:
         nonlocal answer, tracers, meters
         try:
-            if _TRACE[_TRACER_PROVIDER] is tracers and _METRICS[_METER_PROVIDER] is meters:
+            if TRACE[TRACER_PROVIDER] is tracers and _METRICS[_METER_PROVIDER] is meters:
                 return answer
-            tracers, meters = _TRACE[_TRACER_PROVIDER], _METRICS[_METER_PROVIDER]
+            tracers, meters = TRACE[TRACER_PROVIDER], _METRICS[_METER_PROVIDER]
         except KeyError:
             return ask()
         answer = ask()
@@ -68,11 +72,11 @@ def kept_answer(ask: Callable[[], bool]) -> Callable[[], bool]:
 def none_is_set() -> bool:
     """Whether there surely is no SDK: the API has no provider, and the environment names none."""
     return (
-        _TRACE.get(_TRACER_PROVIDER, _UNKNOWN) is None
+        TRACE.get(TRACER_PROVIDER, _UNKNOWN) is None
         and _METRICS.get(_METER_PROVIDER, _UNKNOWN) is None
         and not _IS_NAMED
     )
 
 
-tracer_provider: Callable[[], TracerProvider] = _lookup(trace.get_tracer_provider, trace, _TRACER_PROVIDER)
+tracer_provider: Callable[[], TracerProvider] = _lookup(trace.get_tracer_provider, trace, TRACER_PROVIDER)
 meter_provider: Callable[[], MeterProvider] = _lookup(metrics.get_meter_provider, _internal, _METER_PROVIDER)

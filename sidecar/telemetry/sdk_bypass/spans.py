@@ -74,7 +74,7 @@ class SamplingBounds(NamedTuple):
 
 
 class SpanBypass:
-    """Begins spans that become a record when they end. Holds for as long as `is_current`."""
+    """Begins spans that become a record when they end. Holds for as long as nothing about the tracer has changed."""
 
     def __init__(self, tracer: SdkTracer, bounds: SamplingBounds) -> None:
         from opentelemetry.sdk.trace import Event, ReadableSpan
@@ -88,17 +88,18 @@ class SpanBypass:
         self._is_enabled = getattr(tracer, "_is_enabled", None)
         self._bounds = bounds
 
-    def is_current(self) -> bool:
-        """Whether nothing about the tracer has changed."""
-        tracer, is_enabled = self.tracer, self._is_enabled
-        return (
-            tracer.sampler is self._sampler
-            and tracer.span_processor._span_processors is self.processors
-            and (is_enabled is None or is_enabled())
-        )
+    def context_of(self, parent: Context) -> tuple[SpanContext, SpanContext | None, bool] | None:
+        """The context of a new span, its parent's, and whether it is sampled. Decides as the SDK's `start_span`.
 
-    def context_of(self, parent: Context) -> tuple[SpanContext, SpanContext | None, bool]:
-        """The context of a new span, its parent's, and whether it is sampled. Decides as the SDK's `start_span`."""
+        None where the tracer has changed: then ask `bypass_of` for another.
+        """
+        tracer, is_enabled = self.tracer, self._is_enabled
+        if (
+            tracer.sampler is not self._sampler
+            or tracer.span_processor._span_processors is not self.processors
+            or (is_enabled is not None and not is_enabled())
+        ):
+            return None
         above: SpanContext | None = trace.get_current_span(parent).get_span_context() if parent else None
         if above is None or not above.is_valid:
             trace_id, random, state, bound = getrandbits(128) or 1, self._random, NO_STATE, self._bounds.root

@@ -22,6 +22,7 @@ from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvi
 
 from sidecar.events import Received
 from sidecar.telemetry import semconv
+from sidecar.telemetry.sdk_bypass.providers import TRACE, TRACER_PROVIDER
 from sidecar.telemetry.sdk_bypass.providers import tracer_provider as global_provider
 from sidecar.telemetry.sdk_bypass.spans import DirectSpan, SpanBypass, bypass_of
 from sidecar.telemetry.spans.links import FindLinks
@@ -82,9 +83,13 @@ class RequestTracer:
             if tracer is None:
                 return None
             parent, kind = parent_of(event)
-            if bypass is None:
+            begun = None if bypass is None else bypass.context_of(parent)
+            if begun is None and bypass is not None:  # the tracer has changed
+                bypass = self._bypass = bypass_of(tracer)
+                begun = None if bypass is None else bypass.context_of(parent)
+            if begun is None or bypass is None:
                 return self._begun_by_api(tracer, event, parent, kind)
-            context, above, is_sampled = bypass.context_of(parent)
+            context, above, is_sampled = begun
             if not is_sampled:
                 return context, None
             span = DirectSpan(bypass, semconv.ADMISSION, context, above, kind, event.wall_ns, _of_request(event), ())
@@ -101,15 +106,11 @@ class RequestTracer:
 
     def _current(self) -> trace.Tracer | None:
         """The tracer now, None where nothing records spans."""
-        provider = self._given_provider
-        if provider is None:
-            provider = global_provider()
+        provider = self._given_provider or TRACE.get(TRACER_PROVIDER) or global_provider()
         if provider is not self._provider:
             self._tracer = _tracer_of(provider)
             self._bypass = None if self._tracer is None else bypass_of(self._tracer)
             self._provider = provider
-        elif self._bypass is not None and not self._bypass.is_current():
-            self._bypass = bypass_of(self._bypass.tracer)
         return self._tracer
 
     def _begun_by_api(
