@@ -98,7 +98,7 @@ def test_a_tenant_that_is_named_again_goes_on_where_it_was():
     reported = admitted(tenants)
 
     assert reported["acme"] > 8
-    assert sum(reported.values()) + (0 if "globex" in reported else tenants._tenants["globex"].own.admitted) == 40
+    assert sum(reported.values()) + (0 if "globex" in reported else tenants.known["globex"].own.admitted) == 40
 
 
 def test_without_places_all_are_others():

@@ -62,15 +62,6 @@ class RequestLog:
             arguments = (count, of_tier, kind.event, kind.code)
             self._write(logging.WARNING, "left out %d more lines about requests%s: %s, %s", arguments, fields)
 
-    def is_logged(self, event: Settled) -> bool:
-        """Whether a request that ended so has a line: where it failed, or left its wait, and at DEBUG always."""
-        if event.outcome is _COMPLETED:
-            is_failure = (event.status or 0) >= SERVERS_ERRORS
-        else:
-            is_failure = event.outcome is _FAILED or event.error is not None
-        writes = self.writes
-        return is_failure or writes(logging.DEBUG)
-
     def write_bounded(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         """One line, or one more that is left out. Fields that are None are left out."""
         if not self.writes(level):
@@ -110,9 +101,12 @@ class RequestLog:
         if record.refused is not None:  # preempted, and not admitted again
             self._refused(record, record.refused)
             return
-        if event.outcome is _COMPLETED and (event.status or 0) < SERVERS_ERRORS and not self.writes(logging.DEBUG):
-            return  # as nearly all
-        if not self.is_logged(event):
+        if event.outcome is _COMPLETED:
+            is_failure = (event.status or 0) >= SERVERS_ERRORS
+        else:
+            is_failure = event.outcome is _FAILED or event.error is not None
+        writes = self.writes
+        if not is_failure and not writes(logging.DEBUG):
             return
         failure = _failure(event)
         fields = {

@@ -168,7 +168,7 @@ class RequestMetrics:
         if not lost:
             admissions.requests.number += 1
             admissions.tokens.number += tokens
-            self.counters.tenants.counts(classified.tenant).admitted += 1
+            self.counters.tenants.known[classified.tenant].counts.admitted += 1
         self.holdings.add(classified.tenant, tokens, 1)
         if event.passed:
             self._note_overtaken(event.passed, tier, tokens)
@@ -215,7 +215,7 @@ class RequestMetrics:
         if classified is None:
             return
         tier, used = classified.tier, event.tokens_used
-        tenant = self.counters.tenants.counts(classified.tenant)
+        tenant = self.counters.tenants.known[classified.tenant].counts
         tenant.tokens_used += used
         if event.outcome is _COMPLETED:
             completions = self._completions.get(tier) or self._completions_of(tier)
@@ -273,7 +273,7 @@ class RequestMetrics:
         tier = "" if classified is None else classified.tier
         add(counters.abandoned if gave_up else counters.refused, (tier, event.code))
         if classified is not None and not gave_up:
-            counters.tenants.counts(classified.tenant).refused += 1
+            counters.tenants.known[classified.tenant].counts.refused += 1
         if event.gain is not None:
             self._note_gain(tier, event.gain)
         if event.queue_wait_us > 0:

@@ -50,12 +50,13 @@ class TenantSeries:
 class TenantLabels:
     """All tenants of one pool in this process, as many as its policy has; at most `shown` are named at a time.
 
-    Counted in one thread; `series` and `name_of` may be called from any other.
+    Counted in one thread; `series` and `name_of` may be called from any other. `known` are the tenants that had a
+    request, by their names: their `counts` are those of this moment.
     """
 
     def __init__(self, shown: int = SHOWN) -> None:
         self._shown = shown
-        self._tenants: dict[str, TenantSeries] = {}
+        self.known: dict[str, TenantSeries] = {}
         self._other = TenantCounts()
         # Replaced, never changed: an exporter's thread reads them.
         self._named: frozenset[str] = frozenset()
@@ -66,27 +67,23 @@ class TenantLabels:
         """Notes a request of this tenant, for so many tokens, at so many microseconds of a monotonic clock."""
         if at_us >= self._look_at_us:
             self._look(at_us)
-        tenant = self._tenants.get(name)
+        tenant = self.known.get(name)
         if tenant is None:
             tenant = self._new(name)
         tenant.recent_tokens += tokens
         return tenant
 
-    def counts(self, name: str) -> TenantCounts:
-        """Where the requests of a tenant are counted at this moment; the tenant had a request before."""
-        return self._tenants[name].counts
-
     def series(self) -> Mapping[str, TenantCounts]:
         """Every series, by the tenant's name in metrics."""
-        shown = {name: self._tenants[name].own for name in sorted(self._named | self._unchanged)}
-        return shown if len(self._tenants) == len(self._named) else {**shown, OTHER: self._other}
+        shown = {name: self.known[name].own for name in sorted(self._named | self._unchanged)}
+        return shown if len(self.known) == len(self._named) else {**shown, OTHER: self._other}
 
     def name_of(self, tenant: str) -> str:
         """A tenant's name in metrics."""
         return tenant if tenant in self._named else OTHER
 
     def _new(self, name: str) -> TenantSeries:
-        tenant = self._tenants[name] = TenantSeries(name, self._other)
+        tenant = self.known[name] = TenantSeries(name, self._other)
         if len(self._named) < self._shown and name != OTHER:
             self._name(tenant)
         return tenant
@@ -95,8 +92,8 @@ class TenantLabels:
         """Names the tenants that have become larger than some that are named."""
         self._look_at_us = at_us + LOOK_EVERY_US
         self._unchanged = frozenset()
-        named = sorted((self._tenants[name] for name in self._named), key=_size)
-        others = [tenant for name, tenant in self._tenants.items() if name not in self._named and name != OTHER]
+        named = sorted((self.known[name] for name in self._named), key=_size)
+        others = [tenant for name, tenant in self.known.items() if name not in self._named and name != OTHER]
         for smallest, largest in zip(named, sorted(others, key=_size, reverse=True), strict=False):
             if largest.recent_tokens <= TIMES_LARGER * smallest.recent_tokens:
                 break
@@ -104,7 +101,7 @@ class TenantLabels:
             self._named -= {smallest.name}
             smallest.counts = self._other
             self._name(largest)
-        for tenant in self._tenants.values():
+        for tenant in self.known.values():
             tenant.recent_tokens //= 2  # older requests count less and less
 
     def _name(self, tenant: TenantSeries) -> None:
