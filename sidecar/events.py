@@ -50,20 +50,27 @@ class Received(msgspec.Struct, frozen=True, gc=False):
         return self.by_name or dict(self.headers)
 
 
-class Expectation(msgspec.Struct, frozen=True, gc=False):
-    """What a request was expected to use when it entered the pool, where output lengths are learned.
+class ExpectedLength(msgspec.Struct, frozen=True, gc=False):
+    """The length that a request's answer was expected to have when it entered the pool.
 
     `output_tokens` is the assumed length of each of its `sequences`, `source` where that comes from: own, replicas,
-    tenants, hint or maximum (nothing is known: what the old rule holds). `samples` are the answers it rests on and
-    `quantile` the share of them that are no longer; 0 where there are none. `overlap` is the ratio by which its tokens
-    were counted, `most_tokens` what it may use at most: its prompt and maximum output. `prompt_tokens` is that of all
-    sequences; `bytes_per_token` is None where it was not text alone. `bucket` is the class of requests that its length
-    is learned in, beside its tenant, endpoint and model.
+    tenants, hint or maximum (nothing is known: what the old rule holds).
     """
 
     output_tokens: int
     sequences: int
     source: str
+
+
+class Expectation(ExpectedLength, frozen=True, gc=False):
+    """What a request was expected to use when it entered the pool, where output lengths are learned.
+
+    `samples` are the answers that its length rests on and `quantile` the share of them that are no longer; 0 where
+    there are none. `overlap` is the ratio by which its tokens were counted, `most_tokens` what it may use at most: its
+    prompt and maximum output. `prompt_tokens` is that of all sequences; `bytes_per_token` is None where it was not text
+    alone. `bucket` is the class of requests that its length is learned in, beside its tenant, endpoint and model.
+    """
+
     samples: int
     quantile: float
     overlap: float
@@ -78,7 +85,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
 
     `preemptible` says that what it is admitted with may be taken back until its first byte goes out; `downgraded_from`
     is the tier it would have had, had its tenant not been over its limits. `expected` is None where no output length is
-    learned.
+    learned, and an `Expectation` where the observation hears everything.
     """
 
     at_us: int
@@ -94,7 +101,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     requests: int
     preemptible: bool = False
     downgraded_from: str | None = None
-    expected: Expectation | None = None
+    expected: ExpectedLength | None = None
 
 
 class Obstacle(str, Enum):
@@ -331,13 +338,13 @@ Event = Classified | Queued | Admitted | Replayed | Preempted | Observed | Refus
 class Observation(Protocol):
     """The receiver of one request's events. Must not raise and must not block: it is called on the request's path.
 
-    `hears_every_start`: it wants `FirstByte` of every answer. Otherwise that may be left out of a whole answer to a
-    request that cannot be preempted.
+    Where it does not `hear_everything`, no `FirstByte` is made for a whole answer to a request that cannot be
+    preempted, and of what the request was expected to use only the length is told.
     """
 
     @property
-    def hears_every_start(self) -> bool:
-        """See above. It does not change once the request is classified."""
+    def hears_everything(self) -> bool:
+        """See above. It is asked for every request, when that is classified."""
 
     def headers(self) -> Headers:
         """Headers that carry the trace context on to the engine; they replace the client's own of the same names."""

@@ -226,7 +226,7 @@ def dispatcher_without_pages(
 ) -> EventDispatcher:
     """The dispatcher of another: only what an SDK takes, what the links of recorded spans need, and the log.
 
-    Metrics and log ask for the first byte of no whole answer, unless it ends the time in which it may be preempted.
+    Metrics and log do not need all that is known of a request: see `Observation.hears_everything`.
     """
     metrics, journal, _ = listeners
     return EventDispatcher(
@@ -235,7 +235,7 @@ def dispatcher_without_pages(
         delay_s=REPORTED_WITHIN_S,
         failure_log=log,
         of_recorded=[journal],
-        hears_every_start=False,
+        hears_everything=False,
         note_loop=note_loop,
     )
 

@@ -15,6 +15,7 @@ from sidecar.events import (
     Admitted,
     Classified,
     Event,
+    ExpectedLength,
     FirstByte,
     Headers,
     Observation,
@@ -32,7 +33,7 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.middleware.intake import SizedRequest
-from sidecar.middleware.lease_size import LeaseSize
+from sidecar.middleware.lease_size import Expected, LeaseSize
 from sidecar.middleware.request_gain import RequestGain
 from sidecar.policy.model import Endpoint, Policy, Tenant
 from sidecar.pools import Grant
@@ -56,8 +57,8 @@ class EventReporter(msgspec.Struct, eq=False):
     the request's key is known. `gain` is told how the request ended, whether an observer listens or not.
 
     Where the observer wants only failures, an event is not made before the request has failed: `_unmade` has the
-    function that would make it, and what of. The fields after that are for this, too. `_hears_start` is whether the
-    observation wants the first byte's event.
+    function that would make it, and what of. The fields after that are for this, too. `_hears_start` says that the
+    first byte's event is made.
     """
 
     _now_us: Callable[[], int]
@@ -80,13 +81,14 @@ class EventReporter(msgspec.Struct, eq=False):
     def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
         """The request was classified at `at_us`, and the pool has said now which tier it charges."""
         if self._unmade is not None:
-            self._unmade.append((_classified, request, endpoint, policy, at_us))
+            self._unmade.append((_classified, request, endpoint, policy, at_us, True))
             return
         observation = self._observation
         if observation is not None:
-            event = _classified(request, endpoint, policy, at_us)
+            hears_everything = observation.hears_everything
+            event = _classified(request, endpoint, policy, at_us, hears_everything)
             observation.on_event(event)
-            if not (event.stream or event.preemptible or observation.hears_every_start):
+            if not (hears_everything or event.stream or event.preemptible):
                 self._hears_start = False
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]]) -> None:
@@ -188,7 +190,8 @@ class EventReporter(msgspec.Struct, eq=False):
         unmade, self._unmade = self._unmade, None
         assert self._observer is not None
         wall_ns = time.time_ns() - (self._now_us() - self._received_us) * 1000
-        received = _received(self._scope, self._headers, self._request_id, self._received_us, wall_ns)
+        method, path, headers = self._scope["method"], self._scope["path"], self._scope["headers"]
+        received = Received(self._received_us, wall_ns, method, path, headers, self._request_id, self._headers)
         self._observation = self._observer.received(received)
         for make, *arguments in unmade or ():
             self._report(make, *arguments)
@@ -224,15 +227,18 @@ def reporter_of(  # noqa: PLR0917  # names at the call would cost as much as the
         return EventReporter(now_us)
     if observer.only_failures():
         return EventReporter(now_us, None, [], observer, scope, headers, request_id, received_us)
-    return EventReporter(now_us, observer.received(_received(scope, headers, request_id, received_us, time.time_ns())))
+    wall_ns, method, path = time.time_ns(), scope["method"], scope["path"]
+    received = Received(received_us, wall_ns, method, path, scope["headers"], request_id, headers)
+    return EventReporter(now_us, observer.received(received))
 
 
-def _received(scope: Scope, headers: Mapping[bytes, bytes], request_id: str, at_us: int, wall_ns: int) -> Received:
-    return Received(at_us, wall_ns, scope["method"], scope["path"], scope["headers"], request_id, headers)
-
-
-def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> Classified:
+def _classified(
+    request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int, hears_everything: bool
+) -> Classified:
     classification, payload, tiers = request.classification, request.payload, policy.tiers
+    length: ExpectedLength | None = None
+    if request.expected is not None:
+        length = request.expected.said(payload) if hears_everything else _length_of(request.expected)
     clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
     return Classified(  # names would cost as much as all of this
         at_us,
@@ -248,8 +254,17 @@ def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us
         request.requests,
         policy.rules.is_preemptible(classification.level),
         None if downgraded_from is None else tiers[downgraded_from].name,
-        None if request.expected is None else request.expected.said(payload),
+        length,
     )
+
+
+def _length_of(expected: Expected) -> ExpectedLength:
+    """The part of `Expected.said` that is told where not everything is heard: a third of its cost."""
+    estimate, bound = expected.estimate, expected.bound
+    if estimate is None:
+        return ExpectedLength(expected.most_output, expected.sequences, "maximum")
+    output = estimate.tokens if bound is None or estimate.tokens < bound else bound
+    return ExpectedLength(output, expected.sequences, estimate.source._value_)
 
 
 def _admitted(grant: Grant, forward: Forward, priority: int | float) -> Admitted:

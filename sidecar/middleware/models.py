@@ -264,9 +264,9 @@ class _ModelObservation:
         self._observation: Observation | None = None
 
     @property
-    def hears_every_start(self) -> bool:
+    def hears_everything(self) -> bool:
         """See `Observation`."""
-        return self._observation is None or self._observation.hears_every_start
+        return True  # it is asked before it is known whether the request has a model
 
     def headers(self) -> Headers:
         """See `Observation`."""

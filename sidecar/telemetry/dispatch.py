@@ -54,7 +54,7 @@ class EventDispatcher:
     work costs a processor several times as much as directly after such work. `flush` dispatches at once. The spans get
     at once whatever the engine is sent. With a `failure_log`, and as long as the process has no SDK, only a request's
     failure is logged: nothing else is done with its events. `of_recorded` listen only to requests whose trace is
-    recorded. `hears_every_start` is what the listeners want, see `Observation`; a recorded trace has every first byte.
+    recorded. `hears_everything` is of the listeners, see `Observation`; a recorded trace has everything.
     `note_loop` is called now and then with the event loop that serves requests.
     """
 
@@ -66,7 +66,7 @@ class EventDispatcher:
         delay_s: float = 0.0,
         failure_log: RequestLog | None = None,
         of_recorded: Sequence[Listener] = (),
-        hears_every_start: bool = True,
+        hears_everything: bool = True,
         note_loop: Callable[[asyncio.AbstractEventLoop], None] | None = None,
     ) -> None:
         self.tracer = tracer
@@ -75,7 +75,7 @@ class EventDispatcher:
         self.timer: asyncio.TimerHandle | None = None
         self.pending: list[tuple[RequestObservation, Event | Received]] = []
         self._delay_s = delay_s
-        self._hears_every_start = hears_every_start
+        self._hears_everything = hears_everything
         self._note_loop = note_loop
         self._is_reported = False
         self._has_sdk = kept_answer(self._find_sdk)
@@ -104,12 +104,12 @@ class EventDispatcher:
             return self._untraced(event)
         context, spans = begun
         trace_id, span_id, _, flags, _, _ = context  # each of its properties is a call
-        is_sampled = spans is not None and flags & _SAMPLED == _SAMPLED
+        is_sampled = False if spans is None else flags & _SAMPLED == _SAMPLED
         ids = TraceIds(trace_id, span_id, is_sampled)
         record = RequestRecord(event.request_id, ids, event.method, event.path, event.at_us, event.wall_ns)
         observation: RequestObservation
         if spans is None:
-            observation = RequestObservation(self, self._reactions, event, record, context, self._hears_every_start)
+            observation = RequestObservation(self, self._reactions, event, record, context, self._hears_everything)
         else:
             reactions = self._reactions_to_recorded if is_sampled else self._reactions_to_unsampled
             observation = RecordedObservation(self, reactions, event, record, context, True, spans)
@@ -124,7 +124,7 @@ class EventDispatcher:
             return None
         # No spans: the request is found by the client's own trace.
         record = RequestRecord.of(event, client_trace(event))
-        observation = RequestObservation(self, self._reactions, event, record, None, self._hears_every_start)
+        observation = RequestObservation(self, self._reactions, event, record, None, self._hears_everything)
         if Received in observation.reactions:
             observation.on_event(event)
         return observation
@@ -196,7 +196,7 @@ class RequestObservation(msgspec.Struct, eq=False):
     received: Received
     record: RequestRecord
     context: SpanContext | None
-    hears_every_start: bool
+    hears_everything: bool
 
     def headers(self) -> Headers:
         """The trace context for the engine: of the `engine` span once admitted, so that its spans are below that."""
@@ -254,7 +254,7 @@ class _FailureObservation:
 
     __slots__ = ("_dispatcher", "_log", "_record")
 
-    hears_every_start: Final = False
+    hears_everything: Final = False
 
     def __init__(self, dispatcher: EventDispatcher, log: RequestLog, received: Received) -> None:
         self._dispatcher = dispatcher

@@ -103,7 +103,7 @@ class Story:
 
     received: Received
     events: list[Event] = field(default_factory=list)
-    hears_every_start = True
+    hears_everything = True
 
     def headers(self) -> Headers:
         return ()

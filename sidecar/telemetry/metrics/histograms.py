@@ -30,6 +30,7 @@ ROUND_TRIPS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25
 
 _REQUEST_ID: Final = create_key("admission-request-id")
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
+_ZERO: Final = 0.0
 _ENDLESS: Final = math.inf
 
 
@@ -109,10 +110,9 @@ class LabeledHistogram:
         series = self._series
         if series is None:
             series = self._series = self._histogram.series(self._labels)
-        trace = None if request is None else request.trace
-        if trace is None or not trace.is_sampled:
+        if request is not None and ((trace := request.trace) is None or not trace.is_sampled):
             request = None
-        if series is not None and 0 <= seconds < _ENDLESS:
+        if series is not None and _ZERO <= seconds < _ENDLESS:
             series.add(seconds, request)
         else:  # or it is no duration: the SDK logs that
             self._histogram.record(seconds, self._labels, None if request is None else exemplar_context(request))

@@ -16,7 +16,7 @@ from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
 from sidecar.events import (
     Admitted,
     Classified,
-    Expectation,
+    ExpectedLength,
     FirstByte,
     Observed,
     Outcome,
@@ -44,7 +44,7 @@ RATIO_NAMES = (*(f"{ratio:g}" for ratio in RATIOS), "more")
 """Classes of an answer's length in parts of the expected one, each up to so much. A counter of each costs no call of a
 host's SDK, which a histogram would."""
 MAXIMUM = "maximum"
-"""`Expectation.source` where nothing was known: the difference to that is no error of an estimate."""
+"""`ExpectedLength.source` where nothing was known: the difference to that is no error of an estimate."""
 
 
 class WaitHistograms:
@@ -225,7 +225,8 @@ class RequestMetrics:
                 if event.input_tokens is not None:
                     over = classified.tokens - used
                     direction, error = (UNDER, -over) if over < 0 else (OVER, over)
-                    count_of(self.counters.estimate_errors, (tier, direction)).number += error
+                    errors, labels = self.counters.estimate_errors, (tier, direction)
+                    (errors.get(labels) or count_of(errors, labels)).number += error
                 if classified.expected is not None and (event.status or 0) < 400:
                     _note_length(classified.expected, event.output_tokens, tier, tenant)
         else:
@@ -288,11 +289,11 @@ class RequestMetrics:
         self._waits.labeled(tier, decision).record(end, record)
 
 
-def _note_length(expected: Expectation, output: int, tier: str, tenant: TenantCounts) -> None:
+def _note_length(expected: ExpectedLength, output: int, tier: str, tenant: TenantCounts) -> None:
     """Compares the length of a complete answer with what was expected."""
     if expected.source != MAXIMUM:
-        ratio = RATIO_NAMES[bisect_left(RATIOS, output / (expected.output_tokens * expected.sequences))]
-        count_of(tenant.answers, (tier, ratio)).number += 1
+        labels = tier, RATIO_NAMES[bisect_left(RATIOS, output / (expected.output_tokens * expected.sequences))]
+        (tenant.answers.get(labels) or count_of(tenant.answers, labels)).number += 1
 
 
 def _instruments(meter_provider: MeterProvider | None) -> Instruments:

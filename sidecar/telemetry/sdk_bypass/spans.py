@@ -86,7 +86,7 @@ class SpanBypass:
         self.tracer = tracer
         self._sampler = tracer.sampler
         self._is_enabled = getattr(tracer, "_is_enabled", None)
-        self._bounds = bounds
+        self._root, self._parents = bounds
 
     def context_of(self, parent: Context) -> tuple[SpanContext, SpanContext | None, bool] | None:
         """The context of a new span, its parent's, and whether it is sampled. Decides as the SDK's `start_span`.
@@ -102,11 +102,11 @@ class SpanBypass:
             return None
         above: SpanContext | None = trace.get_current_span(parent).get_span_context() if parent else None
         if above is None or not above.is_valid:
-            trace_id, random, state, bound = getrandbits(128) or 1, self._random, NO_STATE, self._bounds.root
+            trace_id, random, state, bound = getrandbits(128) or 1, self._random, NO_STATE, self._root
             above = None
         else:
             trace_id, _, is_remote, flags, state, _ = above
-            random, bound = flags & self._random, self._bounds.parents[2 * is_remote + (flags & 1)]
+            random, bound = flags & self._random, self._parents[2 * is_remote + (flags & 1)]
         is_sampled = trace_id & _LOWER_BITS < bound
         ids = trace_id, getrandbits(64) or 1, False, _FLAGS[is_sampled | random], state, True
         return _new(SpanContext, ids), above, is_sampled  # `_context`, without its call

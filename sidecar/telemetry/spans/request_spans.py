@@ -287,7 +287,7 @@ def _of_classification(event: Classified) -> Attributes:
         attributes[semconv.ADMISSION_CLAMPED_FROM] = event.clamped_from
     if event.downgraded_from is not None:
         attributes[semconv.ADMISSION_DOWNGRADED_FROM] = event.downgraded_from
-    if event.expected is not None:
+    if isinstance(event.expected, Expectation):
         _write_expectation(attributes, event.expected)
     return attributes
 
