@@ -104,7 +104,7 @@ class EventDispatcher:
             return self._untraced(event)
         context, spans = begun
         trace_id, span_id, _, flags, _, _ = context  # each of its properties is a call
-        is_sampled = False if spans is None else flags & _SAMPLED == _SAMPLED
+        is_sampled = spans is not None and flags & _SAMPLED == _SAMPLED
         ids = TraceIds(trace_id, span_id, is_sampled)
         record = RequestRecord(event.request_id, ids, event.method, event.path, event.at_us, event.wall_ns)
         observation: RequestObservation

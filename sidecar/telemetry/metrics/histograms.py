@@ -30,7 +30,6 @@ ROUND_TRIPS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25
 
 _REQUEST_ID: Final = create_key("admission-request-id")
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
-_ZERO: Final = 0.0
 _ENDLESS: Final = math.inf
 
 
@@ -112,7 +111,7 @@ class LabeledHistogram:
             series = self._series = self._histogram.series(self._labels)
         if request is not None and ((trace := request.trace) is None or not trace.is_sampled):
             request = None
-        if series is not None and _ZERO <= seconds < _ENDLESS:
+        if series is not None and 0.0 <= seconds < _ENDLESS:
             series.add(seconds, request)
         else:  # or it is no duration: the SDK logs that
             self._histogram.record(seconds, self._labels, None if request is None else exemplar_context(request))

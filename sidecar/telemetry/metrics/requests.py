@@ -79,11 +79,12 @@ class LabeledWaits(msgspec.Struct, eq=False, frozen=True):
 
 
 class AdmissionCounts(msgspec.Struct, eq=False, frozen=True):
-    """What nearly every admission of one tier adds to, found once."""
+    """What nearly every admission of one tier adds to, found once. `queue_wait` is that of `waits`."""
 
     requests: Count
     tokens: Count
     waits: LabeledWaits
+    queue_wait: LabeledHistogram
 
 
 class CompletionCounts(msgspec.Struct, eq=False, frozen=True):
@@ -174,12 +175,15 @@ class RequestMetrics:
             self._note_overtaken(event.passed, tier, tokens)
         # Preempted all the same where another policy came. A wait for the engine is one more wait.
         if not classified.preemptible and (not lost or lost[-1].preempted.is_unreached):
-            admissions.waits.record(event, record)
+            if event.starvation_us > 0:
+                admissions.waits.record(event, record)
+            else:
+                admissions.queue_wait.record(event.queue_wait_us / 1e6, record)
 
     def _admissions_of(self, tier: str) -> AdmissionCounts:
         counters, waits = self.counters, self._waits.labeled(tier, "admitted")
         counts = count_of(counters.admitted, (tier,)), count_of(counters.tokens_estimated, (tier,))
-        found = self._admissions[tier] = AdmissionCounts(*counts, waits)
+        found = self._admissions[tier] = AdmissionCounts(*counts, waits, waits.queue_wait)
         return found
 
     def _note_overtaken(self, passed: Mapping[str, str], tier: str, tokens: int) -> None:

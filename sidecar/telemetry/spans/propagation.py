@@ -62,7 +62,7 @@ def parent_of(received: Received) -> tuple[Context, SpanKind]:
     current = otel_context.get_current()
     if current and trace.get_current_span(current).get_span_context().is_valid:
         return current, _INTERNAL
-    if _fields_of(propagate.get_global_textmap()).isdisjoint(received.header_names()):
+    if _fields_of(propagate.get_global_textmap()).isdisjoint(received.by_name or received.header_names()):
         return _NO_PARENT, _SERVER
     return propagate.extract(received.headers, _NO_PARENT, _GETTER), _SERVER
 
@@ -97,7 +97,7 @@ def injected(context: SpanContext, received: Received) -> Headers:
         is_bare = _TRACEPARENT in names and _TRACESTATE not in names
     # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
     # lets an empty one replace it.
-    if is_bare and _TRACESTATE in received.header_names():
+    if is_bare and _TRACESTATE in (received.by_name or received.header_names()):
         headers.append((_TRACESTATE, b""))
     return headers
 
