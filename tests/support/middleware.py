@@ -103,7 +103,7 @@ class Story:
 
     received: Received
     events: list[Event] = field(default_factory=list)
-    hears_everything = True
+    hears_everything: bool = True
 
     def headers(self) -> Headers:
         return ()
@@ -148,6 +148,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.stories: list[Story] = []
+        self.hears_everything = True
 
     def listens(self) -> bool:
         return True
@@ -156,7 +157,7 @@ class Recorder:
         return False
 
     def received(self, event: Received) -> Story:
-        self.stories.append(Story(event))
+        self.stories.append(Story(event, hears_everything=self.hears_everything))
         return self.stories[-1]
 
     def check(self) -> None:

@@ -25,7 +25,6 @@ from opentelemetry import metrics
 
 from sidecar.telemetry.request_record import RequestRecord, TraceIds
 
-
 MOST_PENDING: Final = 64
 """Durations of a series that are added up together."""
 
