@@ -34,8 +34,7 @@ def clocked(script: str) -> str:
     return script.replace(CLOCK_LINE, CLOCK)
 
 
-ADMITTED_LINE = re.compile(r"^local MOST_ADMITTED = \d+ ", re.MULTILINE)
-"""A kind of pool may declare its own."""
+ADMITTED_LINE = re.compile(r"^local ADMIT_US = \d+ ", re.MULTILINE)
 
 
 def undivided(script: str) -> str:
@@ -44,7 +43,7 @@ def undivided(script: str) -> str:
     `test_long_queues` has the tests of the bound.
     """
     assert ADMITTED_LINE.search(script)
-    return ADMITTED_LINE.sub("local MOST_ADMITTED = 1000000 ", script)
+    return ADMITTED_LINE.sub("local ADMIT_US = 1000000000 ", script)
 
 
 CLOCKED_SOURCE, CLOCKED_GAIN_SOURCE = (undivided(clocked(joined(is_by_gain=by_gain))) for by_gain in (False, True))
