@@ -108,6 +108,8 @@
 --                     the lower level, 'ID o LIMIT AFTER_US LEFT' of one that was refused: LIMIT is t, r or c, for
 --                     tokens, requests or concurrent, AFTER_US -1 for never. LEFT: 'REQUESTS RESET_US TOKENS RESET_US',
 --                     -1 for no limit
+--          or, of a call that found no one waiting and did nothing but operations, the same as one text: see
+--          `plain_calls.lua`. To make tables of it takes the server a fifth as long as all of the rest,
 --          or {'unknown'} (this replica must sync), {'stale'} (a late call), {'foreign', the pool's tiers} (replicas with
 --          another ladder live), {'absent'} (there is no pool, and this replica must not make it).
 --
