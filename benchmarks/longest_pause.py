@@ -291,7 +291,7 @@ class Store:
         """One call, timed where it is part of something."""
         with self._server.timed(self.longest, self._what):
             answer = self._client.evalsha(self._sha, 1, self._root, kind, replica, *arguments)
-        if answer[0] != protocol.OK:
+        if not protocol.is_ok(answer):
             raise RuntimeError(f"the script answered {answer}")
         reply = protocol.read_reply(answer)
         self._leases.update(

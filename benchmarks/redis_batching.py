@@ -131,13 +131,14 @@ class CallEach:
             lease_id = next(self._ids)
             enter = (protocol.ENTER, lease_id, ASK.tier, ASK.tenant, ASK.weight, ASK.tokens, ASK.requests)
             answer = await self._call(protocol.CALL, 0, *enter)
-            if answer[3] != [b"%d" % lease_id]:
+            granted = b" ".join(answer[3]) if isinstance(answer, list) else answer
+            if not granted.endswith(b"%d" % lease_id):
                 raise RuntimeError(f"a request was to be admitted as it came, and the answer was {answer}")
             await self._call(protocol.CALL, 0, protocol.END, lease_id)
 
-    async def _call(self, kind: bytes, *arguments: protocol.Argument) -> list[Any]:
+    async def _call(self, kind: bytes, *arguments: protocol.Argument) -> Any:
         root = protocol.root_key(self._policy.pool)
-        answer: list[Any] = await self._client.evalsha(self._sha, 1, root, kind, "call-each", 1, *arguments)
-        if answer[0] != protocol.OK:
+        answer: Any = await self._client.evalsha(self._sha, 1, root, kind, "call-each", 1, *arguments)
+        if not protocol.is_ok(answer):
             raise RuntimeError(f"the script answered {answer}")
         return answer

@@ -18,8 +18,9 @@ from sidecar.policy.store import store_address
 from sidecar.pools import Ask
 from sidecar.pools.redis import Connect, RedisPool, connector
 from sidecar.pools.redis.connection import ANSWER_WITHIN_S, StoreConnection
-from sidecar.pools.redis.protocol import OK, Argument, read_reply
+from sidecar.pools.redis.protocol import Argument, is_ok, read_reply
 from sidecar.pools.redis.script import source
+from sidecar.pools.redis.wire import Answered
 
 POOL_TOKENS = 10_000
 REPLICAS, AT_ONCE_EACH = 5, 100
@@ -49,13 +50,25 @@ class RecordingConnection(StoreConnection):
         super().__init__(client, pool, source())
         self._seen = seen
 
-    async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:
+    async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> Any:
         """See `Connection.call`."""
         answer = await super().call(arguments, within_s)
-        if answer[0] == OK:
+        self._look_at(answer)
+        return answer
+
+    def send(self, arguments: Sequence[Argument], answered: Answered) -> None:
+        """See `Connection.send`."""
+
+        def came(answer: Any) -> None:
+            self._look_at(answer)
+            answered(answer)
+
+        super().send(arguments, came)
+
+    def _look_at(self, answer: Any) -> None:
+        if not isinstance(answer, Exception) and is_ok(answer):
             self._seen.answers += 1
             self._seen.by_script = max(self._seen.by_script, read_reply(answer).held_tokens)
-        return answer
 
 
 def limit(url: str, quick: bool) -> Figure:

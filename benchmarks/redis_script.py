@@ -129,7 +129,7 @@ class Queue:
 
     async def _call(self, kind: bytes, *arguments: protocol.Argument) -> protocol.Reply:
         answer = await self._client.evalsha(self._sha, 1, self._root, kind, "crowd", 1, *arguments)
-        if answer[0] != protocol.OK:
+        if not protocol.is_ok(answer):
             raise RuntimeError(f"the script answered {answer}")
         return protocol.read_reply(answer)
 

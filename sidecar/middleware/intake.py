@@ -48,8 +48,8 @@ ATTEMPT_HEADER = b"x-stainless-retry-count"
 _UPLOADS = re.compile(
     rb"multipart/form-data|application/(x-www-form-urlencoded|octet-stream)|(audio|image|video)/", re.IGNORECASE
 )
-_BEGINNING, _END = slice(256), slice(-256, None)
-"""Of a body: prompts often share their beginning, and differ at their end."""
+_END_BYTES = 256
+"""Of each end of a body: prompts often share their beginning, and differ at their end."""
 _EMBEDDINGS = Api.EMBEDDINGS  # looked up once: an enumeration's attribute costs as much as a call
 _SHOWN_BYTES = 20
 """Of a header's value that is quoted in an error."""
@@ -76,7 +76,7 @@ class SizedRequest(msgspec.Struct, gc=False):
     the longest wait that the client allows, `objective` its tier's, as the client loosens it, None where its gain is
     not measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's. `hits` are the
     prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine. The body of one that
-    `is_unread` passes as it comes.
+    `is_unread` passes as it comes. Its hash says whether a client sends it again: `Ask.request`.
     """
 
     body: bytes
@@ -98,6 +98,11 @@ class SizedRequest(msgspec.Struct, gc=False):
     objective: Objective | None = None
     gain: GainFigures | None = None
     is_unread: bool = False
+
+    def __hash__(self) -> int:
+        """Equal when its tenant sends the same body again, and before `drop_body` only. Hardly any request is asked."""
+        body = self.body
+        return hash((self.classification.tenant.name, len(body), body[:_END_BYTES], body[-_END_BYTES:]))
 
     @property
     def most_tokens(self) -> int:
@@ -123,7 +128,7 @@ class SizedRequest(msgspec.Struct, gc=False):
 
     def ask(self) -> Ask:
         """What it asks of the pool."""
-        classification, hits, expected, body = self.classification, self.hits, self.expected, self.body
+        classification, hits, expected = self.classification, self.hits, self.expected
         tenant, tokens = classification.tenant, self.tokens
         most, limits = tokens if expected is None else expected.most, tenant.limits
         is_counted = limits is not NO_LIMITS and limits.are_counted
@@ -133,14 +138,15 @@ class SizedRequest(msgspec.Struct, gc=False):
             tenant.weight,
             tokens,
             self.requests,
-            (tenant.name, len(body), body[_BEGINNING], body[_END]),
+            self,
             _attempt(self.headers) if ATTEMPT_HEADER in self.headers else None,
             limits if is_counted else None,
             tenant.downgrade_level if is_counted else None,
             0 if hits is None else min(self.prompt_tokens, most),
             hits or (),
-            most=most,
-            gain=self.gain,
+            (),
+            most,
+            self.gain,
         )
 
     def longest_wait_s(self, policy: Policy) -> float | None:

@@ -23,7 +23,7 @@ MOST_REPORT_BYTES = 64 * 1024
 class Ask(msgspec.Struct, frozen=True, gc=False):
     """The tokens and requests that a request wants to hold until it is settled. `tier` is a level.
 
-    `request` is equal when a client sends the same request again, and almost never equal for another one.
+    The hash of `request` is equal when a client sends the same request again, and almost never for another one.
     `attempt` is the client's own count of how often it has sent it before, None where it does not say.
     `limits` are its tenant's, None where nothing of it is counted. A request over them falls to the level `downgrade`,
     or is refused where that is None.

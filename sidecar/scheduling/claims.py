@@ -8,17 +8,17 @@ ticket that was handed back: in no lane, before all that came later, and not cha
 
 from __future__ import annotations
 
-from heapq import heapify, heappush
+from heapq import heappop, heappush
 
 from sidecar.policy.rules import UNLIMITED
-from sidecar.scheduling.fair_queue import FairQueue, Lane
+from sidecar.scheduling.fair_queue import Entry, FairQueue, Lane, LaneWithFirst
 from sidecar.scheduling.placement import NEVER_US
 from sidecar.scheduling.ticket import Ticket
 
 MOST_CLAIMANTS = 16
 """The most claimants of a pool between two walks. The others return to their queues."""
-MOST_TIMES_ANEW = MOST_CLAIMANTS
-"""A walk begins anew for so many tickets that claimed an engine: then it has as many as it may place."""
+MOST_NEW_CLAIMANTS = 4
+"""Of one walk, of those that claimed an engine. Each costs a store up to 0.3 ms; another walk makes more."""
 
 
 class ClaimQueue(FairQueue):
@@ -107,20 +107,35 @@ class ClaimQueue(FairQueue):
             self._start_afresh()
 
     def _refund(self, ticket: Ticket) -> None:
-        """The lane's finish falls back, and so does the start of its first ticket. Costs O(tenants)."""
+        """The lane's finish falls back, and so does the start of its first ticket."""
         placing, lane = ticket.placing, self._lanes.get(ticket.tenant)
         if lane is None or lane.finish != placing.charge:
             return
         lane.finish = placing.charged_from
-        start = max(self._virtual, lane.finish)
-        for heap in self._heaps():
-            for place, (tag, sequence, first) in enumerate(heap):
-                is_first = first.queued and not (first.returns or first.placing.is_back)
-                if is_first and first.tenant == ticket.tenant and start < tag:
-                    first.start = start
-                    heap[place] = (start, sequence, first)
-                    heapify(heap)
-                    return
+        assert isinstance(lane, LaneWithFirst)
+        first, start = lane.first, max(self._virtual, lane.finish)
+        if lane.waiting and first is not None and start < first.start:
+            first.start = start
+            self._enter_heap(first)
+
+    def _new_lane(self, tenant: str) -> LaneWithFirst:
+        return LaneWithFirst(tenant)
+
+    def _tag(self, first: Ticket, lane: Lane) -> None:
+        assert isinstance(lane, LaneWithFirst)
+        lane.first = first
+        super()._tag(first, lane)
+
+    @staticmethod
+    def _counts(entry: Entry) -> bool:
+        """See `FairQueue._counts`. A ticket whose start fell back has left an entry with the one before."""
+        return entry[2].queued and entry[0] == entry[2].start
+
+    def _drop_gone(self) -> None:
+        for heap in (self._small, self._large):
+            while heap and not self._counts(heap[0]):
+                heappop(heap)
+        super()._drop_gone()
 
     def _enter_heap(self, ticket: Ticket) -> None:
         heap = self._small if self.is_small(ticket) else self._large

@@ -20,7 +20,7 @@ first is no larger than the reserve, one for the others.
 A full queue's places are shared as service is. A tenant's share of them is `places * weight / weights`, the weights
 being those of all tenants that wait. A newcomer whose tenant would still be within its share takes the place of the
 newest ticket of the tenant that is furthest above its own (`displaced`). So a flood fills only the part of the queue
-that the others leave. This costs O(tenants), for such a newcomer alone.
+that the others leave. A queue of very many tenants keeps them by how many tickets they have (`tenants_by_use`).
 
 A lease may come to use more than it was admitted with. Its tenant is charged for that, too (`charge`); else a tenant of
 many short answers and a few very long ones would get far more than its share. Nothing is given back for a lease that
@@ -30,8 +30,8 @@ A ticket that returns (it was preempted, or no engine took it) starts at V, or w
 small tickets have passed it then. So no ticket that came later is before one that returned. Its tenant was charged when
 it was first admitted. It stands in no lane.
 
-No operation takes long, however many tenants wait, but for `displaced`: entries and tenants that are gone are swept out
-in slices (`heaps`). Where the reserve changes, the tickets are sorted anew into small and large ones, a part with every
+No operation takes long, however many tenants wait: entries and tenants that are gone are swept out in slices
+(`heaps`). Where the reserve changes, the tickets are sorted anew into small and large ones, a part with every
 operation. The head is known meanwhile, but not the first small ticket: none passes a larger head until they are sorted.
 """
 
@@ -42,6 +42,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from sidecar.scheduling.heaps import Sweep
+from sidecar.scheduling.tenants_by_use import SEARCHED, TenantsByUse
 from sidecar.scheduling.ticket import Ticket
 
 SPARE_ENTRIES = 64
@@ -72,6 +73,16 @@ class Lane:
         self.weight = 0
 
 
+class LaneWithFirst(Lane):
+    """A lane that knows its first ticket: what it says is valid while any waits in it."""
+
+    __slots__ = ("first",)
+
+    def __init__(self, tenant: str) -> None:
+        super().__init__(tenant)
+        self.first: Ticket | None = None
+
+
 class FairQueue:
     """The waiting tickets of one tier. Every operation costs O(log tenants), amortized.
 
@@ -80,6 +91,7 @@ class FairQueue:
 
     __slots__ = (
         "_busy",
+        "_by_use",
         "_lanes",
         "_lanes_in_turn",
         "_large",
@@ -109,6 +121,7 @@ class FairQueue:
         self._returned = 0
         self._busy = 0  # tenants that wait
         self._weights = 0  # of all of them
+        self._by_use: TenantsByUse | None = None  # of a queue that has had very many tenants
         self.count = 0
         self.tokens = self.requests = 0
         self.small_tokens = small_tokens
@@ -164,6 +177,8 @@ class FairQueue:
             lane.last.next = ticket
             ticket.previous = lane.last
         lane.last = ticket
+        if self._by_use is not None:
+            self._by_use.change(lane.tenant, lane.weight, lane.waiting, ticket.weight, lane.waiting + 1)
         self._weights += ticket.weight - (lane.weight if lane.waiting else 0)
         lane.weight = ticket.weight
         lane.waiting += 1
@@ -208,6 +223,9 @@ class FairQueue:
         if not self.is_within_share(tenant, weight, places):
             return None
         _, weights = self._with(tenant, weight)
+        if self._by_use is not None:
+            furthest = self._by_use.furthest_above(weights, places)
+            return None if furthest is None else self._lanes[furthest].last
         excess, name = 0, ""
         for other, lane in self._lanes.items():
             own = places * lane.weight - lane.waiting * weights
@@ -287,6 +305,8 @@ class FairQueue:
         ticket.queued, ticket.previous, ticket.next = False, None, None
         lane = self._lanes[ticket.tenant]
         lane.waiting -= 1
+        if self._by_use is not None:
+            self._by_use.change(lane.tenant, lane.weight, lane.waiting + 1, lane.weight, lane.waiting)
         if not lane.waiting:
             self._busy -= 1
             self._weights -= lane.weight
@@ -343,6 +363,10 @@ class FairQueue:
     def _add_lane(self, tenant: str) -> Lane:
         if len(self._lanes_in_turn) >= SPARE_ENTRIES:
             self._forget_lanes()
+        if self._by_use is None and len(self._lanes) == SEARCHED:
+            self._by_use = TenantsByUse()
+            for other in self._lanes.values():
+                self._by_use.change(other.tenant, 0, 0, other.weight, other.waiting)
         lane = self._lanes[tenant] = self._new_lane(tenant)
         self._lanes_in_turn.append(lane)
         return lane
@@ -361,6 +385,8 @@ class FairQueue:
         """Forgets all. Where that is much, the tickets that come free it: to free very many at once takes long."""
         if len(self) + len(self._lanes_in_turn) > FREED_AT_ONCE:
             self._left_over += [*self._heaps(), self._lanes, self._lanes_in_turn]
+            if self._by_use is not None:
+                self._left_over += self._by_use.parts()
             self._small, self._large, self._unsorted, self._lanes, self._lanes_in_turn = [], [], [], {}, deque()
         else:
             self._small.clear()
@@ -368,5 +394,6 @@ class FairQueue:
             self._unsorted.clear()
             self._lanes.clear()
             self._lanes_in_turn.clear()
+        self._by_use = None
         self._virtual = 0.0
         self._returned = self._busy = self._weights = 0

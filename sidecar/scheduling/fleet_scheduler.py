@@ -15,18 +15,17 @@ if it is a claimant without patience (`placement`), it is admitted there; so is 
 16 tickets that want busy engines would keep all others from idle ones. Otherwise the ticket claims its best engine:
 nothing after it in this walk enters there.
 Claims are forgotten with the walk. A ticket that made one is a claimant from then on (`claims`), so the next ticket of
-its tier becomes a candidate. Where that changes the order up to the ticket, the walk begins anew, but for no more than
-16 tickets that claimed an engine. After that a ticket makes its claim for this walk alone, and does not become a
-claimant: the next decision looks further. A walk is over when every engine with any room is claimed, or 16 tickets were
-placed.
+its tier becomes a candidate. Where that changes the order up to the ticket, the walk begins anew. A walk makes no more
+than 4 claimants of tickets that claimed an engine; after that a claim is for this walk alone. If it has admitted none
+then, and there are at most 16 claimants, another walk looks further. A walk is over when every engine with any room is
+claimed, or 16 tickets were placed.
 
 A ticket that no engine could ever hold, of those that take new work now and are not at their caps, claims none, and
-holds no other up. It is a claimant, too, as long as there are fewer than 16. After each walk the claimants beyond 16,
-the last in order, return to their queues.
+holds no other up. It is a claimant, too, if there are fewer than 16. After a walk the last beyond 16 return.
 
 What a walk costs does not depend on how many tickets wait. Each time it places at most 16, and passes over at most two
-heads of a tier and the claimants. It begins anew for 16 claims, and for each of at most 16 tickets that no engine could
-hold. No walk begins while no engine has any room.
+heads of a tier and the claimants. It begins anew for 4 claims, and for each of at most 16 tickets that no engine could
+hold. At most 4 walks more follow; a store may make them in its next calls. None begins while no engine has any room.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from sidecar.policy.rules import PoolRules
-from sidecar.scheduling.claims import MOST_CLAIMANTS, MOST_TIMES_ANEW
+from sidecar.scheduling.claims import MOST_CLAIMANTS, MOST_NEW_CLAIMANTS
 from sidecar.scheduling.fleet_preemption import FleetPreemption
 from sidecar.scheduling.fleet_tier import FleetOrder, FleetTier, place_in_walk
 from sidecar.scheduling.order import Candidate, OrderClass
@@ -88,8 +87,9 @@ class FleetScheduler(Scheduler):
         self._blocked_us = 0
         self._for_floors: set[str] = set()
         self._is_walking = False  # else an engine is only asked for
-        self._times_anew = 0  # how often the last walk began anew for a claim
-        self._is_cut_short = False  # whether the last walk left too many claimants, or may have made no more
+        self._new_claimants = 0  # of those that claimed an engine in the last walk
+        self._has_too_many = False  # whether the last walk left too many claimants
+        self._looks_further = False  # whether another walk follows where the last one admitted none
         self._failed_us: int | None = None  # a walk that admitted none ended then, and nothing has changed since
         self._same_until_us: int | None = None  # before that time alone changes nothing, where it was asked
         self._spare: tuple[int, int, int] | None = None
@@ -191,7 +191,9 @@ class FleetScheduler(Scheduler):
         while self._waiting and self._has_any_room():
             placed = self._walk(now_us)
             if placed is None:
-                if not self._is_cut_short:  # else there are other candidates now
+                if self._looks_further:
+                    continue
+                if not self._has_too_many:  # else there are other candidates now
                     self._failed_us, self._same_until_us = now_us, None
                 is_blocked = self.placement.has_claims
                 break
@@ -211,9 +213,7 @@ class FleetScheduler(Scheduler):
         return self._blocked_us + (0 if since_us is None else max(0, now_us - since_us))
 
     def _fits_without_walk(self, now_us: int) -> bool:
-        """Whether a ticket fits the pool, where no walk began because no engine has any room. That is rare: most often
-        the pool has none either.
-        """
+        """Whether a ticket fits the pool, where no walk began because no engine has any room. That is rare."""
         if not self._waiting or not super()._has_any_room() or not self.placement.taking:
             return False
         return self._all_prefill < self.rules.prefill and any(self.fits(it) for it in self._candidates(now_us))
@@ -425,7 +425,7 @@ class FleetScheduler(Scheduler):
     def _walk(self, now_us: int) -> Placed | None:
         """The ticket that is admitted next, and its engine."""
         placed: Placed | bool = True
-        self._is_walking, self._times_anew = True, 0
+        self._is_walking, self._new_claimants = True, 0
         while placed is True:
             self.placement.begin_walk()
             placed = self._walk_once(now_us)
@@ -456,14 +456,14 @@ class FleetScheduler(Scheduler):
                 return candidate, taking
             else:
                 is_over = claim(ledger, placing.prompt)
-            if self._times_anew == MOST_TIMES_ANEW and not placing.is_claimant:
+            if self._new_claimants == MOST_NEW_CLAIMANTS and not placing.is_claimant:
                 placing.kept = None
             elif not placing.is_claimant:
                 self._claim(ticket, now_us)
+                self._new_claimants += ledger is not None
                 looked = order[:place]
                 order = self.in_order_of_walk(now_us)
                 if [it.sequence for it in order[:place]] != [it.sequence for it in looked]:
-                    self._times_anew += ledger is not None
                     return True
             if is_over:
                 return False
@@ -509,8 +509,8 @@ class FleetScheduler(Scheduler):
 
     def _trim(self, admitted: Ticket | None, now_us: int) -> None:
         """The claimants beyond the most that may be return to their queues, the last in order."""
-        is_full = self._claimants() > MOST_CLAIMANTS
-        self._is_cut_short = is_full or self._times_anew == MOST_TIMES_ANEW
+        self._has_too_many = is_full = self._claimants() > MOST_CLAIMANTS
+        self._looks_further = not is_full and 0 < self._new_claimants == MOST_NEW_CLAIMANTS
         if not is_full:
             return
         order: list[Candidate] = []

@@ -93,5 +93,8 @@ class GainClaimQueue(ClaimQueue, GainQueue):
         if lane.is_aside:
             self._bring_back(lane)
 
+    def _new_lane(self, tenant: str) -> GainLane:
+        return GainQueue._new_lane(self, tenant)
+
     def _drop_gone(self) -> None:
         self._clean()

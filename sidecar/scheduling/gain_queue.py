@@ -14,9 +14,11 @@ returned must not hold it). A tenant is charged from
 the start of its first ticket, whichever of its tickets is admitted, and the start of its first ticket rises with that.
 A tenant is *ahead* while its finish is beyond V by more than two maximal requests, divided by its weight: the maximal
 request is the largest since the queue was empty, rounded up to a power of two. Then its lane is set aside: its tickets
-are admitted in fair order only, until V has come closer. Of tenants that wait together none is ahead of itself alone,
-so at least one lane is never aside. A ticket that returned was paid for when it was first admitted. It is in a lane of
-its own, which is never aside.
+are admitted in fair order only, until V has come closer. Where V comes close to very many at one time, they come back a
+part at a time, the nearest first. When the maximal request grows, the nearest 32 are looked at again at once. For the
+others the old one counts as long as they are aside: they lose their order by gain for longer, but no place in fair
+order. Of tenants that wait together none is ahead of itself alone, so at least one lane is never aside. A ticket that
+returned was paid for when it was first admitted. It is in a lane of its own, which is never aside.
 
 Entries of tickets that are gone or have changed stay in their heaps until they surface, or are swept out: no heap is
 much more than twice as long as what it is for.
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
 
-from sidecar.scheduling.fair_queue import FREED_AT_ONCE, SPARE_ENTRIES, Entry, FairQueue, Lane
+from sidecar.scheduling.fair_queue import FREED_AT_ONCE, SPARE_ENTRIES, Entry, FairQueue, Lane, LaneWithFirst
 from sidecar.scheduling.gain import ARRIVAL_SHIFT, KEY_SHIFT, SEQUENCE_SHIFT, SLOT_BITS, GainTicket, Place, density
 from sidecar.scheduling.heaps import Sweep
 from sidecar.scheduling.ticket import Ticket
@@ -34,25 +36,29 @@ from sidecar.scheduling.ticket import Ticket
 _SLOT = (1 << SLOT_BITS) - 1
 SPARE_PLACES = 16
 """Places of tickets that are gone, allowed in a lane beyond the live ones before they are swept out."""
+BROUGHT_BACK = 64
+"""Lanes that one look at the best ticket brings back from aside: some 0.1 ms."""
+LOOKED_AT_AGAIN = 32
+"""Lanes aside that are looked at again when the largest request grows."""
 
 
-class GainLane(Lane):
-    """A lane whose tickets with figures are in a heap, too. `first` is valid while any ticket waits in it.
+class GainLane(LaneWithFirst):
+    """A lane whose tickets with figures are in a heap, too.
 
     `best` is its first place, which stands for it in the tier's heap: others of it there count no more. None while it
     is aside, and while it has no places. `gone` stands for every ticket that has left one of its places: that
     one may be in another lane by now.
     """
 
-    __slots__ = ("best", "first", "gone", "is_aside", "places")
+    __slots__ = ("best", "gone", "is_aside", "near", "places")
 
     def __init__(self, tenant: str = "") -> None:
         super().__init__(tenant)
-        self.first: Ticket | None = None
         self.best: Place | None = None
         self.gone: GainTicket | None = None
         self.places: list[Place] = []
         self.is_aside = False
+        self.near = 0.0  # the virtual time from which on it was not ahead, when it was set aside
 
 
 class GainQueue(FairQueue):
@@ -62,8 +68,8 @@ class GainQueue(FairQueue):
     """
 
     __slots__ = (
-        "_aside", "_best", "_bests", "_firsts", "_is_known", "_largest", "_returned_lane", "_slots", "_sweep_firsts",
-        "_unused", "cost_us",
+        "_aside", "_best", "_bests", "_firsts", "_is_known", "_largest", "_returned_lane", "_slots", "_sweep_aside",
+        "_sweep_bests", "_sweep_firsts", "_unused", "cost_us",
     )  # fmt: skip
 
     _lanes: dict[str, GainLane]  # type: ignore[assignment]  # made by `_new_lane`
@@ -77,7 +83,7 @@ class GainQueue(FairQueue):
         self._unused: list[int] = []  # slots
         self._bests: list[Place] = []  # of the lanes that are not aside
         self._firsts: list[Entry] = []  # of the lanes; the first entry stands
-        self._sweep_firsts = Sweep()
+        self._sweep_firsts, self._sweep_bests, self._sweep_aside = Sweep(), Sweep(), Sweep()
         self._aside: list[tuple[float, str]] = []
         self._returned_lane = GainLane()
         self._largest = 0
@@ -110,7 +116,7 @@ class GainQueue(FairQueue):
         if ticket.tokens > self._largest:
             self._largest = 1 << (ticket.tokens - 1).bit_length()
             self._is_known = False
-            self._bring_all_back()
+            self._bring_nearest_back()
 
     def put_back(self, ticket: Ticket) -> None:
         """See `FairQueue.put_back`."""
@@ -172,14 +178,16 @@ class GainQueue(FairQueue):
     def _left_lane(self, ticket: Ticket) -> None:
         """A ticket that has just left its lane."""
         assert isinstance(ticket, GainTicket)
-        self._leave_place(ticket)
-        lane = ticket.lane
+        place, lane = ticket.place, ticket.lane
         assert lane is not None
+        self._leave_place(ticket)
+        self._tidy_lane(lane, place)
         waiting = self._returned if lane is self._returned_lane else lane.waiting
         if not waiting:
             lane.first = None
         if len(lane.places) > (2 * waiting + SPARE_PLACES if waiting else 0):  # an empty lane may be forgotten
             self._sweep_lane(lane)
+        self._sweep_some_bests()
 
     def _new_lane(self, tenant: str) -> GainLane:
         return GainLane(tenant)
@@ -255,7 +263,7 @@ class GainQueue(FairQueue):
             if self._aside and self._aside[0][0] <= now:
                 self._look_aside(now)
             self._best = self._find_best(now)
-            self._is_known = True
+            self._is_known = not self._aside or self._aside[0][0] > now  # else others are left to bring back
         return self._best
 
     def refresh(self, place: Place | None, now_us: int, rival: Place | None, most: int) -> int:
@@ -311,7 +319,10 @@ class GainQueue(FairQueue):
         if density_now:
             self._stand(ticket, -density_now)
         else:
+            place, lane = ticket.place, ticket.lane
+            assert lane is not None
             self._leave_place(ticket)
+            self._tidy_lane(lane, place)
             ticket.stored_density = 0
             self._is_known = False
 
@@ -341,6 +352,19 @@ class GainQueue(FairQueue):
         self._slots[place & _SLOT] = lane.gone
         ticket.place = None
 
+    def _tidy_lane(self, lane: GainLane, left: Place | None) -> None:
+        """A place was left. Where it was the first of its lane, the next one takes its place. The best of the tier goes
+        when it is looked at; the others could else surface very many at one time.
+        """
+        if left is None or lane.best != left or self._bests[0] == left:
+            return
+        slots, places = self._slots, lane.places
+        while places and slots[places[0] & _SLOT].place != places[0]:
+            slot = heappop(places) & _SLOT
+            slots[slot] = _GONE
+            self._unused.append(slot)
+        self._show_best(lane)
+
     def _stand(self, ticket: GainTicket, key: int) -> None:
         """A ticket has its place in the heap of its lane."""
         self._leave_place(ticket)
@@ -369,10 +393,16 @@ class GainQueue(FairQueue):
         if best is None:
             return
         heappush(self._bests, best)
-        if len(self._bests) > 2 * len(self._lanes) + SPARE_ENTRIES:
-            lanes = (self._returned_lane, *self._lanes.values())
-            self._bests = [lane.best for lane in lanes if lane.best is not None]
-            heapify(self._bests)
+        self._sweep_some_bests()
+
+    def _sweep_some_bests(self) -> None:
+        """Where many first places count no more, some of those go: else all of them could surface at one time."""
+        if len(self._bests) > self._busy + self._busy // 4 + SPARE_ENTRIES:
+            self._sweep_bests.some(self._bests, self._is_best)
+
+    def _is_best(self, place: Place) -> bool:
+        lane = self._slots[place & _SLOT].lane
+        return lane is not None and lane.best == place
 
     def _find_best(self, now: float) -> Place | None:
         """The best of the places of all lanes that are not ahead."""
@@ -395,19 +425,27 @@ class GainQueue(FairQueue):
 
     def _set_aside(self, near: float, tenant: str) -> None:
         heappush(self._aside, (near, tenant))
+        self._lanes[tenant].near = near
         if len(self._aside) > 2 * len(self._lanes) + SPARE_ENTRIES:
-            self._aside = [(self._near(lane), name) for name, lane in self._lanes.items() if lane.is_aside]
-            heapify(self._aside)
+            self._sweep_aside.some(self._aside, self._is_set_aside)
+
+    def _is_set_aside(self, entry: tuple[float, str]) -> bool:
+        near, tenant = entry
+        lane = self._lanes.get(tenant)
+        return lane is not None and lane.is_aside and lane.near == near
 
     def _look_aside(self, now: float) -> None:
-        """Brings back the lanes that V has come close to."""
-        while self._aside and self._aside[0][0] <= now:
+        """Brings back lanes that V has come close to."""
+        for _ in range(BROUGHT_BACK):
+            if not self._aside or self._aside[0][0] > now:
+                return
             _, tenant = heappop(self._aside)
             lane = self._lanes.get(tenant)
             if lane is None or not lane.is_aside:
                 continue
             if now < self._near(lane):
-                heappush(self._aside, (self._near(lane), tenant))
+                lane.near = self._near(lane)
+                heappush(self._aside, (lane.near, tenant))
             else:
                 self._bring_back(lane)
 
@@ -415,12 +453,14 @@ class GainQueue(FairQueue):
         lane.is_aside = False
         self._show_best(lane)
 
-    def _bring_all_back(self) -> None:
-        for _, tenant in self._aside:
+    def _bring_nearest_back(self) -> None:
+        for _ in range(LOOKED_AT_AGAIN):
+            if not self._aside:
+                return
+            _, tenant = heappop(self._aside)
             lane = self._lanes.get(tenant)
             if lane is not None and lane.is_aside:
                 self._bring_back(lane)
-        self._aside.clear()
 
     def _sweep_lane(self, lane: GainLane) -> None:
         """Drops the places of tickets that are gone or have changed."""

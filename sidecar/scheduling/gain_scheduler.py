@@ -6,7 +6,7 @@ admitted by gain is after it.
 Preemption takes no lease that counts in its tier's floor, and none of a tier whose floor is not full.
 
 Urgent is a ticket whose deadline is nearer than half of the time that the engines need for all that waits: from the
-start, or from a dispatch on: up to 64 of them become so at one time, those with the earliest deadlines first. It stays
+start, or from a dispatch on: up to 16 of them become so at one time, those with the earliest deadlines first. It stays
 urgent: more engines or fewer tickets do not take that back.
 
 Bounded wait. The bounds of `scheduler` hold for the heads of the tiers, with the floors in place of the reserves.
@@ -27,7 +27,7 @@ from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.ticket import Admission, Rule, Ticket
 
-MOST_MADE_URGENT = 64
+MOST_MADE_URGENT = 16
 """Tickets that become urgent at one time."""
 MOST_REFRESHED = 2
 """Densities that one decision brings up to date."""

@@ -19,6 +19,7 @@ from sidecar.pools.redis import RedisPool
 from sidecar.pools.redis.connection import ANSWER_WITHIN_S, StoreConnection, connector
 from sidecar.pools.redis.protocol import Argument, root_key
 from sidecar.pools.redis.script import joined, source
+from sidecar.pools.redis.wire import Answered, Wire
 from tests.pools.harness import Clock, allow_any_size
 from tests.support.fake_redis import LUA_MODULES, fake_server
 from tests.support.redis_servers import RedisServer
@@ -34,8 +35,7 @@ def clocked(script: str) -> str:
     return script.replace(CLOCK_LINE, CLOCK)
 
 
-ADMITTED_LINE = re.compile(r"^local MOST_ADMITTED = \d+ ", re.MULTILINE)
-"""A kind of pool may declare its own."""
+ADMITTED_LINE = re.compile(r"^local ADMIT_US = \d+ ", re.MULTILINE)
 
 
 def undivided(script: str) -> str:
@@ -44,7 +44,7 @@ def undivided(script: str) -> str:
     `test_long_queues` has the tests of the bound.
     """
     assert ADMITTED_LINE.search(script)
-    return ADMITTED_LINE.sub("local MOST_ADMITTED = 1000000 ", script)
+    return ADMITTED_LINE.sub("local ADMIT_US = 1000000000 ", script)
 
 
 CLOCKED_SOURCE, CLOCKED_GAIN_SOURCE = (undivided(clocked(joined(is_by_gain=by_gain))) for by_gain in (False, True))
@@ -53,7 +53,10 @@ _pools = count(1)
 
 
 class Observed(StoreConnection):
-    """A connection of which a test knows whether a call is on its way. With a clock, it sets the script's time."""
+    """A connection of which a test knows whether a call is on its way. With a clock, it sets the script's time.
+
+    That is another command on the same connection: so then the client reads all answers, and there is no `send`.
+    """
 
     def __init__(self, client: Any, policy: Policy, clock: Clock | None) -> None:
         is_by_gain = policy.rules.is_by_gain
@@ -65,13 +68,25 @@ class Observed(StoreConnection):
         self.begun = 0
         self.answered = 0
 
-    async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:
+    async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> Any:
         self.begun += 1
         if self._clock is not None:
             await self._client.execute_command("SET", CLOCK_KEY, self._clock.us)
         answer = await super().call(arguments, within_s)
         self.answered += 1
         return answer
+
+    def send(self, arguments: Sequence[Argument], answered: Answered) -> None:
+        self.begun += 1
+
+        def came(answer: Any) -> None:
+            self.answered += 1
+            answered(answer)
+
+        super().send(arguments, came)
+
+    def _opened_wire(self) -> Wire | None:
+        return super()._opened_wire() if self._clock is None else None
 
 
 @dataclass

@@ -35,17 +35,16 @@ class Scripted:
         self.fence = 0
         self.listed = 0
 
-    def answer(self, *arguments: Argument) -> list[Any]:
+    def answer(self, *arguments: Argument) -> Any:
         """The script's raw answer."""
         self.client.set(CLOCK_KEY, self.clock.us)
         source = self.source or (CLOCKED_GAIN_SOURCE if self.policy.rules.is_by_gain else CLOCKED_SOURCE)
-        answer: list[Any] = self.client.eval(compiled(source), 1, self.root, *arguments)
-        return answer
+        return self.client.eval(compiled(source), 1, self.root, *arguments)
 
     def call(self, *operations: Argument, kind: bytes = protocol.CALL) -> Reply:
         """Operations, and what came of them."""
         answer = self.answer(kind, self.name, self.fence, self.listed, *operations)
-        assert answer[0] == protocol.OK, answer
+        assert protocol.is_ok(answer), answer
         reply = protocol.read_reply(answer)
         self.listed = reply.listed
         return reply
@@ -61,11 +60,11 @@ class Scripted:
     def stated(self, kind: bytes, known: int, brings: int, unsaid: int, *statements: Argument) -> Reply:
         """A statement, or its first part, under a new fence."""
         answer = self.statement(kind, known, brings, unsaid, *statements)
-        assert answer[0] == protocol.OK, answer
+        assert protocol.is_ok(answer), answer
         self.listed = 0
         return protocol.read_reply(answer)
 
-    def statement(self, kind: bytes, known: int, brings: int, unsaid: int, *statements: Argument) -> list[Any]:
+    def statement(self, kind: bytes, known: int, brings: int, unsaid: int, *statements: Argument) -> Any:
         """The script's raw answer to one."""
         self.fence += 1
         return self.answer(kind, self.name, self.fence, known, self.rules_text(), brings, unsaid, *statements)

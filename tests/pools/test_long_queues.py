@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import redis
 from sidecar.errors import AdmissionError
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools.base import Grant, new_lease
+from sidecar.pools.base import Ask, Grant, new_lease
 from sidecar.pools.limits import SizeLimits
 from sidecar.pools.local import LocalPool
 from sidecar.pools.outgrown import LOOKED_AT_ONCE, REFUSED_AT_ONCE, OutgrownRequests
@@ -27,6 +28,7 @@ from sidecar.pools.redis.protocol import Argument, Reply
 from sidecar.pools.redis.script import joined
 from sidecar.pools.runtime import MOST_ADMITTED
 from sidecar.scheduling import Scheduler
+from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.gain_scheduler import GainScheduler
 from tests.pools.conftest import SERVERS
 from tests.pools.harness import Clock, ask, policy_of, simple
@@ -42,7 +44,16 @@ def constant(name: str) -> int:
     return int(joined().partition(f"local {name} = ")[2].split()[0])
 
 
-MOST_ADMITTED_BY_SCRIPT, SORTED, SOON_US = (constant(name) for name in ("MOST_ADMITTED", "SORTED", "SOON_US"))
+SORTED, SOON_US, ADMIT_US = (constant(name) for name in ("SORTED", "SOON_US", "ADMIT_US"))
+
+
+def most_admitted(**kind: bool) -> int:
+    """How many requests a call of a script admits that has no operations."""
+    return -(-ADMIT_US // int(re.findall(r"^local ADMISSION_US\b.*? = (\d+)", joined(**kind), re.MULTILINE)[-1]))
+
+
+MOST_ADMITTED_BY_SCRIPT = most_admitted()
+BROUGHT_BACK = int(joined(is_by_gain=True).partition("local BROUGHT_BACK = ")[2].split()[0])
 
 
 @pytest.fixture(params=SERVERS)
@@ -98,7 +109,7 @@ def test_room_for_very_many_goes_to_them_in_order_in_calls_of_bounded_length(cli
 
 
 def test_by_gain_a_call_admits_fewer_of_them_because_each_takes_longer(client: Any) -> None:
-    most = int(joined(is_by_gain=True).rpartition("local MOST_ADMITTED = ")[2].split()[0])
+    most = most_admitted(is_by_gain=True)
     assert 1 < most < MOST_ADMITTED_BY_SCRIPT
     replica = scripted(client, shared_out(Fraction(1, 10), is_by_gain=True))
     replica.sync()
@@ -107,6 +118,34 @@ def test_by_gain_a_call_admits_fewer_of_them_because_each_takes_longer(client: A
     replies = ended_and_all_admitted(replica)
     assert max(len(granted(reply)) for reply in replies) == most + 1
     assert [ticket for reply in replies for ticket in granted(reply)] == [*range(2, 102)]
+
+
+def test_tenants_that_are_not_ahead_any_more_come_back_in_calls_of_bounded_length(client: Any) -> None:
+    replica = scripted(
+        client, policy_of(pool_rules(tokens=1_000, requests=None, tiers=[Shares("only")], is_by_gain=True))
+    )
+    begins = "function pool.bring_back(level, tenant)\n"
+    assert replica.source is not None
+    assert begins in replica.source
+    replica.source = replica.source.replace(begins, f"{begins}  call('INCR', 'brought-back')\n")
+    replica.sync()
+    replica.enter(1, ask(tokens=1_000))
+    replica.enter(2, ask(tokens=1, tenant="holder"))
+    urgent = GainFigures(1, 1, 1, 0, 10**9, 1)
+    numbers = range(3, 403)
+    asks = [Ask(0, f"t{number % 100}", 1, 1, 1, gain=urgent) for number in numbers]
+    in_calls(replica, [entering(number, one) for number, one in zip(numbers, asks, strict=True)])
+    replies, brought = [replica.call(protocol.END, 1)], [0]
+    while replies[-1].waiting:
+        assert replies[-1].change_after_us is not None
+        assert replies[-1].change_after_us <= SOON_US
+        replies.append(replica.call())
+        brought.append(int(client.get("brought-back") or 0))
+    assert max(after - before for before, after in pairwise(brought)) == BROUGHT_BACK
+    assert brought[-1] == 100
+    found = [ticket for reply in replies for ticket in granted(reply)]
+    assert found[300] == 2, "all others were ahead"
+    assert sorted(found) == [2, *numbers]
 
 
 def test_a_tier_that_never_queues_is_judged_after_all_that_go_before_it(client: Any) -> None:

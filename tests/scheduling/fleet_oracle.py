@@ -20,8 +20,8 @@ from sidecar.scheduling.placement import EngineOffer
 MOST_PLACED = 16
 """K: the tickets for which one walk chooses an engine."""
 MOST_CLAIMANTS = 16
-MOST_TIMES_ANEW = 16
-"""For so many tickets that claimed an engine a walk begins anew."""
+MOST_NEW_CLAIMANTS = 4
+"""Tickets that claimed an engine and become claimants in one walk."""
 PATIENCE_US, PATIENCE_US_PER_HIT = 5_000_000, 500
 
 
@@ -69,7 +69,8 @@ class FleetOracle(Oracle):
         self._most_prefill = [0] * len(policy.tiers)
         self.for_floors: list[Request] = []
         self.is_walking = False
-        self.times_anew = 0
+        self.new_claimants = 0
+        self.was_full = False
         self._shares: dict[tuple[str, int], tuple[int | None, ...]] = {}
 
     def rules_of(self, tokens: int | None, requests: int | None, prefill: int | None) -> PoolRules:
@@ -142,8 +143,10 @@ class FleetOracle(Oracle):
         placed: list[Placed] = []
         while not self.is_paused and self.waiting() and self.has_any_room():
             found = self.walk(now_us)
-            if found is None:
+            if found is None and not self.looks_further():
                 break
+            if found is None:
+                continue
             placed.append(self.admit_to(*found, now_us))
         return placed
 
@@ -372,21 +375,26 @@ class FleetOracle(Oracle):
 
     def walk(self, now_us: int) -> tuple[Request, str] | None:
         """The ticket that is admitted next, and its engine. Who claims an engine is a claimant from now on."""
-        self.is_walking, self.times_anew = True, 0
+        self.is_walking, self.new_claimants = True, 0
         found: tuple[Request, str] | str | None = "again"
         while found == "again":
             found = self._walk_once(now_us)
         self.is_walking = False
         staying = [request for request in self.claimants() if not found or request is not found[0]]
         by_order = sorted(staying, key=lambda request: self.place(request, now_us))
+        self.was_full = len(self.claimants()) > MOST_CLAIMANTS
         for request in by_order[MOST_CLAIMANTS:]:
             self.go_back(request)
         return found
 
+    def looks_further(self) -> bool:
+        """Whether another walk follows one that admitted none: it made all the claimants that it may."""
+        return 0 < self.new_claimants == MOST_NEW_CLAIMANTS and not self.was_full
+
     def _walk_once(self, now_us: int) -> tuple[Request, str] | str | None:
         """`again` where a claim changed the candidates before the present one: the walk then begins anew.
 
-        Once it did so for 16 that claimed an engine, a ticket that is no claimant makes its claim for this walk alone.
+        Once it has made 4 claimants that claimed an engine, a ticket that is none makes its claim for this walk alone.
         """
         looked: list[Request] = []
         claims: list[tuple[Request, str]] = []
@@ -405,12 +413,12 @@ class FleetOracle(Oracle):
                 if (entered := self.entered(request, engine, claims, now_us)) is not None:
                     return request, entered
                 claims.append((request, engine))
-            if not request.claims and self.times_anew == MOST_TIMES_ANEW:
+            if not request.claims and self.new_claimants == MOST_NEW_CLAIMANTS:
                 request.kept_engine = None
             elif engine is not None or len(self.claimants()) < MOST_CLAIMANTS:
+                self.new_claimants += engine is not None and not request.claims
                 self.become_claimant(request, now_us)
             if self.order(now_us)[: len(looked)] != looked:
-                self.times_anew += engine is not None
                 return "again"
             if self.is_over(claims):
                 return None

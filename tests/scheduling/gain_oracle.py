@@ -14,7 +14,7 @@ from oracle import ALWAYS_FIRST, OTHER, TURN, Answer, Oracle, Policy, Request
 
 from sidecar.scheduling.gain import GainFigures
 
-MOST_REFRESHED, MOST_MADE_URGENT = 2, 64
+MOST_REFRESHED, MOST_MADE_URGENT = 2, 16
 
 
 @dataclass(frozen=True)

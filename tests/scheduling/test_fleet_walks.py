@@ -14,7 +14,7 @@ from test_fleet_properties import everyone_gets_in_at_last, no_one_is_lost, the_
 from test_gain_fleet import GainTwins
 from test_gain_oracle import by_gain
 
-from sidecar.scheduling.claims import MOST_CLAIMANTS
+from sidecar.scheduling.claims import MOST_CLAIMANTS, MOST_NEW_CLAIMANTS
 
 ORDERS = ("level", "gain")
 CUT_SHORT = {"level": (1, 4), "gain": (1, 2)}
@@ -53,7 +53,9 @@ def test_a_decision_begins_no_more_walks_however_many_wait(order):
         with walks_of(alone.scheduler) as walks:
             assert alone.dispatch() == []
         began[waiting] = walks
-    assert began == {waiting: [1 + MOST_CLAIMANTS] for waiting in began}
+    assert began[100] == began[1_000]
+    assert max(began[100]) == 1 + MOST_NEW_CLAIMANTS
+    assert len(began[100]) == 1 + MOST_CLAIMANTS // MOST_NEW_CLAIMANTS, "then there are too many claimants"
 
 
 def test_later_decisions_find_those_that_earn_most_though_the_first_looks_at_a_part():
@@ -63,9 +65,9 @@ def test_later_decisions_find_those_that_earn_most_though_the_first_looks_at_a_p
     scatter(alone)
     scheduler = alone.scheduler
     with walks_of(scheduler) as walks:
-        for _ in range(2 + 100 // MOST_CLAIMANTS):
+        for _ in range(2 + 100 // MOST_NEW_CLAIMANTS):
             alone.dispatch()
-    assert walks[:2] == [1 + MOST_CLAIMANTS] * 2
+    assert walks[1:6] == [1 + MOST_NEW_CLAIMANTS] * 5
     assert walks[-1] == 1
     standing = {name for tier in scheduler._tiers for name in tier.queue.claimants}
     left = [ticket.density_at(alone.now_us) for name, ticket in scheduler._waiting.items() if name not in standing]
@@ -94,15 +96,15 @@ def play(order: str, seed: int, steps: int) -> int:
 @pytest.mark.parametrize(("order", "seeds"), CUT_SHORT.items())
 def test_it_decides_as_the_literal_rules_do_where_a_walk_is_cut_short(order, seeds):
     began = [play(order, seed, 10) for seed in seeds]
-    assert 1 + MOST_CLAIMANTS in began
-    assert max(began) > 1 + MOST_CLAIMANTS, "and those that no engine could hold do not count"
+    assert 1 + MOST_NEW_CLAIMANTS in began
+    assert max(began) > 1 + MOST_NEW_CLAIMANTS, "and those that no engine could hold do not count"
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_it_decides_as_the_literal_rules_do_where_nearly_every_walk_is_cut_short(monkeypatch, most):
     """Random operations reach more cases with a lower bound, and everyone gets in with any."""
     for module in ("fleet_oracle", "sidecar.scheduling.fleet_scheduler"):
-        monkeypatch.setattr(f"{module}.MOST_TIMES_ANEW", most)
+        monkeypatch.setattr(f"{module}.MOST_NEW_CLAIMANTS", most)
     for seed in range(10):
         test_gain_fleet.play(seed, 100)
 
@@ -111,4 +113,4 @@ def test_it_decides_as_the_literal_rules_do_where_nearly_every_walk_is_cut_short
 @pytest.mark.parametrize("order", ORDERS)
 def test_it_decides_as_the_literal_rules_do_where_walks_are_cut_short_for_long(order):
     for seed in range(100, 200):
-        assert play(order, seed, 60) <= 2 * MOST_CLAIMANTS
+        assert play(order, seed, 60) <= MOST_CLAIMANTS + MOST_NEW_CLAIMANTS

@@ -200,6 +200,6 @@ def test_another_decision_at_the_same_time_makes_no_more_urgent():
     tickets = [scheduler.submit(str(number), tier=0, tokens=1, now_us=0) for number in range(100)]
     for ticket in tickets:
         scheduler.appraise(ticket, GainFigures(1, 1, 1, 1_000, 1_000, 1))
-    for now_us, urgent in ((1_000, 64), (1_000, 64), (1_001, 100)):
+    for now_us, urgent in ((1_000, 16), (1_000, 16), (1_001, 32), (1_010, 48)):
         scheduler.dispatch(now_us)
         assert sum(ticket.is_urgent for ticket in tickets) == urgent

@@ -13,7 +13,7 @@ from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.scheduling import Scheduler, fair_queue
 from sidecar.scheduling.fair_queue import FREED_AT_ONCE, LANES_LOOKED_AT, SORTED_AT_ONCE, SPARE_ENTRIES, FairQueue
 from sidecar.scheduling.gain import GainFigures, GainTicket
-from sidecar.scheduling.gain_queue import GainQueue
+from sidecar.scheduling.gain_queue import BROUGHT_BACK, GainQueue
 from sidecar.scheduling.gain_scheduler import GainScheduler
 from sidecar.scheduling.heaps import SWEPT_AT_ONCE, Sweep, take_out
 from sidecar.scheduling.ticket import Ticket
@@ -103,6 +103,58 @@ def test_a_queue_that_is_sorted_in_slices_has_the_heads_of_one_that_is_sorted_at
         small, other = in_slices.small_head(), at_once.small_head()
         assert (small and small.id) == (None if in_slices.is_unsorted else other and other.id)
     assert was_unsorted > 100
+
+
+@pytest.mark.parametrize("kind", [FairQueue, GainQueue])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_queue_of_many_tenants_finds_the_one_that_a_search_finds(
+    kind: type[FairQueue], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fair_queue, "SEARCHED", 8)
+    luck, queue, of_ticket = random.Random(seed), kind(40, 1), GainTicket if kind is GainQueue else Ticket
+    waiting: list[Ticket] = []
+    found = afresh = 0
+    for number in range(3_000):
+        if luck.random() < (0.55 if number % 1_000 < 800 else 0.0) or not waiting:
+            weight = luck.choice([1, 1, 2, 5])
+            ticket = of_ticket(str(number), 0, f"tenant-{luck.randrange(60)}", weight, 9, 1, 0, number, ())
+            waiting.append(ticket)
+            queue.push(ticket)
+        else:
+            head = queue.head()
+            ticket = luck.choice([head, luck.choice(waiting)])
+            assert ticket is not None
+            waiting.remove(ticket)
+            (queue.admit if ticket is head else queue.remove)(ticket)
+            afresh += not waiting
+        tenant, weight, places = f"tenant-{luck.randrange(90)}", luck.choice([1, 9]), luck.randrange(1, 2 + queue.count)
+        by_use, queue._by_use = queue._by_use, None
+        expected = queue.displaced(tenant, weight, places)
+        queue._by_use = by_use
+        assert queue.displaced(tenant, weight, places) is expected
+        found += by_use is not None and expected is not None
+    assert found > 500
+    assert afresh
+
+
+def test_tenants_that_are_not_ahead_any_more_come_back_a_part_at_a_time_and_none_is_forgotten() -> None:
+    queue, tenants = GainQueue(1, 1), 5 * BROUGHT_BACK
+    holder = GainTicket("holder", 0, "holder", 1, 4, 1, 0, 0, ())
+    queue.push(holder)
+    tickets = [GainTicket(f"{n}", 0, f"tenant-{n % tenants}", 1, 4, 1, 0, n + 1, ()) for n in range(4 * tenants)]
+    for ticket in tickets:
+        ticket.gain = GainFigures(1, 1 + ticket.sequence, 1, 0, 10**9, 1)
+        queue.push(ticket)
+        queue.make_urgent(ticket, 0)
+    while (best := queue.best()) is not None:
+        queue.admit(best)
+    assert sum(lane.is_aside for lane in queue._lanes.values()) == tenants
+    queue.admit(holder)
+    for part in range(1, 6):
+        assert queue.best() is not None
+        assert sum(lane.is_aside for lane in queue._lanes.values()) == (5 - part) * BROUGHT_BACK
+    best = queue.best()
+    assert best is max((ticket for ticket in tickets if ticket.queued), key=lambda ticket: ticket.sequence)
 
 
 def test_other_reserves_sort_a_bounded_number_of_tickets_with_each_step() -> None:

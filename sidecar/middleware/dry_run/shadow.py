@@ -15,6 +15,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.events import Verdict
 from sidecar.middleware.dry_run.engine_times import EngineTimes, SentRequest
@@ -132,6 +134,7 @@ class ShadowRequest:
             if self._snapshot.estimator.counter is not None:
                 await count_tokens(self._request, self._snapshot)
             ask = sized_ask(self._pool, self._request, self._sizes, self._appraise)
+            ask = msgspec.structs.replace(ask, request=hash(self._request))
             self._request.drop_body()
             lease = await enter_pool(self._pool, ask, self._request.classification, self._usage)
             await self._pass_through(lease)

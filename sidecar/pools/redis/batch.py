@@ -99,13 +99,17 @@ class Batch:
 
 
 class BatchQueue:
-    """Collects operations, and wakes the one task that sends them: fewer in one call while requests wait."""
+    """Collects operations, and wakes what sends them: fewer in one call while requests wait.
+
+    `on_reason` is called whenever there is a reason for a call; with True where a request waits for the answer.
+    """
 
     def __init__(self, in_line: OperationsInLine = _BY_LEVEL) -> None:
         self._in_line = in_line
         self._most = MOST_OPERATIONS
         self._batches = deque([Batch()])
         self._reason = asyncio.Event()
+        self.on_reason: Callable[[bool], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._resized: dict[int, tuple[Lease, int]] = {}  # each with the tokens that the store does not know to be free
         self._charges: dict[tuple[int, str], tuple[int, int]] = {}  # (level, tenant) -> (weight, tokens)
@@ -116,7 +120,8 @@ class BatchQueue:
         said = enter(lease.id, lease.ask, lower, promised)
         if lease.ask.gain is not None:
             said = (*gain(lease.id, lease.ask), *said)
-        self._add(said).entering.append(lease)
+        self._add(said, wakes=False).entering.append(lease)
+        self._give_reason(is_awaited=True)
 
     def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None) -> None:
         """A lease, or its wait, is over. The answer resolves `outcome` with how it had waited."""
@@ -163,11 +168,11 @@ class BatchQueue:
     def beat(self) -> None:
         """It is time for a heartbeat."""
         self._batches[0].is_beat = True
-        self._reason.set()
+        self._give_reason()
 
     def wake(self) -> None:
         """There is a reason for a call without an operation."""
-        self._reason.set()
+        self._give_reason()
 
     def wake_after(self, change_us: int | None) -> None:
         """Time alone may change which request is next after so many microseconds; None where it does not."""
@@ -187,6 +192,11 @@ class BatchQueue:
         """Requests wait in the pool: tokens that leases have freed by shrinking are said before long."""
         if self._resized and self._shrinks_timer is None:
             self._shrinks_timer = asyncio.get_running_loop().call_later(SHRINKS_WITHIN_S, self._say_shrinks)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether there is a reason for a call."""
+        return self._reason.is_set()
 
     async def filled(self) -> None:
         """Returns when there is a reason for a call."""
@@ -248,7 +258,7 @@ class BatchQueue:
     def _say_shrinks(self) -> None:
         self._shrinks_timer = None
         if any(freed_tokens > 0 for _, freed_tokens in self._resized.values()):
-            self._reason.set()
+            self._give_reason()
 
     def _stop_shrinks_timer(self) -> None:
         if self._shrinks_timer is not None:
@@ -263,8 +273,13 @@ class BatchQueue:
         batch.operations += 1
         batch.arguments += operation
         if wakes:
-            self._reason.set()
+            self._give_reason()
         return batch
+
+    def _give_reason(self, *, is_awaited: bool = False) -> None:
+        self._reason.set()
+        if self.on_reason is not None:
+            self.on_reason(is_awaited)
 
 
 class EngineBatchQueue(BatchQueue):
@@ -273,7 +288,8 @@ class EngineBatchQueue(BatchQueue):
     def enter(self, lease: Lease, lower: int | None = None, promised: int | None = None) -> None:
         """See `BatchQueue.enter`."""
         said = (*placing(lease.ask), *gain(lease.id, lease.ask), *enter(lease.id, lease.ask, lower, promised))
-        self._add(said).entering.append(lease)
+        self._add(said, wakes=False).entering.append(lease)
+        self._give_reason(is_awaited=True)
 
     def requeue(self, lease: Lease, waited_us: int, *, is_handed_back: bool = False) -> None:
         """See `BatchQueue.requeue`."""

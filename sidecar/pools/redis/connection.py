@@ -16,18 +16,19 @@ from errno import ECONNREFUSED
 from hashlib import sha1
 from typing import Any, NamedTuple
 
-from hiredis import pack_command
+from hiredis import Reader, pack_command
 from redis.asyncio import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import InvalidResponse, NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sidecar.policy.store import StoreAddress, StoreKind
 from sidecar.pools.redis.protocol import Argument, root_key, tenants_key, usage_key
 from sidecar.pools.redis.script import source
+from sidecar.pools.redis.wire import NO_ANSWER_YET, Answered, Wire
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -87,35 +88,66 @@ class StoreConnection:
         self._client: Any = client  # redis-py's commands are half typed
         self._root = root
         self._script = Script.of(script)
+        self._wire: Wire | None = None
         self._is_in_use = asyncio.Lock()
         self.is_closed = False
 
-    async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:
-        """Runs the admission script: see `run`."""
-        return await self.run(self._script, arguments, within_s)
+    @property
+    def sends(self) -> bool:
+        """Whether there is `send`. From now on the client itself reads no answer."""
+        return self._opened_wire() is not None
+
+    def send(self, arguments: Sequence[Argument], answered: Answered) -> None:
+        """Calls the admission script, and `answered` with its answer, or with an error: see `store_error`.
+
+        Use it while no other call is on its way.
+        """
+        command = pack_command(("EVALSHA", self._script.sha, 1, self._root, *arguments))  # type: ignore[arg-type] # its stub has one
+        if self._wire is None:
+            raise RuntimeError("this connection does not send")
+        self._wire.send(command, answered, ANSWER_WITHIN_S)
+
+    async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> Any:
+        """Runs the admission script, and returns whatever comes. Raises as `run` does."""
+        return await self._run(self._script, arguments, within_s)
 
     async def run(self, script: Script, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:
         """Runs a script, and returns its answer. Raises StoreError; then it may have run, or may run later."""
+        answer = await self._run(script, arguments, within_s)
+        if not isinstance(answer, list):
+            raise not_of_script(answer)
+        return answer
+
+    async def _run(self, script: Script, arguments: Sequence[Argument], within_s: float) -> Any:
         with _as_store_errors():
             async with timeout(within_s):
                 try:
-                    answer = await self._execute("EVALSHA", script.sha, 1, self._root, *arguments)
+                    return await self._execute(within_s, "EVALSHA", script.sha, 1, self._root, *arguments)
                 except NoScriptError:  # a new server, or SCRIPT FLUSH: it did not run
-                    await self._execute("SCRIPT", "LOAD", script.source)
-                    answer = await self._execute("EVALSHA", script.sha, 1, self._root, *arguments)
-        if not isinstance(answer, list):
-            raise StoreError(f"an answer that is none of the script's: {answer!r}")
-        return answer
+                    await self._execute(within_s, "SCRIPT", "LOAD", script.source)
+                    return await self._execute(within_s, "EVALSHA", script.sha, 1, self._root, *arguments)
 
-    async def _execute(self, *arguments: Argument) -> Any:
+    def _opened_wire(self) -> Wire | None:
+        """The wire, opened when it is first needed. None where the client has no transport, as a fake one."""
+        connection = self._client.connection
+        transport: Any = getattr(getattr(connection, "_writer", None), "transport", None)
+        if self._wire is None and hasattr(transport, "get_protocol"):
+            errors = {"protocolError": InvalidResponse, "replyError": connection._parser.parse_error}
+            reader = Reader(notEnoughData=NO_ANSWER_YET, **errors)
+            self._wire = Wire(transport, reader)
+        return self._wire
+
+    async def _execute(self, within_s: float, *arguments: Argument) -> Any:
         """Sends a command and reads its answer, past the client: that does more for a call than the call itself does.
 
         hiredis writes the command, too: the client's own loop over the arguments takes as long as all of the rest.
         """
-        connection = self._client.connection
+        command = pack_command(arguments)  # type: ignore[arg-type] # its stub has one
         async with self._is_in_use:
-            await connection.send_packed_command(pack_command(arguments))  # type: ignore[arg-type] # its stub has one
-            return await connection.read_response()
+            if (wire := self._opened_wire()) is not None:
+                return await wire.answer(command, within_s)
+            await self._client.connection.send_packed_command(command)
+            return await self._client.connection.read_response()
 
     async def listen(self, channel: str, heard: Callable[[bytes], None], silence_s: float) -> None:
         """Passes on what is published, on a connection of its own. Raises StoreError when that ends or is silent."""
@@ -131,12 +163,29 @@ class StoreConnection:
     async def close(self) -> None:
         """Closes the connection, in any state."""
         self.is_closed = True
+        if self._wire is not None:
+            self._wire.end()
         try:
             async with timeout(GREETING_WITHIN_S):
                 await self._client.aclose()
         except (*_FOREIGN_ERRORS, RuntimeError) as error:
             if not is_foreign(error):
                 raise
+
+
+def not_of_script(answer: Any) -> StoreError:
+    """The error for an answer that no script gives."""
+    return StoreError(f"an answer that is none of the script's: {answer!r}")
+
+
+def is_unknown_script(error: Exception) -> bool:
+    """Whether the server does not know the script, so that it did not run. `StoreConnection.call` loads it."""
+    return isinstance(error, NoScriptError)
+
+
+def store_error(error: Exception) -> Exception:
+    """An error of the client, its connection or the store as the one that it becomes here; any other as it is."""
+    return StoreError(_words(error, None)) if is_foreign(error) else error
 
 
 Connect = Callable[[], Awaitable[StoreConnection]]

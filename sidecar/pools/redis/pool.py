@@ -341,8 +341,7 @@ class RedisPool:
 
     def answered(self, reply: protocol.Reply, batch: Batch) -> None:
         """See `SessionOwner.answered`."""
-        now_us = self.now_us()
-        self._last = reply
+        self._last, now_us = reply, self.now_us()
         self._known.hear(reply)
         self._places.replicas = max(1, reply.replicas)
         self._known.hold(-batch.freed_tokens, -batch.freed_requests)
@@ -352,7 +351,7 @@ class RedisPool:
                 self._places.admitted(level, now_us, admitted)
         for verdict in reply.verdicts:
             self._apply_verdict(verdict)
-        self._apply(protocol.Lines(reply.grants, reply.victims, reply.displaced), now_us)
+        self._apply(reply, now_us)
         for lease_id in reply.refused:
             self._refuse_a_place(lease_id, now_us)
         for lease_id, wait in reply.ended:
@@ -360,8 +359,9 @@ class RedisPool:
                 lease, outcome = batch.leaving[lease_id]
                 resolve(outcome, self._grant(lease, wait, now_us))
         self._note_overtaking(reply.latest_age_us, now_us)
+        served = [tier.served for tier in self._tiers]
         for lease in batch.entering:
-            lease.served_before = tuple(tier.served for tier in self._tiers)
+            lease.served_before = served
             if lease.id in self._leases:
                 self._places.taken(lease.ask)
             lease.waits()
@@ -425,7 +425,7 @@ class RedisPool:
         lower = None if lease.ask.limits is None else downgraded(lease.ask, self._sizes)
         self._batches.enter(lease, None if lower is None else lower.tier, promised)
 
-    def _apply(self, lines: protocol.Lines, now_us: int) -> None:
+    def _apply(self, lines: protocol.Lines | protocol.Reply, now_us: int) -> None:
         for lease_id, wait in lines.grants:
             lease = self._leases.get(lease_id)
             returns = wait.returns if wait else 0  # else it is an earlier grant, heard of late

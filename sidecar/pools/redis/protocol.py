@@ -71,8 +71,10 @@ _RULES = {
 MOST_DENOMINATOR = 2**40
 _LIMITS = {b"t": Limit.TOKENS, b"r": Limit.REQUESTS, b"c": Limit.CONCURRENT}
 
-_TIER = struct.Struct("<7d32x2d")
+_TIER = struct.Struct("<7d32x2d8x")
 """The first seven figures of a tier, and those of its parked requests, as the script keeps them."""
+_PACKED, _PACKED_TIER = struct.Struct("<8d"), struct.Struct("<8d32x2d8x")
+"""The figures of a packed answer, and those of a tier there, behind its level."""
 
 _NO_ENGINES: Sequence[Any] = ((), (), b"", 0)
 
@@ -331,8 +333,17 @@ class Reply(NamedTuple):
 _NO_LINES = Lines(())
 
 
-def read_reply(answer: Sequence[Any]) -> Reply:
-    """The answer of a call that was `ok`."""
+def is_ok(answer: Any) -> bool:
+    """Whether a call was done, so that `read_reply` reads its answer."""
+    if isinstance(answer, bytes):
+        return len(answer) >= _PACKED.size
+    return isinstance(answer, list) and bool(answer[0] == OK)
+
+
+def read_reply(answer: Any) -> Reply:
+    """The answer of a call that was done."""
+    if isinstance(answer, bytes):
+        return _read_packed(answer)
     _, figures, tiers, grants, ended, refused, verdicts, *of_engines = answer
     replicas, change_after_us, listed, waiting, leases, late, tokens, requests, *rest = figures
     latest_age_us, expected, is_on_hold, unheard, is_stating = rest
@@ -360,13 +371,47 @@ def read_reply(answer: Sequence[Any]) -> Reply:
     )
 
 
+def _read_packed(kept: bytes) -> Reply:
+    """The answer of a call that found no one waiting: see `plain_calls.lua`."""
+    replicas, listed, leases, late, tokens, requests, age_us, changed = map(int, _PACKED.unpack_from(kept))
+    place = _PACKED.size
+    tiers = []
+    for _ in range(changed):
+        level, *figures = _PACKED_TIER.unpack_from(kept, place)
+        tiers.append((int(level), _tier_reply(figures)))
+        place += _PACKED_TIER.size
+    lines = read_lines(kept[place:].split(b"\n")) if place < len(kept) else _NO_LINES
+    return Reply(
+        replicas,
+        None,
+        listed,
+        0,
+        leases,
+        late,
+        tokens,
+        requests,
+        None if age_us < 0 else age_us,
+        replicas,
+        False,
+        0,
+        False,
+        tiers,
+        *lines,
+        [],
+        [],
+        [],
+    )
+
+
 def read_lines(texts: Sequence[bytes]) -> Lines:
     """Lines that are grants, `!ID TIMES` or `-ID`."""
     grants: list[tuple[int, WaitReply | None]] = []
     victims: list[tuple[int, int]] = []
     displaced: list[int] = []
     for text in texts:
-        if text.startswith(b"!"):
+        if text.isdigit():  # most often
+            grants.append((int(text), None))
+        elif text.startswith(b"!"):
             victims.append(_read_victim(text))
         elif text.startswith(b"-"):
             displaced.append(int(text[1:]))
@@ -427,8 +472,10 @@ def _read_passed(codes: bytes) -> Sequence[tuple[int, Rule]]:
 
 
 def _read_tier(level: int, kept: bytes) -> tuple[int, TierReply]:
-    held_tokens, held_requests, tokens, queued, virtual, served, admitted, parked, parked_tokens = _TIER.unpack_from(
-        kept
-    )
+    return level, _tier_reply(_TIER.unpack_from(kept))
+
+
+def _tier_reply(figures: Sequence[float]) -> TierReply:
+    held_tokens, held_requests, tokens, queued, virtual, served, admitted, parked, parked_tokens = figures
     waiting = (int(tokens + parked_tokens), int(queued + parked))
-    return level, TierReply(int(held_tokens), int(held_requests), *waiting, virtual, int(served), int(admitted))
+    return TierReply(int(held_tokens), int(held_requests), *waiting, virtual, int(served), int(admitted))

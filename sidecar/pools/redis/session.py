@@ -1,7 +1,10 @@
 """The session of one replica with its store: calls, heartbeats, the subscription to grants, and new connections.
 
-One call is on its way at a time. Operations of that time, or of one tick of the event loop, travel in the next. After
-any failure the connection is closed, a new one made, and the replica states everything that it has before it says
+One call is on its way at a time. Operations of that time, or of one tick of the event loop, travel in the next; only a
+request that comes alone is asked for at once. A call of which only the answer matters is made without the session's
+task: to wake that takes longer than the rest of what the replica does for an uncontended admission.
+
+After any failure the connection is closed, a new one made, and the replica states everything that it has before it says
 anything else: a lost answer needs no other remedy.
 """
 
@@ -13,13 +16,22 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from sidecar.pools.base import Lease
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis import protocol as script
 from sidecar.pools.redis.batch import Batch, BatchQueue
-from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connect, PoolRefuses, StoreConnection, StoreError
+from sidecar.pools.redis.connection import (
+    ANSWER_WITHIN_S,
+    Connect,
+    PoolRefuses,
+    StoreConnection,
+    StoreError,
+    is_unknown_script,
+    not_of_script,
+    store_error,
+)
 from sidecar.pools.redis.resync import Statement
 
 RETRY_S = 0.5
@@ -94,6 +106,12 @@ class StoreSession:
         self._is_connected = False
         self._is_first_connection = True
         self._restates = False
+        self._connection: StoreConnection | None = None  # of the calls that are made without the task
+        self._in_flight: Batch | None = None
+        self._began_s = 0.0
+        self._is_quiet = True  # the last of them had one operation at most
+        self._sends_soon = False
+        self._needed: asyncio.Future[Exception | None] | None = None
         self._task = self.loop.create_task(self._run(), name="sidecar store session")
 
     def restate(self) -> None:
@@ -164,17 +182,20 @@ class StoreSession:
 
     async def _serve(self, connection: StoreConnection) -> bool:
         """Makes one call, as soon as there is a reason for it. False where it was the last."""
-        await self._batches.filled()
-        if self._restates and not self._is_closing:
+        try:
+            left = await self._until_needed(connection)
+        except _SyncNeeded:
             await self._sync(connection)
             return True
-        is_last = self._is_closing and not self._batches.has_more
-        batch = self._batches.take()
+        if self._restates and not self._is_closing and left is None:
+            await self._sync(connection)
+            return True
+        is_last = self._is_closing and not self._batches.has_more and left is None
+        batch = left or self._batches.take()
         if self._statement is not None and not is_last:
             self._state_more(self._statement, batch)
-        kind = protocol.BYE if is_last else protocol.BEAT if batch.is_beat else protocol.CALL
         try:
-            reply = await self._call(connection, [kind, self._owner.name, self._fence, self._listed, *batch.arguments])
+            reply = await self._call(connection, self._said(batch, is_last=is_last))
         except _SyncNeeded:
             self._owner.unanswered(batch)
             if not is_last:  # else the store does not know the replica, and has nothing to free
@@ -183,11 +204,18 @@ class StoreSession:
         except BaseException:
             self._owner.unanswered(batch)
             raise
+        self._answered(reply, batch)
+        return not is_last
+
+    def _said(self, batch: Batch, *, is_last: bool = False) -> Sequence[script.Argument]:
+        kind = protocol.BYE if is_last else protocol.BEAT if batch.is_beat else protocol.CALL
+        return (kind, self._owner.name, self._fence, self._listed, *batch.arguments)
+
+    def _answered(self, reply: script.Reply, batch: Batch) -> None:
         self._owner.answered(reply, batch)
         self._continue_statement(reply)
         if batch.is_beat:
             self._beat_later()
-        return not is_last
 
     async def _call(self, connection: StoreConnection, arguments: Sequence[script.Argument]) -> script.Reply:
         self.round_trips += 1
@@ -195,12 +223,20 @@ class StoreSession:
         try:
             answer = await connection.call(arguments, ANSWER_WITHIN_S)
         finally:
-            if self._took is not None:
-                self._took(time.perf_counter() - began_s)
-        if answer[0] == script.OK:
+            self._note_time(began_s)
+        return self._read(answer)
+
+    def _note_time(self, began_s: float) -> None:
+        if self._took is not None:
+            self._took(time.perf_counter() - began_s)
+
+    def _read(self, answer: Any) -> script.Reply:
+        if script.is_ok(answer):
             reply = script.read_reply(answer)
             self._listed = reply.listed
             return reply
+        if not isinstance(answer, list):
+            raise not_of_script(answer)
         if answer[0] == protocol.UNKNOWN:
             raise _SyncNeeded
         if answer[0] == protocol.FOREIGN:
@@ -208,6 +244,79 @@ class StoreSession:
         if answer[0] == protocol.ABSENT:
             raise PoolRefuses(None)
         raise StoreError("the store took a call for a late one")
+
+    async def _until_needed(self, connection: StoreConnection) -> Batch | None:
+        """Returns when there is something to do for the task: a statement, a part of one, the last call.
+
+        Calls are made meanwhile. A batch is returned where the server did not know the script. Raises what came
+        instead of an answer, or _SyncNeeded.
+        """
+        if not connection.sends:
+            await self._batches.filled()
+            return None
+        self._connection = connection
+        self._needed = self.loop.create_future()
+        self._batches.on_reason = self._on_reason
+        try:
+            if self._batches.is_filled:
+                self._send()
+            error = await self._needed
+            if error is not None:
+                raise error
+            return self._in_flight
+        except BaseException:
+            if self._in_flight is not None:
+                self._owner.unanswered(self._in_flight)
+            raise
+        finally:
+            self._batches.on_reason = self._connection = self._needed = self._in_flight = None
+
+    def _on_reason(self, is_awaited: bool) -> None:
+        if self._in_flight is not None:
+            return
+        if is_awaited and self._is_quiet:
+            self._send()
+        elif not self._sends_soon:
+            self._sends_soon = True
+            self.loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        """Makes the next call without the task, or wakes it."""
+        self._sends_soon = False
+        if self._connection is None or self._needed is None or self._needed.done():
+            return
+        if self._in_flight is not None or not self._batches.is_filled:
+            return
+        if self._restates or self._is_closing or self._statement is not None:
+            self._needed.set_result(None)
+            return
+        self._in_flight = batch = self._batches.take()
+        self.round_trips += 1
+        self._began_s = time.perf_counter()
+        try:
+            self._connection.send(self._said(batch), self._came)
+        except Exception as error:  # the request in whose turn this is has no part in it
+            self._came(error)
+
+    def _came(self, answer: Any) -> None:
+        """Takes the answer of such a call, or the error that came instead."""
+        batch, needed = self._in_flight, self._needed
+        if batch is None or needed is None or needed.done():
+            return
+        self._note_time(self._began_s)
+        if isinstance(answer, Exception):
+            needed.set_result(None if is_unknown_script(answer) else store_error(answer))
+            return
+        try:
+            reply = self._read(answer)
+            self._in_flight = None
+            self._answered(reply, batch)
+        except Exception as error:  # the task deals with it
+            needed.set_result(error)
+            return
+        self._is_quiet = batch.operations <= 1
+        if self._batches.is_filled:
+            self._send()
 
     async def _sync(self, connection: StoreConnection) -> None:
         """States everything that the replica has, under a new fence: late calls under an older fence do nothing.

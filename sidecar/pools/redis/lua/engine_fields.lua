@@ -18,8 +18,10 @@ local HELD_PREFILL, CLAIMANTS = 15, 16
 local TIER_FIGURES = 16
 local MOST_PREFILL, SMALL_PREFILL, SHARES = TIER_FIELDS + 1, TIER_FIELDS + 2, TIER_FIELDS
 
-local TICKET_US, DISCARDED = 150, 4 -- in place of those of `admission.lua`
-local MOST_ADMITTED = 4 -- 400 us each
+-- In place of those of `admission.lua`
+local TICKET_US, DISCARDED = 150, 4
+local ADMISSION_US, ARGUMENT_US = 250, 20
+local CLAIM_US = 150 -- the time to make a ticket a claimant
 local UNLIMITED, HELD_PER_PREFILL = 9007199254740991, 50
 
 local fleet, loads, claims, claims_before = false, {}, {}, ''

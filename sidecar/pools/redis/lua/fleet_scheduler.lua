@@ -162,10 +162,10 @@ pool.in_order = pool.in_order_of_tiers
 
 -- -- walks
 
--- A walk begins anew for so many tickets that claimed an engine: as in `scheduling/fleet_scheduler.py`.
-local MOST_TIMES_ANEW = 16
+-- A walk makes so many claimants of tickets that claimed an engine: as in `scheduling/claims.py`.
+local MOST_NEW_CLAIMANTS = 4
 local for_floors, is_walking = {}, false -- by sequence; else an engine is only asked for
-local times_anew -- how often the walk began anew for a claim
+local new_claimants -- of those that claimed an engine in this walk
 local best = pool.best
 
 local function place_in_walk(candidate)
@@ -276,16 +276,15 @@ function pool.look_at(order, index)
     if taking then return taking end
     is_over = pool.claim_engine(place, ticket.prompt)
   end
-  if times_anew == MOST_TIMES_ANEW and not ticket.is_claimant then
+  if new_claimants == MOST_NEW_CLAIMANTS and not ticket.is_claimant then
     ticket.kept = nil
   elseif not ticket.is_claimant then
     pool.claim(ticket)
+    pool.to_admit_us = pool.to_admit_us - CLAIM_US
+    if place then new_claimants = new_claimants + 1 end
     local present = pool.in_order_of_walk()
     for before = 1, index do
-      if not present[before] or present[before].ticket.sequence ~= order[before].ticket.sequence then
-        if place then times_anew = times_anew + 1 end
-        return 'again'
-      end
+      if not present[before] or present[before].ticket.sequence ~= order[before].ticket.sequence then return 'again' end
     end
     order.present = present
   end
@@ -313,7 +312,7 @@ end
 
 function pool.walk()
   local found, place
-  pool.has_walked, is_walking, times_anew, pool.orders = true, true, 0, {}
+  pool.has_walked, is_walking, new_claimants, pool.orders = true, true, 0, {}
   repeat
     pool.begin_walk()
     found, place = pool.walk_once()
@@ -324,10 +323,14 @@ function pool.walk()
   return found, place
 end
 
+-- Whether another walk follows one that admitted none: see `scheduling/fleet_scheduler.py`.
+local looks_further
+
 -- The claimants beyond the most that may be return to their queues, the last in order.
 function pool.trim(admitted)
   local is_full = fleet[ALL_CLAIMANTS] > pool.most_looked_at()
-  pool.is_cut_short = is_full or times_anew == MOST_TIMES_ANEW
+  pool.has_too_many = is_full
+  looks_further = not is_full and new_claimants > 0 and new_claimants == MOST_NEW_CLAIMANTS
   if not is_full then return end
   local order = {}
   for level = 0, levels - 1 do
@@ -349,21 +352,22 @@ function pool.dispatch()
   if meta[WAITING] == 0 or pool.is_engine_gone() or pool.is_on_hold() then return pool.note_blocked(false) end
   pool.refresh()
   if held_back_until ~= meta[BACK_UNTIL] then held_back_until, fleet[SAME_UNTIL] = meta[BACK_UNTIL], 0 end
-  if pool.to_admit <= 0 or (now < fleet[SAME_UNTIL] and spare == 0) then return end
+  if pool.to_admit_us <= 0 or (now < fleet[SAME_UNTIL] and spare == 0) then return end
   while meta[WAITING] > 0 and pool.has_any_room() do
     local candidate, place = pool.walk()
-    if not candidate then
+    if not candidate and looks_further then
+      if pool.to_admit_us <= 0 then return end
+    elseif not candidate then
       fleet[SAME_UNTIL] = 0
       local change = pool.next_change_of_queue()
       fleet[SAME_UNTIL] = pool.is_any_away() and 0 or change < 0 and LATEST_US or now + change
       return pool.note_blocked(next(claims) ~= nil)
-    end
-    if candidate.ticket.is_away then
+    elseif candidate.ticket.is_away then
       pool.discard(candidate.ticket)
     else
-      pool.to_admit = pool.to_admit - 1
+      pool.to_admit_us = pool.to_admit_us - ADMISSION_US
       pool.admit(candidate, pool.ledger_at(place))
-      if pool.to_admit <= 0 then return end
+      if pool.to_admit_us <= 0 then return end
     end
   end
   pool.note_blocked(pool.fits_without_walk())

@@ -41,7 +41,7 @@ end
 local save = pool.save
 
 function pool.save(is_complete)
-  if pool.is_cut_short then fleet[SAME_UNTIL] = 0 end -- there are other candidates in the next call
+  if pool.has_too_many then fleet[SAME_UNTIL] = 0 end -- there are other candidates in the next call
   local fields = {'fleet', fmt(FLEET_TEXT, unpack(fleet)), 'loads', '[]'}
   if loads[1] then fields[4] = fmt('[' .. string.rep('%d,', #loads - 1) .. '%d]', unpack(loads)) end
   if pool.is_taking_new then fields[#fields + 1], fields[#fields + 2] = 'taking', pool.taking_text end

@@ -5,4 +5,4 @@
 local HELD_PREFILL, CLAIMANTS = 20, 21
 local FLOOR_PREFILL = 22
 local TIER_FIGURES = 22
-local MOST_ADMITTED = 2 -- 1 ms each
+local ADMISSION_US, CLAIM_US = 300, 250 -- in place of those before

@@ -290,6 +290,11 @@ function pool.next_rise(soonest)
   return found
 end
 
+local is_unfinished = pool.is_unfinished
+
+-- Tenants may be left to bring back, too.
+function pool.is_unfinished() return is_unfinished() or (meta[WAITING] > 0 and pool.to_bring_back == 0) end
+
 -- Whether any urgent ticket waits that earns something.
 function pool.is_any_urgent()
   for level = 0, levels - 1 do

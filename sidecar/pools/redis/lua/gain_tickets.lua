@@ -16,9 +16,11 @@
 --
 -- A lane of `f` also has its first ticket and where that starts.
 
-local SCALE, MOST_MADE_URGENT = 1000000, 64 -- as in `scheduling`
+local SCALE, MOST_MADE_URGENT, LOOKED_AT_AGAIN = 1000000, 16, 32 -- as in `scheduling`
 local APART = 'r' -- the lane of the tickets that returned
 local LANE_KEPT_MS, RENEWED_EVERY = 86400000, 64 -- a lane without newcomers for so long vanishes; not all of them renew it
+
+pool.to_bring_back = BROUGHT_BACK
 
 -- By level: the densest ticket or false, and V. By member: the ticket that was read. DUE: the earliest deadline or false.
 local kept = {best = {}, virtual = {}, tickets = {}, due = nil}
@@ -318,7 +320,8 @@ function pool.note_largest(level, tokens)
   tiers[level][LARGEST] = largest
   pool.forget_best(level)
   if tiers[level][ASIDE] == 0 then return end
-  for _, tenant in ipairs(call('ZRANGE', pool.gain_key('as:', level), 0, -1)) do pool.bring_back(level, tenant) end
+  local nearest = call('ZRANGE', pool.gain_key('as:', level), 0, LOOKED_AT_AGAIN - 1)
+  for _, tenant in ipairs(nearest) do pool.bring_back(level, tenant) end
 end
 
 local push = pool.push
@@ -436,12 +439,13 @@ function pool.set_aside(level, tenant)
   show_lane(level, tenant, false)
 end
 
--- Brings back the tenants that V has come close to.
+-- Brings back the tenants that V has come close to: some in this call, the rest in the next ones.
 function pool.look_aside(level)
-  while tiers[level][ASIDE] > 0 do
+  while tiers[level][ASIDE] > 0 and pool.to_bring_back > 0 do
     local first = call('ZRANGE', pool.gain_key('as:', level), 0, 0, 'WITHSCORES')
     if not first[1] then return pool.damaged() end
     if tonumber(first[2]) > pool.virtual_now(level) then return end
+    pool.to_bring_back = pool.to_bring_back - 1
     local near = pool.near(level, first[1])
     if pool.virtual_now(level) < near then
       call('ZADD', pool.gain_key('as:', level), pool.tag(near), first[1])

@@ -36,7 +36,7 @@ end
 
 function pool.enter(id, level, tenant, weight, tokens, requests, promised)
   local places = rules[FIRST_RULE + level][MAX_WAITING]
-  pool.to_admit = pool.to_admit + 1
+  pool.to_admit_us = pool.to_admit_us + ADMISSION_US
   if call('HEXISTS', mine, id) == 1 then return end
   if stage ~= '' then pool.note_stated(id) end
   if places > 0 and not pool.finds_place(level, tenant, weight, places, promised) then
@@ -58,10 +58,10 @@ function pool.enter(id, level, tenant, weight, tokens, requests, promised)
     heads[level] = nil
     return pool.dispatch()
   end
-  local to_admit = pool.to_admit
-  if places == 0 then pool.to_admit = LATEST_US end
+  local to_admit_us = pool.to_admit_us
+  if places == 0 then pool.to_admit_us = LATEST_US end
   pool.dispatch()
-  if places == 0 then pool.to_admit = to_admit end
+  if places == 0 then pool.to_admit_us = to_admit_us end
   if ticket.is_admitted then return end
   if places == 0 then -- a tier without a queue: the ticket is admitted at once or refused
     if ticket.is_stored then
@@ -111,7 +111,7 @@ function pool.finish(id)
   call('HDEL', mine, id)
   local figures = pool.end_record(me, id, record)
   if figures then ended[#ended + 1] = id .. ' ' .. figures end
-  pool.to_admit = pool.to_admit + 1
+  pool.to_admit_us = pool.to_admit_us + ADMISSION_US
   pool.dispatch()
 end
 
@@ -185,7 +185,7 @@ function pool.next_change()
 end
 
 -- Whether more tickets could be admitted now, or heads are left to sort.
-function pool.is_unfinished() return meta[WAITING] > 0 and (pool.to_admit <= 0 or next(sorts) ~= nil) end
+function pool.is_unfinished() return meta[WAITING] > 0 and (pool.to_admit_us <= 0 or next(sorts) ~= nil) end
 
 function pool.next_change_of_waiting()
   if meta[WAITING] == 0 then return -1 end
@@ -251,6 +251,7 @@ function pool.main()
   pool.end_dead()
   pool.spare_parts()
   for level in pairs(sorts) do pool.sort_some(level) end
+  pool.to_admit_us = math.max(ADMISSION_US, ADMIT_US - (#ARGV - first + 1) * ARGUMENT_US)
   if kind ~= 'bye' then pool.operate(first) end
   if kind == 'sync' then
     pool.leases_stated()
@@ -258,7 +259,7 @@ function pool.main()
   end
   pool.hold_for_leases()
   pool.dispatch()
-  if preempts and pool.to_admit > 0 and not pool.is_engine_gone() and not pool.is_any_head_away() then pool.preempt() end
+  if preempts and pool.to_admit_us > 0 and not pool.is_engine_gone() and not pool.is_any_head_away() then pool.preempt() end
   pool.publish()
   if kind ~= 'call' then pool.renew_keys() end
   if kind == 'beat' then

@@ -2,6 +2,11 @@
 -- functions of the other files do then stands here without one, because to make them takes longer than the rest of such a
 -- call. The first operation that needs more, and all after it, are left to `operate`. Random programs compare both. Only
 -- the order by level is known here: a script with another order leaves this file out.
+--
+-- The answer is one text: how many replicas there are, how many grants of its list follow, leases, late ends, tokens held,
+-- requests held, us since the arrival of the latest ticket admitted so far or -1, and how many tiers follow, as doubles;
+-- those that changed, each a double for its level and its figures; the grants, a line each. All other figures of an answer
+-- say here that no one waits.
 
 local record -- what there is under the id of the first operation, read with the fence
 local capacity_tokens, capacity_requests, some_are_preemptible, first_rule
@@ -92,16 +97,16 @@ while is_plain and ARGV[unfinished] do
 end
 
 if is_plain then
-  local listed, changed = call('LRANGE', prefix .. 'o:' .. me, 0, -1), {}
+  local listed, changed, count = call('LRANGE', prefix .. 'o:' .. me, 0, -1), {}, 0
   for _, text in ipairs(listed) do grants[#grants + 1] = text end
   for level = 0, #tiers_kept / TIER_BYTES - 1 do
     if is_changed[level] then
       local figures = struct.pack(TIER_FORMAT, unpack(tiers[level]))
       tiers_kept = string.sub(tiers_kept, 1, level * TIER_BYTES) .. figures .. string.sub(tiers_kept, 1 + (level + 1) * TIER_BYTES)
-      changed[#changed + 1], changed[#changed + 2] = level, figures
+      changed[#changed + 1], changed[#changed + 2], count = struct.pack('<d', level), figures, count + 1
     end
   end
   call('HSET', root, 'meta', struct.pack(META_FORMAT, unpack(meta)), 'tiers', tiers_kept)
-  return {'ok', {meta[REPLICAS], -1, #listed, 0, meta[LEASES], meta[LATE], all_tokens, all_requests,
-    meta[LATEST_ARRIVED] == 0 and -1 or now - meta[LATEST_ARRIVED], meta[REPLICAS], 0, 0, 0}, changed, grants, {}, {}, {}}
+  return struct.pack('<dddddddd', meta[REPLICAS], #listed, meta[LEASES], meta[LATE], all_tokens, all_requests,
+    meta[LATEST_ARRIVED] == 0 and -1 or now - meta[LATEST_ARRIVED], count) .. concat(changed) .. concat(grants, '\n')
 end

@@ -51,6 +51,7 @@ function pool.is_any_head_away()
   return false
 end
 
+-- A call that has ended a slice of what dead replicas had ends no more of it.
 function pool.may_discard() return pool.discarded < DISCARDED end
 
 -- A dead replica, or one that ended with `bye`, has no fence any more. What it had is ended in slices: its leases, then
@@ -72,7 +73,7 @@ function pool.end_dead()
       pool.dead = {}
     end
   end
-  meta[SLICE_AT] = now + PAUSE_US
+  meta[SLICE_AT], pool.discarded = now + PAUSE_US, DISCARDED
 end
 
 -- Notes that this replica lives. Its beats do so. A plain call does while the pool waits for all replicas.

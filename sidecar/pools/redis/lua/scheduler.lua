@@ -72,16 +72,16 @@ function pool.next_admission()
   end
 end
 
--- Admits every ticket that the rules let in now, in order, up to as many as this call may.
+-- Admits every ticket that the rules let in now, in order, as long as this call may.
 function pool.dispatch()
   if meta[WAITING] == 0 or pool.is_engine_gone() or pool.is_on_hold() then return end
-  while meta[WAITING] > 0 and pool.to_admit > 0 and all_tokens < rules[CAPACITY_TOKENS] and all_requests < rules[CAPACITY_REQUESTS] do
+  while meta[WAITING] > 0 and pool.to_admit_us > 0 and all_tokens < rules[CAPACITY_TOKENS] and all_requests < rules[CAPACITY_REQUESTS] do
     local candidate = pool.next_admission()
     if not candidate then return end
     if candidate.ticket.is_away then
       pool.discard(candidate.ticket)
     else
-      pool.to_admit = pool.to_admit - 1
+      pool.to_admit_us = pool.to_admit_us - ADMISSION_US
       pool.admit(candidate)
     end
   end
