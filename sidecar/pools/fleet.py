@@ -12,7 +12,7 @@ from sidecar.policy.rules import PoolRules
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.limits import SizeLimits
 from sidecar.pools.local import LocalPool
-from sidecar.pools.runtime import Clock, LeaseRuntime, monotonic_us
+from sidecar.pools.runtime import MOST_ADMITTED, Clock, LeaseRuntime, monotonic_us
 from sidecar.pools.stats import ALONE, bounded, grant_of
 from sidecar.scheduling import Admission
 from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
@@ -29,6 +29,10 @@ class EngineRuntime(LeaseRuntime):
     """What every lease runtime of several engines does: leases name their engines. See `LeaseRuntime`."""
 
     scheduler: FleetScheduler
+
+    def most_admitted(self) -> int:
+        """See `LeaseRuntime.most_admitted`: half as many, because each is placed on an engine, too."""
+        return MOST_ADMITTED // 2
 
     def submit(self, lease: Lease) -> None:
         """See `LeaseRuntime.submit`."""

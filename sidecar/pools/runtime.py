@@ -36,7 +36,7 @@ class LeaseRuntime:
 
     Two exceptions. Of many leases that change their size, 200 a second in one process, each shrinks by little: what
     that lets in is decided once a tick of the event loop. And where more requests can be admitted at one time than
-    MOST_ADMITTED, as in a pool that has grown, the others are admitted in the next ticks: `is_unfinished` until then.
+    `most_admitted`, as in a pool that has grown, the others are admitted in the next ticks: `is_unfinished` until then.
 
     `on_admitted` is called with the tier and the moment of every admission.
     """
@@ -56,6 +56,10 @@ class LeaseRuntime:
     def new_scheduler(self, rules: PoolRules) -> Scheduler:
         """The scheduler of this runtime."""
         return GainScheduler(rules) if rules.is_by_gain else Scheduler(rules)
+
+    def most_admitted(self) -> int:
+        """How many requests are admitted in one tick of the event loop."""
+        return MOST_ADMITTED
 
     def submit(self, lease: Lease) -> None:
         """Puts a request in its tier's queue, to the front where it returns. `dispatch` admits it at the earliest."""
@@ -92,10 +96,11 @@ class LeaseRuntime:
 
     def dispatch(self, now_us: int) -> None:
         """Admits every request that the rules let in now; for the first that they do not, leases are preempted."""
-        admissions = self.scheduler.dispatch(now_us, MOST_ADMITTED)
+        most = self.most_admitted()
+        admissions = self.scheduler.dispatch(now_us, most)
         for admission in admissions:
             self._admit(admission, now_us)
-        self.is_unfinished = len(admissions) == MOST_ADMITTED and bool(self.waiting)
+        self.is_unfinished = len(admissions) == most and bool(self.waiting)
         if self.is_unfinished:
             self._decide_again()
         elif self.waiting:
