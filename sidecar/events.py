@@ -22,6 +22,10 @@ import msgspec
 Headers = Sequence[tuple[bytes, bytes]]
 
 
+FIRST_FAILURE = 500
+"""The lowest status of an answer that says that the engine failed."""
+
+
 class Outcome(str, Enum):
     """How an admitted request ended."""
 

@@ -12,6 +12,7 @@ from starlette.types import Scope
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError
 from sidecar.events import (
+    FIRST_FAILURE,
     Admitted,
     Classified,
     Event,
@@ -33,15 +34,13 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.middleware.intake import SizedRequest
-from sidecar.middleware.lease_size import Expected, LeaseSize
+from sidecar.middleware.lease_size import LeaseSize
 from sidecar.middleware.request_gain import RequestGain
 from sidecar.policy.model import Endpoint, Policy, Tenant
 from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"
 CANCELED_CODE = "canceled"
-FIRST_FAILURE = 500
-"""The lowest status of a failure of the engine."""
 # Looked up once: an enumeration's attribute costs as much as a call.
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 
@@ -238,7 +237,7 @@ def _classified(
     classification, payload, tiers = request.classification, request.payload, policy.tiers
     length: ExpectedLength | None = None
     if request.expected is not None:
-        length = request.expected.said(payload) if hears_everything else _length_of(request.expected)
+        length = request.expected.said(payload) if hears_everything else request.expected.said_length()
     clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
     return Classified(  # names would cost as much as all of this
         at_us,
@@ -256,15 +255,6 @@ def _classified(
         None if downgraded_from is None else tiers[downgraded_from].name,
         length,
     )
-
-
-def _length_of(expected: Expected) -> ExpectedLength:
-    """The part of `Expected.said` that is told where not everything is heard: a third of its cost."""
-    estimate, bound = expected.estimate, expected.bound
-    if estimate is None:
-        return ExpectedLength(expected.most_output, expected.sequences, "maximum")
-    output = estimate.tokens if bound is None or estimate.tokens < bound else bound
-    return ExpectedLength(output, expected.sequences, estimate.source._value_)
 
 
 def _admitted(grant: Grant, forward: Forward, priority: int | float) -> Admitted:

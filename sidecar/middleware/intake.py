@@ -292,8 +292,7 @@ class RequestIntake(msgspec.Struct, eq=False):
         taken, authorization = names.taken, headers.get(AUTHORIZATION, BEARER)
         if authorization[:7] != BEARER:  # another scheme, or written otherwise
             taken = (*names.claims, *snapshot.credentials.taken(headers))
-        # Most are one sequence: its prompt and its answer.
-        tokens = prompt_tokens + output or 1 if requests == 1 else tokens_to_hold(payload, prompt_tokens, output)
+        tokens = tokens_to_hold(payload, prompt_tokens, output)
         request = SizedRequest(
             body,
             headers,

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from sidecar.events import Expectation
+from sidecar.events import Expectation, ExpectedLength
 from sidecar.lengths.buckets import LengthKey, bucket_of
 from sidecar.lengths.estimator import Estimate, LearnedLengths, LengthEstimator, Place, Source
 from sidecar.lengths.overlap import WHOLE, Overlap
@@ -96,18 +96,24 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
 
     def said(self, payload: Payload) -> Expectation:
         """The same for telemetry. `payload` is the request's."""
-        estimate, bound = self.estimate, self.bound
-        if estimate is None:
-            output, source, samples, quantile = self.most_output, "maximum", 0, 0.0
-        else:
-            output = estimate.tokens if bound is None or estimate.tokens < bound else bound
-            source, samples, quantile = estimate.source._value_, estimate.samples, self.quantile
+        estimate = self.estimate
+        samples, quantile = (0, 0.0) if estimate is None else (estimate.samples, self.quantile)
         is_text = payload.prompt_bytes and not payload.prompt_tokens and not payload.unread_bytes
         bytes_per_token = payload.prompt_bytes * payload.choices / self.prompt if is_text else None
-        sequences, overlap, bucket = self.sequences, self.ratio / WHOLE, self.place.key.bucket
-        return Expectation(  # names would cost as much as all of this
-            output, sequences, source, samples, quantile, overlap, self.most, self.prompt, bytes_per_token, bucket
-        )
+        sizes = self.ratio / WHOLE, self.most, self.prompt, bytes_per_token
+        return Expectation(*self._length(), samples, quantile, *sizes, self.place.key.bucket)
+
+    def said_length(self) -> ExpectedLength:
+        """The part of it that is told where not everything is heard: a third of its cost."""
+        return ExpectedLength(*self._length())
+
+    def _length(self) -> tuple[int, int, str]:
+        """The assumed output of each sequence, the sequences, and where that comes from."""
+        estimate, bound = self.estimate, self.bound
+        if estimate is None:
+            return self.most_output, self.sequences, "maximum"
+        output = estimate.tokens if bound is None or estimate.tokens < bound else bound
+        return output, self.sequences, estimate.source._value_
 
     @property
     def most_output(self) -> int:
@@ -301,9 +307,7 @@ class LeaseSizes:
         place = self._places.get(kind) or self._place(kind)
         quantile, ratio = self._at_base or self._entry()
         hint = None if payload.nvext is None else payload.output_hint
-        estimate = self.estimator.estimate_at(place, quantile, 0, hint)
-        if estimate is not None and not place.is_known:
-            estimate = self._counting(estimate, place, quantile, 0)
+        estimate = self.estimate(place, quantile, 0, hint)
         sequences = shown = 1
         prompt = prompt_tokens
         if payload.choices != 1 or payload.prompts != 1:

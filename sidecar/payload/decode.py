@@ -257,7 +257,7 @@ def _chat(fields: _Chat, _others: Carried) -> Payload:
     tools = b"" if fields.tools is _UNSET else _given(fields.tools)
     newer, older = fields.max_completion_tokens, fields.max_tokens
     if newer is None:
-        most = older if type(older) is int and 0 < older <= LARGEST_COUNT else _maximum("max_tokens", older)
+        most = _maximum("max_tokens", older)
     else:
         # vLLM and today's SGLang go by the newer field, earlier versions of SGLang by the older one.
         counts = _maximum("max_completion_tokens", newer), _maximum("max_tokens", older)

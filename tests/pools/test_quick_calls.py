@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sidecar.pools import Lease
 from sidecar.pools.redis import RedisPool
 from sidecar.pools.redis.connection import StoreConnection
 from tests.pools.harness import ask, simple
@@ -33,6 +34,13 @@ async def quiet(pool: RedisPool) -> None:
     """The same after a call of one operation."""
     (await pool.enter(ask(tokens=1))).settle()
     await settled(pool)
+
+
+async def admitted(pool: RedisPool) -> Lease:
+    """The lease of one request that is admitted soon."""
+    lease = await asyncio.wait_for(pool.enter(ask(tokens=10)), 5)
+    await asyncio.wait_for(lease.wait(), 5)
+    return lease
 
 
 async def test_a_request_that_comes_alone_is_asked_for_in_its_own_turn(redis_server: RedisServer) -> None:
@@ -100,8 +108,7 @@ async def test_a_defect_while_an_answer_is_applied_is_logged_and_the_store_is_re
     async with replicas(simple(tokens=CAPACITY), [redis_server.url]) as (pool,):
         await quiet(pool)
         monkeypatch.setattr(RedisPool, "answered", fails_once)
-        lease = await asyncio.wait_for(pool.enter(ask(tokens=10)), 5)
-        await asyncio.wait_for(lease.wait(), 5)
+        lease = await admitted(pool)
         assert "a defect in the sidecar" in caplog.text
         assert "ZeroDivisionError: oops" in caplog.text
         lease.settle()
@@ -125,8 +132,7 @@ async def test_a_connection_that_is_lost_between_a_call_and_its_answer_loses_no_
     async with replicas(simple(tokens=CAPACITY), [redis_server.url]) as (pool,):
         await quiet(pool)
         monkeypatch.setattr(StoreConnection, "send", loses_one)
-        lease = await asyncio.wait_for(pool.enter(ask(tokens=10)), 5)
-        await asyncio.wait_for(lease.wait(), 5)
+        lease = await admitted(pool)
         assert lost
         await until(lambda: held(pool) == 10, 4)
         lease.settle()
@@ -146,8 +152,7 @@ async def test_a_call_that_cannot_be_written_is_no_failure_of_the_request_in_who
     async with replicas(simple(tokens=CAPACITY), [redis_server.url]) as (pool,):
         await quiet(pool)
         monkeypatch.setattr(StoreConnection, "send", fails_once)
-        lease = await asyncio.wait_for(pool.enter(ask(tokens=10)), 5)
-        await asyncio.wait_for(lease.wait(), 5)
+        lease = await admitted(pool)
         assert not failures
         lease.settle()
         await settled(pool)

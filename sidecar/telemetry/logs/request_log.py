@@ -11,7 +11,7 @@ import asyncio
 import logging
 from typing import Any, NamedTuple
 
-from sidecar.events import Admitted, Outcome, Refused, Settled, UnguardedRequest
+from sidecar.events import FIRST_FAILURE, Admitted, Outcome, Refused, Settled, UnguardedRequest
 from sidecar.telemetry.logs.flood import WINDOW_S, FloodGuard
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, failure_code, failure_description
 
@@ -19,9 +19,6 @@ REQUESTS = "sidecar.requests"
 """The name of the logger."""
 MOST_MESSAGE = 500
 """Characters of a refusal's message in a line."""
-
-SERVERS_ERRORS = 500
-"""From which status on an answer says that the engine failed."""
 
 _DRAINING, _STOPPED = "draining", "server_stopped"
 
@@ -102,7 +99,7 @@ class RequestLog:
             self._refused(record, record.refused)
             return
         if event.outcome is _COMPLETED:
-            is_failure = (event.status or 0) >= SERVERS_ERRORS
+            is_failure = (event.status or 0) >= FIRST_FAILURE
         else:
             is_failure = event.outcome is _FAILED or event.error is not None
         writes = self.writes
@@ -168,6 +165,6 @@ def _failure(event: Settled) -> str | None:
     """A word for the engine's failure, None where it did not fail; a client's disconnect is no failure."""
     if event.outcome is _FAILED:
         return failure_code(event.error) or Outcome.FAILED.value
-    if event.outcome is _COMPLETED and event.status is not None and event.status >= SERVERS_ERRORS:
+    if event.outcome is _COMPLETED and event.status is not None and event.status >= FIRST_FAILURE:
         return event.error or str(event.status)
     return None

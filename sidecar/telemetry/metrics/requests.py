@@ -79,12 +79,11 @@ class LabeledWaits(msgspec.Struct, eq=False, frozen=True):
 
 
 class AdmissionCounts(msgspec.Struct, eq=False, frozen=True):
-    """What nearly every admission of one tier adds to, found once. `queue_wait` is that of `waits`."""
+    """What nearly every admission of one tier adds to, found once."""
 
     requests: Count
     tokens: Count
     waits: LabeledWaits
-    queue_wait: LabeledHistogram
 
 
 class CompletionCounts(msgspec.Struct, eq=False, frozen=True):
@@ -175,15 +174,12 @@ class RequestMetrics:
             self._note_overtaken(event.passed, tier, tokens)
         # Preempted all the same where another policy came. A wait for the engine is one more wait.
         if not classified.preemptible and (not lost or lost[-1].preempted.is_unreached):
-            if event.starvation_us > 0:
-                admissions.waits.record(event, record)
-            else:
-                admissions.queue_wait.record(event.queue_wait_us / 1e6, record)
+            admissions.waits.record(event, record)
 
     def _admissions_of(self, tier: str) -> AdmissionCounts:
         counters, waits = self.counters, self._waits.labeled(tier, "admitted")
         counts = count_of(counters.admitted, (tier,)), count_of(counters.tokens_estimated, (tier,))
-        found = self._admissions[tier] = AdmissionCounts(*counts, waits, waits.queue_wait)
+        found = self._admissions[tier] = AdmissionCounts(*counts, waits)
         return found
 
     def _note_overtaken(self, passed: Mapping[str, str], tier: str, tokens: int) -> None:
@@ -228,9 +224,7 @@ class RequestMetrics:
             if event.output_tokens is not None:
                 if event.input_tokens is not None:
                     over = classified.tokens - used
-                    direction, error = (UNDER, -over) if over < 0 else (OVER, over)
-                    errors, labels = self.counters.estimate_errors, (tier, direction)
-                    (errors.get(labels) or count_of(errors, labels)).number += error
+                    add(self.counters.estimate_errors, (tier, UNDER if over < 0 else OVER), abs(over))
                 if classified.expected is not None and (event.status or 0) < 400:
                     _note_length(classified.expected, event.output_tokens, tier, tenant)
         else:
@@ -297,7 +291,7 @@ def _note_length(expected: ExpectedLength, output: int, tier: str, tenant: Tenan
     """Compares the length of a complete answer with what was expected."""
     if expected.source != MAXIMUM:
         labels = tier, RATIO_NAMES[bisect_left(RATIOS, output / (expected.output_tokens * expected.sequences))]
-        (tenant.answers.get(labels) or count_of(tenant.answers, labels)).number += 1
+        add(tenant.answers, labels)
 
 
 def _instruments(meter_provider: MeterProvider | None) -> Instruments:

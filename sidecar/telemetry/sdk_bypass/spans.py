@@ -108,8 +108,7 @@ class SpanBypass:
             trace_id, _, is_remote, flags, state, _ = above
             random, bound = flags & self._random, self._parents[2 * is_remote + (flags & 1)]
         is_sampled = trace_id & _LOWER_BITS < bound
-        ids = trace_id, getrandbits(64) or 1, False, _FLAGS[is_sampled | random], state, True
-        return _new(SpanContext, ids), above, is_sampled  # `_context`, without its call
+        return _context(trace_id, getrandbits(64) or 1, _FLAGS[is_sampled | random], state), above, is_sampled
 
 
 @dataclass(slots=True, eq=False)

@@ -79,9 +79,7 @@ class RequestTracer:
         recorded has a context all the same, so that the engine does not record it either.
         """
         try:
-            provider = self._given_provider or TRACE.get(TRACER_PROVIDER)
-            tracer = self._tracer if provider is self._provider and provider is not None else self._current()
-            bypass = self._bypass
+            tracer, bypass = self._current(), self._bypass
             if tracer is None:
                 return None
             parent, kind = parent_of(event)
