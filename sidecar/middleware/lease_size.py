@@ -100,8 +100,9 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
         samples, quantile = (0, 0.0) if estimate is None else (estimate.samples, self.quantile)
         is_text = payload.prompt_bytes and not payload.prompt_tokens and not payload.unread_bytes
         bytes_per_token = payload.prompt_bytes * payload.choices / self.prompt if is_text else None
-        sizes = self.ratio / WHOLE, self.most, self.prompt, bytes_per_token
-        return Expectation(*self._length(), samples, quantile, *sizes, self.place.key.bucket)
+        overlap, bucket = self.ratio / WHOLE, self.place.key.bucket
+        figures = self._length()
+        return Expectation(*figures, samples, quantile, overlap, self.most, self.prompt, bytes_per_token, bucket)
 
     def said_length(self) -> ExpectedLength:
         """The part of it that is told where not everything is heard: a third of its cost."""
