@@ -197,6 +197,76 @@ async def test_a_drain_reaches_all_replicas_and_ends_with_the_incarnation(server
             assert await granted(await one.enter(ask(tokens=1, prompt=3, hits=(("a#2", 3),)))) == "a#2"
 
 
+@pytest.mark.parametrize("drains", [True, False])
+async def test_an_answer_from_before_a_drain_or_its_end_does_not_undo_it(server: RedisServer, drains: bool) -> None:
+    """A request's call is on its way, and its answer has the ledgers of both engines."""
+    with server:
+        async with replicas(server.url, 2, A, B) as (pool, other):
+            heard: list[tuple[str, bool]] = []
+            if not drains:
+                pool.drain_engine("a", drains=True)
+                await until(lambda: not pool.engines()[0].takes_new, 4)
+            pool.on_drain = lambda name, does: heard.append((name, does))
+            pool.set_engines([A, B._replace(tokens=90)])
+            await asyncio.sleep(0)
+            assert pool._session
+            assert pool._session._in_flight, "the statement's call is on its way"
+            pool.drain_engine("a", drains=drains)
+            for each in (pool, other):
+                await until(lambda each=each: each.engines()[0].takes_new is not drains, 4)
+            assert heard == []
+            other.drain_engine("a", drains=not drains)
+            await until(lambda: heard == [("a", not drains)], 4, "what others say later counts")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_known_lost", [True, False])
+async def test_a_drain_of_a_time_without_the_store_counts_when_it_is_back(
+    server: RedisServer, is_known_lost: bool
+) -> None:
+    """Said in a call that is never answered, or while the replica decides by itself."""
+    with server:
+        async with replicas(server.url, 2, A, B) as pools:
+            heard: list[tuple[str, bool]] = []
+            pools[0].on_drain = lambda name, does: heard.append((name, does))
+            server.pause()
+            if not is_known_lost:
+                pools[0].drain_engine("a", drains=True)
+            for pool in pools:
+                await until(lambda pool=pool: pool.status.state is not StoreState.SHARED, 8)
+            if is_known_lost:
+                pools[0].drain_engine("a", drains=True)
+            server.resume()
+            for pool in pools:
+                await until(lambda pool=pool: pool.status.state is StoreState.SHARED, 8)
+            for pool in pools:
+                await until(lambda pool=pool: [it.takes_new for it in pool.engines()] == [False, True], 4)
+            assert heard == []
+            pools[1].drain_engine("a", drains=False)
+            await until(lambda: heard == [("a", False)], 4, "what others say later counts")
+
+
+async def test_what_is_left_of_a_drained_incarnation_does_not_drain_the_next(server: RedisServer) -> None:
+    with server:
+        async with replicas(server.url, 1, A) as (one,):
+            running = await one.enter(ask())
+            one.drain_engine("a", drains=True)
+            await until(lambda: not one.engines()[0].takes_new, 4)
+            restarted = A._replace(id="a#2")
+            one.set_engines([restarted])
+            late = pool_of(server.url, replace(two_tiers(), pool="fleet"))
+            heard: list[tuple[str, bool]] = []
+            late.on_drain = lambda name, does: heard.append((name, does))
+            late.set_engines([restarted])
+            await late.open()
+            try:
+                await holds([late], {"a#1": (10, 1, 1), "a#2": (0, 0, 0)})
+                assert heard == []
+                assert running.settle()
+            finally:
+                await late.close()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", [1, 1_795_690_000_000_123], ids=["counted", "in_us"])
 async def test_two_replicas_that_see_one_restart_raise_the_incarnation_once(server: RedisServer, first: int) -> None:

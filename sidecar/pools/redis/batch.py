@@ -300,6 +300,6 @@ class EngineBatchQueue(BatchQueue):
         """The first byte of a lease came. No request waits for the answer."""
         self._add((PREFILLED, lease.id))
 
-    def say(self, operation: Sequence[Argument]) -> None:
-        """An operation that concerns engines."""
-        self._add(operation)
+    def say(self, operation: Sequence[Argument]) -> Batch:
+        """An operation that concerns engines. Returns the batch that has it."""
+        return self._add(operation)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sidecar.pools.redis.protocol import Reply, name_of
+from sidecar.pools.redis.protocol import Reply
 from sidecar.scheduling.placement import EngineState, name_and_incarnation, sum_of
 
 
@@ -72,8 +72,9 @@ class EngineLedgers:
         return found
 
     def draining(self) -> frozenset[str]:
-        """The names of the engines that drain."""
-        return frozenset(name_of(engine) for engine, ledger in self.by_id.items() if ledger.is_draining)
+        """The names of the engines that drain. One that has restarted does not, whatever is left of the one before."""
+        latest = self.latest().items()
+        return frozenset(name for name, number in latest if self.by_id[f"{name}#{number}"].is_draining)
 
     def taking(self) -> frozenset[str]:
         """The ids of the engines that take new work of some replica."""

@@ -8,6 +8,7 @@ store's; a replica hears of them by its next call, at the latest by its next hea
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,10 +24,20 @@ from sidecar.pools.redis.engine_ledgers import EngineLedgers
 from sidecar.pools.redis.engine_partition import EngineOutage, EnginePartition
 from sidecar.pools.redis.partition import LastKnown
 from sidecar.pools.redis.pool import RedisPool
-from sidecar.pools.redis.resync import EngineStatement
+from sidecar.pools.redis.resync import EngineStatement, Statement
 from sidecar.pools.redis.session import RoundTripObserver
 from sidecar.pools.runtime import Clock, monotonic_us
 from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer, EngineState
+
+
+class _SaidDrain(NamedTuple):
+    """What this replica has said of an engine, and the store has not answered: whether `engine`, the id that is offered
+    here, drains. `batch` is of the call that says it; None where it is said with the next statement.
+    """
+
+    engine: str | None
+    drains: bool
+    batch: Batch | None
 
 
 class RedisFleetPool(RedisPool):
@@ -58,6 +69,7 @@ class RedisFleetPool(RedisPool):
         self._weight_percent = weight_percent
         self._offers: Sequence[EngineOffer] = ()
         self._draining: frozenset[str] = frozenset()
+        self._said_drains: dict[str, _SaidDrain] = {}
         self._elsewhere: frozenset[str] = frozenset()
         self._prefilled: set[int] = set()
         self._ledgers = EngineLedgers()
@@ -77,6 +89,9 @@ class RedisFleetPool(RedisPool):
         self._offers = tuple(offers)
         change_sizes(self._sizes, self._offers)
         self._outgrown.look(self._leases.values())
+        for name, engine in self._offered().items():
+            if name in self._said_drains and self._said_drains[name].engine != engine:
+                del self._said_drains[name]  # a new incarnation does not drain
         if self._outage is not None:
             self._outage.set_engines(self._offers, self._weight_percent)
         else:
@@ -100,10 +115,11 @@ class RedisFleetPool(RedisPool):
             self._batches.say(protocol.raise_cap(engine, requests))
 
     def drain_engine(self, name: str, *, drains: bool) -> None:
-        """See `EnginePool.drain_engine`."""
+        """See `EnginePool.drain_engine`. Said while the store is away, it counts there when it is back."""
         self._draining = self._draining | {name} if drains else self._draining - {name}
-        if self._outage is None and self._session is not None:
-            self._batches.say(protocol.drain(name, drains=drains))
+        is_said = self._outage is None and self._session is not None
+        batch = self._batches.say(protocol.drain(name, drains=drains)) if is_said else None
+        self._said_drains[name] = _SaidDrain(self._offered().get(name), drains, batch)
 
     def engines(self) -> Sequence[EngineState]:
         """See `EnginePool.engines`. By the store's latest answer; of this replica's parts while it is alone."""
@@ -187,6 +203,16 @@ class RedisFleetPool(RedisPool):
 
     # -- what happens to the session
 
+    def statement(self) -> tuple[Sequence[protocol.Argument], Statement]:
+        """See `SessionOwner.statement`. Drains that were not answered are said again: of an engine that the store knows
+        it takes no drain from a statement.
+        """
+        header, statement = super().statement()
+        for name, said in self._said_drains.items():
+            batch = self._batches.say(protocol.drain(name, drains=said.drains))
+            self._said_drains[name] = said._replace(batch=batch)
+        return header, statement
+
     def synced(self, reply: protocol.Reply, batch: Batch) -> None:
         """See `SessionOwner.synced`."""
         self._is_syncing = True
@@ -199,6 +225,8 @@ class RedisFleetPool(RedisPool):
         if not self._is_syncing:
             self._blocked_us += max(0, reply.blocked_us - self._blocked_us_in_store)
         self._blocked_us_in_store = reply.blocked_us
+        if self._said_drains:
+            self._said_drains = {name: it for name, it in self._said_drains.items() if it.batch is not batch}
         super().answered(reply, batch)
         if reply.engines:
             self._follow_ledgers()
@@ -209,7 +237,10 @@ class RedisFleetPool(RedisPool):
         for name, incarnation in self._ledgers.latest().items():
             if own.get(name, incarnation) < incarnation:
                 self.on_incarnation(name, incarnation, not self._is_syncing)
-        before, self._draining = self._draining, self._ledgers.draining()
+        # An answer to an earlier call does not know what has been said since.
+        said = {name: it.drains for name, it in self._said_drains.items()}
+        draining = {name for name in self._ledgers.draining() if said.get(name, True)}
+        before, self._draining = self._draining, frozenset(draining.union(name for name in said if said[name]))
         for name in sorted(before ^ self._draining):
             self.on_drain(name, name in self._draining)
         usable = {protocol.name_of(offer.id) for offer in self._offers if offer.takes_new}
@@ -223,6 +254,10 @@ class RedisFleetPool(RedisPool):
     @property
     def _is_cut_off(self) -> bool:
         return self._paused is not None or not any(offer.takes_new for offer in self._offers)
+
+    def _offered(self) -> Mapping[str, str]:
+        """The ids of the engines that are offered here, by their names."""
+        return {protocol.name_of(offer.id): offer.id for offer in self._offers}
 
     def _engines(self) -> Sequence[protocol.Argument]:
         return protocol.engines(self._offers, self._draining, self.now_us())
