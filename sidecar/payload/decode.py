@@ -196,8 +196,19 @@ def decode(api: Api, body: bytes) -> Payload:
     except msgspec.ValidationError as error:
         raise InvalidBody(_sentence(error), param=_field(error)) from None
     except msgspec.DecodeError as error:
-        reason = str(error).removeprefix("JSON is malformed: ").replace("Input data was truncated", "it ends too early")
-        raise InvalidBody(f"the body is not valid JSON: {reason}") from None
+        raise InvalidBody(f"the body is not valid JSON: {_defect(error, body)}") from None
+
+
+_TRUNCATED = "Input data was truncated"
+_ends_in_half_a_pair = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}.{,5}\Z", re.DOTALL).search
+
+
+def _defect(error: msgspec.DecodeError, body: bytes) -> str:
+    """What is wrong with malformed JSON. msgspec takes half of a surrogate pair near the end for an early end."""
+    said = str(error).removeprefix("JSON is malformed: ")
+    if said != _TRUNCATED:
+        return said
+    return "its last string has half of a surrogate pair" if _ends_in_half_a_pair(body[-12:]) else "it ends too early"
 
 
 _PLAIN_NAMES = {

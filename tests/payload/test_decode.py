@@ -340,6 +340,12 @@ def test_numbers_elsewhere_may_be_anything() -> None:
 SENTENCES = [
     (CHAT, b"", "the body is not valid JSON: it ends too early"),
     (CHAT, b"{", "the body is not valid JSON: it ends too early"),
+    (CHAT, b'{"model":"\\ud800"}', "the body is not valid JSON: its last string has half of a surrogate pair"),
+    (
+        CHAT,
+        b'{"model":"\\ud800", "n":1, "stream":true}',
+        "the body is not valid JSON: unexpected end of escaped utf-16 surrogate pair (byte 16)",
+    ),
     (CHAT, b"nope", "the body is not valid JSON: invalid character (byte 4)"),
     (CHAT, b'{"a":1}x', "the body is not valid JSON: trailing characters (byte 8)"),
     (CHAT, b'{"messages":[NaN]}', "the body is not valid JSON: invalid character (byte 13)"),
