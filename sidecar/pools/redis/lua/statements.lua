@@ -59,7 +59,7 @@ function pool.end_some(replica, text, spared)
   local key, count = of_phase[phase] or pool.replica_key(replica), tonumber(ended_before)
   local found = call('HSCAN', key, cursor, 'COUNT', phase == '2' and SEEN_WITH_TICKETS or SEEN)
   local entries = found[2]
-  pool.slice_us = pool.slice_us - #entries / 2 / SEEN_PER_US - LOOKED_UP_US
+  pool.slice_us = pool.slice_us - #entries / 2 * SEEN_US - LOOKED_UP_US
   for index = 1, #entries, 2 do
     local id, record = entries[index], entries[index + 1]
     local is_of_phase = id ~= '#' and (phase ~= '1' or string.sub(record, 1, 1) == 'L')
