@@ -432,7 +432,7 @@ async def test_a_flushed_store_has_the_ledgers_again_from_the_leases(server: Red
             expected = {"a#1": (30, 3, 10), "b#1": (30, 3, 15)}
             await holds(pools, expected)
             for pool in pools:
-                await until(lambda pool=pool: pool._draining == {"b"}, 4)
+                await until(lambda pool=pool: list(pool._draining) == ["b"], 4)
             server.command("FLUSHALL")
             await until(lambda: not held(pools[0]) or server.command("KEYS", "*:e"), 4)
             await holds(pools, expected)

@@ -71,10 +71,10 @@ class EngineLedgers:
                 found[name] = max(found.get(name, 0), int(incarnation))
         return found
 
-    def draining(self) -> frozenset[str]:
-        """The names of the engines that drain. One that has restarted does not, whatever is left of the one before."""
-        latest = self.latest().items()
-        return frozenset(name for name, number in latest if self.by_id[f"{name}#{number}"].is_draining)
+    def draining(self) -> Mapping[str, str]:
+        """The ids of the engines that drain, by their names. One that has restarted does not, whatever is left."""
+        latest = {name: f"{name}#{number}" for name, number in self.latest().items()}
+        return {name: engine for name, engine in latest.items() if self.by_id[engine].is_draining}
 
     def taking(self) -> frozenset[str]:
         """The ids of the engines that take new work of some replica."""

@@ -32,7 +32,7 @@ from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer, EngineStat
 
 class _SaidDrain(NamedTuple):
     """What this replica has said of an engine, and the store has not answered: whether `engine`, the id that is offered
-    here, drains. `batch` is of the call that says it; None where it is said with the next statement.
+    here, drains. `batch` is of the call that says it; None where it is said once the store has the next statement.
     """
 
     engine: str | None
@@ -68,7 +68,7 @@ class RedisFleetPool(RedisPool):
         self._is_sole_user = is_sole_user
         self._weight_percent = weight_percent
         self._offers: Sequence[EngineOffer] = ()
-        self._draining: frozenset[str] = frozenset()
+        self._draining: Mapping[str, str | None] = {}  # by names, the ids that drain; None where it is not offered yet
         self._said_drains: dict[str, _SaidDrain] = {}
         self._elsewhere: frozenset[str] = frozenset()
         self._prefilled: set[int] = set()
@@ -94,7 +94,7 @@ class RedisFleetPool(RedisPool):
                 del self._said_drains[name]  # a new incarnation does not drain
         if self._outage is not None:
             self._outage.set_engines(self._offers, self._weight_percent)
-        else:
+        if self._partition is None:  # also during a resync, whose statement has the engines from before
             self._batches.say(self._engines())
         self._turned(was_cut_off=was_cut_off)
 
@@ -116,10 +116,12 @@ class RedisFleetPool(RedisPool):
 
     def drain_engine(self, name: str, *, drains: bool) -> None:
         """See `EnginePool.drain_engine`. Said while the store is away, it counts there when it is back."""
-        self._draining = self._draining | {name} if drains else self._draining - {name}
-        is_said = self._outage is None and self._session is not None
+        engine = self._offered().get(name)
+        others = {other: drained for other, drained in self._draining.items() if other != name}
+        self._draining = {**others, name: engine} if drains else others
+        is_said = self._partition is None and self._session is not None
         batch = self._batches.say(protocol.drain(name, drains=drains)) if is_said else None
-        self._said_drains[name] = _SaidDrain(self._offered().get(name), drains, batch)
+        self._said_drains[name] = _SaidDrain(engine, drains, batch)
 
     def engines(self) -> Sequence[EngineState]:
         """See `EnginePool.engines`. By the store's latest answer; of this replica's parts while it is alone."""
@@ -204,20 +206,21 @@ class RedisFleetPool(RedisPool):
     # -- what happens to the session
 
     def statement(self) -> tuple[Sequence[protocol.Argument], Statement]:
-        """See `SessionOwner.statement`. Drains that were not answered are said again: of an engine that the store knows
-        it takes no drain from a statement.
-        """
-        header, statement = super().statement()
-        for name, said in self._said_drains.items():
-            batch = self._batches.say(protocol.drain(name, drains=said.drains))
-            self._said_drains[name] = said._replace(batch=batch)
-        return header, statement
+        """See `SessionOwner.statement`. Drains that were not answered are to be said again."""
+        self._said_drains = {name: said._replace(batch=None) for name, said in self._said_drains.items()}
+        return super().statement()
 
     def synced(self, reply: protocol.Reply, batch: Batch) -> None:
-        """See `SessionOwner.synced`."""
+        """See `SessionOwner.synced`. Says drains again that were not answered: of an engine that the store knows it
+        takes no drain from a statement. The answer said which have restarted: these do not drain.
+        """
         self._is_syncing = True
         super().synced(reply, batch)
         self._is_syncing = False
+        for name, said in self._said_drains.items():
+            if said.batch is None:
+                again = self._batches.say(protocol.drain(name, drains=said.drains))
+                self._said_drains[name] = said._replace(batch=again)
 
     def answered(self, reply: protocol.Reply, batch: Batch) -> None:
         """See `SessionOwner.answered`."""
@@ -236,13 +239,17 @@ class RedisFleetPool(RedisPool):
         own = {protocol.name_of(offer.id): int(offer.id.rpartition("#")[2]) for offer in self._offers}
         for name, incarnation in self._ledgers.latest().items():
             if own.get(name, incarnation) < incarnation:
+                self._said_drains.pop(name, None)  # a new incarnation does not drain
                 self.on_incarnation(name, incarnation, not self._is_syncing)
         # An answer to an earlier call does not know what has been said since.
-        said = {name: it.drains for name, it in self._said_drains.items()}
-        draining = {name for name in self._ledgers.draining() if said.get(name, True)}
-        before, self._draining = self._draining, frozenset(draining.union(name for name in said if said[name]))
-        for name in sorted(before ^ self._draining):
-            self.on_drain(name, name in self._draining)
+        draining: dict[str, str | None] = dict(self._ledgers.draining())
+        for name, said in self._said_drains.items():
+            draining.pop(name, None)
+            if said.drains:
+                draining[name] = said.engine
+        before, self._draining = self._draining, draining
+        for name in sorted(before.keys() ^ draining.keys()):
+            self.on_drain(name, name in draining)
         usable = {protocol.name_of(offer.id) for offer in self._offers if offer.takes_new}
         elsewhere = frozenset(map(protocol.name_of, self._ledgers.taking())) - usable
         if elsewhere != self._elsewhere:
@@ -260,7 +267,9 @@ class RedisFleetPool(RedisPool):
         return {protocol.name_of(offer.id): offer.id for offer in self._offers}
 
     def _engines(self) -> Sequence[protocol.Argument]:
-        return protocol.engines(self._offers, self._draining, self.now_us())
+        offered = self._offered()
+        draining = [name for name, engine in self._draining.items() if engine in (None, offered.get(name))]
+        return protocol.engines(self._offers, draining, self.now_us())
 
     def _new_batches(self) -> EngineBatchQueue:
         is_by_gain = self._sizes.policy.rules.is_by_gain
