@@ -11,6 +11,8 @@ from sidecar.policy.model import Policy, Source
 
 MOST_READ = 256
 """Sets of names that are kept."""
+MOST_NAMES, LARGEST_KEPT = 64, 4096
+"""Names, and their bytes together, of a set that is kept. No client needs more, and 16,000 names fit in a head."""
 MAX_WAIT_HEADER = b"x-admission-max-wait"
 _UNUSUAL = frozenset((b"via", b"transfer-encoding", b"content-encoding", MAX_WAIT_HEADER, *SLO_HEADERS))
 
@@ -31,9 +33,10 @@ class HeaderNames(msgspec.Struct, frozen=True, gc=False):
 
 
 class NamesRead(dict[tuple[bytes, ...], HeaderNames]):
-    """What the lower-case names of requests' headers say under one policy, by the names. Bounded: clients choose them.
+    """What the lower-case names of requests' headers say under one policy, by the names.
 
-    A dictionary, because its look-up costs half as much as that of `lru_cache`.
+    Bounded, in number and in size: anyone chooses the names, also who has no key. A dictionary, because its look-up
+    costs half as much as that of `lru_cache`.
     """
 
     def __init__(self, policy: Policy, credentials: Credentials) -> None:
@@ -44,10 +47,12 @@ class NamesRead(dict[tuple[bytes, ...], HeaderNames]):
 
     def __missing__(self, names: tuple[bytes, ...]) -> HeaderNames:
         """Reads a set of names that has not come before."""
-        if len(self) >= MOST_READ:
-            self.clear()
         claims = client_headers(names)
         keys = self._credentials.taken(dict.fromkeys(names, BEARER))
         may_state_tier = bool(claims) or self._tier_header in names or self._reads_engines
-        found = self[names] = HeaderNames(claims, (*claims, *keys), may_state_tier, _UNUSUAL.isdisjoint(names))
+        found = HeaderNames(claims, (*claims, *keys), may_state_tier, _UNUSUAL.isdisjoint(names))
+        if len(names) <= MOST_NAMES and sum(map(len, names)) <= LARGEST_KEPT:
+            if len(self) >= MOST_READ:
+                self.clear()
+            self[names] = found
         return found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sidecar.engines.registry import client_headers
 from sidecar.middleware.credentials import AUTHORIZATION, Credentials
-from sidecar.middleware.header_names import MAX_WAIT_HEADER, MOST_READ, NamesRead
+from sidecar.middleware.header_names import LARGEST_KEPT, MAX_WAIT_HEADER, MOST_NAMES, MOST_READ, NamesRead
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Source
 
@@ -67,3 +67,22 @@ def test_clients_that_send_ever_new_names_take_little_memory() -> None:
     for number in range(3 * MOST_READ):
         assert read[b"x-%d" % number,].taken == ()
         assert len(read) <= MOST_READ
+
+
+@pytest.mark.parametrize(
+    "names",
+    [tuple(b"%d" % number for number in range(MOST_NAMES + 1)), (*PLAIN, b"x-" + b"a" * LARGEST_KEPT)],
+    ids=["many", "long"],
+)
+def test_a_set_that_no_client_has_is_read_but_not_kept(names: tuple[bytes, ...]) -> None:
+    # Anyone may send it, also without a key: 250 sets that each fill a request's head took 134 MB.
+    read = NamesRead(POLICY, Credentials())
+    assert read[(*names, b"x-vllm-priority")].claims == (b"x-vllm-priority",)
+    assert not read
+
+
+def test_the_largest_set_that_is_kept() -> None:
+    longest = LARGEST_KEPT - 2 * (MOST_NAMES - 1)
+    names = (*(b"%02d" % number for number in range(MOST_NAMES - 1)), b"a" * longest)
+    read = NamesRead(POLICY, Credentials())
+    assert read[names] is read[names]
