@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.trace import NoOpTracerProvider
+from opentelemetry.trace import NoOpTracerProvider, Tracer
 from starlette.types import Receive, Scope, Send
 
 from sidecar.events import Event, Outcome
@@ -145,3 +145,19 @@ async def test_a_failure_has_everything_that_was_not_made_before(caplog: pytest.
 
 async def failing(_scope: Scope, _receive: Receive, _send: Send) -> None:
     raise RuntimeError("broken")
+
+
+def test_an_sdk_that_fails_at_first_records_the_requests_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    sdk = Tracing()
+    get_tracer, failures = sdk.provider.get_tracer, [RuntimeError("not yet")]
+
+    def failing_once(*arguments: Any) -> Tracer:
+        if failures:
+            raise failures.pop()
+        return get_tracer(*arguments)
+
+    monkeypatch.setattr(sdk.provider, "get_tracer", failing_once)
+    observer = quiet(sdk.tracer)
+    assert [observer.only_failures() for _ in range(2)] == [False, False]
+    play(observer, *HEALTHY)
+    assert {span.name for span in sdk.exporter.get_finished_spans()} == {"admission", "engine"}

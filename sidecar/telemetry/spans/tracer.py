@@ -65,12 +65,12 @@ class RequestTracer:
         self._settings = replace(self._settings, starvation_limits_s=dict(starvation_limits_s))
 
     def is_active(self) -> bool:
-        """Whether there is an SDK that may record."""
+        """Whether there is an SDK that may record, as one may that failed now: the next request asks it again."""
         try:
             return self._current() is not None
         except Exception:
             self.report()
-            return False
+            return True
 
     def begin(self, event: Received) -> tuple[SpanContext, RequestSpans | None] | None:
         """Starts `admission`: its context, and the request's spans where they are recorded.
