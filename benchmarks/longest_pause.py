@@ -19,7 +19,7 @@ same, and the run in which the longest took least counts; the longest of all sta
 One thing is counted apart, and has no target: a dict of Python copies its table now and then, and no slice can divide
 that.
 
-    python -m benchmarks.longest_pause [--waiting N] [--leases N] [--operations N] [--runs N] [--check]
+    python -m benchmarks.longest_pause [--waiting N] [--leases N] [--operations N] [--runs N] [--only TEXT] [--check]
 """
 
 from __future__ import annotations
@@ -501,6 +501,7 @@ def main() -> int:
     parser.add_argument("--leases", type=int, default=5_000)
     parser.add_argument("--operations", type=int, default=250_000)
     parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--only", default="", metavar="TEXT", help="of the lines whose beginning has this text")
     parser.add_argument("--check", action="store_true")
     wanted = parser.parse_args()
     gc.disable()
@@ -508,6 +509,8 @@ def main() -> int:
     print(f"{wanted.waiting:,} waiting, {wanted.leases:,} running, {wanted.runs} runs")
     print(f"the longest in ms; at most {TARGET_MS:g} is asked")
     for name, play in plays(wanted.waiting, wanted.leases, wanted.operations):
+        if wanted.only not in name:
+            continue
         runs = [play() for _ in range(wanted.runs)]
         print(f"{name}: " + ", ".join(f"{what} {shown(runs, what)}" for what in runs[0]), flush=True)
         missed += [f"{name}: {what} {least(runs, what):.1f}" for what in runs[0] if is_missed(runs, what)]

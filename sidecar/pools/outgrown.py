@@ -16,8 +16,8 @@ from sidecar.pools.limits import SizeLimits
 
 LOOKED_AT_ONCE = 1_000
 """Requests that one slice looks at: some 0.5 ms."""
-REFUSED_AT_ONCE = 25
-"""The most requests that one slice refuses: some 20 us each."""
+REFUSED_AT_ONCE = 16
+"""The most requests that one slice refuses: some 20 us each, and as much for what waits for each."""
 
 
 class OutgrownRequests:

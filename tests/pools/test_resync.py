@@ -129,7 +129,7 @@ def test_the_tickets_of_a_dead_replica_are_not_admitted_while_it_is_swept(client
 def test_a_good_bye_with_many_waiting_is_short_and_others_end_the_rest(counting: Any) -> None:
     pool = Replicas(counting, simple(tokens=10))
     one, leaving = pool.one("a"), pool.one("leaving")
-    crowd(leaving, 1_000, held=10)
+    crowd(leaving, 500, held=10)
     one.enter(1, ask(tokens=10))
     counting.most = 0
     reply = leaving.call(kind=protocol.BYE)
@@ -160,19 +160,19 @@ def test_a_replica_that_comes_back_while_it_is_swept_keeps_what_is_left(client: 
     pool = Replicas(client, simple(tokens=10))
     one, dead = pool.one("a"), pool.one("dead")
     one.enter(0, ask(tokens=10))
-    crowd(dead, 1_000)
+    crowd(dead, 500)
     silent([one])
     one.call()
     left = one.call().waiting
-    assert 0 < left < 1_000
-    statements = [part for ticket in range(1_000) for part in protocol.statement(ticket, waiting(ticket), 1_000_000)]
+    assert 0 < left < 500
+    statements = [part for ticket in range(500) for part in protocol.statement(ticket, waiting(ticket), 1_000_000)]
     reply = dead.sync(*statements, known=2, installs=False)
-    assert (reply.waiting, reply.replicas, reply.is_stating) == (1_000, 2, True)
+    assert (reply.waiting, reply.replicas, reply.is_stating) == (500, 2, True)
     while reply.is_stating:
         reply = dead.call(protocol.ALL_STATED)
-    assert (reply.waiting, reply.replicas) == (1_000, 2)
+    assert (reply.waiting, reply.replicas) == (500, 2)
     one.clock.advance(1)
-    assert one.call().waiting == 1_000
+    assert one.call().waiting == 500
 
 
 def test_many_tickets_are_stated_by_many_calls_and_what_was_not_stated_is_ended_at_last(counting: Any) -> None:
@@ -225,7 +225,7 @@ def test_what_was_stated_before_a_statement_broke_off_does_not_count_and_is_forg
 def test_a_statement_that_breaks_off_is_begun_again(client: Any) -> None:
     pool = Replicas(client, simple(tokens=10))
     one, other = pool.one("a"), pool.one("b")
-    crowd(one, 12, held=10)
+    crowd(one, 6, held=10)
     one.begin(*protocol.statement(0, waiting(0), None))
     assert other.call().is_on_hold
     reply = one.sync(*(part for lease in range(10) for part in protocol.statement(lease, waiting(lease), None)))
