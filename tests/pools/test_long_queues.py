@@ -270,7 +270,7 @@ async def test_no_more_than_a_slice_is_looked_at_and_nothing_where_no_tier_shrin
     while looks._soon is not None:
         looked_at.append(0)
         await asyncio.sleep(0)
-    assert looked_at == [LOOKED_AT_ONCE] * 5
+    assert looked_at == [0, *[LOOKED_AT_ONCE] * 5], "of so many none is looked at in the turn in which they are noted"
     assert refused == [7, 1_007, 2_007, 3_007, 4_007]
     looks.stop()
 
