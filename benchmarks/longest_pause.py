@@ -501,7 +501,7 @@ def main() -> int:
     parser.add_argument("--leases", type=int, default=5_000)
     parser.add_argument("--operations", type=int, default=250_000)
     parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--only", default="", metavar="TEXT", help="of the lines whose beginning has this text")
+    parser.add_argument("--only", default="", metavar="TEXT", help="measure only lines whose beginning has this text")
     parser.add_argument("--check", action="store_true")
     wanted = parser.parse_args()
     gc.disable()

@@ -199,7 +199,7 @@ async def test_a_drain_reaches_all_replicas_and_ends_with_the_incarnation(server
 
 @pytest.mark.parametrize("drains", [True, False])
 async def test_an_answer_from_before_a_drain_or_its_end_does_not_undo_it(server: RedisServer, drains: bool) -> None:
-    """A request's call is on its way, and its answer has the ledgers of both engines."""
+    """The call that states the engines is on its way, and its answer has their ledgers."""
     with server:
         async with replicas(server.url, 2, A, B) as (pool, other):
             heard: list[tuple[str, bool]] = []

@@ -68,7 +68,7 @@ class RedisFleetPool(RedisPool):
         self._is_sole_user = is_sole_user
         self._weight_percent = weight_percent
         self._offers: Sequence[EngineOffer] = ()
-        self._draining: Mapping[str, str | None] = {}  # by names, the ids that drain; None where it is not offered yet
+        self._draining: dict[str, str | None] = {}  # by names, the ids that drain; None where it is not offered yet
         self._said_drains: dict[str, _SaidDrain] = {}
         self._elsewhere: frozenset[str] = frozenset()
         self._prefilled: set[int] = set()
@@ -117,8 +117,10 @@ class RedisFleetPool(RedisPool):
     def drain_engine(self, name: str, *, drains: bool) -> None:
         """See `EnginePool.drain_engine`. Said while the store is away, it counts there when it is back."""
         engine = self._offered().get(name)
-        others = {other: drained for other, drained in self._draining.items() if other != name}
-        self._draining = {**others, name: engine} if drains else others
+        if drains:
+            self._draining[name] = engine
+        else:
+            self._draining.pop(name, None)
         is_said = self._partition is None and self._session is not None
         batch = self._batches.say(protocol.drain(name, drains=drains)) if is_said else None
         self._said_drains[name] = _SaidDrain(engine, drains, batch)

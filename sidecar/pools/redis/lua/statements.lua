@@ -52,11 +52,13 @@ end
 
 -- Ends some of the records of a replica, but for those that it has stated under the fence `spared`. PHASE is 1 for leases, 2
 -- for every record, 3 for charges without a record, 4 for what it has stated. A phase is repeated until it finds nothing.
--- Returns where to go on, nil at the end. One is always ended: a small hash is read at once, however long that takes.
+-- Returns where to go on, nil at the end. It ends one at least: a server may hand over a whole hash, and reading that takes
+-- the whole slice.
 function pool.end_some(replica, text, spared)
   local phase, cursor, ended_before = match(text, '^(%d) (%d+) (%d+)$')
   local of_phase = {['3'] = prefix .. 'm:' .. replica, ['4'] = pool.stated_key(replica)}
-  local key, count = of_phase[phase] or pool.replica_key(replica), tonumber(ended_before)
+  local key, before = of_phase[phase] or pool.replica_key(replica), tonumber(ended_before)
+  local count = before
   local found = call('HSCAN', key, cursor, 'COUNT', phase == '2' and SEEN_WITH_TICKETS or SEEN)
   local entries = found[2]
   pool.slice_us = pool.slice_us - #entries / 2 * SEEN_US - LOOKED_UP_US
@@ -65,7 +67,7 @@ function pool.end_some(replica, text, spared)
     local is_of_phase = id ~= '#' and (phase ~= '1' or string.sub(record, 1, 1) == 'L')
     if is_of_phase and spared then pool.slice_us = pool.slice_us - LOOKED_UP_US end
     if is_of_phase and (phase == '4' or not spared or call('HGET', pool.stated_key(replica), id) ~= spared) then
-      if pool.slice_us <= 0 and count > tonumber(ended_before) then return concat({phase, cursor, pool.int(count)}, ' ') end
+      if pool.slice_us <= 0 and count > before then return concat({phase, cursor, pool.int(count)}, ' ') end
       count = count + 1
       pool.end_one(replica, phase, id, record)
     end
