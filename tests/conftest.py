@@ -1,25 +1,43 @@
-"""What every test may use."""
+"""What every test may use, and how tests are spread over processes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import seed, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.support import stages
 from tests.support.signals import restore_for_children
 
-# A deadline for each example measures the machine, which runs other tests beside this one.
-settings.register_profile("no deadline", deadline=None)
-# For `.ci/run`: what fails there is the change's own.
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("no deadline")
+IS_CI = "CI" in os.environ
+"""Properties try the same examples in every run of a commit. A developer's run looks for new ones."""
+EXAMPLES = Path(os.environ.get("SIDECAR_EXAMPLES") or Path.home() / ".cache" / "admission-sidecar" / "examples")
+"""Examples that once failed, tried first. All clones on a machine share them, CI's own as well."""
+
+# A deadline for each example would measure the machine, which runs other tests beside this one.
+_database = DirectoryBasedExampleDatabase(EXAMPLES)
+settings.register_profile("few", deadline=None, database=_database, max_examples=50)
+settings.register_profile("many", deadline=None, database=_database, max_examples=400)
+settings.load_profile("few")
 restore_for_children()
 # Engines of tests answer what a test is about, and count what comes. `tests/cli/test_serve_check.py` turns it on.
 os.environ.setdefault("SIDECAR_SERVE_NO_CHECK", "1")
 stages.check_every_step()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs a file in one process, so that what it starts is started once, and tests on real time last, in one process."""
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+    for item in items:
+        group = "alone" if item.get_closest_marker("alone") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+        # Not `derandomize`, which forbids a database of examples.
+        if IS_CI and item.get_closest_marker("hypothesis") and isinstance(item, pytest.Function):
+            seed(0)(item.function)
 
 
 @pytest.fixture(autouse=True)
