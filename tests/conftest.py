@@ -30,7 +30,7 @@ stages.check_every_step()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs a file in one process, so that what it starts is started once, and tests on real time last, in one process."""
+    """Runs a file in one process, so that what it starts is started once, and tests on real time last."""
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     for item in items:
         group = "alone" if item.get_closest_marker("alone") else item.nodeid.partition("::")[0]
