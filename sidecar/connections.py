@@ -23,7 +23,7 @@ from sidecar.leases.threads import LoopThread
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.server.server import CannotServe
+from sidecar.server import CannotServe
 from sidecar.stores import STORE_VARIABLE, store_of
 
 

@@ -13,8 +13,8 @@ import msgspec
 
 from sidecar.admin.auth import Access, AdminGuard
 from sidecar.policy.model import Policy
+from sidecar.server import CannotServe
 from sidecar.server.server import (
-    CannotServe,
     Signals,
     address_of,
     listening,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sidecar.admin.port import PORT_VARIABLE
+from sidecar.admin import PORT_VARIABLE
 from sidecar.policy.model import Policy
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.secrets import FILE_SUFFIX
