@@ -12,7 +12,6 @@ import logging
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +60,11 @@ class IssuerKeys:
         self._entries: list[Mapping[str, object]] = []
         self._keys: dict[str, Any] = {}
         self._task: asyncio.Task[None] | None = None
-        self._read: Callable[[], Awaitable[bytes]] = self._read_file
+        self._key_page: Callable[[str, float], Awaitable[bytes]] | None = None
         if is_address(place):
             from sidecar.identity.key_page import key_page  # with the policy: a request would wait for the import
 
-            self._read = partial(key_page, place, FETCH_TIMEOUT_S)
+            self._key_page = key_page
 
     def refresh_if_due(self) -> None:
         """Starts a fetch where the keys are old. The old ones stay in use meanwhile."""
@@ -136,8 +135,10 @@ class IssuerKeys:
         self._next_s = now_s + LEAST_INTERVAL_S
         self._task = asyncio.get_running_loop().create_task(self.fetch())
 
-    async def _read_file(self) -> bytes:
-        return await asyncio.to_thread(read_key_set, Path(self.place))
+    async def _read(self) -> bytes:
+        if self._key_page is None:
+            return await asyncio.to_thread(read_key_set, Path(self.place))
+        return await self._key_page(self.place, FETCH_TIMEOUT_S)
 
     def problem(self) -> str | None:
         """What went wrong with the last fetch, and what follows; None where nothing did."""
