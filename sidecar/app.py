@@ -37,7 +37,6 @@ from sidecar.server import CannotServe
 from sidecar.server.mounted import FailedStart, Lifespan, MountedLifespan, Step, check_processes
 from sidecar.server.workers import ServerProcesses
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of
-from sidecar.telemetry import StoreMetrics
 from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 from sidecar.tokens import Estimator, TokenizerCounter
@@ -466,6 +465,7 @@ def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None =
 
         return FleetPool(policy, weight_percent=weight_percent, allowances=allowances)
     from sidecar.pools.redis import RedisFleetPool, connector
+    from sidecar.telemetry.metrics.store import StoreMetrics
 
     metrics, is_by_gain = StoreMetrics(policy.pool), policy.rules.is_by_gain
     connect = connector(store, policy.pool, has_engines=True, is_by_gain=is_by_gain)
@@ -503,6 +503,7 @@ def _mounted_engine(app: ASGIApp, policy: Policy, setup: _Setup, pages: Pages) -
 
 def _shared_pool(policy: Policy, store: StoreAddress, *, takes_over: bool) -> Pool:
     from sidecar.pools.redis import RedisPool, connector
+    from sidecar.telemetry.metrics.store import StoreMetrics
 
     metrics = StoreMetrics(policy.pool)
     connect = connector(store, policy.pool, is_by_gain=policy.rules.is_by_gain)
