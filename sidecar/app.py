@@ -6,56 +6,47 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sidecar.admin.app import admin_app
-from sidecar.admin.model_routes import model_routes
-from sidecar.admin.port import PORT_VARIABLE, admin_pages
+from sidecar.admin import PORT_VARIABLE
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
-from sidecar.fleet import FleetApp, FleetsApp, FleetView
-from sidecar.fleet.health import FleetHealth
-from sidecar.fleet.mounted_engine import MountedEngine, MountedWatch, engine_of_process
-from sidecar.fleet.mounted_routing import MountedRouting
-from sidecar.fleet.mounted_view import MountedView
-from sidecar.fleet.routing import FleetRouting
-from sidecar.fleet.setup import new_fleet
 from sidecar.leases import Admission
 from sidecar.leases.no_engine import NoEngineHere
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_pages import EnginePages
 from sidecar.middleware.engine_watch import EngineCheck, EngineState, EngineWatch
 from sidecar.middleware.middleware import serve_scope
-from sidecar.middleware.model_requests import serve_models
 from sidecar.middleware.models import ModelsController
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
-from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy, Unguarded
-from sidecar.policy.reload import PolicyFiles
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
-from sidecar.pools.fleet import FleetPool
 from sidecar.pools.local import LimitsPool
-from sidecar.proxy.proxy import ReverseProxy
+from sidecar.proxy import EngineProxy
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
+from sidecar.server import CannotServe
 from sidecar.server.mounted import FailedStart, Lifespan, MountedLifespan, Step, check_processes
-from sidecar.server.server import CannotServe
 from sidecar.server.workers import ServerProcesses
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of
-from sidecar.telemetry import StoreMetrics
 from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 from sidecar.tokens import Estimator, TokenizerCounter
 
 if TYPE_CHECKING:
+    from sidecar.fleet.mounted_engine import MountedEngine
+    from sidecar.fleet.mounted_routing import MountedRouting
+    from sidecar.fleet.routing import FleetRouting
+    from sidecar.policy.reload import PolicyFiles
+    from sidecar.pools.fleet import FleetPool
     from sidecar.pools.redis import RedisFleetPool
 
 STATE_KEY = "admission"
@@ -163,6 +154,8 @@ class AdmissionMiddleware:
 
 def _serving(controller: AdmissionController) -> ASGIApp:
     if isinstance(controller, ModelsController):
+        from sidecar.middleware.model_requests import serve_models
+
         return partial(serve_models, controller)
     return partial(serve_scope, controller)
 
@@ -174,6 +167,9 @@ def policy_of(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | 
     """
     if isinstance(given, Policy):
         return given, None
+    from sidecar.policy.compiler import load
+    from sidecar.policy.reload import PolicyFiles
+
     path = given or os.environ.get(POLICY_VARIABLE)
     if not path:
         raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
@@ -251,6 +247,9 @@ def _one_controller(
         pool = _pool(policy, setup.environment, pages, takes_over=setup.takes_over)
         watch = _engine_watch(given_app, pages, expected, setup.files, setup.environment)
     else:
+        from sidecar.fleet.mounted_engine import MountedWatch
+        from sidecar.fleet.mounted_routing import MountedRouting
+
         engine = _mounted_engine(given_app, policy, setup, pages)
         place, check = _place(setup.files), _engine_check(setup.environment)
         watch = MountedWatch(pages, expected, engine, check=check, place=place)
@@ -262,7 +261,7 @@ def _one_controller(
         dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
         estimator=estimator,
         observer=None,
-        is_proxied=isinstance(given_app, ReverseProxy),
+        is_proxied=isinstance(given_app, EngineProxy),
         engine_key=setup.engine_key,
         unguarded=_unguarded(given_app, is_launched=is_launched, is_by_name=is_by_name),
         engine_watch=watch,
@@ -274,6 +273,8 @@ def _one_controller(
         pool.on_preemptions = partial(sizes.preempted, None)
     controller.pages = pages
     if routing is not None:
+        from sidecar.fleet.mounted_view import MountedView
+
         controller.engines = MountedView(routing.engine)
         preempted = partial(sizes.preempted, routing.engine.name)
         routing.engine.follow(lambda: controller.under_way, controller.pending_aborts.seen, preempted)
@@ -284,6 +285,10 @@ def _fleet_controller(
     policy: Policy, routing: FleetRouting, setup: _Setup, estimator: Estimator
 ) -> AdmissionController:
     """The controller of a pool of several engines."""
+    from sidecar.fleet.app import FleetApp
+    from sidecar.fleet.health import FleetHealth
+    from sidecar.fleet.view import FleetView
+
     app = FleetApp(routing.fleet)
     pages = EnginePages(app, setup.engine_key)
     controller = AdmissionController(
@@ -310,6 +315,8 @@ def _models_parts(
     shows: Callable[[AdmissionController, Policy, PolicyFiles | None], Observability],
 ) -> list[_Part]:
     """The front of the models' pools, and then each of them."""
+    from sidecar.fleet.app import FleetApp, FleetsApp
+
     allowances, estimator = RateLimiter(), _estimator(policy)
     if len(policy.models) > 1 and store_of(policy, setup.environment) is not None:
         _log.warning("%s", _LIMITS_BY_MODEL, extra={"event": "limits_by_model"})
@@ -332,6 +339,10 @@ def _models_parts(
     front.observe_requests(observability.observer)
     for one in controllers.values():
         one.usage = front.usage
+    if not observability.routes:
+        return [_Part(front, observability), *of_models]
+    from sidecar.admin.model_routes import model_routes
+
     routes = {name: part.observability.routes for name, part in zip(controllers, of_models, strict=True)}
 
     def flush() -> None:
@@ -384,7 +395,7 @@ def _engine_watch(
 ) -> EngineWatch:
     """The engine's watch. Raises ValueError for a switch that is none."""
     check, place = _engine_check(environment), _place(files)
-    if not isinstance(app, ReverseProxy):
+    if not isinstance(app, EngineProxy):
         check = EngineCheck.OFF if isinstance(app, NoEngineHere) else check
         return EngineWatch(pages, expected, check=check, place=place)
     flowed, address = app.traffic.has_flowed, app.upstream.url
@@ -408,7 +419,7 @@ def _engine_check(environment: Mapping[str, str]) -> EngineCheck:
 
 def _unguarded(app: ASGIApp, *, is_launched: bool, is_by_name: bool) -> Unguarded | None:
     """Treatment of unguarded paths where the policy does not say; None where only the app can say."""
-    if is_launched or isinstance(app, ReverseProxy):
+    if is_launched or isinstance(app, EngineProxy):
         return Unguarded.DENY
     return None if is_by_name else Unguarded.GENERATING
 
@@ -431,6 +442,10 @@ def _fleet_routing(
         raise ValueError(
             "the policy's engines are mounted (`engines: {mounted: true}`): give the app that is the engine"
         )
+    from sidecar.fleet.routing import FleetRouting
+    from sidecar.fleet.setup import new_fleet
+    from sidecar.pools.fleet import FleetPool
+
     pool = _engine_pool(policy, setup, allowances)
     check = _engine_check(setup.environment)
     fleet = new_fleet(policy, pool.now_us, engine_key=setup.engine_key, check=check, model=model)
@@ -446,8 +461,11 @@ def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None =
     store, weight_percent = store_of(policy, setup.environment), policy.engines.affinity.weight_percent
     takes_over = takes_over_a_store(setup.environment, store, takes_over=setup.takes_over)
     if store is None:
+        from sidecar.pools.fleet import FleetPool
+
         return FleetPool(policy, weight_percent=weight_percent, allowances=allowances)
     from sidecar.pools.redis import RedisFleetPool, connector
+    from sidecar.telemetry.metrics.store import StoreMetrics
 
     metrics, is_by_gain = StoreMetrics(policy.pool), policy.rules.is_by_gain
     connect = connector(store, policy.pool, has_engines=True, is_by_gain=is_by_gain)
@@ -471,8 +489,11 @@ def _mounted_engine(app: ASGIApp, policy: Policy, setup: _Setup, pages: Pages) -
             "an app that mounts the middleware sends none of its requests there: run `sidecar serve`, or write "
             "`engines: {mounted: true}` where the app is the engine"
         )
-    if isinstance(app, ReverseProxy):
+    if isinstance(app, EngineProxy):
         raise ValueError("the policy's engines are mounted (`engines: {mounted: true}`), and a proxy is no engine")
+    from sidecar.fleet.mounted_engine import MountedEngine, engine_of_process
+    from sidecar.pools.fleet import FleetPool
+
     pool = _engine_pool(policy, setup)
     engine = MountedEngine(engine_of_process(setup.environment), policy, pool, pages)
     if not isinstance(pool, FleetPool):
@@ -482,6 +503,7 @@ def _mounted_engine(app: ASGIApp, policy: Policy, setup: _Setup, pages: Pages) -
 
 def _shared_pool(policy: Policy, store: StoreAddress, *, takes_over: bool) -> Pool:
     from sidecar.pools.redis import RedisPool, connector
+    from sidecar.telemetry.metrics.store import StoreMetrics
 
     metrics = StoreMetrics(policy.pool)
     connect = connector(store, policy.pool, is_by_gain=policy.rules.is_by_gain)
@@ -563,16 +585,31 @@ async def _mounted_services(
     processes: ServerProcesses,
 ) -> AsyncIterator[None]:
     """Logs, telemetry and admin pages by the environment, while the block runs."""
-    pages = admin_app(
-        state=controller.state, readiness=controller.readiness, notices=controller.notices, routes=observability.routes
-    )
     with mounted_logging(environment):
         telemetry.begin_before_app()
         try:
-            async with admin_pages(pages, environment, processes, pool=controller.policy.pool):
+            async with _pages(controller, observability, environment, processes):
                 yield
         finally:
             await telemetry.end()
+
+
+def _pages(
+    controller: AdmissionController,
+    observability: Observability,
+    environment: Mapping[str, str],
+    processes: ServerProcesses,
+) -> AbstractAsyncContextManager[None]:
+    """The admin pages, where the environment asks for them."""
+    if not _has_admin_port(environment):
+        return nullcontext()
+    from sidecar.admin.app import admin_app
+    from sidecar.admin.port import admin_pages
+
+    pages = admin_app(
+        state=controller.state, readiness=controller.readiness, notices=controller.notices, routes=observability.routes
+    )
+    return admin_pages(pages, environment, processes, pool=controller.policy.pool)
 
 
 def _has_admin_port(environment: Mapping[str, str]) -> bool:

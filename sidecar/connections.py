@@ -21,10 +21,10 @@ from sidecar.leases import Admission, ThreadAdmission
 from sidecar.leases.no_engine import NoEngineHere
 from sidecar.leases.threads import LoopThread
 from sidecar.policy.model import Policy
-from sidecar.policy.store import store_address
+from sidecar.policy.store import STORE_VARIABLE, store_address
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.server.server import CannotServe
-from sidecar.stores import STORE_VARIABLE, store_of
+from sidecar.server import CannotServe
+from sidecar.stores import store_of
 
 
 @asynccontextmanager

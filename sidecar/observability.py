@@ -6,32 +6,23 @@ import asyncio
 import concurrent.futures
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.middleware import Middleware
-from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sidecar.admin.engine_routes import EngineRoutes
-from sidecar.admin.routes import LivePages, metrics_routes, story_routes
-from sidecar.admin.tenant_routes import TenantRoutes
-from sidecar.admin.usage_routes import UsageRoutes
 from sidecar.cluster.document import EngineView
 from sidecar.cluster.learned_lengths import LengthExchange
-from sidecar.cluster.overview import Generations
+from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
 from sidecar.events import ShadowHolds
-from sidecar.explain.builder import ExplanationBuilder
 from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_view import EngineDocument
 from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.middleware.policy_snapshot import objective_of
-from sidecar.middleware.stored_tenants import StoredTenantsRegistry
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.policy.model import Mode, Policy, Tier
-from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
 from sidecar.pools import Grant, Pool
 from sidecar.pools.stored_records import StoredRecords
 from sidecar.telemetry.dispatch import EventDispatcher, Fanout
@@ -47,6 +38,12 @@ from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.links import links_from
 from sidecar.telemetry.spans.tracer import RequestTracer
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+    from sidecar.middleware.stored_tenants import StoredTenantsRegistry
+    from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
 
 UNCOUNTED = (
     "tokens_per_day and tokens_per_month do nothing here: the tenants' use is not counted (no store, or usage_days: 0)"
@@ -81,9 +78,10 @@ class Observability:
     ) -> None:
         self.scrape = MetricsEndpoint()
         self._policy = policy
-        self._registry = None if records is None else StoredTenantsRegistry(controller, records)
-        self._watch = None if files is None else PolicyReloader(files, self._registry or controller)
-        self._hangup = ReloadSignal(self.reload)
+        self._registry: StoredTenantsRegistry | None = None
+        self._watch: PolicyReloader | None = None
+        self._hangup: ReloadSignal | None = None
+        self._follow(controller, files, records)
         self._log = RequestLog()
         is_looked_at = is_shown or is_shared  # the pages of other replicas show the requests of this one
         journal, recent = Journal(), Recent()
@@ -116,15 +114,46 @@ class Observability:
         self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
         lengths = LengthExchange(controller.lease_sizes.estimator)
-        self._pages = LivePages(self._sources(controller, metrics, journal), generations, lengths)
-        controller.engine_watch.on_change.append(self._pages.live.share_now)
-        builder = ExplanationBuilder(journal, lambda: names, policy.pool, is_shared)
-        stories = story_routes(builder, self._pages.live.overview)
-        self._engines = EngineRoutes(lambda: controller.engines)
+        self._live = PoolOverview(self._sources(controller, metrics, journal), generations=generations, lengths=lengths)
+        controller.engine_watch.on_change.append(self._live.share_now)
         self._usage = usage
-        tenants = [*TenantRoutes(self._registry).routes(), *UsageRoutes(usage).routes()]
-        pages = [*self._pages.routes(), *self._engines.routes(), *metrics_routes(self.scrape), *stories, *tenants]
-        self.routes: Sequence[BaseRoute] = [Mount("", routes=pages, middleware=[_up_to_date(self.observer)])]
+        self._ending: list[Callable[[], None]] = []
+        self.routes: Sequence[BaseRoute] = ()
+        if is_shown:
+            self.routes = self._routes(controller, journal, names, is_shared=is_shared)
+
+    def _follow(
+        self, controller: AdmissionController, files: PolicyFiles | None, records: StoredRecords | None
+    ) -> None:
+        """Follows the policy's files, and the tenants in the store, where there are any."""
+        if records is not None:
+            from sidecar.middleware.stored_tenants import StoredTenantsRegistry
+
+            self._registry = StoredTenantsRegistry(controller, records)
+        if files is not None:
+            from sidecar.policy.reload import PolicyReloader, ReloadSignal
+
+            self._watch, self._hangup = PolicyReloader(files, self._registry or controller), ReloadSignal(self.reload)
+
+    def _routes(
+        self, controller: AdmissionController, journal: Journal, names: Sequence[str], *, is_shared: bool
+    ) -> Sequence[BaseRoute]:
+        from starlette.middleware import Middleware
+        from starlette.routing import Mount
+
+        from sidecar.admin.engine_routes import EngineRoutes
+        from sidecar.admin.routes import LivePages, metrics_routes, story_routes
+        from sidecar.admin.tenant_routes import TenantRoutes
+        from sidecar.admin.usage_routes import UsageRoutes
+        from sidecar.explain.builder import ExplanationBuilder
+
+        pages, engines = LivePages(self._live), EngineRoutes(lambda: controller.engines)
+        self._ending += [engines.close, pages.stream.close]
+        builder = ExplanationBuilder(journal, lambda: names, self._policy.pool, is_shared)
+        stories = story_routes(builder, self._live.overview)
+        tenants = [*TenantRoutes(self._registry).routes(), *UsageRoutes(self._usage).routes()]
+        routes = [*pages.routes(), *engines.routes(), *metrics_routes(self.scrape), *stories, *tenants]
+        return [Mount("", routes=routes, middleware=[Middleware(UpToDate, flush=self.observer.flush)])]
 
     async def open(self) -> None:
         """Begins to look."""
@@ -132,22 +161,25 @@ class Observability:
             await self._registry.start()
         if self._usage is not None:
             await self._usage.start()
-        await self._pages.open()
+        await self._live.open()
         if self._watch is not None:
             await self._watch.start()
+        if self._hangup is not None:
             self._hangup.take()
 
     async def close(self) -> None:
         """Ends that, and logs what was only counted so far."""
-        self._hangup.let_go()
+        if self._hangup is not None:
+            self._hangup.let_go()
         if self._watch is not None:
             await self._watch.stop()
         if self._registry is not None:
             await self._registry.stop()
         if self._usage is not None:
             await self._usage.stop()
-        self._engines.close()
-        await self._pages.close()
+        for end in self._ending:
+            end()
+        await self._live.close()
         self.observer.flush()
         self._log.flush()
 
@@ -162,7 +194,7 @@ class Observability:
         if policy.mode is Mode.OBSERVE:
             self._dry_run.begin(policy.generation, self._pool.now_us())
         self._spans.change_limits(_starvation_limits_s(policy))
-        self._pages.live.share_now()
+        self._live.share_now()
 
     def _sources(self, controller: AdmissionController, metrics: RequestMetrics, journal: Journal) -> Sources:
         """Where the live page gets its figures."""
@@ -203,11 +235,11 @@ class Observability:
         """Notices for the operator about the policy's files, and about replicas that run another policy."""
         uncounted = () if self._usage is not None or not _has_budgets(self._policy) else (UNCOUNTED,)
         following = [part for part in (self._watch, self._registry, self._usage) if part is not None]
-        return [*(notice for part in following for notice in part.notices()), *uncounted, *self._pages.live.notices()]
+        return [*(notice for part in following for notice in part.notices()), *uncounted, *self._live.notices()]
 
     def generations(self) -> Mapping[str, Sequence[str]]:
         """The pool's replicas by the generation of the policy that they run; empty where the pool is not shared."""
-        return self._pages.live.generations()
+        return self._live.generations()
 
 
 NoteLoop = Callable[[asyncio.AbstractEventLoop], None]
@@ -238,10 +270,6 @@ def dispatcher_without_pages(
         hears_everything=False,
         note_loop=note_loop,
     )
-
-
-def _up_to_date(observer: EventDispatcher) -> Middleware:
-    return Middleware(UpToDate, flush=observer.flush)
 
 
 def _notices(controller: AdmissionController) -> Sequence[str]:

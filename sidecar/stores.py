@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sidecar.policy.model import Policy, StoredTenants
-from sidecar.policy.store import StoreAddress, store_address
+from sidecar.policy.store import STORE_VARIABLE, StoreAddress, store_address
 from sidecar.pools.stored_records import StoredRecords
 from sidecar.pools.usage_records import UsageRecords
 from sidecar.secrets import secret
 
-STORE_VARIABLE = "SIDECAR_STORE"
 TAKE_OVER_VARIABLE = "SIDECAR_TAKE_OVER_POOL"
 """`1`: a shared pool that has other tiers than the policy is made anew with the policy's. See docs/many-replicas.md."""
 

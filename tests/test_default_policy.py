@@ -21,7 +21,7 @@ import aiohttp
 import pytest
 
 from sidecar.policy.compiler import load, shipped_policies
-from sidecar.stores import STORE_VARIABLE
+from sidecar.policy.store import STORE_VARIABLE
 from tests.support.commands import address, command
 from tests.support.redis_servers import RedisServer, first_binary
 

@@ -41,9 +41,7 @@ class Reloading:
         """How many were admitted and refused, as the live page counts them."""
         self.sidecar.observability.observer.flush()
         buckets = [
-            bucket
-            for tier in self.sidecar.observability._pages.live._overview(time.time()).tiers
-            for bucket in tier.recent
+            bucket for tier in self.sidecar.observability._live._overview(time.time()).tiers for bucket in tier.recent
         ]
         return sum(bucket.admitted for bucket in buckets), sum(bucket.refused for bucket in buckets)
 
@@ -253,7 +251,7 @@ async def test_everything_that_shows_the_policy_shows_the_new_one(tmp_path: Path
         await site.write("mode: observe\n", requests="8")
         state: Any = site.sidecar.controller.state()
         assert state["policy"]["generation"] == site.sidecar.controller.policy.generation
-        live = site.sidecar.observability._pages.live.overview()
+        live = site.sidecar.observability._live.overview()
         assert live.generation == site.sidecar.controller.policy.generation
         assert live.capacity.requests == 8
 

@@ -23,9 +23,9 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from sidecar import AdmissionMiddleware
+from sidecar.policy.store import STORE_VARIABLE
 from sidecar.pools import Ask
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S, root_key
-from sidecar.stores import STORE_VARIABLE
 from tests.support.middleware import Recorder
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving

@@ -13,12 +13,14 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
+from sidecar.admin import PORT_VARIABLE
 from sidecar.admin.auth import AdminGuard, access_of, open_port
+from sidecar.server import CannotServe
 from sidecar.server.http_protocol import BoundedHttpProtocol
-from sidecar.server.server import CannotServe, listening
+from sidecar.server.server import listening
 from sidecar.server.workers import ServerProcesses
 
-PORT_VARIABLE, HOST_VARIABLE = "SIDECAR_ADMIN_PORT", "SIDECAR_ADMIN_HOST"
+HOST_VARIABLE = "SIDECAR_ADMIN_HOST"
 _LOOPBACK = "127.0.0.1"
 _LAST_PORT = 65535
 RETRY_S = 1.0

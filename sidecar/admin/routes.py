@@ -19,9 +19,7 @@ from sidecar.admin.page_files import headers, text_of
 from sidecar.admin.request_page import LONGEST_ID, request_routes, unknown_request
 from sidecar.admin.stream import OverviewStream
 from sidecar.cluster.document import Overview
-from sidecar.cluster.learned_lengths import LengthExchange
-from sidecar.cluster.overview import Generations, PoolOverview
-from sidecar.cluster.report import Sources
+from sidecar.cluster.overview import PoolOverview
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.telemetry.setup import MetricsEndpoint, MetricsUnavailable
 
@@ -30,25 +28,11 @@ _FRESH = {"cache-control": "no-store"}
 
 
 class LivePages:
-    """The pages that show the pool.
+    """The pages that show the pool. The server's end closes `stream`, so that the admin port can close."""
 
-    `open` and `close` belong to the server's start and end, `close` before the pool's own.
-    """
-
-    def __init__(
-        self, sources: Sources, generations: Generations | None = None, lengths: LengthExchange | None = None
-    ) -> None:
-        self.live = PoolOverview(sources, generations=generations, lengths=lengths)
+    def __init__(self, live: PoolOverview) -> None:
+        self._live = live
         self.stream = OverviewStream(self._document)
-
-    async def open(self) -> None:
-        """Begins to watch who waits, and to hear of the other replicas."""
-        await self.live.open()
-
-    async def close(self) -> None:
-        """Ends that, and every stream, so that the admin port can close."""
-        self.stream.close()
-        await self.live.close()
 
     def routes(self) -> Sequence[BaseRoute]:
         """For the admin port."""
@@ -60,7 +44,7 @@ class LivePages:
             return Response(self._document(), media_type="application/json", headers=_FRESH)
 
         async def observed(_: Request) -> Response:
-            return Response(_encode(self.live.observed()), media_type="application/json", headers=_FRESH)
+            return Response(_encode(self._live.observed()), media_type="application/json", headers=_FRESH)
 
         return [
             Route("/", page),
@@ -70,7 +54,7 @@ class LivePages:
         ]
 
     def _document(self) -> bytes:
-        return _encode(self.live.overview())
+        return _encode(self._live.overview())
 
 
 def metrics_routes(scrape: MetricsEndpoint) -> Sequence[BaseRoute]:

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from sidecar.cli.arguments import ADMIN
 from sidecar.secrets import HOW_TO_SET, token_header
 
-ADMIN = "http://127.0.0.1:9464"
 PATIENCE_S = 3.0
 _MOST_BYTES = 16 * 2**20
 _TELLING_CODES = frozenset((

@@ -12,6 +12,9 @@ from sidecar.policy import POLICY_VARIABLE, units
 CLIENTS_PORT = 8080
 """The port for clients of `sidecar serve`. Engines use 8000 (vLLM, TensorRT-LLM, Dynamo) and 30000 (SGLang)."""
 
+ADMIN = "http://127.0.0.1:9464"
+"""The admin port of `sidecar serve`."""
+
 
 def port(text: str) -> int:
     """A port from 0 to 65535. Raises ArgumentTypeError for what is none."""

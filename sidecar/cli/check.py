@@ -23,9 +23,9 @@ from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.model import CapacitySource, Learn, Limits, Mode, Policy, StoredTenants, Tenant
 from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_certain_request, largest_request
+from sidecar.policy.size_limits import SizeLimits
+from sidecar.policy.store import STORE_VARIABLE
 from sidecar.policy.warnings import NOMINAL, warnings
-from sidecar.pools.limits import SizeLimits
-from sidecar.stores import STORE_VARIABLE
 
 EXAMPLE = """  sidecar check policies/
   sidecar check policies/ --json -"""

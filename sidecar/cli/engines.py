@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from sidecar.admin.engine_routes import Drained, Engines
-from sidecar.cli.admin_client import ADMIN, PATIENCE_S, CannotSee, admin_url, page_of
-from sidecar.cli.arguments import duration_s
+from sidecar.cli.admin_client import PATIENCE_S, CannotSee, admin_url, page_of
+from sidecar.cli.arguments import ADMIN, duration_s
 from sidecar.cli.drawing import held_of, hit_rate, printable
 from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
 from sidecar.cluster.phrases import count

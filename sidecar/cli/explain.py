@@ -14,9 +14,8 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from sidecar.cli.admin_client import ADMIN
 from sidecar.cli.api_key import add_key
-from sidecar.cli.arguments import NoPolicy, add_policy, policy_path
+from sidecar.cli.arguments import ADMIN, NoPolicy, add_policy, policy_path
 
 EXAMPLE = """  sidecar explain policies/ --path /v1/chat/completions --key-file key.txt --header 'x-priority: high'
   sidecar explain policies/ --path /v1/completions --body request.json --json -

@@ -31,8 +31,8 @@ from sidecar.policy.keys import digest
 from sidecar.policy.model import CapacitySource, Endpoint, Learn, Policy, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools import Ask
-from sidecar.pools.limits import SizeLimits
 from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter, tokens_to_hold
 
 SMALLEST = {

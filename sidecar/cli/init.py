@@ -11,7 +11,6 @@ Exit codes: 0 the files were written; 1 they, or the JSON file, were not, and on
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import re
 import shlex
@@ -26,14 +25,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from sidecar.apis import infer_api
-from sidecar.cli.admin_client import ADMIN
 from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
-from sidecar.cli.arguments import CLIENTS_PORT, server_url
+from sidecar.cli.arguments import ADMIN, CLIENTS_PORT, server_url
 from sidecar.cli.init_engines import disagreement, engine_names, engines_of, models_of
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.engines.base import Engine, Facts, Gauges
@@ -46,10 +43,8 @@ from sidecar.policy.keys import hash_line, new_key
 from sidecar.policy.problems import PolicyError, printable
 from sidecar.policy.warnings import own_levels, takes_whole_numbers, warnings
 from sidecar.secrets import ENGINE_KEY_VARIABLE
-from sidecar.tools.doctor.burst import Queueing
-from sidecar.tools.doctor.examination import Recommendation, recommend
+from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recommend
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
-from sidecar.tools.loadgen.pages import HttpPages
 
 EXAMPLE = """  sidecar init --upstream http://127.0.0.1:8000
   sidecar init policies/ --upstream http://127.0.0.1:8000 --requests 256 --tenants chat,tools=normal,nightly
@@ -149,7 +144,7 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the engine, writes the files and prints what was done. Returns the same as figures."""
     folder = Path(args.dir)
     _refuse_existing(folder, [POOL_FILE])  # before anything is asked of the engine
-    reads, is_sidecar = asyncio.run(_read_all(args)) if args.upstream else ([_unasked(args)], False)
+    reads, is_sidecar = _asked(args) if args.upstream else ([_unasked(args)], False)
     given = args.requests or (None if args.upstream else EMULATED_REQUESTS)
     sizes = [given or read.gauges.max_running for read in reads]
     at_once = None if None in sizes else sum(size or 0 for size in sizes)
@@ -181,6 +176,13 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def _asked(args: argparse.Namespace) -> tuple[list[Survey], bool]:
+    """See `_read_all`."""
+    import asyncio  # and an HTTP client below: without --upstream no one is asked
+
+    return asyncio.run(_read_all(args))
+
+
 async def _read_all(args: argparse.Namespace) -> tuple[list[Survey], bool]:
     """The engines' pages, and whether a sidecar answers one of them.
 
@@ -195,6 +197,10 @@ async def _read_all(args: argparse.Namespace) -> tuple[list[Survey], bool]:
 
 async def _read(args: argparse.Namespace, url: str) -> tuple[Survey, bool]:
     """An engine's pages, without a figure that no engine has; and whether a sidecar answers. Raises CannotLook."""
+    import aiohttp
+
+    from sidecar.tools.loadgen.pages import HttpPages
+
     key, _ = key_given(args.key, args.key_file, variables=_KEYS)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession() as session:

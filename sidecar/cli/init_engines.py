@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sidecar.policy.fields import EngineName, ModelName
 from sidecar.policy.problems import printable
-from sidecar.tools.doctor.examination import Recommendation
+from sidecar.tools.doctor.recommendation import Recommendation
 from sidecar.tools.doctor.survey import Survey
 
 _FLOW = re.compile(r"^capacity: ")

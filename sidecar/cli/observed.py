@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from time import gmtime, strftime
 
-from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
+from sidecar.cli.admin_client import CannotSee, admin_url, page_of
+from sidecar.cli.arguments import ADMIN
 from sidecar.cli.drawing import printable, wrapped
 from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
 from sidecar.cluster.dry_run import ObservedReport, ObservedRow

@@ -125,7 +125,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
 def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_checked: bool) -> Exception | None:
     """Serves in this process. Returns why it could not begin."""
     from sidecar.admin.auth import AdminGuard
-    from sidecar.server import server
+    from sidecar.server import CannotServe, server
     from sidecar.serving import Serving, load_policy, upstreams
     from sidecar.telemetry.setup import TelemetryError
 
@@ -151,7 +151,7 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_check
                 announce=announce,
             )
         )
-    except (server.CannotServe, TelemetryError, ValueError) as error:
+    except (CannotServe, TelemetryError, ValueError) as error:
         return error
     serving.end()
     return None
@@ -161,7 +161,7 @@ def _serve_by_workers(
     settings: ServeSettings, workers: int, log: LogSettings, announce: Callable[[str], None], *, is_checked: bool
 ) -> Exception | None:
     """Serves by processes of its own. Returns why it could not begin, or go on."""
-    from sidecar.server import server
+    from sidecar.server import CannotServe, server
     from sidecar.serving import load_policy
     from sidecar.workers.supervisor import Plan, check_system, supervise
 
@@ -172,7 +172,7 @@ def _serve_by_workers(
             _check(policy, settings)
         plan = Plan(settings, workers, log, policy, _access(settings))
         server.run(supervise(plan, announce))
-    except (server.CannotServe, ValueError) as error:
+    except (CannotServe, ValueError) as error:
         return error
     _log.info("stopped", extra={"event": "stopped"})
     return None

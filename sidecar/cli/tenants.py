@@ -18,7 +18,8 @@ from urllib.parse import quote
 import msgspec
 
 from sidecar.admin.tenant_routes import Removed, Tenants
-from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
+from sidecar.cli.admin_client import CannotSee, admin_url, page_of
+from sidecar.cli.arguments import ADMIN
 from sidecar.cli.drawing import printable
 from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
 from sidecar.middleware.stored_tenants import TenantRow

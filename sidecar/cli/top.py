@@ -13,8 +13,8 @@ import shutil
 import signal
 import sys
 
-from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
-from sidecar.cli.arguments import duration_s
+from sidecar.cli.admin_client import CannotSee, admin_url, page_of
+from sidecar.cli.arguments import ADMIN, duration_s
 from sidecar.cli.drawing import TerminalStyle, draw
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.cli.terminal import can_draw, drawn_on

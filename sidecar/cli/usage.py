@@ -16,7 +16,8 @@ from datetime import date
 from urllib.parse import urlencode
 
 from sidecar.admin.usage_routes import MOST_DAYS, Usage, UsageRow
-from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
+from sidecar.cli.admin_client import CannotSee, admin_url, page_of
+from sidecar.cli.arguments import ADMIN
 from sidecar.cli.drawing import printable
 from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
 from sidecar.policy.fields import MOST_USAGE_DAYS

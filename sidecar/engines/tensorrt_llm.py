@@ -13,15 +13,18 @@ requests at all; the default reserves prompt and output, so that a request which
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from sidecar.apis import Api
 from sidecar.engines import base
 from sidecar.engines.pages import Metrics, NoAnswer, Pages, Unread, find_json, find_text, positive, read_json
+
+if TYPE_CHECKING:
+    import asyncio
 
 DEFAULT_PRIORITY = 0.5
 """The engine's own `DEFAULT_REQUEST_PRIORITY`, for a ladder of one tier."""
@@ -135,7 +138,9 @@ class ProbedTensorRtLlm(TensorRtLlm):
     def forward(self, api: Api, priority: base.Priority) -> base.Forward:
         """See `Engine.forward`. Empty while it is not known whether the engine would refuse it."""
         if self._clock() >= self._ask_at_s and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.ensure_future(self.ask())
+            from asyncio import ensure_future  # at most once a minute; a command that reads a policy needs none
+
+            self._asking = ensure_future(self.ask())
         return super().forward(api, priority) if self.has_field else base.NOTHING
 
     async def ask(self) -> None:

@@ -11,14 +11,12 @@ import asyncio
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from sidecar.errors import IssuerUnavailable
-from sidecar.policy.identity import MOST_KEY_SET_BYTES, is_address, public_keys, read_key_set
+from sidecar.policy.identity import is_address, public_keys, read_key_set
 
 REFRESH_S = 300.0
 """A key that the issuer has taken back is believed for so long at most, while the issuer answers."""
@@ -62,6 +60,11 @@ class IssuerKeys:
         self._entries: list[Mapping[str, object]] = []
         self._keys: dict[str, Any] = {}
         self._task: asyncio.Task[None] | None = None
+        self._key_page: Callable[[str, float], Awaitable[bytes]] | None = None
+        if is_address(place):
+            from sidecar.identity.key_page import key_page  # with the policy: a request would wait for the import
+
+            self._key_page = key_page
 
     def refresh_if_due(self) -> None:
         """Starts a fetch where the keys are old. The old ones stay in use meanwhile."""
@@ -105,7 +108,7 @@ class IssuerKeys:
         except asyncio.TimeoutError:
             self._failed(f"no answer within {FETCH_TIMEOUT_S:g} s")
             return
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             self._failed(str(error) or type(error).__name__)
             return
         self.failure, self._due_s = None, self._clock() + REFRESH_S
@@ -133,24 +136,9 @@ class IssuerKeys:
         self._task = asyncio.get_running_loop().create_task(self.fetch())
 
     async def _read(self) -> bytes:
-        if not is_address(self.place):
+        if self._key_page is None:
             return await asyncio.to_thread(read_key_set, Path(self.place))
-        timeout = aiohttp.ClientTimeout(total=FETCH_TIMEOUT_S)
-        headers = {"Accept": "application/json"}
-        async with (
-            aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
-            # A redirect could lead to an address that the policy does not name, or that is not encrypted.
-            session.get(self.place, headers=headers, allow_redirects=False) as response,
-        ):
-            if response.status != 200:
-                is_elsewhere = 300 <= response.status < 400
-                raise ValueError(f"answered {response.status}{', which is not followed' if is_elsewhere else ''}")
-            raw = bytearray()
-            async for chunk in response.content.iter_chunked(1 << 16):
-                raw += chunk
-                if len(raw) > MOST_KEY_SET_BYTES:
-                    raise ValueError(f"is larger than {MOST_KEY_SET_BYTES} bytes")
-            return bytes(raw)
+        return await self._key_page(self.place, FETCH_TIMEOUT_S)
 
     def problem(self) -> str | None:
         """What went wrong with the last fetch, and what follows; None where nothing did."""

@@ -16,7 +16,7 @@ from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.compiler import load_files
 from sidecar.policy.model import Policy
 from sidecar.policy.warnings import warnings
-from sidecar.server.server import CannotServe
+from sidecar.server import CannotServe
 from sidecar.server.workers import PROCESSES_VARIABLE, ServerProcesses, refuse_separate_pools, refuse_shared_engine
 from sidecar.stores import store_of
 

@@ -20,6 +20,8 @@ from urllib.parse import quote, unquote_to_bytes
 
 from sidecar.policy.problems import quoted, suggestion, unknown
 
+STORE_VARIABLE = "SIDECAR_STORE"
+"""The environment variable that goes before the policy's own `store`."""
 EXAMPLE = "redis://127.0.0.1:6379/0"
 
 

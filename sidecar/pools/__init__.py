@@ -2,14 +2,12 @@
 
 from sidecar.pools.base import Ask, EnginePool, Grant, Lease, Merge, NotShared, PeerReport, PeerReports, Pool
 from sidecar.pools.engine_capacity import EngineSizedPool
-from sidecar.pools.fleet import FleetPool
 from sidecar.pools.local import LocalPool
 
 __all__ = [
     "Ask",
     "EnginePool",
     "EngineSizedPool",
-    "FleetPool",
     "Grant",
     "Lease",
     "LocalPool",

@@ -9,8 +9,8 @@ import msgspec
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Lease
-from sidecar.pools.limits import SizeLimits
 from sidecar.pools.local import LocalPool
 from sidecar.pools.runtime import MOST_ADMITTED, Clock, LeaseRuntime, monotonic_us
 from sidecar.pools.stats import ALONE, bounded, grant_of

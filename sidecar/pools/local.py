@@ -10,6 +10,7 @@ from sidecar.errors import AdmissionError, RemainingLimits
 from sidecar.events import Obstacle
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import (
     Ask,
     Lease,
@@ -21,7 +22,7 @@ from sidecar.pools.base import (
     WaitOutcome,
     new_lease,
 )
-from sidecar.pools.limits import SizeLimits, TenantLimits
+from sidecar.pools.limits import TenantLimits
 from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.runtime import Clock, LeaseRuntime, monotonic_us

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from sidecar.errors import AdmissionError
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Lease
-from sidecar.pools.limits import SizeLimits
 
 LOOKED_AT_ONCE = 1_000
 """Requests that one slice looks at: some 0.5 ms."""

@@ -33,8 +33,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from sidecar.errors import QueueFull
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, QueueMark, QueueStanding
-from sidecar.pools.limits import SizeLimits
 
 WINDOW_S = 10.0
 """The memory of the rate: admissions count by exp(-age / window). Ten seconds smooth over batches of finishing requests

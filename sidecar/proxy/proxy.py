@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import aiohttp
@@ -26,6 +26,7 @@ from sidecar.events import Headers
 from sidecar.middleware.engine_pages import INTERNAL_REQUEST
 from sidecar.middleware.error_responses import send_error, speaks_anthropic
 from sidecar.middleware.pending_aborts import CALL_KEY
+from sidecar.proxy import EngineProxy
 from sidecar.proxy.connection import FAILURES, ConnectionBroke, NoAnswer, NotHttp, Response
 from sidecar.proxy.hop_headers import can_be_written, declared_length, forwarded_headers, returned_headers, target
 from sidecar.proxy.upstream import (
@@ -49,7 +50,7 @@ class ResponseCut(Exception):
     """The engine broke off during its response. Raised to the server, which must not end the response cleanly."""
 
 
-class ReverseProxy:
+class ReverseProxy(EngineProxy):
     """Forwards every HTTP request to `upstream`, an `http://` or `https://` address, with a base path or without.
 
     `connect_timeout_s` bounds name lookup and connecting (502 when over). `response_timeout_s` bounds the engine's
@@ -74,7 +75,7 @@ class ReverseProxy:
             keepalive_s=keepalive_s,
         )
         self.traffic = Traffic()
-        self.on_failure: Callable[[str | None], None] = lambda _: None
+        self.on_failure = lambda _: None
 
     def __repr__(self) -> str:
         return f"ReverseProxy({self.upstream.url!r})"

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidecar.server.server import CannotServe
+from sidecar.server import CannotServe
 from sidecar.server.workers import (
     ServerProcesses,
     refuse_separate_pools,

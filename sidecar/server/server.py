@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from sidecar.errors import Draining
 from sidecar.proxy.proxy import ResponseCut
+from sidecar.server import CannotServe
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from sidecar.server.own_address import leads_to
 
@@ -38,10 +39,6 @@ _FLUSH_ROUNDS = 50
 _STOPPED = Draining("this server stopped before the request was served; send it again", retry_after_s=1)
 
 _log = logging.getLogger("sidecar.serve")
-
-
-class CannotServe(Exception):
-    """The server cannot start: a port is taken, an address is not local, the app failed. The message is one line."""
 
 
 async def serve(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sidecar.server.server import CannotServe
+from sidecar.server import CannotServe
 
 _PREFIX, _LOCK = "sidecar-workers", "lock"
 _LONGEST_NAME = "worker-64.sock"

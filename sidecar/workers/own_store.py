@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sidecar.server.server import CannotServe
+from sidecar.server import CannotServe
 from sidecar.workers.restarts import Restarts, how_it_ended
 
 READY_WITHIN_S = 10.0

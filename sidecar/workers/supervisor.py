@@ -13,8 +13,9 @@ import msgspec
 
 from sidecar.admin.auth import Access, AdminGuard
 from sidecar.policy.model import Policy
+from sidecar.policy.store import STORE_VARIABLE
+from sidecar.server import CannotServe
 from sidecar.server.server import (
-    CannotServe,
     Signals,
     address_of,
     listening,
@@ -24,7 +25,7 @@ from sidecar.server.server import (
     wait_first,
 )
 from sidecar.serving import ServeSettings, proxy_of, upstreams
-from sidecar.stores import STORE_VARIABLE, records_of, refuse_uncounted_budgets, store_of, takes_over_a_store
+from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store
 from sidecar.telemetry.logs.setup import LogSettings
 from sidecar.workers.crew import Crew
 from sidecar.workers.folder import private_folder

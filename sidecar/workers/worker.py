@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.policy.compiler import load
 from sidecar.policy.problems import PolicyError
-from sidecar.server.server import CannotServe, End, run, serve_on, sharing
+from sidecar.server import CannotServe
+from sidecar.server.server import End, run, serve_on, sharing
 from sidecar.serving import Serving
 from sidecar.tasks import is_set_within
 from sidecar.telemetry.logs.setup import own_logging

@@ -183,7 +183,7 @@ async def test_a_defect_in_sharing_is_reported_and_does_not_end_it(monkeypatch: 
 
 async def test_the_pages_are_served_and_the_document_is_what_top_reads() -> None:
     policy = policy_of()
-    pages = LivePages(sources_of(LocalPool(policy), policy))
+    pages = LivePages(PoolOverview(sources_of(LocalPool(policy), policy)))
     admin = admin_app(state=dict, readiness=list, routes=pages.routes())
     async with serving(admin) as served, aiohttp.ClientSession(served.url) as client:
         async with client.get("/overview") as response:
@@ -196,4 +196,3 @@ async def test_the_pages_are_served_and_the_document_is_what_top_reads() -> None
         assert "unsafe" not in policy_header
         async with client.head("/overview/stream") as response:
             assert response.status == 200
-    await pages.close()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from sidecar.policy.store import STORE_VARIABLE
 from sidecar.pools.redis import RedisFleetPool
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
-from sidecar.stores import STORE_VARIABLE
 from tests.fleet.routed import Act, Routed, Rude, changed, engines_of, ok, routed, rude, write_policy
 from tests.fleet.waiting import until
 from tests.support.engine import Connection, Received

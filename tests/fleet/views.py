@@ -13,7 +13,8 @@ from sidecar.fleet.setup import new_fleet
 from sidecar.policy.compiler import load
 from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.model import Policy
-from sidecar.pools import Ask, FleetPool, Lease
+from sidecar.pools import Ask, Lease
+from sidecar.pools.fleet import FleetPool
 from tests.fleet.engines import LocalEngine, engines
 from tests.fleet.waiting import now_us, until
 

@@ -11,8 +11,8 @@ from typing import Protocol
 from sidecar.engines import NoEngine
 from sidecar.policy.model import Policy, Source, Tier
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, pool_rules
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools import Ask, LocalPool, Pool
-from sidecar.pools.limits import SizeLimits
 
 
 class Clock:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.policy.rules import UNLIMITED, Shares
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Grant, Lease, WaitOutcome, new_lease
-from sidecar.pools.limits import SizeLimits
 from sidecar.pools.redis.engine_ledgers import EngineLedgers, StoredEngine
 from sidecar.pools.redis.engine_partition import EngineOutage
 from sidecar.pools.redis.partition import LastKnown

@@ -9,7 +9,8 @@ import pytest
 from sidecar.errors import RequestTooLarge
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.rules import UNLIMITED, Shares, pool_rules
-from sidecar.pools import Ask, EnginePool, FleetPool, Lease
+from sidecar.pools import Ask, EnginePool, Lease
+from sidecar.pools.fleet import FleetPool
 from sidecar.scheduling.placement import EngineOffer
 from tests.pools.harness import Clock, policy_of
 

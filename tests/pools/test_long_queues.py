@@ -17,8 +17,8 @@ import redis
 from sidecar.errors import AdmissionError
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Grant, new_lease
-from sidecar.pools.limits import SizeLimits
 from sidecar.pools.local import LocalPool
 from sidecar.pools.outgrown import LOOKED_AT_ONCE, REFUSED_AT_ONCE, OutgrownRequests
 from sidecar.pools.redis import protocol

@@ -19,8 +19,9 @@ from sidecar.errors import RequestTooLarge, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.policy.store import store_address
-from sidecar.pools import Ask, FleetPool, Lease, LocalPool, Pool
+from sidecar.pools import Ask, Lease, LocalPool, Pool
 from sidecar.pools.base import new_lease
+from sidecar.pools.fleet import FleetPool
 from sidecar.pools.redis import RedisFleetPool, RedisPool, connector
 from sidecar.pools.redis.batch import MOST_RESIZES, SHRINKS_WITHIN_S, BatchQueue
 from sidecar.pools.redis.protocol import BEAT_S, END, RESIZE

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from sidecar.errors import AdmissionError, QueueFull, StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, largest_admissible, pool_rules
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools import Ask, Grant
 from sidecar.pools.base import Lease, WaitOutcome
-from sidecar.pools.limits import SizeLimits
 from sidecar.pools.redis import outage as outage_module
 from sidecar.pools.redis.outage import Outage
 from sidecar.pools.redis.partition import LastKnown, Partition, equal_part, first_part, fits_into

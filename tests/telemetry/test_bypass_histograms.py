@@ -384,7 +384,7 @@ MADE_BEFORE = """
 from tests.telemetry.span_stories import begin, admitted, classified, received
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
-from sidecar.telemetry import configure_from_environment
+from sidecar.telemetry.setup import configure_from_environment
 from sidecar.telemetry.metrics import RequestMetrics
 from sidecar.telemetry.sdk_bypass.histograms import sums_of
 from sidecar.telemetry.metrics.prometheus import PrometheusReader

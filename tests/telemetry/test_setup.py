@@ -8,15 +8,17 @@ import pytest
 from opentelemetry import metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
 
-from sidecar.telemetry import TelemetryError, configure_from_environment
-from sidecar.telemetry.setup import MetricsEndpoint, MetricsUnavailable
+from sidecar.telemetry.setup import MetricsEndpoint, MetricsUnavailable, TelemetryError, configure_from_environment
 from tests.support.otlp import otlp_over_grpc
 from tests.telemetry.span_stories import Tracing
 
 INSTALL = """
 from tests.telemetry.span_stories import begin, admitted, classified, first_byte, received, settled
 from sidecar.events import StoreChanged, StoreState
-from sidecar.telemetry import EventDispatcher, RequestTracer, StoreMetrics, configure_from_environment
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.metrics.store import StoreMetrics
+from sidecar.telemetry.setup import configure_from_environment
+from sidecar.telemetry.spans.tracer import RequestTracer
 
 observer = EventDispatcher(RequestTracer(), ())
 assert observer.received(received()) is None
@@ -33,7 +35,10 @@ store(StoreChanged(1, StoreState.SHARED, "reached"))
 """
 NO_SDK = """
 import sys
-from sidecar.telemetry import EventDispatcher, RequestTracer, StoreMetrics, configure_from_environment
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.metrics.store import StoreMetrics
+from sidecar.telemetry.setup import configure_from_environment
+from sidecar.telemetry.spans.tracer import RequestTracer
 
 observer, store = EventDispatcher(RequestTracer(), ()), StoreMetrics("default")
 configure_from_environment()()
@@ -319,7 +324,7 @@ except MetricsUnavailable as reason:
 """
 IMPORTS = """
 from tests.telemetry.span_stories import begin, admitted, classified, received
-from sidecar.telemetry import configure_from_environment
+from sidecar.telemetry.setup import configure_from_environment
 """
 ADMITTED = 'admission_admitted_total{admission_pool="default",admission_tier="batch"} 1.0'
 

@@ -16,7 +16,7 @@ from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask
 from sidecar.pools.redis import RedisPool, connector
-from sidecar.telemetry import StoreMetrics
+from sidecar.telemetry.metrics.store import StoreMetrics
 from tests.support.redis_servers import RedisServer, first_binary, until
 from tests.telemetry import measuring as measuring_sdk
 
@@ -24,7 +24,7 @@ INSTALLED_LATER = """
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from sidecar.telemetry import StoreMetrics
+from sidecar.telemetry.metrics.store import StoreMetrics
 
 before = StoreMetrics("before")
 reader = InMemoryMetricReader()

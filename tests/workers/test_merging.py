@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.server.server import CannotServe
+from sidecar.server import CannotServe
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics.engine_speeds import ENGINE_SPEED_GAUGES
 from sidecar.telemetry.metrics.engines import ENGINE_COUNTERS, ENGINE_GAUGES

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.cli import main
-from sidecar.server.server import CannotServe
+from sidecar.server import CannotServe
 from sidecar.workers.own_store import server_program
 from tests.workers.running import started, write_policy
 

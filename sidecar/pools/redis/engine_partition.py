@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from sidecar.policy.rules import UNLIMITED, PoolRules
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.fleet import EngineRuntime, new_fleet_scheduler
-from sidecar.pools.limits import SizeLimits
 from sidecar.pools.redis.engine_ledgers import EngineLedgers
 from sidecar.pools.redis.outage import Outage
 from sidecar.pools.redis.partition import LastKnown, Partition, fits_into

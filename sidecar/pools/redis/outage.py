@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from sidecar.errors import AdmissionError, StoreUnavailable
 from sidecar.policy.model import StoreLoss
 from sidecar.policy.rules import PoolRules
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Lease
-from sidecar.pools.limits import SizeLimits
 from sidecar.pools.redis.partition import (
     LastKnown,
     Partition,

@@ -27,8 +27,9 @@ import msgspec
 from sidecar.errors import AdmissionError, StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.policy.rules import UNLIMITED, PoolRules, largest_admissible
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Grant, Lease
-from sidecar.pools.limits import SizeLimits, TenantLimits
+from sidecar.pools.limits import TenantLimits
 from sidecar.pools.redis.protocol import BEAT_S
 from sidecar.pools.runtime import Clock, LeaseRuntime
 

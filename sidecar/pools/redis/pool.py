@@ -19,6 +19,7 @@ from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
 from sidecar.events import Obstacle, StoreObserver, StoreState
 from sidecar.policy.model import Limits, Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
+from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import (
     Ask,
     Grant,
@@ -33,7 +34,7 @@ from sidecar.pools.base import (
     new_lease,
     use_of,
 )
-from sidecar.pools.limits import SizeLimits, downgraded, tenant_limit
+from sidecar.pools.limits import downgraded, tenant_limit
 from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.redis import protocol

@@ -18,12 +18,11 @@ from dataclasses import replace
 from sidecar.app import AdmissionMiddleware
 from sidecar.events import StoreState
 from sidecar.policy.compiler import load
-from sidecar.policy.store import store_address
+from sidecar.policy.store import STORE_VARIABLE, store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server import server
-from sidecar.stores import STORE_VARIABLE
 from sidecar.tools.demo.server import admin_pages, end_with_parent, say, serve
 
 STORE_WITHIN_S = 2.0

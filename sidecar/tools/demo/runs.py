@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from sidecar.admin.port import PORT_VARIABLE
+from sidecar.admin import PORT_VARIABLE
 from sidecar.policy.model import Policy
-from sidecar.policy.store import StoreAddress, store_address
+from sidecar.policy.store import STORE_VARIABLE, StoreAddress, store_address
 from sidecar.secrets import FILE_SUFFIX
-from sidecar.stores import STORE_VARIABLE
 from sidecar.tools.demo.clients import Arrival, ArrivalStream, Asking, play
 from sidecar.tools.demo.figures import RunMeasurement, measure
 from sidecar.tools.demo.server import LOG_PATH, slots

@@ -13,13 +13,13 @@ import statistics
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import Enum
 
 from sidecar.engines import Engine
 from sidecar.engines.base import Gauges
 from sidecar.engines.pages import Pages, Unread
 from sidecar.tools.doctor.judgment import FEWEST, Judgment, ServedRequest, judge
 from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField
+from sidecar.tools.doctor.recommendation import Queueing
 from sidecar.tools.doctor.target import Clock, ExaminedServer
 from sidecar.tools.loadgen import Planned, Seen
 
@@ -219,15 +219,6 @@ ON_GAUGE = 0.25
 """Of the requests that waited, for a reading to be their queue: a request that just came in is counted for a step."""
 FEWEST_READINGS = 3
 """Of the gauge within one burst, for its silence to mean anything."""
-
-
-class Queueing(str, Enum):
-    """Where requests waited."""
-
-    INSIDE = "inside the engine"
-    BEFORE = "before the engine"
-    BOUNDED = "behind a bound"
-    TOO_LITTLE = "too little load"
 
 
 def queueing(burst: Burst, control: Burst | None, engine: type[Engine], max_running: int | None) -> Queueing:

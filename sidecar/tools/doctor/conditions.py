@@ -12,10 +12,11 @@ from enum import Enum
 
 from sidecar.engines import Engine
 from sidecar.engines.base import Facts
-from sidecar.tools.doctor.burst import Burst, Queueing, seems_switched_off
+from sidecar.tools.doctor.burst import Burst, seems_switched_off
 from sidecar.tools.doctor.judgment import Effect, Judgment
 from sidecar.tools.doctor.priority_fields import PriorityField
 from sidecar.tools.doctor.probe import Check, Probed
+from sidecar.tools.doctor.recommendation import Queueing
 from sidecar.tools.doctor.survey import Survey
 
 SEEN = (Effect.BY_PRIORITY, Effect.INVERTED)

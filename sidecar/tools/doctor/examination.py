@@ -11,16 +11,14 @@ from dataclasses import dataclass
 import aiohttp
 
 from sidecar.engines import Engine, NoEngine
-from sidecar.engines.base import Gauges
-from sidecar.policy.capacity_schema import DEFAULT_FRACTION as FRACTION
-from sidecar.policy.capacity_schema import DEFAULT_WAITING as WAITING
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
 from sidecar.tools.doctor import probe as sizing
-from sidecar.tools.doctor.burst import Burst, Queueing
+from sidecar.tools.doctor.burst import Burst
 from sidecar.tools.doctor.conditions import Condition, State, conditions, is_before, read_only
 from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField, sidecar_tier, ways_to
 from sidecar.tools.doctor.probe import Probe, Probed, Say
+from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recommend
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
 from sidecar.tools.doctor.target import Clock, ExaminedServer
 from sidecar.tools.loadgen.pages import HttpPages
@@ -132,45 +130,6 @@ def _concluded(options: Options, found: Survey, probed: Probed | None, kept_from
         sends=sent(options.policy) if options.policy is not None else None,
         kept_from=kept_from,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Recommendation:
-    """One line of YAML, ready to paste, and why it says what it says."""
-
-    yaml: str
-    reason: str
-
-
-def recommend(gauges: Gauges, burst: Burst | None, where: Queueing, others: int | None) -> Recommendation | None:
-    """None where nothing is known of either dimension."""
-    requests, reason = gauges.max_running, "the engine says how many run at once"
-    if requests is None and burst is not None and where in (Queueing.INSIDE, Queueing.BOUNDED):
-        requests, reason = ran_at_once(burst), "as many ran at once while others waited"
-        if others:
-            reason += f", beside {others} requests of other clients: measure again when there are none"
-    if gauges.kv_tokens is not None and gauges.max_running is not None:
-        said = f"the engine says both: {gauges.kv_tokens:,} tokens in its KV cache, {gauges.max_running:,} requests"
-        return Recommendation(f"capacity: {{from: engine, fraction: {FRACTION}, waiting: {WAITING}}}", said)
-    if gauges.kv_tokens is not None:
-        tokens = f"the engine says that its KV cache holds {gauges.kv_tokens:,} tokens"
-        if requests is None:
-            text = f"capacity: {{from: engine, fraction: {FRACTION}, waiting: {WAITING}}}"
-            return Recommendation(text, f"{tokens}, but not how many requests run at once, and no burst showed it")
-        text = f"capacity: {{from: engine, fraction: {FRACTION}, waiting: {WAITING}, requests: {requests + WAITING}}}"
-        return Recommendation(text, f"{tokens}; {requests} requests, {reason}, and {WAITING} that may wait in it")
-    if requests is None:
-        return None
-    return Recommendation(
-        f"capacity: {{requests: {requests}}}", f"{reason}; the engine does not say how many tokens its KV cache holds"
-    )
-
-
-def ran_at_once(burst: Burst) -> int:
-    """By the engine's own gauge where it shows a queue, otherwise as the clients saw it."""
-    if burst.waiting_inside and burst.running_inside:
-        return burst.running_inside
-    return burst.at_once
 
 
 @dataclass(frozen=True, slots=True)

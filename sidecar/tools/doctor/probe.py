@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from sidecar.engines.pages import Pages
-from sidecar.tools.doctor.burst import LONGER, TIER_HEADER, Burst, Plan, Queueing, queueing, queueing_at_sidecar, send
+from sidecar.tools.doctor.burst import LONGER, TIER_HEADER, Burst, Plan, queueing, queueing_at_sidecar, send
 from sidecar.tools.doctor.judgment import Effect
 from sidecar.tools.doctor.priority_fields import PriorityField
+from sidecar.tools.doctor.recommendation import Queueing
 from sidecar.tools.doctor.survey import CannotLook, Survey
 from sidecar.tools.doctor.target import COMPLETIONS, Clock, ExaminedServer
 from sidecar.tools.loadgen import Seen

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity
-from sidecar.tools.doctor.examination import Examination, Finding, Recommendation
+from sidecar.tools.doctor.examination import Examination, Finding
+from sidecar.tools.doctor.recommendation import Recommendation
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 

@@ -13,10 +13,10 @@ from sidecar.engines import dynamo
 from sidecar.policy.compiler import load
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.tools.doctor import burst, probe
-from sidecar.tools.doctor.burst import Queueing
 from sidecar.tools.doctor.conditions import State
 from sidecar.tools.doctor.examination import Examination, Options, examine
 from sidecar.tools.doctor.judgment import Effect
+from sidecar.tools.doctor.recommendation import Queueing
 from sidecar.tools.doctor.report import headline, report, steps
 from sidecar.tools.doctor.survey import CannotLook
 from sidecar.tools.emulator.config import Scheduling

@@ -11,7 +11,8 @@ from sidecar.engines.base import Facts, Gauges
 from sidecar.engines.discovery import Identity
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
-from sidecar.tools.doctor.examination import Examination, Options, Recommendation
+from sidecar.tools.doctor.examination import Examination, Options
+from sidecar.tools.doctor.recommendation import Recommendation
 from sidecar.tools.doctor.several_engines import ExaminedEngine, Place, capacity, findings, places_of, table
 from sidecar.tools.doctor.survey import Survey
 
