@@ -19,6 +19,7 @@ from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Endpoint, Policy, Source, Tenant, Tier
 from sidecar.policy.rules import Shares, pool_rules
+from tests.support.each import each
 
 TIERS = ("critical", "high", "normal", "low", "batch")
 CRITICAL, HIGH, NORMAL, LOW, BATCH = range(5)
@@ -244,7 +245,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("raw", REFUSED, ids=[raw.decode()[:12] for raw in REFUSED])
+@each("raw", REFUSED, ids=[raw.decode()[:12] for raw in REFUSED])
 def test_a_body_that_names_no_tier_is_refused_with_the_tiers(raw: bytes) -> None:
     with pytest.raises(UnknownTier) as refused:
         classified(policy_of(), asked_with(raw=raw))
@@ -254,9 +255,7 @@ def test_a_body_that_names_no_tier_is_refused_with_the_tiers(raw: bytes) -> None
     assert len(refused.value.message) < 200
 
 
-@pytest.mark.parametrize(
-    "value", ["urgent", "", "nan", "inf", "-inf", "1e400", "1.01", "-1", "High", "0x1", "é", "true"]
-)
+@each("value", ["urgent", "", "nan", "inf", "-inf", "1e400", "1.01", "-1", "High", "0x1", "é", "true"])
 def test_a_header_that_names_no_tier_is_refused_with_the_tiers(value: str) -> None:
     with pytest.raises(UnknownTier, match=r"x-priority: .*send one of critical, high, normal, low, batch"):
         classified(policy_of(), asked_with(headers={b"x-priority": value.encode()}))
@@ -322,9 +321,7 @@ def test_a_source_that_the_policy_does_not_list_is_ignored_and_said() -> None:
     assert (made.level, set(made.ignored)) == (NORMAL, {"priority", "x-priority"})
 
 
-@pytest.mark.parametrize(
-    "nvext", [5, "x", [], {}, {"agent_hints": None}, {"agent_hints": 5}, {"agent_hints": {}}, None]
-)
+@each("nvext", [5, "x", [], {}, {"agent_hints": None}, {"agent_hints": 5}, {"agent_hints": {}}, None])
 def test_an_nvext_without_a_priority_is_left_alone(nvext: object) -> None:
     assert classified(policy_of(), asked_with(nvext=nvext)).ignored == ()
 
@@ -339,17 +336,13 @@ def by_engine(engine: str, asked: Asked, thresholds: tuple[tuple[float, int], ..
     return classified(policy_of(sources=WITH_ENGINE, engine=engine, engine_levels=thresholds), asked)
 
 
-@pytest.mark.parametrize(
-    ("number", "level"), [(99, HIGH), (10, HIGH), (9, NORMAL), (5, NORMAL), (4, LOW), (0, LOW), (-1, BATCH)]
-)
+@each(("number", "level"), [(99, HIGH), (10, HIGH), (9, NORMAL), (5, NORMAL), (4, LOW), (0, LOW), (-1, BATCH)])
 def test_where_higher_is_better_a_threshold_is_reached_from_below(number: int, level: int) -> None:
     made = by_engine("sglang", asked_with(priority=number))
     assert (made.source, made.level, made.ignored) == (Source.ENGINE, level, ())
 
 
-@pytest.mark.parametrize(
-    ("number", "level"), [(-99, HIGH), (0, HIGH), (1, NORMAL), (5, NORMAL), (6, LOW), (10, LOW), (11, BATCH)]
-)
+@each(("number", "level"), [(-99, HIGH), (0, HIGH), (1, NORMAL), (5, NORMAL), (6, LOW), (10, LOW), (11, BATCH)])
 def test_where_lower_is_better_a_threshold_is_reached_from_above(number: int, level: int) -> None:
     made = by_engine("vllm", asked_with(priority=number), ((0.0, HIGH), (5.0, NORMAL), (10.0, LOW)))
     assert (made.source, made.level, made.ignored) == (Source.ENGINE, level, ())

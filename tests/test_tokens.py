@@ -26,6 +26,7 @@ from sidecar.tokens import (
     TokenizerCounter,
     tokens_to_hold,
 )
+from tests.support.each import each
 
 
 def completion(text: str = "", *, model: str | None = "m", **fields: object) -> Payload:
@@ -207,7 +208,7 @@ def test_the_ratios_of_many_tenants_are_sorted_only_now_and_then_and_where_a_new
     assert 7 <= sorts <= 9
 
 
-@pytest.mark.parametrize(
+@each(
     "beside",
     [
         {"documents": [{"text": "x" * 4000}]},
@@ -237,7 +238,7 @@ def test_what_is_not_known_counts_no_less_for_a_tenant_whose_text_is_light() -> 
     assert estimator.prompt_tokens(completion("", next_release="x" * 4000), "acme") >= 1000
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "held"),
     [
         ({"prompt": [1] * 10, "max_tokens": 5}, 15),

@@ -25,6 +25,7 @@ from benchmarks.fleet.verdict import Verdict, summary
 from benchmarks.fleet_routers import RULES
 from sidecar.policy.compiler import load as load_policy
 from sidecar.tools.loadgen import Planned, Seen
+from tests.support.each import each
 
 started = routers.running
 
@@ -118,7 +119,7 @@ def test_a_good_comparison_reaches_everything() -> None:
     assert missed(GOOD) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("changed", "what"),
     [
         (run_of(routers.OURS, 6.8, 0.95, 0.26), "best other p99 to ours"),

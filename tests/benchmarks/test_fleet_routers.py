@@ -22,6 +22,7 @@ from benchmarks.fleet_routers.lmetric import LMetric
 from benchmarks.fleet_routers.prefix_blocks import BLOCK_TOKENS, BYTES_PER_TOKEN, PrefixBlocks, block_hashes
 from benchmarks.fleet_routers.rule import Request, Rule
 from benchmarks.processes import addresses, command
+from tests.support.each import each
 
 BLOCK = BLOCK_TOKENS * BYTES_PER_TOKEN
 ENGINES = 3
@@ -40,7 +41,7 @@ def served(rule: Rule, request: Request) -> int:
     return engine
 
 
-@pytest.mark.parametrize("name", RULES)
+@each("name", RULES)
 def test_counts_are_empty_after_any_order_of_ends(name: str) -> None:
     chance = random.Random(1)
     rule = RULES[name](ENGINES, 10 * BLOCK_TOKENS)
@@ -120,7 +121,7 @@ def test_cache_aware_takes_the_least_load_where_no_more_than_the_threshold_match
     assert rule.choose(Request(b"a" * 30 + b"d" * 69)) == first  # more
 
 
-@pytest.mark.parametrize(
+@each(
     ("loads", "is_balanced"),
     [
         ([64, 0, 0], True),

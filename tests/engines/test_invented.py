@@ -28,6 +28,7 @@ from sidecar.engines import ENGINES, Dynamo, Vllm
 from sidecar.engines.registry import GROUP, added
 from tests.engines.invented import Invented
 from tests.support.commands import address, command
+from tests.support.each import each
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -235,7 +236,7 @@ class Renamed(Dynamo):
     name = "dynamo-fork"
 
 
-@pytest.mark.parametrize("kind", [Nameless, Taken, Unprefixed, Undecoded, "Missing"])
+@each("kind", [Nameless, Taken, Unprefixed, Undecoded, "Missing"])
 def test_an_engine_with_a_mistake_is_left_out_with_a_warning(
     kind: type | str, caplog: pytest.LogCaptureFixture
 ) -> None:

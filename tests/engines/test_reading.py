@@ -23,6 +23,7 @@ from sidecar.engines.pages import Metrics, NoAnswer, Page, Unread
 from sidecar.middleware.engine_pages import MOST_BYTES, EnginePages
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.tools.emulator.config import Scheduling
+from tests.support.each import each
 from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
 
 pytestmark = pytest.mark.anyio
@@ -261,7 +262,7 @@ SGLANG_METRICS = "".join(
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("page", "counted"),
     [
         (SGLANG_METRICS, 51),

@@ -14,6 +14,7 @@ from sidecar.explain.document import Explanation, RequestFacts, SizeDetails
 from sidecar.explain.sizes import entered, moved
 from sidecar.explain.steps import steps
 from sidecar.telemetry.journal import Journal
+from tests.support.each import each
 from tests.telemetry.span_stories import (
     ARRIVAL_US,
     EXPECTED,
@@ -49,7 +50,7 @@ def test_the_sentence_of_the_tenants_own_answers() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "said"),
     [
         ({"source": "replicas"}, f"output 243 (95% of 1,532 answers {OF}, together with those of other replicas);"),

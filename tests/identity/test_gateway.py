@@ -21,6 +21,7 @@ from sidecar.policy.compiler import load
 from sidecar.policy.gateway import GatewayPolicy, read_network
 from sidecar.policy.problems import PolicyError
 from tests.support.dry_run import observing
+from tests.support.each import each
 from tests.support.middleware import Answer, App, Guarded, guarding, key, policy, write_policy
 from tests.support.wire import exchange
 
@@ -69,8 +70,8 @@ async def test_from_elsewhere_the_headers_do_not_count_and_do_not_pass() -> None
         assert seen.all(b"x-tenant") == seen.all(b"x-tenant-tier") == []
 
 
-@pytest.mark.parametrize("forwarder", ["*", "127.0.0.1"])
-@pytest.mark.parametrize(
+@each("forwarder", ["*", "127.0.0.1"])
+@each(
     "written",
     [
         ["10.1.2.3"],
@@ -118,7 +119,7 @@ async def test_the_gateway_goes_before_keys_and_without_its_header_they_count() 
         assert tiers == ["batch", "batch", "normal"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("headers", "status", "code"),
     [
         (["x-tenant: nobody"], 401, "unknown_tenant"),
@@ -206,7 +207,7 @@ def test_whatever_is_written_a_stranger_gets_no_tenant(headers: dict[bytes, byte
         assert b"x-api-key" in headers
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         (section("0.0.0.0/0"), "every address"),

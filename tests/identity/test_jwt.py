@@ -30,6 +30,7 @@ from sidecar.identity.tokens import MOST_TOKEN_BYTES, TokenVerifier
 from sidecar.policy.identity import ALGORITHMS, JwtPolicy
 from tests.identity.issuer import AUDIENCE, ISSUER, Issuer, ec, ed, jwt_section, rsa, unsigned
 from tests.support.dry_run import observing
+from tests.support.each import each
 from tests.support.middleware import App, Guarded, chat, guarding, key, policy, write_policy
 from tests.support.serving import serving
 
@@ -47,7 +48,7 @@ async def trusting(issuer: Issuer, app: App | None = None, **more: str) -> Async
         yield guarded
 
 
-@pytest.mark.parametrize(
+@each(
     ("made", "algorithm"),
     [(ec, "ES256"), (rsa, "RS256"), (rsa, "PS512"), (ed, "Ed25519"), (ed, "EdDSA")],
 )

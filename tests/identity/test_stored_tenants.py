@@ -25,6 +25,7 @@ from sidecar.policy.compiler import load
 from sidecar.policy.model import StoredTenants
 from sidecar.policy.stored_tenants import InvalidTenant, read_record, with_stored
 from sidecar.stores import records_of
+from tests.support.each import each
 from tests.support.middleware import App, key, policy, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
@@ -244,7 +245,7 @@ async def test_known_tenants_stay_while_the_store_is_away(tmp_path: Path, store:
         await one.until(is_back, 10.0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("body", "refused", "said"),
     [
         (b"", INVALID, "not JSON"),
@@ -395,7 +396,7 @@ async def test_the_command_from_nothing(tmp_path: Path, store: RedisServer, caps
         assert '"no" is no tier' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "said"),
     [
         (["add"], "add needs a name and --tier, or --file with both"),

@@ -17,6 +17,7 @@ import pytest
 
 from tests.launchers.conftest import Refusal
 from tests.launchers.launched import PRIORITIES, Launched, ended, launched, ours, write_policy
+from tests.support.each import each
 from tests.support.ports import free_ports
 from tests.support.redis_servers import RedisServer, first_binary, free_port
 
@@ -215,7 +216,7 @@ async def test_too_many_frontends_in_the_options_file_fail_the_start(tmp_path: P
             pass
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         (["m"], "no policy: give --policy PATH or set SIDECAR_POLICY"),

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sidecar.payload.edit import insert, remove
+from tests.support.each import each
 
 PATHS = (("priority",), ("nvext", "agent_hints", "priority"), ("a", "a"), ("a", "b"))
 
@@ -119,7 +120,7 @@ def test_insert_puts_a_member_first_and_changes_nothing_else(body: bytes, value:
     assert spliced.endswith(body[opening:])
 
 
-@pytest.mark.parametrize(
+@each(
     ("body", "left"),
     [
         (b'{"priority":1}', b"{}"),

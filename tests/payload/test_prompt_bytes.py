@@ -22,6 +22,7 @@ from sidecar.payload.prompt_bytes import (
     PromptBytes,
     prompt_bytes,
 )
+from tests.support.each import each
 
 
 def read(api: Api = Api.CHAT, /, **fields: Any) -> PromptBytes:
@@ -63,7 +64,7 @@ def test_escapes_and_spaces_of_the_json_change_nothing() -> None:
     assert len({prompt_bytes(Api.CHAT, body).data for body in bodies}) == 1
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [
         chat(("assistant", "why?")),
@@ -119,7 +120,7 @@ def test_pooling_requests_have_no_prefix() -> None:
     assert read(Api.EMBEDDINGS, input="x" * 1_000) is NO_PROMPT
 
 
-@pytest.mark.parametrize("value", [None, 7, True, [], ["x"], {"a": 1}, "", "k" * (LONGEST_NAME + 1), "k" * 10**5])
+@each("value", [None, 7, True, [], ["x"], {"a": 1}, "", "k" * (LONGEST_NAME + 1), "k" * 10**5])
 def test_a_cache_key_that_is_no_short_string_is_none(value: Any) -> None:
     found = chat(("user", "x"), prompt_cache_key=value, cache_salt=value)
     assert found.cache_key is None
@@ -142,8 +143,8 @@ def test_a_long_body_is_taken_as_it_was_sent_and_only_its_beginning(size: int) -
     assert longer.data[:size] == found.data[:size]
 
 
-@pytest.mark.parametrize("size", [10, LONGEST_DECODED])
-@pytest.mark.parametrize("name", ["cache_salt", "extra_key", "model"])
+@each("size", [10, LONGEST_DECODED])
+@each("name", ["cache_salt", "extra_key", "model"])
 def test_prompts_of_other_salts_share_nothing_however_long_they_are(name: str, size: int) -> None:
     text = [{"role": "user", "content": "x" * size}]
     salts = ("one", "other", "x" * 300 + "one", "x" * 300 + "other")
@@ -195,7 +196,7 @@ def test_no_body_breaks_it(api: Api, fields: dict[str, Any]) -> None:
     assert len(found.data) <= found.size
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [
         b"",

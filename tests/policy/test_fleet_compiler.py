@@ -27,6 +27,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED, EngineCapacity
 from tests.policy.files import SMALL, pool
+from tests.support.each import each
 
 TIERS = "engine: vllm\ntiers: {high: {reserve: 20%}, normal: {limit: 60%}, batch: {}}\n"
 SPECIFIED = f"""\
@@ -233,7 +234,7 @@ def test_an_engine_list_that_is_not_there_yet_does_not_keep_the_policy_out(tmp_p
         read_engine_list(policy, tmp_path / "later" / "engines.yaml")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         ("", "the file is empty; `sidecar init` writes files to begin with"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.policy.files import mistakes, pool
+from tests.support.each import each
 
 TIERS = "engine: vllm\ntiers: {normal: {}}\n"
 AB = "[{name: a, url: http://a:8000}, {name: b, url: http://b:8000}]"
@@ -17,7 +18,7 @@ def of(folder: Path, text: str, engine: str = "vllm") -> list[str]:
     return [message.split(": ", 1)[1] for message in mistakes(pool(folder, TIERS.replace("vllm", engine) + text))]
 
 
-@pytest.mark.parametrize(
+@each(
     ("engines", "said"),
     [
         (
@@ -231,7 +232,7 @@ def test_a_tier_that_is_proposed_is_shown_on_one_line(tmp_path: Path) -> None:
 NOTHING_TO_READ = "the engine none reports nothing; write tokens, requests or both"
 
 
-@pytest.mark.parametrize(
+@each(
     ("engines", "at"),
     [
         (f"{{static: {AB}}}", ["engines.capacity"]),
@@ -262,7 +263,7 @@ def test_a_pool_has_a_bounded_number_of_engines(tmp_path: Path) -> None:
     assert not [line for line in of(tmp_path, f"engines: {{static: [{many}]}}\n{halves}\n") if "in one pool" in line]
 
 
-@pytest.mark.parametrize(
+@each(
     ("models", "said"),
     [
         ("{}", "models: not a mapping with something in it; write {llama-70b: {engines: [a, b]}}"),

@@ -10,6 +10,7 @@ from sidecar.policy.compiler import load_files
 from sidecar.policy.fleet_compiler import read_engine_list
 from sidecar.policy.warnings import warnings
 from tests.policy.files import pool
+from tests.support.each import each
 
 POLICY = """\
 engine: vllm
@@ -153,7 +154,7 @@ def test_an_engine_list_is_judged_as_it_is_now(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("engines", "what"),
     [
         ("{static: [{name: a, url: http://a}], capacity: {from: engine, learn: full}}", None),

@@ -8,6 +8,7 @@ import pytest
 
 from sidecar.policy.compiler import load
 from sidecar.policy.diff import needs_restart
+from tests.support.each import each
 
 BASE = """\
 engine: vllm
@@ -27,7 +28,7 @@ def keys(folder: Path, before: str, after: str) -> list[str]:
     return needs_restart(running, load(folder))
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after", "key"),
     [
         ("engine: vllm", "engine: sglang", "engine"),
@@ -46,7 +47,7 @@ def test_what_the_process_was_built_with_needs_a_restart(tmp_path: Path, before:
     assert keys(tmp_path, before, after) == [key]
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after"),
     [
         ("reserve: 20%", "reserve: 60%"),
@@ -111,7 +112,7 @@ def test_another_model_needs_a_restart(tmp_path: Path) -> None:
     assert fleet_keys(tmp_path, FLEET, FLEET.replace(MODELS, "")) == ["models (their names)"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after"),
     [
         ("{name: b, url: http://b}", "{name: b, url: http://b:1, speed: 2, capacity: {tokens: 5}, prefill: 1k}"),

@@ -14,6 +14,7 @@ import pytest
 
 from sidecar.policy.tenant_files import obstacles, tenant_files
 from tests.policy.files import SMALL, mistakes, pool, tenant
+from tests.support.each import each
 
 ACME = f'tenant: acme\nkeys: ["sha256:{"0" * 64}"]\ntier: high\n'
 LOOP = "a link that leads back to itself; mend the link, or remove it"
@@ -65,9 +66,7 @@ def test_folders_pipes_and_hidden_links_beside_the_files_are_none_of_them(tmp_pa
     assert mistakes(_pool(tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    "pattern", ["tenants/*.yaml", "ten*/*.yaml", "*/*.yaml", "**/*.yaml", "tenants/**", "{}/tenants/*.yaml"]
-)
+@each("pattern", ["tenants/*.yaml", "ten*/*.yaml", "*/*.yaml", "**/*.yaml", "tenants/**", "{}/tenants/*.yaml"])
 def test_every_way_of_writing_the_pattern_finds_the_file_and_no_obstacle(tmp_path: Path, pattern: str) -> None:
     folder = tmp_path / "a [folder]*"
     folder.mkdir()
@@ -103,7 +102,7 @@ def _checked_by_another_user(folder: Path) -> str:
     return ran.stderr.replace(f"{folder}/", "")
 
 
-@pytest.mark.parametrize(
+@each(
     ("closed", "mode", "said"),
     [
         ("tenants", 0o000, "policy.yaml:7: tenants: no file matches tenants/*.yaml: tenants: cannot be read by user "),

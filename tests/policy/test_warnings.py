@@ -7,6 +7,7 @@ import pytest
 from sidecar.policy.compiler import load, load_files
 from sidecar.policy.warnings import warnings
 from tests.policy.files import pool, tenant
+from tests.support.each import each
 
 HASH = "sha256:" + "0" * 64
 SOURCES = "sources: [header, endpoint, key]\n"
@@ -300,7 +301,7 @@ def test_unsized_requests_with_a_bound_in_every_tier_are_not(tmp_path: Path) -> 
 UNREAD = "no one reads the engine's preemptions, so the quantile never rises; write from: engine, or learn: cautious"
 
 
-@pytest.mark.parametrize(
+@each(
     ("engine", "capacity", "said"),
     [
         ("vllm", "tokens: 1000, requests: 100, learn: full", UNREAD),

@@ -22,6 +22,7 @@ from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access, AdminGuard, access_of, is_loopback
 from sidecar.policy.compiler import shipped_policies
 from tests.support.commands import address, command
+from tests.support.each import each
 from tests.support.middleware import Answer
 from tests.support.serving import Served, serving
 from tests.support.wire import exchange, get
@@ -65,8 +66,8 @@ def is_refused(answer: Answer, status: int, code: str) -> bool:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("path", PAGES)
-@pytest.mark.parametrize(
+@each("path", PAGES)
+@each(
     "shown",
     [
         (),
@@ -121,7 +122,7 @@ async def test_a_browser_is_let_in_once_by_the_address_and_then_by_its_cookie() 
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("host", ["127.0.0.1:9464", "localhost", "LOCALHOST:1", "[::1]:9464", "[::1]", "10.1.2.3", ""])
+@each("host", ["127.0.0.1:9464", "localhost", "LOCALHOST:1", "[::1]:9464", "[::1]", "10.1.2.3", ""])
 async def test_on_loopback_an_address_or_localhost_is_shown(host: str) -> None:
     async with admin(Access()) as served:
         if host == "":  # HTTP/1.0 has none; in 1.1 the server itself may refuse it
@@ -162,7 +163,7 @@ async def test_a_page_of_another_site_gets_nothing_in_the_background(access: Acc
 # What the environment says
 
 
-@pytest.mark.parametrize(
+@each(
     ("host", "expected"),
     [
         ("127.0.0.1", True),

@@ -12,6 +12,7 @@ import pytest
 
 from sidecar.server import http_protocol
 from sidecar.server.http_protocol import BoundedHttpProtocol
+from tests.support.each import each
 from tests.support.middleware import CHAT, SMALL, Answer, App, Guarded, chunk, guarding, policy, start
 from tests.support.wire import connected, exchange, get, post
 
@@ -184,8 +185,8 @@ async def test_what_is_no_http_is_a_400_in_our_shape() -> None:
     assert answer.is_error(400, "invalid_http", "RFC 9112")
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11", BoundedHttpProtocol])
-@pytest.mark.parametrize("trailer", [b"x-override-priority: 99", b"authorization: Bearer sk-x", b"connection: x-a"])
+@each("http", ["httptools", "h11", BoundedHttpProtocol])
+@each("trailer", [b"x-override-priority: 99", b"authorization: Bearer sk-x", b"connection: x-a"])
 async def test_no_trailer_becomes_a_header_behind_our_back(http: object, trailer: bytes) -> None:
     """uvicorn with httptools appends trailers to the headers of the scope, which were read before they came."""
     app = App()

@@ -11,6 +11,7 @@ import pytest
 from sidecar.cli import main
 from sidecar.server.server import CannotServe
 from sidecar.workers.own_store import server_program
+from tests.support.each import each
 from tests.workers.running import started, write_policy
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has workers")]
@@ -26,7 +27,7 @@ async def refusal(*arguments: str, **variables: str) -> str:
     return errors.decode().splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", ["0", "-1", "65", "10000", "x", "", "1.5", "²"])
+@each("number", ["0", "-1", "65", "10000", "x", "", "1.5", "²"])
 def test_a_number_of_workers_that_is_none_is_refused(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "--upstream", NOBODY, "--workers", number])
