@@ -13,6 +13,8 @@ from sidecar.tools.emulator.request import read_ask
 from sidecar.tools.replay.prompts import Words
 from tests.support.each import each
 
+pytestmark = pytest.mark.long
+
 tokenizers = pytest.importorskip("tokenizers")
 
 

@@ -11,6 +11,8 @@ from benchmarks.soak.judging import Verdict, accounting, no_defects, nothing_lef
 from benchmarks.soak.watching import Counted, Sample
 from tests.support.each import each
 
+pytestmark = pytest.mark.long
+
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-admission-tier: low\r\ntransfer-encoding: chunked\r\n\r\n"
 )

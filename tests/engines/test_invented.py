@@ -161,6 +161,7 @@ async def test_explain_says_how_the_engine_gets_the_priority(installed: Path) ->
     assert explained["engine"] == {"name": "invented", "priority": 100, "headers": {HEADER: "100"}, "member": None}
 
 
+@pytest.mark.long
 async def test_init_writes_a_policy_for_it(installed: Path) -> None:
     written = installed / "written"
     ended = await sidecar("init", str(written), "--engine", "invented", "--requests", "8")

@@ -22,6 +22,8 @@ from tests.support.each import each
 from tests.support.prometheus import program
 from tests.support.redis_servers import RedisServer, first_binary, until
 
+pytestmark = pytest.mark.long
+
 COMPOSE = EXAMPLES / "compose"
 FILES: dict[str, Any] = {
     name: yaml.safe_load((COMPOSE / name).read_text()) for name in ("compose.yaml", "compose.engines.yaml")
@@ -207,7 +209,6 @@ def store(tmp_path: Path) -> Iterator[str]:
         yield running.url
 
 
-@pytest.mark.long
 def test_two_sidecars_share_one_pool_before_the_engine(store: str) -> None:
     variables = {
         name: SERVICES[SIDECARS[0]]["environment"][name] for name in ("SIDECAR_STORE", "OTEL_METRICS_EXPORTER")

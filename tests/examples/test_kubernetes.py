@@ -31,6 +31,8 @@ from tests.examples.kubernetes import (
 )
 from tests.support.each import each
 
+pytestmark = pytest.mark.long
+
 OLDEST, NEWEST = "1.29", "1.37"
 """Of Kubernetes: the oldest with all that we use, and the newest whose schemas are at hand."""
 ENDS_WITHIN_S = 10

@@ -175,7 +175,7 @@ ADDRESSES = some.one_of(
 
 
 @given(host=ADDRESSES, port=some.integers(0, 65535))
-async def test_no_address_outside_the_gateways_networks_is_believed(host: str, port: int) -> None:
+def test_no_address_outside_the_gateways_networks_is_believed(host: str, port: int) -> None:
     gateway = GatewayPolicy(b"x-tenant", None, (read_network("10.0.0.0/8"), read_network("fd00::/8")))
     inside = host.removeprefix("::ffff:").startswith("10.") or host.lower().startswith("fd")
     if gateway.is_from((host, port)):

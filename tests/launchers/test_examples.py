@@ -59,6 +59,7 @@ async def test_trtllm_serves_with_the_examples_options_and_hears_priorities(tmp_
             assert (await state.json())["pool"]["capacity"] == {"tokens": 1_310_000, "requests": 160}
 
 
+@pytest.mark.long
 async def test_sglang_serves_with_priority_scheduling(tmp_path: Path) -> None:
     variables = {
         **MODEL,

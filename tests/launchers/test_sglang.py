@@ -98,6 +98,7 @@ async def test_what_a_client_writes_itself_is_not_what_the_engine_gets(tmp_path:
         assert {event["priority"] for event in happened(tmp_path)} == {PRIORITIES["low"]}
 
 
+@pytest.mark.long
 async def test_an_engine_that_serves_as_they_come_is_told_no_priority_and_the_start_says_so(tmp_path: Path) -> None:
     """With --abort-on-priority-when-disabled SGLang would answer 503 to each."""
     async with sglang(tmp_path, is_by_priority=False) as server:
@@ -106,12 +107,14 @@ async def test_an_engine_that_serves_as_they_come_is_told_no_priority_and_the_st
         assert server.log.count("start it with --enable-priority-scheduling") == 1
 
 
+@pytest.mark.long
 async def test_a_policy_without_an_engine_hands_nothing_over(tmp_path: Path) -> None:
     async with sglang(tmp_path, "--default-priority-value", "7", engine="none") as server:
         await ask(server, "batch", "any")
         assert {event["priority"] for event in happened(tmp_path)} == {7}
 
 
+@pytest.mark.long
 async def test_the_servers_own_request_does_not_end_it(tmp_path: Path) -> None:
     """SGLang asks itself when it starts, without a key, at a path that no policy guards by default; a 404 ends it."""
     async with sglang(tmp_path) as server:
@@ -178,6 +181,7 @@ async def test_its_own_key_is_asked_for_before_the_sidecar(tmp_path: Path) -> No
         assert "x-admission-tier" not in headers
 
 
+@pytest.mark.long
 async def test_a_client_that_leaves_is_aborted(tmp_path: Path) -> None:
     async with sglang(tmp_path) as server:
         body = {"messages": [{"role": "user", "content": "leaving"}], "max_tokens": 1000}
@@ -215,6 +219,7 @@ async def _both_workers_are_up(server: Launched) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 async def test_its_process_is_an_engine_of_the_pool(tmp_path: Path) -> None:
     async with sglang(tmp_path, capacity="engines: {mounted: true, slow_start: 0s, capacity: {requests: 3}}") as server:
         await asyncio.gather(*(ask(server, "high", f"prompt {index}") for index in range(9)))

@@ -132,6 +132,7 @@ async def test_a_client_that_leaves_is_aborted_at_the_engine(tmp_path: Path) -> 
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("build", "options", "reported", "said"),
     [
@@ -165,6 +166,7 @@ async def test_what_a_build_cannot_do_is_said_once_and_nothing_is_refused(
     assert all(phrase in line for phrase, line in zip(said, lines, strict=True))
 
 
+@pytest.mark.long
 async def test_a_policy_without_an_engine_hands_nothing_over(tmp_path: Path) -> None:
     write_policy(tmp_path, engine="none")
     async with trtllm(tmp_path) as server:
@@ -255,6 +257,7 @@ def test_arguments_that_are_wrong_are_refused_by_the_real_command(tmp_path: Path
     assert "No such option" in gone.stderr
 
 
+@pytest.mark.long
 async def test_a_path_that_is_not_guarded_is_refused_by_default(tmp_path: Path) -> None:
     write_policy(tmp_path).write_text(
         (tmp_path / "policy.yaml").read_text().replace("  /v1/chat/completions: {}\n", "")
@@ -287,6 +290,7 @@ async def test_messages_has_errors_of_its_own_shape(tmp_path: Path) -> None:
         assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.long
 async def test_the_requests_of_a_batch_have_the_grant_of_the_batch(tmp_path: Path) -> None:
     """They are begun in the request that brings them, and run on after it."""
     path = "/v1/messages/batches"
@@ -306,12 +310,14 @@ async def test_the_requests_of_a_batch_have_the_grant_of_the_batch(tmp_path: Pat
         assert await served(server) == {"one": 0.25, "two": 0.25}
 
 
+@pytest.mark.long
 async def test_what_the_servers_own_options_set_counts(tmp_path: Path) -> None:
     """--set overrides the file: with it the queue is first come, first served, and the start says so."""
     async with trtllm(tmp_path, "--set", "scheduler_config.waiting_queue_policy=fcfs") as server:
         assert warned(server)[0].startswith("sidecar: the engine serves its waiting queue first come, first served")
 
 
+@pytest.mark.long
 async def test_mounted_by_the_servers_own_option_chat_carries_its_priority(tmp_path: Path) -> None:
     """Without the launcher, as docs/mounting.md says: chat and completions in their body, the others go without."""
     write_policy(tmp_path)

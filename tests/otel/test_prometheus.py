@@ -13,6 +13,8 @@ from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
 from tests.otel.files import OF_GAIN, OF_SIZES, dashboard, queries, rules
 from tests.otel.overload import CALLED_FOR, POOL, STORE_LOST, Overloaded, fired
 
+pytestmark = pytest.mark.long
+
 SELECTOR = re.compile(r"\b(admission_\w+)((?:\{[^}]*\})?)(?=[\s\[)]|$)")
 GROUPING = re.compile(r"\b(?:by|on|group_left|without) ?\([^)]*\)")
 
@@ -29,7 +31,6 @@ def for_this_pool(expression: str, pool: str = POOL) -> str:
     return filled.replace("$__rate_interval", "4s").replace("$__range", "10s")
 
 
-@pytest.mark.long
 def test_every_query_of_the_dashboard_finds_data(overload: Overloaded) -> None:
     elsewhere = (OF_ENGINES, OF_GAIN, OF_SIZES)
     asked = {name: for_this_pool(each) for name, each in queries() if not any(of.search(each) for of in elsewhere)}

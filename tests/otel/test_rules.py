@@ -23,6 +23,7 @@ def of(rule: Rule) -> str:
     return rule.name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", [("check", "config"), ("test", "rules")])
 def test_promtool_has_nothing_to_say_against_them(command: tuple[str, str]) -> None:
     file = "prometheus.yml" if command[0] == "check" else RULES_TEST.name
@@ -31,6 +32,7 @@ def test_promtool_has_nothing_to_say_against_them(command: tuple[str, str]) -> N
     assert "SUCCESS" in ended.stdout
 
 
+@pytest.mark.long
 def test_promtool_finds_an_alert_that_no_longer_fires(tmp_path: Path) -> None:
     """A negative control: the tests can fail."""
     for file in ("rules.yaml", "rules_test.yaml"):

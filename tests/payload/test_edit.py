@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sidecar.payload.edit import insert, remove
@@ -85,7 +85,6 @@ BODIES = st.builds(lambda before, body, after: (before + body + after).encode(),
 
 @pytest.mark.long
 @given(body=BODIES, path=st.sampled_from(PATHS))
-@settings(max_examples=120)
 @example(body=b'{"priority":1,"priority":2,"priority":3}', path=("priority",))
 @example(body=b'{"x":0,"priority":{},"priority":[],"y":"priority","priority":"}"}', path=("priority",))
 @example(body=b'{"priority":1,"priority":2,"x":0}', path=("priority",))
@@ -103,7 +102,6 @@ def test_removing_a_path_gives_the_same_json_without_it(body: bytes, path: tuple
 
 
 @given(body=BODIES, path=st.sampled_from(PATHS))
-@settings(max_examples=50)
 def test_what_remains_is_the_original_minus_the_cut_spans(body: bytes, path: tuple[str, ...]) -> None:
     left = iter(body)
     assert all(byte in left for byte in remove(body, path))  # a subsequence: nothing is added, nothing reordered
@@ -111,7 +109,6 @@ def test_what_remains_is_the_original_minus_the_cut_spans(body: bytes, path: tup
 
 
 @given(body=BODIES, value=VALUES)
-@settings(max_examples=40)
 def test_insert_puts_a_member_first_and_changes_nothing_else(body: bytes, value: str) -> None:
     spliced = insert(body, "priority", value.encode())
     assert parsed(spliced) == Pairs([("priority", parsed(value.encode())), *parsed(body)])

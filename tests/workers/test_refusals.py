@@ -45,6 +45,7 @@ async def test_a_port_that_is_taken_is_refused_and_nothing_is_left(option: str, 
     assert said == f"sidecar: cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
+@pytest.mark.long
 async def test_a_port_that_other_workers_share_is_refused(tmp_path: Path) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as shared:
         shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -72,6 +73,7 @@ async def test_what_a_worker_alone_finds_out_is_said_as_one_process_says_it(tmp_
     assert said == 'sidecar: OTEL_TRACES_EXPORTER: "smoke" is not supported; write otlp, console or none'
 
 
+@pytest.mark.long
 async def test_an_upstream_that_is_this_command_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
