@@ -152,6 +152,7 @@ async def test_check_reads_a_policy_of_the_engine(installed: Path) -> None:
         assert said in bad.stdout + bad.stderr
 
 
+@pytest.mark.long
 async def test_explain_says_how_the_engine_gets_the_priority(installed: Path) -> None:
     asked = ("--path", "/v1/chat/completions", "--header", f"{HEADER}: 60")
     ended = await sidecar("explain", str(installed), *asked, "--json", "-")

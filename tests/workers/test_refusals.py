@@ -37,7 +37,7 @@ def test_a_number_of_workers_that_is_none_is_refused(number: str, capsys: pytest
     assert "argument --workers" in said
 
 
-@pytest.mark.parametrize("option", ["--port", "--admin-port"])
+@pytest.mark.parametrize("option", ["--port", pytest.param("--admin-port", marks=pytest.mark.long)])
 async def test_a_port_that_is_taken_is_refused_and_nothing_is_left(option: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
