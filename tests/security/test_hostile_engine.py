@@ -68,7 +68,7 @@ async def test_whatever_it_answers_a_client_reads_one_response_and_the_next_one_
     ):
         writer.write(post(CHAT, SMALL, key("acme"), "x-first: 1", close=False))
         writer.write(get("/next"))
-        first, *others = responses(await asyncio.wait_for(reader.read(), 10))
+        first, *others = responses(await asyncio.wait_for(reader.read(), 60))
     if first.status == 502:
         assert b'"code":"engine_unreachable"' in first.body
     else:
