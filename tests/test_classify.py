@@ -80,7 +80,7 @@ def classified(policy: Policy, asked: Asked, tenant: Tenant = ROOT) -> Classific
 # -- who asks
 
 
-@pytest.mark.parametrize("scheme", [b"Bearer ", b"bearer ", b"BEARER ", b"bEaReR   "])
+@each("scheme", [b"Bearer ", b"bearer ", b"BEARER ", b"bEaReR   "])
 def test_the_key_is_found_behind_bearer_in_any_case(scheme: bytes) -> None:
     assert classifier_of(policy_of()).tenant({b"authorization": scheme + KEY}) is ACME
 
@@ -126,9 +126,7 @@ def test_without_a_key_a_request_is_anonymous() -> None:
     assert classifier_of(policy_of()).tenant({b"authorization": b"Basic dTpw"}) is ANONYMOUS
 
 
-@pytest.mark.parametrize(
-    "headers", [{b"authorization": b"Bearer wrong-key"}, {b"x-api-key": b"wrong-key"}, {b"x-api-key": b""}]
-)
+@each("headers", [{b"authorization": b"Bearer wrong-key"}, {b"x-api-key": b"wrong-key"}, {b"x-api-key": b""}])
 def test_an_unknown_key_is_refused_and_not_repeated(headers: dict[bytes, bytes]) -> None:
     with pytest.raises(InvalidApiKey) as refused:
         classifier_of(policy_of()).tenant(headers)
@@ -366,7 +364,7 @@ def test_the_engines_header_beats_its_member(engine: str, header: bytes) -> None
     assert (made.source, made.level, made.ignored) == (Source.ENGINE, HIGH, ("priority",))
 
 
-@pytest.mark.parametrize("value", [b"", b"abc", b"1.5", b"9" * 5000])
+@each("value", [b"", b"abc", b"1.5", b"9" * 5000])
 def test_a_header_that_the_engine_could_not_read_leaves_it_to_the_member(value: bytes) -> None:
     made = by_engine("sglang", asked_with(priority=5, headers={b"x-override-priority": value}))
     assert (made.level, made.ignored) == (NORMAL, ("x-override-priority",))

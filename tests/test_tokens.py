@@ -275,13 +275,13 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("words", [1, 100, 5000])
+@each("words", [1, 100, 5000])
 async def test_a_tokenizer_counts_exactly(tokenizer_file: str, words: int) -> None:
     assert await TokenizerCounter(tokenizer_file).count("word " * words) == words
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("words", [SAMPLED_ABOVE // 4, 60_000, 500_000])
+@each("words", [SAMPLED_ABOVE // 4, 60_000, 500_000])
 async def test_long_text_is_sampled_within_a_few_percent(tokenizer_file: str, words: int) -> None:
     text = "".join("word " if number % 7 else "longerword " for number in range(words))
     assert await TokenizerCounter(tokenizer_file).count(text) == pytest.approx(words, rel=0.03)
@@ -328,7 +328,7 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.Mo
         TokenizerCounter("tokenizer.json")
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", "not json"])
+@each("content", [None, "", "{}", "not json"])
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "tokenizer.json"
     if content is not None:

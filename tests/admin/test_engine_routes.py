@@ -141,7 +141,7 @@ async def test_a_drain_that_another_ends() -> None:
         lease.settle()
 
 
-@pytest.mark.parametrize("query", ["wait=perhaps", "wait=true&timeout=soon", "wait=true&timeout=-1s", "timeout="])
+@each("query", ["wait=perhaps", "wait=true&timeout=soon", "wait=true&timeout=-1s", "timeout="])
 async def test_bad_parameters_drain_nothing(query: str) -> None:
     async with both() as (seen, client):
         status, found = await client.post(f"/engines/a/drain?{query}")

@@ -24,6 +24,7 @@ from tests.cluster.replicas import Replica, overload, replicas
 from tests.cluster.views import engine, engines, gave_way, overview, sizes, starved, tier
 from tests.support.browser import browser
 from tests.support.devtools import Tab, headless, tab
+from tests.support.each import each
 from tests.support.serving import serving
 
 pytestmark = [
@@ -186,7 +187,7 @@ async def test_a_tier_says_how_many_of_its_requests_ended_as_promised(tools: str
         assert "as promised" not in (await cells(page, 1))[0]
 
 
-@pytest.mark.parametrize("width", [1180, 900, 390])
+@each("width", [1180, 900, 390])
 async def test_engines_with_long_names_fit_the_window(tools: str, width: int) -> None:
     name = "vllm-decode-0.vllm-headless.inference.svc.cluster.local:8000"
     reason = "connection refused by http://" + "a-very-long-host-name." * 10

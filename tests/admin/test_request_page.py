@@ -127,7 +127,7 @@ async def drawn(tools: str, page: str) -> AsyncIterator[Tab]:
 
 
 @needs_browser
-@pytest.mark.parametrize("name", ["batch", "n" * 128, EVERYWHERE], ids=["plain", "long", "hostile"])
+@each("name", ["batch", "n" * 128, EVERYWHERE], ids=["plain", "long", "hostile"])
 async def test_nothing_is_cut_off_or_runs_at_any_width(tools: str, name: str) -> None:
     for page in (story_page(story(name)), unknown_page(builder(), elsewhere(name), name)):
         async with drawn(tools, page) as opened:

@@ -33,7 +33,7 @@ def ladder(engine: type[Engine], levels: int) -> list[float]:
     return [dialect(engine).priority(level, levels) for level in range(levels)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("engine", "values"),
     [
         (TRTLLM, [1.0, 0.75, 0.5, 0.25, 0.0]),
@@ -54,7 +54,7 @@ def test_a_more_important_level_is_never_sent_as_a_less_important_one(engine: ty
     assert all(sign * better >= sign * worse for better, worse in pairwise(values))
 
 
-@pytest.mark.parametrize(("engine", "most"), [(TRTLLM, 20), (VLLM, 20), (SGLANG, 11), (DYNAMO, 20)])
+@each(("engine", "most"), [(TRTLLM, 20), (VLLM, 20), (SGLANG, 11), (DYNAMO, 20)])
 def test_levels_stay_apart_as_far_as_the_range_allows(engine: type[Engine], most: int) -> None:
     for levels in range(1, most + 1):
         assert len(set(ladder(engine, levels))) == levels
@@ -122,7 +122,7 @@ def test_in_the_engines_own_process_no_body_is_rewritten_for_it(route: Route, is
     assert [TensorRtLlm(route=route).priority(level, 5) for level in range(5)] == ladder(TRTLLM, 5)
 
 
-@pytest.mark.parametrize("engine", TALKING)
+@each("engine", TALKING)
 def test_a_member_is_the_json_of_its_value(engine: type[Engine]) -> None:
     for level in range(7):
         priority = dialect(engine).priority(level, 7)

@@ -199,7 +199,7 @@ async def test_the_tenants_of_a_tier_take_turns() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("tenant", "engine", "rule", "sentence"),
     [
         ("t", "b#1", "claim", "it waited for its own engine"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 
 from sidecar.admin.request_page import story_page
 from sidecar.events import Outcome, Settled
@@ -107,7 +106,7 @@ def test_a_request_that_is_not_admitted_asked_and_one_of_the_dry_run_would_have(
     assert entered(story(size=None)) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("held", "growths", "said"),
     [
         (

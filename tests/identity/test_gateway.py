@@ -183,7 +183,7 @@ def test_no_address_outside_the_gateways_networks_is_believed(host: str, port: i
         assert port
 
 
-@pytest.mark.parametrize("host", ["10.0.0.1", "::ffff:10.0.0.1", "fd00::1", "fd00::1%eth0"])
+@each("host", ["10.0.0.1", "::ffff:10.0.0.1", "fd00::1", "fd00::1%eth0"])
 def test_every_form_of_its_addresses_is_the_gateways(host: str) -> None:
     gateway = GatewayPolicy(b"x-tenant", None, (read_network("10.0.0.0/8"), read_network("fd00::/8")))
     assert gateway.is_from((host, 40_000))

@@ -46,7 +46,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch, refused: Refused)
     assert "SIDECAR_PROCESSES" not in os.environ
 
 
-@pytest.mark.parametrize(("which", "named"), [(0, "one of 2"), (1, "the last of 2")])
+@each(("which", "named"), [(0, "one of 2"), (1, "the last of 2")])
 def test_each_of_several_processes_needs_one(
     monkeypatch: pytest.MonkeyPatch, refused: Refused, which: int, named: str
 ) -> None:

@@ -17,6 +17,7 @@ from sidecar.launchers.checks import CannotLaunch
 from sidecar.launchers.sglang_priority import hand_over_in
 from tests.launchers.conftest import Refusal
 from tests.launchers.launched import Launched, launched, ours, write_policy
+from tests.support.each import each
 from tests.support.ports import free_ports
 from tests.support.redis_servers import RedisServer, first_binary
 
@@ -173,7 +174,7 @@ def changed_manager(change: str) -> type[Any]:
     return classes[change]
 
 
-@pytest.mark.parametrize("change", ["not called", "one argument more", "by another name", "gone"])
+@each("change", ["not called", "one argument more", "by another name", "gone"])
 def test_another_sglang_than_the_one_that_was_read_is_refused(change: str) -> None:
     with pytest.raises(CannotLaunch, match=r"another way than 0\.5\.23: .*_default_priority is missing, changed"):
         hand_over_in(changed_manager(change))
@@ -243,7 +244,7 @@ def test_several_workers_without_a_store_are_refused(tmp_path: Path, refusal: Re
     assert "set SIDECAR_STORE=" in said
 
 
-@pytest.mark.parametrize(
+@each(
     ("way", "said"),
     [
         ("--enable-http2", "--enable-http2 serves with Granian"),

@@ -167,7 +167,7 @@ def test_a_prompt_of_3000_tokens_counts_wherever_it_travels(api: Api, fields: di
     assert 3000 <= tokens(api, **fields) <= 8000
 
 
-@pytest.mark.parametrize(
+@each(
     ("api", "fields"),
     [(CHAT, {"input_ids": IDS}), (CHAT, {"prompt_token_ids": IDS}), (CHAT, {"input_embeds": [[0.25, 1e-3]] * 3000})],
 )
@@ -475,7 +475,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@each("kind", HOSTILE)
 def test_reading_takes_time_in_proportion_to_the_body(kind: str) -> None:
     start, middle, end = HOSTILE[kind]
 

@@ -164,7 +164,7 @@ HOSTILE: dict[str, Callable[[int], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@each("kind", HOSTILE)
 def test_removing_takes_time_in_proportion_to_the_body(kind: str) -> None:
     path = HINT_PATH if "nvext" in HOSTILE[kind](1).decode() else ("priority",)
 

@@ -40,7 +40,7 @@ def test_the_next_turn_of_a_conversation_begins_with_the_last_one() -> None:
     assert first.data == b"system\0be brief\0user\0why?"
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [
         [{"role": "user", "content": [{"type": "text", "text": "why?"}]}],
@@ -131,7 +131,7 @@ def test_a_cache_key_is_read() -> None:
     assert chat(("user", "x"), prompt_cache_key="ann").cache_key == "ann"
 
 
-@pytest.mark.parametrize("size", [LONGEST_DECODED, LONGEST_READ, 8 * LONGEST_READ])
+@each("size", [LONGEST_DECODED, LONGEST_READ, 8 * LONGEST_READ])
 def test_a_long_body_is_taken_as_it_was_sent_and_only_its_beginning(size: int) -> None:
     found = chat(("user", "x" * size), model="m")
     assert len(found.data) == min(LONGEST_READ, found.size)

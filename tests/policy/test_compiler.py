@@ -44,7 +44,7 @@ def test_the_shipped_policy_is_the_ladder_of_the_design() -> None:
     assert Tenant("anonymous", 3, 3) == policy.anonymous
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "name"),
     [("sk-demo-interactive", "interactive"), ("sk-demo-standard", "standard"), ("sk-demo-research", "research-batch")],
 )

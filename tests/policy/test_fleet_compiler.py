@@ -97,7 +97,7 @@ def test_the_specified_policy_loads(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("key", ["affinity", "health", "replay"])
+@each("key", ["affinity", "health", "replay"])
 def test_a_mapping_with_nothing_in_it_has_its_defaults(tmp_path: Path, key: str) -> None:
     engines = "engines:\n  static: [{name: a, url: http://a:8000}]\n"
     assert loaded(tmp_path, f"{engines}  {key}:\n").engines == loaded(tmp_path, engines).engines
@@ -112,7 +112,7 @@ def test_the_defaults_are_those_of_the_specification_but_for_sessions(tmp_path: 
     assert (fleet.health, fleet.replay) == (Health("/health", 2.0, 3, 2), Replay(1, Fraction(1, 10)))
 
 
-@pytest.mark.parametrize("name", [name for name in ENGINES if name != "none"])
+@each("name", [name for name in ENGINES if name != "none"])
 def test_an_engine_is_probed_at_its_own_page(tmp_path: Path, name: str) -> None:
     fleet = loaded(tmp_path, WRITTEN, TIERS.replace("vllm", name)).engines
     assert fleet is not None
@@ -178,7 +178,7 @@ def test_one_model_may_have_all_engines(tmp_path: Path) -> None:
     assert policy.of_model("m").rules == policy.rules
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "service"),
     [
         ("vllm.ns.svc:8000", DnsService("vllm.ns.svc", 8000, 5.0)),

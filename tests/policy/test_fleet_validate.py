@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.policy.files import mistakes, pool
 from tests.support.each import each
 
@@ -188,13 +186,13 @@ def test_a_wrong_line_of_engines_says_what_would_be_right(tmp_path: Path, engine
     assert of(tmp_path, f"engines: {engines}\n") == [said]
 
 
-@pytest.mark.parametrize("other", ["HTTP://a", "http://A/", "http://a:80", "http://a:80//"])
+@each("other", ["HTTP://a", "http://A/", "http://a:80", "http://a:80//"])
 def test_an_address_written_in_another_way_is_the_same_engine(tmp_path: Path, other: str) -> None:
     (said,) = of(tmp_path, f"engines: {{static: [{{name: a, url: http://a}}, {{name: b, url: '{other}'}}]}}\n")
     assert said.endswith(" is engine a, which would count twice; remove one of them")
 
 
-@pytest.mark.parametrize("other", ["https://a", "http://a:81", "http://a/x", "http://b"])
+@each("other", ["https://a", "http://a:81", "http://a/x", "http://b"])
 def test_another_scheme_port_or_path_is_another_engine(tmp_path: Path, other: str) -> None:
     assert of(tmp_path, f"engines: {{static: [{{name: a, url: http://a}}, {{name: b, url: '{other}'}}]}}\n") == []
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from sidecar.policy.compiler import load
 from sidecar.policy.diff import needs_restart
 from tests.support.each import each
@@ -88,7 +86,7 @@ def fleet_keys(folder: Path, before: str, after: str) -> list[str]:
     return needs_restart(running, load(folder))
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after", "key"),
     [
         (STATIC, "{file: e.yaml}", "engines (static, file, dns or mounted)"),

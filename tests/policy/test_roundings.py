@@ -14,7 +14,7 @@ HASH = "sha256:" + "0" * 64
 TOO_SHORT = 'is less than a microsecond, and times are counted in those; write "1us"'
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "key"),
     [
         ("aging: {promote_after: 0.4us, ceiling: high}", "aging.promote_after"),

@@ -373,7 +373,7 @@ def test_what_was_loaded_shows_no_password(tmp_path: Path) -> None:
     assert "hunter2" not in repr(loaded)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "shown"),
     [
         ("redis://user:hunter2@host/0", "redis://***@host/0"),

@@ -26,7 +26,7 @@ def _pool(folder: Path, pattern: str = "tenants/*.yaml") -> Path:
     return pool(folder, f"{SMALL}tenants: {pattern}\n")
 
 
-@pytest.mark.parametrize(
+@each(
     ("target", "said"),
     [
         ("a file", "a file, and not a folder; name a folder"),

@@ -10,7 +10,7 @@ from sidecar.policy.units import Ambiguous
 from tests.support.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("written", "expected"),
     [("10%", Fraction(1, 10)), ("0%", Fraction(0)), ("100%", Fraction(1)), ("33.3%", Fraction(333, 1000))],
 )
@@ -49,7 +49,7 @@ def test_a_number_without_a_unit_is_not_a_duration() -> None:
         units.duration_s(30)
 
 
-@pytest.mark.parametrize(("written", "expected"), [("10k", 10_000), ("2M", 2_000_000), ("1.5k", 1500), (160, 160)])
+@each(("written", "expected"), [("10k", 10_000), ("2M", 2_000_000), ("1.5k", 1500), (160, 160)])
 def test_a_count_is_a_whole_number(written: object, expected: int) -> None:
     assert expected == units.count(written)
 
@@ -60,7 +60,7 @@ def test_what_is_no_count_is_refused(written: object) -> None:
         units.count(written)
 
 
-@pytest.mark.parametrize(("written", "expected"), [("8MiB", 8 * 2**20), ("512KiB", 2**19), (1000, 1000), ("1B", 1)])
+@each(("written", "expected"), [("8MiB", 8 * 2**20), ("512KiB", 2**19), (1000, 1000), ("1B", 1)])
 def test_a_size_is_bytes(written: object, expected: int) -> None:
     assert expected == units.size_bytes(written)
 

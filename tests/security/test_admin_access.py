@@ -135,9 +135,7 @@ async def test_on_loopback_an_address_or_localhost_is_shown(host: str) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(
-    "host", ["rebound.example:9464", "127.0.0.1.rebound.example", "localhost.rebound.example", "x"]
-)
+@each("host", ["rebound.example:9464", "127.0.0.1.rebound.example", "localhost.rebound.example", "x"])
 async def test_a_name_that_was_made_to_point_here_is_shown_nothing(host: str) -> None:
     async with admin(Access()) as served:
         assert is_refused(await ask(served, "/overview", host=host), 403, "unknown_host")

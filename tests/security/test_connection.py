@@ -33,7 +33,7 @@ async def read_all(reader: asyncio.StreamReader) -> bytes:
     return await asyncio.wait_for(reader.read(), 60)
 
 
-@pytest.mark.parametrize("beginning", [b"GET / HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\nhost: sidecar\r\n"])
+@each("beginning", [b"GET / HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\nhost: sidecar\r\n"])
 async def test_a_head_without_end_is_cut_off(beginning: bytes) -> None:
     """Whatever it is that never ends: a value, a target, the list of headers."""
     async with sidecar() as guarded, connected(guarded.port) as (reader, writer):

@@ -89,7 +89,7 @@ async def before_an_engine(folder: Path, more: str = "") -> AsyncIterator[tuple[
             yield engine, served.port
 
 
-@pytest.mark.parametrize("sent", [(), (key("acme"),), ("x-api-key: sk-acme",), (BASIC,)])
+@each("sent", [(), (key("acme"),), ("x-api-key: sk-acme",), (BASIC,)])
 async def test_an_engine_with_a_key_of_its_own_gets_that_one(
     sent: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +156,7 @@ async def test_a_servers_own_key_check_behind_the_sidecar_is_passed_with_the_eng
     assert statuses == [200, 401, 200]
 
 
-@pytest.mark.parametrize("named", ["X-Vllm-Priority", "authorization", "x-vllm-priority , Authorization"])
+@each("named", ["X-Vllm-Priority", "authorization", "x-vllm-priority , Authorization"])
 async def test_a_client_cannot_have_the_proxy_drop_what_the_sidecar_has_written(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,7 @@ def test_what_holds_the_engines_key_does_not_show_it() -> None:
     assert ENGINE_KEY not in repr(Credentials(False, ENGINE_KEY.encode()))
 
 
-@pytest.mark.parametrize(
+@each(
     ("said", "warns"),
     [
         ((ENGINE_KEY, "normal", ""), True),

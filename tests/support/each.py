@@ -19,7 +19,7 @@ Names = "Collection[str] | Callable[[Any], str]"
 def each(names: str | Sequence[str], rows: Collection[Any], ids: Names = ()) -> Callable[[Any], Any]:
     """As `pytest.mark.parametrize`, but one item for all rows, with the same fixtures: for rows that cost little.
 
-    Each row has a `tmp_path` of its own, and a `monkeypatch` that is undone after it.
+    Each row has a `tmp_path` of its own, and a `monkeypatch` that is undone after it; `caplog` and `capsys` are empty.
     Fails with each row that fails, its line and its error; the first one's traceback is shown whole.
     """
     wanted = (names,) if isinstance(names, str) else tuple(names)
@@ -70,6 +70,10 @@ def _own(fixtures: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
     if "tmp_path" in own:
         own["tmp_path"] /= f"row-{number}"
         own["tmp_path"].mkdir()
+    if "caplog" in own:
+        own["caplog"].clear()
+    if "capsys" in own:
+        own["capsys"].readouterr()
     with pytest.MonkeyPatch.context() as patch:
         if "monkeypatch" in own:
             own["monkeypatch"] = patch
