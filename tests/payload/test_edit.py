@@ -83,7 +83,6 @@ HINTS = st.builds(
 BODIES = st.builds(lambda before, body, after: (before + body + after).encode(), SPACE, objects(VALUES) | HINTS, SPACE)
 
 
-@pytest.mark.long
 @given(body=BODIES, path=st.sampled_from(PATHS))
 @example(body=b'{"priority":1,"priority":2,"priority":3}', path=("priority",))
 @example(body=b'{"x":0,"priority":{},"priority":[],"y":"priority","priority":"}"}', path=("priority",))

@@ -6,7 +6,6 @@ import json
 from contextlib import suppress
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -183,7 +182,6 @@ FIELDS = st.dictionaries(
 )
 
 
-@pytest.mark.long
 @given(st.sampled_from(list(Api)), FIELDS)
 def test_no_body_breaks_it(api: Api, fields: dict[str, Any]) -> None:
     body = json.dumps(fields).encode()
