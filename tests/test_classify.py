@@ -19,6 +19,7 @@ from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Endpoint, Policy, Source, Tenant, Tier
 from sidecar.policy.rules import Shares, pool_rules
+from tests.support.each import each
 
 TIERS = ("critical", "high", "normal", "low", "batch")
 CRITICAL, HIGH, NORMAL, LOW, BATCH = range(5)
@@ -79,7 +80,7 @@ def classified(policy: Policy, asked: Asked, tenant: Tenant = ROOT) -> Classific
 # -- who asks
 
 
-@pytest.mark.parametrize("scheme", [b"Bearer ", b"bearer ", b"BEARER ", b"bEaReR   "])
+@each("scheme", [b"Bearer ", b"bearer ", b"BEARER ", b"bEaReR   "])
 def test_the_key_is_found_behind_bearer_in_any_case(scheme: bytes) -> None:
     assert classifier_of(policy_of()).tenant({b"authorization": scheme + KEY}) is ACME
 
@@ -125,9 +126,7 @@ def test_without_a_key_a_request_is_anonymous() -> None:
     assert classifier_of(policy_of()).tenant({b"authorization": b"Basic dTpw"}) is ANONYMOUS
 
 
-@pytest.mark.parametrize(
-    "headers", [{b"authorization": b"Bearer wrong-key"}, {b"x-api-key": b"wrong-key"}, {b"x-api-key": b""}]
-)
+@each("headers", [{b"authorization": b"Bearer wrong-key"}, {b"x-api-key": b"wrong-key"}, {b"x-api-key": b""}])
 def test_an_unknown_key_is_refused_and_not_repeated(headers: dict[bytes, bytes]) -> None:
     with pytest.raises(InvalidApiKey) as refused:
         classifier_of(policy_of()).tenant(headers)
@@ -244,7 +243,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("raw", REFUSED, ids=[raw.decode()[:12] for raw in REFUSED])
+@each("raw", REFUSED, ids=[raw.decode()[:12] for raw in REFUSED])
 def test_a_body_that_names_no_tier_is_refused_with_the_tiers(raw: bytes) -> None:
     with pytest.raises(UnknownTier) as refused:
         classified(policy_of(), asked_with(raw=raw))
@@ -254,9 +253,7 @@ def test_a_body_that_names_no_tier_is_refused_with_the_tiers(raw: bytes) -> None
     assert len(refused.value.message) < 200
 
 
-@pytest.mark.parametrize(
-    "value", ["urgent", "", "nan", "inf", "-inf", "1e400", "1.01", "-1", "High", "0x1", "é", "true"]
-)
+@each("value", ["urgent", "", "nan", "inf", "-inf", "1e400", "1.01", "-1", "High", "0x1", "é", "true"])
 def test_a_header_that_names_no_tier_is_refused_with_the_tiers(value: str) -> None:
     with pytest.raises(UnknownTier, match=r"x-priority: .*send one of critical, high, normal, low, batch"):
         classified(policy_of(), asked_with(headers={b"x-priority": value.encode()}))
@@ -322,9 +319,7 @@ def test_a_source_that_the_policy_does_not_list_is_ignored_and_said() -> None:
     assert (made.level, set(made.ignored)) == (NORMAL, {"priority", "x-priority"})
 
 
-@pytest.mark.parametrize(
-    "nvext", [5, "x", [], {}, {"agent_hints": None}, {"agent_hints": 5}, {"agent_hints": {}}, None]
-)
+@each("nvext", [5, "x", [], {}, {"agent_hints": None}, {"agent_hints": 5}, {"agent_hints": {}}, None])
 def test_an_nvext_without_a_priority_is_left_alone(nvext: object) -> None:
     assert classified(policy_of(), asked_with(nvext=nvext)).ignored == ()
 
@@ -339,17 +334,13 @@ def by_engine(engine: str, asked: Asked, thresholds: tuple[tuple[float, int], ..
     return classified(policy_of(sources=WITH_ENGINE, engine=engine, engine_levels=thresholds), asked)
 
 
-@pytest.mark.parametrize(
-    ("number", "level"), [(99, HIGH), (10, HIGH), (9, NORMAL), (5, NORMAL), (4, LOW), (0, LOW), (-1, BATCH)]
-)
+@each(("number", "level"), [(99, HIGH), (10, HIGH), (9, NORMAL), (5, NORMAL), (4, LOW), (0, LOW), (-1, BATCH)])
 def test_where_higher_is_better_a_threshold_is_reached_from_below(number: int, level: int) -> None:
     made = by_engine("sglang", asked_with(priority=number))
     assert (made.source, made.level, made.ignored) == (Source.ENGINE, level, ())
 
 
-@pytest.mark.parametrize(
-    ("number", "level"), [(-99, HIGH), (0, HIGH), (1, NORMAL), (5, NORMAL), (6, LOW), (10, LOW), (11, BATCH)]
-)
+@each(("number", "level"), [(-99, HIGH), (0, HIGH), (1, NORMAL), (5, NORMAL), (6, LOW), (10, LOW), (11, BATCH)])
 def test_where_lower_is_better_a_threshold_is_reached_from_above(number: int, level: int) -> None:
     made = by_engine("vllm", asked_with(priority=number), ((0.0, HIGH), (5.0, NORMAL), (10.0, LOW)))
     assert (made.source, made.level, made.ignored) == (Source.ENGINE, level, ())
@@ -373,7 +364,7 @@ def test_the_engines_header_beats_its_member(engine: str, header: bytes) -> None
     assert (made.source, made.level, made.ignored) == (Source.ENGINE, HIGH, ("priority",))
 
 
-@pytest.mark.parametrize("value", [b"", b"abc", b"1.5", b"9" * 5000])
+@each("value", [b"", b"abc", b"1.5", b"9" * 5000])
 def test_a_header_that_the_engine_could_not_read_leaves_it_to_the_member(value: bytes) -> None:
     made = by_engine("sglang", asked_with(priority=5, headers={b"x-override-priority": value}))
     assert (made.level, made.ignored) == (NORMAL, ("x-override-priority",))

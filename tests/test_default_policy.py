@@ -25,7 +25,7 @@ from sidecar.policy.store import STORE_VARIABLE
 from tests.support.commands import address, command
 from tests.support.redis_servers import RedisServer, first_binary
 
-pytestmark = [pytest.mark.anyio, pytest.mark.alone]
+pytestmark = [pytest.mark.anyio, pytest.mark.alone, pytest.mark.long]
 
 STEP_MS, OUTPUT_TOKENS = 40, 200
 ANSWER_S = STEP_MS * OUTPUT_TOKENS / 1000

@@ -155,6 +155,7 @@ def test_the_stand_in_refuses_what_the_engine_refuses() -> None:
         StandInLLM("m").generate_async("hello", priority=1.5)
 
 
+@pytest.mark.long
 def test_a_server_that_is_given_a_name_constructs_it_from_the_environment() -> None:
     with running("from_environment") as url:
         body = {"model": "m", "max_tokens": 5, "messages": HELLO}
@@ -163,6 +164,7 @@ def test_a_server_that_is_given_a_name_constructs_it_from_the_environment() -> N
         assert ask(url, "/v1/chat/completions", body, "sk-nobody").status == 401
 
 
+@pytest.mark.long
 def test_without_a_policy_in_the_environment_it_does_not_start_and_says_why() -> None:
     words = shlex.split(documented("from_environment").replace("--port 8000", "--port 0"))[1:]
     ended = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.secrets import key_in_file, secret, secret_for_header
+from tests.support.each import each
 
 
 def test_a_variable_or_a_file_without_the_end_of_its_line(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_a_variable_or_a_file_without_the_end_of_its_line(tmp_path: Path) -> Non
     assert secret({}, "KEY") is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "said"),
     [
         (None, "'{file}' cannot be read (No such file or directory); name a file that this user may read"),
@@ -42,7 +43,7 @@ def test_both_are_one_too_many(tmp_path: Path) -> None:
     assert "hidden" not in str(refused.value)
 
 
-@pytest.mark.parametrize("written", ["hidden key", "hidden\r\nx-priority: high", "hiddén", "hidden\n"])
+@each("written", ["hidden key", "hidden\r\nx-priority: high", "hiddén", "hidden\n"])
 def test_what_cannot_travel_in_a_header_is_refused_without_being_shown(written: str) -> None:
     with pytest.raises(ValueError, match="KEY: contains a space, a line end or a character beyond ASCII") as refused:
         secret_for_header({"KEY": written}, "KEY")

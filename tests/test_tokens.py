@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from sidecar.tokens import (
     TokenizerCounter,
     tokens_to_hold,
 )
+from tests.support.each import each
 
 
 def completion(text: str = "", *, model: str | None = "m", **fields: object) -> Payload:
@@ -207,7 +208,7 @@ def test_the_ratios_of_many_tenants_are_sorted_only_now_and_then_and_where_a_new
     assert 7 <= sorts <= 9
 
 
-@pytest.mark.parametrize(
+@each(
     "beside",
     [
         {"documents": [{"text": "x" * 4000}]},
@@ -237,7 +238,7 @@ def test_what_is_not_known_counts_no_less_for_a_tenant_whose_text_is_light() -> 
     assert estimator.prompt_tokens(completion("", next_release="x" * 4000), "acme") >= 1000
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "held"),
     [
         ({"prompt": [1] * 10, "max_tokens": 5}, 15),
@@ -274,13 +275,13 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("words", [1, 100, 5000])
+@each("words", [1, 100, 5000])
 async def test_a_tokenizer_counts_exactly(tokenizer_file: str, words: int) -> None:
     assert await TokenizerCounter(tokenizer_file).count("word " * words) == words
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("words", [SAMPLED_ABOVE // 4, 60_000, 500_000])
+@each("words", [SAMPLED_ABOVE // 4, 60_000, 500_000])
 async def test_long_text_is_sampled_within_a_few_percent(tokenizer_file: str, words: int) -> None:
     text = "".join("word " if number % 7 else "longerword " for number in range(words))
     assert await TokenizerCounter(tokenizer_file).count(text) == pytest.approx(words, rel=0.03)
@@ -294,21 +295,21 @@ async def test_the_samples_cover_the_whole_text(tokenizer_file: str) -> None:
 
 @pytest.mark.anyio
 async def test_the_loop_runs_on_while_a_tokenizer_counts() -> None:
+    goes_on = threading.Event()
+
     class Slow(TokenizerCounter):
         def __init__(self) -> None:
             pass
 
         def _count(self, text: str) -> int:
-            time.sleep(0.1)
-            return len(text)
+            return len(text) if goes_on.wait(60) else 0
 
     counting = asyncio.ensure_future(Slow().count("abc"))
-    beats = 0
-    while not counting.done():
-        await asyncio.sleep(0.005)
-        beats += 1
+    for _ in range(5):
+        await asyncio.sleep(0.001)
+    assert not counting.done()
+    goes_on.set()
     assert await counting == 3
-    assert beats >= 5
 
 
 @pytest.mark.anyio
@@ -327,7 +328,7 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.Mo
         TokenizerCounter("tokenizer.json")
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", "not json"])
+@each("content", [None, "", "{}", "not json"])
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "tokenizer.json"
     if content is not None:

@@ -17,6 +17,7 @@ from sidecar.fleet import view as fleet_view
 from sidecar.middleware.engine_view import EngineView
 from tests.fleet.views import Viewed, lease_of, viewed
 from tests.fleet.waiting import other_tasks, until
+from tests.support.each import each
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -140,7 +141,7 @@ async def test_a_drain_that_another_ends() -> None:
         lease.settle()
 
 
-@pytest.mark.parametrize("query", ["wait=perhaps", "wait=true&timeout=soon", "wait=true&timeout=-1s", "timeout="])
+@each("query", ["wait=perhaps", "wait=true&timeout=soon", "wait=true&timeout=-1s", "timeout="])
 async def test_bad_parameters_drain_nothing(query: str) -> None:
     async with both() as (seen, client):
         status, found = await client.post(f"/engines/a/drain?{query}")
@@ -192,7 +193,7 @@ FROM_A_PAGE = [
 ]
 
 
-@pytest.mark.parametrize("headers", FROM_A_PAGE, ids=str)
+@each("headers", FROM_A_PAGE, ids=str)
 async def test_a_page_of_another_site_drains_nothing(headers: dict[str, str]) -> None:
     async with both() as (seen, client):
         status, found = await client.post("/engines/a/drain", **headers)

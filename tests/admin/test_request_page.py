@@ -36,6 +36,7 @@ from tests.cluster.replicas import CHAT, Replica, overload, replicas
 from tests.cluster.views import overview
 from tests.support.browser import browser
 from tests.support.devtools import Tab, headless, tab
+from tests.support.each import each
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -126,7 +127,7 @@ async def drawn(tools: str, page: str) -> AsyncIterator[Tab]:
 
 
 @needs_browser
-@pytest.mark.parametrize("name", ["batch", "n" * 128, EVERYWHERE], ids=["plain", "long", "hostile"])
+@each("name", ["batch", "n" * 128, EVERYWHERE], ids=["plain", "long", "hostile"])
 async def test_nothing_is_cut_off_or_runs_at_any_width(tools: str, name: str) -> None:
     for page in (story_page(story(name)), unknown_page(builder(), elsewhere(name), name)):
         async with drawn(tools, page) as opened:
@@ -164,7 +165,7 @@ async def get(url: str, **headers: str) -> tuple[int, str, str]:
         return answer.status, answer.content_type, await answer.text()
 
 
-@pytest.mark.parametrize("request_id", IDS)
+@each("request_id", IDS)
 async def test_any_id_that_a_client_may_choose_has_its_page_and_its_json(sidecar: Replica, request_id: str) -> None:
     await refused_as(sidecar, request_id)
     status, kind, page = await get(f"{sidecar.admin_url}/request?id={quote(request_id, safe='')}")
@@ -215,7 +216,7 @@ async def test_a_request_that_waited_says_what_it_waited_for_and_links_to_those_
     assert "settled" in theirs
 
 
-@pytest.mark.parametrize("query", ["?id=forgotten", "?id=", "", f"?id={'n' * 5000}", "?id=%ff%00%0a", "?id=a&id=b"])
+@each("query", ["?id=forgotten", "?id=", "", f"?id={'n' * 5000}", "?id=%ff%00%0a", "?id=a&id=b"])
 async def test_an_id_that_is_not_known_has_a_page_that_says_so(sidecar: Replica, query: str) -> None:
     status, kind, page = await get(f"{sidecar.admin_url}/request{query}")
     assert (status, kind) == (404, "text/html")

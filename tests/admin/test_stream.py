@@ -44,18 +44,18 @@ async def streaming(made: Made, **settings: Any) -> AsyncIterator[tuple[Overview
 
 async def event(response: aiohttp.ClientResponse) -> Any:
     """The next event's data."""
-    while line := await asyncio.wait_for(response.content.readline(), 5):
+    while line := await asyncio.wait_for(response.content.readline(), 60):
         if line.startswith(b"data: "):
             return json.loads(line[6:])
     return None
 
 
 async def until(condition: Any) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("not within 5 s")
+    raise AssertionError("not within a minute")
 
 
 async def test_the_first_event_comes_at_once_and_then_one_each_time() -> None:
@@ -115,7 +115,7 @@ async def test_it_ends_when_it_is_closed_so_that_the_server_can() -> None:
         async with client.get(url) as response:
             await event(response)
             stream.close()
-            await asyncio.wait_for(response.content.read(), 2)  # to its proper end
+            await asyncio.wait_for(response.content.read(), 60)  # to its proper end
         await until(lambda: stream.viewers == 0)
         async with client.get(url) as refused:
             assert refused.status == 503

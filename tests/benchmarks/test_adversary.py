@@ -22,6 +22,8 @@ from benchmarks.adversary.simulation import Overfilled, Request, Simulation, mea
 from sidecar.events import StoreState
 from sidecar.policy.rules import Shares, pool_rules
 
+pytestmark = pytest.mark.long
+
 RULES = shipped().rules
 HALF = RULES.tokens // 2
 ENOUGH_S = 300

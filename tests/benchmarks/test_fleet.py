@@ -25,6 +25,9 @@ from benchmarks.fleet.verdict import Verdict, summary
 from benchmarks.fleet_routers import RULES
 from sidecar.policy.compiler import load as load_policy
 from sidecar.tools.loadgen import Planned, Seen
+from tests.support.each import each
+
+pytestmark = pytest.mark.long
 
 started = routers.running
 
@@ -118,7 +121,7 @@ def test_a_good_comparison_reaches_everything() -> None:
     assert missed(GOOD) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("changed", "what"),
     [
         (run_of(routers.OURS, 6.8, 0.95, 0.26), "best other p99 to ours"),
@@ -213,7 +216,6 @@ def test_the_policy_before_a_fleet_is_one(tmp_path: Path) -> None:
     assert load_policy(tmp_path).tiers[0].name == "normal"
 
 
-@pytest.mark.long
 def test_a_run_through_real_processes_counts_the_same_hits_as_its_engines(setting: Setting) -> None:
     requests = load(setting)
     with emulated.running(setting) as engines, started("cache-aware", engines, setting) as router:
@@ -237,7 +239,6 @@ def test_a_run_in_virtual_time_repeats_exactly_and_serves_everything(name: str, 
     assert run.document() == virtual.play(name, setting).document()
 
 
-@pytest.mark.long
 def test_virtual_time_and_real_processes_agree_where_nothing_is_by_chance(setting: Setting) -> None:
     """Round robin sends each request to the same engine in both; hits differ by what was computed just then."""
     requests = load(setting)
@@ -257,7 +258,6 @@ def test_the_sidecars_own_scheduler_runs_in_virtual_time(setting: Setting) -> No
     assert run.figures.hit_rate > virtual.play("round-robin", setting).figures.hit_rate
 
 
-@pytest.mark.long
 def test_two_routers_get_the_requests_that_they_are_meant_to(setting: Setting) -> None:
     requests = load(setting)
     to = [number % 2 for number in range(len(requests))]
@@ -271,7 +271,6 @@ def test_two_routers_get_the_requests_that_they_are_meant_to(setting: Setting) -
     assert run.failed == 0
 
 
-@pytest.mark.long
 def test_an_engine_that_is_killed_comes_back_empty_on_its_port(setting: Setting) -> None:
     with emulated.running(setting) as engines:
         engine = engines[1]
@@ -298,7 +297,6 @@ def until_gone(engine: emulated.Engine) -> None:
     raise AssertionError("it answers on")
 
 
-@pytest.mark.long
 def test_any_other_program_can_be_a_router(setting: Setting) -> None:
     command = f"{sys.executable} -m benchmarks.fleet_routers --rule least-requests --port {{port}} {{engines}}"
     with emulated.running(setting) as engines, started(f"mine={command}", engines, setting) as router:

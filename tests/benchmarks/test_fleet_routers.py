@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fleet_routers import RULES
@@ -22,6 +22,9 @@ from benchmarks.fleet_routers.lmetric import LMetric
 from benchmarks.fleet_routers.prefix_blocks import BLOCK_TOKENS, BYTES_PER_TOKEN, PrefixBlocks, block_hashes
 from benchmarks.fleet_routers.rule import Request, Rule
 from benchmarks.processes import addresses, command
+from tests.support.each import each
+
+pytestmark = pytest.mark.long
 
 BLOCK = BLOCK_TOKENS * BYTES_PER_TOKEN
 ENGINES = 3
@@ -40,7 +43,7 @@ def served(rule: Rule, request: Request) -> int:
     return engine
 
 
-@pytest.mark.parametrize("name", RULES)
+@each("name", RULES)
 def test_counts_are_empty_after_any_order_of_ends(name: str) -> None:
     chance = random.Random(1)
     rule = RULES[name](ENGINES, 10 * BLOCK_TOKENS)
@@ -78,7 +81,6 @@ def test_least_requests_takes_the_fewest_and_equals_in_turn() -> None:
     assert rule.choose(Request(b"x")) == 1
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(SMALL_TEXTS, st.integers(0, 2)), max_size=25), SMALL_TEXTS)
 def test_the_radix_tree_matches_as_a_list_of_all_prompts_does(known: Sequence[tuple[bytes, int]], text: bytes) -> None:
     """The owner of a byte of the tree is the first who inserted a prompt that begins with everything up to it."""
@@ -92,7 +94,6 @@ def test_the_radix_tree_matches_as_a_list_of_all_prompts_does(known: Sequence[tu
     assert owner_found == first
 
 
-@settings(max_examples=200, deadline=None)
 @given(SMALL_TEXTS, SMALL_TEXTS, st.integers(0, 12))
 def test_a_shared_prefix_is_as_long_as_byte_by_byte(known: bytes, text: bytes, at: int) -> None:
     assert shared_prefix(known, text, min(at, len(text))) == common(known, text[at:])
@@ -120,7 +121,7 @@ def test_cache_aware_takes_the_least_load_where_no_more_than_the_threshold_match
     assert rule.choose(Request(b"a" * 30 + b"d" * 69)) == first  # more
 
 
-@pytest.mark.parametrize(
+@each(
     ("loads", "is_balanced"),
     [
         ([64, 0, 0], True),
@@ -188,7 +189,6 @@ def test_prefix_blocks_forget_the_least_recently_used_and_a_prompts_end_first() 
     assert (blocks.hit_blocks(old), blocks.hit_blocks(fresh)) == (1, 2)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=4 * BLOCK), st.binary(max_size=4 * BLOCK))
 def test_block_hashes_are_equal_as_far_as_the_prompts_are(one: bytes, other: bytes) -> None:
     shared = common(one, other) // BLOCK
@@ -196,7 +196,6 @@ def test_block_hashes_are_equal_as_far_as_the_prompts_are(one: bytes, other: byt
     assert sum(1 for left, right in pairs if left == right) == shared
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", RULES)
 def test_a_router_passes_streams_through_and_its_counts_end_at_nothing(name: str) -> None:
     flags = ["--engine", "vllm", "--port", "0", "--step-ms", "1", "--max-num-seqs", "8"]

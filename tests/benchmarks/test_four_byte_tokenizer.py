@@ -11,6 +11,9 @@ from benchmarks.fleet_routers.four_byte_tokenizer import END, write_model
 from sidecar.apis import Api
 from sidecar.tools.emulator.request import read_ask
 from sidecar.tools.replay.prompts import Words
+from tests.support.each import each
+
+pytestmark = pytest.mark.long
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -31,7 +34,7 @@ def test_a_replays_prompt_has_the_tokens_that_the_engine_counts(tokenizer: token
     assert len(set(found.ids)) > min(tokens, 20) // 2
 
 
-@pytest.mark.parametrize("text", ["hello", "the other four", "ünï€𝄞 the of  ", "\n\t\0", ""])
+@each("text", ["hello", "the other four", "ünï€𝄞 the of  ", "\n\t\0", ""])
 def test_other_text_survives(tokenizer: tokenizers.Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 

@@ -16,6 +16,8 @@ from sidecar.tools.replay.trace import Row
 from sidecar.tools.simulate.baselines import NAMES
 from sidecar.tools.simulate.load import Assign, Request
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parent / "traces"
 COMMON = Common(FOLDER, 1, 2, "llama-3.1-8b-h100")
 MIX = {"high": 20.0, "normal": 50.0, "batch": 30.0}

@@ -12,6 +12,8 @@ from benchmarks.gpu.plan import KINDS, LONGEST, TIERS, planned
 from benchmarks.gpu.playing import ADMISSION, EQUAL, PRIORITY, WAYS, Played, play, play_all
 from benchmarks.gpu.report import costs, figures, text
 
+pytestmark = pytest.mark.long
+
 STEP_S = 0.001
 PLACES = 8
 

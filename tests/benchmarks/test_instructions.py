@@ -29,6 +29,8 @@ from benchmarks.overhead_apps import bare
 from sidecar import AdmissionMiddleware
 from sidecar.policy.compiler import shipped_policies
 
+pytestmark = pytest.mark.long
+
 NEEDS_VALGRIND = pytest.mark.skipif(None in map(shutil.which, ("valgrind", "vgdb")), reason="valgrind is not installed")
 HERE = {"build": budgets.python_build(), "packages": budgets.installed_packages()}
 PERF_OUTPUT = "# started on Sun Nov 22 05:08:26 2026\n\n{}\n"
@@ -108,7 +110,6 @@ def test_background_tasks_are_subtracted_however_long_a_busy_machine_took(slower
     assert Callgrind().measure(run, ["proxied", IDLE]) == {"proxied": 400}
 
 
-@pytest.mark.long
 @NEEDS_VALGRIND
 def test_callgrind_counts_a_real_program_the_same_twice() -> None:
     """Twice the repetitions are twice the instructions; the rest of the program is not counted."""
@@ -242,12 +243,10 @@ def test_a_middleware_that_became_slow_is_caught(monkeypatch: pytest.MonkeyPatch
     assert command.check({"mounted": added(times=10)}, budget, "perf") == 1
 
 
-@pytest.mark.long
 def test_the_mounted_program_runs_every_part() -> None:
     mounted.run([], fixed_environment(), dict.fromkeys(command.MOUNTED, 3), policy=shipped_policies())
 
 
-@pytest.mark.long
 def test_the_served_program_runs_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxied, "IDLE_S", 0.1)
     seconds = proxied.run([], fixed_environment(), dict.fromkeys(command.PROXIED, 3), policy=shipped_policies())

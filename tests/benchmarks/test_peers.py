@@ -14,6 +14,8 @@ from benchmarks.peers.cost import Cost
 from benchmarks.peers.scenarios import SCENARIOS, disconnects
 from benchmarks.peers.setting import Figure
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "benchmarks" / "results" / "peers.json"
 
@@ -22,7 +24,6 @@ def values(figures: list[Figure]) -> dict[str, float | None]:
     return {one.name: one.value for one in figures}
 
 
-@pytest.mark.long
 def test_our_proxy_keeps_to_the_engines_tokens_where_no_gateway_does_not() -> None:
     found = values([*SCENARIOS["tokens"].play(ours.OURS, True)])
     assert 9_000 <= (found["most tokens at the engine"] or 0) <= 10_000
@@ -31,7 +32,6 @@ def test_our_proxy_keeps_to_the_engines_tokens_where_no_gateway_does_not() -> No
     assert (straight["most tokens at the engine"] or 0) > 10_000
 
 
-@pytest.mark.long
 def test_the_engine_stops_when_clients_leave_and_the_others_lose_nothing() -> None:
     found = values([*SCENARIOS["disconnects"].play(ours.OURS, True)])
     assert found["least tokens of the streams that stayed"] == disconnects.TOKENS
@@ -39,7 +39,6 @@ def test_the_engine_stops_when_clients_leave_and_the_others_lose_nothing() -> No
     assert found["engine stops the whole answers after"] is not None
 
 
-@pytest.mark.long
 def test_the_command_prints_its_report_and_adds_to_its_file(tmp_path: Path) -> None:
     file = tmp_path / "peers.json"
     words = ["--only", "cost", "--peer", "ours", "--quick", "--json", str(file)]

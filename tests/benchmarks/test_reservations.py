@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.reservations import literal, loads
@@ -15,6 +15,8 @@ from benchmarks.reservations.engine import BLOCK, Engine, Hardware, Sequence
 from benchmarks.reservations.runs import play
 from benchmarks.reservations.traces import CODE, CONV, MOONCAKE, Asked, asked, max_tokens_of
 from sidecar.lengths.overlap import peak
+
+pytestmark = pytest.mark.long
 
 FOLDER = Path(__file__).parent / "traces"
 SMALL = Hardware(kv_tokens=20_000)
@@ -41,7 +43,6 @@ def test_a_seed_turns_the_trace_and_keeps_its_order(requests: list[Asked]) -> No
     st.integers(20, 60),
     st.booleans(),
 )
-@settings(deadline=None)
 def test_the_engine_generates_every_token_once_and_frees_every_block(
     lengths: list[tuple[int, int]], blocks: int, prefills: bool
 ) -> None:
@@ -77,7 +78,6 @@ def test_a_full_cache_preempts_the_newest_which_goes_on_where_it_was() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=12))
-@settings(deadline=None)
 def test_the_products_peak_is_the_literal_one(pairs: list[tuple[int, int]]) -> None:
     assert peak(pairs) == literal.peak(pairs)
 

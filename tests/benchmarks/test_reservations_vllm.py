@@ -10,7 +10,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.reservations_vllm import ALONE, MAX_TOKENS, TITLES, Figures, body_of, missed, table
+
+pytestmark = pytest.mark.long
 
 OFF = Figures(
     tokens_per_s=700.0,

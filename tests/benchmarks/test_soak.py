@@ -9,6 +9,9 @@ import pytest
 from benchmarks.soak.clients import ADMITTED, LEFT, LOST, REFUSED, Answer, Ledger
 from benchmarks.soak.judging import Verdict, accounting, no_defects, nothing_left, steadiness
 from benchmarks.soak.watching import Counted, Sample
+from tests.support.each import each
+
+pytestmark = pytest.mark.long
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-admission-tier: low\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -73,7 +76,7 @@ def one_without_an_end(ledger: Ledger, counted: Counted) -> None:
     ledger.ended["high", LOST] += 1
 
 
-@pytest.mark.parametrize(
+@each(
     "fault",
     [admitted_more, one_never_settled, one_not_counted, a_refusal_taken_for_an_admission, in_another_tier,
      one_without_an_end],
@@ -127,7 +130,7 @@ def test_a_short_soak_does_not_judge_memory() -> None:
     assert [one.is_so for one in verdicts] == [None, True, True]
 
 
-@pytest.mark.parametrize(
+@each(
     ("received", "is_admitted", "code"),
     [
         (HEAD + COMMENT, False, None),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
-import pytest
-
 from sidecar.apis import Api
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.engines.base import Carrier, Forward
@@ -20,6 +18,7 @@ from sidecar.tools.emulator.dialects.tensorrt_llm import TrtllmDialect
 from sidecar.tools.emulator.dialects.vllm import VllmDialect
 from sidecar.tools.emulator.request import read_ask
 from sidecar.tools.emulator.scheduler import ORDERS, Key, Rank
+from tests.support.each import each
 
 ENGINES = {
     TensorRtLlm: TrtllmDialect,
@@ -54,9 +53,9 @@ def heard(engine: type[Engine], api: Api, body: bytes, forward: Forward) -> Rank
     return emulated.rank(api, decoded, {name.decode(): value.decode() for name, value in forward.headers})
 
 
-@pytest.mark.parametrize("api", list(BODIES))
-@pytest.mark.parametrize(("engine", "carrier"), WAYS, ids=[f"{e.name}-{c and c.value}" for e, c in WAYS])
-@pytest.mark.parametrize("levels", [1, 2, 5, 11])
+@each("api", list(BODIES))
+@each(("engine", "carrier"), WAYS, ids=[f"{e.name}-{c and c.value}" for e, c in WAYS])
+@each("levels", [1, 2, 5, 11])
 def test_each_level_is_accepted_and_served_in_order(
     engine: type[Engine], carrier: Carrier | None, api: Api, levels: int
 ) -> None:

@@ -17,6 +17,7 @@ from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
 from sidecar.middleware.forwarding import forwarded_body
 from sidecar.payload.decode import decode
 from sidecar.payload.edit import remove
+from tests.support.each import each
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, _ = Api
 TRTLLM, VLLM, SGLANG, DYNAMO, NONE = TensorRtLlm, Vllm, Sglang, Dynamo, NoEngine
@@ -32,7 +33,7 @@ def ladder(engine: type[Engine], levels: int) -> list[float]:
     return [dialect(engine).priority(level, levels) for level in range(levels)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("engine", "values"),
     [
         (TRTLLM, [1.0, 0.75, 0.5, 0.25, 0.0]),
@@ -45,15 +46,15 @@ def test_five_tiers_are_sent_as(engine: type[Engine], values: list[float]) -> No
     assert ladder(engine, 5) == values
 
 
-@pytest.mark.parametrize("levels", LADDERS)
-@pytest.mark.parametrize("engine", TALKING)
+@each("levels", LADDERS)
+@each("engine", TALKING)
 def test_a_more_important_level_is_never_sent_as_a_less_important_one(engine: type[Engine], levels: int) -> None:
     sign = 1 if dialect(engine).more_important_is_higher else -1
     values = ladder(engine, levels)
     assert all(sign * better >= sign * worse for better, worse in pairwise(values))
 
 
-@pytest.mark.parametrize(("engine", "most"), [(TRTLLM, 20), (VLLM, 20), (SGLANG, 11), (DYNAMO, 20)])
+@each(("engine", "most"), [(TRTLLM, 20), (VLLM, 20), (SGLANG, 11), (DYNAMO, 20)])
 def test_levels_stay_apart_as_far_as_the_range_allows(engine: type[Engine], most: int) -> None:
     for levels in range(1, most + 1):
         assert len(set(ladder(engine, levels))) == levels
@@ -63,7 +64,7 @@ def test_the_directions_are_the_engines_own() -> None:
     assert [dialect(engine).more_important_is_higher for engine in TALKING] == [True, False, True, True]
 
 
-@pytest.mark.parametrize("levels", LADDERS)
+@each("levels", LADDERS)
 def test_every_value_is_in_its_engines_range(levels: int) -> None:
     assert all(0 <= value <= 1 for value in ladder(TRTLLM, levels))
     assert all(isinstance(value, int) for engine in (VLLM, SGLANG, DYNAMO) for value in ladder(engine, levels))
@@ -101,7 +102,7 @@ def expected_forward(engine: type[Engine], way: str, priority: float) -> Forward
     return Forward(member=written) if way == BODY else Forward()
 
 
-@pytest.mark.parametrize(("engine", "carrier"), COVERAGE, ids=[f"{e.name}-{c and c.value}" for e, c in COVERAGE])
+@each(("engine", "carrier"), COVERAGE, ids=[f"{e.name}-{c and c.value}" for e, c in COVERAGE])
 def test_a_priority_travels_where_each_endpoint_reads_it(engine: type[Engine], carrier: Carrier | None) -> None:
     spoken = dialect(engine, carrier)
     for api, way in zip(Api, COVERAGE[engine, carrier], strict=True):
@@ -121,7 +122,7 @@ def test_in_the_engines_own_process_no_body_is_rewritten_for_it(route: Route, is
     assert [TensorRtLlm(route=route).priority(level, 5) for level in range(5)] == ladder(TRTLLM, 5)
 
 
-@pytest.mark.parametrize("engine", TALKING)
+@each("engine", TALKING)
 def test_a_member_is_the_json_of_its_value(engine: type[Engine]) -> None:
     for level in range(7):
         priority = dialect(engine).priority(level, 7)
@@ -167,13 +168,13 @@ def test_the_engine_hears_our_priority_whatever_a_client_wrote_in_its_place(sent
     assert json.loads(forwarded, object_pairs_hook=list) == [("priority", 0.25), ("messages", [1])]
 
 
-@pytest.mark.parametrize("sent", [None, "high", True, [], {}, "5"])
+@each("sent", [None, "high", True, [], {}, "5"])
 def test_what_the_engine_could_not_read_is_not_an_ask(sent: object) -> None:
     payload = decode(CHAT, json.dumps({"messages": [1], "priority": sent}).encode())
     for engine in (TRTLLM, VLLM, SGLANG):
         assert dialect(engine).asked(payload, {}) is None
 
 
-@pytest.mark.parametrize("engine", ENGINES.values())
+@each("engine", ENGINES.values())
 def test_nothing_sent_is_nothing_asked(engine: type[Engine]) -> None:
     assert dialect(engine).asked(decode(CHAT, b'{"messages":[1]}'), {b"x-priority": b"1"}) is None

@@ -28,6 +28,7 @@ from sidecar.engines import ENGINES, Dynamo, Vllm
 from sidecar.engines.registry import GROUP, added
 from tests.engines.invented import Invented
 from tests.support.commands import address, command
+from tests.support.each import each
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -151,6 +152,7 @@ async def test_check_reads_a_policy_of_the_engine(installed: Path) -> None:
         assert said in bad.stdout + bad.stderr
 
 
+@pytest.mark.long
 async def test_explain_says_how_the_engine_gets_the_priority(installed: Path) -> None:
     asked = ("--path", "/v1/chat/completions", "--header", f"{HEADER}: 60")
     ended = await sidecar("explain", str(installed), *asked, "--json", "-")
@@ -160,6 +162,7 @@ async def test_explain_says_how_the_engine_gets_the_priority(installed: Path) ->
     assert explained["engine"] == {"name": "invented", "priority": 100, "headers": {HEADER: "100"}, "member": None}
 
 
+@pytest.mark.long
 async def test_init_writes_a_policy_for_it(installed: Path) -> None:
     written = installed / "written"
     ended = await sidecar("init", str(written), "--engine", "invented", "--requests", "8")
@@ -235,7 +238,7 @@ class Renamed(Dynamo):
     name = "dynamo-fork"
 
 
-@pytest.mark.parametrize("kind", [Nameless, Taken, Unprefixed, Undecoded, "Missing"])
+@each("kind", [Nameless, Taken, Unprefixed, Undecoded, "Missing"])
 def test_an_engine_with_a_mistake_is_left_out_with_a_warning(
     kind: type | str, caplog: pytest.LogCaptureFixture
 ) -> None:

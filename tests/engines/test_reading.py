@@ -23,6 +23,7 @@ from sidecar.engines.pages import Metrics, NoAnswer, Page, Unread
 from sidecar.middleware.engine_pages import MOST_BYTES, EnginePages
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.tools.emulator.config import Scheduling
+from tests.support.each import each
 from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
 
 pytestmark = pytest.mark.anyio
@@ -53,7 +54,7 @@ def emulated(engine: type[Engine], **settings: Any) -> Emulator:
     return Emulator(EmulatorConfig(engine=engine, steps=steps, model="m", **settings))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@each("engine", ENGINES)
 async def test_an_engine_says_who_it_is_and_how_much_it_holds(engine: type[Engine]) -> None:
     pages = EnginePages(emulated(engine).app)
     identity = await identify(pages)
@@ -67,7 +68,7 @@ async def test_an_engine_says_who_it_is_and_how_much_it_holds(engine: type[Engin
     assert facts.has_field is (None if engine is DYNAMO else True)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@each("engine", ENGINES)
 async def test_a_proxy_that_renames_the_models_hides_no_engine(engine: type[Engine]) -> None:
     inner = EnginePages(emulated(engine).app)
 
@@ -231,7 +232,7 @@ async def test_what_is_asked_once_is_asked_again_when_the_engine_was_away() -> N
     assert written.asked.count("/server_info") == 4
 
 
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine is not TRTLLM])
+@each("engine", [engine for engine in ENGINES if engine is not TRTLLM])
 def test_pages_that_change_are_asked_every_time(engine: type[Engine]) -> None:
     pages = Written({})
     assert engine.followed(pages) is pages
@@ -261,7 +262,7 @@ SGLANG_METRICS = "".join(
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("page", "counted"),
     [
         (SGLANG_METRICS, 51),
@@ -298,7 +299,7 @@ async def test_tensorrt_llms_gauge_of_paused_requests_is_no_counter() -> None:
     assert (await TRTLLM.gauges(pages)).preemptions is None
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@each("engine", ENGINES)
 async def test_only_an_engine_that_says_so_counts_preemptions(engine: type[Engine]) -> None:
     gauges = await engine.gauges(EnginePages(emulated(engine).app))
     assert gauges.preemptions == (0 if engine.counts_preemptions else None)
@@ -347,7 +348,7 @@ _METRICS_LINES = st.lists(
 ).map("\n".join)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@each("engine", ENGINES)
 @given(text=st.text() | _JSON.map(json.dumps) | _METRICS_LINES | st.just(_NESTED))
 def test_no_page_is_bad_enough_to_break_a_reader(engine: type[Engine], text: str) -> None:
     pages = Written(dict.fromkeys(_PATHS, text))
@@ -387,7 +388,7 @@ def test_one_bad_line_does_not_hide_the_others() -> None:
     assert metrics.count("y") == 1
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [
         'x{a="b"} 1',

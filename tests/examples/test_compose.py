@@ -18,8 +18,11 @@ from sidecar.policy.units import duration_s
 from tests.examples.command_lines import EXAMPLES, ROOT, named_files, parsed, replaced, shell_lines, unknown_variables
 from tests.examples.running import TIMEOUT_S, asked, fetched, sidecars
 from tests.support.commands import address, command
+from tests.support.each import each
 from tests.support.prometheus import program
 from tests.support.redis_servers import RedisServer, first_binary, until
+
+pytestmark = pytest.mark.long
 
 COMPOSE = EXAMPLES / "compose"
 FILES: dict[str, Any] = {
@@ -69,7 +72,7 @@ def service_of(file: str, name: str) -> Any:
     return FILES[file]["services"][name]
 
 
-@pytest.mark.parametrize(("file", "name"), EVERY)
+@each(("file", "name"), EVERY)
 def test_a_service_is_described_in_words_that_compose_has(file: str, name: str) -> None:
     service = service_of(file, name)
     assert set(service) <= KNOWN
@@ -86,7 +89,7 @@ def test_a_service_is_described_in_words_that_compose_has(file: str, name: str) 
         )
 
 
-@pytest.mark.parametrize(("file", "name"), EVERY)
+@each(("file", "name"), EVERY)
 def test_what_a_service_mounts_is_there_and_read_only(file: str, name: str) -> None:
     for volume in service_of(file, name).get("volumes", ()):
         source, _, target = volume.partition(":")
@@ -97,7 +100,7 @@ def test_what_a_service_mounts_is_there_and_read_only(file: str, name: str) -> N
             assert source in FILES[file]["volumes"]
 
 
-@pytest.mark.parametrize(("file", "name"), EVERY)
+@each(("file", "name"), EVERY)
 def test_our_commands_have_the_flags_and_variables(file: str, name: str) -> None:
     service = service_of(file, name)
     if service["image"] == "admission-sidecar":
@@ -206,7 +209,6 @@ def store(tmp_path: Path) -> Iterator[str]:
         yield running.url
 
 
-@pytest.mark.long
 def test_two_sidecars_share_one_pool_before_the_engine(store: str) -> None:
     variables = {
         name: SERVICES[SIDECARS[0]]["environment"][name] for name in ("SIDECAR_STORE", "OTEL_METRICS_EXPORTER")

@@ -19,6 +19,8 @@ from tests.examples.test_compose import COMPOSE, SIDECARS, WITH_ENGINES, is_heal
 from tests.support.commands import address, command
 from tests.support.redis_servers import RedisServer, first_binary, until
 
+pytestmark = pytest.mark.long
+
 ENGINES = [name for name, service in WITH_ENGINES.items() if service["command"][0] == "emulate"]
 HERE = {"--host": "127.0.0.1", "--port": 0}
 
@@ -86,7 +88,6 @@ def test_the_admin_port_of_a_container_takes_a_drain_by_its_token() -> None:
         assert not access_of(WITH_ENGINES[name]["environment"], args.admin_host).is_open
 
 
-@pytest.mark.long
 def test_both_sidecars_share_one_pool_and_an_engine_that_dies_is_not_noticed(tmp_path: Path) -> None:
     server, *arguments = WITH_ENGINES["store"]["command"]
     assert server == "valkey-server"

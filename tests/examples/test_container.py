@@ -17,6 +17,8 @@ import pytest
 from tests.examples.command_lines import EXAMPLES, ROOT, named_files, parsed, shell_lines
 from tests.support.commands import address, command
 
+pytestmark = pytest.mark.long
+
 FOLDER = EXAMPLES / "container"
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 

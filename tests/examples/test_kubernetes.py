@@ -29,6 +29,9 @@ from tests.examples.kubernetes import (
     rendered,
     sidecar,
 )
+from tests.support.each import each
+
+pytestmark = pytest.mark.long
 
 OLDEST, NEWEST = "1.29", "1.37"
 """Of Kubernetes: the oldest with all that we use, and the newest whose schemas are at hand."""
@@ -38,8 +41,8 @@ ADAPTER = yaml.safe_load((KUBERNETES / "monitoring" / "adapter.yaml").read_text(
 SCRAPE = yaml.safe_load((KUBERNETES / "monitoring" / "scrape.yaml").read_text())
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@each("overlay", OVERLAYS)
+@each("version", [OLDEST, NEWEST])
 def test_every_manifest_is_what_the_cluster_knows(overlay: str, version: str) -> None:
     for manifest in rendered(overlay):
         kubernetes_validate.validate(dict(manifest), version, strict=True)
@@ -52,7 +55,7 @@ def test_a_field_that_the_cluster_does_not_know_is_seen() -> None:
         kubernetes_validate.validate(deployment, NEWEST, strict=True)
 
 
-@pytest.mark.parametrize("folder", ["base", "tenants", *OVERLAYS])
+@each("folder", ["base", "tenants", *OVERLAYS])
 def test_every_file_is_part_of_its_kustomization(folder: str) -> None:
     (kustomization,) = (KUBERNETES / folder).glob("kustomization.y*ml")
     used = kustomization.read_text()

@@ -16,6 +16,8 @@ from tests.examples.command_lines import parsed
 from tests.examples.kubernetes import KUBERNETES, containers, kubectl, of_kind, pods, ports, sidecar
 from tests.support.own_network import run_inside
 
+pytestmark = pytest.mark.long
+
 OVERLAY = "engines"
 FLEET = load(KUBERNETES / OVERLAY / "policy.yaml").engines
 ENDS_WITHIN_S = 20
@@ -97,7 +99,6 @@ def test_only_the_sidecars_reach_the_engines_and_the_engines_the_admin_port() ->
     assert any(re.search(r'"app.kubernetes.io/name": "llm-engine"}', who) for who in to_admin)
 
 
-@pytest.mark.long
 def test_all_engines_are_replaced_and_no_stream_is_cut(tmp_path: Path) -> None:
     """Two sidecars with one pool in the store of the manifests."""
     kubectl()

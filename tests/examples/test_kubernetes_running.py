@@ -33,6 +33,8 @@ from tests.examples.running import TIMEOUT_S, Sidecar, asked, emulator, fetched,
 from tests.support.prometheus import prometheus
 from tests.support.redis_servers import RedisServer, first_binary, until
 
+pytestmark = pytest.mark.long
+
 KEY = "sk-of-the-test"
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 GUARDED = {"SIDECAR_ADMIN_TOKEN": "a-token-of-the-test"}
@@ -85,7 +87,6 @@ def pod(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield started
 
 
-@pytest.mark.long
 def test_the_probes_are_answered_and_clients_are_served_by_their_keys(pod: Pod) -> None:
     assert [status(pod, probe) for probe in ("startup", "liveness", "readiness")] == [200, 200, 200]
     assert asked(pod.sidecar.url, KEY) == 200
@@ -113,7 +114,6 @@ def test_a_config_map_that_changes_gives_keys_and_takes_them(pod: Pod) -> None:
     assert asked(pod.sidecar.url, KEY) == 200
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("pod", ["vllm"], indirect=True)
 def test_a_request_that_waits_moves_what_the_scaler_follows(pod: Pod, tmp_path: Path) -> None:
     (rule,) = ADAPTER["rules"]
@@ -142,7 +142,6 @@ def series_of(rule: Mapping[str, Any]) -> str:
     return name
 
 
-@pytest.mark.long
 def test_the_hook_of_the_engine_ends_when_the_sidecar_has_closed(tmp_path: Path) -> None:
     hook = containers(pod_of_the_sidecar("vllm"))["engine"]["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[:2] == ["python3", "-c"]
@@ -161,7 +160,6 @@ def test_the_hook_of_the_engine_ends_when_the_sidecar_has_closed(tmp_path: Path)
                 waiting.kill()
 
 
-@pytest.mark.long
 def test_the_sidecars_of_a_shared_pool_meet_in_the_store(tmp_path: Path) -> None:
     (store,) = (
         containers(pod["spec"])["valkey"] for pod in pods("shared-pool").values() if "valkey" in containers(pod["spec"])

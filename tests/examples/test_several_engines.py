@@ -18,6 +18,8 @@ from tests.support.commands import address, command
 from tests.support.ports import free_ports
 from tests.support.redis_servers import until
 
+pytestmark = pytest.mark.long
+
 FOLDER = EXAMPLES / "several-engines"
 LINES = shell_lines(FOLDER / "README.md")
 EMULATE, SERVE, REPLAY, LIST, DRAIN, RESUME = (shlex.split(line)[1:] for line in LINES)
@@ -64,7 +66,6 @@ def states(listed: str) -> dict[str, str]:
     return {line.split("#")[0]: line.split()[1] for line in listed.splitlines()[1:] if "#" in line.split()[0]}
 
 
-@pytest.mark.long
 def test_the_commands_of_the_page_run_in_their_order(tmp_path: Path) -> None:
     with running(tmp_path) as found:
         at = ["--admin", found.admin]

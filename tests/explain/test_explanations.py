@@ -33,6 +33,7 @@ from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.cluster.views import overview
+from tests.support.each import each
 from tests.support.middleware import App, Guarded, key, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import Served, serving
@@ -198,7 +199,7 @@ async def test_the_tenants_of_a_tier_take_turns() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("tenant", "engine", "rule", "sentence"),
     [
         ("t", "b#1", "claim", "it waited for its own engine"),
@@ -245,7 +246,7 @@ def arrives(journal: Journal, request_id: str, tier: str, at_us: int, tenant: st
     return tell
 
 
-@pytest.mark.parametrize(
+@each(
     ("waiter", "ahead", "admitted", "rule", "sentence"),
     [
         ("low", ("high", 20), (1, {"low": "reserve"}), "reserve", "high held less than its reserve"),

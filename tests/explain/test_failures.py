@@ -22,6 +22,7 @@ from sidecar.events import (
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation
 from sidecar.telemetry.journal import Journal
+from tests.support.each import each
 from tests.telemetry.span_stories import begin
 
 SECOND = 1_000_000
@@ -48,7 +49,7 @@ def settled(outcome: Outcome, status: int | None, error: str | None, at_s: float
     return Settled(round(at_s * SECOND), outcome, status, 10, None, None, error)
 
 
-@pytest.mark.parametrize(
+@each(
     ("end", "said"),
     [
         ((Outcome.FAILED, 200, "ResponseCut"), "the engine broke off in the middle of its answer"),

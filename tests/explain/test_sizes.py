@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 
 from sidecar.admin.request_page import story_page
 from sidecar.events import Outcome, Settled
@@ -14,6 +13,7 @@ from sidecar.explain.document import Explanation, RequestFacts, SizeDetails
 from sidecar.explain.sizes import entered, moved
 from sidecar.explain.steps import steps
 from sidecar.telemetry.journal import Journal
+from tests.support.each import each
 from tests.telemetry.span_stories import (
     ARRIVAL_US,
     EXPECTED,
@@ -49,7 +49,7 @@ def test_the_sentence_of_the_tenants_own_answers() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "said"),
     [
         ({"source": "replicas"}, f"output 243 (95% of 1,532 answers {OF}, together with those of other replicas);"),
@@ -106,7 +106,7 @@ def test_a_request_that_is_not_admitted_asked_and_one_of_the_dry_run_would_have(
     assert entered(story(size=None)) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("held", "growths", "said"),
     [
         (

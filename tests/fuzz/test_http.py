@@ -17,6 +17,7 @@ from tests.fuzz.corpus import HTTP, names
 from tests.fuzz.fuzzed_sidecar import OURS, FuzzedSidecar, fuzzed_sidecar
 from tests.fuzz.requests import BODIES, WIRE, mutated, scopes
 from tests.fuzz.scale import cases, tried
+from tests.support.each import each
 from tests.support.middleware import App, Caller, Guarded, policy
 
 AT_ONCE = 20
@@ -39,7 +40,7 @@ def patient_sidecar() -> Iterator[FuzzedSidecar]:
         yield fuzzed
 
 
-@pytest.mark.parametrize("file", HTTP, ids=names(HTTP))
+@each("file", HTTP, ids=names(HTTP))
 def test_what_was_found_once_stays_mended(patient_sidecar: FuzzedSidecar, file: Path) -> None:
     """The status of its last answer is the beginning of its name."""
     (answers,) = patient_sidecar.check([file.read_bytes()])

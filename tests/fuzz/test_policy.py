@@ -26,6 +26,7 @@ from sidecar.tokens import Estimator
 from tests.fuzz.corpus import POLICIES, names
 from tests.fuzz.policies import LISTS, MARK, POOLS, TENANTS
 from tests.fuzz.scale import cases, tried
+from tests.support.each import each
 
 WITHIN_S = 10.0
 """Hundreds of times what it takes: a busy machine is no reason, and a file that takes longer is a way to stop us."""
@@ -81,7 +82,7 @@ def parts(file: Path) -> tuple[bytes, bytes]:
     return pool, tenant
 
 
-@pytest.mark.parametrize("file", POLICIES, ids=names(POLICIES))
+@each("file", POLICIES, ids=names(POLICIES))
 def test_what_was_found_once_stays_mended(folder: Path, file: Path) -> None:
     outcome(folder, *parts(file))
 

@@ -23,10 +23,10 @@ from tests.fuzz.scale import cases, tried
 from tests.security.behind import Behind, standing
 from tests.support.redis_servers import RedisServer, first_binary
 
-schemathesis = pytest.importorskip("schemathesis")
 TOKEN = "token-of-the-fuzzed-sidecar"
 TOKENS = (TOKEN, TOKEN, TOKEN, "wrong", None)
 KNOWN = {"id": "a-known-request"}
+SHAPE = ("status_code_conformance", "response_schema_conformance")
 
 
 def strict(document: dict[str, Any]) -> dict[str, Any]:
@@ -38,27 +38,25 @@ def strict(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def operations(document: dict[str, Any]) -> dict[str, Any]:
-    """Each operation by its method and path."""
-    schema = schemathesis.openapi.from_dict(document)
-    schema.validate()
-    return {found.ok().label: found.ok() for found in schema.get_all_operations()}
+class Surface:
+    """What a description lets one ask. Its checks are those of the answers."""
 
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._schemathesis = pytest.importorskip("schemathesis")
+        schema = self._schemathesis.openapi.from_dict(document)
+        schema.validate()
+        self.operations = {found.ok().label: found.ok() for found in schema.get_all_operations()}
 
-def ways(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is sent: by the schema and, where anything could be wrong, against it. Any text is right in a path."""
-    takes = {label: bool(one.body) or bool([*one.query, *one.headers]) for label, one in found.items()}
-    return [(label, mode) for label in found for mode in ("positive", "negative") if mode == "positive" or takes[label]]
+    def checks(self, *names: str) -> list[Any]:
+        """Those of these names."""
+        return [self._schemathesis.checks.CHECKS.get_one(name) for name in names]
 
-
-GUARDED = operations(yaml.safe_load((Path(__file__).parent / "openapi.yaml").read_text()))
-ADMIN = operations(strict(openapi.document()))
-del ADMIN["GET /overview/stream"]  # it does not end; tests/admin/test_stream.py reads it
-CHECKS = [
-    schemathesis.checks.CHECKS.get_one(name)
-    for name in ("not_a_server_error", "status_code_conformance", "response_schema_conformance")
-]
-TYPE_CHECK = schemathesis.checks.CHECKS.get_one("content_type_conformance")
+    def ways(self) -> Iterator[tuple[str, str, Any]]:
+        """What is sent: by the schema and, where anything could be wrong, against it. Any text is right in a path."""
+        for label, one in self.operations.items():
+            takes_any = bool(one.body) or bool([*one.query, *one.headers])
+            for mode in ("positive", "negative") if takes_any else ("positive",):
+                yield label, mode, one.as_strategy(generation_mode=self._schemathesis.GenerationMode(mode))
 
 
 @pytest.fixture(scope="module")
@@ -84,36 +82,46 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
             yield found
 
 
-@pytest.mark.parametrize(("label", "mode"), ways(GUARDED))
-def test_whatever_is_asked_by_the_schema_or_against_it(behind: Behind, label: str, mode: str) -> None:
-    strategy = GUARDED[label].as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+def test_whatever_is_asked_by_the_schema_or_against_it(behind: Behind) -> None:
+    surface = Surface(yaml.safe_load((Path(__file__).parent / "openapi.yaml").read_text()))
+    checks = surface.checks("not_a_server_error", *SHAPE)
+    ways = list(surface.ways())
+    assert len(ways) > 10
+    for _, _, strategy in ways:
 
-    @cases(few=4, many=120)
-    @given(strategy)
-    def check(case: Any) -> None:
-        tried["by the schema"] += 1
-        answer = case.call(base_url=behind.url, timeout=20, allow_redirects=False)
-        case.validate_response(answer, checks=CHECKS)
+        @cases(few=4, many=120)
+        @given(strategy)
+        def check(case: Any) -> None:
+            tried["by the schema"] += 1
+            answer = case.call(base_url=behind.url, timeout=20, allow_redirects=False)
+            case.validate_response(answer, checks=checks)
 
-    check()
+        check()
     end_s = time.monotonic() + 10
     while (left := under_way(behind)) != 0:
         assert time.monotonic() < end_s, left
 
 
-@pytest.mark.parametrize(("label", "mode"), ways(ADMIN))
-def test_the_admin_port_answers_as_it_says(behind: Behind, whole: Behind, label: str, mode: str) -> None:
-    strategy = ADMIN[label].as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+def test_the_admin_port_answers_as_it_says(behind: Behind, whole: Behind) -> None:
+    surface = Surface(strict(openapi.document()))
+    del surface.operations["GET /overview/stream"]  # it does not end; tests/admin/test_stream.py reads it
+    checks = surface.checks(*SHAPE, "content_type_conformance")  # 503 is an answer here
+    ways = list(surface.ways())
+    assert len(ways) > 20
+    for label, mode, strategy in ways:
+        try_the_admin_port(label, mode == "positive", strategy, [whole, whole, behind], checks)
 
-    @cases(few=12, many=240)
-    @given(strategy, some.sampled_from([whole, whole, behind]), some.booleans(), some.sampled_from(TOKENS))
+
+def try_the_admin_port(label: str, is_right: bool, strategy: Any, servers: list[Behind], checks: list[Any]) -> None:
+    @cases(few=8, many=240)
+    @given(strategy, some.sampled_from(servers), some.booleans(), some.sampled_from(TOKENS))
     def check(case: Any, asked: Behind, is_known: bool, token: str | None) -> None:
         tried["by the admin port's own description"] += 1
-        if is_known and mode == "positive":
+        if is_known and is_right:
             name_what_is_there(case, label)
         case.headers = {**(case.headers or {}), **({} if token is None else {"authorization": f"Bearer {token}"})}
         answer = case.call(base_url=asked.admin, timeout=20, allow_redirects=False)
-        case.validate_response(answer, checks=[*CHECKS[1:], TYPE_CHECK])  # 503 is an answer here
+        case.validate_response(answer, checks=checks)
         if token != TOKEN and label not in {"GET /healthz", "GET /readyz"}:
             assert answer.status_code in (401, 400, 431), answer.text
 

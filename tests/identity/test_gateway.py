@@ -21,6 +21,7 @@ from sidecar.policy.compiler import load
 from sidecar.policy.gateway import GatewayPolicy, read_network
 from sidecar.policy.problems import PolicyError
 from tests.support.dry_run import observing
+from tests.support.each import each
 from tests.support.middleware import Answer, App, Guarded, guarding, key, policy, write_policy
 from tests.support.wire import exchange
 
@@ -69,8 +70,8 @@ async def test_from_elsewhere_the_headers_do_not_count_and_do_not_pass() -> None
         assert seen.all(b"x-tenant") == seen.all(b"x-tenant-tier") == []
 
 
-@pytest.mark.parametrize("forwarder", ["*", "127.0.0.1"])
-@pytest.mark.parametrize(
+@each("forwarder", ["*", "127.0.0.1"])
+@each(
     "written",
     [
         ["10.1.2.3"],
@@ -118,7 +119,7 @@ async def test_the_gateway_goes_before_keys_and_without_its_header_they_count() 
         assert tiers == ["batch", "batch", "normal"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("headers", "status", "code"),
     [
         (["x-tenant: nobody"], 401, "unknown_tenant"),
@@ -174,7 +175,7 @@ ADDRESSES = some.one_of(
 
 
 @given(host=ADDRESSES, port=some.integers(0, 65535))
-async def test_no_address_outside_the_gateways_networks_is_believed(host: str, port: int) -> None:
+def test_no_address_outside_the_gateways_networks_is_believed(host: str, port: int) -> None:
     gateway = GatewayPolicy(b"x-tenant", None, (read_network("10.0.0.0/8"), read_network("fd00::/8")))
     inside = host.removeprefix("::ffff:").startswith("10.") or host.lower().startswith("fd")
     if gateway.is_from((host, port)):
@@ -182,7 +183,7 @@ async def test_no_address_outside_the_gateways_networks_is_believed(host: str, p
         assert port
 
 
-@pytest.mark.parametrize("host", ["10.0.0.1", "::ffff:10.0.0.1", "fd00::1", "fd00::1%eth0"])
+@each("host", ["10.0.0.1", "::ffff:10.0.0.1", "fd00::1", "fd00::1%eth0"])
 def test_every_form_of_its_addresses_is_the_gateways(host: str) -> None:
     gateway = GatewayPolicy(b"x-tenant", None, (read_network("10.0.0.0/8"), read_network("fd00::/8")))
     assert gateway.is_from((host, 40_000))
@@ -206,7 +207,7 @@ def test_whatever_is_written_a_stranger_gets_no_tenant(headers: dict[bytes, byte
         assert b"x-api-key" in headers
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         (section("0.0.0.0/0"), "every address"),

@@ -15,6 +15,7 @@ from sidecar.policy.diff import describe_changes
 from sidecar.policy.identity import ALGORITHMS
 from sidecar.policy.problems import PolicyError
 from tests.identity.issuer import Issuer, ec, jwt_section
+from tests.support.each import each
 from tests.support.middleware import policy, write_policy
 
 URL = "https://id.example/keys"
@@ -27,7 +28,7 @@ def test_what_is_left_out_has_safe_values() -> None:
     assert not any(name.startswith("HS") or name == "none" for name in ALGORITHMS)
 
 
-@pytest.mark.parametrize(
+@each(
     ("more", "line", "words"),
     [
         ({"algorithms": "[RS256, none]"}, 26, "private key"),

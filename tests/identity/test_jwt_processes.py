@@ -40,6 +40,7 @@ async def _asked(url: str, token: str, model: str = "m") -> tuple[int, str | Non
         return response.status, response.headers.get("x-admission-tier")
 
 
+@pytest.mark.long
 async def test_serve_believes_tokens_and_keeps_them_from_the_engine(tmp_path: Path) -> None:
     issuer, engine = Issuer(ec()), App()
     async with issuer.serving(), serving(engine) as upstream:

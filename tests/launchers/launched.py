@@ -57,13 +57,13 @@ def write_policy(folder: Path, engine: str = "tensorrt-llm", requests: int = 100
 
 
 def ended(*arguments: str, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a `sidecar` command that must end by itself within 30 s."""
+    """Runs a `sidecar` command that must end by itself within a minute."""
     return subprocess.run(
         [sys.executable, "-m", "sidecar.cli", *arguments],
         env=environment(**(variables or {})),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
 
@@ -101,10 +101,10 @@ class Launched:
             return await answer.json()
 
     async def end(self) -> int:
-        """Asks it to end, and waits at most 10 s. Its exit code."""
+        """Asks it to end, and waits at most a minute. Its exit code."""
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)
-        return await asyncio.wait_for(self.process.wait(), 10)
+        return await asyncio.wait_for(self.process.wait(), 60)
 
 
 @asynccontextmanager

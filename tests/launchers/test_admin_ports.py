@@ -11,6 +11,7 @@ import pytest
 
 from tests.launchers.conftest import Refusal
 from tests.launchers.launched import write_policy
+from tests.support.each import each
 from tests.support.ports import free_ports
 
 SERVERS = {
@@ -45,7 +46,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch, refused: Refused)
     assert "SIDECAR_PROCESSES" not in os.environ
 
 
-@pytest.mark.parametrize(("which", "named"), [(0, "one of 2"), (1, "the last of 2")])
+@each(("which", "named"), [(0, "one of 2"), (1, "the last of 2")])
 def test_each_of_several_processes_needs_one(
     monkeypatch: pytest.MonkeyPatch, refused: Refused, which: int, named: str
 ) -> None:
@@ -57,7 +58,7 @@ def test_each_of_several_processes_needs_one(
     assert f"SIDECAR_ADMIN_PORT, {named} from {first} on" in said
 
 
-@pytest.mark.parametrize(
+@each(
     ("variable", "value", "said"),
     [
         ("SIDECAR_ADMIN_PORT", "98765", "'98765' is not a port; write a number from 0 to 65535"),

@@ -12,6 +12,7 @@ import pytest
 
 from sidecar.cli import main
 from tests.launchers.launched import environment, launched
+from tests.support.each import each
 from tests.support.redis_servers import free_port
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +26,7 @@ def path_with(folder: Path) -> dict[str, str]:
     return {"PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
-@pytest.mark.parametrize("example", ["tensorrt-llm", "vllm", "sglang"])
+@each("example", ["tensorrt-llm", "vllm", "sglang"])
 def test_the_policy_is_a_good_one_and_the_readme_runs_the_script(
     example: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -35,7 +36,7 @@ def test_the_policy_is_a_good_one_and_the_readme_runs_the_script(
     assert f"--policy examples/{example}/policy.yaml" in readme
 
 
-@pytest.mark.parametrize("example", ["tensorrt-llm", "vllm", "sglang"])
+@each("example", ["tensorrt-llm", "vllm", "sglang"])
 def test_without_a_model_the_script_says_what_to_set(example: str) -> None:
     script = ["sh", str(EXAMPLES / example / "serve.sh")]
     ended = subprocess.run(script, env=environment(), capture_output=True, text=True, timeout=10, check=False)
@@ -59,6 +60,7 @@ async def test_trtllm_serves_with_the_examples_options_and_hears_priorities(tmp_
             assert (await state.json())["pool"]["capacity"] == {"tokens": 1_310_000, "requests": 160}
 
 
+@pytest.mark.long
 async def test_sglang_serves_with_priority_scheduling(tmp_path: Path) -> None:
     variables = {
         **MODEL,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from sidecar.launchers.checks import CannotLaunch
 from sidecar.launchers.sglang_priority import hand_over_in
 from tests.launchers.conftest import Refusal
 from tests.launchers.launched import Launched, launched, ours, write_policy
+from tests.support.each import each
 from tests.support.ports import free_ports
 from tests.support.redis_servers import RedisServer, first_binary
 
@@ -47,12 +48,20 @@ async def sglang(
         policy.write_text(mounted(policy.read_text(), capacity))
     given = ("--policy", str(folder), *(["--enable-priority-scheduling"] if is_by_priority else []), *arguments)
     log = {"STAND_IN_SGLANG_LOG": str(folder / "sglang.log")}
+    (folder / "sglang.log").touch()
     async with launched(ours("sglang-serve"), *given, variables={**log, **variables}) as server:
         yield server
 
 
 def happened(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "sglang.log").read_text().splitlines()]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.05)
 
 
 def most_at_once(events: list[dict[str, Any]]) -> int:
@@ -98,6 +107,7 @@ async def test_what_a_client_writes_itself_is_not_what_the_engine_gets(tmp_path:
         assert {event["priority"] for event in happened(tmp_path)} == {PRIORITIES["low"]}
 
 
+@pytest.mark.long
 async def test_an_engine_that_serves_as_they_come_is_told_no_priority_and_the_start_says_so(tmp_path: Path) -> None:
     """With --abort-on-priority-when-disabled SGLang would answer 503 to each."""
     async with sglang(tmp_path, is_by_priority=False) as server:
@@ -106,16 +116,18 @@ async def test_an_engine_that_serves_as_they_come_is_told_no_priority_and_the_st
         assert server.log.count("start it with --enable-priority-scheduling") == 1
 
 
+@pytest.mark.long
 async def test_a_policy_without_an_engine_hands_nothing_over(tmp_path: Path) -> None:
     async with sglang(tmp_path, "--default-priority-value", "7", engine="none") as server:
         await ask(server, "batch", "any")
         assert {event["priority"] for event in happened(tmp_path)} == {7}
 
 
+@pytest.mark.long
 async def test_the_servers_own_request_does_not_end_it(tmp_path: Path) -> None:
     """SGLang asks itself when it starts, without a key, at a path that no policy guards by default; a 404 ends it."""
     async with sglang(tmp_path) as server:
-        await asyncio.sleep(0.5)  # the stand-in asks 50 ms after its start
+        await asyncio.sleep(0.5)  # the stand-in would ask 50 ms after its start; the launcher has it ask nothing
         await ask(server, "high", "still there")
         assert "warmup error" not in server.log
 
@@ -162,7 +174,7 @@ def changed_manager(change: str) -> type[Any]:
     return classes[change]
 
 
-@pytest.mark.parametrize("change", ["not called", "one argument more", "by another name", "gone"])
+@each("change", ["not called", "one argument more", "by another name", "gone"])
 def test_another_sglang_than_the_one_that_was_read_is_refused(change: str) -> None:
     with pytest.raises(CannotLaunch, match=r"another way than 0\.5\.23: .*_default_priority is missing, changed"):
         hand_over_in(changed_manager(change))
@@ -178,16 +190,14 @@ async def test_its_own_key_is_asked_for_before_the_sidecar(tmp_path: Path) -> No
         assert "x-admission-tier" not in headers
 
 
+@pytest.mark.long
 async def test_a_client_that_leaves_is_aborted(tmp_path: Path) -> None:
     async with sglang(tmp_path) as server:
         body = {"messages": [{"role": "user", "content": "leaving"}], "max_tokens": 1000}
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(server.client.post(server.url + CHAT, json=body), 0.2)
-        deadline_s = time.monotonic() + 5
-        while happened(tmp_path)[-1]["what"] != "ended":
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.05)
-        assert "aborted" in [event["what"] for event in happened(tmp_path)]
+        asking = asyncio.ensure_future(server.client.post(server.url + CHAT, json=body))
+        await until(lambda: "leaving" in (tmp_path / "sglang.log").read_text())
+        asking.cancel()
+        await until(lambda: "aborted" in [event["what"] for event in happened(tmp_path)])
 
 
 @pytest.mark.long
@@ -197,7 +207,7 @@ async def test_two_workers_share_one_pool(tmp_path: Path) -> None:
     with RedisServer(first_binary(), tmp_path) as store:
         variables = {"SIDECAR_STORE": store.url, "SIDECAR_ADMIN_PORT": str(admin)}
         async with sglang(tmp_path, "--tokenizer-worker-num", "2", requests=3, **variables) as server:
-            await _both_workers_are_up(server)
+            await until(lambda: server.log.count("Application startup complete") == 2)
             await asyncio.gather(*(ask(server, "normal", f"n{index}", 15) for index in range(60)))
             # The admin pages are the workers' own, each on a port of its own.
             for port in (admin, admin + 1):
@@ -208,13 +218,7 @@ async def test_two_workers_share_one_pool(tmp_path: Path) -> None:
     assert most_at_once(events) == 3
 
 
-async def _both_workers_are_up(server: Launched) -> None:
-    deadline_s = time.monotonic() + 10
-    while server.log.count("Application startup complete") < 2:
-        assert time.monotonic() < deadline_s, server.log
-        await asyncio.sleep(0.05)
-
-
+@pytest.mark.long
 async def test_its_process_is_an_engine_of_the_pool(tmp_path: Path) -> None:
     async with sglang(tmp_path, capacity="engines: {mounted: true, slow_start: 0s, capacity: {requests: 3}}") as server:
         await asyncio.gather(*(ask(server, "high", f"prompt {index}") for index in range(9)))
@@ -240,7 +244,7 @@ def test_several_workers_without_a_store_are_refused(tmp_path: Path, refusal: Re
     assert "set SIDECAR_STORE=" in said
 
 
-@pytest.mark.parametrize(
+@each(
     ("way", "said"),
     [
         ("--enable-http2", "--enable-http2 serves with Granian"),

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 import yaml
 
 from sidecar.telemetry import semconv
 from tests.otel.files import OTEL
+from tests.support.each import each
 
 TEXT = (OTEL / "collector.yaml").read_text(encoding="utf-8")
 COLLECTOR: dict[str, Any] = yaml.safe_load(TEXT)
@@ -31,7 +31,7 @@ SETTINGS = {
 SAMPLER_KEYS = {"decision_wait", "decision_wait_after_root_received", "num_traces", "decision_cache", "policies"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_what_is_defined_is_used_and_what_is_used_is_defined(kind: str) -> None:
     used = {name for pipeline in PIPELINES.values() for name in pipeline[kind]}
     assert used == set(COLLECTOR[kind])

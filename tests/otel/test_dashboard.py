@@ -9,10 +9,10 @@ import sys
 from itertools import combinations
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.otel.files import DASHBOARD, OTEL, dashboard, panels, queries, unknown
+from tests.support.each import each
 
 PANELS = panels()
 
@@ -30,7 +30,7 @@ def test_the_file_in_the_repository_is_what_the_script_writes() -> None:
     assert ended.stdout == DASHBOARD.read_bytes(), "run `python otel/grafana/dashboard.py`"
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=of)
+@each("panel", PANELS, ids=of)
 def test_a_panel_has_a_unit_says_what_it_shows_and_asks_the_chosen_data_source(panel: dict[str, Any]) -> None:
     assert panel["fieldConfig"]["defaults"]["unit"]
     assert panel["description"].endswith(".")
@@ -40,7 +40,7 @@ def test_a_panel_has_a_unit_says_what_it_shows_and_asks_the_chosen_data_source(p
         assert target["legendFormat"]
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=of)
+@each("panel", PANELS, ids=of)
 def test_a_histogram_is_shown_with_its_exemplars(panel: dict[str, Any]) -> None:
     asked = [target["exemplar"] for target in panel["targets"] if "_bucket" in target["expr"]]
     assert any(asked) == bool(asked)
@@ -52,7 +52,7 @@ def test_the_queries_name_metrics_and_labels_that_exist() -> None:
     assert {name: unknown(expression) for name, expression in asked.items() if unknown(expression)} == {}
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=of)
+@each("panel", PANELS, ids=of)
 def test_a_legend_names_labels_that_its_query_keeps(panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
         kept = re.findall(r"\w+", " ".join(re.findall(r"\bby \(([^)]*)\)", target["expr"])))

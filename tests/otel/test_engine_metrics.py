@@ -20,6 +20,8 @@ from tests.otel.test_readme import ENGINE_METRICS, EVERYWHERE
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.redis_servers import until
 
+pytestmark = pytest.mark.long
+
 PATIENCE_S = 30.0
 
 
@@ -68,7 +70,6 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         yield Scraped(server, fleet)
 
 
-@pytest.mark.long
 def test_every_panel_and_rule_about_engines_finds_data(scraped: Scraped) -> None:
     at_s = time.time() - KNOWN_AFTER_S
     asked = {name: for_this_pool(each, "default") for name, each in queries() if OF_ENGINES.search(each)}
@@ -106,7 +107,6 @@ def test_the_states_and_what_was_done_are_those_that_the_engines_page_has(scrape
     assert scraped.server.query("sum(admission_prefix_tokens_predicted_total) > 0", at_s)
 
 
-@pytest.mark.long
 def test_the_alerts_of_one_engine_and_of_all(scraped: Scraped) -> None:
     down = {(name, engine) for name, engine in scraped.fired() if "Engine" in name}
     assert down == set()

@@ -17,6 +17,8 @@ from tests.otel.test_readme import EVERYWHERE, GAIN_METRICS
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.redis_servers import until
 
+pytestmark = pytest.mark.long
+
 PATIENCE_S = 30.0
 MEASURING = POLICY.replace("high: {{}}", "high: {{slo: {{ttft: 5s, tpot: 500ms}}, gain: {{weight: 4}}}}")
 
@@ -34,7 +36,6 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         yield server, time.time() - 0.5
 
 
-@pytest.mark.long
 def test_the_metrics_are_those_of_the_readme_with_their_labels(scraped: tuple[Prometheus, float]) -> None:
     server, at_s = scraped
     found: dict[str, set[str]] = {}

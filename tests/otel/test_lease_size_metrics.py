@@ -18,6 +18,8 @@ from tests.otel.test_readme import EVERYWHERE, SIZE_METRICS
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.redis_servers import until
 
+pytestmark = pytest.mark.long
+
 PATIENCE_S = 30.0
 OUTPUT = 40
 LEARNING = POLICY.replace("capacity: {{tokens: 20k, requests: {requests}}}", "capacity: {{from: engine, learn: full}}")
@@ -53,7 +55,6 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         yield server, time.time() - 0.5
 
 
-@pytest.mark.long
 def test_the_metrics_are_those_of_the_readme_with_their_labels(scraped: tuple[Prometheus, float]) -> None:
     server, at_s = scraped
     found: dict[str, set[str]] = {}

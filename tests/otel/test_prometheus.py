@@ -1,17 +1,18 @@
-"""A real Prometheus scrapes a real `sidecar serve` under overload, and answers what the dashboard and the rules ask.
-
-Few tests with many questions in each: where tests are shared out among processes, each process has its own overload.
-"""
+"""A real Prometheus scrapes a real `sidecar serve` under overload, and answers what the dashboard and the rules ask."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 
 from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
 from tests.otel.files import OF_GAIN, OF_SIZES, dashboard, queries, rules
-from tests.otel.overload import CALLED_FOR, POOL, STORE_LOST, Overloaded, fired
+from tests.otel.overload import CALLED_FOR, POOL, STORE_LOST, Overloaded, fired, overloaded
+from tests.otel.test_readme import EVERYWHERE, METRICS
+
+pytestmark = pytest.mark.long
 
 SELECTOR = re.compile(r"\b(admission_\w+)((?:\{[^}]*\})?)(?=[\s\[)]|$)")
 GROUPING = re.compile(r"\b(?:by|on|group_left|without) ?\([^)]*\)")
@@ -23,13 +24,19 @@ OF_ENGINES = re.compile(
 """Metrics of a pool of several engines, which `test_engine_metrics` asks for."""
 
 
+@pytest.fixture(scope="module")
+def overload(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Overloaded]:
+    """It is over when a test sees it; Prometheus still answers for the time when it was at its height."""
+    with overloaded(tmp_path_factory.mktemp("overload")) as seen:
+        yield seen
+
+
 def for_this_pool(expression: str, pool: str = POOL) -> str:
     """As Grafana fills it in, but for a range that fits the test's short load."""
     filled = expression.replace("$pool", pool)
     return filled.replace("$__rate_interval", "4s").replace("$__range", "10s")
 
 
-@pytest.mark.long
 def test_every_query_of_the_dashboard_finds_data(overload: Overloaded) -> None:
     elsewhere = (OF_ENGINES, OF_GAIN, OF_SIZES)
     asked = {name: for_this_pool(each) for name, each in queries() if not any(of.search(each) for of in elsewhere)}
@@ -88,3 +95,27 @@ def test_a_slow_bucket_leads_to_a_trace(overload: Overloaded) -> None:
         exemplars = overload.prometheus.exemplars(f"admission_{histogram}_seconds_bucket")
         assert exemplars, histogram
         assert all(re.fullmatch("[0-9a-f]{32}", exemplar["labels"]["trace_id"]) for exemplar in exemplars)
+
+
+def scraped(overload: Overloaded) -> dict[str, set[str]]:
+    """The labels of every metric that there is, by its name. Of all its series: one without a tier lacks that label."""
+    found: dict[str, set[str]] = {}
+    for sample in overload.prometheus.query('last_over_time({__name__=~"admission_.+"}[1m])', overload.lost_s):
+        found.setdefault(sample.labels["__name__"], set()).update(set(sample.labels) - EVERYWHERE)
+    return found
+
+
+def test_the_metrics_are_those_that_are_scraped_with_their_labels(overload: Overloaded) -> None:
+    found = {
+        name: labels
+        for name, labels in scraped(overload).items()
+        if not name.endswith(("_seconds_sum", "_count")) and not OF_SIZES.match(name)
+    }
+    assert found == {name: {label.replace(".", "_") for label in reported.labels} for name, reported in METRICS.items()}
+
+
+def test_the_metrics_are_of_the_kind_that_is_listed(overload: Overloaded) -> None:
+    families = {name: family[0]["type"] for name, family in overload.prometheus.families().items()}
+    # The name of a family has neither of the suffixes; older formats keep that of counters.
+    found = {name: families.get(name, families.get(re.sub("_(bucket|total)$", "", name))) for name in METRICS}
+    assert found == {name: reported.kind for name, reported in METRICS.items()}

@@ -6,8 +6,7 @@ import re
 from typing import NamedTuple
 
 from sidecar.telemetry import semconv
-from tests.otel.files import NAMES, OF_SIZES, OTEL
-from tests.otel.overload import Overloaded
+from tests.otel.files import NAMES, OTEL
 
 README = (OTEL / "README.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(admission\.[\w.]+)` \| (counter|gauge|histogram) \| (\w*) \| (.*?) \| .+ \|$", re.MULTILINE)
@@ -43,30 +42,6 @@ _ENGINES, _, _REST = _AFTER.partition(SIZES)
 _SIZES, _, _GAIN = _REST.partition(GAIN)
 METRICS, ENGINE_METRICS, SIZE_METRICS = listed(_BEFORE), listed(_ENGINES), listed(_SIZES)
 GAIN_METRICS = listed(_GAIN)
-
-
-def scraped(overload: Overloaded) -> dict[str, set[str]]:
-    """The labels of every metric that there is, by its name. Of all its series: one without a tier lacks that label."""
-    found: dict[str, set[str]] = {}
-    for sample in overload.prometheus.query('last_over_time({__name__=~"admission_.+"}[1m])', overload.lost_s):
-        found.setdefault(sample.labels["__name__"], set()).update(set(sample.labels) - EVERYWHERE)
-    return found
-
-
-def test_the_metrics_are_those_that_are_scraped_with_their_labels(overload: Overloaded) -> None:
-    found = {
-        name: labels
-        for name, labels in scraped(overload).items()
-        if not name.endswith(("_seconds_sum", "_count")) and not OF_SIZES.match(name)
-    }
-    assert found == {name: {label.replace(".", "_") for label in reported.labels} for name, reported in METRICS.items()}
-
-
-def test_the_metrics_are_of_the_kind_that_is_listed(overload: Overloaded) -> None:
-    families = {name: family[0]["type"] for name, family in overload.prometheus.families().items()}
-    # The name of a family has neither of the suffixes; older formats keep that of counters.
-    found = {name: families.get(name, families.get(re.sub("_(bucket|total)$", "", name))) for name in METRICS}
-    assert found == {name: reported.kind for name, reported in METRICS.items()}
 
 
 def test_every_name_of_ours_is_listed_and_every_name_listed_is_ours() -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tests.otel.files import ALERTS_GUIDE, OTEL, ROOT, RULES_TEST, Rule, alerts, panels, rules, unknown
+from tests.support.each import each
 from tests.support.markdown import anchors
 from tests.support.prometheus import promtool
 
@@ -22,6 +23,7 @@ def of(rule: Rule) -> str:
     return rule.name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", [("check", "config"), ("test", "rules")])
 def test_promtool_has_nothing_to_say_against_them(command: tuple[str, str]) -> None:
     file = "prometheus.yml" if command[0] == "check" else RULES_TEST.name
@@ -30,6 +32,7 @@ def test_promtool_has_nothing_to_say_against_them(command: tuple[str, str]) -> N
     assert "SUCCESS" in ended.stdout
 
 
+@pytest.mark.long
 def test_promtool_finds_an_alert_that_no_longer_fires(tmp_path: Path) -> None:
     """A negative control: the tests can fail."""
     for file in ("rules.yaml", "rules_test.yaml"):
@@ -47,13 +50,13 @@ def test_every_alert_is_seen_to_fire_and_to_be_silent() -> None:
     assert fired == {alert.name for alert in alerts()}
 
 
-@pytest.mark.parametrize("rule", rules(), ids=of)
+@each("rule", rules(), ids=of)
 def test_a_rule_names_metrics_and_labels_that_exist(rule: Rule) -> None:
     assert unknown(rule.expression) == set()
     assert re.search(r"admission_\w+", rule.expression)
 
 
-@pytest.mark.parametrize("alert", alerts(), ids=of)
+@each("alert", alerts(), ids=of)
 def test_an_alert_says_how_bad_what_to_look_at_and_where_to_read_on(alert: Rule) -> None:
     written = alert.written["annotations"]
     assert alert.written["labels"]["severity"] in {"critical", "warning"}
@@ -63,7 +66,7 @@ def test_an_alert_says_how_bad_what_to_look_at_and_where_to_read_on(alert: Rule)
     assert anchor in anchors(ALERTS_GUIDE)
 
 
-@pytest.mark.parametrize("alert", alerts(), ids=of)
+@each("alert", alerts(), ids=of)
 def test_an_alert_tells_only_of_labels_that_it_has(alert: Rule) -> None:
     reported = set(re.findall(r"\$labels\.(\w+)", str(alert.written["annotations"])))
     recorded = "".join(rule.expression for rule in rules() if rule.name in alert.expression)
@@ -101,7 +104,7 @@ def sections() -> dict[str, str]:
     return dict(found)
 
 
-@pytest.mark.parametrize("alert", alerts(), ids=of)
+@each("alert", alerts(), ids=of)
 def test_the_guide_says_of_every_alert_what_it_means_where_to_look_why_and_what_to_do_and_not(alert: Rule) -> None:
     parts = PART.findall(sections()[alert.name])
     assert [name for name, _ in parts] == PARTS

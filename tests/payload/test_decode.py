@@ -12,13 +12,14 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.apis import Api
 from sidecar.errors import InvalidBody
 from sidecar.payload.decode import LARGEST_COUNT, MEDIA_TOKENS, Payload, decode
 from sidecar.tokens import Estimator
+from tests.support.each import each
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENERIC = Api
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -45,7 +46,7 @@ def complaint(api: Api, body: bytes) -> str:
     return refused.value.message
 
 
-@pytest.mark.parametrize(
+@each(
     ("api", "field"),
     [
         (CHAT, "max_tokens"),
@@ -64,7 +65,7 @@ def test_the_maximum_output_is_where_the_api_keeps_it(api: Api, field: str) -> N
     assert read_from(api, **SMALLEST[api]).max_output_tokens is None
 
 
-@pytest.mark.parametrize(("newer", "older", "counts"), [(3, 9, 9), (9, 3, 9), (0, 9, 9), (9, 0, 9), (0, 0, None)])
+@each(("newer", "older", "counts"), [(3, 9, 9), (9, 3, 9), (0, 9, 9), (9, 0, 9), (0, 0, None)])
 def test_of_two_maxima_the_larger_counts(newer: int, older: int, counts: int | None) -> None:
     """Engines go by either of them, and by the other one where that is 0."""
     read = read_from(CHAT, messages=HELLO, max_tokens=older, max_completion_tokens=newer)
@@ -102,7 +103,7 @@ def test_choices_are_n_or_best_of_whichever_is_more() -> None:
     assert read_from(COMPLETIONS, prompt="a", n=5, best_of=2).choices == 5
 
 
-@pytest.mark.parametrize(
+@each(
     ("api", "extra"),
     [
         (CHAT, {"tools": [{"name": "x" * 100}]}),
@@ -161,12 +162,12 @@ CARRIERS: list[tuple[Api, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("api", "fields"), CARRIERS, ids=[f"{api.value} {next(iter(f))[:20]}" for api, f in CARRIERS])
+@each(("api", "fields"), CARRIERS, ids=[f"{api.value} {next(iter(f))[:20]}" for api, f in CARRIERS])
 def test_a_prompt_of_3000_tokens_counts_wherever_it_travels(api: Api, fields: dict[str, Any]) -> None:
     assert 3000 <= tokens(api, **fields) <= 8000
 
 
-@pytest.mark.parametrize(
+@each(
     ("api", "fields"),
     [(CHAT, {"input_ids": IDS}), (CHAT, {"prompt_token_ids": IDS}), (CHAT, {"input_embeds": [[0.25, 1e-3]] * 3000})],
 )
@@ -211,16 +212,14 @@ UNSIZED: list[tuple[Api, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("api", "fields", "name"), UNSIZED, ids=[name for *_, name in UNSIZED])
+@each(("api", "fields", "name"), UNSIZED, ids=[name for *_, name in UNSIZED])
 def test_what_the_body_cannot_size_is_named(api: Api, fields: dict[str, Any], name: str) -> None:
     payload = read_from(api, **{**SMALLEST[api], **fields})
     assert payload.unsized == name
     assert not payload.is_understood
 
 
-@pytest.mark.parametrize(
-    "name", [name for _, fields, _ in UNSIZED for name in fields if name not in ("input", "messages")]
-)
+@each("name", [name for _, fields, _ in UNSIZED for name in fields if name not in ("input", "messages")])
 def test_a_null_names_nothing_elsewhere(name: str) -> None:
     for api in (CHAT, RESPONSES):
         if name not in SMALLEST[api]:
@@ -246,7 +245,7 @@ ORDINARY: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("api", [api for api in Api if api is not GENERIC])
+@each("api", [api for api in Api if api is not GENERIC])
 def test_ordinary_parameters_change_neither_the_estimate_nor_what_it_learns(api: Api) -> None:
     bare, dressed = read_from(api, **SMALLEST[api]), read_from(api, **SMALLEST[api], **ORDINARY)
     assert (dressed.prompt_bytes, dressed.prompt_tokens) == (bare.prompt_bytes, bare.prompt_tokens)
@@ -254,7 +253,7 @@ def test_ordinary_parameters_change_neither_the_estimate_nor_what_it_learns(api:
     assert dressed.text() == bare.text()
 
 
-@pytest.mark.parametrize("api", list(Api))
+@each("api", list(Api))
 def test_a_field_that_is_not_known_changes_nothing_else_of_what_is_read(api: Api) -> None:
     fields = {**SMALLEST[api], "model": "m", "stream": True, "priority": 1, "max_tokens": 9, "n": 2, "best_of": 3}
     known, strange = read_from(api, **fields), read_from(api, **fields, next_release=1)
@@ -263,7 +262,7 @@ def test_a_field_that_is_not_known_changes_nothing_else_of_what_is_read(api: Api
     assert (known.priority, known.text()) == (strange.priority, strange.text())
 
 
-@pytest.mark.parametrize(("api", "body", "sentence"), [
+@each(("api", "body", "sentence"), [
     (CHAT, b'{"next":1,"messages":[1],"n":0}', "n: 0 is too small; send 1 or more"),
     (CHAT, b'{"next":1,"messages":[1],"n":"x"}', "n: expected a whole number, got a string"),
     (CHAT, b'{"next":1,"messages":"hi"}', "messages: expected a list, got a string"),
@@ -287,7 +286,7 @@ MEDIA = [
 ]
 
 
-@pytest.mark.parametrize(("api", "part"), MEDIA, ids=[part["type"] for _, part in MEDIA])
+@each(("api", "part"), MEDIA, ids=[part["type"] for _, part in MEDIA])
 def test_a_media_part_counts_a_fixed_figure_and_not_its_base64(api: Api, part: dict[str, Any]) -> None:
     said = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
     payload = read_from(api, **{next(iter(SMALLEST[api])): said})
@@ -390,14 +389,12 @@ SENTENCES = [
 ]
 
 
-@pytest.mark.parametrize(("api", "body", "sentence"), SENTENCES, ids=[sentence for _, _, sentence in SENTENCES])
+@each(("api", "body", "sentence"), SENTENCES, ids=[sentence for _, _, sentence in SENTENCES])
 def test_what_is_wrong_is_said_in_a_sentence(api: Api, body: bytes, sentence: str) -> None:
     assert sentence == complaint(api, body)
 
 
-@pytest.mark.parametrize(
-    "prompt", [b"5", b"true", b"{}", b"[true]", b"[null]", b"[1.5]", b'[["a"]]', b"[[1.0]]", b"[{}]"]
-)
+@each("prompt", [b"5", b"true", b"{}", b"[true]", b"[null]", b"[1.5]", b'[["a"]]', b"[[1.0]]", b"[{}]"])
 def test_a_prompt_of_the_wrong_type_says_what_to_send(prompt: bytes) -> None:
     assert complaint(COMPLETIONS, b'{"prompt":%b}' % prompt).endswith(
         " is not expected here; send a string, a list of strings, or token ids"
@@ -408,7 +405,7 @@ def test_the_same_name_at_other_depths_is_no_duplicate() -> None:
     decode(CHAT, b'{"messages":[{"priority":1}],"priority":1,"nvext":{"agent_hints":{"priority":2},"priority":3}}')
 
 
-@pytest.mark.parametrize("api", list(Api))
+@each("api", list(Api))
 def test_nesting_too_deep_to_read_is_refused_and_not_a_crash(api: Api) -> None:
     field = next(iter(SMALLEST[api]), "input")
     for depth in (900, 1000, 100_000):
@@ -464,7 +461,6 @@ def test_any_bytes_are_read_or_refused(api: Api, body: bytes) -> None:
 
 
 @given(api=st.sampled_from(Api), noise=st.binary(min_size=1, max_size=3), place=st.integers(0, 60))
-@settings(max_examples=200)
 def test_a_valid_body_with_a_few_bytes_changed_is_read_or_refused(api: Api, noise: bytes, place: int) -> None:
     body = json.dumps({**SMALLEST[api], "priority": "a", "nvext": {"agent_hints": {"priority": "\u00e9"}}}).encode()
     with suppress(InvalidBody):
@@ -479,7 +475,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@each("kind", HOSTILE)
 def test_reading_takes_time_in_proportion_to_the_body(kind: str) -> None:
     start, middle, end = HOSTILE[kind]
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sidecar.payload.edit import insert, remove
+from tests.support.each import each
 
 PATHS = (("priority",), ("nvext", "agent_hints", "priority"), ("a", "a"), ("a", "b"))
 
@@ -82,9 +83,7 @@ HINTS = st.builds(
 BODIES = st.builds(lambda before, body, after: (before + body + after).encode(), SPACE, objects(VALUES) | HINTS, SPACE)
 
 
-@pytest.mark.long
 @given(body=BODIES, path=st.sampled_from(PATHS))
-@settings(max_examples=120)
 @example(body=b'{"priority":1,"priority":2,"priority":3}', path=("priority",))
 @example(body=b'{"x":0,"priority":{},"priority":[],"y":"priority","priority":"}"}', path=("priority",))
 @example(body=b'{"priority":1,"priority":2,"x":0}', path=("priority",))
@@ -102,7 +101,6 @@ def test_removing_a_path_gives_the_same_json_without_it(body: bytes, path: tuple
 
 
 @given(body=BODIES, path=st.sampled_from(PATHS))
-@settings(max_examples=50)
 def test_what_remains_is_the_original_minus_the_cut_spans(body: bytes, path: tuple[str, ...]) -> None:
     left = iter(body)
     assert all(byte in left for byte in remove(body, path))  # a subsequence: nothing is added, nothing reordered
@@ -110,7 +108,6 @@ def test_what_remains_is_the_original_minus_the_cut_spans(body: bytes, path: tup
 
 
 @given(body=BODIES, value=VALUES)
-@settings(max_examples=40)
 def test_insert_puts_a_member_first_and_changes_nothing_else(body: bytes, value: str) -> None:
     spliced = insert(body, "priority", value.encode())
     assert parsed(spliced) == Pairs([("priority", parsed(value.encode())), *parsed(body)])
@@ -119,7 +116,7 @@ def test_insert_puts_a_member_first_and_changes_nothing_else(body: bytes, value:
     assert spliced.endswith(body[opening:])
 
 
-@pytest.mark.parametrize(
+@each(
     ("body", "left"),
     [
         (b'{"priority":1}', b"{}"),
@@ -166,7 +163,7 @@ HOSTILE: dict[str, Callable[[int], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@each("kind", HOSTILE)
 def test_removing_takes_time_in_proportion_to_the_body(kind: str) -> None:
     path = HINT_PATH if "nvext" in HOSTILE[kind](1).decode() else ("priority",)
 

@@ -6,9 +6,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
-import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from sidecar.apis import Api
@@ -22,6 +20,7 @@ from sidecar.payload.prompt_bytes import (
     PromptBytes,
     prompt_bytes,
 )
+from tests.support.each import each
 
 
 def read(api: Api = Api.CHAT, /, **fields: Any) -> PromptBytes:
@@ -40,7 +39,7 @@ def test_the_next_turn_of_a_conversation_begins_with_the_last_one() -> None:
     assert first.data == b"system\0be brief\0user\0why?"
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [
         [{"role": "user", "content": [{"type": "text", "text": "why?"}]}],
@@ -63,7 +62,7 @@ def test_escapes_and_spaces_of_the_json_change_nothing() -> None:
     assert len({prompt_bytes(Api.CHAT, body).data for body in bodies}) == 1
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [
         chat(("assistant", "why?")),
@@ -119,7 +118,7 @@ def test_pooling_requests_have_no_prefix() -> None:
     assert read(Api.EMBEDDINGS, input="x" * 1_000) is NO_PROMPT
 
 
-@pytest.mark.parametrize("value", [None, 7, True, [], ["x"], {"a": 1}, "", "k" * (LONGEST_NAME + 1), "k" * 10**5])
+@each("value", [None, 7, True, [], ["x"], {"a": 1}, "", "k" * (LONGEST_NAME + 1), "k" * 10**5])
 def test_a_cache_key_that_is_no_short_string_is_none(value: Any) -> None:
     found = chat(("user", "x"), prompt_cache_key=value, cache_salt=value)
     assert found.cache_key is None
@@ -131,7 +130,7 @@ def test_a_cache_key_is_read() -> None:
     assert chat(("user", "x"), prompt_cache_key="ann").cache_key == "ann"
 
 
-@pytest.mark.parametrize("size", [LONGEST_DECODED, LONGEST_READ, 8 * LONGEST_READ])
+@each("size", [LONGEST_DECODED, LONGEST_READ, 8 * LONGEST_READ])
 def test_a_long_body_is_taken_as_it_was_sent_and_only_its_beginning(size: int) -> None:
     found = chat(("user", "x" * size), model="m")
     assert len(found.data) == min(LONGEST_READ, found.size)
@@ -142,8 +141,8 @@ def test_a_long_body_is_taken_as_it_was_sent_and_only_its_beginning(size: int) -
     assert longer.data[:size] == found.data[:size]
 
 
-@pytest.mark.parametrize("size", [10, LONGEST_DECODED])
-@pytest.mark.parametrize("name", ["cache_salt", "extra_key", "model"])
+@each("size", [10, LONGEST_DECODED])
+@each("name", ["cache_salt", "extra_key", "model"])
 def test_prompts_of_other_salts_share_nothing_however_long_they_are(name: str, size: int) -> None:
     text = [{"role": "user", "content": "x" * size}]
     salts = ("one", "other", "x" * 300 + "one", "x" * 300 + "other")
@@ -183,9 +182,7 @@ FIELDS = st.dictionaries(
 )
 
 
-@pytest.mark.long
 @given(st.sampled_from(list(Api)), FIELDS)
-@hypothesis_settings(max_examples=300, deadline=None)
 def test_no_body_breaks_it(api: Api, fields: dict[str, Any]) -> None:
     body = json.dumps(fields).encode()
     with suppress(InvalidBody):  # such a body never comes here, and must do no harm all the same
@@ -195,7 +192,7 @@ def test_no_body_breaks_it(api: Api, fields: dict[str, Any]) -> None:
     assert len(found.data) <= found.size
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [
         b"",

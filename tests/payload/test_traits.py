@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from sidecar.apis import Api
 from sidecar.payload.decode import decode
 from sidecar.payload.traits import NO_TRAITS, Traits
+from tests.support.each import each
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -19,7 +18,7 @@ def traits_of(api: Api, **fields: object) -> Traits:
     return decode(api, json.dumps({"model": "m", **own, **fields}).encode()).traits
 
 
-@pytest.mark.parametrize(
+@each(
     ("api", "fields", "effort"),
     [
         (Api.CHAT, {"reasoning_effort": "high"}, "high"),
@@ -47,7 +46,7 @@ def test_the_effort_is_read_wherever_an_api_says_it(api: Api, fields: dict[str, 
     assert traits_of(api, **fields).effort == effort
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "tools", "choice"),
     [
         ({}, False, None),
@@ -82,7 +81,7 @@ def test_a_plain_request_has_no_traits_and_unknown_fields_change_none() -> None:
     assert traits_of(Api.CHAT, field_of_tomorrow=[1, 2], reasoning_effort="low").effort == "low"
 
 
-@pytest.mark.parametrize(
+@each(
     ("nvext", "hint"),
     [
         ({"agent_hints": {"osl": 700}}, 700),

@@ -15,6 +15,7 @@ from sidecar.policy.model import Learn, Limits, Source, Tenant
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import Shares, pool_rules
 from tests.policy.files import SMALL, mistakes, pool, tenant
+from tests.support.each import each
 
 SHIPPED = Path(__file__).parents[2] / "policies"
 HASH = "sha256:" + "0" * 64
@@ -43,7 +44,7 @@ def test_the_shipped_policy_is_the_ladder_of_the_design() -> None:
     assert Tenant("anonymous", 3, 3) == policy.anonymous
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "name"),
     [("sk-demo-interactive", "interactive"), ("sk-demo-standard", "standard"), ("sk-demo-research", "research-batch")],
 )
@@ -181,7 +182,7 @@ def test_two_thousand_tenants_load_in_about_a_second(tmp_path: Path) -> None:
     assert time.process_time() - began < 3  # measured 0.5; a loaded machine is no failure, a slow parser is
 
 
-@pytest.mark.parametrize("written", ["off", '"off"', "'off'", "Off", "OFF", "false", '"false"', "False"])
+@each("written", ["off", '"off"', "'off'", "Off", "OFF", "false", '"false"', "False"])
 def test_every_spelling_of_off_is_off_although_yaml_reads_a_boolean(tmp_path: Path, written: str) -> None:
     text = f"engine: vllm\ncapacity: {{tokens: 10, learn: {written}}}\ntiers: {{normal: {{}}}}\n"
     assert load(pool(tmp_path, text)).learn is Learn.OFF

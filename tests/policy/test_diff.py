@@ -8,12 +8,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from sidecar.engines import ENGINES
 from sidecar.policy.compiler import load
 from sidecar.policy.diff import MOST_NAMED, describe_changes, differences
 from sidecar.policy.model import Policy, Tenant
+from tests.support.each import each
 from tests.support.middleware import policy, write_policy
 
 BASE = """\
@@ -61,7 +60,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
     return load(folder)
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after", "said"),
     [
         ("limit: 60%", "limit: 40%", "tier batch limit 60% -> 40%"),
@@ -103,7 +102,7 @@ def test_a_difference_of_the_pool_is_reported_as_it_is_written(
 BETA = ACME.replace("acme", "beta").format(keys=f"{key(2)}, {key(3)}")
 
 
-@pytest.mark.parametrize(
+@each(
     ("after", "said"),
     [
         ({"beta": BETA}, ["tenant acme removed (1 key)", "tenant beta added (2 keys)"]),
@@ -163,7 +162,7 @@ def test_a_line_has_an_end(tmp_path: Path) -> None:
     assert line.count(";") == MOST_NAMED
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after", "said"),
     [
         ("speed: 0.5", "speed: 1", "engine b speed 0.5 -> 1"),
@@ -254,7 +253,7 @@ NOT_TOLD = {"generation", "engine_capacity"}
 """The one is reported beside the differences; where the other comes or goes, `replacing` asks for a restart."""
 
 
-@pytest.mark.parametrize("name", [one.name for one in fields(Policy) if one.compare and one.name not in NOT_TOLD])
+@each("name", [one.name for one in fields(Policy) if one.compare and one.name not in NOT_TOLD])
 def test_no_field_of_a_policy_changes_unsaid(tmp_path: Path, name: str) -> None:
     """Also of those that are yet to come: a field that is left out here would be a change that is not reported."""
     before = load(write_policy(tmp_path))

@@ -27,6 +27,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED, EngineCapacity
 from tests.policy.files import SMALL, pool
+from tests.support.each import each
 
 TIERS = "engine: vllm\ntiers: {high: {reserve: 20%}, normal: {limit: 60%}, batch: {}}\n"
 SPECIFIED = f"""\
@@ -96,7 +97,7 @@ def test_the_specified_policy_loads(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("key", ["affinity", "health", "replay"])
+@each("key", ["affinity", "health", "replay"])
 def test_a_mapping_with_nothing_in_it_has_its_defaults(tmp_path: Path, key: str) -> None:
     engines = "engines:\n  static: [{name: a, url: http://a:8000}]\n"
     assert loaded(tmp_path, f"{engines}  {key}:\n").engines == loaded(tmp_path, engines).engines
@@ -111,7 +112,7 @@ def test_the_defaults_are_those_of_the_specification_but_for_sessions(tmp_path: 
     assert (fleet.health, fleet.replay) == (Health("/health", 2.0, 3, 2), Replay(1, Fraction(1, 10)))
 
 
-@pytest.mark.parametrize("name", [name for name in ENGINES if name != "none"])
+@each("name", [name for name in ENGINES if name != "none"])
 def test_an_engine_is_probed_at_its_own_page(tmp_path: Path, name: str) -> None:
     fleet = loaded(tmp_path, WRITTEN, TIERS.replace("vllm", name)).engines
     assert fleet is not None
@@ -177,7 +178,7 @@ def test_one_model_may_have_all_engines(tmp_path: Path) -> None:
     assert policy.of_model("m").rules == policy.rules
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "service"),
     [
         ("vllm.ns.svc:8000", DnsService("vllm.ns.svc", 8000, 5.0)),
@@ -233,7 +234,7 @@ def test_an_engine_list_that_is_not_there_yet_does_not_keep_the_policy_out(tmp_p
         read_engine_list(policy, tmp_path / "later" / "engines.yaml")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         ("", "the file is empty; `sidecar init` writes files to begin with"),

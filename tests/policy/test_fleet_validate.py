@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.policy.files import mistakes, pool
+from tests.support.each import each
 
 TIERS = "engine: vllm\ntiers: {normal: {}}\n"
 AB = "[{name: a, url: http://a:8000}, {name: b, url: http://b:8000}]"
@@ -17,7 +16,7 @@ def of(folder: Path, text: str, engine: str = "vllm") -> list[str]:
     return [message.split(": ", 1)[1] for message in mistakes(pool(folder, TIERS.replace("vllm", engine) + text))]
 
 
-@pytest.mark.parametrize(
+@each(
     ("engines", "said"),
     [
         (
@@ -187,13 +186,13 @@ def test_a_wrong_line_of_engines_says_what_would_be_right(tmp_path: Path, engine
     assert of(tmp_path, f"engines: {engines}\n") == [said]
 
 
-@pytest.mark.parametrize("other", ["HTTP://a", "http://A/", "http://a:80", "http://a:80//"])
+@each("other", ["HTTP://a", "http://A/", "http://a:80", "http://a:80//"])
 def test_an_address_written_in_another_way_is_the_same_engine(tmp_path: Path, other: str) -> None:
     (said,) = of(tmp_path, f"engines: {{static: [{{name: a, url: http://a}}, {{name: b, url: '{other}'}}]}}\n")
     assert said.endswith(" is engine a, which would count twice; remove one of them")
 
 
-@pytest.mark.parametrize("other", ["https://a", "http://a:81", "http://a/x", "http://b"])
+@each("other", ["https://a", "http://a:81", "http://a/x", "http://b"])
 def test_another_scheme_port_or_path_is_another_engine(tmp_path: Path, other: str) -> None:
     assert of(tmp_path, f"engines: {{static: [{{name: a, url: http://a}}, {{name: b, url: '{other}'}}]}}\n") == []
 
@@ -231,7 +230,7 @@ def test_a_tier_that_is_proposed_is_shown_on_one_line(tmp_path: Path) -> None:
 NOTHING_TO_READ = "the engine none reports nothing; write tokens, requests or both"
 
 
-@pytest.mark.parametrize(
+@each(
     ("engines", "at"),
     [
         (f"{{static: {AB}}}", ["engines.capacity"]),
@@ -262,7 +261,7 @@ def test_a_pool_has_a_bounded_number_of_engines(tmp_path: Path) -> None:
     assert not [line for line in of(tmp_path, f"engines: {{static: [{many}]}}\n{halves}\n") if "in one pool" in line]
 
 
-@pytest.mark.parametrize(
+@each(
     ("models", "said"),
     [
         ("{}", "models: not a mapping with something in it; write {llama-70b: {engines: [a, b]}}"),

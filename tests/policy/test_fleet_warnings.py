@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from sidecar.policy.compiler import load_files
 from sidecar.policy.fleet_compiler import read_engine_list
 from sidecar.policy.warnings import warnings
 from tests.policy.files import pool
+from tests.support.each import each
 
 POLICY = """\
 engine: vllm
@@ -95,7 +94,7 @@ def test_an_engine_that_hangs_for_long_before_it_is_taken_out(tmp_path: Path) ->
     assert said(tmp_path, f"{AB}  health: {{every: 20s}}\n") == []
 
 
-@pytest.mark.parametrize(("engine", "is_warned"), [("sglang", True), ("vllm", False), ("tensorrt-llm", False)])
+@each(("engine", "is_warned"), [("sglang", True), ("vllm", False), ("tensorrt-llm", False)])
 def test_a_health_page_that_computes(tmp_path: Path, engine: str, is_warned: bool) -> None:
     text = POLICY.replace("vllm", engine) + f"{AB}  health: {{path: /health}}\n"
     found = [one.message for one in warnings(load_files(pool(tmp_path, text)).policy)]
@@ -153,7 +152,7 @@ def test_an_engine_list_is_judged_as_it_is_now(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("engines", "what"),
     [
         ("{static: [{name: a, url: http://a}], capacity: {from: engine, learn: full}}", None),

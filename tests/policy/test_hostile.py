@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.policy.compiler import load
@@ -72,14 +72,12 @@ def _mutated(text: bytes, seed: int, times: int) -> bytes:
     return text
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.integers(), st.integers(0, 6), st.integers(0, 6))
 def test_a_mutated_policy_loads_or_says_what_is_wrong(seed: int, pool_times: int, tenant_times: int) -> None:
     outcome = _outcome(_mutated(POOL, seed, pool_times), _mutated(TENANT, seed + 1, tenant_times))
     assert isinstance(outcome, Policy) or not JARGON.search(outcome)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_random_bytes_say_what_is_wrong(pool: bytes, tenant: bytes) -> None:
     assert isinstance(_outcome(pool, tenant), str)
@@ -94,7 +92,6 @@ _VALUES = st.recursive(
 _KEYS = sorted([*PoolFile.model_fields, *TenantFile.model_fields])
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.sampled_from(_KEYS), _VALUES, min_size=1), st.dictionaries(st.sampled_from(_KEYS), _VALUES))
 def test_values_of_any_shape_say_what_is_wrong(pool: dict[str, object], tenant: dict[str, object]) -> None:
     pool = {"tiers": {"normal": pool}, **pool, "tenants": "tenants/*.yaml"}

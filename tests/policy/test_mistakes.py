@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.policy.files import SMALL, mistakes, pool, tenant
+from tests.support.each import each
 
 HASH = "sha256:" + "0" * 64
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "said"),
     [
         ("default_teir: high", 'default_teir: no such key; did you mean "default_tier"?'),
@@ -73,7 +74,7 @@ def test_a_wrong_line_says_what_would_be_right(tmp_path: Path, line: str, said: 
     assert found[0].startswith("policy.yaml:") or found[0].startswith(f"{tmp_path}")
 
 
-@pytest.mark.parametrize(
+@each(
     ("tiers", "said"),
     [
         ("{}", "tiers: not a mapping with something in it; write {high: {reserve: 20%}, normal: {}}"),
@@ -112,7 +113,7 @@ def test_a_wrong_ladder_says_what_would_be_right(tmp_path: Path, tiers: str, sai
     assert said in [message.split(": ", 1)[1][: len(said)] for message in found]
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "said"),
     [
         ("{}", "capacity: bounds nothing; write tokens, requests or both, such as {tokens: 400k, requests: 160}"),
@@ -154,7 +155,7 @@ def test_an_engine_is_not_asked_to_read_what_it_cannot(tmp_path: Path, engine: s
     assert [f"policy.yaml:7: forward_priority: {said}"] == mistakes(pool(tmp_path, text))
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         ("tier: normal, max_tier: batch", "max_tier: less important than its tier normal; write normal or a more "),
@@ -171,9 +172,7 @@ def test_a_wrong_tenant_says_what_would_be_right(tmp_path: Path, text: str, said
     assert [f"tenants/a.yaml:1: {said}"] == [message[: len(said) + 18] for message in mistakes(tmp_path)]
 
 
-@pytest.mark.parametrize(
-    "keys", ["[sk-secret-123]", "sk-secret-123", "{sk-secret-123: 1}", "[[sk-secret-123]]", "[0777]"]
-)
+@each("keys", ["[sk-secret-123]", "sk-secret-123", "{sk-secret-123: 1}", "[[sk-secret-123]]", "[0777]"])
 def test_a_key_in_plain_text_is_refused_and_never_repeated(tmp_path: Path, keys: str) -> None:
     pool(tmp_path, f"{SMALL}tenants: tenants/*.yaml\n")
     tenant(tmp_path, "a", f"tenant: a\ntier: normal\nkeys: {keys}\n")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from sidecar.policy.compiler import load
 from sidecar.policy.diff import needs_restart
+from tests.support.each import each
 
 BASE = """\
 engine: vllm
@@ -27,7 +26,7 @@ def keys(folder: Path, before: str, after: str) -> list[str]:
     return needs_restart(running, load(folder))
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after", "key"),
     [
         ("engine: vllm", "engine: sglang", "engine"),
@@ -46,7 +45,7 @@ def test_what_the_process_was_built_with_needs_a_restart(tmp_path: Path, before:
     assert keys(tmp_path, before, after) == [key]
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after"),
     [
         ("reserve: 20%", "reserve: 60%"),
@@ -87,7 +86,7 @@ def fleet_keys(folder: Path, before: str, after: str) -> list[str]:
     return needs_restart(running, load(folder))
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after", "key"),
     [
         (STATIC, "{file: e.yaml}", "engines (static, file, dns or mounted)"),
@@ -111,7 +110,7 @@ def test_another_model_needs_a_restart(tmp_path: Path) -> None:
     assert fleet_keys(tmp_path, FLEET, FLEET.replace(MODELS, "")) == ["models (their names)"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after"),
     [
         ("{name: b, url: http://b}", "{name: b, url: http://b:1, speed: 2, capacity: {tokens: 5}, prefill: 1k}"),

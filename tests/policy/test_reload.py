@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
-from sidecar.policy.reload import PolicyFiles, PolicyReloader
+from sidecar.policy.reload import FilesReading, PolicyFiles, PolicyReloader
 from tests.support.middleware import write_policy
 
 pytestmark = pytest.mark.anyio
@@ -31,6 +32,20 @@ class Process:
         self.policy = policy
 
 
+class LookedAt(PolicyFiles):
+    """`looked` is set after the first look."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.looked = threading.Event()
+
+    def look(self, *, at_once: bool = False) -> FilesReading | None:
+        try:
+            return super().look(at_once=at_once)
+        finally:
+            self.looked.set()
+
+
 @asynccontextmanager
 async def watching(pool: Path) -> AsyncIterator[tuple[PolicyReloader, Process]]:
     process = Process(load(pool))
@@ -47,7 +62,7 @@ async def until(is_so: Callable[[], bool]) -> None:
         while not is_so():  # noqa: ASYNC110  no event says so
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(became_so(), 10)
+    await asyncio.wait_for(became_so(), 60)
 
 
 def says(watch: PolicyReloader, words: str) -> Callable[[], bool]:
@@ -127,10 +142,10 @@ async def test_a_caller_is_answered_at_once_also_where_nothing_changed(
 ) -> None:
     caplog.set_level(logging.INFO, "sidecar.policy")
     pool = write_policy(tmp_path)
-    process = Process(load(pool))
-    watch = PolicyReloader(PolicyFiles(pool), process, every_s=3600)
+    process, files = Process(load(pool)), LookedAt(pool)
+    watch = PolicyReloader(files, process, every_s=3600)
     await watch.start()
-    await asyncio.sleep(0.5)  # it has looked, and sleeps
+    assert await asyncio.to_thread(files.looked.wait, 60)
     write_policy(tmp_path, requests="8")
     watch.look_at_once()
     await until(lambda: process.policy.rules.requests == 8)
@@ -169,6 +184,6 @@ async def test_a_defect_of_ours_keeps_the_policy_and_goes_on_looking(
 
 async def test_nothing_is_said_of_files_that_are_as_they_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with watching(write_policy(tmp_path)) as (watch, _):
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.3)
         assert watch.notices() == ()
     assert caplog.records == []

@@ -33,7 +33,7 @@ async def test_it_is_heard_until_it_is_let_go() -> None:
     taken = ReloadSignal(heard.set)
     assert taken.take()
     os.kill(os.getpid(), signal.SIGHUP)
-    await asyncio.wait_for(heard.wait(), 5)
+    await asyncio.wait_for(heard.wait(), 60)
     taken.let_go()
     taken.let_go()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL

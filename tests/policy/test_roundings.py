@@ -8,12 +8,13 @@ import pytest
 
 from sidecar.policy.compiler import load
 from tests.policy.files import SMALL, mistakes, pool, tenant
+from tests.support.each import each
 
 HASH = "sha256:" + "0" * 64
 TOO_SHORT = 'is less than a microsecond, and times are counted in those; write "1us"'
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "key"),
     [
         ("aging: {promote_after: 0.4us, ceiling: high}", "aging.promote_after"),
@@ -28,7 +29,7 @@ def test_a_time_of_the_pool_that_would_be_rounded_to_nothing_is_refused(tmp_path
     assert f'policy.yaml:7: {key}: "{written}" {TOO_SHORT}' == found
 
 
-@pytest.mark.parametrize(
+@each(
     ("body", "key"),
     [
         ("preempt_after: 0.4us", "preempt_after"),

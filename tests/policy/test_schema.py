@@ -9,19 +9,20 @@ import pytest
 from sidecar.policy.file_model import FileModel
 from sidecar.policy.reference import reference_text
 from sidecar.policy.schema import SCHEMAS, schema_text
+from tests.support.each import each
 
 POLICIES = Path(__file__).parents[2] / "policies"
 OLD_PYDANTIC = int(pydantic.VERSION.split(".")[1]) < 11
 
 
 @pytest.mark.skipif(OLD_PYDANTIC, reason="it writes the same schema in other words")
-@pytest.mark.parametrize("name", SCHEMAS)
+@each("name", SCHEMAS)
 def test_the_schema_in_policies_is_current(name: str) -> None:
     written = (POLICIES / name).read_text(encoding="utf-8")
     assert schema_text(SCHEMAS[name]) == written, "run: python -m sidecar.policy.schema"
 
 
-@pytest.mark.parametrize("model", SCHEMAS.values())
+@each("model", SCHEMAS.values())
 def test_every_key_says_what_it_is_for(model: type) -> None:
     for part in [model, *_inner(model)]:
         assert [name for name, field in part.model_fields.items() if not field.description] == []
@@ -33,7 +34,7 @@ def _inner(model: type) -> list[type]:
     return [known[name] for name in model.model_json_schema().get("$defs", {})]
 
 
-@pytest.mark.parametrize("path", [POLICIES / "policy.yaml", *sorted((POLICIES / "tenants").glob("*.yaml"))], ids=str)
+@each("path", [POLICIES / "policy.yaml", *sorted((POLICIES / "tenants").glob("*.yaml"))], ids=str)
 def test_a_shipped_file_names_its_schema_for_editors(path: Path) -> None:
     first = path.read_text(encoding="utf-8").splitlines()[0]
     named = first.removeprefix("# yaml-language-server: $schema=")

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from sidecar.policy.source import read
 from sidecar.policy.units import Ambiguous
+from tests.support.each import each
 
 
 def _read(folder: Path, content: bytes) -> tuple[object, list[str]]:
@@ -15,7 +14,7 @@ def _read(folder: Path, content: bytes) -> tuple[object, list[str]]:
     return document.data, [str(problem).replace(f"{folder}/", "") for problem in document.problems]
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "line", "said"),
     [
         (b"", None, "the file is empty; `sidecar init` writes files to begin with"),
@@ -58,7 +57,7 @@ def test_a_key_written_twice_is_refused_and_the_rest_is_still_read(tmp_path: Pat
     assert data == {"a": 3, "b": 2}
 
 
-@pytest.mark.parametrize(
+@each(
     ("written", "meaning"),
     [("no", "false"), ("ON", "true"), ("010", "8"), ("12:30", "750"), ("0x10", "16"), ("1_000", "1000")],
 )
@@ -66,7 +65,7 @@ def test_words_that_yaml_reads_as_something_else_are_kept_apart(tmp_path: Path, 
     assert ({"a": Ambiguous(written, meaning)}, []) == _read(tmp_path, f"a: {written}\n".encode())
 
 
-@pytest.mark.parametrize("written", ["2024-01-01", "2024-99-99", ".inf", ".nan", "1.5e+3", "0b", "="])
+@each("written", ["2024-01-01", "2024-99-99", ".inf", ".nan", "1.5e+3", "0b", "="])
 def test_dates_and_strange_numbers_are_ambiguous_or_text_but_never_numbers(tmp_path: Path, written: str) -> None:
     data, problems = _read(tmp_path, f"a: {written}\n".encode())
     assert problems == []

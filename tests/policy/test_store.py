@@ -14,6 +14,7 @@ from sidecar.policy.problems import PolicyError, masked
 from sidecar.policy.schema import PoolFile
 from sidecar.policy.store import SCHEMES, SENTINEL, SOCKET, TLS, StoreAddress, StoreKind, store_address
 from tests.policy.files import SMALL, mistakes, pool
+from tests.support.each import each
 
 SERVER = StoreAddress(StoreKind.SERVER, (("host", 6379),))
 SENTINELS = StoreAddress(StoreKind.SENTINEL, (("a", 26379), ("b", 26380)), master_name="main")
@@ -22,7 +23,7 @@ UNIX = StoreAddress(StoreKind.SOCKET, path="/run/redis.sock")
 CA = ("ssl_ca_certs", "/etc/ca.pem")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "address"),
     [
         ("redis://host", SERVER),
@@ -70,7 +71,7 @@ def test_an_address_is_read(text: str, address: StoreAddress) -> None:
     assert address == store_address(text)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "shown"),
     [
         ("redis://user:hunter2@host", "redis://user:***@host:6379/0"),
@@ -94,7 +95,7 @@ TLS_ONLY = " is only for an address with TLS; write rediss:// (or rediss+sentine
 NO_PASSWORD = "an @ without a password before it; write user:password@, or :password@ for a password alone"
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         ("redis:/host", '"redis:/host" is not a store\'s address; write redis://127.0.0.1:6379/0'),
@@ -154,7 +155,7 @@ def test_a_wrong_address_says_what_would_be_right(text: str, said: str) -> None:
         store_address(text)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         ("redis://host?", "a ? with no option after it; remove it"),
@@ -205,7 +206,7 @@ def test_a_wrong_option_says_what_would_be_right(text: str, said: str) -> None:
     assert "hunter2" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "redis://u:hunter2@1@host",
@@ -317,7 +318,7 @@ def test_the_stores_name_and_loss_may_stand_without_a_store_which_the_environmen
         assert "SIDECAR_STORE" in str(PoolFile.model_fields[name].description)
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "said"),
     [
         ("store: redis:/host", 'store: "redis:/host" is not a store\'s address; write redis://127.0.0.1:6379/0'),
@@ -338,7 +339,7 @@ def test_a_wrong_line_says_what_would_be_right(tmp_path: Path, line: str, said: 
     assert [f"policy.yaml:7: {said}"] == mistakes(pool(tmp_path, f"{SMALL}{line}\n"))
 
 
-@pytest.mark.parametrize(
+@each(
     "lines",
     [
         "store: redis://:hunter2@host:x",
@@ -372,7 +373,7 @@ def test_what_was_loaded_shows_no_password(tmp_path: Path) -> None:
     assert "hunter2" not in repr(loaded)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "shown"),
     [
         ("redis://user:hunter2@host/0", "redis://***@host/0"),

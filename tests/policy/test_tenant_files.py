@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from sidecar.policy.tenant_files import obstacles, tenant_files
 from tests.policy.files import SMALL, mistakes, pool, tenant
+from tests.support.each import each
 
 ACME = f'tenant: acme\nkeys: ["sha256:{"0" * 64}"]\ntier: high\n'
 LOOP = "a link that leads back to itself; mend the link, or remove it"
@@ -24,7 +26,7 @@ def _pool(folder: Path, pattern: str = "tenants/*.yaml") -> Path:
     return pool(folder, f"{SMALL}tenants: {pattern}\n")
 
 
-@pytest.mark.parametrize(
+@each(
     ("target", "said"),
     [
         ("a file", "a file, and not a folder; name a folder"),
@@ -65,9 +67,7 @@ def test_folders_pipes_and_hidden_links_beside_the_files_are_none_of_them(tmp_pa
     assert mistakes(_pool(tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    "pattern", ["tenants/*.yaml", "ten*/*.yaml", "*/*.yaml", "**/*.yaml", "tenants/**", "{}/tenants/*.yaml"]
-)
+@each("pattern", ["tenants/*.yaml", "ten*/*.yaml", "*/*.yaml", "**/*.yaml", "tenants/**", "{}/tenants/*.yaml"])
 def test_every_way_of_writing_the_pattern_finds_the_file_and_no_obstacle(tmp_path: Path, pattern: str) -> None:
     folder = tmp_path / "a [folder]*"
     folder.mkdir()
@@ -91,42 +91,52 @@ def shared_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def _checked_by_another_user(folder: Path) -> str:
-    """Standard error of `sidecar check`. Permissions do not bind root, so root becomes another user first."""
+CLOSED = [
+    ("tenants", 0o000, "policy.yaml:7: tenants: no file matches tenants/*.yaml: tenants: cannot be read by user "),
+    ("tenants", 0o600, "tenants/acme.yaml: cannot be read by user "),
+    ("tenants", 0o444, "tenants/acme.yaml: cannot be read by user "),
+    ("tenants/acme.yaml", 0o000, "tenants/acme.yaml: cannot be read by user "),
+    ("policy.yaml", 0o000, "policy.yaml: cannot be read by user "),
+    (".", 0o000, "policy.yaml: cannot be read by user "),
+    (".", 0o444, "policy.yaml: cannot be read by user "),
+]
+
+
+def _checked_by_another_user(folders: list[Path]) -> list[str]:
+    """What `sidecar check` says first of each. Permissions do not bind root, so root becomes another user first."""
     become = "os.setegid(65534); os.seteuid(65534)" if os.geteuid() == 0 else "pass"
-    imports = "import encodings.utf_8_sig, os, sys\nfrom sidecar.cli import check, main"  # while they may be read
-    program = f"{imports}\n{become}\nsys.exit(main(['check', sys.argv[1]]))"
-    command = [sys.executable, "-c", program, str(folder)]
+    program = f"""
+import contextlib, encodings.utf_8_sig, io, json, os, sys
+from sidecar.cli import check, main  # while they may be read
+{become}
+said = []
+for folder in sys.argv[1:]:
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        assert main(["check", folder]) == 1
+    said.append(errors.getvalue())
+print(json.dumps(said))
+"""
+    command = [sys.executable, "-c", program, *map(str, folders)]
     ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 1, ran
-    assert "Traceback" not in ran.stderr
-    return ran.stderr.replace(f"{folder}/", "")
+    assert ran.returncode == 0, ran
+    said = json.loads(ran.stdout)
+    return [text.splitlines()[0].replace(f"{folder}/", "") for folder, text in zip(folders, said, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("closed", "mode", "said"),
-    [
-        ("tenants", 0o000, "policy.yaml:7: tenants: no file matches tenants/*.yaml: tenants: cannot be read by user "),
-        ("tenants", 0o600, "tenants/acme.yaml: cannot be read by user "),
-        ("tenants", 0o444, "tenants/acme.yaml: cannot be read by user "),
-        ("tenants/acme.yaml", 0o000, "tenants/acme.yaml: cannot be read by user "),
-        ("policy.yaml", 0o000, "policy.yaml: cannot be read by user "),
-        (".", 0o000, "policy.yaml: cannot be read by user "),
-        (".", 0o444, "policy.yaml: cannot be read by user "),
-    ],
-)
-def test_what_may_not_be_read_is_named_with_the_user_who_may_not(
-    shared_folder: Path, closed: str, mode: int, said: str
-) -> None:
-    tenant(shared_folder, "acme", ACME)
-    _pool(shared_folder)
-    path = shared_folder / closed
-    path.chmod(mode)
+def test_what_may_not_be_read_is_named_with_the_user_who_may_not(shared_folder: Path) -> None:
+    folders = [shared_folder / str(number) for number in range(len(CLOSED))]
+    for folder, (closed, mode, _) in zip(folders, CLOSED, strict=True):
+        folder.mkdir(mode=0o755)
+        tenant(folder, "acme", ACME)
+        _pool(folder)
+        (folder / closed).chmod(mode)
     try:
-        line = _checked_by_another_user(shared_folder).splitlines()[0]
+        lines = _checked_by_another_user(folders)
     finally:
-        path.chmod(0o755)
-    if mode == 0o600 and os.geteuid() == 0:  # listing it needs a right that the other user has not
-        said = "policy.yaml:7: tenants: no file matches tenants/*.yaml: tenants: cannot be read by user "
-    assert line.startswith(said)
-    assert line.endswith("(Permission denied); let this user read it")
+        for folder, (closed, _, _) in zip(folders, CLOSED, strict=True):
+            folder.chmod(0o755)
+            (folder / closed).chmod(0o755)
+    for (_, mode, said), line in zip(CLOSED, lines, strict=True):
+        is_listed = mode != 0o600 or os.geteuid() != 0  # which needs a right that the other user has not
+        assert line.startswith(said if is_listed else CLOSED[0][2])
+        assert line.endswith("(Permission denied); let this user read it")

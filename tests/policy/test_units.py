@@ -7,9 +7,10 @@ import pytest
 
 from sidecar.policy import units
 from sidecar.policy.units import Ambiguous
+from tests.support.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("written", "expected"),
     [("10%", Fraction(1, 10)), ("0%", Fraction(0)), ("100%", Fraction(1)), ("33.3%", Fraction(333, 1000))],
 )
@@ -17,7 +18,7 @@ def test_a_share_is_an_exact_fraction(written: str, expected: Fraction) -> None:
     assert expected == units.share(written)
 
 
-@pytest.mark.parametrize(
+@each(
     ("written", "message"),
     [
         (20, '"20" is not a share; write "20%"'),
@@ -35,7 +36,7 @@ def test_what_is_no_share_is_refused_with_what_would_be_one(written: object, mes
         units.share(written)
 
 
-@pytest.mark.parametrize(
+@each(
     ("written", "seconds"),
     [("500ms", Fraction(1, 2)), ("2s", 2), ("5m", 300), ("1h", 3600), ("1.5s", Fraction(3, 2)), ("0s", 0)],
 )
@@ -48,18 +49,18 @@ def test_a_number_without_a_unit_is_not_a_duration() -> None:
         units.duration_s(30)
 
 
-@pytest.mark.parametrize(("written", "expected"), [("10k", 10_000), ("2M", 2_000_000), ("1.5k", 1500), (160, 160)])
+@each(("written", "expected"), [("10k", 10_000), ("2M", 2_000_000), ("1.5k", 1500), (160, 160)])
 def test_a_count_is_a_whole_number(written: object, expected: int) -> None:
     assert expected == units.count(written)
 
 
-@pytest.mark.parametrize("written", ["1e3", "0.5", -1, "400 thousand", "2m", True, "", 10**18])
+@each("written", ["1e3", "0.5", -1, "400 thousand", "2m", True, "", 10**18])
 def test_what_is_no_count_is_refused(written: object) -> None:
     with pytest.raises(ValueError, match="; write "):
         units.count(written)
 
 
-@pytest.mark.parametrize(("written", "expected"), [("8MiB", 8 * 2**20), ("512KiB", 2**19), (1000, 1000), ("1B", 1)])
+@each(("written", "expected"), [("8MiB", 8 * 2**20), ("512KiB", 2**19), (1000, 1000), ("1B", 1)])
 def test_a_size_is_bytes(written: object, expected: int) -> None:
     assert expected == units.size_bytes(written)
 

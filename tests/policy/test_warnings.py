@@ -7,6 +7,7 @@ import pytest
 from sidecar.policy.compiler import load, load_files
 from sidecar.policy.warnings import warnings
 from tests.policy.files import pool, tenant
+from tests.support.each import each
 
 HASH = "sha256:" + "0" * 64
 SOURCES = "sources: [header, endpoint, key]\n"
@@ -80,7 +81,7 @@ def test_a_pool_of_requests_alone_is_counted_in_requests(tmp_path: Path) -> None
     assert "4 requests (27% of the pool) stay unused" in said
 
 
-@pytest.mark.parametrize(
+@each(
     ("critical", "normal", "is_late"),
     [
         ("", "", True),
@@ -111,7 +112,7 @@ def test_an_emergency_tier_beside_a_pool_of_an_unknown_size_is_late_too(tmp_path
     assert any("lends its whole reserve" in one for one in _said(tmp_path, tiers, capacity="from: engine"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("normal", "aging", "largest"),
     [
         ("reserve: 10%", "", "400"),  # what the reserve of high leaves
@@ -166,7 +167,7 @@ def test_an_emergency_counts_in_requests_too(tmp_path: Path) -> None:
     assert "the reserves of high (30%) and normal (30%) are not certain; write limit: 20% or less" in said
 
 
-@pytest.mark.parametrize(("reserve", "minutes"), [("10%", 8), ("5%", 18), ("0.1%", 949), ("0.01%", 1_000)])
+@each(("reserve", "minutes"), [("10%", 8), ("5%", 18), ("0.1%", 949), ("0.01%", 1_000)])
 def test_a_tier_that_accepts_many_reserves_says_how_long_it_owes(tmp_path: Path, reserve: str, minutes: int) -> None:
     tiers = f"{{high: {{reserve: 5%, max_request_tokens: 10k, limit: 20%}}, normal: {{reserve: {reserve}}}}}"
     (said,) = _said(tmp_path, tiers, capacity="tokens: 1M")
@@ -273,7 +274,7 @@ def test_an_engines_own_numbers_in_a_body_are_worth_a_warning_that_says_what_to_
     assert warnings(load(pool(tmp_path, written))) == ()
 
 
-@pytest.mark.parametrize("engine", ["tensorrt-llm", "dynamo", "none"])
+@each("engine", ["tensorrt-llm", "dynamo", "none"])
 def test_an_engine_without_whole_numbers_in_the_body_is_worth_none(engine: str, tmp_path: Path) -> None:
     text = f"engine: {engine}\ncapacity: {{tokens: 1000, requests: 100}}\n{ENGINES_NUMBERS}"
     assert warnings(load(pool(tmp_path, text))) == ()
@@ -300,7 +301,7 @@ def test_unsized_requests_with_a_bound_in_every_tier_are_not(tmp_path: Path) -> 
 UNREAD = "no one reads the engine's preemptions, so the quantile never rises; write from: engine, or learn: cautious"
 
 
-@pytest.mark.parametrize(
+@each(
     ("engine", "capacity", "said"),
     [
         ("vllm", "tokens: 1000, requests: 100, learn: full", UNREAD),

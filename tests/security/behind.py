@@ -17,7 +17,8 @@ from tests.support.engine import Connection, Received, raw_engine
 from tests.support.middleware import write_policy
 from tests.support.serving import serving
 
-KINDS = ("raw", "h11", "httptools")
+RAW, REAL = "raw", ("h11", "httptools")
+"""A server that only records, and those that uvicorn has."""
 WITHIN_S = 10.0
 LAST = b"GET /last HTTP/1.1\r\nhost: sidecar\r\nconnection: close\r\n\r\n"
 
@@ -121,7 +122,7 @@ async def _raw(behind: Behind) -> AsyncIterator[Any]:
 
 
 def _server(behind: Behind) -> AbstractAsyncContextManager[Any]:
-    return _raw(behind) if behind.kind == "raw" else serving(_recorder(behind), http=behind.kind)
+    return _raw(behind) if behind.kind == RAW else serving(_recorder(behind), http=behind.kind)
 
 
 @contextmanager

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -18,11 +15,15 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from sidecar import AdmissionMiddleware
 from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access, AdminGuard, access_of, is_loopback
+from sidecar.cli import main
 from sidecar.policy.compiler import shipped_policies
 from tests.support.commands import address, command
-from tests.support.middleware import Answer
+from tests.support.each import each
+from tests.support.middleware import Answer, App, write_policy
+from tests.support.redis_servers import free_port
 from tests.support.serving import Served, serving
 from tests.support.wire import exchange, get
 
@@ -65,10 +66,8 @@ def is_refused(answer: Answer, status: int, code: str) -> bool:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("path", PAGES)
-@pytest.mark.parametrize(
-    "shown",
-    [
+async def test_no_page_is_shown_without_the_token() -> None:
+    wrong = [
         (),
         ("authorization: Bearer wrong-token-of-this-test",),
         (f"authorization: Bearer {TOKEN}x",),
@@ -79,15 +78,19 @@ def is_refused(answer: Answer, status: int, code: str) -> bool:
         (f"x-api-key: {TOKEN}",),
         ("authorization: Bearer t\xf6ken",),
         (f"cookie: sidecar-admin-1={TOKEN}",),
-    ],
-)
-async def test_no_page_is_shown_without_the_token(path: str, shown: tuple[str, ...]) -> None:
+    ]
     async with admin(Access(TOKEN)) as served:
-        answer = await ask(served, path, *shown)
-    assert is_refused(answer, 401, "admin_token_required")
-    assert answer.headers["www-authenticate"] == "Bearer"
-    assert "token" in answer.json["error"]["message"]
-    assert TOKEN not in answer.body.decode()
+
+        @each("path", PAGES)
+        @each("shown", wrong)
+        async def is_shown_nothing(path: str, shown: tuple[str, ...]) -> None:
+            answer = await ask(served, path, *shown)
+            assert is_refused(answer, 401, "admin_token_required")
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "token" in answer.json["error"]["message"]
+            assert TOKEN not in answer.body.decode()
+
+        await is_shown_nothing()
 
 
 @pytest.mark.anyio
@@ -121,7 +124,7 @@ async def test_a_browser_is_let_in_once_by_the_address_and_then_by_its_cookie() 
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("host", ["127.0.0.1:9464", "localhost", "LOCALHOST:1", "[::1]:9464", "[::1]", "10.1.2.3", ""])
+@each("host", ["127.0.0.1:9464", "localhost", "LOCALHOST:1", "[::1]:9464", "[::1]", "10.1.2.3", ""])
 async def test_on_loopback_an_address_or_localhost_is_shown(host: str) -> None:
     async with admin(Access()) as served:
         if host == "":  # HTTP/1.0 has none; in 1.1 the server itself may refuse it
@@ -132,9 +135,7 @@ async def test_on_loopback_an_address_or_localhost_is_shown(host: str) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(
-    "host", ["rebound.example:9464", "127.0.0.1.rebound.example", "localhost.rebound.example", "x"]
-)
+@each("host", ["rebound.example:9464", "127.0.0.1.rebound.example", "localhost.rebound.example", "x"])
 async def test_a_name_that_was_made_to_point_here_is_shown_nothing(host: str) -> None:
     async with admin(Access()) as served:
         assert is_refused(await ask(served, "/overview", host=host), 403, "unknown_host")
@@ -162,7 +163,7 @@ async def test_a_page_of_another_site_gets_nothing_in_the_background(access: Acc
 # What the environment says
 
 
-@pytest.mark.parametrize(
+@each(
     ("host", "expected"),
     [
         ("127.0.0.1", True),
@@ -243,7 +244,7 @@ def test_serve_top_and_explain_with_a_token_from_a_file(tmp_path: Path) -> None:
         assert errors.startswith("sidecar top: SIDECAR_ADMIN_TOKEN: shorter than 16 characters")
 
 
-@pytest.mark.parametrize(
+@each(
     ("host", "variables", "warns"),
     [
         ("0.0.0.0", {}, True),
@@ -251,12 +252,20 @@ def test_serve_top_and_explain_with_a_token_from_a_file(tmp_path: Path) -> None:
         ("127.0.0.1", {}, False),
     ],
 )
-def test_an_admin_port_for_everybody_is_warned_of(host: str, variables: Mapping[str, str], warns: bool) -> None:
-    upstream = ("serve", "--upstream", "http://127.0.0.1:9", "--policy", str(shipped_policies()))
+def test_an_admin_port_for_everybody_is_warned_of(
+    host: str,
+    variables: Mapping[str, str],
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in {"SIDECAR_LOG_FORMAT": "json", **variables}.items():
+        monkeypatch.setenv(name, value)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = ("--port", str(taken.getsockname()[1]), "--admin-port", "0", "--admin-host", host)
-        code, _, errors = reported(*upstream, *ports, SIDECAR_LOG_FORMAT="json", **variables)
-    assert code == 1  # the port is taken: this is about what is said before
+        # The port is taken: this is about what is said before.
+        assert main(["serve", "--upstream", NOBODY, "--policy", str(shipped_policies()), *ports]) == 1
+    errors = capsys.readouterr().err
     logged: list[Any] = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
     warned = [entry["message"] for entry in logged if entry["event"] == "admin_port_open"]
     assert bool(warned) is warns
@@ -265,29 +274,14 @@ def test_an_admin_port_for_everybody_is_warned_of(host: str, variables: Mapping[
         assert "set SIDECAR_ADMIN_TOKEN, or SIDECAR_ADMIN_TOKEN_FILE to a file that holds it" in warned[0]
 
 
-def test_a_mounted_sidecar_guards_its_admin_port_by_the_same_environment(tmp_path: Path) -> None:
-    code = (
-        "import asyncio, aiohttp, os\nfrom sidecar import AdmissionMiddleware\n"
-        "from tests.support.middleware import App, write_policy\nfrom tests.support.serving import serving\n"
-        "from pathlib import Path\n"
-        "os.environ['SIDECAR_POLICY'] = str(write_policy(Path(os.environ['FOLDER'])))\n"
-        "async def main():\n"
-        "    async with serving(AdmissionMiddleware(App())), aiohttp.ClientSession() as client:\n"
-        "        url = 'http://127.0.0.1:' + os.environ['SIDECAR_ADMIN_PORT']\n"
-        "        for token in ('', os.environ['SIDECAR_ADMIN_TOKEN']):\n"
-        "            async with client.get(url + '/state', headers={'authorization': 'Bearer ' + token}) as answer:\n"
-        "                print(answer.status)\n"
-        "asyncio.run(main())"
-    )
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = str(unused.getsockname()[1])
-    variables = {"SIDECAR_ADMIN_PORT": port, "SIDECAR_ADMIN_TOKEN": TOKEN, "FOLDER": str(tmp_path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
-    assert ended.stdout.split() == ["401", "200"], ended.stderr
+@pytest.mark.anyio
+async def test_a_mounted_sidecar_guards_its_admin_port_by_the_same_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("SIDECAR_POLICY", str(write_policy(tmp_path)))
+    monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port))
+    monkeypatch.setenv("SIDECAR_ADMIN_TOKEN", TOKEN)
+    async with serving(AdmissionMiddleware(App())):
+        answers = [Answer.parsed(await exchange(port, get("/state", *shown))) for shown in ((), (BEARER,))]
+    assert [answer.status for answer in answers] == [401, 200]

@@ -9,6 +9,7 @@ import pytest
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.http_protocol import BoundedHttpProtocol as Served
 from tests.security.responses import responses
+from tests.support.each import each
 from tests.support.engine import Connection, raw_engine
 from tests.support.middleware import CHAT, SMALL, guarding, key, policy
 from tests.support.wire import connected, get, post
@@ -49,7 +50,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
+@each("answer", ANSWERS.values(), ids=ANSWERS.keys())
 async def test_whatever_it_answers_a_client_reads_one_response_and_the_next_one_its_own(answer: bytes) -> None:
     async def script(connection: Connection) -> None:
         while True:
@@ -67,7 +68,7 @@ async def test_whatever_it_answers_a_client_reads_one_response_and_the_next_one_
     ):
         writer.write(post(CHAT, SMALL, key("acme"), "x-first: 1", close=False))
         writer.write(get("/next"))
-        first, *others = responses(await asyncio.wait_for(reader.read(), 10))
+        first, *others = responses(await asyncio.wait_for(reader.read(), 60))
     if first.status == 502:
         assert b'"code":"engine_unreachable"' in first.body
     else:

@@ -13,6 +13,7 @@ from sidecar import AdmissionMiddleware
 from sidecar.app import store_of
 from sidecar.middleware.credentials import Credentials
 from sidecar.proxy.proxy import ReverseProxy
+from tests.support.each import each
 from tests.support.engine import RawEngine, answering, raw_engine
 from tests.support.middleware import CHAT, SMALL, Answer, App, guarding, key, policy, write_policy
 from tests.support.serving import serving
@@ -32,7 +33,7 @@ async def passed_on(*headers: str, more: str = "") -> list[tuple[bytes, bytes]]:
     return [pair for pair in app.seen[0].scope["headers"] if pair[0] in {b"authorization", b"x-api-key"}]
 
 
-@pytest.mark.parametrize(
+@each(
     "sent",
     [
         ("authorization: Bearer sk-acme",),
@@ -56,7 +57,7 @@ async def test_a_policy_may_let_the_key_pass() -> None:
     assert passed == [(b"authorization", b"Bearer sk-acme"), (b"x-api-key", b"sk-other")]
 
 
-@pytest.mark.parametrize(
+@each(
     "twice",
     [
         ("authorization: Bearer sk-nightly", key("acme")),
@@ -64,7 +65,7 @@ async def test_a_policy_may_let_the_key_pass() -> None:
         ("x-api-key: sk-nightly", "x-api-key: sk-acme"),
     ],
 )
-@pytest.mark.parametrize("more", ["", "forward_key: true\n"])
+@each("more", ["", "forward_key: true\n"])
 async def test_two_keys_in_one_header_are_a_400(twice: Sequence[str], more: str) -> None:
     """The sidecar would account the request to one tenant, and the server after it would take it for the other's."""
     app = App()
@@ -88,7 +89,7 @@ async def before_an_engine(folder: Path, more: str = "") -> AsyncIterator[tuple[
             yield engine, served.port
 
 
-@pytest.mark.parametrize("sent", [(), (key("acme"),), ("x-api-key: sk-acme",), (BASIC,)])
+@each("sent", [(), (key("acme"),), ("x-api-key: sk-acme",), (BASIC,)])
 async def test_an_engine_with_a_key_of_its_own_gets_that_one(
     sent: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +156,7 @@ async def test_a_servers_own_key_check_behind_the_sidecar_is_passed_with_the_eng
     assert statuses == [200, 401, 200]
 
 
-@pytest.mark.parametrize("named", ["X-Vllm-Priority", "authorization", "x-vllm-priority , Authorization"])
+@each("named", ["X-Vllm-Priority", "authorization", "x-vllm-priority , Authorization"])
 async def test_a_client_cannot_have_the_proxy_drop_what_the_sidecar_has_written(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +175,7 @@ def test_what_holds_the_engines_key_does_not_show_it() -> None:
     assert ENGINE_KEY not in repr(Credentials(False, ENGINE_KEY.encode()))
 
 
-@pytest.mark.parametrize(
+@each(
     ("said", "warns"),
     [
         ((ENGINE_KEY, "normal", ""), True),

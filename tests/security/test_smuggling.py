@@ -1,7 +1,8 @@
 """One request stays one request: hostile bytes through a real `sidecar serve`, and what a real server behind it saw.
 
-Each case goes to three servers: uvicorn with h11, uvicorn with httptools, and one that records what comes. On the same
-connection a last request follows, and on another one a stranger's: neither may be touched by what came before.
+Each case goes to a server that records what comes, and in CI's second step to two more, uvicorn with h11 and with
+httptools. On the same connection a last request follows, and on another one a stranger's: neither may be touched by
+what came before.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.security.behind import KINDS, Behind, Seen, standing
+from tests.security.behind import RAW, REAL, Behind, Seen, standing
+from tests.support.each import each
 
 GUARDED, UNGUARDED = b"/v1/chat/completions", b"/v1/files"
 BODY = b'{"messages":["hi"]}'
@@ -21,7 +23,7 @@ SMUGGLED = b"GET /smuggled HTTP/1.1\r\nhost: sidecar\r\n\r\n"
 STRANGER = b"POST /stranger HTTP/1.1\r\nhost: sidecar\r\ncontent-length: 3\r\nconnection: close\r\n\r\nabc"
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[RAW, *(pytest.param(kind, marks=pytest.mark.long) for kind in REAL)])
 def behind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
     folder = tmp_path_factory.mktemp("policy")
     with standing(request.param, folder, "unguarded: allow\n", SIDECAR_LOG_LEVEL="error") as found:
@@ -122,8 +124,8 @@ def untouched(behind: Behind) -> None:
     assert (seen.method, seen.target, seen.body) == (b"POST", b"/stranger", b"abc")
 
 
-@pytest.mark.parametrize("path", [GUARDED, UNGUARDED], ids=["guarded", "unguarded"])
-@pytest.mark.parametrize("case", REFUSED, **names(REFUSED))
+@each("path", [GUARDED, UNGUARDED], ids=["guarded", "unguarded"])
+@each("case", REFUSED, **names(REFUSED))
 def test_what_two_servers_could_read_differently_reaches_none(behind: Behind, case: Case, path: bytes) -> None:
     count = len(behind.seen)
     answer = behind.send(request(path, case))
@@ -135,8 +137,8 @@ def test_what_two_servers_could_read_differently_reaches_none(behind: Behind, ca
     untouched(behind)
 
 
-@pytest.mark.parametrize("path", [GUARDED, UNGUARDED], ids=["guarded", "unguarded"])
-@pytest.mark.parametrize("case", [*PASSED, *REFUSED_OR_PASSED], **names([*PASSED, *REFUSED_OR_PASSED]))
+@each("path", [GUARDED, UNGUARDED], ids=["guarded", "unguarded"])
+@each("case", [*PASSED, *REFUSED_OR_PASSED], **names([*PASSED, *REFUSED_OR_PASSED]))
 def test_what_passes_is_one_request_and_the_one_we_understood(behind: Behind, case: Case, path: bytes) -> None:
     count = len(behind.seen)
     answer = behind.send(request(path, case))
@@ -163,7 +165,7 @@ def is_framed_once(seen: Seen) -> None:
     assert seen.all(b"x-vllm-priority") == ([b"20"] if seen.target == GUARDED else [])
 
 
-@pytest.mark.parametrize("second", [b"", b"GET /smuggled HTTP/1.1\r\nhost: sidecar\r\n\r\n"])
+@each("second", [b"", b"GET /smuggled HTTP/1.1\r\nhost: sidecar\r\n\r\n"])
 def test_pipelined_requests_are_answered_in_order_each_its_own(behind: Behind, second: bytes) -> None:
     count = len(behind.seen)
     first = b"POST %s HTTP/1.1\r\nhost: sidecar\r\n%s\r\n\r\n%s" % (GUARDED, LENGTH, BODY)
@@ -174,7 +176,7 @@ def test_pipelined_requests_are_answered_in_order_each_its_own(behind: Behind, s
     assert [part.rpartition(b"\r\n\r\n")[2] for part in answers] == [behind.echo(each) for each in seen]
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "target"),
     [
         (b"POST http://elsewhere/v1/chat/completions HTTP/1.1", GUARDED),
@@ -194,7 +196,7 @@ def test_a_target_names_a_path_and_nothing_else(behind: Behind, line: bytes, tar
     assert b"secret" not in b"".join(value for _, value in first.headers)
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [
         b"CONNECT engine:8000 HTTP/1.1",
@@ -215,7 +217,7 @@ def test_a_line_that_is_no_request_is_a_400(behind: Behind, line: bytes) -> None
     untouched(behind)
 
 
-@pytest.mark.parametrize(
+@each(
     "path",
     [
         b"/v1/%63hat/completions",
@@ -240,7 +242,7 @@ def test_a_guarded_path_is_guarded_however_it_is_written(behind: Behind, path: b
 # What is written by us into somebody's headers
 
 
-@pytest.mark.parametrize(
+@each(
     "value",
     [
         b"high\xe5\x98\x8a\xe5\x98\x8dset-cookie: a=1",  # two characters whose last bytes are CR and LF
@@ -251,7 +253,7 @@ def test_a_guarded_path_is_guarded_however_it_is_written(behind: Behind, path: b
         b"\xe2\x80\xa8high",
     ],
 )
-@pytest.mark.parametrize("header", [b"x-priority", b"x-admission-max-wait", b"x-request-id", b"authorization"])
+@each("header", [b"x-priority", b"x-admission-max-wait", b"x-request-id", b"authorization"])
 def test_no_value_of_a_client_ends_a_header_of_ours(behind: Behind, header: bytes, value: bytes) -> None:
     case = Case("", b"%s: %s\r\n%s" % (header, value, LENGTH))
     answer = behind.send(request(GUARDED, case))
@@ -261,7 +263,7 @@ def test_no_value_of_a_client_ends_a_header_of_ours(behind: Behind, header: byte
     untouched(behind)
 
 
-@pytest.mark.parametrize("where", ["body", "header"])
+@each("where", ["body", "header"])
 def test_what_is_said_of_ignored_priorities_is_in_one_line(behind: Behind, where: str) -> None:
     body = b'{"messages":["hi"],"nvext":{"agent_hints":{"priority":1,"x\\r\\nset-cookie: a=1":2}}}'
     header = b"x-override-a\xc3\xa9: 1\r\n" if where == "header" else b""

@@ -11,6 +11,8 @@ import pytest
 
 from tests.real.lab import installed_in
 
+pytestmark = pytest.mark.long
+
 PACKAGES = Path(__file__).parent / "packages"
 SGLANG = "sglang/srt/entrypoints"
 

@@ -28,6 +28,7 @@ async def metrics(command: Command) -> dict[str, float]:
     return {name: float(value) for name, _, value in pairs}
 
 
+@pytest.mark.long
 async def test_metrics_are_the_sum_of_all_workers_and_never_fall(tmp_path: Path) -> None:
     async with held_engine() as engine, serving(write_policy(tmp_path, requests=40), engine.url) as command:
         streams: list[asyncio.Task[tuple[int, bytes]]] = []

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,18 +237,17 @@ def test_a_folder_of_a_killed_supervisor_is_removed_and_no_other(
 ) -> None:
     prefix = f"sidecar-workers-{os.getuid()}-"
     left, young, other = temporary / f"{prefix}left", temporary / f"{prefix}young", temporary / "other"
-    for path in (left, other):
+    for path in (left, other, young):  # `young` is not locked yet
         path.mkdir()
         (path / "lock").touch()
-    monkeypatch.setattr(folder, "_YOUNG_S", 0.5)
-    time.sleep(0.6)
-    young.mkdir()  # not locked yet
-    (young / "lock").touch()
+        time.sleep(0.05)
+    now_s = [folder._YOUNG_S + (left.stat().st_ctime + young.stat().st_ctime) / 2]
+    monkeypatch.setattr(folder, "time", SimpleNamespace(time=lambda: now_s[0]))
     (temporary / f"{prefix}link").symlink_to(other)
     with folder.private_folder() as held:
         assert held.stat().st_mode & 0o777 == 0o700
         assert (left.exists(), young.exists()) == (False, True)
-        time.sleep(0.6)
+        now_s[0] += 10 * folder._YOUNG_S
         with folder.private_folder():
             pass
         assert (left.exists(), young.exists(), other.exists(), held.exists()) == (False, False, True, True)

@@ -11,6 +11,7 @@ import pytest
 from sidecar.cli import main
 from sidecar.server import CannotServe
 from sidecar.workers.own_store import server_program
+from tests.support.each import each
 from tests.workers.running import started, write_policy
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has workers")]
@@ -26,7 +27,7 @@ async def refusal(*arguments: str, **variables: str) -> str:
     return errors.decode().splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", ["0", "-1", "65", "10000", "x", "", "1.5", "²"])
+@each("number", ["0", "-1", "65", "10000", "x", "", "1.5", "²"])
 def test_a_number_of_workers_that_is_none_is_refused(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "--upstream", NOBODY, "--workers", number])
@@ -36,7 +37,7 @@ def test_a_number_of_workers_that_is_none_is_refused(number: str, capsys: pytest
     assert "argument --workers" in said
 
 
-@pytest.mark.parametrize("option", ["--port", "--admin-port"])
+@pytest.mark.parametrize("option", ["--port", pytest.param("--admin-port", marks=pytest.mark.long)])
 async def test_a_port_that_is_taken_is_refused_and_nothing_is_left(option: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -44,6 +45,7 @@ async def test_a_port_that_is_taken_is_refused_and_nothing_is_left(option: str, 
     assert said == f"sidecar: cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
+@pytest.mark.long
 async def test_a_port_that_other_workers_share_is_refused(tmp_path: Path) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as shared:
         shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,6 +73,7 @@ async def test_what_a_worker_alone_finds_out_is_said_as_one_process_says_it(tmp_
     assert said == 'sidecar: OTEL_TRACES_EXPORTER: "smoke" is not supported; write otlp, console or none'
 
 
+@pytest.mark.long
 async def test_an_upstream_that_is_this_command_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

@@ -34,7 +34,11 @@ async def both_have_some(command: Command, streams: list[asyncio.Task[tuple[int,
     while not all((await command.under_way()).values()):
         assert len(streams) < 40
         streams.append(asyncio.ensure_future(command.stream()))
-        await asyncio.sleep(0.1)
+        await until(lambda: counts(command, len(streams)), "the last has come")
+
+
+async def counts(command: Command, requests: int) -> bool:
+    return sum((await command.under_way()).values()) == requests
 
 
 async def test_two_workers_share_one_pool_and_one_port_and_drain_together(tmp_path: Path) -> None:
@@ -104,7 +108,7 @@ async def test_a_signal_during_the_start_leaves_nothing(after_s: float, tmp_path
         await asyncio.sleep(after_s)
         begun = children(process.pid)
         process.send_signal(signal.SIGTERM)
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
         assert not any(map(is_running, begun))
     assert process.returncode in (0, -signal.SIGTERM)  # the latter before it has any process
     assert "Traceback" not in errors.decode()
@@ -188,7 +192,7 @@ async def test_a_supervisor_that_is_killed_leaves_nothing_running(tmp_path: Path
         started = children(command.process.pid)
         assert len(started) == 3  # two workers and a store
         command.signal(signal.SIGKILL)
-        await until(lambda: not any(map(is_running, started)), "workers and store end", within_s=15)
+        await until(lambda: not any(map(is_running, started)), "workers and store end")
         with pytest.raises(aiohttp.ClientError):
             await stream
         await until(lambda: engine.running == 0, "the engine is left alone")
