@@ -1,0 +1,80 @@
+"""Commands, and what they talk to, in the test's own process: without the start of a Python for each."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    redirect_stderr,
+    redirect_stdout,
+)
+from pathlib import Path
+from typing import TypeVar
+
+from anyio.from_thread import start_blocking_portal
+
+from sidecar.admin.app import admin_app
+from sidecar.app import AdmissionMiddleware
+from sidecar.cli import emulate, main
+from sidecar.policy.compiler import load_files
+from sidecar.policy.reload import PolicyFiles
+from sidecar.serving import proxy_of
+from sidecar.tools.emulator import Emulator
+from tests.support.serving import serving
+
+T = TypeVar("T")
+
+
+def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What `sidecar ARGUMENTS` printed, and its exit code."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
+        try:
+            code = main(arguments)
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
+
+
+@contextmanager
+def in_thread(entered: AbstractAsyncContextManager[T]) -> Iterator[T]:
+    """The block of `entered` in an event loop of its own, in a thread."""
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(entered) as value:
+        yield value
+
+
+@contextmanager
+def emulated_engine(*arguments: str) -> Iterator[str]:
+    """The engine of `sidecar emulate ARGUMENTS` on a free port: its address."""
+    parser = argparse.ArgumentParser()
+    emulate.configure(parser)
+    (config,) = emulate._configs(parser.parse_args(arguments))
+    with in_thread(serving(Emulator(config).app)) as served:
+        yield served.url
+
+
+@contextmanager
+def served_sidecar(policy: Path, upstream: str | None = None) -> Iterator[tuple[str, str]]:
+    """The addresses of a sidecar for clients and of its admin port."""
+    with in_thread(_served(policy, upstream)) as urls:
+        yield urls
+
+
+@asynccontextmanager
+async def _served(path: Path, upstream: str | None) -> AsyncIterator[tuple[str, str]]:
+    policy = load_files(path).policy
+    files = PolicyFiles(str(path))
+    middleware = AdmissionMiddleware(proxy_of(upstream, policy), policy, files=files, is_shown=True)
+    controller = middleware.controller
+    pages = admin_app(
+        state=controller.state,
+        readiness=controller.readiness,
+        notices=controller.notices,
+        routes=middleware.observability.routes,
+    )
+    async with serving(middleware) as served, serving(pages, lifespan="off") as admin:
+        yield served.url, admin.url
