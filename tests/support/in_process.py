@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -14,7 +15,7 @@ from contextlib import (
     redirect_stdout,
 )
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
@@ -78,3 +79,16 @@ async def _served(path: Path, upstream: str | None) -> AsyncIterator[tuple[str, 
     )
     async with serving(middleware) as served, serving(pages, lifespan="off") as admin:
         yield served.url, admin.url
+
+
+async def start_failure(app: Any) -> str | None:
+    """What a server is told whose app does not start; None where it starts. It is ended again."""
+    asked: asyncio.Queue[Any] = asyncio.Queue()
+    told: asyncio.Queue[Any] = asyncio.Queue()
+    scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
+    running = asyncio.ensure_future(app(scope, asked.get, told.put))
+    await asked.put({"type": "lifespan.startup"})
+    answer = await told.get()
+    await asked.put({"type": "lifespan.shutdown"})
+    await asyncio.gather(running, return_exceptions=True)  # it raises where it did not start
+    return answer["message"] if answer["type"] == "lifespan.startup.failed" else None
