@@ -60,13 +60,14 @@ def emulated_engine(*arguments: str) -> Iterator[str]:
 
 @contextmanager
 def served_sidecar(policy: Path, upstream: str | None = None) -> Iterator[tuple[str, str]]:
-    """The addresses of a sidecar for clients and of its admin port."""
-    with in_thread(_served(policy, upstream)) as urls:
+    """A sidecar: its address for clients, and that of its admin port."""
+    with in_thread(serving_sidecar(policy, upstream)) as urls:
         yield urls
 
 
 @asynccontextmanager
-async def _served(path: Path, upstream: str | None) -> AsyncIterator[tuple[str, str]]:
+async def serving_sidecar(path: Path, upstream: str | None = None) -> AsyncIterator[tuple[str, str]]:
+    """The same in this event loop."""
     policy = load_files(path).policy
     files = PolicyFiles(str(path))
     middleware = AdmissionMiddleware(proxy_of(upstream, policy), policy, files=files, is_shown=True)
