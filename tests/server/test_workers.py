@@ -55,7 +55,7 @@ def skip_where_uvicorn_restarts_for_ever() -> None:
     [
         ((*UVICORN, "--workers", "2"), {}, "uvicorn"),
         (UVICORN, {"WEB_CONCURRENCY": "2"}, "uvicorn"),
-        pytest.param((*GUNICORN, "uvicorn_worker.UvicornWorker", "--preload", "-c", "config.py"), {}, "gunicorn"),
+        ((*GUNICORN, "uvicorn_worker.UvicornWorker", "--preload", "-c", "config.py"), {}, "gunicorn"),
         ((*GUNICORN, "asgi"), {"WEB_CONCURRENCY": "2"}, "gunicorn"),
         ((*HYPERCORN, "-w", "2"), {}, "hypercorn"),
         ((*GRANIAN, "--workers", "2"), {}, "granian"),

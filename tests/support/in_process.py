@@ -50,11 +50,12 @@ def in_thread(entered: AbstractAsyncContextManager[T]) -> Iterator[T]:
 
 @contextmanager
 def emulated_engine(*arguments: str) -> Iterator[str]:
-    """The engine of `sidecar emulate ARGUMENTS` on a free port: its address."""
+    """The engine of `sidecar emulate ARGUMENTS`, on a free port where they name none: its address."""
     parser = argparse.ArgumentParser()
     emulate.configure(parser)
-    (config,) = emulate._configs(parser.parse_args(arguments))
-    with in_thread(serving(Emulator(config).app)) as served:
+    args = parser.parse_args(["--port", "0", *arguments])
+    (config,) = emulate._configs(args)
+    with in_thread(serving(Emulator(config).app, port=args.port)) as served:
         yield served.url
 
 
