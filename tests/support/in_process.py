@@ -51,11 +51,18 @@ def in_thread(entered: AbstractAsyncContextManager[T]) -> Iterator[T]:
 @contextmanager
 def emulated_engine(*arguments: str) -> Iterator[str]:
     """The engine of `sidecar emulate ARGUMENTS`, on a free port where they name none: its address."""
+    with in_thread(serving_engine(*arguments)) as url:
+        yield url
+
+
+@asynccontextmanager
+async def serving_engine(*arguments: str) -> AsyncIterator[str]:
+    """The same in this event loop."""
     parser = argparse.ArgumentParser()
     emulate.configure(parser)
     args = parser.parse_args(["--port", "0", *arguments])
     (config,) = emulate._configs(args)
-    with in_thread(serving(Emulator(config).app, port=args.port)) as served:
+    async with serving(Emulator(config).app, port=args.port) as served:
         yield served.url
 
 
