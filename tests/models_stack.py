@@ -1,4 +1,4 @@
-"""Two models with pools of their own behind one `sidecar serve`, before three emulated engines; all are processes."""
+"""Two models with pools of their own behind one `sidecar serve`, before three emulated engines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from tests.support.commands import address, command
+from tests.support.in_process import emulated_engine
 from tests.support.ports import free_ports
+
+if TYPE_CHECKING:
+    import openai
 
 KEY, LIMITED = "sk-alpha", "sk-limited"
 LLAMA, QWEN, LORA = "meta/llama-70b", "qwen-7b", "my-lora"
@@ -67,26 +69,21 @@ class ModelsStack:
     ports: dict[str, int]
     sidecar: subprocess.Popen[str]
     engines: dict[str, ExitStack] = field(default_factory=dict)
-    starting: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def client(self, key: str = KEY) -> openai.AsyncOpenAI:
         """A client that shows what it is refused."""
+        import openai
+
         return openai.AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=30)
 
     def start(self, name: str) -> None:
-        """Begins to start an engine."""
+        """Starts an engine."""
         stack = self.engines[name] = ExitStack()
         port = str(self.ports[name])
-        process = stack.enter_context(command("emulate", "--port", port, "--model", ENGINES[name], *_EMULATED))
-        self.starting.append(process)
-
-    def started(self) -> None:
-        """Returns when all engines answer that were started."""
-        while self.starting:
-            address(self.starting.pop())
+        stack.enter_context(emulated_engine("--port", port, "--model", ENGINES[name], *_EMULATED))
 
     def kill(self, name: str) -> None:
-        """Kills an engine."""
+        """Ends an engine, whatever runs there."""
         self.engines.pop(name).close()
 
     def admin(self, path: str) -> Any:
@@ -124,7 +121,7 @@ class ModelsStack:
         return (self.folder / "policy.yaml").read_text()
 
 
-async def until(condition: Callable[[], object], within_s: float = 15.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     """Waits for it."""
     end_s = time.monotonic() + within_s
     while not condition():
@@ -156,7 +153,6 @@ def models_stack(folder: Path, mode: str = "enforce", without: str = "", **envir
         for name in ENGINES:
             if name not in without:
                 stack.start(name)
-        stack.started()
         served = ("serve", "--policy", str(folder), "--port", "0", "--admin-port", "0")
         stack.sidecar = running.enter_context(command(*served, **environment))
         stack.url, stack.admin_url = address(stack.sidecar), address(stack.sidecar)

@@ -86,8 +86,3 @@ def test_a_server_with_a_bad_policy_does_not_start(tmp_path: Path, lifespan: str
     assert "policy.yaml:1: engine:" in ended.stderr
     assert "Application startup failed" in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_without_a_store_its_client_is_not_even_loaded() -> None:
-    code = "import sys, sidecar.app; sys.exit('redis' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0

@@ -1,12 +1,10 @@
-"""The engine watch in `sidecar serve` and in a mounted app, as processes: another engine, none, a new one."""
+"""The engine watch in `sidecar serve` and in a mounted app: another engine, none, a new one."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
+from sidecar import AdmissionMiddleware
 from sidecar.policy.compiler import shipped_policies
 from tests.cluster.replicas import Replica, address, started
+from tests.support.in_process import emulated_engine, ran, served_sidecar, start_failure
 from tests.support.redis_servers import RedisServer, first_binary, free_port
 
 VLLM = """\
@@ -75,18 +76,23 @@ def logged(folder: Path) -> list[str]:
 
 
 def failed_start(upstream: str, policy: str) -> subprocess.CompletedProcess[str]:
-    served = ["serve", "--upstream", upstream, "--policy", policy, "--port", "0", "--admin-port", "0"]
-    return subprocess.run(
-        [sys.executable, "-m", "sidecar.cli", *served], capture_output=True, text=True, check=False, timeout=120
-    )
+    return ran("serve", "--upstream", upstream, "--policy", policy, "--port", "0", "--admin-port", "0")
+
+
+@contextmanager
+def beside(folder: Path, kind: str, policy: str) -> Iterator[str]:
+    """An emulated engine and a sidecar before it, both in threads of this process: the sidecar's admin port."""
+    path = folder / "policy.yaml"
+    path.write_text(policy)
+    with emulated_engine("--engine", kind) as upstream, served_sidecar(path, upstream) as (_, admin):
+        yield admin
 
 
 # -- at the start
 
 
-@pytest.mark.long
-def test_the_shipped_policies_do_not_start_before_a_vllm(tmp_path: Path) -> None:
-    with engine(tmp_path, "vllm", 0) as upstream:
+def test_the_shipped_policies_do_not_start_before_a_vllm() -> None:
+    with emulated_engine("--engine", "vllm") as upstream:
         ended = failed_start(upstream, str(shipped_policies()))
     assert ended.returncode == 1
     assert ended.stdout == ""
@@ -99,24 +105,23 @@ def test_the_shipped_policies_do_not_start_before_a_vllm(tmp_path: Path) -> None
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang", "tensorrt-llm", "dynamo"])
-def test_each_engine_is_known_as_itself(kind: str, tmp_path: Path) -> None:
-    with engine(tmp_path, kind, 0) as upstream, sidecar(tmp_path, upstream, VLLM.replace("vllm", kind)) as replica:
-        status, ready = page(f"{replica.admin_url}/readyz")
-        assert (status, ready["notices"]) == (200, [])
-        state = page(f"{replica.admin_url}/state")[1]["engine"]
-        assert (state["state"], state["answers"]) == ("up", kind)
+def test_each_engine_is_known_as_itself(tmp_path: Path) -> None:
+    for kind in ("vllm", "sglang", "tensorrt-llm", "dynamo"):
+        with beside(tmp_path, kind, VLLM.replace("vllm", kind)) as admin:
+            status, ready = page(f"{admin}/readyz")
+            assert (status, ready["notices"]) == (200, [])
+            state = page(f"{admin}/state")[1]["engine"]
+            assert (state["state"], state["answers"]) == ("up", kind)
 
 
 @pytest.mark.parametrize(("check", "state"), [("alive", "up"), ("off", "unknown")])
-def test_the_operator_may_have_another_engine(check: str, state: str, tmp_path: Path) -> None:
-    policy = VLLM.replace("vllm", "sglang")
-    with (
-        engine(tmp_path, "vllm", 0) as upstream,
-        sidecar(tmp_path, upstream, policy, SIDECAR_ENGINE_CHECK=check) as replica,
-    ):
-        assert page(f"{replica.admin_url}/readyz")[0] == 200
-        assert page(f"{replica.admin_url}/state")[1]["engine"]["state"] == state
+def test_the_operator_may_have_another_engine(
+    check: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDECAR_ENGINE_CHECK", check)
+    with beside(tmp_path, "vllm", VLLM.replace("vllm", "sglang")) as admin:
+        assert page(f"{admin}/readyz")[0] == 200
+        assert page(f"{admin}/state")[1]["engine"]["state"] == state
 
 
 def test_a_switch_that_is_none_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,52 +132,32 @@ def test_a_switch_that_is_none_is_said_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_dry_run_starts_before_another_engine_and_says_so(tmp_path: Path) -> None:
-    policy = VLLM.replace("vllm", "sglang") + "mode: observe\n"
-    with engine(tmp_path, "vllm", 0) as upstream, sidecar(tmp_path, upstream, policy) as replica:
-        status, ready = page(f"{replica.admin_url}/readyz")
+    with beside(tmp_path, "vllm", VLLM.replace("vllm", "sglang") + "mode: observe\n") as admin:
+        status, ready = page(f"{admin}/readyz")
         assert status == 200
         assert any(
             "is vLLM (/v1/models says so), but the policy says engine: sglang" in one for one in ready["notices"]
         )
-        headline = page(f"{replica.admin_url}/overview")[1]["headline"]
+        headline = page(f"{admin}/overview")[1]["headline"]
         assert headline.startswith("Another engine than the policy's answers, for ")
         assert headline.endswith("No request is held (mode: observe).")
 
 
-MOUNTED = """\
-import uvicorn
-from fastapi import FastAPI
-from sidecar import AdmissionMiddleware
-app = FastAPI()
-app.add_middleware(AdmissionMiddleware, policy=%r)
-if %r:
-    app.get("/v1/models")(lambda: {"data": [{"id": "m", "owned_by": %r}]})
-print("starts", flush=True)
-uvicorn.run(app, port=%d, log_level="info")
-"""
+def mounted(policy: Path, owner: str) -> FastAPI:
+    """An app that says whose it is, or has no page that says so."""
+    app = FastAPI()
+    app.add_middleware(AdmissionMiddleware, policy=policy)
+    if owner:
+        app.get("/v1/models")(lambda: {"data": [{"id": "m", "owned_by": owner}]})
+    return app
 
 
-@pytest.mark.parametrize(("owner", "starts"), [("vllm", True), ("sglang", False), ("a-gateway", True), ("", True)])
-def test_a_mounted_middleware_knows_the_engine_of_its_app_where_that_says_it(
-    owner: str, starts: bool, tmp_path: Path
-) -> None:
-    path, port = tmp_path / "policy.yaml", free_port()
+def test_a_mounted_middleware_knows_the_engine_of_its_app_where_that_says_it(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
     path.write_text(VLLM)
-    script = MOUNTED % (str(path), bool(owner), owner, port)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stderr is not None
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if "Uvicorn running" in line:
-                process.send_signal(signal.SIGTERM)
-        process.wait(60)
-    assert any("Uvicorn running" in line for line in said) is starts, said
-    refused = [line for line in said if "this app is SGLang (/v1/models says so), but the policy says" in line]
-    assert bool(refused) is not starts
+    said = {owner: asyncio.run(start_failure(mounted(path, owner))) for owner in ("vllm", "sglang", "a-gateway", "")}
+    assert "this app is SGLang (/v1/models says so), but the policy says" in str(said.pop("sglang"))
+    assert said == {"vllm": None, "a-gateway": None, "": None}
 
 
 # -- later

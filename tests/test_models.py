@@ -89,19 +89,17 @@ async def test_the_models_name_and_its_aliases_choose_the_pool(stack: ModelsStac
     assert (engine, answer.model) == ("c", QWEN)
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt-4", "Qwen-7b", " qwen-7b", "qwen-7b ", "qwen\u20117b", "qwen-7b\u0000", "qwen-7b\n", "meta"]
-)
-async def test_a_name_that_no_pool_has_is_a_404_with_the_names_there_are(stack: ModelsStack, name: str) -> None:
-    async with stack.client() as client:
-        with pytest.raises(openai.NotFoundError) as refused:
-            await client.chat.completions.create(model=name, messages=HELLO)
-    error: Any = refused.value.body
-    assert (error["code"], error["param"], error["type"]) == ("model_not_found", "model", "invalid_request_error")
-    assert error["message"].endswith(f"; send one of {LLAMA}, {QWEN}")
-    assert "\n" not in error["message"]
-    assert "\0" not in error["message"]
-    assert refused.value.response.headers["x-should-retry"] == "false"
+async def test_a_name_that_no_pool_has_is_a_404_with_the_names_there_are(stack: ModelsStack) -> None:
+    for name in ("gpt-4", "Qwen-7b", " qwen-7b", "qwen-7b ", "qwen\u20117b", "qwen-7b\u0000", "qwen-7b\n", "meta"):
+        async with stack.client() as client:
+            with pytest.raises(openai.NotFoundError) as refused:
+                await client.chat.completions.create(model=name, messages=HELLO)
+        error: Any = refused.value.body
+        assert (error["code"], error["param"], error["type"]) == ("model_not_found", "model", "invalid_request_error")
+        assert error["message"].endswith(f"; send one of {LLAMA}, {QWEN}")
+        assert "\n" not in error["message"]
+        assert "\0" not in error["message"]
+        assert refused.value.response.headers["x-should-retry"] == "false"
 
 
 async def test_anthropics_client_gets_its_own_shape(stack: ModelsStack) -> None:
@@ -341,7 +339,7 @@ async def test_one_models_engines_are_down_and_the_other_is_not_affected(tmp_pat
         assert stack.admin("/models/qwen-7b/overview")["lacks_engine"]
         assert not stack.admin(f"/models/{LLAMA}/overview")["lacks_engine"]
         stack.start("c")
-        assert (await asyncio.wait_for(held, 20))[0] == "c"
+        assert (await asyncio.wait_for(held, 60))[0] == "c"
         await until(lambda: stack.admin("/readyz")["notices"] == [])
         for name in "abc":
             stack.kill(name)
@@ -349,7 +347,7 @@ async def test_one_models_engines_are_down_and_the_other_is_not_affected(tmp_pat
         reasons = stack.admin("/readyz")["reasons"]
         assert [reason.partition(":")[0] for reason in reasons] == [f"model {LLAMA}", "model qwen-7b"]
         stack.sidecar.send_signal(signal.SIGTERM)
-        assert stack.sidecar.wait(15) == 0
+        assert stack.sidecar.wait(60) == 0
 
 
 @pytest.mark.long
@@ -388,7 +386,7 @@ async def test_a_drain_serves_what_runs_in_every_pool(tmp_path: Path) -> None:
             await until(lambda: [stack.counts(model)[0] for model in (LLAMA, QWEN)] == [1, 1])
             stack.sidecar.send_signal(signal.SIGTERM)
             assert [len(str(answer.choices[0].message.content)) > 0 for answer in await asyncio.gather(*running)]
-        assert stack.sidecar.wait(15) == 0
+        assert stack.sidecar.wait(60) == 0
 
 
 async def test_the_dry_run_passes_everything_to_an_engine_of_its_model(tmp_path: Path) -> None:
@@ -437,6 +435,6 @@ async def test_in_a_store_each_model_has_a_pool_and_limits_of_its_own(tmp_path: 
             with pytest.raises(openai.RateLimitError):
                 await asked(stack, QWEN, LIMITED)
         stack.sidecar.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(stack.sidecar.wait, 15) == 0
+        assert await asyncio.to_thread(stack.sidecar.wait, 60) == 0
         assert stack.sidecar.stderr is not None
         assert "the tenants' limits count for each model apart" in stack.sidecar.stderr.read()

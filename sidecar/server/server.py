@@ -103,6 +103,8 @@ async def serve_on(
     running = [asyncio.ensure_future(server.serve(sockets=[server.socket])) for server in servers]
     await wait_first(_all_ready(servers), *running)
     if running[0].done():
+        # A port that is still open keeps uvloop from closing, and the process from its end.
+        await _end_at_once(servers[1], running[1])
         raise CannotServe(servers[0].failure or "the app failed to start")
     on_ready()
     await wait_first(end.first.wait(), *running)
@@ -122,9 +124,14 @@ async def serving_pages(pages: ASGIApp, listener: socket.socket) -> AsyncIterato
         await wait_first(server.ready.wait(), running)
         yield
     finally:
-        at_once = asyncio.Event()
-        at_once.set()
-        await server.end(running, 0.0, at_once)
+        await _end_at_once(server, running)
+
+
+async def _end_at_once(server: Server, running: asyncio.Task[None]) -> None:
+    at_once = asyncio.Event()
+    at_once.set()
+    await wait_first(server.ready.wait(), running)
+    await server.end(running, 0.0, at_once)
 
 
 def refuse_own_addresses(upstreams: Sequence[str], listeners: Sequence[socket.socket]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import pytest
 
 from sidecar.cli import main
 from sidecar.policy.compiler import shipped_policies
-from tests.support.commands import address, command
+from tests.support.in_process import emulated_engine, ran, served_sidecar
 
 KEY, OTHER = "sk-demo-interactive", "sk-demo-research"
 POLICIES = str(shipped_policies())
@@ -25,16 +24,24 @@ POLICIES = str(shipped_policies())
 @pytest.fixture(scope="module")
 def sidecar() -> Iterator[str]:
     """A sidecar that knows the demo keys, in front of an emulated engine."""
-    with command("emulate", "--engine", "tensorrt-llm", "--port", "0", "--step-ms", "1") as engine:
-        serve = ("serve", "--upstream", address(engine), "--policy", POLICIES, "--port", "0", "--admin-port", "0")
-        with command(*serve) as process:
-            yield address(process)
+    with (
+        emulated_engine("--engine", "tensorrt-llm", "--step-ms", "1") as engine,
+        served_sidecar(shipped_policies(), engine) as (url, _),
+    ):
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SIDECAR_")]:
+        monkeypatch.delenv(name)
 
 
 def _ran(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SIDECAR_")} | variables
-    argv = [sys.executable, "-m", "sidecar.cli", *arguments]
-    return subprocess.run(argv, check=False, capture_output=True, text=True, timeout=120, env=environment)
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in variables.items():
+            environment.setenv(name, value)
+        return ran(*arguments)
 
 
 def _ways(folder: Path, prefix: str = "--") -> list[tuple[list[str], dict[str, str]]]:
@@ -49,7 +56,6 @@ def _ways(folder: Path, prefix: str = "--") -> list[tuple[list[str], dict[str, s
     ]
 
 
-@pytest.mark.long
 def test_explain_takes_the_key_from_a_file_or_the_environment(tmp_path: Path) -> None:
     for arguments, variables in _ways(tmp_path):
         ran = _ran("explain", POLICIES, "--path", "/v1/chat/completions", *arguments, "--json", "-", **variables)
@@ -65,7 +71,6 @@ def test_a_header_with_a_key_goes_before_the_environment() -> None:
         assert json.loads(ran.stdout)["tenant"]["name"] == "research-batch"
 
 
-@pytest.mark.long
 def test_replay_takes_the_key_from_a_file_or_the_environment(tmp_path: Path, sidecar: str) -> None:
     target = tmp_path / "lines.jsonl"
     for arguments, variables in _ways(tmp_path, "--api-"):
@@ -100,12 +105,11 @@ def _recorder() -> Iterator[tuple[str, set[str | None]]]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", seen
         server.shutdown()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["doctor", "init"])
 def test_doctor_and_init_take_the_key_from_a_file_or_the_environment(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

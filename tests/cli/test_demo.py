@@ -36,6 +36,7 @@ def demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables)
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_three_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"

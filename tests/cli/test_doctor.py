@@ -1,4 +1,4 @@
-"""`sidecar doctor` as a user runs it, on a real emulator process."""
+"""`sidecar doctor` as a user runs it, on an emulated engine."""
 
 from __future__ import annotations
 
@@ -9,33 +9,20 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sidecar.cli import main
+from tests.support.in_process import emulated_engine, ran
 
 SIDECAR = (sys.executable, "-m", "sidecar.cli")
 
 
-@contextmanager
-def emulator(*arguments: str) -> Iterator[str]:
-    command = [*SIDECAR, "emulate", "--port", "0", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://[0-9.:]+", process.stdout.readline())
-            assert found
-            yield found[0]
-        finally:
-            process.kill()
-
-
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SIDECAR, "doctor", *arguments], capture_output=True, text=True, check=False, timeout=60)
+    return ran("doctor", *arguments)
 
 
 FAST: Sequence[str] = ("--max-num-seqs", "4", "--step-ms", "1")
@@ -44,7 +31,7 @@ FAST: Sequence[str] = ("--max-num-seqs", "4", "--step-ms", "1")
 @pytest.mark.long
 def test_an_engine_that_follows_priority_is_a_zero(tmp_path: Path) -> None:
     figures = tmp_path / "doctor.json"
-    with emulator("--engine", "tensorrt-llm", *FAST) as url:
+    with emulated_engine("--engine", "tensorrt-llm", *FAST) as url:
         ended = doctor("--upstream", f"{url}/v1", "--json", str(figures))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.startswith(f"WORKS: tensorrt-llm 1.4.0rc1 at {url} serves what is important first\n\n  field")
@@ -61,7 +48,7 @@ def test_an_engine_that_follows_priority_is_a_zero(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_what_is_broken_is_a_one_and_standard_output_is_nothing_but_json() -> None:
-    with emulator("--engine", "tensorrt-llm", "--no-priority-field", *FAST) as url:
+    with emulated_engine("--engine", "tensorrt-llm", "--no-priority-field", *FAST) as url:
         ended = doctor("--upstream", url, "--json", "-")
     assert ended.returncode == 1
     found = json.loads(ended.stdout)
@@ -72,7 +59,7 @@ def test_what_is_broken_is_a_one_and_standard_output_is_nothing_but_json() -> No
 
 @pytest.mark.long
 def test_what_could_not_be_seen_is_a_three() -> None:
-    with emulator("--engine", "vllm", *FAST) as url:
+    with emulated_engine("--engine", "vllm", *FAST) as url:
         ended = doctor("--upstream", url, "--read-only")
     assert ended.returncode == 3
     assert ended.stdout.startswith(f"UNKNOWN: vllm 0.33.0 at {url}: nothing was sent\n")
@@ -83,7 +70,7 @@ def test_what_could_not_be_seen_is_a_three() -> None:
 def test_a_policy_for_another_engine_is_broken(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text("engine: sglang\ncapacity: {requests: 4}\ntiers: {high: {}, normal: {}}\n")
-    with emulator("--engine", "vllm", *FAST) as url:
+    with emulated_engine("--engine", "vllm", *FAST) as url:
         ended = doctor("--upstream", url, "--read-only", "--policy", str(path))
     assert ended.returncode == 1
     assert "the policy says `engine: sglang`, but vllm answers" in ended.stdout
@@ -128,7 +115,7 @@ def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_sent(
 
 @pytest.mark.long
 def test_control_c_leaves_no_work_at_the_engine() -> None:
-    with emulator("--engine", "vllm", "--max-num-seqs", "2", "--step-ms", "40") as url:
+    with emulated_engine("--engine", "vllm", "--max-num-seqs", "2", "--step-ms", "40") as url:
         command = [*SIDECAR, "doctor", "--upstream", url]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             _until(lambda: _waiting(url) > 20)
@@ -170,7 +157,7 @@ def test_a_prefix_cache_whose_hits_are_not_reported_is_a_note(
         (["--enable-prefix-caching", option], False),
         ([], False),
     ):
-        with emulator("--engine", engine, *FAST, *flags) as url:
+        with emulated_engine("--engine", engine, *FAST, *flags) as url:
             ended = doctor("--upstream", url, *arguments)
         assert bool(advice.search(ended.stdout)) is is_said, (flags, ended.stdout)
 
@@ -188,7 +175,7 @@ engines:
 @pytest.mark.long
 def test_each_engine_of_a_policy_is_examined(tmp_path: Path) -> None:
     path, figures = tmp_path / "policy.yaml", tmp_path / "doctor.json"
-    with emulator("--engine", "vllm", *FAST) as one, emulator("--engine", "sglang", *FAST) as two:
+    with emulated_engine("--engine", "vllm", *FAST) as one, emulated_engine("--engine", "sglang", *FAST) as two:
         path.write_text(FLEET.format(one=one, two=two))
         ended = doctor("--policy", str(path), "--read-only", "--json", str(figures))
         alone = doctor("--policy", str(path), "--read-only", "--upstream", one)
@@ -209,7 +196,7 @@ def test_each_engine_of_a_policy_is_examined(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_an_engine_is_compared_with_its_own_capacity(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
-    with emulator("--engine", "sglang", *FAST) as one, emulator("--engine", "sglang", *FAST) as two:
+    with emulated_engine("--engine", "sglang", *FAST) as one, emulated_engine("--engine", "sglang", *FAST) as two:
         path.write_text(FLEET.format(one=one, two=two).replace("vllm", "sglang"))
         ended = doctor("--policy", str(path), "--read-only")
         of_two = doctor("--policy", str(path), "--read-only", "--upstream", two)
@@ -221,7 +208,7 @@ def test_an_engine_is_compared_with_its_own_capacity(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_engines_that_are_there_are_examined_where_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
-    with emulator("--engine", "vllm", *FAST) as two:
+    with emulated_engine("--engine", "vllm", *FAST) as two:
         path.write_text(FLEET.format(one="http://127.0.0.1:9", two=two))
         ended = doctor("--policy", str(path), "--read-only", "--json", "-")
     assert ended.returncode == 2
@@ -234,14 +221,14 @@ def test_the_engines_that_are_there_are_examined_where_one_is_not(tmp_path: Path
 def test_the_engines_of_a_list_are_examined(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(FLEET.partition("  static:")[0].format() + "  file: e.yaml\n")
-    with emulator("--engine", "vllm", *FAST) as one:
+    with emulated_engine("--engine", "vllm", *FAST) as one:
         (tmp_path / "e.yaml").write_text(f"engines: [{{name: x, url: {one}}}]\n")
         ended = doctor("--policy", str(path), "--read-only")
     assert (ended.returncode, ended.stdout.splitlines()[-1]) == (3, "engines: x unknown")
 
 
 def test_the_engines_that_dns_names_are_examined(tmp_path: Path) -> None:
-    with emulator("--engine", "vllm", *FAST) as url:
+    with emulated_engine("--engine", "vllm", *FAST) as url:
         port = url.rpartition(":")[2]
         text = FLEET.partition("  static:")[0].format() + f"  dns: {{name: 'localhost:{port}'}}\n"
         (tmp_path / "policy.yaml").write_text(text)
@@ -260,7 +247,10 @@ def together(folder: Path, policy: str, *arguments: str) -> tuple[int, str, dict
 @pytest.mark.long
 def test_engines_that_fit_together_are_a_zero_and_their_capacity_is_one_line(tmp_path: Path) -> None:
     cached = ("--enable-prefix-caching", "--cache-report", "--kv-tokens", "50000")
-    with emulator("--engine", "vllm", *FAST, *cached) as one, emulator("--engine", "vllm", *FAST, *cached) as two:
+    with (
+        emulated_engine("--engine", "vllm", *FAST, *cached) as one,
+        emulated_engine("--engine", "vllm", *FAST, *cached) as two,
+    ):
         policy = FLEET.format(one=one, two=two).replace(", capacity: {requests: 9}", "")
         code, text, found = together(tmp_path, policy)
     assert (code, found["findings"]) == (0, [])
@@ -276,7 +266,7 @@ def test_engines_that_fit_together_are_a_zero_and_their_capacity_is_one_line(tmp
 
 
 def test_two_names_for_one_server_are_broken(tmp_path: Path) -> None:
-    with emulator("--engine", "vllm", *FAST, "--enable-prefix-caching") as one:
+    with emulated_engine("--engine", "vllm", *FAST, "--enable-prefix-caching") as one:
         other = one.replace("127.0.0.1", "localhost")
         code, text, found = together(tmp_path, FLEET.format(one=one, two=other), "--read-only")
         port = one.rpartition(":")[2]
@@ -289,8 +279,8 @@ def test_two_names_for_one_server_are_broken(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_engines_of_several_models_belong_in_pools_of_their_own(tmp_path: Path) -> None:
     with (
-        emulator("--engine", "vllm", *FAST, "--model", "llama") as one,
-        emulator("--engine", "vllm", *FAST, "--model", "qwen", "--context-tokens", "1000") as two,
+        emulated_engine("--engine", "vllm", *FAST, "--model", "llama") as one,
+        emulated_engine("--engine", "vllm", *FAST, "--model", "qwen", "--context-tokens", "1000") as two,
     ):
         policy = FLEET.format(one=one, two=two)
         code, text, _ = together(tmp_path, policy, "--read-only")
@@ -307,7 +297,7 @@ def test_engines_of_several_models_belong_in_pools_of_their_own(tmp_path: Path) 
 @pytest.mark.long
 def test_an_engine_without_a_prefix_cache_is_named_where_requests_are_drawn_by_it(tmp_path: Path) -> None:
     cached = ("--enable-prefix-caching",)
-    with emulator("--engine", "vllm", *FAST, *cached) as one, emulator("--engine", "vllm", *FAST) as two:
+    with emulated_engine("--engine", "vllm", *FAST, *cached) as one, emulated_engine("--engine", "vllm", *FAST) as two:
         policy = FLEET.format(one=one, two=two)
         code, text, _ = together(tmp_path, policy, "--read-only")
         assert code == 3

@@ -27,7 +27,8 @@ from sidecar.tools.emulator.faults import read_fault
 from sidecar.tools.loadgen import Seen, play
 from sidecar.tools.simulate.engine_model import EngineModel, load_model
 from sidecar.tools.simulate.model_fit import fit, predicted
-from tests.cli.test_doctor import doctor, emulator
+from tests.support.commands import address, command
+from tests.support.in_process import emulated_engine, ran
 from tests.support.serving import serving
 from tests.tools.doctor.between import Edit, between, drops_member
 from tests.tools.emulator.emulated import VLLM, emulated
@@ -46,11 +47,12 @@ TOLERANCE = 0.2
 @pytest.mark.alone
 def test_the_model_of_an_engine_with_known_coefficients_predicts_another_load(tmp_path: Path) -> None:
     file, figures = tmp_path / "engine.yaml", tmp_path / "figures.json"
-    with emulator(*KNOWN) as url:
-        ended = doctor("--upstream", url, "--engine-model", str(file), "--json", str(figures))
+    with command("emulate", "--port", "0", *KNOWN) as engine:  # a process of its own: what it measures is real time
+        url = address(engine)
+        ended = ran("doctor", "--upstream", url, "--engine-model", str(file), "--json", str(figures))
         assert ended.returncode == 0, ended.stdout + ended.stderr
         # The prefix cache has the prompts of the first run, and none of the second.
-        again = doctor("--upstream", url, "--engine-model", str(tmp_path / "again.yaml"))
+        again = ran("doctor", "--upstream", url, "--engine-model", str(tmp_path / "again.yaml"))
         seen = asyncio.run(_other_load(url))
     assert again.returncode == 0, again.stdout + again.stderr
     assert (
@@ -103,8 +105,8 @@ def test_simulate_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     policy.write_text(
         "engine: vllm\ncapacity: {tokens: 4000}\ntiers: {high: {}}\ndefault_tier: high\nanonymous: high\n"
     )
-    with emulator("--engine", "sglang", "--max-num-seqs", "8", "--step-ms", "2") as url:
-        ended = doctor("--upstream", url, "--engine-model", str(file), "--requests", "8")
+    with emulated_engine("--engine", "sglang", "--max-num-seqs", "8", "--step-ms", "2") as url:
+        ended = ran("doctor", "--upstream", url, "--engine-model", str(file), "--requests", "8")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     arguments = ["--policy", str(policy), "--engine-model", str(file), "--seeds", "1"]
     assert main(["simulate", str(trace), *arguments]) == 0, capsys.readouterr().err

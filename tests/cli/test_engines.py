@@ -14,10 +14,12 @@ import aiohttp
 import pytest
 
 from sidecar.cli import main
-from tests.cluster.replicas import replicas
 from tests.fleet.served import ServedFleet, served_fleet
+from tests.support.in_process import ran, served_sidecar
+from tests.support.middleware import write_policy
 
 pytestmark = pytest.mark.anyio
+NOBODY = "http://127.0.0.1:9"
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +83,11 @@ async def test_a_wait_that_is_too_long_ends_with_a_sentence(fleet: ServedFleet) 
         asks = [asyncio.create_task(fleet.ask(client, output=5000)) for _ in range(2)]
         await fleet.in_flight(client, 2)
         try:
-            waited = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "sidecar.cli", "engines", "drain", "e0"),
-                *("--wait", "--timeout", "100ms", "--admin", fleet.admin),
-                stderr=subprocess.PIPE,
-            )
-            error = (await waited.communicate())[1].decode()
-            assert waited.returncode == 1
-            assert error.startswith("sidecar engines: engine e0 is not empty after 100 ms: it holds 1 requests (")
+            drain = ("engines", "drain", "e0", "--wait", "--timeout", "100ms", "--admin", fleet.admin)
+            ended = await asyncio.to_thread(ran, *drain)
+            assert ended.returncode == 1
+            said = "sidecar engines: engine e0 is not empty after 100 ms: it holds 1 requests ("
+            assert ended.stderr.startswith(said)
         finally:
             async with client.post(f"{fleet.admin}/engines/e0/resume") as response:
                 assert response.status == 200
@@ -115,7 +114,8 @@ def test_a_wrong_command_line_asks_nothing(
     assert sentence in capsys.readouterr().err
 
 
-def test_a_sidecar_of_one_engine_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with replicas(tmp_path, 1) as (one,):
-        assert main(["engines", "list", "--admin", one.admin_url]) == 1
-        assert "this pool has one engine: its policy has no `engines`" in capsys.readouterr().err
+def test_a_sidecar_of_one_engine_says_so(tmp_path: Path) -> None:
+    with served_sidecar(write_policy(tmp_path), NOBODY) as (_, admin):
+        ended = ran("engines", "list", "--admin", admin)
+    assert ended.returncode == 1
+    assert "this pool has one engine: its policy has no `engines`" in ended.stderr

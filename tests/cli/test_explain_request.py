@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
@@ -34,9 +32,10 @@ from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
 from tests.cluster.views import overview
+from tests.support.in_process import ran
 from tests.support.middleware import KEYS, TestedMiddleware, write_policy
-from tests.support.process import python
 from tests.support.serving import serving
+from tests.tools.emulator.emulated import VLLM, emulated
 
 POLICY = """\
 engine: vllm
@@ -72,13 +71,15 @@ class Running:
 
     async def until(self, request_id: str, *events: str) -> None:
         """Returns when one of these has happened to it."""
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while not any(getattr(self.journal.find(request_id), event, None) for event in events):
             assert time.monotonic() < end_s, self.journal.find(request_id)
             await asyncio.sleep(0.002)
 
     async def _stream(self, tier: str, request_id: str, tokens: int) -> int:
         headers = {"x-priority": tier, "x-request-id": request_id}
+        import openai
+
         async with openai.AsyncOpenAI(api_key=KEYS["acme"], base_url=f"{self.url}/v1", max_retries=0) as client:
             stream = await client.chat.completions.create(
                 model="emulated", messages=HELLO, max_tokens=tokens, stream=True, extra_headers=headers
@@ -92,11 +93,9 @@ async def running(folder: Path) -> AsyncIterator[Running]:
     path.write_text(POLICY)
     policy = load(path)
     journal = Journal()
-    engine = ("-m", "sidecar.cli", "emulate", "--engine", "vllm", "--port", "0", "--step-ms", "10")
-    async with python(*engine) as emulator:
-        upstream = (await emulator.line(r"http://127\.0\.0\.1:\d+"))[0]
+    async with emulated(VLLM, slots=8, step_s=0.01) as engine:
         sidecar = TestedMiddleware(
-            ReverseProxy(upstream),
+            ReverseProxy(engine.url),
             policy=policy,
             pool=LocalPool(policy),
             dialect=policy.engine(policy.carrier),
@@ -111,14 +110,9 @@ async def running(folder: Path) -> AsyncIterator[Running]:
 
 
 async def explain(*arguments: str) -> tuple[int, str, str]:
-    """The command in a process of its own: its exit code, its output and its errors."""
-    command = (sys.executable, "-m", "sidecar.cli", "explain", *arguments)
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, errors = await asyncio.wait_for(process.communicate(), 20)
-    assert process.returncode is not None
-    return process.returncode, out.decode(), errors.decode()
+    """Its exit code, its output and its errors."""
+    ended = await asyncio.to_thread(ran, "explain", *arguments)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.mark.anyio

@@ -33,6 +33,7 @@ from sidecar.policy.keys import hash_line
 from sidecar.policy.model import Mode
 from sidecar.policy.warnings import warnings
 from tests.support.commands import address, command
+from tests.support.in_process import emulated_engine, ran, served_sidecar
 from tests.support.ports import free_ports
 
 DIALECTS = ("vllm", "tensorrt-llm", "sglang", "dynamo")
@@ -42,8 +43,7 @@ KEY = re.compile(r"sk-[\w-]{43}")
 
 
 def init(*arguments: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "sidecar.cli", "init", *arguments]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    return ran("init", *arguments)
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -101,9 +101,9 @@ def owned_by(owner: str) -> tuple[int, str]:
 
 
 def test_several_engines_make_one_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, run = tmp_path / "policies", ("emulate", "--engine", "sglang", "--port", "0")
-    with command(*run, *FAST) as one, command(*run, *FAST) as two:
-        urls = [address(one), address(two)]
+    folder, engine = tmp_path / "policies", ("--engine", "sglang", *FAST)
+    with emulated_engine(*engine) as one, emulated_engine(*engine) as two:
+        urls = [one, two]
         ended = init("--upstream", urls[0], "--upstream", urls[1], "--dir", str(folder), "--json", str(tmp_path / "j"))
         assert (ended.returncode, ended.stderr) == (0, "")
     policy = load_files(folder).policy
@@ -210,14 +210,12 @@ def test_engines_are_named_by_their_hosts_where_that_tells_them_apart(urls: list
     assert engine_names(urls) == names
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
     dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "policies"
-    with command("emulate", "--engine", dialect, "--port", "0", *FAST) as engine:
-        url = address(engine)
+    with emulated_engine("--engine", dialect, *FAST) as url:
         ended = init("--upstream", f"{url}/v1", "--dir", str(folder))
         left_out = (
             "sidecar: the /v1 at the end of the server's address is left out, because every path begins with it\n"
@@ -234,9 +232,7 @@ def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
         assert not KEY.search(text)
         assert text.count(hash_line(chat)) == text.count(hash_line(nightly)) == 1
 
-        ports = ("--port", "0", "--admin-port", "0")
-        with command("serve", "--upstream", url, "--policy", str(folder), *ports) as serving:
-            sidecar = address(serving)
+        with served_sidecar(folder, url) as (sidecar, _):
             status, headers = asked(sidecar, chat)
             assert (status, headers["x-admission-mode"], headers["x-admission-tier"]) == (200, "observe", "high")
             assert asked(sidecar, "sk-no-tenant-has-this-one")[0] == 200
@@ -255,14 +251,10 @@ def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
 
 def test_a_sidecar_in_the_engines_place_is_named_and_the_printed_port_is_not_its_own(tmp_path: Path) -> None:
     folder = str(tmp_path / "more")
-    with command("emulate", "--engine", "vllm", "--port", "0", *FAST) as engine:
-        url = address(engine)
+    with emulated_engine("--engine", "vllm", *FAST) as url:
         first = init("--upstream", url, "--dir", str(tmp_path / "first"), "--json", "-")
         assert json.loads(first.stdout)["is_sidecar"] is False
-        port = free_ports(1)
-        ports = ("--port", str(port), "--admin-port", "0")
-        with command("serve", "--upstream", url, "--policy", str(tmp_path / "first"), *ports) as serving:
-            sidecar = address(serving)
+        with served_sidecar(tmp_path / "first", url) as (sidecar, _):
             ended = init("--upstream", sidecar, "--dir", folder)
             assert ended.returncode == 0, ended.stderr
             assert f"after an admission sidecar at {sidecar}\n  WARNING: a sidecar answers there." in ended.stdout
@@ -315,8 +307,8 @@ def test_an_engine_that_is_not_known_is_written_with_the_number_of_requests(
 def test_the_number_of_requests_bounds_a_pool_whose_tokens_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with command("emulate", "--engine", "vllm", "--port", "0", *FAST) as engine:
-        assert main(["init", "--upstream", address(engine), "--requests", "256", "--dir", str(tmp_path / "p")]) == 0
+    with emulated_engine("--engine", "vllm", *FAST) as url:
+        assert main(["init", "--upstream", url, "--requests", "256", "--dir", str(tmp_path / "p")]) == 0
     checked = check(tmp_path / "p", capsys)
     assert checked["capacity"] == {"tokens": None, "requests": 258, "from": "engine"}
     assert len(checked["tiers"]) == 5
@@ -497,11 +489,10 @@ def test_the_engines_key_is_sent_and_written_nowhere(tmp_path: Path, capsys: pyt
     upstream = "http://user:password@127.0.0.1:9"
     assert main(["init", "--upstream", upstream, "--key", secret, "--dir", str(tmp_path / "p")]) == 1
     assert "password" not in capsys.readouterr().err
-    with command("emulate", "--engine", "sglang", "--port", "0", *FAST) as engine:
-        url = address(engine)
+    with emulated_engine("--engine", "sglang", *FAST) as url:
         assert main(["init", "--upstream", url, "--key", secret, "--dir", str(tmp_path / "p")]) == 0
-        url = url.replace("//", "//user:password@")
-        assert main(["init", "--upstream", url, "--dir", str(tmp_path / "q")]) == 0
+        named = url.replace("//", "//user:password@")
+        assert main(["init", "--upstream", named, "--dir", str(tmp_path / "q")]) == 0
     assert secret not in "".join(files_of(tmp_path / "p").values())
     assert "password" not in "".join(files_of(tmp_path / "q").values())
 
@@ -532,13 +523,14 @@ def test_whatever_figures_the_engine_reports_the_policy_passes_check(
             assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("requests", [*range(1, 26), 160, 1_000_000])
-def test_the_tiers_fit_any_number_of_requests(requests: int, tmp_path: Path) -> None:
-    assert main(["init", "--requests", str(requests), "--dir", str(tmp_path)]) == 0
-    policy = load_files(tmp_path).policy
-    assert warnings(policy) == ()
-    assert len(policy.tiers) == (5 if requests >= 20 else 3)
-    assert all(shares.reserve for shares in policy.shares) is (requests >= 4)
+def test_the_tiers_fit_any_number_of_requests(tmp_path: Path) -> None:
+    for requests in (*range(1, 26), 160, 1_000_000):
+        folder = tmp_path / str(requests)
+        assert main(["init", "--requests", str(requests), "--dir", str(folder)]) == 0
+        policy = load_files(folder).policy
+        assert (requests, warnings(policy)) == (requests, ())
+        assert (requests, len(policy.tiers)) == (requests, 5 if requests >= 20 else 3)
+        assert (requests, all(shares.reserve for shares in policy.shares)) == (requests, requests >= 4)
 
 
 def test_json_on_standard_output_has_the_keys_and_a_file_has_not(

@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
-from sidecar.cli import serve_check
+from sidecar.cli import main, serve_check
 from sidecar.cli.serve_check import check_engines
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
+from tests.support.commands import address, command
+from tests.support.in_process import emulated_engine
 from tests.support.middleware import write_policy
-from tests.support.redis_servers import free_port
 
 NOBODY = "http://127.0.0.1:9"
 FLEET = """\
@@ -33,26 +31,9 @@ endpoints: {{/v1/chat/completions: {{}}}}
 """
 
 
-@contextmanager
-def emulated(*arguments: str) -> Iterator[str]:
+def emulated(*arguments: str) -> AbstractContextManager[str]:
     """An emulated vLLM."""
-    port = free_port()
-    command = [sys.executable, "-m", "sidecar.cli", "emulate", "--engine", "vllm", "--port", str(port), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            until_it_listens(port)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-
-
-def until_it_listens(port: int) -> None:
-    """Returns once something does."""
-    end_s = time.monotonic() + 20
-    with socket.socket() as tried:
-        while tried.connect_ex(("127.0.0.1", port)):
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
+    return emulated_engine("--engine", "vllm", *arguments)
 
 
 @contextmanager
@@ -134,25 +115,29 @@ def test_a_defect_in_the_check_keeps_no_one_from_serving(
     assert record.__dict__["event"] == "defect"
 
 
-@pytest.mark.parametrize(("more", "expected"), [([], True), (["--no-check"], False)])
-def test_serve_looks_first_and_not_with_no_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], expected: bool
-) -> None:
+def test_serve_looks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SIDECAR_SERVE_NO_CHECK", raising=False)
     path = write_policy(tmp_path, engine="vllm")
     with emulated() as url:
-        serve = ["serve", "--upstream", url, "--policy", str(path), "--port", "0", "--admin-port", "0", *more]
-        with subprocess.Popen(
-            [sys.executable, "-m", "sidecar.cli", *serve, "--log-format", "json"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()  # it serves
+        serve = ["serve", "--upstream", url, "--policy", str(path), "--port", "0", "--admin-port", "0"]
+        with command(*serve, "--log-format", "json") as process:
+            address(process)
             process.terminate()
-            _, written = process.communicate(timeout=20)
+            _, written = process.communicate(timeout=60)
     events = [json.loads(line)["event"] for line in written.splitlines()]
-    assert ("check" in events) is expected
-    if expected:
-        assert events.index("check") < events.index("started")
+    assert events.index("check") < events.index("started")
+
+
+def test_serve_does_not_look_where_it_is_asked_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SIDECAR_SERVE_NO_CHECK", raising=False)
+    looked: list[object] = []
+    monkeypatch.setattr(serve_check, "check_engines", lambda *given: looked.append(given))
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # it ends before it serves
+        serve = ["serve", "--upstream", NOBODY, "--policy", str(write_policy(tmp_path)), "--admin-port", "0"]
+        serve += ["--port", str(taken.getsockname()[1])]
+        assert main([*serve, "--no-check"]) == 1
+        assert looked == []
+        assert main(serve) == 1
+        assert len(looked) == 1

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -21,6 +22,9 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.util._once import Once
 
 from sidecar.app import AdmissionMiddleware
+from sidecar.policy.problems import PolicyError
+from sidecar.server.server import CannotServe
+from tests.support.in_process import start_failure
 from tests.support.middleware import write_policy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import free_port
@@ -104,57 +108,53 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "more", "said"),
-    [
-        ("SIDECAR_ADMIN_PORT", "98765", "", "SIDECAR_ADMIN_PORT: '98765' is not a port"),
-        ("SIDECAR_ADMIN_PORT", "{taken}", "", "cannot listen on 127.0.0.1:{taken}: Address already in use"),
-        ("SIDECAR_PROCESSES", "many", "", "SIDECAR_PROCESSES: 'many' is no number of processes; write 1 or more"),
-        ("OTEL_TRACES_EXPORTER", "zipkin", "", 'OTEL_TRACES_EXPORTER: "zipkin" is not supported'),
-        (
-            "",
-            "",
-            "from types import SimpleNamespace\napp.state.args = SimpleNamespace(api_server_count=2)",
-            "2 server processes share this engine, and each would admit a whole pool of its own: set SIDECAR_STORE=",
-        ),
-    ],
-)
-def test_what_is_wrong_with_the_environment_fails_the_start(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, more: str, said: str
-) -> None:
+WRONG = [
+    ("SIDECAR_ADMIN_PORT", "98765", "SIDECAR_ADMIN_PORT: '98765' is not a port"),
+    ("SIDECAR_PROCESSES", "many", "SIDECAR_PROCESSES: 'many' is no number of processes; write 1 or more"),
+    ("OTEL_TRACES_EXPORTER", "zipkin", 'OTEL_TRACES_EXPORTER: "zipkin" is not supported'),
+]
+
+
+async def test_what_is_wrong_with_the_environment_fails_the_start() -> None:
+    told = {}
+    for variable, value, _ in WRONG:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv(variable, value)
+            told[variable] = await start_failure(guarded())
+    assert [said for variable, _, said in WRONG if said not in str(told[variable])] == []
+
+
+async def test_a_server_of_two_processes_fails_the_start() -> None:
+    app = guarded()
+    app.state.args = SimpleNamespace(api_server_count=2)
+    said = "2 server processes share this engine, and each would admit a whole pool of its own: set SIDECAR_STORE="
+    assert said in str(await start_failure(app))
+
+
+def test_a_port_that_is_taken_ends_the_server_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        if variable:
-            monkeypatch.setenv(variable, value.format(taken=port))
-        ended = started(more)
+        monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port))
+        ended = started("")
     assert ended.returncode != 0
-    assert said.format(taken=port) in ended.stderr
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in ended.stderr
     assert "Application startup failed" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "said"),
-    [
-        ("SIDECAR_ADMIN_PORT", "{taken}", "CannotServe: cannot listen on 127.0.0.1:{taken}"),
-        ("SIDECAR_POLICY", "nowhere", "PolicyError: nowhere: there is no such file"),
-    ],
-)
-def test_a_failed_start_ends_starlettes_test_client(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
-) -> None:
+def test_a_failed_start_ends_starlettes_test_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the app's end after `lifespan.startup.failed`, and goes on where the app raises nothing."""
-    pytest.importorskip("starlette.testclient", reason="an older Starlette's client needs httpx", exc_type=RuntimeError)
-    code = (
-        "from starlette.testclient import TestClient\nfrom tests.server.test_mounted import guarded\n"
-        "with TestClient(guarded()): print('started')"
+    client = pytest.importorskip(
+        "starlette.testclient", reason="an older Starlette's client needs httpx", exc_type=RuntimeError
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setenv(variable, value.format(taken=port))
-        ended = python(code)
-    assert ended.stdout == ""
-    assert said.format(taken=port) in ended.stderr.splitlines()[-1]
+        monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port))
+        with pytest.raises(CannotServe, match=f"cannot listen on 127.0.0.1:{port}"), client.TestClient(guarded()):
+            pytest.fail("it started")
+    monkeypatch.setenv("SIDECAR_POLICY", "nowhere")
+    with pytest.raises(PolicyError, match="nowhere: there is no such file"), client.TestClient(guarded()):
+        pytest.fail("it started")
 
 
 async def test_a_failed_start_says_the_same_to_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,25 +178,32 @@ async def _asked(app: FastAPI) -> None:
     await app({"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}, receive, send)
 
 
-def test_the_logging_of_the_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logging_of_the_process_is_left_alone_and_spans_are_sent_when_the_server_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """uvicorn's configuration replaces it unless asked not to: the server's access log would be gone."""
     monkeypatch.setenv("SIDECAR_ADMIN_PORT", "0")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
     before = "import logging\nbefore = logging.getLogger('uvicorn.access')\n"
     code = (
-        "import asyncio, logging, uvicorn\nfrom tests.server.test_mounted import guarded\n"
+        "import asyncio, aiohttp, logging, uvicorn\nfrom tests.server.test_mounted import guarded\n"
         "server = uvicorn.Server(uvicorn.Config(guarded(), port=0, log_level='info'))\n"
         f"{before}handlers, level = list(before.handlers), before.level\n"
         "async def main():\n"
         "    serving = asyncio.ensure_future(server.serve())\n"
         "    while not server.started: await asyncio.sleep(0.01)\n"
         "    print(before.handlers == handlers, before.level == level, logging.getLogger('uvicorn.error').level)\n"
+        "    url = 'http://127.0.0.1:%d' % server.servers[0].sockets[0].getsockname()[1]\n"
+        "    async with aiohttp.ClientSession() as client:\n"
+        "        await client.post(url + '/v1/completions', json={'prompt': 'hi'})\n"
         "    server.should_exit = True\n"
         "    await serving\n"
         "asyncio.run(main())"
     )
     ended = python(code)
-    assert ended.stdout.split() == ["True", "True", "20"], ended.stderr
+    assert ended.stdout.split()[:3] == ["True", "True", "20"], ended.stderr
     assert "sidecar: admin on http://127.0.0.1:" in ended.stderr
+    assert '"name": "admission"' in ended.stdout, ended.stderr
 
 
 def passed() -> FastAPI:
@@ -312,18 +319,3 @@ async def test_a_middleware_that_no_lifespan_reaches_says_that_it_has_no_pages(
             async with client.get(served.url + "/llm/"):
                 pass
     assert caplog.text.count("SIDECAR_ADMIN_PORT is set, and there are no admin pages") == 1
-
-
-def test_spans_are_sent_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
-    code = (
-        "import asyncio, aiohttp\nfrom tests.server.test_mounted import guarded\n"
-        "from tests.support.serving import serving\n"
-        "async def main():\n"
-        "    async with serving(guarded()) as served, aiohttp.ClientSession() as client:\n"
-        "        async with client.post(served.url + '/v1/completions', json={'prompt': 'hi'}) as answer:\n"
-        "            print(answer.status)\n"
-        "asyncio.run(main())"
-    )
-    ended = python(code)
-    assert '"name": "admission"' in ended.stdout, ended.stderr

@@ -31,6 +31,7 @@ GUNICORN = ("gunicorn", "main:app", "-b", "127.0.0.1:{port}", "--no-control-sock
 HYPERCORN = ("hypercorn", "main:app", "-b", "127.0.0.1:{port}")
 GRANIAN = ("granian", "--interface", "asgi", "main:app", "--port", "{port}")
 CONFIG = "workers = 2\n"
+LONG = pytest.mark.long
 
 
 def command(arguments: Sequence[str]) -> list[str]:
@@ -48,7 +49,7 @@ def skip_where_uvicorn_restarts_for_ever() -> None:
         pytest.skip("this uvicorn never ends where its processes do not start")
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.parametrize(
     ("arguments", "variables", "supervisor"),
     [
@@ -77,6 +78,7 @@ def test_two_processes_without_a_store_do_not_start(
     assert not re.search(r"(?i)startup complete", said)
 
 
+@LONG
 @pytest.mark.parametrize(
     ("arguments", "variables", "started"),
     [
@@ -96,6 +98,7 @@ def test_one_process_starts_and_so_do_two_with_a_store_or_with_the_operators_wor
     assert "server processes" not in said
 
 
+@LONG
 def test_services_that_run_beside_each_other_are_one_process_each(tmp_path: Path) -> None:
     """Also where they serve the same port (SO_REUSEPORT), or a process manager started them with a common variable."""
     write_app(tmp_path)
@@ -112,7 +115,7 @@ def test_services_that_run_beside_each_other_are_one_process_each(tmp_path: Path
             assert "server processes" not in server.until("Application startup complete")
 
 
-@pytest.mark.long
+@LONG
 def test_each_process_has_an_admin_port(tmp_path: Path) -> None:
     write_app(tmp_path)
     variables = {"SIDECAR_STORE": NO_STORE, "SIDECAR_ADMIN_PORT": str(free_ports(2))}
@@ -121,7 +124,7 @@ def test_each_process_has_an_admin_port(tmp_path: Path) -> None:
     assert len(set(re.findall(r"admin on http://127.0.0.1:(\d+)", said))) == 2
 
 
-@pytest.mark.long
+@LONG
 def test_a_new_process_takes_the_admin_port_when_the_one_that_it_replaces_has_ended(tmp_path: Path) -> None:
     """gunicorn starts the new one first (SIGHUP). A start that fails for the taken port would end the whole server."""
     write_app(tmp_path)
@@ -140,7 +143,7 @@ def test_a_new_process_takes_the_admin_port_when_the_one_that_it_replaces_has_en
         assert server.process.poll() is None
 
 
-@pytest.mark.long
+@LONG
 def test_without_a_lifespan_the_requests_are_refused(tmp_path: Path) -> None:
     write_app(tmp_path)
     port = free_port()

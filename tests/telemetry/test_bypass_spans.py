@@ -109,12 +109,16 @@ def reported(sampler, story, headers, *, by_shortcut):
 
 
 @pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
-@pytest.mark.parametrize("headers", CLIENTS.values(), ids=CLIENTS)
-@pytest.mark.parametrize("sampler", [SAMPLERS[name] for name in SAMPLERS if name != "half of them"])
-def test_both_ways_leave_the_same_spans(sampler, headers, story):
-    by_shortcut, by_api = (reported(sampler, story, headers, by_shortcut=way) for way in (True, False))
+def test_both_ways_leave_the_same_spans(story):
+    different = {}
+    for sampler, client in itertools.product(SAMPLERS, CLIENTS):
+        if sampler == "half of them":
+            continue
+        ways = [reported(SAMPLERS[sampler], story, CLIENTS[client], by_shortcut=way) for way in (True, False)]
+        if ways[0] != ways[1]:
+            different[sampler, client] = ways
 
-    assert by_shortcut == by_api
+    assert different == {}
 
 
 def test_half_of_the_traces_are_kept_whole():

@@ -1,3 +1,4 @@
+import itertools
 import re
 
 import msgspec
@@ -184,21 +185,28 @@ def test_an_answer_that_is_the_clients_doing_has_its_reason_and_is_no_error(trac
     }
 
 
-@pytest.mark.parametrize("error", every_error(), ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("waited_us", [0, 900_000], ids=["at once", "after a wait"])
-def test_every_refusal_is_a_span_with_its_status_and_its_reason(tracing, error, waited_us):
-    waiting = [queued()] if waited_us else []
-    end = refused(error.code, error.status, after_us=waited_us + 50, queue_wait_us=waited_us)
-    admission = tracing.play(classified(), *waiting, end)["admission"]
+@pytest.mark.parametrize("by_shortcut", [True, False], ids=["by the shortcut", "through the API"])
+def test_every_refusal_is_a_span_with_its_status_and_its_reason(by_shortcut):
+    wrong = []
+    for error, waited_us in itertools.product(every_error(), (0, 900_000)):
+        waiting = [queued()] if waited_us else []
+        end = refused(error.code, error.status, after_us=waited_us + 50, queue_wait_us=waited_us)
+        admission = Tracing(by_shortcut=by_shortcut).play(classified(), *waiting, end)["admission"]
+        is_servers = error.status >= 500
+        found = admission.status.status_code, admission.status.description, dict(admission.attributes)
+        expected = {
+            "http.response.status_code": error.status,
+            "admission.reason": error.code,
+            "admission.decision": "refused",
+            "gen_ai.request.model": "llama-3.1-8b",
+            "error.type": error.code if is_servers else None,
+        }
+        status = StatusCode.ERROR if is_servers else StatusCode.UNSET
+        if found[:2] != (status, f"because of {error.code}" if is_servers else None):
+            wrong.append((error.__name__, waited_us, found))
+        wrong += [(error.__name__, waited_us, name) for name, value in expected.items() if found[2].get(name) != value]
 
-    is_servers = error.status >= 500
-    assert admission.status.status_code is (StatusCode.ERROR if is_servers else StatusCode.UNSET)
-    assert admission.status.description == (f"because of {error.code}" if is_servers else None)
-    assert admission.attributes.get("error.type") == (error.code if is_servers else None)
-    assert admission.attributes["http.response.status_code"] == error.status
-    assert admission.attributes["admission.reason"] == error.code
-    assert admission.attributes["admission.decision"] == "refused"
-    assert admission.attributes["gen_ai.request.model"] == "llama-3.1-8b"
+    assert wrong == []
 
 
 def test_a_request_that_the_server_gave_up_is_an_error_without_an_answer(tracing):

@@ -73,8 +73,8 @@ class Client:
             return response.status, await response.text()
 
     async def until(self, condition: Callable[[EmulatedEngine], bool]) -> None:
-        """Waits for the engine to get there; two seconds are far more than it ever needs."""
-        for _ in range(2_000):
+        """Waits for the engine to get there; it needs milliseconds on an idle machine."""
+        for _ in range(20_000):
             if condition(self.engine):
                 return
             await asyncio.sleep(0.001)

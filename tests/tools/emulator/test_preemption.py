@@ -1,18 +1,17 @@
-"""A KV cache that overflows, as a user of `sidecar emulate` sees it: a real process, real clients."""
+"""A KV cache that overflows, as a user of `sidecar emulate` sees it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import aiohttp
 import pytest
 
 from sidecar.engines.pages import Metrics
 from sidecar.tools.emulator.config import EmulatorConfig
+from tests.support.in_process import serving_engine
 from tests.tools.emulator.emulated import DYNAMO, SGLANG, TRTLLM, VLLM
 
 pytestmark = pytest.mark.anyio
@@ -20,19 +19,10 @@ CLIENTS, OUTPUT = 12, 60
 BODY = {"model": "m", "prompt": "one two three four five six seven eight", "max_tokens": OUTPUT}
 
 
-@asynccontextmanager
-async def process(engine: str, *flags: str) -> AsyncIterator[str]:
-    """The address of `sidecar emulate` with twelve slots and room for about three of the requests."""
-    settings = ("--max-num-seqs", str(CLIENTS), "--kv-tokens", "250", "--step-ms", "1", "--port", "0")
-    arguments = ("-m", "sidecar.cli", "emulate", "--engine", engine, *settings, *flags)
-    emulator = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
-    try:
-        assert emulator.stdout is not None
-        said = (await asyncio.wait_for(emulator.stdout.readline(), 20)).decode()
-        yield said.partition(" on ")[2].partition(",")[0]
-    finally:
-        emulator.terminate()
-        await emulator.wait()
+def emulator(engine: str, *flags: str) -> AbstractAsyncContextManager[str]:
+    """`sidecar emulate` with twelve slots and room for about three of the requests."""
+    settings = ("--max-num-seqs", str(CLIENTS), "--kv-tokens", "250", "--step-ms", "1")
+    return serving_engine("--engine", engine, *settings, *flags)
 
 
 async def streamed(client: aiohttp.ClientSession, url: str) -> str:
@@ -63,7 +53,7 @@ async def found(client: aiohttp.ClientSession, url: str, path: str) -> str:
 async def test_an_overcommitted_engine_preempts_and_every_answer_is_complete(
     engine: type, flags: tuple[str, ...]
 ) -> None:
-    async with process(engine.name, "--preempt", *flags) as url, aiohttp.ClientSession() as client:
+    async with emulator(engine.name, "--preempt", *flags) as url, aiohttp.ClientSession() as client:
         alone, tokens = await whole(client, url)
         assert tokens == OUTPUT
         before = json.loads(await found(client, url, "/_emulator"))
@@ -90,7 +80,7 @@ async def test_an_overcommitted_engine_preempts_and_every_answer_is_complete(
 
 
 async def test_without_the_switch_no_one_is_preempted() -> None:
-    async with process("vllm") as url, aiohttp.ClientSession() as client:
+    async with emulator("vllm") as url, aiohttp.ClientSession() as client:
         answers = await asyncio.gather(*(whole(client, url) for _ in range(CLIENTS)))
         assert {tokens for _, tokens in answers} == {OUTPUT}
         assert Metrics(await found(client, url, "/metrics")).count("vllm:num_preemptions_total") == 0

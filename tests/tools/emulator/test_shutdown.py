@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -57,16 +57,23 @@ class Served:
     async def begun(self, tokens: int) -> asyncio.Task[list[Any]]:
         event = asyncio.Event()
         task = asyncio.create_task(self.stream(tokens, event))
-        await asyncio.wait_for(event.wait(), 10)
+        await asyncio.wait_for(event.wait(), 60)
         return task
 
+    async def until_it_has(self, requests: int) -> None:
+        """Waits until so many run or wait."""
+        await self._until(lambda state: state["now"]["requests"] == requests)
+
     async def until_it_stops(self) -> None:
-        for _ in range(500):
+        await self._until(lambda state: state["is_stopping"])
+
+    async def _until(self, is_so: Callable[[Any], bool]) -> None:
+        for _ in range(3000):
             async with self.session.get(f"{self.url}/_emulator") as response:
-                if (await response.json())["is_stopping"]:
+                if is_so(state := await response.json()):
                     return
             await asyncio.sleep(0.01)
-        raise AssertionError("it never began to stop")
+        raise AssertionError(state)
 
 
 @asynccontextmanager
@@ -93,7 +100,7 @@ async def test_vllm_ends_every_request_at_once_as_if_it_were_complete() -> None:
         running = await engine.begun(10_000)
         waiting = asyncio.create_task(engine.stream(10))
         whole = asyncio.create_task(engine.whole())
-        await asyncio.sleep(0.3)
+        await engine.until_it_has(3)
         engine.process.signal(signal.SIGTERM)
         *_, last, usage, done = await running
         assert (last["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
@@ -109,7 +116,7 @@ async def test_vllm_with_a_shutdown_timeout_drains_but_refuses_new_requests_whil
     async with served("vllm", "--shutdown-timeout", "2s") as engine:
         short = await engine.begun(10)
         long = asyncio.create_task(engine.stream(10_000))
-        await asyncio.sleep(0.1)
+        await engine.until_it_has(2)
         engine.process.signal(signal.SIGTERM)
         await engine.until_it_stops()
         assert await engine.health() == 200
@@ -153,9 +160,8 @@ async def test_dynamo_breaks_the_streams_that_take_too_long() -> None:
         assert await engine.process.exit_code() == 0
 
 
-@pytest.mark.parametrize("engine_name", ["vllm", "sglang", "tensorrt-llm", "dynamo"])
-async def test_ctrl_c_ends_it_whatever_runs(engine_name: str) -> None:
-    async with served(engine_name) as engine:
+async def test_ctrl_c_ends_it_whatever_runs() -> None:
+    async with served("sglang") as engine:  # SIGTERM would wait for what runs
         running = await engine.begun(10_000)
         engine.process.signal(signal.SIGINT)
         assert await engine.process.exit_code() == 0
