@@ -15,7 +15,7 @@ from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.pools.redis import RedisPool
 from sidecar.pools.runtime import monotonic_us
-from tests.pools.conftest import BINARIES, SERVERS, Servers
+from tests.pools.conftest import BINARIES, FIRST, OTHERS, SERVERS, Servers
 from tests.pools.harness import ask, simple
 from tests.pools.load import Load, nothing_left, recovered, replicas, store_of, until
 from tests.support.certificates import needs_openssl, started_with_tls
@@ -40,7 +40,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         server.stop()
 
 
-@pytest.fixture(params=[SERVERS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in SERVERS[1:])])
+@pytest.fixture(params=[FIRST, *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS)])
 def server(request: pytest.FixtureRequest, servers: Servers) -> RedisServer:
     """Whatever a test before did to it. Faults take their time: one kind of server now, the others in the long run."""
     return healthy(servers[request.param])

@@ -26,7 +26,6 @@ from tests.pools.test_differential import (
     pools,
     preempting_pools,
 )
-from tests.support.fake_redis import fake_client
 from tests.support.redis_servers import RedisServer
 
 steps_of = test_differential.steps_of
@@ -75,15 +74,6 @@ def ordered(policy: Policy, fair: Fraction) -> Policy:
 
 
 FAIR = st.sampled_from([Fraction(1, 4), Fraction(1, 4), Fraction(1), Fraction(0)])
-
-
-@given(policy=pools(), fair=FAIR, program=OPERATIONS, batch=st.sampled_from([1, 1, 4, 16]))
-@settings(FEW, max_examples=10)
-def test_the_fake_redis_orders_by_gain_as_one_process_does(
-    policy: Policy, fair: Fraction, program: Any, batch: int
-) -> None:
-    client = fake_client()
-    asyncio.run(compare(client, ordered(policy, fair), program, batch))
 
 
 @given(policy=pools(), fair=FAIR, program=OPERATIONS, batch=st.sampled_from([1, 1, 4, 16]))

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tests.pools.fleet_scripted import GainTriplets, ScriptedGainFleet, TwoGainReplicas
 from tests.pools.test_fleet_differential import everything_ends, only_moments, play_two
-from tests.support.fake_redis import fake_client
 from tests.support.redis_servers import RedisServer, first_binary
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
@@ -48,11 +47,6 @@ def run(client: Any, kind: str, seed: int, steps: int) -> GainTriplets:
         triplets.dispatch()
     everything_ends(triplets)
     return triplets
-
-
-@pytest.mark.parametrize("kind", TICKETS)
-def test_the_fake_redis_chooses_engines_by_gain_as_one_process_does(kind: str) -> None:
-    run(fake_client(), kind, 7, 60)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -18,7 +18,7 @@ from sidecar.pools.base import Lease
 from sidecar.pools.redis import RedisPool, protocol
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S
 from sidecar.scheduling.gain import GainFigures
-from tests.pools.conftest import SERVERS, Servers
+from tests.pools.conftest import FIRST, Servers
 from tests.pools.harness import Clock, Harness, ask, by_gain, policy_of
 from tests.pools.load import nothing_left, recovered, replicas, store_of, until
 from tests.pools.test_script import Replicas, client, granted
@@ -211,7 +211,7 @@ def test_a_lane_that_the_store_lost_is_stated_anew(client: Any) -> None:
 
 @pytest.fixture
 def server(servers: Servers) -> RedisServer:
-    found = servers[SERVERS[0]]
+    found = servers[FIRST]
     found.command("FLUSHALL")
     return found
 

@@ -25,6 +25,7 @@ from sidecar.pools.redis import RedisFleetPool, RedisPool, connector
 from sidecar.pools.redis.batch import MOST_RESIZES, SHRINKS_WITHIN_S, BatchQueue
 from sidecar.pools.redis.protocol import BEAT_S, END, RESIZE
 from sidecar.scheduling.placement import EngineOffer
+from tests.pools.conftest import in_both_orders
 from tests.pools.fleet_scripted import engines_policy
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 from tests.pools.load import until
@@ -136,6 +137,7 @@ async def test_a_lease_that_is_handed_back_asks_for_what_it_held_last(kind: str,
         assert held(pool) == 100
 
 
+@in_both_orders
 @anyio
 async def test_a_chosen_lease_that_shrinks_or_grows_waits_again_with_its_last_size(harness: Harness) -> None:
     tiers = (Shares("high", preempt_after_us=0), Shares("low", preemptible=True))

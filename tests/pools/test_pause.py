@@ -10,6 +10,7 @@ from sidecar.errors import QueueFull
 from sidecar.events import Obstacle
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask
+from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, simple
 from tests.pools.test_tenant_limits import asks, left
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.anyio
 GONE = "connection refused"
 
 
+@in_both_orders
 async def test_a_paused_pool_admits_nothing_and_then_everything_in_order(harness: Harness) -> None:
     clock = Clock()
     pool = await harness.pool(simple(), clock)
@@ -34,6 +36,7 @@ async def test_a_paused_pool_admits_nothing_and_then_everything_in_order(harness
     assert [lease.grant is None for lease in leases] == [True, False, True, False]
 
 
+@in_both_orders
 async def test_a_lease_that_no_engine_took_waits_at_its_place(harness: Harness) -> None:
     clock = Clock()
     pool = await harness.pool(simple(), clock)

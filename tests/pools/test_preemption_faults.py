@@ -12,7 +12,7 @@ from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import StoreLoss
 from sidecar.pools.redis import RedisPool
 from sidecar.tasks import is_set_within
-from tests.pools.conftest import SERVERS, Servers
+from tests.pools.conftest import FIRST, OTHERS, Servers
 from tests.pools.harness import ask
 from tests.pools.load import heard_of_each_other, nothing_left, recovered, replicas, until
 from tests.pools.test_preemption import HIGH, LOW, Holder, enter, preempting
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 POLICY = preempting(after_s=0.05)
 
 
-@pytest.fixture(params=[SERVERS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in SERVERS[1:])])
+@pytest.fixture(params=[FIRST, *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS)])
 def server(request: pytest.FixtureRequest, servers: Servers) -> RedisServer:
     """One kind of server now, the others in the long run."""
     server = servers[request.param]

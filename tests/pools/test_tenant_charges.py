@@ -24,7 +24,6 @@ from tests.pools.harness import Clock, ask, policy_of
 from tests.pools.load import until
 from tests.pools.scripted import Scripted, entering
 from tests.pools.test_moving_leases import KINDS, held, opened, quiet, stored
-from tests.support.fake_redis import fake_client
 from tests.support.redis_servers import RedisServer, first_binary
 
 anyio = pytest.mark.anyio
@@ -238,11 +237,8 @@ async def test_charges_of_a_lost_store_are_forgotten_without_an_error(
 # -- what the script keeps
 
 
-@pytest.fixture(params=["fake", "real"])
-def client(request: pytest.FixtureRequest, redis_server: RedisServer) -> Iterator[Any]:
-    if request.param == "fake":
-        yield fake_client()
-        return
+@pytest.fixture
+def client(redis_server: RedisServer) -> Iterator[Any]:
     with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
         client.flushall()
         yield client
