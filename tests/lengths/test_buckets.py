@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -58,6 +59,7 @@ def test_no_client_makes_a_new_bucket(traits: Traits, most: int | None) -> None:
     assert bucket_of(traits, most) in every_bucket()
 
 
+@cache
 def every_bucket() -> set[str]:
     flags = (False, True)
     choices = (None, "none", "auto", "required", "named")

@@ -23,6 +23,7 @@ from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Argument, WaitReply
 from tests.pools.harness import Clock, allow_any_size, ask, policy_of
 from tests.pools.scripted import Scripted, entering, finish_tags
+from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer
 
 FREE = ("back", "hand_back", "pause", "resume", "charge")
@@ -434,15 +435,14 @@ async def compare(client: Any, policy: Policy, program: list[tuple[Any, ...]], b
 
 
 FEW = settings(
-    max_examples=40,
-    deadline=None,
+    max_examples=examples(12),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a shorter example would take minutes to find
 )
 
 
 @given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 1, 4, 16]))
-@settings(FEW, max_examples=30)
+@FEW
 def test_a_real_server_decides_as_one_process_does(
     redis_server: RedisServer, policy: Policy, program: Any, batch: int
 ) -> None:
@@ -452,7 +452,7 @@ def test_a_real_server_decides_as_one_process_does(
 
 
 @given(policy=preempting_pools(), program=PREEMPTING_OPERATIONS)
-@settings(FEW, max_examples=15)
+@settings(FEW, max_examples=examples(6))
 def test_a_real_server_preempts_as_one_process_does(redis_server: RedisServer, policy: Policy, program: Any) -> None:
     with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
         client.flushall()

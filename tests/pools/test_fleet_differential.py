@@ -25,6 +25,7 @@ from sidecar.scheduling.placement import PATIENCE_US, EngineOffer
 from tests.pools.fleet_scripted import ScriptedFleet, Triplets, TwoReplicas, engines_policy
 from tests.pools.harness import Clock
 from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.walks import random_walks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
 
@@ -83,10 +84,9 @@ def everything_ends(triplets: Triplets) -> None:
     assert kinds <= {"beats", "r", "o", "e", "n", "i", "h"}
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_real_server_chooses_engines_as_one_process_does(client: Any, kind: str, seed: int) -> None:
-    assert run(client, kind, seed, 150).admitted
+@random_walks(4)
+def test_a_real_server_chooses_engines_as_one_process_does(client: Any, seed: int) -> None:
+    assert run(client, sorted(KINDS)[seed % len(KINDS)], seed, 150).admitted
 
 
 @pytest.mark.long
@@ -140,7 +140,7 @@ def only_moments(_: object, luck: random.Random) -> int:
     return luck.choice(MOMENTS)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@random_walks(1)
 def test_engines_that_a_replica_cannot_use_are_as_barred_for_its_requests(
     client: Any, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -151,7 +151,7 @@ def test_engines_that_a_replica_cannot_use_are_as_barred_for_its_requests(
 
 @pytest.mark.soak
 @given(seed=st.integers(0, 10**9))
-@settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 def test_engines_that_a_replica_cannot_use_are_as_barred_for_long(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -163,7 +163,7 @@ def test_engines_that_a_replica_cannot_use_are_as_barred_for_long(
 
 @pytest.mark.soak
 @given(kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 10**9))
-@settings(max_examples=1000, deadline=None, database=None)
+@settings(max_examples=1000)
 def test_a_real_server_chooses_engines_as_one_process_does_for_long(
     redis_server: RedisServer, kind: str, seed: int
 ) -> None:

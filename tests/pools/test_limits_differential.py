@@ -22,11 +22,11 @@ from sidecar.pools.redis.pool import _remaining
 from tests.pools import scripted
 from tests.pools.harness import Clock, allow_any_size, simple
 from tests.pools.scripted import Scripted
+from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer
 
 FEW = settings(
-    max_examples=60,
-    deadline=None,
+    max_examples=examples(8),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a shorter example would take minutes to find
 )

@@ -29,6 +29,7 @@ from tests.pools.conftest import in_both_orders
 from tests.pools.fleet_scripted import engines_policy
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 from tests.pools.load import until
+from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer, first_binary
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
@@ -233,8 +234,7 @@ async def compare(kind: str, server: RedisServer, steps: list[tuple[Any, ...]]) 
 @pytest.mark.parametrize("kind", KINDS)
 @given(steps=STEPS)
 @settings(
-    max_examples=15,
-    deadline=None,
+    max_examples=examples(4),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -45,9 +45,15 @@ class Counting:
         return getattr(self.client, name)
 
     def eval(self, *arguments: Any) -> Any:
+        return self._counted(self.client.eval, arguments)
+
+    def evalsha(self, *arguments: Any) -> Any:
+        return self._counted(self.client.evalsha, arguments)
+
+    def _counted(self, call: Callable[..., Any], arguments: Any) -> Any:
         self.client.config_resetstat()
         try:
-            return self.client.eval(*arguments)
+            return call(*arguments)
         finally:
             stats: Any = self.client.info("commandstats")
             self.most = max(self.most, sum(one["calls"] for one in stats.values()))

@@ -33,6 +33,7 @@ from tests.pools.test_differential import (
     pools,
     preempting_pools,
 )
+from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer
 
 CLOCK = f"local function clock_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
@@ -100,7 +101,7 @@ def test_another_order_admits_another_ticket_first_and_gives_the_engine_another_
 
 @pytest.mark.long
 @given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 4, 16]))
-@settings(FEW, max_examples=30)
+@settings(FEW, max_examples=examples(4))
 def test_a_real_server_orders_as_one_process_does(
     shortest_first, redis_server: RedisServer, policy: Policy, program: Any, batch: int
 ):
@@ -111,7 +112,7 @@ def test_a_real_server_orders_as_one_process_does(
 
 @pytest.mark.long
 @given(policy=preempting_pools(), program=PREEMPTING_OPERATIONS)
-@settings(FEW, max_examples=10)
+@settings(FEW, max_examples=examples(2))
 def test_a_real_server_preempts_in_that_order_as_one_process_does(
     shortest_first, redis_server: RedisServer, policy: Policy, program: Any
 ):

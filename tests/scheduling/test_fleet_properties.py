@@ -24,10 +24,9 @@ from sidecar.scheduling.fleet_tier import FleetOrder, FleetTier
 from sidecar.scheduling.order import Candidate
 from sidecar.scheduling.placement import EngineLedger, EngineOffer, Placement, Placing
 from sidecar.scheduling.ticket import Ticket
+from tests.support.examples import examples
 
-QUICK = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
-)
+QUICK = settings(max_examples=examples(5), stateful_step_count=40, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=400, stateful_step_count=100)
 
 
@@ -166,9 +165,8 @@ class Fleet(RuleBasedStateMachine):
             everyone_gets_in_at_last(self.twins)
 
 
-@pytest.mark.long
-def test_the_scheduler_decides_as_the_oracle_whatever_happens():
-    run_state_machine_as_test(Fleet, settings=QUICK)
+TestFleet = Fleet.TestCase
+TestFleet.settings = QUICK
 
 
 @pytest.mark.soak

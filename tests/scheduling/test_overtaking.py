@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.scheduling.overtaking import (
@@ -23,7 +23,6 @@ def literal(admissions: list[tuple[int, int]], arrival: int) -> int | None:
     return next((at_us for other, at_us in admissions if other > arrival), None)
 
 
-@settings(deadline=None, database=None, max_examples=200)
 @given(order=st.permutations(range(1, 25)), count=st.integers(0, 24), shorten_every=st.integers(1, 6))
 def test_every_waiting_ticket_learns_when_it_was_first_overtaken(order, count, shorten_every):
     overtaking, admissions, waiting = Overtaking(), [], sorted(order)
