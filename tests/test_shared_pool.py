@@ -556,28 +556,28 @@ async def test_a_process_with_other_tiers_is_refused_and_says_so_until_it_takes_
         assert (await ask(first.url)).status == 503
 
 
+NOTHING_TO_TAKE = "there is no shared pool to take over: the policy has no store"
+
+
 @pytest.mark.parametrize(
-    ("more", "environment", "said"),
+    ("variable", "more", "said"),
     [
-        (("--take-over-pool",), {}, "there is no shared pool to take over: the policy has no store"),
-        ((), {"SIDECAR_TAKE_OVER_POOL": "1"}, "there is no shared pool to take over: the policy has no store"),
-        ((), {"SIDECAR_TAKE_OVER_POOL": "yes"}, "SIDECAR_TAKE_OVER_POOL: 'yes' is neither 1 nor 0"),
+        ("", ("--take-over-pool",), NOTHING_TO_TAKE),
+        ("1", (), NOTHING_TO_TAKE),
+        ("yes", (), "SIDECAR_TAKE_OVER_POOL: 'yes' is neither 1 nor 0"),
     ],
 )
 def test_taking_over_what_is_not_there_is_a_mistake(
-    more: tuple[str, ...],
-    environment: dict[str, str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    variable: str, more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(POLICY)
-    monkeypatch.delenv(STORE_VARIABLE, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert main(["serve", "--upstream", NOBODY, "--policy", str(path), *more]) == 1
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv(STORE_VARIABLE, raising=False)
+        environment.setenv("SIDECAR_TAKE_OVER_POOL", variable)
+        if not variable:
+            environment.delenv("SIDECAR_TAKE_OVER_POOL")
+        assert main(["serve", "--upstream", NOBODY, "--policy", str(path), *more]) == 1
     assert said in capsys.readouterr().err
 
 
