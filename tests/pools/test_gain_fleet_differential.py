@@ -99,7 +99,7 @@ def test_another_rule_in_the_script_is_noticed(
         redis.Redis(host=server.host, port=server.port) as client,
         pytest.raises((AssertionError, redis.ResponseError)),
     ):
-        for seed in (0, 2, 3, 26, *range(60)):  # the first notice nearly all of them at present
+        for seed in (0, 2, 3, 6, 26, *range(60)):  # the first notice nearly all of them at present
             for kind in sorted(TICKETS, reverse=True):
                 run(client, kind, seed, 150)
 

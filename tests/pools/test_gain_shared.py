@@ -224,7 +224,7 @@ async def test_the_order_survives_a_flush(server: RedisServer) -> None:
         await recovered(pools)
         running.settle()
         for lease in reversed(leases):
-            await asyncio.wait_for(lease.wait(), 10)
+            await asyncio.wait_for(lease.wait(), 60)
             assert sum(one.grant is not None for one in leases) == len(leases) - leases.index(lease)
             lease.settle()
         await nothing_left(pools)
@@ -241,7 +241,7 @@ async def test_a_part_of_the_pool_is_ordered_by_gain_too(server: RedisServer, se
         try:
             await until(lambda: is_lost(pool))
             running[0].settle()
-            await asyncio.wait_for(leases[2].wait(), 10)
+            await asyncio.wait_for(leases[2].wait(), 60)
             assert [lease.grant is not None for lease in leases] == [False, False, True]
         finally:
             server.start()

@@ -150,7 +150,7 @@ async def test_a_store_that_hangs_while_a_report_is_on_its_way_loses_no_admissio
     await asyncio.sleep(0)
     sharing.cancel()
     await asyncio.wait((sharing,))
-    lease = await asyncio.wait_for(pool.enter(ask()), 1)
+    lease = await asyncio.wait_for(pool.enter(ask()), 60)
     assert lease.grant is not None
     assert pool.status.state.value == "shared"
     assert await reports(pool) == []

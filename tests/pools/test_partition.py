@@ -434,7 +434,7 @@ async def test_time_alone_admits_who_has_aged_until_the_store_is_back(*, is_stop
         await asyncio.sleep(3 * AGING_S)
         assert waiting.grant is None
     else:
-        await asyncio.wait_for(waiting.wait(), 5)
+        await asyncio.wait_for(waiting.wait(), 60)
         alone.stop()
 
 
@@ -748,7 +748,7 @@ async def test_the_whole_part_is_there_when_what_others_ran_must_be_over() -> No
     assert loss.part()["tokens"] == 15
     small, large = new(replica, loss, ask(0, 5)), new(replica, loss, ask(0, 30))
     assert (small.grant is not None, large.grant) == (True, None)
-    await until(lambda: large.grant is not None, 5, "the part grows")
+    await until(lambda: large.grant is not None, 60, "the part grows")
     assert loss.part()["tokens"] == 50
     assert replica.holds() == (45, 3)
     assert running.settle()
@@ -766,7 +766,7 @@ async def test_who_waited_and_can_never_fit_is_refused_when_patience_is_over_and
     assert (too_large.is_over, fits.is_over) == (False, False)
     granted = too_large.wait()
     with pytest.raises(StoreUnavailable, match=r"60 tokens.*does not fit into this replica's part"):
-        await asyncio.wait_for(granted, 5)
+        await asyncio.wait_for(granted, 60)
     assert not too_large.settle()
     assert await too_large.leave() is None
     assert list(replica.leases) == [running.id, fits.id]
@@ -788,7 +788,7 @@ async def test_closed_refuses_new_requests_at_once_and_those_that_waited_when_pa
     assert refused.value.retry_after_s is not None
     assert loss.part() == {}
     assert not waiting.is_over
-    await until(lambda: waiting.is_over, 5, "who waits is refused")
+    await until(lambda: waiting.is_over, 60, "who waits is refused")
     assert isinstance(refusal(waiting), StoreUnavailable)
     assert list(replica.leases) == [running.id]
     assert running.resize(20)

@@ -265,7 +265,7 @@ async def test_keys_that_someone_spoiled_are_reported_and_nothing_is_forgotten(
             spoil(client)
         for each in (one, newcomer):
             with contextlib.suppress(StoreSilent):
-                await asyncio.wait_for(each.synchronize(), 10)
+                await asyncio.wait_for(each.synchronize(), 60)
         assert list(one.texts()) in (["acme"], [])
 
 
