@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-import pytest
 import redis
 
 from sidecar.policy.model import Policy
@@ -171,13 +170,19 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("right", "wrong"), WRONG)
-def test_a_wrong_plain_call_is_noticed(redis_server: RedisServer, right: str, wrong: str) -> None:
+def test_a_wrong_plain_call_is_noticed(redis_server: RedisServer) -> None:
+    assert [(right, wrong) for right, wrong in WRONG if not is_noticed(redis_server, right, wrong)] == []
+
+
+def is_noticed(server: RedisServer, right: str, wrong: str) -> bool:
     assert right in WITH
     script = WITH.replace(right, wrong)
-    with pytest.raises((AssertionError, redis.ResponseError)):  # noqa: PT012
+    try:
         for seed in (*NOTICE, *range(80)):
-            play(redis_server, seed, script)
+            play(server, seed, script)
+    except (AssertionError, redis.ResponseError):
+        return True
+    return False
 
 
 def test_headroom_counts_what_the_same_call_has_freed(redis_server: RedisServer) -> None:

@@ -51,7 +51,6 @@ CONTROLS = [
     (broken.PreemptsWhatComesBackFirst, invariants.freed_room_goes_to_whom_it_was_freed_for),
 ]
 
-NAMES = [f"{kind.__name__} fails {check.__name__}" for kind, check in CONTROLS]
 PREEMPTING = tuple(kind for kind, _ in CONTROLS if kind.__name__.startswith("Preempts"))
 CHARGING = (broken.ChargesNoGrowth, broken.ForgetsChargesAtTheNextAdmission)
 UNRECORDED = (broken.SettlesTwice, broken.CallsEveryOvertakingTheReserve, *CHARGING, *PREEMPTING)
@@ -137,21 +136,26 @@ def test_the_real_scheduler_passes_the_very_runs_that_the_broken_ones_fail():
     assert all(verdict(Scheduler, all_of_them, seed) for seed in SEEDS)
 
 
-@pytest.mark.parametrize(("kind", "check"), CONTROLS, ids=NAMES)
-def test_a_broken_scheduler_fails_the_check_of_what_it_breaks(kind, check):
-    assert not all(verdict(kind, check, seed) for seed in SEEDS)
+def test_a_broken_scheduler_fails_the_check_of_what_it_breaks():
+    passed = [pair for pair in CONTROLS if all(verdict(*pair, seed) for seed in SEEDS)]
+    assert passed == []
 
 
 def test_every_invariant_has_a_broken_scheduler_that_fails_it():
     assert {check for _, check in CONTROLS} == set(invariants.INVARIANTS)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNRECORDED])
-def test_a_broken_scheduler_gives_some_scenario_a_wrong_answer(kind):
+def test_a_broken_scheduler_gives_some_scenario_a_wrong_answer():
     """But for those wrong in what no scenario records: what `settle` returns, by which rule one went first, what
     leases came to use, and whom it preempts.
     """
-    assert any(answers(kind, scenario) != recorded(scenario) for scenario in SCENARIOS)
+    recorded_kinds = [kind for kind in KINDS if kind not in UNRECORDED]
+    assert recorded_kinds
+    assert [kind for kind in recorded_kinds if is_right(kind)] == []
+
+
+def is_right(kind: type[Scheduler]) -> bool:
+    return all(answers(kind, scenario) == recorded(scenario) for scenario in SCENARIOS)
 
 
 def test_the_real_scheduler_gives_every_scenario_the_right_answer():

@@ -17,6 +17,7 @@ from sidecar.scheduling.overtaking import (
     TicketOvertaking,
 )
 from sidecar.scheduling.ticket import Ticket
+from tests.support.walks import random_walks
 
 
 def literal(admissions: list[tuple[int, int]], arrival: int) -> int | None:
@@ -112,7 +113,7 @@ class Crowd:
         return literal(self.admissions, ticket.overtaken_after or ticket.sequence) if before_us is None else before_us
 
 
-@pytest.mark.parametrize("seed", range(20))
+@random_walks(6)
 def test_tickets_that_come_leave_and_return_learn_the_same_in_slices(seed: int) -> None:
     luck, crowd, handed_back = random.Random(seed), Crowd(), {}
     stays = luck.choice([0.2, 0.5, 0.8])
