@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -244,25 +245,31 @@ async def test_a_proxy_without_faults_changes_nothing_and_counts(proxy: FaultPro
 
 async def test_a_delay_is_added_to_each_reply_until_it_is_taken_away(proxy: FaultProxy) -> None:
     async with connected(proxy.url()) as client:
-        for proxy.delay_s in (0.1, 0.0):
-            start_s = time.monotonic()
-            await client.ping()
-            assert (time.monotonic() - start_s >= 0.1) is (proxy.delay_s > 0)
+        proxy.delay_s = 0.1
+        assert await took_s(client.ping()) >= 0.1
+        proxy.delay_s = 0.0
+        assert min([await took_s(client.ping()) for _ in range(20)]) < 0.1
+
+
+async def took_s(done: Awaitable[Any]) -> float:
+    start_s = time.monotonic()
+    await done
+    return time.monotonic() - start_s
 
 
 async def test_the_delays_of_chunks_in_a_row_do_not_add_up(server: RedisServer, proxy: FaultProxy) -> None:
     async with connected(proxy.url()) as client, client.pubsub() as listener:
         await listener.subscribe("news")
-        await listener.get_message(timeout=1)
-        proxy.delay_s = 0.2
+        await listener.get_message(timeout=60)
+        proxy.delay_s = 0.5
         start_s = time.monotonic()
         for number in range(5):
             server.command("PUBLISH", "news", number)
             await asyncio.sleep(0.02)
         for number in range(5):
-            message = await listener.get_message(timeout=1)
+            message = await listener.get_message(timeout=60)
             assert message["data"] == str(number).encode()
-        assert 0.2 <= time.monotonic() - start_s < 0.8  # and not five times as much
+        assert 0.5 <= time.monotonic() - start_s < 2.4  # and not five times as much
 
 
 async def test_dropped_connections_are_reset_and_new_ones_are_not(proxy: FaultProxy) -> None:
@@ -351,7 +358,7 @@ async def test_a_cut_reply_ends_after_so_many_bytes_and_the_next_one_is_whole(pr
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
         proxy.cut_reply_after(n_bytes)
         writer.write(b"GET key\r\n")
-        assert len(await asyncio.wait_for(reader.read(), 1)) == n_bytes
+        assert len(await asyncio.wait_for(reader.read(), 60)) == n_bytes
         writer.close()
         assert await client.get("key") == b"v" * 200_000
 
@@ -368,13 +375,13 @@ async def test_a_client_sees_a_cut_reply_as_a_lost_connection(proxy: FaultProxy)
 async def test_faults_can_be_for_subscribers_alone(server: RedisServer, proxy: FaultProxy) -> None:
     async with connected(proxy.url()) as client, client.pubsub() as listener:
         await listener.subscribe("news")
-        assert (await listener.get_message(timeout=1))["type"] == "subscribe"
+        assert (await listener.get_message(timeout=60))["type"] == "subscribe"
         proxy.only_subscribers = proxy.swallow_replies = True
         assert await client.publish("news", "lost") == 1
         assert await listener.get_message(timeout=0.1) is None
         proxy.swallow_replies = False
         assert await client.publish("news", "heard") == 1
-        assert (await listener.get_message(timeout=1))["data"] == b"heard"
+        assert (await listener.get_message(timeout=60))["data"] == b"heard"
         name = await client.client_id()
         proxy.drop_connections()
         with pytest.raises(RedisConnectionError):

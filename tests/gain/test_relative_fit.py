@@ -3,11 +3,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.gain.relative_fit import FIRST, RelativeFit
 from tests.gain.literal import literal_coefficients
+from tests.support.examples import examples
 
 DEFAULTS = (20_000.0, 125.0)
 TOKENS = st.floats(0, 1e6)
@@ -34,6 +35,7 @@ def test_it_is_the_literal_fit_with_two_features(samples: list[tuple[tuple[float
     assert learned(samples).coefficients == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+@settings(max_examples=examples(10))
 @given(st.integers(0, 10**6), st.integers(16, 64))
 def test_it_is_the_literal_fit_with_three_features(seed: int, count: int) -> None:
     draw = random.Random(seed)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,42 +12,39 @@ from sidecar.lengths import buckets
 from sidecar.lengths.buckets import bucket_of
 from sidecar.payload.traits import EFFORTS, NO_TRAITS, Traits
 
-
-@pytest.mark.parametrize(
-    ("traits", "most", "bucket"),
-    [
-        (NO_TRAITS, None, "plain"),
-        (NO_TRAITS, 1000, "max 1k"),
-        (Traits(effort="high", tools=True), 2000, "tools, effort high, max 4k"),
-        (Traits(tools=True, tool_choice="auto"), None, "tools"),
-        (Traits(tools=True, tool_choice="none"), None, "plain"),
-        (Traits(tools=True, tool_choice="required"), None, "tools forced"),
-        (Traits(tools=True, tool_choice="named"), None, "tools forced"),
-        (Traits(tool_choice="required"), None, "plain"),
-        (Traits(format=True, stop=True), 64, "format, stop, max 64"),
-        (Traits(effort="none"), None, "effort none"),
-    ],
-)
-def test_a_bucket_says_what_its_requests_have_in_common(traits: Traits, most: int | None, bucket: str) -> None:
-    assert bucket_of(traits, most) == bucket
+BUCKETS = [
+    (NO_TRAITS, None, "plain"),
+    (NO_TRAITS, 1000, "max 1k"),
+    (Traits(effort="high", tools=True), 2000, "tools, effort high, max 4k"),
+    (Traits(tools=True, tool_choice="auto"), None, "tools"),
+    (Traits(tools=True, tool_choice="none"), None, "plain"),
+    (Traits(tools=True, tool_choice="required"), None, "tools forced"),
+    (Traits(tools=True, tool_choice="named"), None, "tools forced"),
+    (Traits(tool_choice="required"), None, "plain"),
+    (Traits(format=True, stop=True), 64, "format, stop, max 64"),
+    (Traits(effort="none"), None, "effort none"),
+]
 
 
-@pytest.mark.parametrize(
-    ("most", "size"),
-    [
-        *((most, "max 64") for most in (0, 1, 64)),
-        *((most, "max 256") for most in (65, 256)),
-        (257, "max 1k"),
-        (1024, "max 1k"),
-        (4096, "max 4k"),
-        (16_384, "max 16k"),
-        (65_536, "max 64k"),
-        (65_537, "max more"),
-        (2**31 - 1, "max more"),
-    ],
-)
-def test_sizes_are_classes_by_the_factor_four(most: int, size: str) -> None:
-    assert bucket_of(NO_TRAITS, most) == size
+def test_a_bucket_says_what_its_requests_have_in_common() -> None:
+    assert [(traits, most, bucket_of(traits, most)) for traits, most, _ in BUCKETS] == BUCKETS
+
+
+SIZES = [
+    *((most, "max 64") for most in (0, 1, 64)),
+    *((most, "max 256") for most in (65, 256)),
+    (257, "max 1k"),
+    (1024, "max 1k"),
+    (4096, "max 4k"),
+    (16_384, "max 16k"),
+    (65_536, "max 64k"),
+    (65_537, "max more"),
+    (2**31 - 1, "max more"),
+]
+
+
+def test_sizes_are_classes_by_the_factor_four() -> None:
+    assert [(most, bucket_of(NO_TRAITS, most)) for most, _ in SIZES] == SIZES
 
 
 @given(
@@ -58,6 +55,7 @@ def test_no_client_makes_a_new_bucket(traits: Traits, most: int | None) -> None:
     assert bucket_of(traits, most) in every_bucket()
 
 
+@cache
 def every_bucket() -> set[str]:
     flags = (False, True)
     choices = (None, "none", "auto", "required", "named")

@@ -458,7 +458,6 @@ def test_tables_are_rebuilt_once_for_many_samples() -> None:
     assert 6400 // 64 <= built <= 6400 // 64 + 200
 
 
-@pytest.mark.alone
 def test_an_estimate_of_many_samples_costs_no_more_than_of_few() -> None:
     def cost_s(samples: int) -> float:
         estimator = LengthEstimator()
@@ -466,10 +465,10 @@ def test_an_estimate_of_many_samples_costs_no_more_than_of_few() -> None:
             estimator.learn("acme", CHAT, number * 7919 % 4000, is_censored=False)
         costs = []
         for _ in range(20):
-            began = time.perf_counter()
+            began = time.thread_time()
             for generated in range(0, 3000, 10):
                 estimator.estimate("acme", CHAT, 0.9, generated=generated)
-            costs.append(time.perf_counter() - began)
+            costs.append(time.thread_time() - began)
         return min(costs)
 
     assert cost_s(50_000) < 3 * cost_s(ENOUGH)  # its tables have five times the edges

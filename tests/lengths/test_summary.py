@@ -231,84 +231,81 @@ def shown(value: object) -> str:
 NUMBERS: list[object] = [math.nan, math.inf, -math.inf, -1, 0.5, 10**400, "1", None, True, [], {}]
 
 
-@pytest.mark.parametrize(
-    "points",
-    [
-        *((96, bad, 192, 0) for bad in NUMBERS),
-        *((bad, 500_000, 192, 0) for bad in NUMBERS if bad is not True),
-        (True, 500_000, 192, 0),
-        (192, 500_000, 96, 0),
-        (96, 500_000, 96, 0),
-        (96, 0, 192, 500_000),
-        (96, MILLION + 1, 192, 0),
-        (0, 500_000, 192, 0),
-        (LONGEST + 1, 0),
-        (96, 500_000, 192),
-        (),
-        tuple(number for point in range(33) for number in (point + 1, 0)),
-        "96",
-        None,
-        {"96": 1},
-        deep(5000),
-    ],
-    ids=shown,
-)
-def test_points_that_are_none_are_skipped_and_the_rest_is_heard(points: object) -> None:
-    estimator = heard(entry(points), ["other", *CHAT, 100, 100, [304, 0]])
-    assert estimator.estimate("acme", CHAT, 0.9) is None
-    found = estimator.estimate("other", CHAT, 0.9)
-    assert found is not None
-    assert found.tokens == 304
+NO_POINTS: list[object] = [
+    *((96, bad, 192, 0) for bad in NUMBERS),
+    *((bad, 500_000, 192, 0) for bad in NUMBERS if bad is not True),
+    (True, 500_000, 192, 0),
+    (192, 500_000, 96, 0),
+    (96, 500_000, 96, 0),
+    (96, 0, 192, 500_000),
+    (96, MILLION + 1, 192, 0),
+    (0, 500_000, 192, 0),
+    (LONGEST + 1, 0),
+    (96, 500_000, 192),
+    (),
+    tuple(number for point in range(33) for number in (point + 1, 0)),
+    "96",
+    None,
+    {"96": 1},
+    deep(5000),
+]
 
 
-@pytest.mark.parametrize("number", [*NUMBERS, 0, 10**10], ids=shown)
-def test_counts_that_are_none_are_skipped(number: object) -> None:
-    assert heard(entry(samples=number)).estimate("acme", CHAT, 0.9) is None
-    assert heard(entry(weight=number)).estimate("acme", CHAT, 0.9) is None
+def test_points_that_are_none_are_skipped_and_the_rest_is_heard() -> None:
+    wrong = []
+    for points in NO_POINTS:
+        estimator = heard(entry(points), ["other", *CHAT, 100, 100, [304, 0]])
+        found = estimator.estimate("other", CHAT, 0.9)
+        if estimator.estimate("acme", CHAT, 0.9) is not None or found is None or found.tokens != 304:
+            wrong.append(shown(points))
+    assert wrong == []
+
+
+def test_counts_that_are_none_are_skipped() -> None:
+    for number in (*NUMBERS, 0, 10**10):
+        assert heard(entry(samples=number)).estimate("acme", CHAT, 0.9) is None, shown(number)
+        assert heard(entry(weight=number)).estimate("acme", CHAT, 0.9) is None, shown(number)
     assert heard(entry(weight=MOST_WEIGHT)).estimate("acme", CHAT, 0.9) is not None
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        None,
-        1,
-        "lengths",
-        [],
-        {},
-        {"version": 2, "lengths": [entry()]},
-        {"version": VERSION},
-        {"version": VERSION, "lengths": {}},
-        {"version": [], "lengths": "x"},
-        deep(100_000),
-    ],
-    ids=shown,
-)
-def test_what_is_no_document_leaves_the_last_one_in_force(document: object) -> None:
-    estimator = heard(entry())
-    estimator.hear("r1", document)
-    assert estimator.estimate("acme", CHAT, 0.9) is not None
+NO_DOCUMENTS: list[object] = [
+    None,
+    1,
+    "lengths",
+    [],
+    {},
+    {"version": 2, "lengths": [entry()]},
+    {"version": VERSION},
+    {"version": VERSION, "lengths": {}},
+    {"version": [], "lengths": "x"},
+    deep(100_000),
+]
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        None,
-        [],
-        entry()[:-1],
-        [*entry(), 1],
-        [1, *entry()[1:]],
-        [None, *entry()[1:]],
-        ["a" * 300, *entry()[1:]],
-        [["acme"], *entry()[1:]],
-        ["acme", "/", "m" * 300, "plain", 100, 100, [96, 0]],
-        ["acme", "/", "m", None, 100, 100, [96, 0]],
-        ["acme", "/", {}, "plain", 100, 100, [96, 0]],
-    ],
-    ids=shown,
-)
-def test_entries_of_another_form_are_skipped(one: object) -> None:
-    assert not heard(one)._heard
+def test_what_is_no_document_leaves_the_last_one_in_force() -> None:
+    for document in NO_DOCUMENTS:
+        estimator = heard(entry())
+        estimator.hear("r1", document)
+        assert estimator.estimate("acme", CHAT, 0.9) is not None, shown(document)
+
+
+NO_ENTRIES: list[object] = [
+    None,
+    [],
+    entry()[:-1],
+    [*entry(), 1],
+    [1, *entry()[1:]],
+    [None, *entry()[1:]],
+    ["a" * 300, *entry()[1:]],
+    [["acme"], *entry()[1:]],
+    ["acme", "/", "m" * 300, "plain", 100, 100, [96, 0]],
+    ["acme", "/", "m", None, 100, 100, [96, 0]],
+    ["acme", "/", {}, "plain", 100, 100, [96, 0]],
+]
+
+
+def test_entries_of_another_form_are_skipped() -> None:
+    assert [shown(one) for one in NO_ENTRIES if heard(one)._heard] == []
 
 
 ANYTHING = st.recursive(

@@ -1,4 +1,4 @@
-"""The pools that are held to the contract: one process, and every Redis that there is."""
+"""The pools that are held to the contract: that of one process, and one in every Redis that there is."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.pools.harness import ByGain, Harness, LocalHarness
-from tests.pools.redis_harness import FakeHarness, RedisHarness
+from tests.pools.redis_harness import RedisHarness
 from tests.support.redis_servers import RedisServer, binaries, first_binary
 
 BINARIES = {binary.name: binary for binary in binaries()}
-SERVERS = [*BINARIES] or ["none"]  # where there is none, the tests fail: an empty list would skip them
-
-
-@pytest.fixture(scope="session", params=SERVERS)
-def redis_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A real server, of every kind that is installed."""
-    binary = BINARIES.get(request.param) or first_binary()
-    with RedisServer(binary, tmp_path_factory.mktemp(binary.name)) as server:
-        yield server
+FIRST, *OTHERS = [*BINARIES] or ["none"]  # where there is none, the tests fail: an empty list would skip them
+SERVERS = [FIRST, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
+"""The kinds of servers. What one of them does, the others hardly do otherwise: CI's second step asks them, too."""
 
 
 @pytest.fixture(scope="session")
@@ -47,29 +41,32 @@ class Servers(dict[str, RedisServer]):
         return self[name]
 
 
-KINDS = ["local", "fakeredis", *SERVERS]
-BY_GAIN = ["local by gain", f"{SERVERS[0]} by gain"]
+@pytest.fixture(scope="session", params=SERVERS)
+def redis_server(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> RedisServer:
+    """A real server, of every kind that is installed."""
+    return servers[request.param]
+
+
+KINDS = ["local", *SERVERS]
+BY_GAIN = ["local by gain", f"{FIRST} by gain"]
 """Requests without deadlines, in a pool that orders by gain: it does what the contract says, too."""
-
-
-@pytest.fixture(params=[*KINDS, *BY_GAIN])
-async def harness(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> AsyncIterator[Harness]:
-    kind, *order = request.param.split(" by ")
-    made = new_harness(kind, servers)
-    yield ByGain(made) if order else made
-    await made.close()
+in_both_orders = pytest.mark.parametrize("harness", [*KINDS, *BY_GAIN], indirect=True)
+"""For tests of what another order decides elsewhere: who is next, what a size changes, who is preempted."""
 
 
 @pytest.fixture(params=KINDS)
-async def level_harness(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> AsyncIterator[Harness]:
-    """Pools that order by level only."""
-    made = new_harness(request.param, servers)
+async def harness(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> AsyncIterator[Harness]:
+    made = harness_of(request.param, servers)
     yield made
     await made.close()
 
 
-def new_harness(kind: str, servers: dict[str, RedisServer]) -> Harness:
+def harness_of(kind: str, servers: dict[str, RedisServer]) -> Harness:
     """That of one kind of pool."""
-    if kind == "local":
-        return LocalHarness()
-    return FakeHarness() if kind == "fakeredis" else RedisHarness(servers[kind])
+    kind, *order = kind.split(" by ")
+    if kind == "fakeredis":
+        from tests.pools.fake_harness import FakeHarness
+
+        return FakeHarness()
+    made = LocalHarness() if kind == "local" else RedisHarness(servers[kind])
+    return ByGain(made) if order else made

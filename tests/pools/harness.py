@@ -29,10 +29,10 @@ class Clock:
 
 
 class Harness(Protocol):
-    """One kind of pool. Another is plugged in by writing this for it and naming it in `conftest.HARNESSES`."""
+    """One kind of pool. Another is plugged in by writing this for it and naming it in `conftest.harness_of`."""
 
-    async def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> Pool:
-        """A pool on a test's clock, or on its own. `any_size`: what never fits waits, as in some scenarios."""
+    async def pool(self, policy: Policy, clock: Clock | None = None) -> Pool:
+        """A pool on a test's clock, or on its own."""
 
     async def quiet(self, pool: Pool) -> None:
         """Returns when the pool has done all that was asked of it so far, and reported it to every request."""
@@ -47,11 +47,8 @@ class Harness(Protocol):
 class LocalHarness:
     """The pool of one process."""
 
-    async def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> Pool:
-        pool = LocalPool(policy) if clock is None else LocalPool(policy, clock)
-        if any_size:
-            allow_any_size(pool._sizes)
-        return pool
+    async def pool(self, policy: Policy, clock: Clock | None = None) -> Pool:
+        return LocalPool(policy) if clock is None else LocalPool(policy, clock)
 
     async def quiet(self, pool: Pool) -> None:
         await asyncio.sleep(0)
@@ -71,8 +68,8 @@ class ByGain:
         self._harness = harness
         self.quiet, self.poke, self.close = harness.quiet, harness.poke, harness.close
 
-    async def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> Pool:
-        pool = await self._harness.pool(by_gain(policy), clock, any_size=any_size)
+    async def pool(self, policy: Policy, clock: Clock | None = None) -> Pool:
+        pool = await self._harness.pool(by_gain(policy), clock)
         change_rules, change_policy = pool.change_rules, pool.change_policy
         pool.change_rules = lambda rules: change_rules(replace(rules, is_by_gain=True))  # type: ignore[method-assign]
         pool.change_policy = lambda policy: change_policy(by_gain(policy))  # type: ignore[method-assign]

@@ -133,7 +133,7 @@ def store_of(pool: RedisPool) -> Any:
     return pool.state()["store"]
 
 
-async def until(condition: Any, within_s: float = 10.0, what: str = "") -> float:
+async def until(condition: Any, within_s: float = 60.0, what: str = "") -> float:
     """Waits for a condition, and returns how long it took, in seconds; fails after `within_s`."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
@@ -156,9 +156,9 @@ async def nothing_left(pools: Sequence[RedisPool]) -> None:
 
     for pool in pools:
         pool._batches.beat()
-    await until(is_empty, within_s=5, what="leases or tickets are left")
+    await until(is_empty, what="leases or tickets are left")
 
 
-async def recovered(pools: Sequence[RedisPool], within_s: float = 5.0) -> float:
+async def recovered(pools: Sequence[RedisPool]) -> float:
     """Waits until every pool shares the store again."""
-    return await until(lambda: all(pool.status.state.value == "shared" for pool in pools), within_s, "not shared again")
+    return await until(lambda: all(pool.status.state.value == "shared" for pool in pools), what="not shared again")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
 from typing import Any
+
+import redis
 
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Ask
@@ -14,8 +17,21 @@ from sidecar.scheduling import Scheduler
 from tests.pools.harness import Clock
 from tests.pools.redis_harness import CLOCK_KEY, CLOCKED_GAIN_SOURCE, CLOCKED_SOURCE
 
-compiled = cache(folded)
-"""A script as a server gets it."""
+
+@cache
+def compiled(source: str) -> tuple[str, str]:
+    """A script as a server gets it, and the name by which it calls it then."""
+    script = folded(source)
+    return script, hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+
+
+def evaluate(client: Any, source: str, root: str, *arguments: Argument) -> Any:
+    """The answer of a script, which a server gets once: it is longer than all that is said to it."""
+    script, name = compiled(source)
+    try:
+        return client.evalsha(name, 1, root, *arguments)
+    except redis.exceptions.NoScriptError:
+        return client.eval(script, 1, root, *arguments)
 
 
 class Scripted:
@@ -39,7 +55,7 @@ class Scripted:
         """The script's raw answer."""
         self.client.set(CLOCK_KEY, self.clock.us)
         source = self.source or (CLOCKED_GAIN_SOURCE if self.policy.rules.is_by_gain else CLOCKED_SOURCE)
-        return self.client.eval(compiled(source), 1, self.root, *arguments)
+        return evaluate(self.client, source, self.root, *arguments)
 
     def call(self, *operations: Argument, kind: bytes = protocol.CALL) -> Reply:
         """Operations, and what came of them."""

@@ -23,7 +23,7 @@ from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Argument, WaitReply
 from tests.pools.harness import Clock, allow_any_size, ask, policy_of
 from tests.pools.scripted import Scripted, entering, finish_tags
-from tests.support.fake_redis import fake_client
+from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer
 
 FREE = ("back", "hand_back", "pause", "resume", "charge")
@@ -435,8 +435,7 @@ async def compare(client: Any, policy: Policy, program: list[tuple[Any, ...]], b
 
 
 FEW = settings(
-    max_examples=40,
-    deadline=None,
+    max_examples=examples(12),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a shorter example would take minutes to find
 )
@@ -444,13 +443,6 @@ FEW = settings(
 
 @given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 1, 4, 16]))
 @FEW
-def test_the_fake_redis_decides_as_one_process_does(policy: Policy, program: Any, batch: int) -> None:
-    client = fake_client()
-    asyncio.run(compare(client, policy, program, batch))
-
-
-@given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 1, 4, 16]))
-@settings(FEW, max_examples=30)
 def test_a_real_server_decides_as_one_process_does(
     redis_server: RedisServer, policy: Policy, program: Any, batch: int
 ) -> None:
@@ -460,14 +452,7 @@ def test_a_real_server_decides_as_one_process_does(
 
 
 @given(policy=preempting_pools(), program=PREEMPTING_OPERATIONS)
-@settings(FEW, max_examples=3)
-def test_the_fake_redis_preempts_as_one_process_does(policy: Policy, program: Any) -> None:
-    client = fake_client()
-    asyncio.run(compare(client, policy, program, 1))
-
-
-@given(policy=preempting_pools(), program=PREEMPTING_OPERATIONS)
-@settings(FEW, max_examples=15)
+@settings(FEW, max_examples=examples(6))
 def test_a_real_server_preempts_as_one_process_does(redis_server: RedisServer, policy: Policy, program: Any) -> None:
     with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
         client.flushall()
@@ -506,12 +491,13 @@ A_NEWCOMER_PASSES_ONE_THAT_RETURNED = [
 ]
 
 
-def test_a_tier_without_a_queue_admits_a_newcomer_that_passes_one_that_returned() -> None:
+def test_a_tier_without_a_queue_admits_a_newcomer_that_passes_one_that_returned(redis_server: RedisServer) -> None:
     """The newcomer is stored while it is decided about, because another request stands before it."""
     tiers = (Shares("high", reserve=Fraction(1, 4)), Shares("low", reserve=Fraction(1, 4)))
     policy = policy_of(pool_rules(tokens=None, requests=4, tiers=tiers), max_waiting=0)
-    client = fake_client()
-    asyncio.run(compare(client, policy, A_NEWCOMER_PASSES_ONE_THAT_RETURNED, 1))
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
+        client.flushall()
+        asyncio.run(compare(client, policy, A_NEWCOMER_PASSES_ONE_THAT_RETURNED, 1))
 
 
 SMALL_ONES_PASS_AND_A_LEASE_RETURNS = [

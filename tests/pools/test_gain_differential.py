@@ -26,7 +26,7 @@ from tests.pools.test_differential import (
     pools,
     preempting_pools,
 )
-from tests.support.fake_redis import fake_client
+from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer
 
 steps_of = test_differential.steps_of
@@ -78,16 +78,7 @@ FAIR = st.sampled_from([Fraction(1, 4), Fraction(1, 4), Fraction(1), Fraction(0)
 
 
 @given(policy=pools(), fair=FAIR, program=OPERATIONS, batch=st.sampled_from([1, 1, 4, 16]))
-@settings(FEW, max_examples=10)
-def test_the_fake_redis_orders_by_gain_as_one_process_does(
-    policy: Policy, fair: Fraction, program: Any, batch: int
-) -> None:
-    client = fake_client()
-    asyncio.run(compare(client, ordered(policy, fair), program, batch))
-
-
-@given(policy=pools(), fair=FAIR, program=OPERATIONS, batch=st.sampled_from([1, 1, 4, 16]))
-@settings(FEW, max_examples=20)
+@settings(FEW, max_examples=examples(8))
 def test_a_real_server_orders_by_gain_as_one_process_does(
     redis_server: RedisServer, policy: Policy, fair: Fraction, program: Any, batch: int
 ) -> None:
@@ -97,7 +88,7 @@ def test_a_real_server_orders_by_gain_as_one_process_does(
 
 
 @given(policy=preempting_pools(), fair=FAIR, program=PREEMPTING_OPERATIONS)
-@settings(FEW, max_examples=10)
+@settings(FEW, max_examples=examples(4))
 def test_a_real_server_preempts_by_gain_as_one_process_does(
     redis_server: RedisServer, policy: Policy, fair: Fraction, program: Any
 ) -> None:

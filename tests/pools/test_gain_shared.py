@@ -18,7 +18,7 @@ from sidecar.pools.base import Lease
 from sidecar.pools.redis import RedisPool, protocol
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S
 from sidecar.scheduling.gain import GainFigures
-from tests.pools.conftest import SERVERS, Servers
+from tests.pools.conftest import FIRST, Servers
 from tests.pools.harness import Clock, Harness, ask, by_gain, policy_of
 from tests.pools.load import nothing_left, recovered, replicas, store_of, until
 from tests.pools.test_script import Replicas, client, granted
@@ -211,7 +211,7 @@ def test_a_lane_that_the_store_lost_is_stated_anew(client: Any) -> None:
 
 @pytest.fixture
 def server(servers: Servers) -> RedisServer:
-    found = servers[SERVERS[0]]
+    found = servers[FIRST]
     found.command("FLUSHALL")
     return found
 
@@ -224,7 +224,7 @@ async def test_the_order_survives_a_flush(server: RedisServer) -> None:
         await recovered(pools)
         running.settle()
         for lease in reversed(leases):
-            await asyncio.wait_for(lease.wait(), 10)
+            await asyncio.wait_for(lease.wait(), 60)
             assert sum(one.grant is not None for one in leases) == len(leases) - leases.index(lease)
             lease.settle()
         await nothing_left(pools)
@@ -241,7 +241,7 @@ async def test_a_part_of_the_pool_is_ordered_by_gain_too(server: RedisServer, se
         try:
             await until(lambda: is_lost(pool))
             running[0].settle()
-            await asyncio.wait_for(leases[2].wait(), 10)
+            await asyncio.wait_for(leases[2].wait(), 60)
             assert [lease.grant is not None for lease in leases] == [False, False, True]
         finally:
             server.start()

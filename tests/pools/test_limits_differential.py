@@ -22,12 +22,11 @@ from sidecar.pools.redis.pool import _remaining
 from tests.pools import scripted
 from tests.pools.harness import Clock, allow_any_size, simple
 from tests.pools.scripted import Scripted
-from tests.support.fake_redis import fake_client
+from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer
 
 FEW = settings(
-    max_examples=60,
-    deadline=None,
+    max_examples=examples(8),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a shorter example would take minutes to find
 )
@@ -191,15 +190,6 @@ def test_a_real_server_limits_as_one_process_does(
     with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
         client.flushall()
         play(client, program, first, second, size)
-
-
-@pytest.mark.long
-@given(**PROGRAMS)
-@settings(FEW, max_examples=15)
-def test_the_fake_redis_limits_as_one_process_does(
-    program: Any, first: Limits, second: Limits, size: tuple[int, int | None]
-) -> None:
-    play(fake_client(), program, first, second, size)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from sidecar.pools.runtime import MOST_ADMITTED
 from sidecar.scheduling import Scheduler
 from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.gain_scheduler import GainScheduler
-from tests.pools.conftest import SERVERS
 from tests.pools.harness import Clock, ask, policy_of, simple
 from tests.pools.redis_harness import clocked
 from tests.pools.scripted import Scripted, entering
@@ -56,11 +55,10 @@ MOST_ADMITTED_BY_SCRIPT = most_admitted()
 BROUGHT_BACK = int(joined(is_by_gain=True).partition("local BROUGHT_BACK = ")[2].split()[0])
 
 
-@pytest.fixture(params=SERVERS)
-def client(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> Iterator[Any]:
+@pytest.fixture
+def client(redis_server: RedisServer) -> Iterator[Any]:
     """A synchronous client of an empty server."""
-    server = servers[request.param]
-    with redis.Redis(host=server.host, port=server.port) as made:
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as made:
         made.flushall()
         yield made
 

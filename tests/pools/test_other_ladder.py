@@ -94,7 +94,7 @@ async def test_the_newcomer_comes_in_where_the_others_are_gone(redis_server: Red
         pool = await stack.enter_async_context(newcomer(redis_server))
         assert pool.readiness()
         await others.aclose()
-        await until(lambda: not pool.readiness(), 5, "taken")
+        await until(lambda: not pool.readiness(), 60, "taken")
         lease = await pool.enter(ask(tokens=CAPACITY))
         assert lease.grant is not None
         lease.settle()
@@ -124,14 +124,14 @@ async def test_taking_over_is_on_purpose_and_those_that_had_the_pool_admit_nothi
         waits = waiting.wait()
         async with newcomer(redis_server, on_loss, takes_over=True) as pool:
             assert pool.readiness() == ()
-            await until(lambda: bool(old.readiness()), 4, "refused")
+            await until(lambda: bool(old.readiness()), 60, "refused")
             assert "has the tiers urgent, rest, and the policy of this process has high, low" in old.readiness()[0]
             with pytest.raises(StoreUnavailable):
-                await asyncio.wait_for(waits, 1)
+                await asyncio.wait_for(waits, 60)
             with pytest.raises(StoreUnavailable):
                 await old.enter(ask())
             lease = await pool.enter(ask(tokens=5))
-            await asyncio.wait_for(lease.wait(), 4)
+            await asyncio.wait_for(lease.wait(), 60)
             lease.settle()
             assert running.settle()
             await do(redis_server, "FLUSHALL")  # it takes over once, and the others do not take back

@@ -26,6 +26,7 @@ from sidecar.pools.runtime import monotonic_us
 from sidecar.scheduling import Admission, Scheduler
 from tests.pools.harness import Clock, ask, policy_of, simple
 from tests.pools.load import until
+from tests.support.examples import examples
 
 SHARES = [Fraction(0), Fraction(1, 10), Fraction(1, 3), Fraction(1, 2), Fraction(1)]
 WEIGHTS = {"a": 1, "b": 2, "c": 3}
@@ -101,7 +102,6 @@ def dimensions(pool: PoolRules) -> list[int]:
 
 @given(moments())
 @example(Moment(simple(tokens=100).rules, ((80, 0), (0, 0))))
-@settings(max_examples=300, deadline=None)
 def test_parts_of_one_moment_never_hold_more_than_the_pool_together(moment: Moment) -> None:
     """A replica that holds more than its part keeps that, and one that holds less may fill it: no more can be held."""
     parts = [first_part(moment.rules, known) for known in moment.known]
@@ -122,7 +122,6 @@ def test_equal_parts_at_once_would_hold_more_than_the_pool() -> None:
 
 
 @given(moments())
-@settings(max_examples=200, deadline=None)
 def test_a_first_part_is_what_it_held_and_its_share_of_what_was_free_but_never_more_than_its_share(
     moment: Moment,
 ) -> None:
@@ -135,9 +134,7 @@ def test_a_first_part_is_what_it_held_and_its_share_of_what_was_free_but_never_m
                 assert part[dimension] == min(capacity // replicas, own[dimension] + free // replicas)
 
 
-@pytest.mark.long
 @given(rules(), st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 400)), min_size=1, max_size=6))
-@settings(max_examples=200, deadline=None)
 def test_a_pool_that_was_outgrown_is_not_outgrown_further(of_pool: PoolRules, own: list[tuple[int, int]]) -> None:
     """Leases that were registered again, or resized, may hold more than there is: then no one gets anything new."""
     moment = Moment(of_pool, tuple(own))
@@ -152,7 +149,6 @@ def test_a_pool_that_was_outgrown_is_not_outgrown_further(of_pool: PoolRules, ow
 
 
 @given(rules(), st.integers(1, 20))
-@settings(max_examples=200, deadline=None)
 def test_equal_parts_are_the_pool_but_for_rounding(of_pool: PoolRules, replicas: int) -> None:
     for whole, part in zip(dimensions(of_pool), dimensions(equal_part(of_pool, replicas)), strict=True):
         if whole != UNLIMITED:
@@ -160,7 +156,6 @@ def test_equal_parts_are_the_pool_but_for_rounding(of_pool: PoolRules, replicas:
 
 
 @given(moments())
-@settings(max_examples=300, deadline=None)
 def test_every_tier_has_the_same_share_of_a_part_as_of_the_pool(moment: Moment) -> None:
     whole = moment.rules
     for part in [equal_part(whole, len(moment.own)), *(first_part(whole, known) for known in moment.known)]:
@@ -178,7 +173,6 @@ def test_every_tier_has_the_same_share_of_a_part_as_of_the_pool(moment: Moment) 
 
 
 @given(moments())
-@settings(max_examples=200, deadline=None)
 def test_the_floors_of_all_parts_are_at_most_the_pools_but_for_rounding(moment: Moment) -> None:
     parts = [first_part(moment.rules, known) for known in moment.known]
     for level, of_pool in enumerate(moment.rules.tiers):
@@ -191,7 +185,6 @@ def test_the_floors_of_all_parts_are_at_most_the_pools_but_for_rounding(moment: 
 
 
 @given(moments())
-@settings(max_examples=200, deadline=None)
 def test_a_dimension_without_bounds_stays_without_bounds(moment: Moment) -> None:
     whole = moment.rules
     for part in [equal_part(whole, len(moment.own)), *(first_part(whole, known) for known in moment.known)]:
@@ -441,7 +434,7 @@ async def test_time_alone_admits_who_has_aged_until_the_store_is_back(*, is_stop
         await asyncio.sleep(3 * AGING_S)
         assert waiting.grant is None
     else:
-        await asyncio.wait_for(waiting.wait(), 5)
+        await asyncio.wait_for(waiting.wait(), 60)
         alone.stop()
 
 
@@ -504,7 +497,7 @@ class Model:
 
 @pytest.mark.anyio
 @given(part=rules(most=150), before=ACTIONS, after=ACTIONS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @patch("sidecar.pools.runtime.MOST_ADMITTED", 1_000_000)  # as the model: `test_long_queues` has the tests of the bound
 async def test_a_part_admits_as_the_scheduler_does(part: PoolRules, before: Any, after: Any) -> None:
     """What runs and waits at the loss is random too: held or waiting, of any age, larger than the part or not."""
@@ -576,7 +569,7 @@ def chosen(replica: Replica, which: int) -> Lease | None:
     after=st.lists(st.tuples(st.integers(0, 3), ACTIONS), min_size=1, max_size=4),
     replicas=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 async def test_replicas_that_lost_their_store_in_one_moment_never_hold_more_than_the_pool(
     of_pool: PoolRules, before: Any, after: Any, replicas: int
 ) -> None:
@@ -755,7 +748,7 @@ async def test_the_whole_part_is_there_when_what_others_ran_must_be_over() -> No
     assert loss.part()["tokens"] == 15
     small, large = new(replica, loss, ask(0, 5)), new(replica, loss, ask(0, 30))
     assert (small.grant is not None, large.grant) == (True, None)
-    await until(lambda: large.grant is not None, 5, "the part grows")
+    await until(lambda: large.grant is not None, 60, "the part grows")
     assert loss.part()["tokens"] == 50
     assert replica.holds() == (45, 3)
     assert running.settle()
@@ -773,7 +766,7 @@ async def test_who_waited_and_can_never_fit_is_refused_when_patience_is_over_and
     assert (too_large.is_over, fits.is_over) == (False, False)
     granted = too_large.wait()
     with pytest.raises(StoreUnavailable, match=r"60 tokens.*does not fit into this replica's part"):
-        await asyncio.wait_for(granted, 5)
+        await asyncio.wait_for(granted, 60)
     assert not too_large.settle()
     assert await too_large.leave() is None
     assert list(replica.leases) == [running.id, fits.id]
@@ -795,7 +788,7 @@ async def test_closed_refuses_new_requests_at_once_and_those_that_waited_when_pa
     assert refused.value.retry_after_s is not None
     assert loss.part() == {}
     assert not waiting.is_over
-    await until(lambda: waiting.is_over, 5, "who waits is refused")
+    await until(lambda: waiting.is_over, 60, "who waits is refused")
     assert isinstance(refusal(waiting), StoreUnavailable)
     assert list(replica.leases) == [running.id]
     assert running.resize(20)

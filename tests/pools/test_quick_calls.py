@@ -38,8 +38,8 @@ async def quiet(pool: RedisPool) -> None:
 
 async def admitted(pool: RedisPool) -> Lease:
     """The lease of one request that is admitted soon."""
-    lease = await asyncio.wait_for(pool.enter(ask(tokens=10)), 5)
-    await asyncio.wait_for(lease.wait(), 5)
+    lease = await asyncio.wait_for(pool.enter(ask(tokens=10)), 60)
+    await asyncio.wait_for(lease.wait(), 60)
     return lease
 
 
@@ -88,7 +88,7 @@ async def test_a_request_in_a_server_that_forgot_the_script_is_admitted_once(red
         await asyncio.get_running_loop().run_in_executor(None, lambda: redis_server.command("SCRIPT", "FLUSH"))
         leases = await asyncio.gather(*(pool.enter(ask(tokens=10)) for _ in range(5)))
         assert all(lease.grant for lease in leases)
-        await until(lambda: held(pool) == 50, 4)
+        await until(lambda: held(pool) == 50, 60)
         assert store_of(pool)["state"] == "shared"
         for lease in leases:
             lease.settle()
@@ -112,7 +112,7 @@ async def test_a_defect_while_an_answer_is_applied_is_logged_and_the_store_is_re
         assert "a defect in the sidecar" in caplog.text
         assert "ZeroDivisionError: oops" in caplog.text
         lease.settle()
-        await until(lambda: store_of(pool)["state"] == "shared", 5)
+        await until(lambda: store_of(pool)["state"] == "shared", 60)
         await settled(pool)
 
 
@@ -134,7 +134,7 @@ async def test_a_connection_that_is_lost_between_a_call_and_its_answer_loses_no_
         monkeypatch.setattr(StoreConnection, "send", loses_one)
         lease = await admitted(pool)
         assert lost
-        await until(lambda: held(pool) == 10, 4)
+        await until(lambda: held(pool) == 10, 60)
         lease.settle()
         await settled(pool)
 

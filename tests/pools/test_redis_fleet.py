@@ -17,7 +17,8 @@ from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.rules import Shares
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask, EnginePool, Lease
-from sidecar.pools.redis import RedisFleetPool, connector, protocol
+from sidecar.pools.redis import RedisFleetPool, connector, protocol, session
+from sidecar.pools.redis.protocol import SILENCE_S
 from sidecar.pools.runtime import monotonic_us
 from sidecar.scheduling.placement import EngineOffer
 from tests.pools.fleet_scripted import engines_policy
@@ -85,7 +86,7 @@ def ask(tokens: int = 10, prompt: int = 1, **more: object) -> Ask:
 
 
 async def granted(lease: Lease) -> str | None:
-    return (await asyncio.wait_for(lease.wait(), 5)).engine
+    return (await asyncio.wait_for(lease.wait(), 60)).engine
 
 
 def held(pool: EnginePool) -> Held:
@@ -100,7 +101,7 @@ def blocked_s(pool: RedisFleetPool) -> float:
 
 async def holds(pools: Sequence[EnginePool], expected: Held) -> None:
     for pool in pools:
-        await until(lambda pool=pool: held(pool) == expected, 5, f"{expected}")
+        await until(lambda pool=pool: held(pool) == expected, 60, f"{expected}")
 
 
 @pytest.mark.long
@@ -120,14 +121,18 @@ async def test_replicas_share_the_ledgers_of_all_engines(server: RedisServer) ->
             await holds(pools, {"a#1": (0, 0, 0), "b#1": (0, 0, 0)})
 
 
-async def test_the_first_byte_lets_a_request_of_another_replica_in_without_a_heartbeat(server: RedisServer) -> None:
+async def test_the_first_byte_lets_a_request_of_another_replica_in_without_a_heartbeat(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "BEAT_EVERY_S", 600.0)
     with server:
         async with replicas(server.url, 2, A) as (one, other):
+            await until(lambda: len(server.command("PUBSUB", "CHANNELS", "*")) == 2, what="each listens")
             large = await one.enter(ask(prompt=50))
             waiting = await other.enter(ask(prompt=5))
             assert waiting.grant is None
             large.prefilled()
-            assert (await asyncio.wait_for(waiting.wait(), 1.5)).engine == "a#1"
+            assert (await asyncio.wait_for(waiting.wait(), SILENCE_S / 2)).engine == "a#1"
 
 
 async def test_no_request_goes_to_an_engine_that_its_replica_cannot_use(server: RedisServer) -> None:
@@ -169,11 +174,11 @@ async def test_mounted_replicas_of_an_engine_share_a_pool_and_each_uses_its_own(
             assert [lease.grant and lease.grant.engine for lease in leases] == ["a#1", "b#1", None]
             names = {one.name: ["a"], other.name: ["b"]}
             for pool in (one, other):
-                await until(lambda pool=pool: dict(pool.named_engines()) == names, 4, "lists that differ are visible")
+                await until(lambda pool=pool: dict(pool.named_engines()) == names, 60, "lists that differ are visible")
             other.set_engines([A._replace(takes_new=False), B])
             one.set_engines([A, B._replace(takes_new=False)])
             for pool in (one, other):
-                await until(lambda pool=pool: pool.named_engines() == {}, 4, "the same lists")
+                await until(lambda pool=pool: pool.named_engines() == {}, 60, "the same lists")
 
 
 @pytest.mark.long
@@ -186,13 +191,13 @@ async def test_a_drain_reaches_all_replicas_and_ends_with_the_incarnation(server
             one.drain_engine("a", drains=True)
             leases = [await pool.enter(ask(tokens=1)) for pool in (one, other) for _ in range(3)]
             assert {await granted(lease) for lease in leases} == {"b#1"}
-            await until(lambda: drains == [("a", True)], 4, "the other hears of it")
+            await until(lambda: drains == [("a", True)], 60, "the other hears of it")
             assert running.grant
             assert running.grant.engine == "a#1"
             one.drain_engine("a", drains=False)
-            await until(lambda: drains == [("a", True), ("a", False)], 4, "and of its end")
+            await until(lambda: drains == [("a", True), ("a", False)], 60, "and of its end")
             other.drain_engine("a", drains=True)
-            await until(lambda: len(drains) == 2, 4)
+            await until(lambda: len(drains) == 2, 60)
             one.set_engines([A._replace(id="a#2"), B])
             assert await granted(await one.enter(ask(tokens=1, prompt=3, hits=(("a#2", 3),)))) == "a#2"
 
@@ -205,7 +210,7 @@ async def test_an_answer_from_before_a_drain_or_its_end_does_not_undo_it(server:
             heard: list[tuple[str, bool]] = []
             if not drains:
                 pool.drain_engine("a", drains=True)
-                await until(lambda: not pool.engines()[0].takes_new, 4)
+                await until(lambda: not pool.engines()[0].takes_new, 60)
             pool.on_drain = lambda name, does: heard.append((name, does))
             pool.set_engines([A, B._replace(tokens=90)])
             await asyncio.sleep(0)
@@ -213,10 +218,10 @@ async def test_an_answer_from_before_a_drain_or_its_end_does_not_undo_it(server:
             assert pool._session._in_flight, "the statement's call is on its way"
             pool.drain_engine("a", drains=drains)
             for each in (pool, other):
-                await until(lambda each=each: each.engines()[0].takes_new is not drains, 4)
+                await until(lambda each=each: each.engines()[0].takes_new is not drains, 60)
             assert heard == []
             other.drain_engine("a", drains=not drains)
-            await until(lambda: heard == [("a", not drains)], 4, "what others say later counts")
+            await until(lambda: heard == [("a", not drains)], 60, "what others say later counts")
 
 
 @pytest.mark.long
@@ -233,17 +238,17 @@ async def test_a_drain_of_a_time_without_the_store_counts_when_it_is_back(
             if not is_known_lost:
                 pools[0].drain_engine("a", drains=True)
             for pool in pools:
-                await until(lambda pool=pool: pool.status.state is not StoreState.SHARED, 8)
+                await until(lambda pool=pool: pool.status.state is not StoreState.SHARED, 60)
             if is_known_lost:
                 pools[0].drain_engine("a", drains=True)
             server.resume()
             for pool in pools:
-                await until(lambda pool=pool: pool.status.state is StoreState.SHARED, 8)
+                await until(lambda pool=pool: pool.status.state is StoreState.SHARED, 60)
             for pool in pools:
-                await until(lambda pool=pool: [it.takes_new for it in pool.engines()] == [False, True], 4)
+                await until(lambda pool=pool: [it.takes_new for it in pool.engines()] == [False, True], 60)
             assert heard == []
             pools[1].drain_engine("a", drains=False)
-            await until(lambda: heard == [("a", False)], 4, "what others say later counts")
+            await until(lambda: heard == [("a", False)], 60, "what others say later counts")
 
 
 async def test_what_is_left_of_a_drained_incarnation_does_not_drain_the_next(server: RedisServer) -> None:
@@ -251,7 +256,7 @@ async def test_what_is_left_of_a_drained_incarnation_does_not_drain_the_next(ser
         async with replicas(server.url, 1, A) as (one,):
             running = await one.enter(ask())
             one.drain_engine("a", drains=True)
-            await until(lambda: not one.engines()[0].takes_new, 4)
+            await until(lambda: not one.engines()[0].takes_new, 60)
             restarted = A._replace(id="a#2")
             one.set_engines([restarted])
             late = pool_of(server.url, replace(two_tiers(), pool="fleet"))
@@ -295,7 +300,7 @@ async def test_two_replicas_that_see_one_restart_raise_the_incarnation_once(serv
             late.on_incarnation = lambda *news: adopted.append(news)
             late.set_engines([begun])
             await late.open()
-            await until(lambda: bool(adopted), 4)
+            await until(lambda: bool(adopted), 60)
             assert adopted[0] == ("a", first + 1, False)
             await late.close()
 
@@ -307,7 +312,7 @@ async def test_a_cap_holds_for_all_replicas_and_ends_by_itself(server: RedisServ
             assert refused.grant
             assert refused.grant.engine == "a#1"
             one.cap_engine("a#1", 1.0)
-            assert (await asyncio.wait_for(refused.hand_back(), 5)).engine == "b#1"
+            assert (await asyncio.wait_for(refused.hand_back(), 60)).engine == "b#1"
             assert await granted(await other.enter(ask(prompt=3, hits=(("a#1", 3),)))) == "b#1"
             other.set_engines([A, B._replace(takes_new=False)])
             waiting = await other.enter(ask())
@@ -353,9 +358,9 @@ async def test_a_grant_says_why_it_got_its_engine_by_the_store_and_without_it(se
             assert large.grant.placed
             assert large.grant.placed.claimed_us > 100_000
             for pool in (one, other):  # the other hears of it with its heartbeat
-                await until(lambda pool=pool: 0.1 < blocked_s(pool) < 10, 4, "how long no engine fitted")
+                await until(lambda pool=pool: 0.1 < blocked_s(pool) < 10, 60, "how long no engine fitted")
             server.kill()
-            await until(lambda: other.status.state is not StoreState.SHARED, 5)
+            await until(lambda: other.status.state is not StoreState.SHARED, 60)
             alone = await other.enter(ask(tokens=1, prompt=1))
             assert alone.grant
             assert alone.grant.placed
@@ -368,12 +373,12 @@ async def test_an_engine_that_broke_a_request_does_not_get_it_again(server: Redi
         async with replicas(server.url, 1, A, B) as (pool,):
             lease = await pool.enter(ask())
             assert await granted(lease) == "a#1"
-            assert (await asyncio.wait_for(lease.hand_back(("a",)), 5)).engine == "b#1"
+            assert (await asyncio.wait_for(lease.hand_back(("a",)), 60)).engine == "b#1"
             waits = lease.hand_back(("b",))
             await asyncio.sleep(0.2)
             assert not waits.done()
             pool.set_engines([A, B, A._replace(id="c#1")])
-            assert (await asyncio.wait_for(waits, 5)).engine == "c#1"
+            assert (await asyncio.wait_for(waits, 60)).engine == "c#1"
 
 
 async def test_a_name_that_no_json_may_have_unescaped_ends_no_replicas_calls(server: RedisServer) -> None:
@@ -381,9 +386,9 @@ async def test_a_name_that_no_json_may_have_unescaped_ends_no_replicas_calls(ser
     with server:
         async with replicas(server.url, 2, A) as (one, other):
             one.set_engines([A, odd])
-            await until(lambda: odd.id in held(one), 5, "the engine")
+            await until(lambda: odd.id in held(one), 60, "the engine")
             other.set_engines([A, B])
-            await until(lambda: B.id in held(other), 5, "the other engine")
+            await until(lambda: B.id in held(other), 60, "the other engine")
             assert one.readiness() == other.readiness() == ()
             leases = [await other.enter(ask(hits=((B.id, 1),))), await one.enter(ask())]
             assert [await granted(lease) for lease in leases] == [B.id, A.id]
@@ -419,7 +424,7 @@ async def test_slow_start_is_by_the_age_that_a_replica_states_and_not_by_its_clo
             one.set_engines([A._replace(ramp_us=60_000_000, since_us=one.now_us() - 30_000_000)])
             other.set_engines([A._replace(ramp_us=60_000_000, since_us=other.now_us() - 30_000_000)])
             for pool in (one, other):
-                await until(lambda pool=pool: [it.effective_tokens for it in pool.engines()] == [60], 4)
+                await until(lambda pool=pool: [it.effective_tokens for it in pool.engines()] == [60], 60)
 
 
 @pytest.mark.long
@@ -432,9 +437,9 @@ async def test_a_flushed_store_has_the_ledgers_again_from_the_leases(server: Red
             expected = {"a#1": (30, 3, 10), "b#1": (30, 3, 15)}
             await holds(pools, expected)
             for pool in pools:
-                await until(lambda pool=pool: list(pool._draining) == ["b"], 4)
+                await until(lambda pool=pool: list(pool._draining) == ["b"], 60)
             server.command("FLUSHALL")
-            await until(lambda: not held(pools[0]) or server.command("KEYS", "*:e"), 4)
+            await until(lambda: not held(pools[0]) or server.command("KEYS", "*:e"), 60)
             await holds(pools, expected)
             lease = await pools[1].enter(ask())
             assert await granted(lease) == "a#1"  # b still drains
@@ -476,7 +481,7 @@ async def test_a_killed_replica_gives_back_what_it_held_and_its_engines_are_no_l
             await holds([survivor], {"a#1": (0, 0, 0), "b#1": (0, 0, 0), "c#1": (60, 1, 1)})
             assert dead._session
             dead._session._task.cancel()
-            await until(lambda: set(held(survivor)) == {"a#1", "b#1"}, 14, "its engines are gone with it")
+            await until(lambda: set(held(survivor)) == {"a#1", "b#1"}, 60, "its engines are gone with it")
             assert survivor.named_engines() == {}
             assert survivor.state()["capacity"] == {"tokens": 200, "requests": 20}
 
@@ -488,10 +493,10 @@ async def test_without_the_store_no_engine_holds_more_than_it_can(server: RedisS
         async with replicas(server.url, 3, A, B, on_store_loss=mode) as pools:
             before = [await pool.enter(ask(tokens=20)) for pool in pools]
             for pool in pools:
-                await until(lambda pool=pool: sum(tokens for tokens, *_ in held(pool).values()) == 60, 4)
+                await until(lambda pool=pool: sum(tokens for tokens, *_ in held(pool).values()) == 60, 60)
             server.kill()
             for pool in pools:
-                await until(lambda pool=pool: pool.status.state is not StoreState.SHARED, 5)
+                await until(lambda pool=pool: pool.status.state is not StoreState.SHARED, 60)
             if mode is StoreLoss.CLOSED:
                 with pytest.raises(StoreUnavailable):
                     await pools[0].enter(ask())
@@ -513,7 +518,7 @@ async def test_without_the_store_no_engine_holds_more_than_it_can(server: RedisS
                     lease.prefilled()
             server.restart()
             for pool in pools:
-                await until(lambda pool=pool: pool.status.state is StoreState.SHARED, 8)
+                await until(lambda pool=pool: pool.status.state is StoreState.SHARED, 60)
             tokens_of = {it.id: it.held_tokens for it in pools[0].engines()}
             assert max(tokens_of.values()) <= 100
             for lease in before:
@@ -527,14 +532,14 @@ async def test_a_paused_store_is_the_store_again(server: RedisServer) -> None:
             lease = await pools[0].enter(ask(prompt=9))
             server.pause()
             for pool in pools:
-                await until(lambda pool=pool: pool.status.state is not StoreState.SHARED, 8)
+                await until(lambda pool=pool: pool.status.state is not StoreState.SHARED, 60)
             lease.prefilled()
             own = await pools[1].enter(ask(prompt=4))
             assert await granted(own) in ("a#1", "b#1")
             server.resume()
             for pool in pools:
-                await until(lambda pool=pool: pool.status.state is StoreState.SHARED, 8)
-            await until(lambda: sum(it.unprefilled_tokens for it in pools[0].engines()) == 4, 4)
+                await until(lambda pool=pool: pool.status.state is StoreState.SHARED, 60)
+            await until(lambda: sum(it.unprefilled_tokens for it in pools[0].engines()) == 4, 60)
             own.settle()
             lease.settle()
             await holds(pools, {"a#1": (0, 0, 0), "b#1": (0, 0, 0)})
@@ -550,7 +555,9 @@ async def test_another_weight_and_other_shares_reach_the_script(server: RedisSer
             pool.change_weight(1)
             pool.change_policy(pool._sizes.policy)
             root = protocol.root_key("fleet", has_engines=True, **ORDER)
-            await until(lambda: '"low"],1,' in str(server.command("HGET", root, "rules")), 4, "the weight in the store")
+            await until(
+                lambda: '"low"],1,' in str(server.command("HGET", root, "rules")), 60, "the weight in the store"
+            )
             assert await granted(await pool.enter(ask(prompt=3, hits=(("a#1", 3),)))) == "b#1"
 
 
@@ -574,7 +581,7 @@ async def test_a_three_master_cluster_carries_the_pools_of_several_models_on_sev
                 await holds(pools[name], {"a#1": (20, 2, 10), "b#1": (20, 2, 10)})
             owners[names[0]].kill()
             for pool in pools[names[0]]:
-                await until(lambda pool=pool: pool.status.state is not StoreState.SHARED, 8)
+                await until(lambda pool=pool: pool.status.state is not StoreState.SHARED, 60)
             others = [name for name in names if owners[name] is not owners[names[0]]]
             assert others
             for name in others:

@@ -15,21 +15,15 @@ from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S, Reply, TierReply
 from sidecar.pools.redis.script import folded, joined, source
-from tests.pools.conftest import SERVERS
 from tests.pools.harness import Clock, ask, policy_of, simple
 from tests.pools.scripted import Scripted, entering
-from tests.support.fake_redis import fake_client
 from tests.support.redis_servers import RedisServer
 
 
-@pytest.fixture(params=["fakeredis", *SERVERS])
-def client(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> Iterator[Any]:
+@pytest.fixture
+def client(redis_server: RedisServer) -> Iterator[Any]:
     """A synchronous client of an empty server."""
-    if request.param == "fakeredis":
-        yield fake_client()
-        return
-    server = servers[request.param]
-    with redis.Redis(host=server.host, port=server.port) as made:
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as made:
         made.flushall()
         yield made
 

@@ -33,7 +33,7 @@ from tests.pools.test_differential import (
     pools,
     preempting_pools,
 )
-from tests.support.fake_redis import fake_client
+from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer
 
 CLOCK = f"local function clock_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
@@ -100,16 +100,8 @@ def test_another_order_admits_another_ticket_first_and_gives_the_engine_another_
 
 
 @pytest.mark.long
-@given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 4]))
-@settings(FEW, max_examples=3)
-def test_the_fake_redis_orders_as_one_process_does(shortest_first, policy: Policy, program: Any, batch: int):
-    client = fake_client()
-    asyncio.run(compare(client, policy, program, batch))
-
-
-@pytest.mark.long
 @given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 4, 16]))
-@settings(FEW, max_examples=30)
+@settings(FEW, max_examples=examples(4))
 def test_a_real_server_orders_as_one_process_does(
     shortest_first, redis_server: RedisServer, policy: Policy, program: Any, batch: int
 ):
@@ -120,7 +112,7 @@ def test_a_real_server_orders_as_one_process_does(
 
 @pytest.mark.long
 @given(policy=preempting_pools(), program=PREEMPTING_OPERATIONS)
-@settings(FEW, max_examples=10)
+@settings(FEW, max_examples=examples(2))
 def test_a_real_server_preempts_in_that_order_as_one_process_does(
     shortest_first, redis_server: RedisServer, policy: Policy, program: Any
 ):
@@ -130,11 +122,14 @@ def test_a_real_server_preempts_in_that_order_as_one_process_does(
 
 
 @pytest.mark.parametrize("replace_one", [replace_python, replace_lua])
-def test_an_order_that_only_one_of_them_follows_is_noticed(monkeypatch: pytest.MonkeyPatch, replace_one):
+def test_an_order_that_only_one_of_them_follows_is_noticed(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, replace_one
+):
     """The negative control."""
     replace_one(monkeypatch)
     policy = policy_of(pool_rules(tokens=40, requests=None, tiers=(Shares("first"), Shares("second"))))
     program = [("enter", 0, "a", 40, 1), ("enter", 0, "a", 30, 1), ("enter", 1, "a", 5, 1), ("end", 0)]
-    client = fake_client()
-    with pytest.raises(AssertionError):
-        asyncio.run(compare(client, policy, program, 1))
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
+        client.flushall()
+        with pytest.raises(AssertionError):
+            asyncio.run(compare(client, policy, program, 1))

@@ -19,6 +19,7 @@ from sidecar.pools.redis import TenantRecords, connection, tenants, tenants_conn
 from sidecar.pools.redis.connection import StoreConnection, StoreError
 from sidecar.pools.redis.protocol import tenants_key
 from sidecar.pools.stored_records import Refused, RefusedChange, StoreSilent
+from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer
 
 pytestmark = pytest.mark.anyio
@@ -264,7 +265,7 @@ async def test_keys_that_someone_spoiled_are_reported_and_nothing_is_forgotten(
             spoil(client)
         for each in (one, newcomer):
             with contextlib.suppress(StoreSilent):
-                await asyncio.wait_for(each.synchronize(), 10)
+                await asyncio.wait_for(each.synchronize(), 60)
         assert list(one.texts()) in (["acme"], [])
 
 
@@ -301,7 +302,7 @@ CHANGES = some.lists(
 
 
 @given(changes=CHANGES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_replicas_agree_with_a_literal_list(redis_server: RedisServer, changes: list[Any]) -> None:
     """Changes and reads by any replica, stores that are emptied, and replicas that begin anew."""
     asyncio.run(agree(redis_server, changes))

@@ -10,6 +10,7 @@ import pytest
 from sidecar.errors import QueueFull, RemainingLimit, RemainingLimits, RequestTooLarge, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask, Pool
+from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, simple
 
 pytestmark = pytest.mark.anyio
@@ -163,6 +164,7 @@ async def test_what_is_over_goes_in_at_the_lower_tier_uncharged(harness: Harness
     assert await left(harness, pool) == (59, 0)
 
 
+@in_both_orders
 async def test_what_was_downgraded_waits_as_its_lower_tier_does(harness: Harness) -> None:
     clock = Clock()
     pool = await harness.pool(simple(tokens=600), clock)
@@ -174,7 +176,7 @@ async def test_what_was_downgraded_waits_as_its_lower_tier_does(harness: Harness
     await harness.quiet(pool)
     assert (lower.grant, later.grant is None) == (None, False), "what came later is of the better tier"
     later.settle()
-    grant = await asyncio.wait_for(lower.wait(), 5)
+    grant = await asyncio.wait_for(lower.wait(), 60)
     assert grant.level == 1
 
 
@@ -190,6 +192,7 @@ async def test_what_is_at_a_lower_tier_anyway_stays_there(harness: Harness) -> N
 # -- many at once
 
 
+@in_both_orders
 async def test_nothing_is_left_of_many_requests_but_what_they_used(harness: Harness) -> None:
     clock = Clock()
     pool = await harness.pool(simple(tokens=100_000), clock)

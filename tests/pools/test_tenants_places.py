@@ -9,6 +9,7 @@ import pytest
 from sidecar.errors import QueueFull
 from sidecar.pools import Lease, Pool
 from sidecar.pools.queue_places import LEAST_S, MOST_S
+from tests.pools.conftest import SERVERS, in_both_orders
 from tests.pools.harness import Clock, Harness, ask, simple
 
 pytestmark = pytest.mark.anyio
@@ -33,6 +34,7 @@ async def refusal(lease: Lease) -> QueueFull:
     return refused.value
 
 
+@in_both_orders
 async def test_a_tenant_below_its_share_takes_the_newest_place_of_the_tenant_above_its_own(harness: Harness) -> None:
     pool, _, waiting = await flooded(harness)
     mine = await enter(pool, "small")
@@ -60,6 +62,7 @@ async def test_a_tenant_that_has_its_share_of_the_places_is_refused(harness: Har
     assert [lease.grant for lease in (*mine, *waiting[: PLACES // 2])] == [None] * PLACES
 
 
+@in_both_orders
 async def test_shares_of_the_places_follow_the_weights(harness: Harness) -> None:
     pool, _, _ = await flooded(harness)
     for _ in range(3):
@@ -129,7 +132,7 @@ async def test_a_flood_leaves_another_tenant_its_share_of_the_service(harness: H
     assert served["flood"] > 100
 
 
-@pytest.mark.parametrize("harness", ["fakeredis", "valkey"], indirect=True)
+@pytest.mark.parametrize("harness", SERVERS, indirect=True)
 async def test_the_owner_of_a_displaced_request_hears_of_it_in_another_replica(harness: Harness) -> None:
     policy = simple(("only",), max_waiting=PLACES)
     clock = Clock()

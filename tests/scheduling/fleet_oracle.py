@@ -71,7 +71,6 @@ class FleetOracle(Oracle):
         self.is_walking = False
         self.new_claimants = 0
         self.was_full = False
-        self._shares: dict[tuple[str, int], tuple[int | None, ...]] = {}
 
     def rules_of(self, tokens: int | None, requests: int | None, prefill: int | None) -> PoolRules:
         return self.policy.rules_of(tokens, requests, prefill)
@@ -183,27 +182,11 @@ class FleetOracle(Oracle):
                 sizes.append(tuple(sum(of) for of in zip((0, 0, 0), *map(self.holds, mine), strict=True)))
         columns = zip((0, 0, 0), *sizes, strict=True)
         self._capacity = tuple(None if UNLIMITED in column else sum(column) for column in columns)
-        self._shares.clear()
         self._most_prefill = [self.most_prefill(tier) for tier in range(len(self.policy.tiers))]
         self.caps = {engine: cap for engine, cap in self.caps.items() if engine in self.known()}
 
     def capacity(self) -> tuple[int | None, ...]:
         return self._capacity
-
-    def reserve(self, tier: int) -> tuple[int | None, ...]:
-        return self._once("reserve", tier)
-
-    def headroom(self, tier: int) -> tuple[int | None, ...]:
-        return self._once("headroom", tier)
-
-    def limit(self, tier: int) -> tuple[int | None, ...]:
-        return self._once("limit", tier)
-
-    def _once(self, name: str, tier: int) -> tuple[int | None, ...]:
-        """A share of the present capacity. Fractions are slow: it is computed once a refresh."""
-        if (name, tier) not in self._shares:
-            self._shares[name, tier] = getattr(super(), name)(tier)
-        return self._shares[name, tier]
 
     def holds(self, request: Request) -> tuple[int, int, int]:
         return request.held_tokens, request.requests, request.held_prefill

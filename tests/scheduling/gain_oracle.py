@@ -161,8 +161,10 @@ class GainOracle(Oracle):
 
     def reserve(self, tier: int) -> tuple[int | None, ...]:
         """The floor of a tier."""
-        share = self.policy.tiers[tier].reserve * self.policy.fair
-        return self._of_capacity(lambda c: math.ceil(share * c)) if share else (0,) * len(self.capacity())
+        share, fair = self.policy.tiers[tier].reserve, self.policy.fair
+        if not share or not fair:
+            return (0,) * len(self.capacity())
+        return self._of_capacity("reserve", tier, lambda c: math.ceil(share * fair * c))
 
     def floor_used(self, tier: int) -> tuple[int, int]:
         """Uf of a tier."""

@@ -108,6 +108,7 @@ class Oracle:
         self.held_back_until_us = 0
         self.went_while_held_back: str | None = None
         self.is_paused = False
+        self._shares: dict[tuple[str, int, Any], tuple[int | None, ...]] = {}
 
     # Operations.
 
@@ -240,14 +241,16 @@ class Oracle:
 
     def reserve(self, tier: int) -> tuple[int | None, ...]:
         share = self.policy.tiers[tier].reserve
-        return self._of_capacity(lambda c: math.ceil(share * c)) if share else (0,) * len(self.capacity())
+        if not share:
+            return (0,) * len(self.capacity())
+        return self._of_capacity("reserve", tier, lambda c: math.ceil(share * c))
 
     def headroom(self, tier: int) -> tuple[int | None, int | None]:
         shares = self.policy.tiers[tier]
-        return self._of_capacity(lambda c: math.floor((1 - shares.lend) * shares.reserve * c))
+        return self._of_capacity("headroom", tier, lambda c: math.floor((1 - shares.lend) * shares.reserve * c))
 
     def limit(self, tier: int) -> tuple[int | None, int | None]:
-        return self._of_capacity(lambda c: math.floor(self.policy.tiers[tier].limit * c))
+        return self._of_capacity("limit", tier, lambda c: math.floor(self.policy.tiers[tier].limit * c))
 
     def is_below_its_reserve(self, tier: int) -> bool:
         return all(r is None or u < r for u, r in zip(self.used(tier), self.reserve(tier), strict=True))
@@ -614,8 +617,12 @@ class Oracle:
         self.owes_until_us[request.tier] = owed_from_us + request.excess * (now_us - request.admitted_us)
         request.excess = 0
 
-    def _of_capacity(self, share: Callable[[int], int]) -> tuple[int | None, int | None]:
-        return tuple(None if capacity is None else share(capacity) for capacity in self.capacity())
+    def _of_capacity(self, what: str, tier: int, share: Callable[[int], int]) -> tuple[int | None, ...]:
+        """A share of the present capacity. Fractions are slow: it is computed once for a size."""
+        capacity = self.capacity()
+        if (what, tier, capacity) not in self._shares:
+            self._shares[what, tier, capacity] = tuple(None if c is None else share(c) for c in capacity)
+        return self._shares[what, tier, capacity]
 
     def _move(self, id: str, before: str, after: str) -> Request | None:
         for request in self.submitted:

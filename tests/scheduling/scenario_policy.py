@@ -1,13 +1,24 @@
-"""The policy of a scenario in `scenarios/`, as its file writes it."""
+"""The scenarios in `scenarios/`, and the policy of one, as its file writes it."""
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from oracle import Policy
 
 from sidecar.policy.rules import Shares
+
+
+def scenarios_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((Path(__file__).parent / "scenarios" / f"{name}.json").read_text())
+
+
+SCENARIOS = scenarios_of("lessons") + scenarios_of("random")
+OF_FLEETS = scenarios_of("fleet")
+"""Those of several engines, worked out by hand."""
 
 
 def policy_of(scenario: dict[str, Any]) -> Policy:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Policy
 from strategies import WEIGHTS, policies
@@ -90,7 +90,6 @@ class Played:
 
 
 @given(policy=policies(), program=PROGRAMS, gaps=st.lists(st.integers(0, 3), min_size=60, max_size=60))
-@settings(max_examples=300, deadline=None)
 def test_admission_at_once_is_admission_through_the_queue(policy: Policy, program: list[Any], gaps: list[int]) -> None:
     now_us, tiers = 0, len(policy.tiers)
     through, at_once = (Played(policy.rules(), tries_at_once=tries) for tries in (False, True))

@@ -32,6 +32,7 @@ from sidecar.scheduling.fleet_tier import FleetOrder, FleetTier
 from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.order import Candidate
 from sidecar.scheduling.placement import EngineOffer
+from tests.support.examples import examples
 
 SETTLE, SUBMIT = range(2)
 INSIDE_LEASES = 8
@@ -128,9 +129,9 @@ class Flood:
 
 
 def worst(engines: int, *, over: bool, tenants: int, scheduler: type[FleetScheduler] = FleetScheduler) -> Flood:
-    """The longest waits of 20 policies."""
+    """The longest waits of eight policies."""
     kind = Kind(over=over, tenants=tenants, both=True)
-    floods = [Flood(seed, kind, engines, scheduler).play() for seed in range(20)]
+    floods = [Flood(seed, kind, engines, scheduler).play() for seed in range(8)]
     longest = Flood(0, kind, engines)
     longest.inside, longest.small = max(it.inside for it in floods), max(it.small for it in floods)
     longest.left = sum(it.left for it in floods)
@@ -215,7 +216,7 @@ class EndlessFlood(test_gain_fleet_bounded_wait.Flood):
         """Nothing is earned by level."""
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(4))
 @given(seed=st.integers(0, 10**9), engines=st.integers(2, 6), equal=st.booleans())
 def test_a_request_no_larger_than_its_reserve_gets_in_whatever_the_flood_is(seed, engines, equal):
     flood = EndlessFlood(seed, engines, equal, FleetScheduler).play()

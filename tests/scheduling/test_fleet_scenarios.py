@@ -1,17 +1,11 @@
-"""Every hand-checked scenario of several engines, step by step, on the oracle and on the scheduler."""
+"""Every hand-checked scenario of several engines, step by step, on the oracle; and what plays them on others."""
 
-import json
-from pathlib import Path
-
-import pytest
 from fleet_oracle import FleetOracle
-from scenario_policy import policy_of
+from scenario_policy import OF_FLEETS, policy_of
 
 from sidecar.policy.rules import UNLIMITED
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
 from sidecar.scheduling.placement import EngineOffer
-
-SCENARIOS = json.loads((Path(__file__).parent / "scenarios" / "fleet.json").read_text())
 
 
 def offers_of(engines: list[dict]) -> list[EngineOffer]:
@@ -61,18 +55,16 @@ def play(pool: FleetScheduler | FleetOracle, step: dict, tiers: list[str]) -> li
     return pool.dispatch(now_us)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
-def test_the_oracle_gives_exactly_the_answers_worked_out_by_hand(scenario):
-    oracle, tiers = FleetOracle(policy_of(scenario)), [tier["name"] for tier in scenario["tiers"]]
-    oracle.set_engines(offers_of(scenario["engines"]), 0)
-    for number, step in enumerate(scenario["steps"]):
-        answers = [{"id": placed.answer.id, "engine": placed.engine} for placed in play(oracle, step, tiers)]
-        assert step["admitted"] == answers, f"step {number}: {step}; {scenario['lesson']}"
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
-def test_the_scheduler_gives_exactly_the_answers_worked_out_by_hand(scenario):
-    assert answers(FleetScheduler, scenario) == recorded(scenario), scenario["lesson"]
+def test_the_oracle_gives_exactly_the_answers_worked_out_by_hand():
+    wrong = []
+    for scenario in OF_FLEETS:
+        oracle, tiers = FleetOracle(policy_of(scenario)), [tier["name"] for tier in scenario["tiers"]]
+        oracle.set_engines(offers_of(scenario["engines"]), 0)
+        for number, step in enumerate(scenario["steps"]):
+            found = [{"id": placed.answer.id, "engine": placed.engine} for placed in play(oracle, step, tiers)]
+            if found != step["admitted"]:
+                wrong.append(f"{scenario['name']}, step {number}: {step}, not {found}; {scenario['lesson']}")
+    assert wrong == []
 
 
 def answers(kind: type[FleetScheduler], scenario: dict) -> list:

@@ -13,7 +13,7 @@ from fractions import Fraction
 import pytest
 from floods import LONGEST_LEASE_US as D
 from floods import Kind, Request, random_flood, random_policy
-from test_bounded_wait import KINDS, show
+from test_bounded_wait import KINDS, show, strong_campaign
 from test_gain_oracle import by_gain
 from wait_bounds import CLAUSES, Measured, _Play, _TierWatch
 
@@ -78,12 +78,10 @@ def beyond(measured: Measured) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_bound_holds_with_the_floor_in_place_of_the_reserve(kind):
-    measured = campaign(kind, range(20))
+    measured = strong_campaign(campaign, kind, STRONG)
     show(str(kind), measured)
     assert beyond(measured) == {}
     assert measured.left == 0
-    weak = {clause: measured.worst[clause] for clause, least in STRONG.items() if measured.worst[clause] < least}
-    assert weak == {}, "the flood was too weak to prove anything"
 
 
 @pytest.mark.soak

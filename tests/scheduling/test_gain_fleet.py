@@ -21,6 +21,7 @@ from test_fleet_properties import (
 from test_gain_oracle import by_gain, figures
 
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
+from tests.support.walks import random_walks
 
 
 @dataclass
@@ -58,9 +59,9 @@ def policy_by(luck: random.Random, seed: int) -> GainPolicy:
     return by_gain(policy, luck.choice([Fraction(1, 4), Fraction(1, 4), Fraction(1), Fraction(0)]))
 
 
-def play(seed: int, steps: int, kind: type[GainFleetScheduler] = GainFleetScheduler) -> None:
+def play(seed: int, steps: int) -> None:
     luck = random.Random(seed)
-    twins = GainTwins(policy_by(luck, seed), kind, seed=seed)
+    twins = GainTwins(policy_by(luck, seed), seed=seed)
     for name in NAMES[: luck.randint(1, 4)]:
         twins.set_engine(name)
     for _ in range(steps):
@@ -76,10 +77,9 @@ def play(seed: int, steps: int, kind: type[GainFleetScheduler] = GainFleetSchedu
     everyone_gets_in_at_last(twins)
 
 
-@pytest.mark.parametrize("first", range(0, 120, 12))
-def test_it_decides_as_the_literal_rules_do(first):
-    for seed in range(first, first + 12):
-        play(seed, 100)
+@random_walks(12)
+def test_it_decides_as_the_literal_rules_do(seed):
+    play(seed, 100)
 
 
 def test_a_larger_ticket_brings_tenants_back_that_were_ahead():

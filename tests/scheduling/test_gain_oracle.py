@@ -6,7 +6,7 @@ import random
 from fractions import Fraction
 
 from gain_oracle import GainOracle, GainPolicy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from recorder import as_answer
 from strategies import WEIGHTS, policies, preempting_policies
@@ -164,7 +164,6 @@ class Twins:
             self.slow.hold_back(until_us)
 
 
-@settings(max_examples=300, deadline=None)
 @given(policy=policies(), fair=FAIR, seed=st.integers(0, 2**32))
 def test_it_decides_as_the_literal_rules_do(policy, fair: Fraction, seed: int) -> None:
     twins = Twins(by_gain(policy, fair), seed)
@@ -172,7 +171,6 @@ def test_it_decides_as_the_literal_rules_do(policy, fair: Fraction, seed: int) -
     twins.drain()
 
 
-@settings(max_examples=200, deadline=None)
 @given(policy=preempting_policies(), fair=FAIR, seed=st.integers(0, 2**32))
 def test_it_preempts_as_the_literal_rules_do(policy, fair: Fraction, seed: int) -> None:
     Twins(by_gain(policy, fair), seed).play(STEPS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.scheduling.overtaking import (
@@ -17,13 +17,13 @@ from sidecar.scheduling.overtaking import (
     TicketOvertaking,
 )
 from sidecar.scheduling.ticket import Ticket
+from tests.support.walks import random_walks
 
 
 def literal(admissions: list[tuple[int, int]], arrival: int) -> int | None:
     return next((at_us for other, at_us in admissions if other > arrival), None)
 
 
-@settings(deadline=None, database=None, max_examples=200)
 @given(order=st.permutations(range(1, 25)), count=st.integers(0, 24), shorten_every=st.integers(1, 6))
 def test_every_waiting_ticket_learns_when_it_was_first_overtaken(order, count, shorten_every):
     overtaking, admissions, waiting = Overtaking(), [], sorted(order)
@@ -113,7 +113,7 @@ class Crowd:
         return literal(self.admissions, ticket.overtaken_after or ticket.sequence) if before_us is None else before_us
 
 
-@pytest.mark.parametrize("seed", range(20))
+@random_walks(6)
 def test_tickets_that_come_leave_and_return_learn_the_same_in_slices(seed: int) -> None:
     luck, crowd, handed_back = random.Random(seed), Crowd(), {}
     stays = luck.choice([0.2, 0.5, 0.8])

@@ -13,6 +13,7 @@ from strategies import WEIGHTS, preempting_policy
 
 from sidecar.policy.rules import Shares
 from sidecar.scheduling import Scheduler
+from tests.support.walks import random_walks
 
 HIGH, LOW, BATCH = 0, 1, 2
 TIERS = (Shares("high", preempt_after_us=10), Shares("low", preemptible=True), Shares("batch", preemptible=True))
@@ -315,7 +316,7 @@ def test_a_victim_leaves_like_anybody_who_waits():
     assert scheduler.waiting() == 1
 
 
-@pytest.mark.parametrize("seed", range(25))
+@random_walks(6)
 def test_random_runs_in_which_much_is_preempted_go_as_the_page_says(seed: int):
     luck = random.Random(seed)
     policy = preempting_policy(luck)

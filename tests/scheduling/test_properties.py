@@ -25,9 +25,7 @@ from strategies import WEIGHTS, policies, preempting_policies
 from sidecar.policy.rules import UNLIMITED, Shares, largest_admissible, largest_request
 from sidecar.scheduling import Scheduler, Ticket
 
-QUICK = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
-)
+QUICK = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=2000, stateful_step_count=80)
 
 FEW_TOKENS = st.integers(1, 30)
@@ -266,12 +264,8 @@ def footprint(scheduler: Scheduler) -> int:
     return queues + len(scheduler._waiting) + len(scheduler._leases) + len(scheduler._overtaking)
 
 
-def test_the_invariants_hold_whatever_happens_in_any_order():
-    run_state_machine_as_test(Pool, settings=QUICK)
-
-
-def test_the_invariants_hold_where_much_is_preempted():
-    run_state_machine_as_test(FullPool, settings=QUICK)
+TestPool, TestFullPool = Pool.TestCase, FullPool.TestCase
+TestPool.settings = TestFullPool.settings = QUICK
 
 
 @pytest.mark.soak
@@ -309,7 +303,6 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(QUICK)
 @given(policy=policies(), operations=OPERATIONS)
 def test_dispatching_at_events_and_at_the_next_change_misses_no_one(policy, operations):
     assert decisions_of(policy, operations, every_us=1) == decisions_of(policy, operations, every_us=None)
@@ -322,7 +315,6 @@ def alone(policy: Policy, tier: int, tokens: int, requests: int) -> list:
     return scheduler.dispatch(1_000_000)
 
 
-@settings(QUICK)
 @given(policy=policies())
 def test_largest_is_what_an_idle_pool_admits_after_aging_and_one_more_never_is(policy):
     for tier in range(len(policy.tiers)):
@@ -333,7 +325,6 @@ def test_largest_is_what_an_idle_pool_admits_after_aging_and_one_more_never_is(p
         assert not alone(policy, tier, 1, max(requests, 0) + 1)
 
 
-@settings(QUICK)
 @given(policy=policies())
 def test_the_size_limit_is_that_of_the_page(policy):
     oracle = Oracle(policy)
@@ -342,7 +333,6 @@ def test_the_size_limit_is_that_of_the_page(policy):
         assert list(largest_request(policy.rules(), tier)) == most
 
 
-@settings(QUICK)
 @given(operations=st.lists(st.tuples(st.booleans(), st.integers(1, 30), st.sampled_from("abc")), max_size=60))
 def test_exact_fractions_and_doubles_admit_alike_where_weights_are_powers_of_two(operations):
     policy = Policy((40, None), STRICT.tiers)
@@ -389,7 +379,6 @@ def paid_ahead(kind: type[Scheduler], sizes: list[tuple[int, int, int]]) -> tupl
     return max(ahead) - min(ahead), largest + 2 * grown
 
 
-@settings(QUICK, max_examples=200)
 @given(sizes=PAID)
 def test_what_two_tenants_use_differs_by_a_ticket_of_each_and_what_grew_since_the_last(sizes):
     difference, bound = paid_ahead(Scheduler, sizes)

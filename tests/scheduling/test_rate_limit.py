@@ -45,7 +45,7 @@ LIMITS = st.builds(of_tokens, st.sampled_from([7, 60, 600, 1000, 99_999_999]), s
 PAUSES_US = st.one_of(st.integers(0, 3), st.integers(0, 2_000_000), st.integers(0, 90_000_000))
 PARTS = st.sampled_from([Fraction(part, 8) for part in range(9)])
 USED = st.sampled_from([Fraction(part, 8) for part in range(17)])
-FEW = settings(deadline=None, max_examples=50, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+FEW = settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
 def most_at_once(limits: Limits) -> int:

@@ -17,9 +17,10 @@ from sidecar.scheduling.gain_queue import BROUGHT_BACK, GainQueue
 from sidecar.scheduling.gain_scheduler import GainScheduler
 from sidecar.scheduling.heaps import SWEPT_AT_ONCE, Sweep, take_out
 from sidecar.scheduling.ticket import Ticket
+from tests.support.walks import random_walks
 
 
-@pytest.mark.parametrize("seed", range(20))
+@random_walks(20)
 def test_a_heap_stays_one_whichever_entry_is_taken_out(seed: int) -> None:
     luck = random.Random(seed)
     heap = [luck.randrange(50) for _ in range(luck.randrange(1, 60))]
@@ -68,7 +69,7 @@ class Observed(FairQueue):
 
 
 @pytest.mark.parametrize("kind", [FairQueue, GainQueue])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_queue_that_is_sorted_in_slices_has_the_heads_of_one_that_is_sorted_at_once(
     kind: type[FairQueue], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +107,7 @@ def test_a_queue_that_is_sorted_in_slices_has_the_heads_of_one_that_is_sorted_at
 
 
 @pytest.mark.parametrize("kind", [FairQueue, GainQueue])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_queue_of_many_tenants_finds_the_one_that_a_search_finds(
     kind: type[FairQueue], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
