@@ -7,12 +7,11 @@ import asyncio
 import gzip
 import json
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import example, given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tests.support.middleware import CHAT, COMPLETIONS, SMALL, Answer, App, Caller, Guarded, chat, guarding, key, policy
@@ -362,14 +361,14 @@ def _requests_only() -> Any:
 # The shapes that clients understand
 
 
-async def test_the_openai_client_raises_its_own_exceptions() -> None:
+async def test_the_openai_client_raises_its_own_exceptions(openai: ModuleType) -> None:
     app = App(is_held=True)
     bounds = {"requests": "1", "max_wait": "10ms"}
     async with guarding(app, policy(**bounds)) as guarded:
         url = f"http://127.0.0.1:{guarded.port}/v1"
         async with openai.AsyncOpenAI(api_key="sk-acme", base_url=url, max_retries=0) as client:
 
-            async def failing(kind: type[openai.APIStatusError], code: str, **members: Any) -> openai.APIStatusError:
+            async def failing(kind: Any, code: str, **members: Any) -> Any:
                 with pytest.raises(kind) as caught:
                     await client.chat.completions.create(**chat(), **members)
                 assert caught.value.code == code
@@ -477,10 +476,8 @@ _HEADERS = st.lists(
 )
 
 
-@pytest.mark.long
 @given(st.one_of(st.binary(max_size=64), _OBJECTS, mutated()), _PATHS, _ENGINES, _HEADERS)
 @example(b'{"messages":["hi"],"nvext":{"agent_hints":{"priority":1}},"nvext":null}', CHAT, "dynamo", [])
-@hypothesis_settings(max_examples=400, deadline=None)
 def test_whatever_comes_is_served_or_refused_and_nothing_is_left(
     body: bytes, path: str, engine: str, headers: list[tuple[bytes, bytes]]
 ) -> None:

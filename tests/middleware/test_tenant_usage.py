@@ -28,6 +28,7 @@ from sidecar.pools.redis import RedisUsage, usage_connector
 from sidecar.pools.redis.connection import StoreConnection, StoreError
 from sidecar.pools.stored_records import StoreSilent
 from sidecar.pools.usage_records import Recorded, Sums, UsageFigures, UsageKey
+from tests.support.examples import examples
 from tests.support.middleware import CHAT, App, answer, chat, key, policy, whole_body, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.stored_sidecar import Sidecar, sidecar
@@ -145,6 +146,7 @@ STEPS = some.lists(
 
 
 @given(STEPS)
+@settings(max_examples=examples(20))
 def test_nothing_is_lost_and_nothing_counted_twice(steps: list[tuple[str, int, str, int]]) -> None:
     """Whatever the store does, as long as it comes back: all that was counted is there, on the day it was counted."""
     asyncio.run(count_and_compare(steps))
@@ -207,7 +209,7 @@ PARTS = some.lists(
 
 
 @given(PARTS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_store_keeps_what_the_ledger_keeps(shared_store: RedisServer, parts: list[Any]) -> None:
     """The same parts, some of them sent again, to the real store and to the literal ledger."""
     asyncio.run(compare(shared_store, parts))
