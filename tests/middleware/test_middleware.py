@@ -254,7 +254,7 @@ async def test_starlette_sees_the_disconnect_while_it_polls() -> None:
         await guarded.until(leases=1)
         assert not noticed.is_set()
         writer.close()
-        await asyncio.wait_for(noticed.wait(), 2)
+        await asyncio.wait_for(noticed.wait(), 60)
         await guarded.until(leases=0)
         assert guarded.recorder.ends == ["client_left"]
 
@@ -287,7 +287,7 @@ async def test_starlette_stops_streaming_when_the_client_leaves() -> None:
             # Starlette believes it and streams into the void, with us or without. The lease is given back all the same.
             await guarded.until(leases=0)
             pytest.skip("this uvicorn hides from Starlette that the client left")
-        await asyncio.wait_for(stopped.wait(), 2)
+        await asyncio.wait_for(stopped.wait(), 60)
         await guarded.until(leases=0)
         assert guarded.recorder.ends == ["client_left"]
 
@@ -313,19 +313,22 @@ async def listens_until_the_client_leaves(scope: Any, receive: Any, send: Any) -
 
 
 async def test_the_server_is_listened_to_by_one_at_a_time() -> None:
+    has_polled = asyncio.Event()
+
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
         await asyncio.sleep(0.15)  # rounds pass, and listen for it
         for _ in range(3):  # as one who polls: asks, and gives up
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(receive(), 0.01)
+        has_polled.set()
         assert [message["type"] for message in await asyncio.gather(receive(), receive())] == ["http.disconnect"] * 2
 
     caller = Caller(AdmissionMiddleware(app, policy=policy(body_timeout="50ms")), SMALL)
     running = caller.begin()
-    await asyncio.sleep(0.25)
+    await asyncio.wait_for(has_polled.wait(), 60)
     caller.leave()
-    await asyncio.wait_for(running, 2)
+    await asyncio.wait_for(running, 60)
     assert caller.most_receivers == 1
 
 
