@@ -90,7 +90,7 @@ class MountedApp:
         return (await self.get(client, "/state"))["pool"]
 
 
-async def until(client: Callable[[], Any], is_so: Callable[[Any], bool], within_s: float = 20.0) -> Any:
+async def until(client: Callable[[], Any], is_so: Callable[[Any], bool], within_s: float = 60.0) -> Any:
     """Asks again and again until the answer is as wanted."""
     end_s, found = time.monotonic() + within_s, None
     while time.monotonic() < end_s:

@@ -70,7 +70,7 @@ async def main() -> None:
         await note("silent")
         server.is_silent = False
         server.set("vllm", "A", "10.0.0.9")
-        await until(lambda: len(discovery.engines) == 1, 30)
+        await until(lambda: len(discovery.engines) == 1)
         await note("back")
         await discovery.close()
     print(json.dumps(outcomes))  # noqa: T201  # for the test

@@ -153,8 +153,8 @@ class Routed:
         return dict(found)
 
     async def nothing_left(self) -> None:
-        """Fails unless no lease, ticket, un-prefilled token, in-flight count, task or story is left, very soon."""
-        await until(lambda: not self._left(), 8)
+        """Fails unless no lease, ticket, un-prefilled token, in-flight count, task or story is left, soon."""
+        await until(lambda: not self._left())
         self.recorder.check()
 
     def _left(self) -> list[object]:

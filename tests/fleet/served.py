@@ -62,7 +62,7 @@ class ServedFleet:
             await asyncio.sleep(0.01)
         raise AssertionError(await self.rows(client))
 
-    async def until(self, client: aiohttp.ClientSession, name: str, state: str, within_s: float = 30.0) -> Any:
+    async def until(self, client: aiohttp.ClientSession, name: str, state: str, within_s: float = 60.0) -> Any:
         """Waits until an engine is in a state. Returns its row."""
         for _ in range(round(within_s / 0.1)):
             row = (await self.rows(client)).get(name)

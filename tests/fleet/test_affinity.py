@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from sidecar.apis import Api
@@ -225,7 +224,6 @@ SETS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 30)), max_size
 
 
 @given(SETS, st.integers(1, 20))
-@hypothesis_settings(max_examples=80, deadline=None)
 def test_sessions_are_bounded_and_each_tenants_newest_are_kept(steps: list[tuple[str, int]], most: int) -> None:
     sessions = Sessions(most)
     used: dict[str, list[int]] = {}

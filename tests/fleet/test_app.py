@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -115,8 +114,7 @@ async def test_an_engine_that_is_gone_serves_its_stream_to_the_end_and_then_its_
             await response.content.readline()
             member = fleet.members()[0]
             listed(fleet, [])
-            await asyncio.sleep(0.3)
-            assert states(fleet) == {"a#1": "gone"}
+            await until(lambda: states(fleet) == {"a#1": "gone"})
             assert [(offer.id, offer.takes_new) for offer in fleet.offers()] == [("a#1", False)]
             assert fleet.member("a#1") is member
             assert fleet.drain("a") is member, "a preStop hook that asks late is no mistake"

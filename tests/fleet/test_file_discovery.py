@@ -62,7 +62,10 @@ async def test_a_file_is_read_at_once_and_its_changes_are_followed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", ["- {name: a", "nonsense", "[1, 2]", "\0", None])
-async def test_a_broken_file_leaves_the_last_list_standing(text: str | None, tmp_path: Path) -> None:
+async def test_a_broken_file_leaves_the_last_list_standing(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_discovery, "STILL_BROKEN_S", 0.4)
     path = tmp_path / "engines.yaml"
     path.write_text(listed("a"))
     async with followed(path) as discovery:
@@ -81,7 +84,7 @@ async def test_a_broken_file_leaves_the_last_list_standing(text: str | None, tmp
         assert said in notice
         assert "\n" not in notice
         assert notice.endswith("stands, with 1 engine")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         assert len(failures) == 1, "one mistake is one failure"
         path.write_text(listed("a", "b"))
         await until(lambda: names(discovery) == ["a", "b"])
@@ -99,16 +102,19 @@ async def test_a_missing_file_at_the_start_is_a_notice_and_is_used_when_it_comes
         await until(lambda: names(discovery) == ["a"])
 
 
-async def test_a_file_that_is_written_in_pieces_is_used_when_it_is_still(tmp_path: Path) -> None:
+async def test_a_file_that_is_written_in_pieces_is_used_when_it_is_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_discovery, "STILL_S", 1.0)  # forty times the pause between two pieces
     path = tmp_path / "engines.yaml"
     path.write_text(listed("a"))
     async with followed(path) as discovery:
-        await asyncio.sleep(0.5)  # until the first content is known to be still
+        await until(lambda: discovery._file._known is not None)  # the first content is known to be still
         answers: list[list[str]] = []
         discovery.on_answer = lambda: answers.append(names(discovery))
         for count in range(1, 9):
             path.write_text(listed(*"abcdefgh"[:count]))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.025)
         await until(lambda: answers)
         assert answers == [list("abcdefgh")]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,10 +66,9 @@ async def test_a_reserve_is_kept_across_both(tmp_path: Path, store: RedisServer)
             await until(lambda: apps[0].pool(client), lambda pool: pool["leases"] == 4)
             low += [task for app in apps for task in app.begin(client, 2, steps=2000)]
             await until(lambda: apps[0].pool(client), lambda pool: pool["leases"] == 4 and pool["waiting"] == 4)
-            before_s = time.monotonic()
             high = [task for app in apps for task in app.begin(client, 2, steps=5, tier="high")]
             assert [status for status, _, _ in await asyncio.gather(*high)] == [200] * 4
-            assert time.monotonic() - before_s < 10
+            assert not any(task.done() for task in low), "none of them had to end for it"
             for task in low:
                 task.cancel()
             await asyncio.gather(*low, return_exceptions=True)
@@ -84,7 +82,7 @@ async def test_a_queue_at_one_does_not_keep_others_from_another(tmp_path: Path, 
             await both_known(client, [a, b])
             waiting = a.begin(client, 104, steps=500)
             await until(lambda: a.pool(client), lambda pool: pool["waiting"] == 100)
-            status, _, _ = await asyncio.wait_for(b.ask(client, steps=1), 4)
+            status, _, _ = await asyncio.wait_for(b.ask(client, steps=1), 60)
             assert status == 200
             for task in waiting:
                 task.cancel()
@@ -228,11 +226,9 @@ async def test_an_answer_in_one_piece_blocks_no_prefill_for_all_its_time(tmp_pat
     with mounted_apps(tmp_path, ["a"], prefill="100") as (app,):
         async with aiohttp.ClientSession() as client:
             prompt = [{"role": "user", "content": "word " * 200}]
-            asked = app.begin(client, 2, steps=300, stream=False, messages=prompt)
+            asked = app.begin(client, 2, steps=600, stream=False, messages=prompt)
             await until(lambda: app.pool(client), lambda pool: pool["leases"] == 1 and pool["waiting"] == 1)
-            begun_s = time.monotonic()
-            await until(lambda: app.pool(client), lambda pool: pool["leases"] == 2, within_s=2)
-            assert time.monotonic() - begun_s < 2
+            await until(lambda: app.pool(client), lambda pool: pool["leases"] == 2)
             assert {status for status, _, _ in await asyncio.gather(*asked)} == {200}
 
 

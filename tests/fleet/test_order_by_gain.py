@@ -156,7 +156,7 @@ async def test_without_the_store_a_replica_keeps_the_order_on_its_parts(tmp_path
     async with stand(tmp_path) as (sidecar, held):
         waiting = await in_queue(sidecar, named("patient", PATIENT), named("urgent"))
         store.kill()
-        await until(lambda: sidecar.pool._partition is not None, 20)
+        await until(lambda: sidecar.pool._partition is not None)
         assert isinstance(sidecar.pool._partition.scheduler, GainFleetScheduler)
         waiting += await in_queue(sidecar, named("patient too", PATIENT), named("urgent too"))
         assert await held.serve(waiting) == ["urgent", "urgent too", "patient", "patient too"]

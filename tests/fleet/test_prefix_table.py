@@ -144,9 +144,7 @@ LEARNING = st.lists(
 POOL = st.lists(st.tuples(PROMPTS, st.integers(0, 9), st.sampled_from(["send", "end", "restart"])), max_size=60)
 
 
-PROPERTY = hypothesis_settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+PROPERTY = hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 """Each example only reads what the fixture sets."""
 
 

@@ -71,19 +71,19 @@ async def test_engines_that_are_stopped_killed_and_started_again(tmp_path: Path)
         async with fleet_of(engines.addresses(), HEALTH) as fleet:
             assert states(fleet) == {"e0#1": "ready", "e1#1": "ready", "e2#1": "ready"}
             engines.kill(1, signal.SIGSTOP)
-            await until(lambda: states(fleet)["e1#1"] == "down", 30)
+            await until(lambda: states(fleet)["e1#1"] == "down")
             assert "was not answered within 2 s" in fleet.notices()[-1]
             engines.kill(1, signal.SIGCONT)
-            await until(lambda: states(fleet)["e1#1"] == "ready", 30)
+            await until(lambda: states(fleet)["e1#1"] == "ready")
             engines.kill(2, signal.SIGKILL)
-            await until(lambda: states(fleet)["e2#1"] == "down", 30)
+            await until(lambda: states(fleet)["e2#1"] == "down")
             assert fleet.notices()[0].startswith("engine e2 gets no requests (down): connection refused by http://")
             again = tmp_path / "again"
             again.mkdir()
             with emulated(again, 1, port + 2):
-                await until(lambda: states(fleet) == {"e0#1": "ready", "e1#1": "ready", "e2#2": "starting"}, 30)
+                await until(lambda: states(fleet) == {"e0#1": "ready", "e1#1": "ready", "e2#2": "starting"})
                 assert fleet.notices() == []
-            await until(lambda: states(fleet)["e2#2"] == "down", 30)
+            await until(lambda: states(fleet)["e2#2"] == "down")
     await until(lambda: (other_tasks(), open_sockets()) == (tasks, sockets))
 
 
@@ -94,4 +94,4 @@ async def test_an_engine_that_loads_for_long_is_down_and_then_starts_slowly(tmp_
     async with fleet_of(addresses, HEALTH) as fleet:
         assert states(fleet) == {"a#1": "down"}
         with emulated(tmp_path, 1, port, "--startup-delay", "3s"):
-            await until(lambda: states(fleet) == {"a#1": "starting"}, 30)
+            await until(lambda: states(fleet) == {"a#1": "starting"})

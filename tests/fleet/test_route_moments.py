@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +99,7 @@ async def test_a_client_that_leaves_while_the_broken_engine_is_judged(tmp_path: 
         await until(lambda: hangs)
         await asyncio.sleep(0.5)
         asking.cancel()
-        began_s = time.monotonic()
         await sidecar.nothing_left()
-        assert time.monotonic() - began_s < 2
         is_over.set()
 
 

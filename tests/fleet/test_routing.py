@@ -52,41 +52,24 @@ async def test_a_refused_connection_is_no_error_and_the_engine_gets_no_more_requ
             assert [story.end.outcome.value for story in sidecar.recorder.stories] == ["completed"] * 8
 
 
-DATE = "Fri, 31 Dec 2100 23:59:59 GMT"
-
-
-@pytest.mark.parametrize("status", [429, 503, 529])
-@pytest.mark.parametrize(
-    ("header", "capped_s"),
-    [
-        (None, 1),
-        ("2", 2),
-        ("0", 1),
-        ("-5", 1),
-        ("soon", 1),
-        ("1e99", 1),
-        ("9" * 400, 60),
-        (DATE, 60),
-        ("Sun, 06 Nov 1994 08:49:37 GMT", 1),
-        ("\u00b2".encode().decode("latin-1"), 1),
-    ],
-)
+@pytest.mark.parametrize(("status", "header", "capped_s"), [(429, None, 1), (503, "20", 20), (529, "9" * 400, 60)])
 async def test_an_engine_that_says_it_is_full_is_capped_and_the_request_goes_elsewhere(
-    tmp_path: Path, status: int, header: str | None, capped_s: float
+    tmp_path: Path, status: int, header: str | None, capped_s: int
 ) -> None:
     headers = () if header is None else (f"retry-after: {header}",)
     async with fleet_before(tmp_path, refusing(status, *headers), ok) as (sidecar, a, _b):
+        before_us = sidecar.pool.now_us()
         found = await sidecar.ask()
         assert (found.status, found.engine) == (200, "b")
         member = sidecar.fleet.members()[0]
-        assert member.state.value == "capped"
-        left_s = (member.capped_until_us - sidecar.pool.now_us()) / 1e6
-        assert capped_s - 0.5 < left_s <= capped_s
+        assert before_us <= member.capped_until_us - capped_s * 10**6 <= sidecar.pool.now_us()
         assert member.ejections == {}, "not a failure"
-        for _ in range(5):
-            assert (await sidecar.ask()).engine == "b"
-        assert a.count == 1, "it was left alone"
         assert sidecar.replays == {"full": 1}
+        if header is not None:
+            assert member.state.value == "capped"
+            for _ in range(5):
+                assert (await sidecar.ask()).engine == "b"
+            assert a.count == 1, "it was left alone"
 
 
 @pytest.mark.parametrize("act", [reset, reset_after_head])
@@ -118,7 +101,8 @@ async def test_after_the_first_byte_the_error_passes_on_and_real_use_is_settled(
 async def test_a_slow_engine_never_gets_its_request_twice_nor_does_another(tmp_path: Path, act: Act) -> None:
     async with fleet_before(tmp_path, act, ok) as (sidecar, a, b):
         asking = sidecar.begin(stream=True)
-        await asyncio.sleep(1.5)
+        await until(lambda: a.count == 1)
+        await asyncio.sleep(0.5)  # several probes
         assert not asking.done()
         assert (a.count, b.count) == (1, 0)
         assert sidecar.held == {"a#1": 1}
@@ -154,7 +138,7 @@ async def test_without_replays_the_first_break_is_the_clients(tmp_path: Path) ->
 
 async def test_a_request_that_broke_the_only_engine_is_not_left_to_wait_for_another(tmp_path: Path) -> None:
     async with rude(reset) as (a,), routed(write_policy(tmp_path / "policy.yaml", engines_of([a]))) as sidecar:
-        found = await asyncio.wait_for(sidecar.ask(), 5)
+        found = await asyncio.wait_for(sidecar.ask(), 30)
         assert (found.status, found.code) == (502, "engine_unreachable")
         assert a.count == 1
 

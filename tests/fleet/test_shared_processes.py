@@ -67,7 +67,9 @@ class Shared:
     async def rows(self, number: int) -> Any:
         return await self.sidecars[number].rows(self.client)
 
-    async def until(self, what: str, found: Callable[[], Any], wanted: Callable[[Any], bool], within_s: float) -> Any:
+    async def until(
+        self, what: str, found: Callable[[], Any], wanted: Callable[[Any], bool], within_s: float = 60
+    ) -> Any:
         """Waits until what `found` returns is as `wanted`."""
         for _ in range(round(within_s / 0.05)):
             seen = await found()
@@ -76,9 +78,9 @@ class Shared:
             await asyncio.sleep(0.05)
         raise AssertionError(f"{what}: not within {within_s:g} s: {seen}")
 
-    async def holds(self, number: int, *requests: int, within_s: float = 8.0) -> None:
+    async def holds(self, number: int, *requests: int) -> None:
         """Waits until the ledgers are exactly these, e0 first, and nothing is un-prefilled."""
-        await self.until("ledgers", lambda: self.held(number), lambda held: tuple(held.values()) == requests, within_s)
+        await self.until("ledgers", lambda: self.held(number), lambda held: tuple(held.values()) == requests)
         assert [it["unprefilled_tokens"] for it in (await self.pool(number))["engines"]] == [0] * len(requests)
 
     async def change(self, number: int, engine: str, to: str) -> None:
@@ -125,7 +127,7 @@ async def shared(folder: Path, store: RedisServer, lists: Lists | None = None, p
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
             found = Shared(sidecars, engines, client)
             for number in range(len(sidecars)):
-                await found.until("shared", lambda number=number: found.pool(number), _is_shared(len(sidecars)), 10)
+                await found.until("shared", lambda number=number: found.pool(number), _is_shared(len(sidecars)))
             yield found
 
 
@@ -176,13 +178,13 @@ async def test_a_drain_on_one_sidecar_is_the_others_too(tmp_path: Path, store: R
         async with streams(pool, 1, 3) as running:
             await pool.change(0, "e0", "drain")
             assert sorted(map(engine_of, running)) == ["e0", "e1", "e2"]
-            await other.until(pool.client, "e0", "draining", 8)
+            await other.until(pool.client, "e0", "draining")
             before = (await pool.counts())[0]["counts"]["finished"]
             answers = await asyncio.gather(*(sidecar.ask(pool.client, output=2) for sidecar in [one, other] * 6))
             assert {engine_of(it) for it in answers} <= {"e1", "e2"}
             assert (await pool.counts())[0]["counts"]["finished"] == before
             await pool.change(1, "e0", "resume")
-            await one.until(pool.client, "e0", "ready", 8)
+            await one.until(pool.client, "e0", "ready")
             answers = await asyncio.gather(*(one.ask(pool.client, output=2) for _ in range(9)))
             assert "e0" in {engine_of(it) for it in answers}
 
@@ -195,10 +197,10 @@ async def test_an_engine_that_one_sidecar_cannot_reach_is_used_by_the_other(tmp_
         lists = (urls, {**urls, "e1": f"http://127.0.0.1:{way.port}"})
         async with shared(tmp_path, store, lists, port) as pool:
             one, other = pool.sidecars
-            await other.until(pool.client, "e1", "ready", 10)
+            await other.until(pool.client, "e1", "ready")
             way.refuse = True
             way.drop_connections()
-            row = await other.until(pool.client, "e1", "unreachable", 10)
+            row = await other.until(pool.client, "e1", "unreachable")
             assert row["reason"]
             assert (await pool.rows(0))["e1"]["state"] == "ready"
             theirs, mine = await asyncio.gather(
@@ -209,7 +211,7 @@ async def test_an_engine_that_one_sidecar_cannot_reach_is_used_by_the_other(tmp_
             assert {engine_of(it) for it in theirs} == {"e0", "e2"}
             assert "e1" in {engine_of(it) for it in mine}
             way.refuse = False
-            await other.until(pool.client, "e1", "ready", 10)
+            await other.until(pool.client, "e1", "ready")
 
 
 @pytest.mark.long
@@ -218,11 +220,11 @@ async def test_the_leases_of_a_killed_sidecar_end_and_nothing_is_stuck(tmp_path:
         one, other = pool.sidecars
         async with streams(pool, 1, ENGINES * REQUESTS - 1), streams(pool, 0, 1):
             waiting = asyncio.ensure_future(one.ask(pool.client, output=2))
-            await pool.until("one waits", lambda: pool.pool(0), lambda it: it["waiting"] == 1, 5)
+            await pool.until("one waits", lambda: pool.pool(0), lambda it: it["waiting"] == 1)
             other.process.kill()
-            answer = await asyncio.wait_for(waiting, 20)
+            answer = await asyncio.wait_for(waiting, 60)
             assert answer.status == 200
-            await pool.until("leases", lambda: pool.held(0), lambda held: sum(held.values()) == 1, 8)
+            await pool.until("leases", lambda: pool.held(0), lambda held: sum(held.values()) == 1)
             answers = await asyncio.gather(*(one.ask(pool.client, output=2) for _ in range(ENGINES * REQUESTS * 2)))
             assert {it.status for it in answers} == {200}
             assert (await pool.pool(0))["store"]["replicas"] == 1
@@ -233,15 +235,15 @@ async def test_the_leases_of_a_killed_sidecar_end_and_nothing_is_stuck(tmp_path:
 async def test_the_ledgers_are_exact_after_the_store_was_killed_and_is_back(tmp_path: Path, store: RedisServer) -> None:
     async with shared(tmp_path, store) as pool:
         async with streams(pool, 0, 4), streams(pool, 1, 2):
-            await pool.until("leases", lambda: pool.held(0), lambda held: sum(held.values()) == 6, 5)
+            await pool.until("leases", lambda: pool.held(0), lambda held: sum(held.values()) == 6)
             store.kill()
             for number in range(2):
-                await pool.until("alone", lambda number=number: pool.pool(number), _is_away, 8)
+                await pool.until("alone", lambda number=number: pool.pool(number), _is_away)
             answers = await asyncio.gather(*(it.ask(pool.client, output=2) for it in pool.sidecars for _ in range(3)))
             assert {it.status for it in answers} == {200}
             store.restart()
             for number in range(2):
-                await pool.until("shared", lambda number=number: pool.pool(number), _is_shared(2), 10)
+                await pool.until("shared", lambda number=number: pool.pool(number), _is_shared(2))
             counts = [it["now"]["requests"] for it in await pool.counts()]
             assert sum(counts) == 6
             for number in range(2):
@@ -269,12 +271,12 @@ async def test_sidecars_with_other_lists_of_engines_share_what_both_know_and_sho
     urls = {f"e{number}": f"http://127.0.0.1:{port + number}" for number in range(ENGINES)}
     lists = ({name: urls[name] for name in ("e0", "e1")}, {name: urls[name] for name in ("e1", "e2")})
     async with shared(tmp_path, store, lists, port) as pool:
-        found = await pool.until("lists", lambda: pool.pool(0), _knows_both_lists, 8)
+        found = await pool.until("lists", lambda: pool.pool(0), _knows_both_lists)
         assert sorted(found["engines_by_replica"].values()) == [["e0", "e1"], ["e1", "e2"]]
         assert [it["engine"] for it in found["engines"]] == ["e0#1", "e1#1", "e2#1"]
         full = ENGINES * REQUESTS  # once all are ready
-        await pool.until("capacity", lambda: pool.pool(0), lambda page: page["capacity"]["requests"] == full, 8)
-        row = await pool.sidecars[0].until(pool.client, "e2", "unreachable", 8)
+        await pool.until("capacity", lambda: pool.pool(0), lambda page: page["capacity"]["requests"] == full)
+        row = await pool.sidecars[0].until(pool.client, "e2", "unreachable")
         assert row["reason"] == "the engine list of this process does not name it; another replica's does"
         for number, names in ((0, {"e0", "e1"}), (1, {"e1", "e2"})):
             answers = await asyncio.gather(*(pool.sidecars[number].ask(pool.client, output=3) for _ in range(12)))

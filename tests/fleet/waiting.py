@@ -15,7 +15,7 @@ def now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> float:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> float:
     """Waits for it. Returns how long that took, in seconds."""
     began_s = time.monotonic()
     while not condition():

@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_does_not_take_the_lease_along(where: str) ->
         body = json.dumps(asks(stream=True, max_output_tokens=100)).encode()
         async with connected(stand.guarded.port) as (reader, writer):
             writer.write(post(RESPONSES, body))
-            await asyncio.wait_for(reader.readuntil(b"response.created"), 10)
+            await asyncio.wait_for(reader.readuntil(b"response.created"), 60)
         await stand.until_running(1)
         await asyncio.sleep(0.1)
         assert (stand.guarded.leases, stand.emulator.engine.running) == (1, 1)
@@ -378,7 +378,7 @@ async def test_draining_waits_for_what_runs_in_the_background() -> None:
         await stand.guarded.ask(asks(max_output_tokens=100), path=RESPONSES)
         stand.guarded.sidecar.drain()
         assert stand.guarded.sidecar.under_way == 1
-        await asyncio.wait_for(stand.guarded.sidecar.drained(), 20)
+        await asyncio.wait_for(stand.guarded.sidecar.drained(), 60)
         assert (stand.guarded.leases, stand.emulator.engine.finished) == (0, 1)
 
 

@@ -7,12 +7,11 @@ import asyncio
 import gzip
 import json
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import example, given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tests.support.middleware import CHAT, COMPLETIONS, SMALL, Answer, App, Caller, Guarded, chat, guarding, key, policy
@@ -173,7 +172,7 @@ async def test_a_body_of_unknown_length_is_cut_off_at_the_limit() -> None:
         refused = await Answer.read(reader)
         assert refused.is_error(413, "body_too_large", "65536")
         writer.write(b"0\r\n\r\n")
-        assert await asyncio.wait_for(reader.read(), 2) == b""  # closed, as it said
+        assert await asyncio.wait_for(reader.read(), 60) == b""  # closed, as it said
 
 
 async def test_a_body_without_end_is_not_read_for_ever() -> None:
@@ -183,7 +182,7 @@ async def test_a_body_without_end_is_not_read_for_ever() -> None:
     ):
         writer.write(b"POST %s HTTP/1.1\r\nhost: sidecar\r\ncontent-length: 99999999\r\n\r\n" % CHAT.encode())
         assert (await Answer.read(reader)).is_error(413, "body_too_large")
-        assert await asyncio.wait_for(reader.read(), 2) == b""
+        assert await asyncio.wait_for(reader.read(), 60) == b""
 
 
 async def test_ten_megabytes_of_garbage_are_a_400() -> None:
@@ -211,7 +210,7 @@ async def test_a_body_that_trickles_in_is_a_408() -> None:
 
         trickling = asyncio.create_task(trickle())
         # The answer is one piece. Behind it the server closes, and what still trickles in may reset the connection.
-        refused = Answer.parsed(await asyncio.wait_for(reader.read(2**16), 3))
+        refused = Answer.parsed(await asyncio.wait_for(reader.read(2**16), 60))
         trickling.cancel()
         assert refused.is_error(408, "body_timeout", "0.15 s", "faster")
         assert refused.headers["connection"] == "close"
@@ -234,7 +233,7 @@ async def test_a_length_that_contradicts_itself_is_a_400(http: str, framing: byt
     app = App()
     async with guarding(app, http=http) as guarded:
         head = b"POST %s HTTP/1.1\r\nhost: sidecar\r\nconnection: close\r\n%s\r\n\r\n" % (CHAT.encode(), framing)
-        answer = await asyncio.wait_for(exchange(guarded.port, head + SMALL), 5)
+        answer = await asyncio.wait_for(exchange(guarded.port, head + SMALL), 60)
         assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 413"))
     assert app.seen == []
 
@@ -362,14 +361,14 @@ def _requests_only() -> Any:
 # The shapes that clients understand
 
 
-async def test_the_openai_client_raises_its_own_exceptions() -> None:
+async def test_the_openai_client_raises_its_own_exceptions(openai: ModuleType) -> None:
     app = App(is_held=True)
     bounds = {"requests": "1", "max_wait": "10ms"}
     async with guarding(app, policy(**bounds)) as guarded:
         url = f"http://127.0.0.1:{guarded.port}/v1"
         async with openai.AsyncOpenAI(api_key="sk-acme", base_url=url, max_retries=0) as client:
 
-            async def failing(kind: type[openai.APIStatusError], code: str, **members: Any) -> openai.APIStatusError:
+            async def failing(kind: Any, code: str, **members: Any) -> Any:
                 with pytest.raises(kind) as caught:
                     await client.chat.completions.create(**chat(), **members)
                 assert caught.value.code == code
@@ -477,10 +476,8 @@ _HEADERS = st.lists(
 )
 
 
-@pytest.mark.long
 @given(st.one_of(st.binary(max_size=64), _OBJECTS, mutated()), _PATHS, _ENGINES, _HEADERS)
 @example(b'{"messages":["hi"],"nvext":{"agent_hints":{"priority":1}},"nvext":null}', CHAT, "dynamo", [])
-@hypothesis_settings(max_examples=400, deadline=None)
 def test_whatever_comes_is_served_or_refused_and_nothing_is_left(
     body: bytes, path: str, engine: str, headers: list[tuple[bytes, bytes]]
 ) -> None:

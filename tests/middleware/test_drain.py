@@ -33,7 +33,7 @@ async def test_new_requests_are_refused_and_those_that_wait_or_run_are_served_to
         assert not any(task.done() for task in drained)
         app.release()
         assert (await waiting).status == 200
-        await asyncio.wait_for(asyncio.gather(*drained), 2)
+        await asyncio.wait_for(asyncio.gather(*drained), 60)
     assert guarded.recorder.ends == ["completed", "completed", "draining"]
 
 
@@ -46,7 +46,7 @@ async def test_what_is_not_guarded_is_served_while_draining() -> None:
 async def test_with_nothing_under_way_it_is_drained_at_once() -> None:
     sidecar = Guarded(App(), policy()).sidecar
     sidecar.drain()
-    await asyncio.wait_for(sidecar.drained(), 1)
+    await asyncio.wait_for(sidecar.drained(), 60)
 
 
 async def test_readiness_and_state_say_so() -> None:

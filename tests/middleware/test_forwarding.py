@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from sidecar.policy.model import Policy
@@ -115,14 +114,12 @@ SGLANG = policy(engine="sglang")
 
 
 @given(bodies(priorities=False))
-@hypothesis_settings(max_examples=100, deadline=None)
 def test_taking_the_priority_out_again_gives_any_body_back(made: tuple[bytes, Any]) -> None:
     body, _ = made
     assert forwarded(body, SGLANG).replace(b'"priority":2,', b"", 1) == body
 
 
 @given(bodies(priorities=True))
-@hypothesis_settings(max_examples=100, deadline=None)
 def test_every_other_member_stays_as_it_was_written(made: tuple[bytes, list[tuple[str, str]]]) -> None:
     body, kept = made
     text = forwarded(body, SGLANG).decode()

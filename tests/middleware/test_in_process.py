@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from fastapi import Depends, FastAPI, Request
-from fastapi.responses import StreamingResponse
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from sidecar import AdmissionMiddleware, Granted, granted
 from tests.support.middleware import CHAT, Answer, chat, key, policy
@@ -38,7 +38,9 @@ def grant_of(request: Request) -> Granted:
     return grant
 
 
-def app_around(engine: Engine) -> FastAPI:
+def app_around(engine: Engine) -> Any:
+    from fastapi import Depends, FastAPI
+
     app = FastAPI()
     app.add_middleware(AdmissionMiddleware, policy=policy(engine="tensorrt-llm"))
     grant = Depends(grant_of)

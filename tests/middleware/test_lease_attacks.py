@@ -14,6 +14,7 @@ from sidecar.middleware.usage import LARGEST_EVENT, CachedUsageReader, UsageRead
 from sidecar.policy.model import Learn
 from sidecar.pools.base import Ask, Lease
 from tests.middleware.test_lease_size import LIMIT, Stand
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.anyio
 
@@ -316,7 +317,7 @@ pieces = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     bodies=st.lists(st.tuples(pieces, st.integers(1, 40)), max_size=20),
     most=st.sampled_from([None, 1, 64, MOST]),

@@ -55,7 +55,7 @@ class Proxied:
         self.has_begun.clear()
         async with connected(self.guarded.port) as (_, writer):
             writer.write(post(CHAT, SMALL, *headers))
-            await asyncio.wait_for(self.has_begun.wait(), 5)
+            await asyncio.wait_for(self.has_begun.wait(), 60)
         await until(lambda: len(self.guarded.sidecar.watchdog) == 0)
 
     @property
@@ -64,7 +64,7 @@ class Proxied:
 
 
 async def until(condition: Any) -> None:
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end_s, "never happened"
         await asyncio.sleep(0.002)
@@ -216,7 +216,7 @@ async def test_a_drain_does_not_wait_for_it() -> None:
     async with proxied() as found:
         await found.hang_up()
         found.guarded.sidecar.drain()
-        await asyncio.wait_for(found.guarded.sidecar.drained(), 1)
+        await asyncio.wait_for(found.guarded.sidecar.drained(), 60)
         assert found.held == 1
 
 
@@ -235,7 +235,7 @@ async def test_a_request_keeps_the_latency_of_the_policy_that_it_came_under() ->
 async def test_a_request_that_the_server_cancels_keeps_its_room() -> None:
     async with proxied() as found, connected(found.guarded.port) as (_, writer):
         writer.write(post(CHAT, SMALL))
-        await asyncio.wait_for(found.has_begun.wait(), 5)
+        await asyncio.wait_for(found.has_begun.wait(), 60)
         assert found.guarded.served is not None
         for task in list(found.guarded.served.server.server_state.tasks):
             task.cancel()
@@ -273,7 +273,7 @@ async def test_a_request_that_has_ended_is_not_preempted_but_gives_its_room_in_i
         async with connected(found.guarded.port) as (_, writer):
             found.has_begun.clear()
             writer.write(post(CHAT, SMALL, CRITICAL))
-            await asyncio.wait_for(found.has_begun.wait(), 5)
+            await asyncio.wait_for(found.has_begun.wait(), 60)
         assert time.monotonic() - hung_up_s >= 0.7
         batch = found.guarded.recorder.stories[0]
         assert batch.kinds == ["Classified", "Admitted", "Settled"]
@@ -296,7 +296,7 @@ def test_what_an_event_loop_leaves_is_released_in_the_next_one() -> None:
 
     async def is_served() -> int:
         caller = Caller(guarded.sidecar, SMALL)
-        await asyncio.wait_for(caller.run(), 5)
+        await asyncio.wait_for(caller.run(), 60)
         return caller.status
 
     asyncio.run(fails())
@@ -331,7 +331,7 @@ async def test_what_the_engine_is_seen_to_have_released_is_free(tmp_path: Path) 
             held = middleware.controller.pending_aborts.held
             await until(lambda: held().requests == 6)
             assert emulator.engine.running == 6
-            released_s = time.monotonic() + 15
+            released_s = time.monotonic() + 60
             while held().requests > 2:  # one that a rank may be computing is in no figure, twice
                 assert time.monotonic() < released_s
                 assert emulator.engine.running == 0 or held().requests == 6
@@ -402,7 +402,7 @@ async def until_shared(middleware: Any, leases: int, waiting: int = 0) -> None:
         pool = middleware.controller.state()["pool"]
         return (pool["store"]["state"], pool["leases"], pool["waiting"]) == ("shared", leases, waiting)
 
-    end_s = time.monotonic() + 15
+    end_s = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < end_s, middleware.controller.state()["pool"]
         await asyncio.sleep(0.02)

@@ -86,7 +86,7 @@ class Engine(App):
 async def running(guarded: Guarded, engine: Engine, *headers: str, **members: Any) -> asyncio.Task[Any]:
     """A batch request that holds the whole pool."""
     asked = asyncio.create_task(guarded.ask(chat(**members), *headers))
-    await asyncio.wait_for(engine.has_begun.wait(), 5)
+    await asyncio.wait_for(engine.has_begun.wait(), 60)
     return asked
 
 
@@ -242,7 +242,7 @@ async def test_a_client_that_leaves_while_its_engine_lets_go_is_gone_for_good(tm
     async with guarding(engine, rules(tmp_path, more="abort_latency: 600ms")) as guarded:
         async with connected(guarded.port) as (_, writer):
             writer.write(post(CHAT, json.dumps(chat()).encode()))
-            await asyncio.wait_for(engine.has_begun.wait(), 5)
+            await asyncio.wait_for(engine.has_begun.wait(), 60)
             told_s = time.monotonic() + PREEMPT_AFTER_S
             critical = asyncio.create_task(guarded.ask(None, CRITICAL))
             while not engine.stopped:  # noqa: ASYNC110
@@ -269,7 +269,7 @@ async def test_a_client_that_leaves_while_it_waits_again_is_settled(tmp_path: An
     async with guarding(engine, rules(tmp_path)) as guarded:
         async with connected(guarded.port) as (_, writer):
             writer.write(post(CHAT, json.dumps(chat()).encode()))
-            await asyncio.wait_for(engine.has_begun.wait(), 5)
+            await asyncio.wait_for(engine.has_begun.wait(), 60)
             critical = asyncio.create_task(guarded.ask(None, CRITICAL))
             while len(engine.calls) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -318,7 +318,7 @@ async def test_a_stream_that_is_preempted_hears_comments_while_it_waits_again(tm
     async with guarding(engine, rules(tmp_path, more="keep_alive: 20ms")) as guarded:
         async with connected(guarded.port) as (reader, writer):
             writer.write(post(CHAT, json.dumps(chat(stream=True)).encode()))
-            await asyncio.wait_for(engine.has_begun.wait(), 5)
+            await asyncio.wait_for(engine.has_begun.wait(), 60)
             critical = asyncio.create_task(guarded.ask(None, CRITICAL))
             await reader.readuntil(b": queued, 0 ahead")
             engine.may_end.set()
@@ -333,7 +333,7 @@ async def test_a_server_that_stops_leaves_nothing_of_a_lost_attempt(tmp_path: An
     async with guarding(engine, rules(tmp_path, more="abort_latency: 30s")) as guarded:
         async with connected(guarded.port) as (_, writer):
             writer.write(post(CHAT, json.dumps(chat()).encode()))
-            await asyncio.wait_for(engine.has_begun.wait(), 5)
+            await asyncio.wait_for(engine.has_begun.wait(), 60)
             critical = asyncio.create_task(guarded.ask(None, CRITICAL))
             while not engine.stopped:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -377,7 +377,7 @@ async def test_a_request_whose_room_is_free_again_when_it_stops_reports_its_wait
         engine.has_begun.clear()
         second = await running(guarded, engine, "x-request-id: bulk")
         critical = asyncio.create_task(guarded.ask(None, CRITICAL))
-        await asyncio.wait_for(engine.is_to_stop.wait(), 5)
+        await asyncio.wait_for(engine.is_to_stop.wait(), 60)
         engine.first_may_end.set()
         assert (await first).status == (await critical).status == 200
         engine.may_stop.set()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
-import anthropic
 import pytest
 
 from tests.support.middleware import App, answer, guarding, policy, whole_body
@@ -43,7 +43,7 @@ class NamingEngine(Engine):
 
 
 @pytest.mark.parametrize("mode", ["enforce", "observe"])
-async def test_an_anthropic_client_reads_the_id_of_its_request(mode: str) -> None:
+async def test_an_anthropic_client_reads_the_id_of_its_request(mode: str, anthropic: ModuleType) -> None:
     async with guarding(Engine(), policy(f"mode: {mode}\n")) as guarded:
         url = f"http://127.0.0.1:{guarded.port}"
         async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-acme", max_retries=0) as client:
@@ -52,7 +52,7 @@ async def test_an_anthropic_client_reads_the_id_of_its_request(mode: str) -> Non
             assert (await made.parse())._request_id == made.headers["x-request-id"]
 
 
-async def test_an_anthropic_client_reads_the_id_of_a_refused_request() -> None:
+async def test_an_anthropic_client_reads_the_id_of_a_refused_request(anthropic: ModuleType) -> None:
     async with guarding(Engine()) as guarded:
         url = f"http://127.0.0.1:{guarded.port}"
         async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-no-one", max_retries=0) as client:
@@ -62,7 +62,7 @@ async def test_an_anthropic_client_reads_the_id_of_a_refused_request() -> None:
     assert refused.value.request_id == refused.value.response.headers["x-request-id"] == body["request_id"]
 
 
-async def test_an_engines_own_id_of_a_message_stays() -> None:
+async def test_an_engines_own_id_of_a_message_stays(anthropic: ModuleType) -> None:
     async with guarding(NamingEngine()) as guarded:
         url = f"http://127.0.0.1:{guarded.port}"
         async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-acme", max_retries=0) as client:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from types import ModuleType
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from sidecar.events import Refused, Settled
@@ -64,7 +63,7 @@ async def pool_taken(guarded: Guarded) -> asyncio.Task[Any]:
     return holder
 
 
-def openai_client(guarded: Guarded) -> openai.AsyncOpenAI:
+def openai_client(openai: ModuleType, guarded: Guarded) -> Any:
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{guarded.port}/v1", api_key="sk-acme", max_retries=0)
 
 
@@ -104,11 +103,11 @@ async def test_the_head_of_a_stream_that_waits_says_what_is_known_already() -> N
         await holder
 
 
-async def test_an_openai_client_reads_through_the_comments() -> None:
+async def test_an_openai_client_reads_through_the_comments(openai: ModuleType) -> None:
     engine = Engine(*OPENAI_EVENTS, b"data: [DONE]\n\n")
     async with guarding(engine, one_at_a_time()) as guarded:
         holder = await pool_taken(guarded)
-        async with openai_client(guarded) as client:
+        async with openai_client(openai, guarded) as client:
             stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
             assert guarded.waiting == 1  # it has its answer's head, and no room yet
             engine.first_may_end.set()
@@ -117,11 +116,11 @@ async def test_an_openai_client_reads_through_the_comments() -> None:
     assert words == ["a", "b"]
 
 
-async def test_a_refusal_behind_comments_is_an_error_that_an_openai_client_raises() -> None:
+async def test_a_refusal_behind_comments_is_an_error_that_an_openai_client_raises(openai: ModuleType) -> None:
     engine = Engine()
     async with guarding(engine, one_at_a_time(max_wait="600ms")) as guarded:
         holder = await pool_taken(guarded)
-        async with openai_client(guarded) as client:
+        async with openai_client(openai, guarded) as client:
             stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
             with pytest.raises(openai.APIError) as raised:
                 _ = [event async for event in stream]
@@ -133,11 +132,11 @@ async def test_a_refusal_behind_comments_is_an_error_that_an_openai_client_raise
     assert (refused.status, refused.code) == (503, "queue_timeout")
 
 
-async def test_a_refusal_behind_comments_reaches_the_client_of_the_responses_api() -> None:
+async def test_a_refusal_behind_comments_reaches_the_client_of_the_responses_api(openai: ModuleType) -> None:
     engine = Engine()
     async with guarding(engine, one_at_a_time(max_wait="600ms")) as guarded:
         holder = await pool_taken(guarded)
-        async with openai_client(guarded) as client:
+        async with openai_client(openai, guarded) as client:
             stream = await client.responses.create(model="m", input="hi", stream=True)
             with pytest.raises(openai.APIError) as raised:
                 _ = [event async for event in stream]
@@ -146,7 +145,7 @@ async def test_a_refusal_behind_comments_reaches_the_client_of_the_responses_api
     assert "no room came free for tier normal" in str(raised.value)
 
 
-async def test_a_refusal_behind_comments_is_an_error_that_an_anthropic_client_raises() -> None:
+async def test_a_refusal_behind_comments_is_an_error_that_an_anthropic_client_raises(anthropic: ModuleType) -> None:
     engine = Engine()
     async with guarding(engine, one_at_a_time(max_wait="600ms")) as guarded:
         holder = await pool_taken(guarded)
@@ -173,11 +172,11 @@ async def test_a_refusal_behind_comments_is_an_error_that_an_anthropic_client_ra
         (b"", "Internal Server Error"),
     ],
 )
-async def test_an_engines_error_behind_comments_keeps_its_words(body: bytes, message: str) -> None:
+async def test_an_engines_error_behind_comments_keeps_its_words(body: bytes, message: str, openai: ModuleType) -> None:
     engine = Engine(body, status=500, content_type=b"application/json")
     async with guarding(engine, one_at_a_time()) as guarded:
         holder = await pool_taken(guarded)
-        async with openai_client(guarded) as client:
+        async with openai_client(openai, guarded) as client:
             stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
             engine.first_may_end.set()
             with pytest.raises(openai.APIError) as raised:
@@ -190,7 +189,7 @@ async def test_an_engines_error_behind_comments_keeps_its_words(body: bytes, mes
     assert end.outcome.value == "completed"
 
 
-async def test_an_app_that_fails_behind_comments_ends_the_stream_with_an_error() -> None:
+async def test_an_app_that_fails_behind_comments_ends_the_stream_with_an_error(openai: ModuleType) -> None:
     class Failing(Engine):
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
             if len(self.headers) == 1:
@@ -200,7 +199,7 @@ async def test_an_app_that_fails_behind_comments_ends_the_stream_with_an_error()
     engine = Failing()
     async with guarding(engine, one_at_a_time()) as guarded:
         holder = await pool_taken(guarded)
-        async with openai_client(guarded) as client:
+        async with openai_client(openai, guarded) as client:
             stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
             engine.first_may_end.set()
             with pytest.raises(openai.APIError, match="Internal Server Error"):

@@ -6,9 +6,9 @@ import asyncio
 import json
 import re
 import time
+from types import ModuleType
 from typing import Any
 
-import openai
 import pytest
 
 from sidecar.events import Classified, Refused
@@ -262,13 +262,13 @@ COMPLETION = json.dumps(
 ).encode()
 
 
-def client_of(sidecar: Guarded, retries: int) -> openai.AsyncOpenAI:
+def client_of(openai: ModuleType, sidecar: Guarded, retries: int) -> Any:
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{sidecar.port}/v1", api_key="sk-acme", max_retries=retries)
 
 
-async def test_openais_client_raises_its_rate_limit_error() -> None:
+async def test_openais_client_raises_its_rate_limit_error(openai: ModuleType) -> None:
     async with guarding(App(answer=COMPLETION), limited("requests_per_minute: 1")) as sidecar:
-        async with client_of(sidecar, retries=0) as client:
+        async with client_of(openai, sidecar, retries=0) as client:
             hello = [{"role": "user", "content": "hi"}]
             await client.chat.completions.create(model="m", messages=hello)  # type: ignore[arg-type]
             with pytest.raises(openai.RateLimitError) as raised:
@@ -278,9 +278,9 @@ async def test_openais_client_raises_its_rate_limit_error() -> None:
 
 
 @pytest.mark.long
-async def test_openais_client_comes_back_on_time_and_gets_in() -> None:
+async def test_openais_client_comes_back_on_time_and_gets_in(openai: ModuleType) -> None:
     async with guarding(App(answer=COMPLETION), limited("requests_per_minute: 20, burst: 1s")) as sidecar:
-        async with client_of(sidecar, retries=1) as client:
+        async with client_of(openai, sidecar, retries=1) as client:
             hello = [{"role": "user", "content": "hi"}]
             began_s = time.monotonic()
             for _ in range(2):

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from sidecar.events import Settled
@@ -74,7 +73,6 @@ def test_it_is_found_wherever_the_response_is_cut_in_two(name: str) -> None:
 
 
 @given(st.sampled_from(sorted(RESPONSES)), st.lists(st.integers(0, 3000), max_size=6))
-@hypothesis_settings(max_examples=200, deadline=None)
 def test_it_is_found_however_the_response_is_cut(name: str, cuts: list[int]) -> None:
     body = RESPONSES[name]
     places = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
@@ -102,7 +100,6 @@ def test_where_there_is_none_nothing_is_made_up(body: bytes) -> None:
 
 
 @given(st.lists(st.binary(max_size=40) | st.sampled_from([b'"usage"', b":", b"{", b"}", b'{"a":', b" "]), max_size=30))
-@hypothesis_settings(max_examples=200, deadline=None)
 def test_no_response_breaks_it_and_little_is_kept(pieces: list[bytes]) -> None:
     reader = UsageReader()
     for piece in pieces:

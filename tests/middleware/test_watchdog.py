@@ -23,17 +23,22 @@ class Visitor:
         self.has_given_up = True
 
 
+async def visited(visitor: Visitor, times: int) -> None:
+    """Waits until it was visited so often."""
+    while visitor.visits < times:  # noqa: ASYNC110  # no event says so
+        await asyncio.sleep(0.005)
+
+
 async def test_everybody_is_watched_every_interval_until_they_go() -> None:
     rounds, first, second = Watchdog(0.01), Visitor(), Visitor()
     rounds.add(first)
     rounds.add(second)
-    await asyncio.sleep(0.035)
+    await visited(second, 2)
     rounds.discard(second)
     seen = second.visits
-    await asyncio.sleep(0.03)
+    await visited(first, seen + 2)
     rounds.discard(first)
-    assert seen == second.visits >= 2
-    assert first.visits > second.visits
+    assert seen == second.visits
 
 
 async def test_no_timer_runs_while_there_is_no_one() -> None:
@@ -44,8 +49,7 @@ async def test_no_timer_runs_while_there_is_no_one() -> None:
     await asyncio.sleep(0.03)
     assert rounds._timer is None
     rounds.add(visitor)
-    await asyncio.sleep(0.03)
-    assert visitor.visits >= 1
+    await visited(visitor, 1)
     rounds.discard(visitor)
 
 
@@ -58,15 +62,14 @@ async def test_who_goes_during_a_round_does_not_disturb_it() -> None:
 
     rounds.add(Goes())
     rounds.add(other)
-    await asyncio.sleep(0.03)
-    assert other.visits >= 1
+    await visited(other, 1)
     assert len(rounds) == 1
     rounds.discard(other)
 
 
 async def test_every_waiter_for_the_end_is_woken() -> None:
     rounds, first, second = Watchdog(1), Visitor(), Visitor()
-    await asyncio.wait_for(rounds.emptied(), 1)
+    await asyncio.wait_for(rounds.emptied(), 60)
     rounds.add(first)
     waiting = [asyncio.create_task(rounds.emptied()) for _ in range(3)]
     await asyncio.sleep(0)
@@ -75,4 +78,4 @@ async def test_every_waiter_for_the_end_is_woken() -> None:
     await asyncio.sleep(0.01)
     assert not any(task.done() for task in waiting)
     rounds.discard(second)
-    await asyncio.wait_for(asyncio.gather(*waiting), 1)
+    await asyncio.wait_for(asyncio.gather(*waiting), 60)

@@ -139,7 +139,7 @@ async def raw_engine(script: Script) -> AsyncIterator[RawEngine]:
             tasks.discard(task)
             writer.close()
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, backlog=1024)
     engine.port = server.sockets[0].getsockname()[1]
     engine.url = f"http://127.0.0.1:{engine.port}"
     try:

@@ -270,7 +270,7 @@ class TestedMiddleware(AdmissionController):
 class Guarded:
     """A controller around an app, with its observer."""
 
-    patience_s = 5.0
+    patience_s = 60.0
 
     def __init__(self, app: Any, policy: Policy) -> None:
         self.recorder = Recorder()
@@ -312,7 +312,7 @@ class Guarded:
         return Answer.parsed(await asyncio.wait_for(exchange(self.port, post(path, raw, *headers)), 20))
 
     async def nothing_left(self) -> None:
-        """Fails unless no lease, ticket, task or story is open, at once or very soon."""
+        """Fails unless no lease, ticket, task or story is open, at once or soon."""
         await self.until(leases=0, waiting=0)
         end_s = time.monotonic() + self.patience_s
         while (len(self.sidecar.watchdog) or tasks_of_ours()) and time.monotonic() < end_s:  # noqa: ASYNC110  # no event says so

@@ -154,10 +154,10 @@ async def test_a_body_passes_piece_by_piece_and_is_understood_all_the_same() -> 
     async with observing(app, lifespan="off") as sidecar, connected(sidecar.port) as (reader, writer):
         head, _, body = post(CHAT, SMALL).partition(b"\r\n\r\n")
         writer.write(head + b"\r\n\r\n" + body[:10])
-        assert await asyncio.wait_for(pieces.get(), 5) == body[:10]  # long before the rest was sent
+        assert await asyncio.wait_for(pieces.get(), 60) == body[:10]  # long before the rest was sent
         assert sidecar.found == []
         writer.write(body[10:])
-        assert await asyncio.wait_for(pieces.get(), 5) == body[10:]
+        assert await asyncio.wait_for(pieces.get(), 60) == body[10:]
         assert b"x-admission-tier: normal" in await reader.read()
         assert (await sidecar.until_found(1))[0].tier == "normal"
 
@@ -188,7 +188,7 @@ async def test_an_answer_streams_chunk_by_chunk() -> None:
 
     async with observing(app, lifespan="off") as sidecar, connected(sidecar.port) as (reader, writer):
         writer.write(post(CHAT, SMALL))
-        await asyncio.wait_for(reader.readuntil(b"data: one\n\n"), 5)
+        await asyncio.wait_for(reader.readuntil(b"data: one\n\n"), 60)
         go_on.set()
         assert b"data: two\n\n" in await reader.read()
 
@@ -210,10 +210,10 @@ async def test_a_client_that_hangs_up_is_noticed_by_the_app_as_ever(has_begun: b
     async with observing(app, lifespan="off") as sidecar:
         async with connected(sidecar.port) as (reader, writer):
             writer.write(post(CHAT, SMALL))
-            assert await asyncio.wait_for(said.get(), 5) == "running"
+            assert await asyncio.wait_for(said.get(), 60) == "running"
             if has_begun:
                 await reader.readuntil(b"data: one\n\n")
-        assert await asyncio.wait_for(said.get(), 5) == "http.disconnect"
+        assert await asyncio.wait_for(said.get(), 60) == "http.disconnect"
     (story,) = sidecar.recorder.stories
     assert story.one(Settled).outcome is Outcome.CLIENT_LEFT
 
@@ -330,7 +330,7 @@ async def test_a_pool_that_never_answers_holds_no_one_and_is_left_when_the_sidec
     async with serving(sidecar.sidecar) as sidecar.served:
         assert [(await sidecar.ask()).status for _ in range(3)] == [200] * 3
         assert (len(sidecar.sidecar.shadows), sidecar.found) == (3, [])
-        await asyncio.wait_for(sidecar.sidecar.shadows.close(), 5)
+        await asyncio.wait_for(sidecar.sidecar.shadows.close(), 60)
     assert sidecar.verdicts() == [(Verdict.UNKNOWN, "stopped")] * 3
 
 
@@ -460,8 +460,8 @@ async def test_draining_refuses_no_one_and_waits_for_no_shadow() -> None:
         assert not drained.done()
         app.release(4)
         assert [(await one).status for one in asking] == [200] * 4
-        await asyncio.wait_for(drained, 2)  # its shadows wait and hold for longer
-        await asyncio.wait_for(sidecar.sidecar.shadows.close(), 2)
+        await asyncio.wait_for(drained, 60)  # its shadows wait and hold for longer
+        await asyncio.wait_for(sidecar.sidecar.shadows.close(), 60)
         assert (sidecar.leases, sidecar.waiting) == (0, 0)
         assert len(await sidecar.until_found(4)) == 4
 
@@ -473,7 +473,7 @@ async def test_a_sidecar_that_is_never_empty_closes_its_port_all_the_same(monkey
         asking = asyncio.create_task(sidecar.ask())
         await sidecar.until(leases=1)
         sidecar.sidecar.drain()
-        await asyncio.wait_for(sidecar.sidecar.drained(), 2)
+        await asyncio.wait_for(sidecar.sidecar.drained(), 60)
         app.release()
         assert (await asking).status == 200
 

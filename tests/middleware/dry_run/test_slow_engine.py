@@ -135,7 +135,7 @@ def lines_of(load: observe.Load, seed: str, folder: Path) -> list[observe.Line]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 @pytest.mark.parametrize("name", LOADS)
 def test_what_is_predicted_comes_or_the_report_says_that_it_is_not_to_be_trusted(
     name: str, seed: int, tmp_path: Path
