@@ -16,7 +16,7 @@ from sidecar.pools import Lease, Pool
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, policy_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient")]
 
 HIGH, LOW = 0, 1
 

@@ -62,6 +62,7 @@ async def replicas(
             if offers:
                 pool.set_engines(offers)
             await pool.open()
+        await until(lambda: all(pool.status.state is StoreState.SHARED for pool in pools), what="greeted")
         if number > 1:
             await asyncio.sleep(0.1)  # each subscribes to its grants: one that it misses comes with its heartbeat
         yield pools
