@@ -329,7 +329,7 @@ async def test_a_cap_rises_with_answers_for_all_replicas(server: RedisServer) ->
             for _ in range(2):
                 await one.enter(ask())
             one.cap_engine("a#1", 30.0, refused=0)
-            await asyncio.sleep(0.1)  # the store hears of it
+            await (await one.enter(ask())).leave()  # behind it: the store has heard of it
             first, second = await other.enter(ask()), await other.enter(ask())
             assert (first.grant, second.grant) == (None, None)
             one.raise_cap("none#1", 5)
