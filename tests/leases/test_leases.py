@@ -745,7 +745,7 @@ def test_a_process_that_ends_without_a_word_leaves_the_pool(shared: Path) -> Non
     """It neither ends its block nor closes: the pool hears of it at the end of the process, and not 10 s later."""
     with sidecar.connect_threads(policy=shared) as admission:
         done = subprocess.run(
-            [sys.executable, "-c", LEAVER, str(shared)], capture_output=True, text=True, timeout=30, check=False
+            [sys.executable, "-c", LEAVER, str(shared)], capture_output=True, text=True, timeout=300, check=False
         )
         assert (done.returncode, done.stdout) == (0, "held\n"), done.stderr
         assert not done.stderr

@@ -84,7 +84,7 @@ def everything_ends(triplets: Triplets) -> None:
     assert kinds <= {"beats", "r", "o", "e", "n", "i", "h"}
 
 
-@random_walks(4)
+@random_walks(3)
 def test_a_real_server_chooses_engines_as_one_process_does(client: Any, seed: int) -> None:
     assert run(client, sorted(KINDS)[seed % len(KINDS)], seed, 150).admitted
 
@@ -201,7 +201,7 @@ def test_another_rule_in_the_script_is_noticed(
     assert right in ScriptedFleet.source
     monkeypatch.setattr(ScriptedFleet, "source", ScriptedFleet.source.replace(right, wrong))
     with redis.Redis(host=server.host, port=server.port) as client, pytest.raises(AssertionError):  # noqa: PT012
-        for seed in (0, 1, 6, 7, 16, *range(60)):  # the first five notice all of them at present
+        for seed in (16, 0, 1, 6, 7, *range(60)):  # the first five notice all of them at present
             for kind in sorted(KINDS, reverse=True):
                 run(client, kind, seed, 150)
 

@@ -23,7 +23,7 @@ from tests.pools.conftest import SERVERS
 from tests.pools.harness import Harness, ask, simple
 from tests.support.redis_servers import RedisServer, first_binary
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient")]
 _names = itertools.count(1)
 in_a_store = pytest.mark.parametrize("harness", SERVERS, indirect=True)
 """One process has no others."""
@@ -102,6 +102,7 @@ async def test_a_silent_replica_is_left_out_and_nothing_stays(store: RedisServer
     name = f"silent-{next(_names)}"
     pool, key = replica(store, name), f"{root_key(name)}:reports"
     await pool.open()
+    await until(lambda: pool.status.state is StoreState.SHARED, 60)
     await pool.share(b"own", joined)
     long_ago = int(store.command("TIME")[0]) * 1_000_000 - 10_500_000
     just_now = long_ago + 1_500_000
@@ -121,6 +122,7 @@ async def test_a_lost_store_is_said_and_admission_goes_on(spare: RedisServer) ->
         await pool.share(b"own", joined)
     await pool.open()
     await other.open()
+    await until(lambda: pool.status.state is other.status.state is StoreState.SHARED, 60)
     await other.share(b"other", joined)
     assert await reports(pool) == [b"other"]
     spare.kill()
@@ -130,10 +132,7 @@ async def test_a_lost_store_is_said_and_admission_goes_on(spare: RedisServer) ->
     with pytest.raises(NotShared, match="store is divided"):
         await pool.share(b"own", joined)
     spare.restart()
-    for _ in range(100):
-        await asyncio.sleep(0.05)
-        if pool.status.state.value == other.status.state.value == "shared":
-            break
+    await until(lambda: pool.status.state is other.status.state is StoreState.SHARED, 60)
     await other.share(b"back", joined)
     assert await reports(pool) == [b"back"]
     await pool.close()
@@ -145,6 +144,7 @@ async def test_a_store_that_hangs_while_a_report_is_on_its_way_loses_no_admissio
     name = f"hangs-{next(_names)}"
     pool = replica(store, name)
     await pool.open()
+    await until(lambda: pool.status.state is StoreState.SHARED, 60)
     await pool.share(b"own", joined)
     sharing = asyncio.ensure_future(pool.share(b"x", joined))
     await asyncio.sleep(0)
@@ -171,7 +171,7 @@ async def opened(store: RedisServer, count: int) -> AsyncIterator[list[RedisPool
     try:
         await asyncio.gather(*(pool.open() for pool in pools))
         # On a busy machine some try again.
-        await until(lambda: all(pool.status.state is StoreState.SHARED for pool in pools), 20)
+        await until(lambda: all(pool.status.state is StoreState.SHARED for pool in pools), 60)
         yield pools
     finally:
         await asyncio.gather(*(pool.close() for pool in pools))
@@ -321,7 +321,6 @@ async def test_a_flush_of_the_store_costs_a_round(store: RedisServer) -> None:
         assert all(one.merged is not None for one in heard if one is not merging)
 
 
-@pytest.mark.alone  # 80 pools on one event loop: beside other tests their store's answers are late
 async def test_what_replicas_read_grows_with_their_number_and_not_with_its_square(spare: RedisServer) -> None:
     """Bytes per replica and round, each with a report of 4,000 bytes and a merged text of 16,000."""
     own, text = b"x" * 4_000, b"y" * 16_000

@@ -61,6 +61,7 @@ async def opened(kind: str, server: RedisServer, name: str = "moving") -> AsyncI
         pool.set_engines([ENGINE])
     try:
         await pool.open()
+        await until(lambda: not pool.readiness(), what="the pool is open: a busy machine may greet too late")
         yield pool
     finally:
         await pool.close()

@@ -15,8 +15,9 @@ from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Lease, Pool
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, policy_of
+from tests.pools.load import until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient")]
 
 HIGH, LOW = 0, 1
 
@@ -285,5 +286,5 @@ async def test_a_burst_takes_room_for_every_sequence_of_its_requests(harness: Ha
     for _ in range(3):
         await pool.enter(ask(0, 1, requests=4))
     await harness.quiet(pool)
-    await asyncio.sleep(0.05)
+    await until(lambda: len(chosen) == 12, what="as many sequences as three bursts take")
     assert sorted(chosen) == list(range(28, 40))

@@ -65,6 +65,7 @@ async def test_requests_of_one_turn_share_calls(redis_server: RedisServer) -> No
             calls = pool.round_trips
             for lease in leases:
                 lease.settle()
+            await until(lambda calls=calls: pool.round_trips > calls, what="all ends in a call")
             await asyncio.sleep(0.05)
             assert pool.round_trips == calls + 1
 

@@ -62,6 +62,7 @@ async def replicas(
             if offers:
                 pool.set_engines(offers)
             await pool.open()
+        await until(lambda: all(pool.status.state is StoreState.SHARED for pool in pools), what="greeted")
         if number > 1:
             await asyncio.sleep(0.1)  # each subscribes to its grants: one that it misses comes with its heartbeat
         yield pools
@@ -328,7 +329,7 @@ async def test_a_cap_rises_with_answers_for_all_replicas(server: RedisServer) ->
             for _ in range(2):
                 await one.enter(ask())
             one.cap_engine("a#1", 30.0, refused=0)
-            await asyncio.sleep(0.1)  # the store hears of it
+            await (await one.enter(ask())).leave()  # behind it: the store has heard of it
             first, second = await other.enter(ask()), await other.enter(ask())
             assert (first.grant, second.grant) == (None, None)
             one.raise_cap("none#1", 5)
