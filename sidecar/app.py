@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +23,7 @@ from sidecar.middleware.engine_watch import EngineCheck, EngineState, EngineWatc
 from sidecar.middleware.middleware import serve_scope
 from sidecar.middleware.models import ModelsController
 from sidecar.middleware.tenant_usage import TenantUsage
+from sidecar.mounted_services import MountedTelemetry, has_admin_port, mounted_services
 from sidecar.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.model import Policy, Unguarded
@@ -35,10 +35,7 @@ from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.server import CannotServe
 from sidecar.server.mounted import FailedStart, Lifespan, MountedLifespan, Step, check_processes
-from sidecar.server.workers import ServerProcesses
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of
-from sidecar.telemetry.logs.setup import mounted_logging
-from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 from sidecar.tokens import Estimator, TokenizerCounter
 
 if TYPE_CHECKING:
@@ -147,7 +144,7 @@ class AdmissionMiddleware:
             except ValueError as mistake:
                 self._serve = FailedStart(mistake)
             else:
-                if _has_admin_port(os.environ):
+                if has_admin_port(os.environ):
                     _log.warning("%s", _NO_LIFESPAN, extra={"event": "no_lifespan"})
         return self._serve(scope, receive, send)
 
@@ -205,9 +202,9 @@ def _composed(
     if is_shown:
         controller.lifespan = _with_lifespan(parts, is_shared=is_shared)
     else:
-        telemetry = _MountedTelemetry(observability, environment, is_by_name=is_by_name)
+        telemetry = MountedTelemetry(observability, environment, is_by_name=is_by_name)
         inner = _with_lifespan(parts, is_shared=is_shared, started=[telemetry.begin_after_app])
-        services = partial(_mounted_services, controller, observability, telemetry, environment)
+        services = partial(mounted_services, controller, observability, telemetry, environment)
         controller.lifespan = MountedLifespan(
             inner, services, is_shared=is_shared, environment=environment, is_engine=policy.engines is not None
         )
@@ -372,7 +369,7 @@ def _observed(
         files,
         environment,
         is_shared=is_shared,
-        is_shown=is_shown or _has_admin_port(environment),
+        is_shown=is_shown or has_admin_port(environment),
         records=records_of(policy, environment),
         usage=controller.usage,
     )
@@ -510,41 +507,6 @@ def _shared_pool(policy: Policy, store: StoreAddress, *, takes_over: bool) -> Po
     return RedisPool(policy, connect, observer=metrics, took=metrics.round_trip, takes_over=takes_over)
 
 
-class _MountedTelemetry:
-    """Telemetry by `OTEL_*` in a process that is not ours; a process that has an SDK of its own keeps it.
-
-    By name, it begins before the app, whose engine takes minutes: a mistake fails the start. With a policy, the app's
-    owner may install an SDK while the app starts, so that ours begins after that, and only where `SIDECAR_ADMIN_PORT`
-    asks for metrics; a mistake is logged.
-    """
-
-    def __init__(self, observability: Observability, environment: Mapping[str, str], *, is_by_name: bool) -> None:
-        self._scrape = observability.scrape if _has_admin_port(environment) else None
-        self._is_by_name = is_by_name
-        self._send_the_rest: Callable[[], None] | None = None
-
-    def begin_before_app(self) -> None:
-        """Raises TelemetryError."""
-        if self._is_by_name:
-            self._begin()
-
-    async def begin_after_app(self) -> None:
-        if self._scrape is None or self._send_the_rest is not None:
-            return
-        try:
-            self._begin()
-        except TelemetryError as mistake:
-            self._scrape.close(str(mistake))
-            _log.warning("%s", mistake, extra={"event": "telemetry_missing"})
-
-    async def end(self) -> None:
-        if self._send_the_rest is not None:
-            await asyncio.to_thread(self._send_the_rest)
-
-    def _begin(self) -> None:
-        self._send_the_rest = configure_from_environment(scrape=self._scrape)
-
-
 def _with_lifespan(parts: Sequence[_Part], *, is_shared: bool, started: Sequence[Step] = ()) -> ASGIApp:
     """The app, with the steps of the server's start and end. `started` are further ones after the app's own start."""
     controllers = [part.controller for part in parts]
@@ -574,46 +536,6 @@ def _with_lifespan(parts: Sequence[_Part], *, is_shared: bool, started: Sequence
         return Lifespan(controllers[0].app, opening=open_pages, asking=asking, closing=closing)
     asking = [*started, look_at_engines, *ask]
     return Lifespan(controllers[0].app, opening=[*open_pools, *open_pages], asking=asking, closing=closing)
-
-
-@asynccontextmanager
-async def _mounted_services(
-    controller: AdmissionController,
-    observability: Observability,
-    telemetry: _MountedTelemetry,
-    environment: Mapping[str, str],
-    processes: ServerProcesses,
-) -> AsyncIterator[None]:
-    """Logs, telemetry and admin pages by the environment, while the block runs."""
-    with mounted_logging(environment):
-        telemetry.begin_before_app()
-        try:
-            async with _pages(controller, observability, environment, processes):
-                yield
-        finally:
-            await telemetry.end()
-
-
-def _pages(
-    controller: AdmissionController,
-    observability: Observability,
-    environment: Mapping[str, str],
-    processes: ServerProcesses,
-) -> AbstractAsyncContextManager[None]:
-    """The admin pages, where the environment asks for them."""
-    if not _has_admin_port(environment):
-        return nullcontext()
-    from sidecar.admin.app import admin_app
-    from sidecar.admin.port import admin_pages
-
-    pages = admin_app(
-        state=controller.state, readiness=controller.readiness, notices=controller.notices, routes=observability.routes
-    )
-    return admin_pages(pages, environment, processes, pool=controller.policy.pool)
-
-
-def _has_admin_port(environment: Mapping[str, str]) -> bool:
-    return bool(environment.get(PORT_VARIABLE, "").strip())
 
 
 def _is_in_event_loop() -> bool:

@@ -29,7 +29,6 @@ from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.arguments import OneEngine, duration_s, server_url
 from sidecar.cli.output import unwritable, write_json
 from sidecar.engines import ENGINES
-from sidecar.fleet.dns_discovery import DnsDiscovery, LookupFailed
 from sidecar.policy.compiler import load
 from sidecar.policy.fleet import DnsService, EngineAddress, FleetPolicy
 from sidecar.policy.fleet_compiler import read_engine_list
@@ -139,6 +138,8 @@ def with_engines(policy: Policy | None) -> Policy:
 
 async def _named_by_dns(fleet: FleetPolicy, service: DnsService) -> Sequence[EngineAddress]:
     """Raises CannotLook, and ValueError where dnspython is missing."""
+    from sidecar.fleet.dns_discovery import DnsDiscovery, LookupFailed
+
     try:
         return await DnsDiscovery(service, fleet.capacity, fleet.prefill).look_once()
     except LookupFailed as reason:

@@ -592,9 +592,8 @@ class RedisPool:
 
 def _longer(one: Grant | None, other: Grant | None) -> Grant | None:
     """The longer of two waits, the first where they are equal."""
-    if one is None or other is None:
-        return one or other
-    return one if one.queue_wait_us >= other.queue_wait_us else other
+    waits = [wait for wait in (one, other) if wait is not None]
+    return max(waits, key=lambda wait: wait.queue_wait_us, default=None)
 
 
 def _remaining(per_minute: int | None, left: tuple[int, int] | None) -> RemainingLimit | None:

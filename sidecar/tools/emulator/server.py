@@ -58,6 +58,7 @@ class EngineServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 emulator.app,
+                ws="none",  # else uvicorn loads a library for them, where one is installed
                 access_log=False,
                 log_level="warning",
                 server_header=False,
