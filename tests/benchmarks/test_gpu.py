@@ -12,9 +12,10 @@ from benchmarks.gpu.plan import KINDS, LONGEST, TIERS, planned
 from benchmarks.gpu.playing import ADMISSION, EQUAL, PRIORITY, WAYS, Played, play, play_all
 from benchmarks.gpu.report import costs, figures, text
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.alone]
 
-STEP_S = 0.001
+STEP_S = 0.008
+"""Much longer than what computes between two steps, on a busy machine too."""
 PLACES = 8
 
 

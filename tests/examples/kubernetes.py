@@ -77,6 +77,13 @@ def mounted_config_maps(overlay: str, container: Any) -> Iterator[tuple[str, dic
             yield mount["mountPath"], of_kind(overlay, "ConfigMap")[source["name"]]["data"]
 
 
+def validate(manifest: Manifest, version: str) -> None:
+    """Raises where a cluster of this version would not know the manifest, or a field of it."""
+    import kubernetes_validate  # late: it takes as long as all the rest
+
+    kubernetes_validate.validate(dict(manifest), version, strict=True)
+
+
 class ConfigMapFolder:
     """A mounted ConfigMap: links to links, of which one is swapped when the ConfigMap changes."""
 

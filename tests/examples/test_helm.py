@@ -12,14 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
 from sidecar.policy.compiler import load
 from sidecar.secrets import SHORTEST_TOKEN
 from tests.examples.command_lines import EXAMPLES, ROOT, named_files, parsed, shell_lines, unknown_variables
-from tests.examples.kubernetes import ConfigMapFolder, ports
+from tests.examples.kubernetes import ConfigMapFolder, ports, validate
 from tests.examples.kubernetes import sidecar as sidecar_of_the_overlay
 from tests.examples.running import TIMEOUT_S, asked, emulator, fetched, sidecars, with_key
 from tests.support.redis_servers import RedisServer, first_binary, until
@@ -108,7 +107,7 @@ def test_every_manifest_is_what_the_cluster_knows(name: str, version: str) -> No
     assert {"Deployment", "Service", "ConfigMap"} <= kinds
     for manifest in rendered(name):
         if manifest["kind"] not in OF_THE_OPERATOR:
-            kubernetes_validate.validate(dict(manifest), version, strict=True)
+            validate(manifest, version)
 
 
 @pytest.mark.parametrize("name", VALUES)

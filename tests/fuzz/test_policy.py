@@ -87,14 +87,14 @@ def test_what_was_found_once_stays_mended(folder: Path, file: Path) -> None:
     outcome(folder, *parts(file))
 
 
-@cases(few=100, many=14_000)
+@cases(few=50, many=14_000)
 @given(pool=POOLS, tenant=TENANTS)
 def test_the_shipped_policy_with_something_wrong_in_it(folder: Path, pool: str, tenant: str) -> None:
     tried["policies with something wrong"] += 1
     outcome(folder, pool.encode("utf-8", "surrogatepass"), tenant.encode("utf-8", "surrogatepass"))
 
 
-@cases(few=100, many=4_000)
+@cases(few=50, many=4_000)
 @given(text=LISTS)
 def test_an_engine_list_with_something_wrong_in_it(folder: Path, text: str) -> None:
     tried["engine lists with something wrong"] += 1

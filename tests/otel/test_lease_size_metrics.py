@@ -21,24 +21,42 @@ from tests.support.redis_servers import until
 pytestmark = pytest.mark.long
 
 PATIENCE_S = 30.0
+LEAST_S, MOST_S = 8.0, 80.0
+"""Of the load: what is learned in it, and a rate of it, are known after the one on an idle machine."""
 OUTPUT = 40
 LEARNING = POLICY.replace("capacity: {{tokens: 20k, requests: {requests}}}", "capacity: {{from: engine, learn: full}}")
 
 
-async def load(fleet: ServedFleet, seconds: float) -> None:
-    """Streams of the engine's own length, which no maximum cuts short."""
-    end_s = time.monotonic() + seconds
+async def load(fleet: ServedFleet, server: Prometheus, *known: str) -> float:
+    """Streams of the engine's own length, which no maximum cuts short, until Prometheus has an answer to each of
+    `known`. The Unix time of which it has them."""
+    enough = asyncio.Event()
     body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
     body["stream_options"] = {"include_usage": True}
     async with aiohttp.ClientSession() as client:
 
         async def asks() -> None:
-            while time.monotonic() < end_s:
+            while not enough.is_set():
                 async with client.post(fleet.url + CHAT, json=body) as response:
                     assert response.status == 200
                     await response.read()
 
-        await asyncio.gather(*(asks() for _ in range(8)))
+        def is_known(at_s: float) -> bool:
+            return all(server.query(each, at_s) for each in known)
+
+        async def watches() -> float:
+            begun_s = time.time()
+            await asyncio.sleep(LEAST_S)
+            at_s = time.time() - KNOWN_AFTER_S
+            while not await asyncio.to_thread(is_known, at_s):
+                assert at_s - begun_s < MOST_S, known
+                await asyncio.sleep(0.2)
+                at_s = time.time() - KNOWN_AFTER_S
+            enough.set()
+            return at_s
+
+        at_s, *_ = await asyncio.gather(watches(), *(asks() for _ in range(8)))
+        return at_s
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +69,13 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         prometheus(folder, [fleet.admin.removeprefix("http://")], []) as server,
     ):
         until(server.scraped, "the sidecar is scraped", PATIENCE_S)
-        asyncio.run(load(fleet, 8.0))
-        yield server, time.time() - 0.5
+        known = (
+            "up == 1",
+            "admission_lease_overlap",
+            "rate(admission_output_answers_total[4s]) > 0",
+            "admission_output_answers_total > 50",
+        )
+        yield server, asyncio.run(load(fleet, server, *known))
 
 
 def test_the_metrics_are_those_of_the_readme_with_their_labels(scraped: tuple[Prometheus, float]) -> None:
@@ -73,7 +96,6 @@ def test_every_panel_about_lease_sizes_finds_data(scraped: tuple[Prometheus, flo
 
 def test_the_figures_are_those_of_what_ran(scraped: tuple[Prometheus, float]) -> None:
     server, at_s = scraped
-    time.sleep(KNOWN_AFTER_S)
 
     def values(name: str) -> dict[str, float]:
         return {one.labels.get("admission_engine", ""): one.value for one in server.query(name, at_s)}
