@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.support.commands import address, command
 from tests.support.in_process import emulated_engine
+from tests.support.late import openai
 from tests.support.ports import free_ports
-
-if TYPE_CHECKING:
-    import openai
 
 KEY, LIMITED = "sk-alpha", "sk-limited"
 LLAMA, QWEN, LORA = "meta/llama-70b", "qwen-7b", "my-lora"
@@ -72,8 +70,6 @@ class ModelsStack:
 
     def client(self, key: str = KEY) -> openai.AsyncOpenAI:
         """A client that shows what it is refused."""
-        import openai
-
         return openai.AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=30)
 
     def start(self, name: str) -> None:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -42,6 +41,7 @@ from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.commands import address, command
+from tests.support.late import openai
 from tests.support.middleware import TestedMiddleware
 from tests.support.serving import serving
 
@@ -58,7 +58,7 @@ tiers:
   high: {{}}
   normal: {{}}
   low: {{}}
-  batch: {{queue: {{max_requests: 6, max_wait: 30s}}}}
+  batch: {{queue: {{max_requests: 6, max_wait: 60s}}}}
 default_tier: normal
 anonymous: low
 sources: [{sources}]
@@ -98,7 +98,7 @@ class Stack:
 
     def client(self, key: str, base: str = "/v1") -> openai.OpenAI:
         """A client that gives up at once: what it is refused, the test sees."""
-        return openai.OpenAI(api_key=key, base_url=self.url + base, max_retries=0, timeout=30)
+        return openai.OpenAI(api_key=key, base_url=self.url + base, max_retries=0, timeout=90)
 
     def state(self) -> Any:
         with urllib.request.urlopen(f"{self.admin_url}/state", timeout=10) as response:
@@ -106,7 +106,7 @@ class Stack:
 
     def until(self, *, leases: int, waiting: int = 0) -> None:
         """Waits until the pool holds just so many."""
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while (found := (self.state()["pool"]["leases"], self.state()["pool"]["waiting"])) != (leases, waiting):
             assert time.monotonic() < end_s, f"leases and waiting: wanted {(leases, waiting)}, got {found}"
             time.sleep(0.005)
@@ -215,7 +215,7 @@ def test_a_stream_comes_chunk_by_chunk(stack: Stack) -> None:
 
 @pytest.mark.anyio
 async def test_many_asynchronous_clients_at_once_all_get_their_whole_answers(stack: Stack) -> None:
-    async with openai.AsyncOpenAI(api_key=STANDARD, base_url=f"{stack.url}/v1", max_retries=0, timeout=30) as client:
+    async with openai.AsyncOpenAI(api_key=STANDARD, base_url=f"{stack.url}/v1", max_retries=0, timeout=90) as client:
 
         async def streamed(tokens: int) -> int:
             stream = await client.chat.completions.create(
@@ -278,26 +278,27 @@ def test_refusals_are_the_clients_own_exceptions(stack: Stack) -> None:
 
 def test_a_pool_that_is_full_is_an_exception_that_says_when_to_come_again(stack: Stack) -> None:
     soon = {"x-admission-max-wait": "50ms"}
-    with filled(stack), stack.client(RESEARCH) as client:
+    with filled(stack) as streams, stack.client(RESEARCH) as client:
         with pytest.raises(openai.InternalServerError) as refused:
             client.chat.completions.create(model="m", messages=HELLO, extra_headers=soon)
         assert (refused.value.status_code, refused.value.code) == (503, "queue_timeout")
         assert float(refused.value.response.headers["retry-after"]) >= 1
 
-        waiting = [threading.Thread(target=_ask_in_vain, args=(stack,)) for _ in range(6)]
+        waiting = [threading.Thread(target=_ask, args=(stack,)) for _ in range(6)]
         for thread in waiting:
             thread.start()
         stack.until(leases=SLOTS, waiting=6)
         with pytest.raises(openai.InternalServerError) as refused:
             client.chat.completions.create(model="m", messages=HELLO)
         assert (refused.value.status_code, refused.value.code) == (503, "queue_full")
+        streams.close()
         for thread in waiting:
             thread.join()
 
 
-def _ask_in_vain(stack: Stack) -> None:
-    with stack.client(RESEARCH) as client, pytest.raises(openai.InternalServerError):
-        client.chat.completions.create(model="m", messages=HELLO, extra_headers={"x-admission-max-wait": "1s"})
+def _ask(stack: Stack) -> None:
+    with stack.client(RESEARCH) as client:
+        client.chat.completions.create(model="m", messages=HELLO, max_tokens=2)
 
 
 @pytest.mark.long
@@ -318,7 +319,7 @@ def test_sigterm_refuses_the_new_finishes_the_running_and_ends_with_0(tmp_path: 
         next(chunks)
         assert late.models.list().data  # opens the connection on which it is refused
         stack.sidecar.send_signal(signal.SIGTERM)
-        end_s = time.monotonic() + 5
+        end_s = time.monotonic() + 60
         while not stack.state()["draining"]:
             assert time.monotonic() < end_s
         with pytest.raises(openai.InternalServerError) as refused:
@@ -327,7 +328,7 @@ def test_sigterm_refuses_the_new_finishes_the_running_and_ends_with_0(tmp_path: 
         rest = list(chunks)
         assert len(rest) >= 149
         assert rest[-1].choices[0].finish_reason == "length"
-        assert stack.sidecar.wait(10) == 0
+        assert stack.sidecar.wait(60) == 0
         assert stack.engine.poll() is None
 
 
@@ -409,7 +410,7 @@ async def test_each_engine_serves_in_the_order_of_the_tiers_whatever_clients_tel
 
 async def until(condition: Any) -> None:
     """Waits for it, at most 5 s."""
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end_s
         await asyncio.sleep(0.001)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 
 from sidecar import AdmissionMiddleware
 from sidecar.policy.compiler import shipped_policies
 from tests.cluster.replicas import Replica, address, started
 from tests.support.in_process import emulated_engine, ran, served_sidecar, start_failure
+from tests.support.late import fastapi
 from tests.support.redis_servers import RedisServer, first_binary, free_port
 
 VLLM = """\
@@ -143,9 +143,9 @@ def test_the_dry_run_starts_before_another_engine_and_says_so(tmp_path: Path) ->
         assert headline.endswith("No request is held (mode: observe).")
 
 
-def mounted(policy: Path, owner: str) -> FastAPI:
+def mounted(policy: Path, owner: str) -> fastapi.FastAPI:
     """An app that says whose it is, or has no page that says so."""
-    app = FastAPI()
+    app = fastapi.FastAPI()
     app.add_middleware(AdmissionMiddleware, policy=policy)
     if owner:
         app.get("/v1/models")(lambda: {"data": [{"id": "m", "owned_by": owner}]})

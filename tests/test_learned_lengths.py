@@ -1,4 +1,4 @@
-"""Learned lengths as an operator sees them: a real `sidecar serve` before a real `sidecar emulate`, over HTTP.
+"""Learned lengths as an operator sees them: a sidecar before an emulated engine, over HTTP.
 
 The emulated engine answers with 40 tokens where the client sets no maximum, and with the maximum where it sets one.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.commands import address, command
+from tests.support.in_process import emulated_engine, served_sidecar
 
 pytestmark = pytest.mark.anyio
 
@@ -70,12 +70,9 @@ class Stand:
 
 @contextmanager
 def started(policy: Path, step_ms: int) -> Iterator[tuple[str, str]]:
-    with ExitStack() as stack:
-        engine = ("emulate", "--engine", "vllm", "--port", "0", "--max-num-seqs", "200", "--step-ms", str(step_ms))
-        upstream = address(stack.enter_context(command(*engine, "--output-tokens", str(ANSWER))))
-        serve = ("serve", "--upstream", upstream, "--policy", str(policy), "--port", "0", "--admin-port", "0")
-        process = stack.enter_context(command(*serve))
-        yield address(process), address(process)
+    engine = ("--engine", "vllm", "--max-num-seqs", "200", "--step-ms", str(step_ms), "--output-tokens", str(ANSWER))
+    with emulated_engine(*engine) as upstream, served_sidecar(policy, upstream) as urls:
+        yield urls
 
 
 @asynccontextmanager

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import anthropic
-import openai
 import pytest
 
 from tests.models_stack import KEY, LIMITED, LLAMA, LORA, QWEN, ModelsStack, models_stack, until
+from tests.support.late import anthropic, openai
 from tests.support.redis_servers import RedisServer, first_binary
 
 pytestmark = pytest.mark.anyio

@@ -22,6 +22,7 @@ from sidecar.cli import main
 from sidecar.policy.store import store_address
 from sidecar.tools.demo import runs as demo_runs
 from sidecar.tools.demo.figures import RunMeasurement
+from tests.support.in_process import ran
 from tests.support.redis_servers import RedisServer, first_binary, free_port
 from tests.tools.demo.figures import run_figures, three
 
@@ -118,10 +119,9 @@ def _tiers(kept: bytes) -> list[Sequence[float]]:
     return [figures[14 * level : 14 * (level + 1)] for level in range(len(LADDER))]
 
 
-@pytest.mark.long
 def test_a_store_that_does_not_answer_is_said_in_one_line_before_anything_runs() -> None:
     port = free_port()
-    ended = demo("--replicas", "2", "--store", f"redis://:opensesame@127.0.0.1:{port}/0")
+    ended = ran("demo", "--replicas", "2", "--store", f"redis://:opensesame@127.0.0.1:{port}/0")
     assert ended.returncode == 1
     [line] = ended.stderr.splitlines()
     assert line.startswith(f"sidecar: the store redis://:***@127.0.0.1:{port}/0 cannot be used: connection refused by ")
@@ -186,14 +186,6 @@ def test_a_replicas_page_shows_all_of_them(tmp_path: Path) -> None:
         live.until(page, lambda shown: len(shown["replicas"]) == 2 and shown["held"]["requests"] > 100)
 
 
-@pytest.mark.long
-def test_without_a_page_none_is_there_and_none_is_named() -> None:
-    with Live("--seconds", "1", "--no-page") as live:
-        out, errors = live.process.communicate(timeout=60)
-    assert "http://" not in out + errors
-    assert "page" not in out + errors
-
-
 @pytest.fixture
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
     """Replaces the servers, and the playing of a run by what the test gives."""
@@ -221,6 +213,14 @@ def test_json_on_standard_output_is_alone_there(
     out, error = capfdbinary.readouterr()
     assert [run["name"] for run in json.loads(out)["runs"]] == ["control", "engine", "admission"]
     assert b"admission control does neither" in error
+
+
+def test_without_a_page_none_is_named(no_servers: Callable[[Play], None]) -> None:
+    no_servers(figures_of)
+    assert "http://" in ran("demo").stdout
+    ended = ran("demo", "--no-page")
+    assert "http://" not in ended.stdout + ended.stderr
+    assert "page" not in ended.stdout + ended.stderr
 
 
 def test_a_failed_request_is_a_failed_demo(

@@ -33,6 +33,7 @@ from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
 from tests.cluster.views import overview
 from tests.support.in_process import ran
+from tests.support.late import openai
 from tests.support.middleware import KEYS, TestedMiddleware, write_policy
 from tests.support.serving import serving
 from tests.tools.emulator.emulated import VLLM, emulated
@@ -78,8 +79,6 @@ class Running:
 
     async def _stream(self, tier: str, request_id: str, tokens: int) -> int:
         headers = {"x-priority": tier, "x-request-id": request_id}
-        import openai
-
         async with openai.AsyncOpenAI(api_key=KEYS["acme"], base_url=f"{self.url}/v1", max_retries=0) as client:
             stream = await client.chat.completions.create(
                 model="emulated", messages=HELLO, max_tokens=tokens, stream=True, extra_headers=headers

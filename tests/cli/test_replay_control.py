@@ -1,13 +1,12 @@
-"""The control of `sidecar replay`, through real processes: an engine, a sidecar with limits before it, the command."""
+"""The control of `sidecar replay`, before an engine, and a sidecar with limits before that."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 
 from sidecar.policy.keys import hash_line
-from tests.cluster.replicas import address, started
+from tests.support.commands import command
+from tests.support.in_process import emulated_engine, ran, served_sidecar
 
 POLICY = """
 engine: vllm
@@ -34,7 +34,6 @@ keys: ["%s"]
 tier: %s
 """
 KEYS = {tier: f"sk-{tier}-of-the-control-test" for tier in ("high", "batch")}
-REPLAY = [sys.executable, "-m", "sidecar.cli", "replay", "burst:120:20:8"]
 
 
 @dataclass
@@ -43,11 +42,10 @@ class Lab:
 
     engine: str
     sidecar: str
-    folder: Path
 
     def replay(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """`sidecar replay` of 120 requests at once, in a process of its own."""
-        return subprocess.run([*REPLAY, *arguments], capture_output=True, text=True, timeout=120, check=False)
+        """`sidecar replay` of 120 requests at once."""
+        return ran("replay", "burst:120:20:8", *arguments)
 
 
 @contextmanager
@@ -57,12 +55,9 @@ def lab(folder: Path, policy: str = POLICY) -> Iterator[Lab]:
     (folder / "policy.yaml").write_text(policy)
     for tier, key in KEYS.items():
         (folder / "tenants" / f"{tier}.yaml").write_text(TENANT % (tier, hash_line(key), tier))
-    with ExitStack() as stack:
-        emulated = ("emulate", "--engine", "vllm", "--port", "0", "--step-ms", "4", "--max-num-seqs", "8")
-        engine = address(stack.enter_context(started(folder / "engine.log", *emulated)), folder / "engine.log")
-        served = ("serve", "--upstream", engine, "--policy", str(folder), "--port", "0", "--admin-port", "0")
-        sidecar = stack.enter_context(started(folder / "sidecar.log", *served))
-        yield Lab(engine, address(sidecar, folder / "sidecar.log"), folder)
+    emulated = ("--engine", "vllm", "--step-ms", "4", "--max-num-seqs", "8")
+    with emulated_engine(*emulated) as engine, served_sidecar(folder, engine) as (sidecar, _):
+        yield Lab(engine, sidecar)
 
 
 ASKING = {
@@ -178,11 +173,12 @@ def test_a_control_that_cannot_be_played_is_reported_before_anything_is_sent(tmp
 @pytest.mark.long
 def test_a_control_that_comes_under_admission_while_it_runs_is_reported(tmp_path: Path) -> None:
     """The mode is changed after the check: no check before the run can see that."""
-    with lab(tmp_path, f"mode: observe\n{POLICY}") as it:
-        command = [*REPLAY[:-1], "burst:400:20:8", "--upstream", it.sidecar, "--mix", "high=400", "--control"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-            assert process.stdout is not None
-            process.stdout.readline()  # the plan: the checks are over
-            (tmp_path / "policy.yaml").write_text(POLICY)
-            said = process.stdout.read()
+    with (
+        lab(tmp_path, f"mode: observe\n{POLICY}") as it,
+        command("replay", "burst:400:20:8", "--upstream", it.sidecar, "--mix", "high=400", "--control") as process,
+    ):
+        assert process.stdout is not None
+        process.stdout.readline()  # the plan: the checks are over
+        (tmp_path / "policy.yaml").write_text(POLICY)
+        said = process.stdout.read()
     assert re.search(r"This control was NOT neutral: \d+ of its requests went through admission control.", said), said

@@ -16,7 +16,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fastapi import FastAPI
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.util._once import Once
@@ -25,6 +24,7 @@ from sidecar.app import AdmissionMiddleware
 from sidecar.policy.problems import PolicyError
 from sidecar.server.server import CannotServe
 from tests.support.in_process import start_failure
+from tests.support.late import fastapi
 from tests.support.middleware import write_policy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import free_port
@@ -43,9 +43,9 @@ def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(f"opentelemetry.{signal}._{name}_PROVIDER_SET_ONCE", Once())
 
 
-def guarded() -> FastAPI:
+def guarded() -> fastapi.FastAPI:
     """As vLLM does it: the class, and nothing else."""
-    app = FastAPI()
+    app = fastapi.FastAPI()
     app.add_middleware(AdmissionMiddleware)
     return app
 
@@ -168,7 +168,7 @@ async def test_a_failed_start_says_the_same_to_every_request(monkeypatch: pytest
     assert depths[2] == depths[1]
 
 
-async def _asked(app: FastAPI) -> None:
+async def _asked(app: fastapi.FastAPI) -> None:
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
@@ -206,9 +206,9 @@ def test_the_logging_of_the_process_is_left_alone_and_spans_are_sent_when_the_se
     assert '"name": "admission"' in ended.stdout, ended.stderr
 
 
-def passed() -> FastAPI:
+def passed() -> fastapi.FastAPI:
     """As the README has it: the middleware is constructed with its policy."""
-    app = FastAPI()
+    app = fastapi.FastAPI()
     app.add_middleware(AdmissionMiddleware, policy=os.environ["SIDECAR_POLICY"])
     return app
 
@@ -245,11 +245,11 @@ async def test_an_sdk_that_the_app_installs_while_it_starts_is_kept(monkeypatch:
     own = MeterProvider()
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
         metrics.set_meter_provider(own)
         yield
 
-    app = FastAPI(lifespan=lifespan)
+    app = fastapi.FastAPI(lifespan=lifespan)
     app.add_middleware(AdmissionMiddleware, policy=os.environ["SIDECAR_POLICY"])
     async with serving(app), aiohttp.ClientSession() as client:
         assert metrics.get_meter_provider() is own
@@ -312,8 +312,8 @@ async def test_a_middleware_that_no_lifespan_reaches_says_that_it_has_no_pages(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(free_port()))
-    outer = FastAPI()
-    outer.mount("/llm", AdmissionMiddleware(FastAPI(), policy=os.environ["SIDECAR_POLICY"]))
+    outer = fastapi.FastAPI()
+    outer.mount("/llm", AdmissionMiddleware(fastapi.FastAPI(), policy=os.environ["SIDECAR_POLICY"]))
     async with serving(outer) as served, aiohttp.ClientSession() as client:
         for _ in range(2):
             async with client.get(served.url + "/llm/"):

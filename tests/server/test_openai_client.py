@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.launched import running, write_app
+from tests.support.late import openai
 from tests.support.middleware import KEYS, write_policy
 from tests.support.ports import free_ports
 
@@ -28,8 +29,6 @@ def ask_often(client: Any) -> None:
 
 
 def test_the_page_shows_what_the_client_did_and_the_client_is_told_all_it_needs(tmp_path: Path) -> None:
-    import openai
-
     write_app(tmp_path)
     write_policy(tmp_path, acme="limits: {requests_per_minute: 30, burst: 5s}\n")
     port = free_ports(2)

@@ -37,7 +37,7 @@ from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
 from sidecar.telemetry.setup import meter_provider_for
 from tests.support.otlp import otlp_over_http
 from tests.telemetry.span_stories import admitted, begin, classified, first_byte, received, refused
-from tests.telemetry.test_setup import run
+from tests.telemetry.test_setup import run_cold
 
 pytestmark = pytest.mark.skipif(not (HAS_CONTEXT and HAS_EXEMPLARS), reason="this OpenTelemetry has no exemplars yet")
 
@@ -418,7 +418,7 @@ print("added up" if sums_of(None) is not None else "left to the SDK", line.split
 
 @pytest.mark.parametrize(("install", "who"), [(OURS, "added up"), (THE_HOSTS, "left to the SDK")])
 def test_an_instrument_that_was_made_before_the_provider_counts_each_duration_once(install, who):
-    assert run(MADE_BEFORE, install, THEN).stdout.splitlines() == [f"{who} 2.0"]
+    assert run_cold(MADE_BEFORE, install, THEN).stdout.splitlines() == [f"{who} 2.0"]
 
 
 def test_a_variable_has_the_sdk_count(monkeypatch):

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from sidecar.policy.compiler import shipped_policies
 from tests.support.commands import address, command
 from tests.support.engine import answering, raw_engine
 from tests.support.in_process import emulated_engine
+from tests.support.late import openai
 from tests.support.otlp import Received, otlp_over_grpc, otlp_over_http
 
 INTERACTIVE, STANDARD, RESEARCH = "sk-demo-interactive", "sk-demo-standard", "sk-demo-research"

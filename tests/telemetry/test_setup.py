@@ -107,6 +107,7 @@ def run_cold(*parts, **variables):
         command, env=environment_of(variables), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+    return done
 
 
 def run_one_request(run, **variables):

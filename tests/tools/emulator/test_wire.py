@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import openai
 import pytest
 
 from sidecar.engines import Engine
 from sidecar.tools.emulator import StepModel
+from tests.support.late import openai
 from tests.tools.emulator.emulated import BODIES, ENGINES, MESSAGES, PATHS, SGLANG, TRTLLM, VLLM, Client, emulated
 
 pytestmark = pytest.mark.anyio
