@@ -566,7 +566,7 @@ async def test_an_engine_that_speaks_first_is_none() -> None:
 
 
 @needs_openssl
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.long)])
 async def test_a_certificate_is_checked_against_those_that_the_system_trusts(tmp_path: Path, loop: str) -> None:
     files = self_signed(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
