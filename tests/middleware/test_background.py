@@ -112,18 +112,18 @@ async def test_the_last_of_two_counts_and_an_escaped_name_is_the_name(raw: bytes
     assert answer.is_error(400, "background_not_allowed")
 
 
-@pytest.mark.parametrize("value", FALSE)
-async def test_what_says_no_passes(value: Any) -> None:
+async def test_what_says_no_passes() -> None:
     async with guarding(App(), policy()) as guarded:
-        assert (await guarded.ask(asks(background=value), path=RESPONSES)).status == 200
+        for value in FALSE:
+            assert (await guarded.ask(asks(background=value), path=RESPONSES)).status == 200, value
 
 
-@pytest.mark.parametrize("value", NEITHER)
 @pytest.mark.parametrize("more", ["", HOLD])
-async def test_what_is_no_boolean_is_a_mistake(value: Any, more: str) -> None:
+async def test_what_is_no_boolean_is_a_mistake(more: str) -> None:
     async with guarding(App(), policy(more)) as guarded:
-        answer = await guarded.ask(asks(background=value), path=RESPONSES)
-    assert answer.is_error(400, "invalid_body", "background: expected true or false")
+        for value in NEITHER:
+            answer = await guarded.ask(asks(background=value), path=RESPONSES)
+            assert answer.is_error(400, "invalid_body", "background: expected true or false"), value
 
 
 def test_the_spellings_are_pydantics() -> None:

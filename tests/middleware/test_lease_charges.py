@@ -96,7 +96,7 @@ async def share_of_bursty(learn: Learn) -> float:
     return world.used["bursty"] / world.used.total()
 
 
-@pytest.mark.parametrize("learn", [Learn.CAUTIOUS, Learn.FULL])
+@pytest.mark.parametrize("learn", [Learn.CAUTIOUS, pytest.param(Learn.FULL, marks=pytest.mark.long)])
 async def test_a_tenant_whose_few_answers_are_very_long_gets_half_of_two_tenants(learn: Learn) -> None:
     assert 0.42 <= await share_of_bursty(learn) <= 0.56
 

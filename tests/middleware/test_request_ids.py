@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.support.middleware import App, answer, guarding, policy, whole_body
+from tests.support.middleware import Answer, App, answer, guarding, key, policy, whole_body
+from tests.support.wire import exchange, post
 
 pytestmark = pytest.mark.anyio
 
@@ -43,6 +46,23 @@ class NamingEngine(Engine):
 
 
 @pytest.mark.parametrize("mode", ["enforce", "observe"])
+async def test_messages_have_the_id_by_anthropics_name_too(mode: str) -> None:
+    async with guarding(Engine(), policy(f"mode: {mode}\n")) as guarded:
+        made = await guarded.ask({"model": "m", "messages": MESSAGES, "max_tokens": 5}, path="/v1/messages")
+        assert made.status == 200
+        assert made.headers["request-id"] == made.headers["x-request-id"]
+
+
+async def test_refused_messages_have_it_as_well() -> None:
+    async with guarding(Engine()) as guarded:
+        body = {"model": "m", "messages": MESSAGES, "max_tokens": 5}
+        refused = await guarded.ask(body, "x-api-key: sk-no-one", path="/v1/messages")
+    assert refused.status == 401
+    assert refused.json["request_id"] == refused.headers["request-id"] == refused.headers["x-request-id"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["enforce", "observe"])
 async def test_an_anthropic_client_reads_the_id_of_its_request(mode: str, anthropic: ModuleType) -> None:
     async with guarding(Engine(), policy(f"mode: {mode}\n")) as guarded:
         url = f"http://127.0.0.1:{guarded.port}"
@@ -52,6 +72,7 @@ async def test_an_anthropic_client_reads_the_id_of_its_request(mode: str, anthro
             assert (await made.parse())._request_id == made.headers["x-request-id"]
 
 
+@pytest.mark.long
 async def test_an_anthropic_client_reads_the_id_of_a_refused_request(anthropic: ModuleType) -> None:
     async with guarding(Engine()) as guarded:
         url = f"http://127.0.0.1:{guarded.port}"
@@ -62,13 +83,12 @@ async def test_an_anthropic_client_reads_the_id_of_a_refused_request(anthropic: 
     assert refused.value.request_id == refused.value.response.headers["x-request-id"] == body["request_id"]
 
 
-async def test_an_engines_own_id_of_a_message_stays(anthropic: ModuleType) -> None:
+async def test_an_engines_own_id_of_a_message_stays() -> None:
     async with guarding(NamingEngine()) as guarded:
-        url = f"http://127.0.0.1:{guarded.port}"
-        async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-acme", max_retries=0) as client:
-            made = await client.messages.with_raw_response.create(model="m", messages=MESSAGES, max_tokens=5)
-            assert made.headers.get_list("request-id") == ["the-engines"]
-            assert len(made.headers["x-request-id"]) == 32
+        body = json.dumps({"model": "m", "messages": MESSAGES, "max_tokens": 5}).encode()
+        raw = await exchange(guarded.port, post("/v1/messages", body, key("acme")))
+    assert re.findall(rb"(?m)^request-id: (.*)\r$", raw) == [b"the-engines"]
+    assert len(Answer.parsed(raw).headers["x-request-id"]) == 32
 
 
 async def test_other_apis_have_no_header_of_anthropics() -> None:

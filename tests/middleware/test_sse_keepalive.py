@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 from types import ModuleType
 from typing import Any
 
@@ -118,7 +119,7 @@ async def test_an_openai_client_reads_through_the_comments(openai: ModuleType) -
 
 async def test_a_refusal_behind_comments_is_an_error_that_an_openai_client_raises(openai: ModuleType) -> None:
     engine = Engine()
-    async with guarding(engine, one_at_a_time(max_wait="600ms")) as guarded:
+    async with guarding(engine, one_at_a_time(max_wait="2s")) as guarded:
         holder = await pool_taken(guarded)
         async with openai_client(openai, guarded) as client:
             stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
@@ -134,7 +135,7 @@ async def test_a_refusal_behind_comments_is_an_error_that_an_openai_client_raise
 
 async def test_a_refusal_behind_comments_reaches_the_client_of_the_responses_api(openai: ModuleType) -> None:
     engine = Engine()
-    async with guarding(engine, one_at_a_time(max_wait="600ms")) as guarded:
+    async with guarding(engine, one_at_a_time(max_wait="2s")) as guarded:
         holder = await pool_taken(guarded)
         async with openai_client(openai, guarded) as client:
             stream = await client.responses.create(model="m", input="hi", stream=True)
@@ -145,9 +146,24 @@ async def test_a_refusal_behind_comments_reaches_the_client_of_the_responses_api
     assert "no room came free for tier normal" in str(raised.value)
 
 
+async def test_a_refusal_behind_comments_is_an_error_event_of_the_messages_api() -> None:
+    engine = Engine()
+    async with guarding(engine, one_at_a_time(max_wait="2s")) as guarded:
+        holder = await pool_taken(guarded)
+        refused = await guarded.ask(
+            {"model": "m", "messages": MESSAGES, "max_tokens": 5, "stream": True}, path="/v1/messages"
+        )
+        engine.first_may_end.set()
+        await holder
+    assert refused.status == 200
+    (said,) = re.findall(rb"event: error\ndata: (.*)\n", refused.body)
+    assert (json.loads(said)["type"], json.loads(said)["error"]["code"]) == ("error", "queue_timeout")
+
+
+@pytest.mark.long
 async def test_a_refusal_behind_comments_is_an_error_that_an_anthropic_client_raises(anthropic: ModuleType) -> None:
     engine = Engine()
-    async with guarding(engine, one_at_a_time(max_wait="600ms")) as guarded:
+    async with guarding(engine, one_at_a_time(max_wait="2s")) as guarded:
         holder = await pool_taken(guarded)
         url = f"http://127.0.0.1:{guarded.port}"
         async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-acme", max_retries=0) as client:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from sidecar.proxy import connection as connections
 from sidecar.proxy.connection import EngineConnection, NotHttp
 from sidecar.sending import SENT
-from tests.proxy.test_connection import STREAM, WITHIN_S, ask, asking, once
-from tests.support.engine import Connection
+from tests.proxy.test_connection import STREAM, WITHIN_S, ask, asking, in_step, once
 
 pytestmark = pytest.mark.anyio
 
@@ -170,19 +169,7 @@ async def test_a_slow_client_holds_chunks_back_and_they_go_on_together_in_their_
         parts.extend([body, b"<end>"] if is_last else [body])
         return SENT
 
-    async def script(connection: Connection) -> None:
-        await connection.request()
-        await connection.send(STREAM)
-        for number in range(8):
-            await connection.send(chunk(b"%d" % number, "%x"))
-            while number < 3 and parts[-1:] != [b"%d" % number]:  # noqa: ASYNC110  # each is passed on by itself
-                await asyncio.sleep(0.001)
-        await connection.send(b"0\r\n\r\n")
-        await asyncio.sleep(0.1)  # all of it is held back by now
-        slow.set()
-        await connection.hung_up()
-
-    async with asking(script) as (_, upstream):
+    async with asking(in_step(parts, slow)) as (_, upstream):
         response = await ask(upstream)
         await asyncio.wait_for(response.pass_on(message, lambda: send_chunk), WITHIN_S)
     assert parts == [b"0", b"1", b"2", b"34567", b"<end>"]

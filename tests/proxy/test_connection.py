@@ -68,6 +68,24 @@ def once(*pieces: bytes, pause_s: float = 0.01) -> Script:
     return script
 
 
+def in_step(parts: list[bytes], slow: asyncio.Event) -> Script:
+    """An engine that sends 0, 1 and 2 one after the other was passed on, 3 to 7 at once, and then sets `slow`."""
+
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.send(STREAM)
+        for number in range(8):
+            await connection.send(b"1\r\n%d\r\n" % number)
+            while number < 3 and parts[-1:] != [b"%d" % number]:  # noqa: ASYNC110  # no event says so
+                await asyncio.sleep(0.001)
+        await connection.send(b"0\r\n\r\n")
+        await asyncio.sleep(0.1)  # all of it is held back by now
+        slow.set()
+        await connection.hung_up()
+
+    return script
+
+
 # What is read
 
 
@@ -91,11 +109,15 @@ async def test_parts_that_were_read_together_are_passed_on_together_and_others_a
 
 
 async def test_parts_that_come_while_one_is_waited_for_go_out_together_after_it_in_their_order() -> None:
-    pieces = [b"1\r\n%d\r\n" % number for number in range(8)]
-    async with asking(once(STREAM, *pieces, b"0\r\n\r\n")) as (_, upstream):
-        slow = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.2, slow.set)
-        parts = await whole(await ask(upstream), lambda body: slow.wait() if body == b"2" else None)
+    slow = asyncio.Event()
+    parts: list[bytes] = []
+
+    def wait(body: bytes) -> object:
+        parts.append(body)
+        return slow.wait() if body == b"2" else None
+
+    async with asking(in_step(parts, slow)) as (_, upstream):
+        parts = await whole(await ask(upstream), wait)
     assert parts == [b"0", b"1", b"2", b"34567", b"<end>"]
 
 
@@ -528,25 +550,25 @@ async def test_an_engine_that_is_silent_for_too_long_is_given_up_before_its_head
     async with asking(once(b""), silence_s=0.05) as (_, upstream):
         with pytest.raises(NoAnswer):
             await ask(upstream)
-    async with asking(once(STREAM, b"1\r\nx\r\n"), silence_s=0.05) as (_, upstream):
+    async with asking(once(STREAM, b"1\r\nx\r\n"), silence_s=0.5) as (_, upstream):
         response = await ask(upstream)
         with pytest.raises(NoAnswer):
             await whole(response)
 
 
 async def test_an_engine_that_says_something_in_time_may_take_longer_in_all_and_so_may_its_client() -> None:
-    pieces = [b"1\r\n%d\r\n" % number for number in range(8)]
-    async with asking(once(STREAM, *pieces, b"0\r\n\r\n", pause_s=0.06), silence_s=0.3) as (_, upstream):
+    pieces = [b"1\r\nx\r\n"] * 12
+    async with asking(once(STREAM, *pieces, b"0\r\n\r\n", pause_s=0.1), silence_s=1.0) as (_, upstream):
         response = await ask(upstream)
-        assert b"".join(await whole(response)) == b"01234567<end>"
+        assert b"".join(await whole(response)) == b"x" * 12 + b"<end>"
 
 
 async def test_a_client_that_stops_reading_is_no_silence_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "READ_AHEAD_BYTES", 1000)
     slow = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.4, slow.set)
+    asyncio.get_running_loop().call_later(1.2, slow.set)
     pieces = [b"%x\r\n%b\r\n" % (5000, b"x" * 5000), b"1\r\ny\r\n0\r\n\r\n"]
-    async with asking(once(STREAM + b"1\r\nw\r\n", *pieces), silence_s=0.1) as (_, upstream):
+    async with asking(once(STREAM + b"1\r\nw\r\n", *pieces), silence_s=0.6) as (_, upstream):
         parts = await whole(await ask(upstream), lambda _: slow.wait())
     assert b"".join(parts) == b"w" + b"x" * 5000 + b"y<end>"
 
@@ -566,7 +588,7 @@ async def test_an_engine_that_speaks_first_is_none() -> None:
 
 
 @needs_openssl
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.long)])
 async def test_a_certificate_is_checked_against_those_that_the_system_trusts(tmp_path: Path, loop: str) -> None:
     files = self_signed(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
