@@ -29,6 +29,7 @@ os.environ.setdefault("SIDECAR_SERVE_NO_CHECK", "1")
 stages.check_every_step()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs a file in one process, so that what it starts is started once, and tests on real time last."""
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
@@ -37,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
         # Not `derandomize`, which forbids a database of examples.
         if IS_CI and item.get_closest_marker("hypothesis") and isinstance(item, pytest.Function):
-            seed(0)(item.function)
+            seed(0)(getattr(item.obj, "_hypothesis_state_machine_class", item.function))
 
 
 @pytest.fixture(autouse=True)
