@@ -113,7 +113,9 @@ async def test_other_proxies_stay_in_via_and_another_sidecar_is_no_loop() -> Non
 
 
 @pytest.mark.parametrize(
-    "request_", [get("/v1/models", f"via: {OWN_VIA}"), post("/v1/completions", b"{}", f"via: 1.1 a, {OWN_VIA}, 1.1 b")]
+    "request_",
+    [get("/v1/models", f"via: {OWN_VIA}"), post("/v1/completions", b"{}", f"via: 1.1 a, {OWN_VIA}, 1.1 b")],
+    ids=["alone", "among others"],  # the name is new in each process, and these must collect the same items
 )
 async def test_a_request_that_comes_back_is_refused(request_: bytes) -> None:
     async with proxied(answering()) as (engine, sidecar):
