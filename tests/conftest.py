@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import seed, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
+from opentelemetry.util._once import Once
 
+from sidecar.pools.redis import connection, session
 from tests.support import stages
 from tests.support.signals import restore_for_children
 
@@ -47,6 +49,30 @@ def every_request_keeps_to_its_stages() -> Iterator[None]:
     stages.entered.clear()
     yield
     assert not stages.wrong
+
+
+@pytest.fixture(autouse=True)
+def patient_stores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may take as long as a busy machine does, but where the test is about one that hangs (`hasty`)."""
+    if request.node.get_closest_marker("hasty"):
+        return
+    for module, bound in (
+        (connection, "CONNECT_WITHIN_S"),
+        (connection, "GREETING_WITHIN_S"),
+        (connection, "ANSWER_WITHIN_S"),
+        (session, "ANSWER_WITHIN_S"),
+    ):
+        monkeypatch.setattr(module, bound, 60.0)
+    for call in (connection.StoreConnection.call, connection.StoreConnection.run):
+        monkeypatch.setattr(call, "__defaults__", (60.0,))
+
+
+@pytest.fixture
+def no_providers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenTelemetry as in a process in which no provider was installed: one can be, until the test ends."""
+    for signal, name in (("trace", "TRACER"), ("metrics._internal", "METER")):
+        monkeypatch.setattr(f"opentelemetry.{signal}._{name}_PROVIDER", None)
+        monkeypatch.setattr(f"opentelemetry.{signal}._{name}_PROVIDER_SET_ONCE", Once())
 
 
 @pytest.fixture

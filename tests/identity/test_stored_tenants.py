@@ -219,6 +219,7 @@ async def test_unknown_keys_get_a_503_until_the_store_was_read(tmp_path: Path, s
             assert lease.tenant == "bulk"
 
 
+@pytest.mark.hasty
 async def test_the_command_says_that_the_store_hangs(
     tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -636,6 +636,7 @@ async def leave(one: Sidecar, app: Rude, model: str) -> None:
     writer.close()
 
 
+@pytest.mark.hasty
 async def test_use_is_counted_while_the_store_is_away_and_added_later(
     tmp_path: Path, store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

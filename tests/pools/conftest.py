@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.pools.redis import connection, session
 from tests.pools.harness import ByGain, Harness, LocalHarness
 from tests.pools.redis_harness import RedisHarness
 from tests.support.redis_servers import RedisServer, binaries, first_binary
@@ -46,20 +45,6 @@ class Servers(dict[str, RedisServer]):
 def redis_server(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> RedisServer:
     """A real server, of every kind that is installed."""
     return servers[request.param]
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores are waited for as long as a busy machine takes. For tests in which none hangs."""
-    for module, bound in (
-        (connection, "CONNECT_WITHIN_S"),
-        (connection, "GREETING_WITHIN_S"),
-        (connection, "ANSWER_WITHIN_S"),
-        (session, "ANSWER_WITHIN_S"),
-    ):
-        monkeypatch.setattr(module, bound, 60.0)
-    for call in (connection.StoreConnection.call, connection.StoreConnection.run):
-        monkeypatch.setattr(call, "__defaults__", (60.0,))
 
 
 KINDS = ["local", *SERVERS]

@@ -144,7 +144,7 @@ async def until(condition: Any, within_s: float = 60.0, what: str = "") -> float
 
 
 async def nothing_left(pools: Sequence[RedisPool]) -> None:
-    """Fails unless, at the next heartbeat, neither the store nor a replica has a lease or a ticket left."""
+    """Fails unless, at a next heartbeat, neither the store nor a replica has a lease or a ticket left."""
 
     def is_empty() -> bool:
         states: list[Any] = [pool.state() for pool in pools]
@@ -154,9 +154,12 @@ async def nothing_left(pools: Sequence[RedisPool]) -> None:
             for state in states
         )
 
-    for pool in pools:
-        pool._batches.beat()
-    await until(is_empty, what="leases or tickets are left")
+    def is_empty_after_a_beat() -> bool:
+        for pool in pools:
+            pool._batches.beat()
+        return is_empty()
+
+    await until(is_empty_after_a_beat, what="leases or tickets are left")
 
 
 async def recovered(pools: Sequence[RedisPool]) -> float:

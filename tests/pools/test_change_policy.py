@@ -25,7 +25,7 @@ from tests.pools.test_engine_capacity import Engine, following
 from tests.pools.test_engine_capacity import policy_of as sized_by_engine
 from tests.support.redis_servers import RedisServer, first_binary
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient")]
+pytestmark = pytest.mark.anyio
 
 
 def change(pool: Any, policy: Policy) -> None:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
 from scenario_policy import SCENARIOS
 from scenario_policy import policy_of as policy_of_scenario
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient")]
+pytestmark = pytest.mark.anyio
 AT_ONCE = Grant(1_000_000_000, 0, 0, None, {}, 0)
 KINDS = ["local", "fakeredis", *SERVERS]
 in_both_orders = pytest.mark.parametrize("harness", [*KINDS, *BY_GAIN], indirect=True)

@@ -257,6 +257,7 @@ async def test_the_log_says_once_that_the_store_is_lost_and_once_that_it_is_back
 # -- a network that plays tricks
 
 
+@pytest.mark.hasty
 @pytest.mark.parametrize("fault", ["drop", "cut", "delay", "swallow"])
 async def test_a_bad_network(server: RedisServer, fault: str) -> None:
     async with FaultProxy(server.host, server.port) as proxy, replicas(policy(), [proxy.url(), server.url]) as pools:

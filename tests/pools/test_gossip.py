@@ -23,7 +23,7 @@ from tests.pools.conftest import SERVERS
 from tests.pools.harness import Harness, ask, simple
 from tests.support.redis_servers import RedisServer, first_binary
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient")]
+pytestmark = pytest.mark.anyio
 _names = itertools.count(1)
 in_a_store = pytest.mark.parametrize("harness", SERVERS, indirect=True)
 """One process has no others."""

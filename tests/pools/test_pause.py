@@ -14,7 +14,7 @@ from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, simple
 from tests.pools.test_tenant_limits import asks, left
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient")]
+pytestmark = pytest.mark.anyio
 GONE = "connection refused"
 
 

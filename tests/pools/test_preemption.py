@@ -17,7 +17,7 @@ from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, policy_of
 from tests.pools.load import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient")]
+pytestmark = pytest.mark.anyio
 
 HIGH, LOW = 0, 1
 

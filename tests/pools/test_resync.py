@@ -381,6 +381,7 @@ async def test_a_store_that_is_slow_is_not_lost(silent_s: float, redis_server: R
 
 
 @pytest.mark.alone
+@pytest.mark.hasty
 async def test_a_store_that_hangs_is_lost_within_four_seconds(redis_server: RedisServer) -> None:
     """The negative control."""
     async with replicas(simple(tokens=10), [redis_server.url] * 2, name="hangs") as pools:

@@ -13,7 +13,7 @@ from sidecar.pools import Ask, Pool
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, simple
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient")]
+pytestmark = pytest.mark.anyio
 EACH = Limits(requests_per_minute=60, tokens_per_minute=600, concurrent_requests=3)
 
 

@@ -12,7 +12,7 @@ from sidecar.pools.queue_places import LEAST_S, MOST_S
 from tests.pools.conftest import SERVERS, in_both_orders
 from tests.pools.harness import Clock, Harness, ask, simple
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient")]
+pytestmark = pytest.mark.anyio
 
 PLACES = 4
 

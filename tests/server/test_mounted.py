@@ -18,7 +18,6 @@ import aiohttp
 import pytest
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.util._once import Once
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.policy.problems import PolicyError
@@ -34,13 +33,10 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _environment(monkeypatch: pytest.MonkeyPatch, no_providers: None, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith(("SIDECAR_", "OTEL_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SIDECAR_POLICY", str(write_policy(tmp_path)))
-    for signal, name in (("trace", "TRACER"), ("metrics._internal", "METER")):  # a mounted start sets the process's own
-        monkeypatch.setattr(f"opentelemetry.{signal}._{name}_PROVIDER", None)
-        monkeypatch.setattr(f"opentelemetry.{signal}._{name}_PROVIDER_SET_ONCE", Once())
 
 
 def guarded() -> fastapi.FastAPI:

@@ -12,7 +12,7 @@ REQUESTS = {"/v1/traces": ExportTraceServiceRequest, "/v1/metrics": ExportMetric
 
 
 @pytest.fixture(autouse=True)
-def no_otel_variables(monkeypatch):
+def no_otel_variables(monkeypatch, no_providers):
     for name in os.environ:
         if name.startswith("OTEL_"):
             monkeypatch.delenv(name)
