@@ -69,6 +69,7 @@ async def test_a_refusal_of_one_is_on_the_page_of_the_other(two: Two) -> None:
     assert refusal["replica"] != shown["replica"]
 
 
+@pytest.mark.hasty
 async def test_while_the_store_is_lost_each_shows_itself_and_says_so(two: Two) -> None:
     two.store.pause()
     lost = await until(two.first, lambda one: one["store"]["state"] == "divided")

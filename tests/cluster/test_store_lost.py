@@ -22,7 +22,7 @@ from tests.support.devtools import Tab, headless, tab
 from tests.support.fault_proxy import FaultProxy
 from tests.support.redis_servers import RedisServer, first_binary, free_port
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.hasty]
 REQUESTS, TOKENS = 4, 1000
 BATCH, HIGH = 9, 5
 """Clients that always ask: those of `high` at one replica would fill its part alone."""

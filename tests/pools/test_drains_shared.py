@@ -16,7 +16,7 @@ from tests.pools.load import recovered, until
 from tests.pools.test_redis_fleet import A, B, replicas
 from tests.support.redis_servers import RedisServer, first_binary
 
-pytestmark = [pytest.mark.anyio, pytest.mark.long]
+pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.hasty]
 RESTARTED = A._replace(id="a#2")
 
 

@@ -157,6 +157,7 @@ async def test_a_restarted_server_that_is_empty(server: RedisServer) -> None:
 # -- a store that is away
 
 
+@pytest.mark.hasty
 @pytest.mark.long
 async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(server: RedisServer) -> None:
     """Three busy replicas, of which one asks for most: it holds more than its part when the store falls silent."""

@@ -172,6 +172,7 @@ def test_a_request_without_an_answer_is_charged_once(scripted: tuple[Scripted, S
     assert verdict.tokens == (200, 40_000_000)
 
 
+@pytest.mark.hasty
 async def test_nothing_is_charged_twice_through_a_network_that_swallows_answers(store: RedisServer) -> None:
     limits = Limits(tokens_per_minute=60_000, concurrent_requests=50)
     async with FaultProxy(store.host, store.port) as proxy, replicas(simple(tokens=100_000), [proxy.url()]) as (pool,):

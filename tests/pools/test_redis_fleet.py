@@ -225,6 +225,7 @@ async def test_an_answer_from_before_a_drain_or_its_end_does_not_undo_it(server:
             await until(lambda: heard == [("a", not drains)], 60, "what others say later counts")
 
 
+@pytest.mark.hasty
 @pytest.mark.long
 @pytest.mark.parametrize("is_known_lost", [True, False])
 async def test_a_drain_of_a_time_without_the_store_counts_when_it_is_back(
@@ -526,6 +527,7 @@ async def test_without_the_store_no_engine_holds_more_than_it_can(server: RedisS
                 assert lease.settle()
 
 
+@pytest.mark.hasty
 @pytest.mark.long
 async def test_a_paused_store_is_the_store_again(server: RedisServer) -> None:
     with server:

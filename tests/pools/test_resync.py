@@ -362,6 +362,7 @@ async def killed_with(folder: Path, count: int) -> None:
 # -- a store that is slow
 
 
+@pytest.mark.hasty
 @pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.parametrize("silent_s", [0.5, 1.2])
