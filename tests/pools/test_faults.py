@@ -309,7 +309,7 @@ async def test_grants_for_another_replica_are_heard_at_once(
 ) -> None:
     """Without a heartbeat, which would tell of them too."""
     monkeypatch.setattr(session, "BEAT_EVERY_S", 600.0)
-    monkeypatch.setattr(session, "SILENT_SUBSCRIPTION_S", 600.0)  # else it listens anew, and misses what comes meanwhile
+    monkeypatch.setattr(session, "SILENT_SUBSCRIPTION_S", 600.0)  # else it listens anew, and misses a grant
     async with replicas(policy(), [server.url] * 2) as pools:
         await until(lambda: len(server.command("PUBSUB", "CHANNELS", "*")) == 2, what="each listens")
         for _ in range(5):

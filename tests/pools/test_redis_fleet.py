@@ -126,7 +126,7 @@ async def test_the_first_byte_lets_a_request_of_another_replica_in_without_a_hea
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "BEAT_EVERY_S", 600.0)
-    monkeypatch.setattr(session, "SILENT_SUBSCRIPTION_S", 600.0)  # else it listens anew, and misses what comes meanwhile
+    monkeypatch.setattr(session, "SILENT_SUBSCRIPTION_S", 600.0)  # else it listens anew, and misses a grant
     with server:
         async with replicas(server.url, 2, A) as (one, other):
             await until(lambda: len(server.command("PUBSUB", "CHANNELS", "*")) == 2, what="each listens")

@@ -163,7 +163,7 @@ async def test_charges_and_sizes_that_one_call_does_not_take_are_said_at_once(
 ) -> None:
     """Nothing else asks for a call: the heartbeat is far away, and its own call takes a part only."""
     monkeypatch.setattr(session, "BEAT_EVERY_S", 600.0)
-    monkeypatch.setattr(session, "SILENT_SUBSCRIPTION_S", 600.0)  # else it listens anew, and misses what comes meanwhile
+    monkeypatch.setattr(session, "SILENT_SUBSCRIPTION_S", 600.0)  # else it listens anew, and misses a grant
     tenants = 2 * MOST_OPERATIONS + 5
     name = f"rest-{kind}".replace(" ", "-")
     async with opened(kind, redis_server, name) as pool:
