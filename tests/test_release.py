@@ -1,6 +1,6 @@
 """The distribution that `sh .ci/release` builds: complete, small, and usable where nothing else is installed.
 
-The second step builds it with the backend alone, and looks into it. The whole script, with its empty environments, takes
+The second step builds it with the backend alone, and looks into it. The whole script, with its empty environments, is
 a minute: `--soak`.
 """
 
