@@ -1,9 +1,15 @@
-"""The distribution that `sh .ci/release` builds: complete, small, and usable where nothing else is installed."""
+"""The distribution that `sh .ci/release` builds: complete, small, and usable where nothing else is installed.
+
+The second step builds it with the backend alone, and looks into it. The whole script, with its empty environments, is
+a minute: `--soak`.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -34,16 +40,35 @@ def released(clone: Path, *tag: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def dist(clone: Path) -> Path:
-    """What the script builds. It installs the wheel in an empty environment, and runs the command there."""
-    ended = released(clone)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("PASSED") == 2, "twine checks the sdist and the wheel"
-    assert "Built and checked. Nothing is published." in ended.stdout
+def dist(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist and the wheel, without the script."""
+    backend = tmp_path_factory.mktemp("backend")
+    install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "--target"]
+    requires = re.search(r"^requires = \[\"(.+)\"\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert requires is not None
+    subprocess.run([sys.executable, *install, str(backend), requires[1]], check=True, timeout=300)
+    build = [sys.executable, "-m", "hatchling", "build", "--directory", "dist"]
+    subprocess.run(build, cwd=clone, env={**os.environ, "PYTHONPATH": str(backend)}, check=True, timeout=300)
     return clone / "dist"
 
 
-def test_the_wheel_has_the_package_and_the_policies_alone(dist: Path) -> None:
+@pytest.mark.soak
+def test_the_script_builds_checks_and_runs_what_it_built(clone: Path, tmp_path: Path) -> None:
+    """It installs the wheel in an empty environment, and runs the command there."""
+    other = tmp_path / "other"
+    subprocess.run(["git", "clone", "--quiet", str(clone), str(other)], check=True)
+    ended = released(other)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("PASSED") == 2, "twine checks the sdist and the wheel"
+    assert "Built and checked. Nothing is published." in ended.stdout
+    look_into(other / "dist")
+
+
+def test_the_wheel_has_the_package_and_the_policies_alone_and_the_sdist_the_folders_of_the_tree(dist: Path) -> None:
+    look_into(dist)
+
+
+def look_into(dist: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     assert wheel.name == f"admission_sidecar-{sidecar.__version__}-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()
@@ -55,14 +80,11 @@ def test_the_wheel_has_the_package_and_the_policies_alone(dist: Path) -> None:
     committed = {str(path.relative_to(ROOT)) for path in (ROOT / "sidecar").rglob("*.lua")}
     assert committed
     assert committed <= set(names)
-
-
-def test_the_sdist_has_the_folders_of_the_tree_alone(dist: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        names = {name.split("/")[1] for name in archive.getnames()}
-    assert {"sidecar", "policies", "tests", "docs", "pyproject.toml", "LICENSE"} <= names
-    assert {name for name in names if name.endswith(".whl")} == set()
+        of_the_tree = {name.split("/")[1] for name in archive.getnames()}
+    assert {"sidecar", "policies", "tests", "docs", "pyproject.toml", "LICENSE"} <= of_the_tree
+    assert {name for name in of_the_tree if name.endswith(".whl")} == set()
 
 
 def test_a_tag_that_is_not_the_version_builds_nothing(clone: Path) -> None:
@@ -71,6 +93,7 @@ def test_a_tag_that_is_not_the_version_builds_nothing(clone: Path) -> None:
     assert f"the tag is v0.0.0, and sidecar/version.py says {sidecar.__version__}" in ended.stderr
 
 
+@pytest.mark.soak
 def test_a_policy_that_is_refused_fails_the_release(clone: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     subprocess.run(["git", "clone", "--quiet", str(clone), str(other)], check=True)

@@ -34,9 +34,6 @@ class Reloading:
     def pool(self) -> Any:
         return self.sidecar.controller.state()["pool"]
 
-    def is_idle(self) -> bool:
-        return self.pool()["leases"] == self.pool()["waiting"] == self.sidecar.controller.under_way == 0
-
     def counted(self) -> tuple[int, int]:
         """How many were admitted and refused, as the live page counts them."""
         self.sidecar.observability.observer.flush()

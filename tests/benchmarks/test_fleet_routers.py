@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -196,24 +197,34 @@ def test_block_hashes_are_equal_as_far_as_the_prompts_are(one: bytes, other: byt
     assert sum(1 for left, right in pairs if left == right) == shared
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_a_router_passes_streams_through_and_its_counts_end_at_nothing(name: str) -> None:
+@pytest.fixture(scope="module")
+def engines() -> Iterator[tuple[str, str]]:
     flags = ["--engine", "vllm", "--port", "0", "--step-ms", "1", "--max-num-seqs", "8"]
     with command("emulate", *flags) as (first,), command("emulate", *flags) as (second,):
-        line = [sys.executable, "-m", "benchmarks.fleet_routers", "--rule", name, first, second]
-        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as router:
-            try:
-                (url,) = addresses(router, 1)
-                for number in range(6):
-                    assert answer(url, f"{number} " * 40).endswith("data: [DONE]")
-                assert page(f"{url}/_router") == {"requests": [0, 0]}
-                finished = [page(f"{engine}/_emulator")["counts"]["finished"] for engine in (first, second)]
-                assert sum(finished) == 6
-                if name in ("round-robin", "least-requests"):
-                    assert finished == [3, 3]
-            finally:
-                router.send_signal(signal.SIGTERM)
-                assert router.wait(20) == 0
+        yield first, second
+
+
+@each("name", RULES)
+def test_a_router_passes_streams_through_and_its_counts_end_at_nothing(name: str, engines: tuple[str, str]) -> None:
+    before = finished(engines)
+    line = [sys.executable, "-m", "benchmarks.fleet_routers", "--rule", name, *engines]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as router:
+        try:
+            (url,) = addresses(router, 1)
+            for number in range(6):
+                assert answer(url, f"{number} " * 40).endswith("data: [DONE]")
+            assert page(f"{url}/_router") == {"requests": [0, 0]}
+            served_by = [now - then for now, then in zip(finished(engines), before, strict=True)]
+            assert sum(served_by) == 6
+            if name in ("round-robin", "least-requests"):
+                assert served_by == [3, 3]
+        finally:
+            router.send_signal(signal.SIGTERM)
+            assert router.wait(60) == 0
+
+
+def finished(engines: tuple[str, str]) -> list[int]:
+    return [page(f"{engine}/_emulator")["counts"]["finished"] for engine in engines]
 
 
 def answer(url: str, text: str) -> str:
@@ -226,6 +237,6 @@ def answer(url: str, text: str) -> str:
         return str(response.read().decode().strip())
 
 
-def page(url: str) -> object:
+def page(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=30) as response:
         return json.load(response)

@@ -82,13 +82,13 @@ def test_a_request_that_fails_is_said_and_the_others_are_answered(tmp_path: Path
 
 
 @contextlib.contextmanager
-def worker(broker: str, policy: Path, engine: str, log: Path, pool: str) -> Iterator[dict[str, str]]:
-    """A Celery worker with two processes or threads, and the environment in which its tasks can be sent."""
+def worker(broker: str, policy: Path, engine: str, log: Path) -> Iterator[dict[str, str]]:
+    """A Celery worker with two processes, and the environment in which its tasks can be sent."""
     environment = {**os.environ, "CELERY_BROKER_URL": broker, "SIDECAR_POLICY": str(policy), "ENGINE_URL": engine}
     line = [sys.executable, "-m", "celery", "-A", "examples.leases.celery_app", "worker", "--concurrency", "2"]
     with (
         log.open("w") as written,
-        subprocess.Popen([*line, "--pool", pool], cwd=ROOT, env=environment, stderr=written, stdout=written) as process,
+        subprocess.Popen(line, cwd=ROOT, env=environment, stderr=written, stdout=written) as process,
     ):
         try:
             yield environment
@@ -106,16 +106,15 @@ for each in sent:
 """
 
 
-@pytest.mark.parametrize(("pool", "processes"), [("prefork", 2), ("threads", 1)])
 def test_a_celery_worker_and_http_traffic_share_one_pool(
-    tmp_path: Path, policy: Path, store: RedisServer, engine: str, *, pool: str, processes: int
+    tmp_path: Path, policy: Path, store: RedisServer, engine: str
 ) -> None:
     """With one place in the pool, tasks and requests take turns: each waits for the others."""
     policy.write_text(policy.read_text().replace("requests: 16", "requests: 1"))
     broker = store.url.rsplit("/", 1)[0] + "/1"
     serve = ("serve", "--upstream", engine, "--policy", str(policy), "--port", "0", "--admin-port", "0")
     log = tmp_path / "worker.log"
-    with command(*serve) as (url, admin), worker(broker, policy, engine, log, pool) as environment:
+    with command(*serve) as (url, admin), worker(broker, policy, engine, log) as environment:
         sending = subprocess.Popen(
             [sys.executable, "-c", SEND], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
         )
@@ -127,7 +126,7 @@ def test_a_celery_worker_and_http_traffic_share_one_pool(
             rest = sending.stdout.read().splitlines()
         assert len(rest) == 5, log.read_text()
         until(lambda: state(admin)["leases"] == 0, "all leases are given back")
-        assert state(admin)["store"]["replicas"] == 1 + processes  # the server, and those of the worker
+        assert state(admin)["store"]["replicas"] == 3  # the server, and those of the worker
     assert "Traceback" not in log.read_text()
     assert max(waits) > 0  # a task was in the one place
 

@@ -98,6 +98,20 @@ async def test_every_request_of_every_endpoint_carries_its_own_priority(tmp_path
         await asyncio.gather(*(one(*case) for case in cases))
         reported = {event["prompt"]: event["priority"] for event in happened(tmp_path)}
         assert reported == {prompt: PRIORITIES[tier] for _, tier, _, prompt in cases}
+        await is_aborted_when_its_client_leaves(server, tmp_path)
+        # SGLang asks itself when it starts, without a key, at a path that no policy guards by default; a 404 ends it.
+        # The stand-in would ask 50 ms after its start; the launcher has it ask nothing.
+        await asyncio.sleep(0.2)
+        await ask(server, "high", "still there")
+        assert "warmup error" not in server.log
+
+
+async def is_aborted_when_its_client_leaves(server: Launched, folder: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "leaving"}], "max_tokens": 1000}
+    asking = asyncio.ensure_future(server.client.post(server.url + CHAT, json=body))
+    await until(lambda: "leaving" in (folder / "sglang.log").read_text())
+    asking.cancel()
+    await until(lambda: "aborted" in [event["what"] for event in happened(folder)])
 
 
 async def test_what_a_client_writes_itself_is_not_what_the_engine_gets(tmp_path: Path) -> None:
@@ -121,15 +135,6 @@ async def test_a_policy_without_an_engine_hands_nothing_over(tmp_path: Path) -> 
     async with sglang(tmp_path, "--default-priority-value", "7", engine="none") as server:
         await ask(server, "batch", "any")
         assert {event["priority"] for event in happened(tmp_path)} == {7}
-
-
-@pytest.mark.long
-async def test_the_servers_own_request_does_not_end_it(tmp_path: Path) -> None:
-    """SGLang asks itself when it starts, without a key, at a path that no policy guards by default; a 404 ends it."""
-    async with sglang(tmp_path) as server:
-        await asyncio.sleep(0.5)  # the stand-in would ask 50 ms after its start; the launcher has it ask nothing
-        await ask(server, "high", "still there")
-        assert "warmup error" not in server.log
 
 
 def changed_manager(change: str) -> type[Any]:
@@ -188,16 +193,6 @@ async def test_its_own_key_is_asked_for_before_the_sidecar(tmp_path: Path) -> No
         status, headers, _ = await server.post(CHAT, "batch", messages=[])
         assert status == 401
         assert "x-admission-tier" not in headers
-
-
-@pytest.mark.long
-async def test_a_client_that_leaves_is_aborted(tmp_path: Path) -> None:
-    async with sglang(tmp_path) as server:
-        body = {"messages": [{"role": "user", "content": "leaving"}], "max_tokens": 1000}
-        asking = asyncio.ensure_future(server.client.post(server.url + CHAT, json=body))
-        await until(lambda: "leaving" in (tmp_path / "sglang.log").read_text())
-        asking.cancel()
-        await until(lambda: "aborted" in [event["what"] for event in happened(tmp_path)])
 
 
 @pytest.mark.long

@@ -24,6 +24,7 @@ from tests.support.redis_servers import RedisServer, first_binary, free_port
 pytestmark = pytest.mark.anyio
 
 PRIORITY_QUEUE = "scheduler_config: {waiting_queue_policy: priority}\n"
+BATCHES = "/v1/messages/batches"
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
     "/v1/completions": lambda prompt: {"prompt": prompt, "max_tokens": 3},
@@ -66,6 +67,9 @@ async def test_requests_carry_their_own_priority_and_are_left_as_they_are(tmp_pa
         status, _, text = await server.post("/v1/completions", prompt="three", max_tokens=2, nonsense=1)
         assert status == 400
         assert "nonsense" in json.loads(text)["error"]
+        for path in (BATCHES, "/update_weights"):
+            status, _, text = await server.post(path, "batch", **BODIES["/v1/messages"]("unguarded"))
+            assert (status, json.loads(text)["error"]["code"]) == (404, "not_guarded")
         assert await served(server) == {"one": 0.25, "two": 0.25}
         await as_the_servers_schemas_say(server)
         async with server.client.get(f"http://127.0.0.1:{port}/readyz") as page:
@@ -115,7 +119,21 @@ async def test_the_engines_queue_follows_the_priorities_that_it_gets(tmp_path: P
 
 @pytest.mark.long
 async def test_every_endpoint_of_many_at_once_gets_its_own_priority(tmp_path: Path) -> None:
-    """Responses and messages too, whose schemas have no field; streamed and not; shuffled and all at the same time."""
+    """The requests of a batch have that of the batch; those whose clients leave are aborted at the engine."""
+    write_policy(tmp_path, more=f"  {BATCHES}: {{api: generic, tokens: 1000}}\n")
+    async with trtllm(tmp_path) as server:
+        expected = await many_at_once(server)
+        assert await served(server) == expected
+        await a_batch(server, "one", "two")
+        assert await served(server) == {**expected, "one": 0.25, "two": 0.25}
+        assert warned(server) == []
+        await clients_leave(server)
+
+
+async def many_at_once(server: Launched) -> dict[str, float]:
+    """Responses and messages too, whose schemas have no field; streamed and not; shuffled and all at the same time.
+    Returns the priorities that they shall have.
+    """
     cases = [
         (path, tier, stream, f"{path} {tier} {stream} {index}")
         for path in BODIES
@@ -124,17 +142,43 @@ async def test_every_endpoint_of_many_at_once_gets_its_own_priority(tmp_path: Pa
         for index in range(5)
     ]
     random.Random(4).shuffle(cases)
-    async with trtllm(tmp_path) as server:
 
-        async def ask(path: str, tier: str, stream: bool, prompt: str) -> None:
-            status, headers, text = await server.post(path, tier, stream=stream, **BODIES[path](prompt))
-            assert (status, headers["x-admission-tier"]) == (200, tier), text
-            assert text.endswith("data: [DONE]\n\n") == stream
-            assert "t2 " in text
+    async def ask(path: str, tier: str, stream: bool, prompt: str) -> None:
+        status, headers, text = await server.post(path, tier, stream=stream, **BODIES[path](prompt))
+        assert (status, headers["x-admission-tier"]) == (200, tier), text
+        assert text.endswith("data: [DONE]\n\n") == stream
+        assert "t2 " in text
 
-        await asyncio.gather(*(ask(*case) for case in cases))
-        assert await served(server) == {prompt: PRIORITIES[tier] for _, tier, _, prompt in cases}
-        assert warned(server) == []
+    await asyncio.gather(*(ask(*case) for case in cases))
+    return {prompt: PRIORITIES[tier] for _, tier, _, prompt in cases}
+
+
+async def a_batch(server: Launched, *prompts: str) -> None:
+    """They are begun in the request that brings them, and run on after it."""
+    params = {"model": "m", "max_tokens": 3}
+    requests = [
+        {"custom_id": name, "params": {**params, "messages": [{"role": "user", "content": name}]}} for name in prompts
+    ]
+    status, headers, text = await server.post(BATCHES, "low", requests=requests)
+    assert (status, headers["x-admission-tier"]) == (200, "low"), text
+    deadline_s = time.monotonic() + 60
+    while (await server.get(f"{BATCHES}/{json.loads(text)['id']}"))["processing_status"] != "ended":
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.05)
+
+
+async def clients_leave(server: Launched) -> None:
+    for path, body_of in BODIES.items():
+        body = {"model": "m", **body_of(path), "stream": True, "max_tokens": 2000}
+        if path == "/v1/responses":
+            body["max_output_tokens"] = body.pop("max_tokens")
+        async with server.client.post(server.url + path, json=body) as answer:
+            await answer.content.readany()
+            answer.close()
+    deadline_s = time.monotonic() + 60
+    while sorted((await server.get("/stand_in"))["aborted"]) != sorted(BODIES):
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.05)
 
 
 @pytest.mark.long
@@ -146,22 +190,6 @@ async def test_a_request_that_is_not_guarded_is_left_at_the_engines_default(tmp_
         path = "/v1/chat/completions"
         assert "x-admission-tier" not in (await server.post(path, "batch", **BODIES[path]("unguarded")))[1]
         assert await served(server) == {"unguarded": 0.5}
-
-
-@pytest.mark.long
-async def test_a_client_that_leaves_is_aborted_at_the_engine(tmp_path: Path) -> None:
-    async with trtllm(tmp_path) as server:
-        for path, body_of in BODIES.items():
-            body = {"model": "m", **body_of(path), "stream": True, "max_tokens": 2000}
-            if path == "/v1/responses":
-                body["max_output_tokens"] = body.pop("max_tokens")
-            async with server.client.post(server.url + path, json=body) as answer:
-                await answer.content.readany()
-                answer.close()
-        deadline_s = time.monotonic() + 60
-        while sorted((await server.get("/stand_in"))["aborted"]) != sorted(BODIES):
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.05)
 
 
 @pytest.mark.long
@@ -273,38 +301,6 @@ def test_arguments_that_are_wrong_are_refused_by_the_real_command(tmp_path: Path
     gone = ended("trtllm-serve", "m", "--policy", str(write_policy(tmp_path)), "--nix")
     assert gone.returncode == 2
     assert "No such option" in gone.stderr
-
-
-@pytest.mark.long
-async def test_a_path_that_is_not_guarded_is_refused_by_default(tmp_path: Path) -> None:
-    write_policy(tmp_path).write_text(
-        (tmp_path / "policy.yaml").read_text().replace("  /v1/chat/completions: {}\n", "")
-    )
-    async with trtllm(tmp_path) as server:
-        for path in ("/v1/chat/completions", "/v1/messages/batches", "/update_weights"):
-            status, _, text = await server.post(path, "batch", **BODIES["/v1/chat/completions"]("unguarded"))
-            assert (status, json.loads(text)["error"]["code"]) == (404, "not_guarded")
-        assert await served(server) == {}
-
-
-@pytest.mark.long
-async def test_the_requests_of_a_batch_have_the_grant_of_the_batch(tmp_path: Path) -> None:
-    """They are begun in the request that brings them, and run on after it."""
-    path = "/v1/messages/batches"
-    write_policy(tmp_path, more=f"  {path}: {{api: generic, tokens: 1000}}\n")
-    params = {"model": "m", "max_tokens": 3}
-    requests = [
-        {"custom_id": name, "params": {**params, "messages": [{"role": "user", "content": name}]}}
-        for name in ("one", "two")
-    ]
-    async with trtllm(tmp_path) as server:
-        status, headers, text = await server.post(path, "low", requests=requests)
-        assert (status, headers["x-admission-tier"]) == (200, "low"), text
-        deadline_s = time.monotonic() + 60
-        while (await server.get(f"{path}/{json.loads(text)['id']}"))["processing_status"] != "ended":
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.05)
-        assert await served(server) == {"one": 0.25, "two": 0.25}
 
 
 @pytest.mark.long

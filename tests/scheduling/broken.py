@@ -321,16 +321,6 @@ class PreemptsInVain(Preempting):
             return super()._enough(order, rules, now_us) or self._eligible(order[-1], rules, now_us)[:1]
 
 
-class PreemptsForTheFirstInOrderOnly(Preempting):
-    """Serves the first in order, or no ticket."""
-
-    def preempt(self, now_us: int) -> list[Ticket]:
-        first = next(iter(self._order.in_order(now_us)), None)
-        if first is None or self._tiers[first.ticket.tier].rules.preempt_after_us is None:
-            return []
-        return super().preempt(now_us)
-
-
 class PreemptsWhatComesBackFirst(Preempting):
     """Takes from leases that would come before the ticket once they are back."""
 

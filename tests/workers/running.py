@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import aiohttp
 import pytest
@@ -88,6 +88,12 @@ class Command:
     proxy: str
     admin: str
     client: aiohttp.ClientSession
+    written: Path
+
+    @property
+    def log(self) -> str:
+        """Standard error so far."""
+        return self.written.read_text()
 
     async def page(self, path: str, status: int = 200) -> Any:
         """An admin page, JSON decoded."""
@@ -120,22 +126,22 @@ class Command:
 
     async def ended(self) -> tuple[int, str]:
         """The exit code, and standard error."""
-        assert self.process.stderr is not None
-        written = await asyncio.wait_for(self.process.stderr.read(), WITHIN_S)
-        return await asyncio.wait_for(self.process.wait(), WITHIN_S), written.decode()
+        return await asyncio.wait_for(self.process.wait(), WITHIN_S), self.log
 
 
 ASKED = {"model": "m", "prompt": "hello", "max_tokens": 4}
 
 
 @asynccontextmanager
-async def started(*arguments: str, **variables: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def started(
+    *arguments: str, errors: int | IO[bytes] = asyncio.subprocess.PIPE, **variables: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """`sidecar serve`; at the end of the block it is killed if it is still there, and all that it started must end."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "SIDECAR_"))}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "sidecar.cli", "serve", "--port", "0", "--admin-port", "0", *arguments),
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stderr=errors,
         env=ours | variables,
     )
     offspring = children(process.pid)
@@ -154,21 +160,21 @@ async def serving(policy: Path, upstream: str | None, *more: str, **variables: s
     """Two workers, when they serve."""
     where = () if upstream is None else ("--upstream", upstream)
     arguments = ("--workers", "2", "--policy", str(policy), *where, *more)
-    async with started(*arguments, **variables) as process:
-        proxy, admin = await _address(process), await _address(process)
-        connector = aiohttp.TCPConnector(force_close=True, limit=0)
-        async with aiohttp.ClientSession(connector=connector) as client:
-            yield Command(process, proxy, admin, client)
+    log = policy.parent / "log"
+    with log.open("wb") as errors:
+        async with started(*arguments, errors=errors, **variables) as process:
+            proxy, admin = await _address(process, log), await _address(process, log)
+            connector = aiohttp.TCPConnector(force_close=True, limit=0)
+            async with aiohttp.ClientSession(connector=connector) as client:
+                yield Command(process, proxy, admin, client, log)
 
 
-async def _address(process: asyncio.subprocess.Process) -> str:
+async def _address(process: asyncio.subprocess.Process, log: Path) -> str:
     assert process.stdout is not None
     line = (await asyncio.wait_for(process.stdout.readline(), WITHIN_S)).decode()
     found = re.search(r"http://\S+", line)
     if found is None:
-        process.kill()
-        assert process.stderr is not None
-        pytest.fail(f"it did not start: {line!r} {(await process.stderr.read()).decode()}")
+        pytest.fail(f"it did not start: {line!r} {log.read_text()}")  # noqa: ASYNC240 - the test is over
     return found[0]
 
 
@@ -208,3 +214,26 @@ def is_running(pid: int) -> bool:
 def events(log: str) -> list[str]:
     """The events of a log in JSON."""
     return [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
+
+
+async def both_have_some(command: Command, streams: list[asyncio.Task[tuple[int, bytes]]]) -> None:
+    """Sends requests that stream until each worker has one: the system divides the connections by chance."""
+    while not all((await command.under_way()).values()):
+        assert len(streams) < 40
+        streams.append(asyncio.ensure_future(command.stream()))
+        await until(lambda: _counts(command, len(streams)), "the last has come")
+
+
+async def _counts(command: Command, requests: int) -> bool:
+    return sum((await command.under_way()).values()) == requests
+
+
+async def draining(command: Command) -> bool:
+    """Whether it takes no more requests."""
+    return (await command.page("/state")).get("draining", False)
+
+
+async def is_restarted(command: Command, number: int, before: list[int]) -> bool:
+    """Whether all serve, this worker in another process than before."""
+    rows = (await command.page("/state"))["workers"]
+    return all(row["state"] == "serving" for row in rows) and rows[number - 1]["pid"] not in (None, before[number - 1])

@@ -11,8 +11,16 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.workers.running import ASKED, Command, held_engine, serving, until, write_policy
-from tests.workers.test_serve import both_have_some, is_restarted
+from tests.workers.running import (
+    ASKED,
+    Command,
+    both_have_some,
+    held_engine,
+    is_restarted,
+    serving,
+    until,
+    write_policy,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has workers")]
 ADMITTED = 'admission_admitted_total{admission_pool="default",admission_tier="normal"}'
@@ -43,7 +51,7 @@ async def test_metrics_are_the_sum_of_all_workers_and_never_fall(tmp_path: Path)
         assert held[TENANT_HELD] == held[HELD_TOKENS] > 0  # what one process holds is added up
         pids = await command.pids()
         os.kill(pids[0], signal.SIGKILL)
-        await until(lambda: is_restarted(command, pids), "it is started again")
+        await until(lambda: is_restarted(command, 1, pids), "it is started again")
         after = await metrics(command)
         counted = [name for name in before if name.endswith(("_total", "_count", "_bucket", "_sum"))]
         assert [name for name in counted if after[name] < before[name]] == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +20,25 @@ pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform != "linux", rea
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 
 
-async def refusal(*arguments: str, **variables: str) -> str:
-    """The last line of standard error, where the command ends with 1 and has announced nothing."""
-    async with started("--workers", "2", *arguments, **variables) as process:
-        said, errors = await process.communicate()
-    assert (process.returncode, said) == (1, b""), errors.decode()
-    assert "Traceback" not in errors.decode()
-    return errors.decode().splitlines()[-1]
+Refusal = Callable[..., str]
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refusal:
+    """The last line of standard error, where the command ends with 1 before it starts any process."""
+
+    def no_process(*_: object, **__: object) -> None:
+        raise AssertionError("it has started a process")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", no_process)
+
+    def run(*arguments: str) -> str:
+        assert main(["serve", "--workers", "2", "--policy", str(write_policy(tmp_path)), *arguments]) == 1
+        said, errors = capsys.readouterr()
+        assert said == ""
+        return errors.splitlines()[-1]
+
+    return run
 
 
 @each("number", ["0", "-1", "65", "10000", "x", "", "1.5", "²"])
@@ -37,49 +51,61 @@ def test_a_number_of_workers_that_is_none_is_refused(number: str, capsys: pytest
     assert "argument --workers" in said
 
 
-@pytest.mark.parametrize("option", ["--port", pytest.param("--admin-port", marks=pytest.mark.long)])
-async def test_a_port_that_is_taken_is_refused_and_nothing_is_left(option: str, tmp_path: Path) -> None:
+async def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        said = await refusal("--upstream", NOBODY, "--policy", str(write_policy(tmp_path)), option, port)
+        policy = str(write_policy(tmp_path))
+        async with started("--workers", "2", "--upstream", NOBODY, "--policy", policy, "--port", port) as process:
+            said, errors = await process.communicate()
+    assert (process.returncode, said) == (1, b"")
+    assert errors.decode().splitlines()[-1] == f"sidecar: cannot listen on 127.0.0.1:{port}: Address already in use"
+
+
+@each("option", ["--port", "--admin-port"])
+def test_a_port_that_is_taken_is_refused(option: str, refusal: Refusal) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        others = {"--port": "0", "--admin-port": "0", option: port}
+        said = refusal("--upstream", NOBODY, *(word for pair in others.items() for word in pair))
     assert said == f"sidecar: cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
-@pytest.mark.long
-async def test_a_port_that_other_workers_share_is_refused(tmp_path: Path) -> None:
+def test_a_port_that_other_workers_share_is_refused(refusal: Refusal) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as shared:
         shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         shared.bind(("127.0.0.1", 0))
         shared.listen(1)
         port = str(shared.getsockname()[1])
-        said = await refusal("--upstream", NOBODY, "--policy", str(write_policy(tmp_path)), "--port", port)
+        said = refusal("--upstream", NOBODY, "--port", port, "--admin-port", "0")
     assert said == f"sidecar: cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
-@pytest.mark.long
-async def test_what_no_process_could_serve_is_refused_once(tmp_path: Path) -> None:
-    policy = str(write_policy(tmp_path))
-    assert "give --upstream URL" in await refusal("--policy", policy)
-    with_port = ("--policy", policy, "--upstream")
-    assert "SIDECAR_STORE" in await refusal(*with_port, NOBODY, SIDECAR_STORE="ftp://store")
-    assert "no shared pool to take over" in await refusal(*with_port, NOBODY, "--take-over-pool")
+def test_what_no_process_could_serve_is_refused_once(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "give --upstream URL" in refusal()
+    assert "no shared pool to take over" in refusal("--upstream", NOBODY, "--take-over-pool")
+    monkeypatch.setenv("SIDECAR_STORE", "ftp://store")
+    assert "SIDECAR_STORE" in refusal("--upstream", NOBODY)
+
+
+def test_an_upstream_that_is_this_command_is_refused(refusal: Refusal) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    address = f"http://127.0.0.1:{port}"
+    said = refusal("--upstream", address, "--port", port, "--admin-port", "0")
+    assert said == f"sidecar: the upstream {address} is this sidecar itself; give the engine's address"
 
 
 @pytest.mark.long
 async def test_what_a_worker_alone_finds_out_is_said_as_one_process_says_it(tmp_path: Path) -> None:
-    arguments = ("--upstream", NOBODY, "--policy", str(write_policy(tmp_path)))
-    said = await refusal(*arguments, OTEL_TRACES_EXPORTER="smoke")
-    assert said == 'sidecar: OTEL_TRACES_EXPORTER: "smoke" is not supported; write otlp, console or none'
-
-
-@pytest.mark.long
-async def test_an_upstream_that_is_this_command_is_refused(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    address = f"http://127.0.0.1:{port}"
-    said = await refusal("--upstream", address, "--policy", str(write_policy(tmp_path)), "--port", port)
-    assert said == f"sidecar: the upstream {address} is this sidecar itself; give the engine's address"
+    arguments = ("--workers", "2", "--upstream", NOBODY, "--policy", str(write_policy(tmp_path)))
+    async with started(*arguments, OTEL_TRACES_EXPORTER="smoke") as process:
+        said, errors = await process.communicate()
+    assert (process.returncode, said) == (1, b"")
+    assert "Traceback" not in errors.decode()
+    assert errors.decode().splitlines()[-1] == (
+        'sidecar: OTEL_TRACES_EXPORTER: "smoke" is not supported; write otlp, console or none'
+    )
 
 
 def test_a_system_without_shared_ports_is_refused(

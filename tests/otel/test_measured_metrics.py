@@ -1,30 +1,46 @@
-"""A real Prometheus scrapes a sidecar that learns output lengths: the metrics and the panels of the sizes of leases."""
+"""A real Prometheus scrapes a sidecar that learns output lengths and measures service gain: the metrics and the panels
+of both."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import aiohttp
 import pytest
 
 from tests.cluster.replicas import CHAT
 from tests.fleet.served import POLICY, ServedFleet, served_fleet
-from tests.otel.files import OF_SIZES, queries
+from tests.otel.files import OF_GAIN, OF_SIZES, queries
 from tests.otel.overload import KNOWN_AFTER_S
 from tests.otel.test_prometheus import for_this_pool
-from tests.otel.test_readme import EVERYWHERE, SIZE_METRICS
+from tests.otel.test_readme import EVERYWHERE, GAIN_METRICS, SIZE_METRICS, Listed
+from tests.support.each import each
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.redis_servers import until
 
 pytestmark = pytest.mark.long
 
 PATIENCE_S = 30.0
-LEAST_S, MOST_S = 8.0, 80.0
-"""Of the load: what is learned in it, and a rate of it, are known after the one on an idle machine."""
+MOST_S = 80.0
 OUTPUT = 40
-LEARNING = POLICY.replace("capacity: {{tokens: 20k, requests: {requests}}}", "capacity: {{from: engine, learn: full}}")
+MEASURING = POLICY.replace(
+    "capacity: {{tokens: 20k, requests: {requests}}}", "capacity: {{from: engine, learn: full}}"
+).replace("high: {{}}", "high: {{slo: {{ttft: 5s, tpot: 500ms}}, gain: {{weight: 4}}}}")
+ENOUGH = (
+    "up == 1",
+    "admission_output_answers_total > 50",
+    "admission_slo_requests_total > 50",
+    "admission_gain_earned_total > 8000",
+    "admission_engine_prediction_error_between_tokens",
+)
+"""What is there when the load has been long enough, beside what the panels show."""
+
+
+def panels_about(subject: re.Pattern[str]) -> dict[str, str]:
+    return {name: for_this_pool(each, "default") for name, each in queries() if subject.search(each)}
 
 
 async def load(fleet: ServedFleet, server: Prometheus, *known: str) -> float:
@@ -46,8 +62,7 @@ async def load(fleet: ServedFleet, server: Prometheus, *known: str) -> float:
 
         async def watches() -> float:
             begun_s = time.time()
-            await asyncio.sleep(LEAST_S)
-            at_s = time.time() - KNOWN_AFTER_S
+            at_s = begun_s - KNOWN_AFTER_S
             while not await asyncio.to_thread(is_known, at_s):
                 assert at_s - begun_s < MOST_S, known
                 await asyncio.sleep(0.2)
@@ -62,39 +77,40 @@ async def load(fleet: ServedFleet, server: Prometheus, *known: str) -> float:
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, float]]:
     """A Prometheus, and when the load was there."""
-    folder = tmp_path_factory.mktemp("sizes")
+    folder = tmp_path_factory.mktemp("measured")
     arguments = ("--step-ms", "5", "--output-tokens", str(OUTPUT))
     with (
-        served_fleet(folder, 2, 8, *arguments, template=LEARNING) as fleet,
+        served_fleet(folder, 2, 8, *arguments, template=MEASURING) as fleet,
         prometheus(folder, [fleet.admin.removeprefix("http://")], []) as server,
     ):
         until(server.scraped, "the sidecar is scraped", PATIENCE_S)
-        known = (
-            "up == 1",
-            "admission_lease_overlap",
-            "rate(admission_output_answers_total[4s]) > 0",
-            "admission_output_answers_total > 50",
-        )
-        yield server, asyncio.run(load(fleet, server, *known))
+        shown = [*panels_about(OF_SIZES).values(), *panels_about(OF_GAIN).values()]
+        yield server, asyncio.run(load(fleet, server, *ENOUGH, *shown))
 
 
-def test_the_metrics_are_those_of_the_readme_with_their_labels(scraped: tuple[Prometheus, float]) -> None:
+@each(("subject", "of_the_readme"), [(OF_SIZES, SIZE_METRICS), (OF_GAIN, GAIN_METRICS)])
+def test_the_metrics_are_those_of_the_readme_with_their_labels(
+    scraped: tuple[Prometheus, float], subject: re.Pattern[str], of_the_readme: Mapping[str, Listed]
+) -> None:
     server, at_s = scraped
     found: dict[str, set[str]] = {}
     for sample in server.query('{__name__=~"admission_.+"}', at_s):
-        if OF_SIZES.match(sample.labels["__name__"]):
+        if subject.match(sample.labels["__name__"]):
             found.setdefault(sample.labels["__name__"], set()).update(set(sample.labels) - EVERYWHERE)
-    assert found == {name: {label.replace(".", "_") for label in of.labels} for name, of in SIZE_METRICS.items()}
+    # The store's metrics stand in the same part of the README as those of gain.
+    listed = {name: {label.replace(".", "_") for label in of.labels} for name, of in of_the_readme.items()}
+    assert found == {name: labels for name, labels in listed.items() if subject.match(name)}
 
 
-def test_every_panel_about_lease_sizes_finds_data(scraped: tuple[Prometheus, float]) -> None:
+@each(("subject", "least"), [(OF_SIZES, 9), (OF_GAIN, 9)])
+def test_every_panel_finds_data(scraped: tuple[Prometheus, float], subject: re.Pattern[str], least: int) -> None:
     server, at_s = scraped
-    asked = {name: for_this_pool(each, "default") for name, each in queries() if OF_SIZES.search(each)}
-    assert len(asked) > 8
+    asked = panels_about(subject)
+    assert len(asked) >= least
     assert {name: each for name, each in asked.items() if not server.query(each, at_s)} == {}
 
 
-def test_the_figures_are_those_of_what_ran(scraped: tuple[Prometheus, float]) -> None:
+def test_the_sizes_are_those_of_what_ran(scraped: tuple[Prometheus, float]) -> None:
     server, at_s = scraped
 
     def values(name: str) -> dict[str, float]:
@@ -109,3 +125,19 @@ def test_the_figures_are_those_of_what_ran(scraped: tuple[Prometheus, float]) ->
     assert answers.labels["admission_output_ratio"] == "1"
     assert answers.labels["admission_tenant"] == "anonymous"
     assert answers.value > 50
+
+
+def test_the_gain_is_that_of_what_ran(scraped: tuple[Prometheus, float]) -> None:
+    server, at_s = scraped
+    outcomes = {one.labels["admission_slo"]: one.value for one in server.query("admission_slo_requests_total", at_s)}
+    assert outcomes.pop("met") > 50
+    assert set(outcomes.values()) == {0}
+    (earned,) = server.query("admission_gain_earned_total", at_s)
+    (attainable,) = server.query("admission_gain_attainable_total", at_s)
+    assert earned.value == attainable.value > 50 * OUTPUT * 4
+    between = {
+        one.labels["admission_engine"]: one.value
+        for one in server.query("admission_engine_time_between_tokens_seconds", at_s)
+    }
+    assert set(between) == {"e0", "e1"}
+    assert all(0.004 < seconds < 0.3 for seconds in between.values())  # a step takes 5 ms, and more on a busy machine
