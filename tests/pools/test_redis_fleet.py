@@ -35,6 +35,12 @@ ORDER = {"is_by_gain": False}
 
 
 @pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replica hears with a heartbeat comes nine times as soon."""
+    monkeypatch.setattr(session, "BEAT_EVERY_S", session.BEAT_EVERY_S / 9)
+
+
+@pytest.fixture(autouse=True)
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of every pool: by level, but where the test says otherwise."""
     monkeypatch.setitem(ORDER, "is_by_gain", getattr(request, "param", "level") == "gain")
