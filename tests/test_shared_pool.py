@@ -354,7 +354,7 @@ async def test_what_a_replica_held_is_free_at_once_when_it_is_asked_to_end(
     assert "Traceback" not in third.log.read_text()
 
 
-@pytest.mark.long
+@pytest.mark.soak
 async def test_what_a_killed_replica_held_is_back_as_soon_as_its_silence_is_noticed(
     folder: Path, engine: str, store: RedisServer, quiet: tuple[Replica, Replica]
 ) -> None:

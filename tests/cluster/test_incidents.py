@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ tenants: tenants/*.yaml
 """
 KEYS = {tenant: f"sk-{tenant}-of-the-incidents" for tenant in ("flood", "chat", "night")}
 TIERS = {"flood": "normal", "chat": "high", "night": "batch"}
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 RUNBOOKS = Path(__file__).parents[2] / "docs" / "alerts.md"
 
 
@@ -45,6 +45,7 @@ RUNBOOKS = Path(__file__).parents[2] / "docs" / "alerts.md"
 class Site:
     """A sidecar before an engine, and the clients that keep asking."""
 
+    folder: Path
     url: str
     admin_url: str
     engine: subprocess.Popen[str]
@@ -71,8 +72,9 @@ class Site:
         return [int(float(line)) for line in said.split()]
 
 
-@asynccontextmanager
-async def site(folder: Path) -> AsyncIterator[Site]:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
     (folder / "tenants").mkdir()
     (folder / "policy.yaml").write_text(POLICY)
     for tenant, key in KEYS.items():
@@ -82,7 +84,7 @@ async def site(folder: Path) -> AsyncIterator[Site]:
     with started(folder / "engine", *emulated) as engine:
         served = ("serve", "--upstream", address(engine, folder / "engine"), "--policy", str(folder))
         with started(folder / "sidecar", *served, "--port", "0", "--admin-port", "0") as sidecar:
-            yield Site(address(sidecar, folder / "sidecar"), address(sidecar, folder / "sidecar"), engine)
+            yield Site(folder, address(sidecar, folder / "sidecar"), address(sidecar, folder / "sidecar"), engine)
         engine.send_signal(signal.SIGCONT)
 
 
@@ -110,31 +112,32 @@ async def asking(url: str, clients: Sequence[str]) -> AsyncIterator[None]:
 
 
 @pytest.mark.long
-async def test_a_tenant_that_floods_is_named_in_the_first_sentence(tmp_path: Path) -> None:
-    async with site(tmp_path) as it, asking(it.url, ["flood"] * 60 + ["chat"] * 2):
-        said = await it.headline(lambda said: "are from tenant flood." in said)
-        with (tmp_path / "tenants" / "flood.yaml").open("a") as file:  # what the runbook says
+async def test_an_engine_that_hangs_admits_nothing_while_requests_wait(site: Site) -> None:
+    async with asking(site.url, ["flood"] * 12):
+        await site.headline(lambda said: "wait" in said and "No request waits" not in said)
+        site.engine.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2)
+        stopped = await site.admitted()
+        site.engine.send_signal(signal.SIGCONT)
+        end_s, running = time.monotonic() + WITHIN_S, stopped
+        while not running[1] > running[0] > stopped[1]:
+            assert time.monotonic() < end_s, "the counter shows nothing"
+            running = await site.admitted()
+    assert stopped[0] == stopped[1] > 0
+
+
+@pytest.mark.long
+async def test_a_tenant_that_floods_is_named_in_the_first_sentence(site: Site) -> None:
+    async with asking(site.url, ["flood"] * 60 + ["chat"] * 2):
+        said = await site.headline(lambda said: "are from tenant flood." in said)
+        with (site.folder / "tenants" / "flood.yaml").open("a") as file:  # what the runbook says
             file.write("limits: {concurrent_requests: 4}\n")
-        await it.headline(lambda said: "tenant flood" not in said)
+        await site.headline(lambda said: "tenant flood" not in said)
     assert re.search(r" \d+ of the \d+ waiting requests are from tenant flood\.$", said)
 
 
 @pytest.mark.long
-async def test_a_tier_that_starves_is_named_with_what_overtakes_it(tmp_path: Path) -> None:
-    async with site(tmp_path) as it, asking(it.url, ["chat"] * 8 + ["night"] * 3):
-        said = await it.headline(lambda said: said.startswith("batch starves"))
+async def test_a_tier_that_starves_is_named_with_what_overtakes_it(site: Site) -> None:
+    async with asking(site.url, ["chat"] * 8 + ["night"] * 3):
+        said = await site.headline(lambda said: said.startswith("batch starves"))
     assert re.search(r"high overtook it .* in 5 minutes, because high is more important\.$", said)
-
-
-@pytest.mark.long
-async def test_an_engine_that_hangs_admits_nothing_while_requests_wait(tmp_path: Path) -> None:
-    async with site(tmp_path) as it, asking(it.url, ["flood"] * 12):
-        await it.headline(lambda said: "wait" in said and "No request waits" not in said)
-        it.engine.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(2)
-        stopped = await it.admitted()
-        it.engine.send_signal(signal.SIGCONT)
-        await asyncio.sleep(1)
-        running = await it.admitted()
-    assert stopped[0] == stopped[1] > 0
-    assert running[1] > running[0] > stopped[1], "the counter shows nothing"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Receive, Scope, Send
@@ -24,6 +24,7 @@ from sidecar.middleware.engine_pages import MOST_BYTES, EnginePages
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.tools.emulator.config import Scheduling
 from tests.support.each import each
+from tests.support.examples import examples
 from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
 
 pytestmark = pytest.mark.anyio
@@ -349,6 +350,7 @@ _METRICS_LINES = st.lists(
 
 
 @each("engine", ENGINES)
+@settings(max_examples=examples(50))
 @given(text=st.text() | _JSON.map(json.dumps) | _METRICS_LINES | st.just(_NESTED))
 def test_no_page_is_bad_enough_to_break_a_reader(engine: type[Engine], text: str) -> None:
     pages = Written(dict.fromkeys(_PATHS, text))

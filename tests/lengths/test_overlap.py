@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sidecar.lengths.overlap import STALE_SHARE, WHOLE, Overlap, peak, peak_of
 from tests.lengths import literal
+from tests.support.examples import examples
 
 PAIRS = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200)), max_size=12)
 
@@ -96,6 +97,7 @@ class Engine(RuleBasedStateMachine):
 
 
 TestEngine = Engine.TestCase
+TestEngine.settings = settings(max_examples=examples(50))
 
 
 def test_with_many_leases_the_counted_tokens_stay_near_the_peak() -> None:

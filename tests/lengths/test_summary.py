@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.lengths.buckets import LengthKey
 from sidecar.lengths.estimator import ENOUGH, REPLICAS_REMEMBERED, LengthEstimator, Source
 from sidecar.lengths.histogram import LONGEST, LengthHistogram
 from sidecar.lengths.summary import MILLION, MOST_ENTRIES, MOST_WEIGHT, VERSION, merged, read, summarize
+from tests.support.examples import examples
 
 CHAT = LengthKey("/v1/chat/completions", "m", "plain")
 ROOM = 60_000
@@ -318,6 +319,7 @@ DAMAGED = st.tuples(st.integers(0, 6), ANYTHING).map(
 )
 
 
+@settings(max_examples=examples(50))
 @given(st.one_of(ANYTHING, st.lists(DAMAGED | ANYTHING, max_size=5).map(lambda ones: {"version": 1, "lengths": ones})))
 def test_no_document_raises_and_what_is_heard_can_be_asked_and_forgotten(document: object) -> None:
     estimator = LengthEstimator()

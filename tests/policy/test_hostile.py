@@ -8,13 +8,14 @@ import tempfile
 from pathlib import Path
 
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.schema import PoolFile, TenantFile
+from tests.support.examples import examples
 
 SHIPPED = Path(__file__).parents[2] / "policies"
 POOL = (SHIPPED / "policy.yaml").read_bytes()
@@ -92,6 +93,7 @@ _VALUES = st.recursive(
 _KEYS = sorted([*PoolFile.model_fields, *TenantFile.model_fields])
 
 
+@settings(max_examples=examples(50))
 @given(st.dictionaries(st.sampled_from(_KEYS), _VALUES, min_size=1), st.dictionaries(st.sampled_from(_KEYS), _VALUES))
 def test_values_of_any_shape_say_what_is_wrong(pool: dict[str, object], tenant: dict[str, object]) -> None:
     pool = {"tiers": {"normal": pool}, **pool, "tenants": "tenants/*.yaml"}

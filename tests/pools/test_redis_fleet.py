@@ -34,10 +34,22 @@ Held = dict[str, tuple[int, int, int]]
 ORDER = {"is_by_gain": False}
 
 
-@pytest.fixture(autouse=True, params=["level", pytest.param("gain", marks=pytest.mark.long)])
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replica hears with a heartbeat comes nine times as soon."""
+    monkeypatch.setattr(session, "BEAT_EVERY_S", session.BEAT_EVERY_S / 9)
+
+
+@pytest.fixture(autouse=True)
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of every pool: nothing here depends on it."""
-    monkeypatch.setitem(ORDER, "is_by_gain", request.param == "gain")
+    """The order of every pool: by level, but where the test says otherwise."""
+    monkeypatch.setitem(ORDER, "is_by_gain", getattr(request, "param", "level") == "gain")
+
+
+in_both_orders = pytest.mark.parametrize(
+    "order", ["level", pytest.param("gain", marks=pytest.mark.long)], indirect=True
+)
+"""For what a replica states of its tickets and leases, and the store keeps of them: by gain that is more."""
 
 
 @pytest.fixture
@@ -105,6 +117,7 @@ async def holds(pools: Sequence[EnginePool], expected: Held) -> None:
         await until(lambda pool=pool: held(pool) == expected, 60, f"{expected}")
 
 
+@in_both_orders
 @pytest.mark.long
 async def test_replicas_share_the_ledgers_of_all_engines(server: RedisServer) -> None:
     with server:
@@ -430,6 +443,7 @@ async def test_slow_start_is_by_the_age_that_a_replica_states_and_not_by_its_clo
                 await until(lambda pool=pool: [it.effective_tokens for it in pool.engines()] == [60], 60)
 
 
+@in_both_orders
 @pytest.mark.long
 async def test_a_flushed_store_has_the_ledgers_again_from_the_leases(server: RedisServer) -> None:
     with server:
@@ -452,6 +466,7 @@ async def test_a_flushed_store_has_the_ledgers_again_from_the_leases(server: Red
             assert [store["late_ends"] for pool in pools if isinstance(store := pool.state()["store"], dict)] == [0, 0]
 
 
+@in_both_orders
 @pytest.mark.parametrize("lost", ["e", "i", "n", "y"])
 async def test_the_loss_of_one_key_leaves_no_one_waiting_and_no_ledger_wrong(server: RedisServer, lost: str) -> None:
     """A store that is full evicts one key and keeps the others: here the ledgers, or the claimants."""
@@ -489,6 +504,7 @@ async def test_a_killed_replica_gives_back_what_it_held_and_its_engines_are_no_l
             assert survivor.state()["capacity"] == {"tokens": 200, "requests": 20}
 
 
+@in_both_orders
 @pytest.mark.long
 @pytest.mark.parametrize("mode", [StoreLoss.DIVIDE, StoreLoss.CLOSED])
 async def test_without_the_store_no_engine_holds_more_than_it_can(server: RedisServer, mode: StoreLoss) -> None:

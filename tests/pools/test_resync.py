@@ -325,7 +325,7 @@ async def do(server: RedisServer, *words: str) -> Any:
 
 @pytest.mark.long
 async def test_no_one_takes_the_store_for_lost_while_a_dead_replica_with_many_waiting_is_swept(tmp_path: Path) -> None:
-    await killed_with(tmp_path, 10_000)
+    await killed_with(tmp_path, 5_000)
 
 
 @pytest.mark.soak
@@ -365,8 +365,8 @@ async def killed_with(folder: Path, count: int) -> None:
 @pytest.mark.hasty
 @pytest.mark.alone
 @pytest.mark.long
-@pytest.mark.parametrize("silent_s", [0.5, 1.2])
-async def test_a_store_that_is_slow_is_not_lost(silent_s: float, redis_server: RedisServer) -> None:
+async def test_a_store_that_is_slow_is_not_lost(redis_server: RedisServer) -> None:
+    silent_s = 1.2
     async with replicas(simple(tokens=10), [redis_server.url] * 2, name="slow") as pools:
         load = Load(pools, tokens=1)
         async with load.going_on(20):

@@ -151,7 +151,7 @@ async def heard_of_three(pool: RedisPool) -> None:
 
 @pytest.mark.long
 async def test_a_store_that_flaps_never_lets_three_replicas_exceed_the_pool(tmp_path: Path) -> None:
-    await flap(tmp_path, trials=4)
+    await flap(tmp_path, trials=2)
 
 
 @pytest.mark.soak
@@ -189,7 +189,7 @@ async def flap(folder: Path, trials: int) -> None:
 async def test_a_store_that_is_flushed_twice_while_a_replica_is_idle_is_never_exceeded(tmp_path: Path) -> None:
     with RedisServer(first_binary(), tmp_path) as server:
         async with replicas(policy(), [server.url] * 3) as pools:
-            for _ in range(3):
+            for _ in range(2):
                 idle = [await pools[2].enter(ask(tokens=1)) for _ in range(8)]
                 load = Load(pools[:2], tokens=1, held_s=(0.3, 1.0))
                 async with load.going_on(20):

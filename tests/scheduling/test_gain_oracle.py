@@ -6,7 +6,7 @@ import random
 from fractions import Fraction
 
 from gain_oracle import GainOracle, GainPolicy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorder import as_answer
 from strategies import WEIGHTS, policies, preempting_policies
@@ -14,6 +14,7 @@ from strategies import WEIGHTS, policies, preempting_policies
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.gain_scheduler import GainScheduler
+from tests.support.examples import examples
 
 FAIR = st.sampled_from([Fraction(1, 4), Fraction(1, 4), Fraction(1), Fraction(0)])
 STEPS = 60
@@ -164,6 +165,7 @@ class Twins:
             self.slow.hold_back(until_us)
 
 
+@settings(max_examples=examples(50))
 @given(policy=policies(), fair=FAIR, seed=st.integers(0, 2**32))
 def test_it_decides_as_the_literal_rules_do(policy, fair: Fraction, seed: int) -> None:
     twins = Twins(by_gain(policy, fair), seed)
@@ -171,6 +173,7 @@ def test_it_decides_as_the_literal_rules_do(policy, fair: Fraction, seed: int) -
     twins.drain()
 
 
+@settings(max_examples=examples(50))
 @given(policy=preempting_policies(), fair=FAIR, seed=st.integers(0, 2**32))
 def test_it_preempts_as_the_literal_rules_do(policy, fair: Fraction, seed: int) -> None:
     Twins(by_gain(policy, fair), seed).play(STEPS)

@@ -24,8 +24,9 @@ from strategies import WEIGHTS, policies, preempting_policies
 
 from sidecar.policy.rules import UNLIMITED, Shares, largest_admissible, largest_request
 from sidecar.scheduling import Scheduler, Ticket
+from tests.support.examples import examples
 
-QUICK = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=examples(50), stateful_step_count=40, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=2000, stateful_step_count=80)
 
 FEW_TOKENS = st.integers(1, 30)
@@ -303,6 +304,7 @@ OPERATIONS = st.lists(
 )
 
 
+@settings(max_examples=examples(50))
 @given(policy=policies(), operations=OPERATIONS)
 def test_dispatching_at_events_and_at_the_next_change_misses_no_one(policy, operations):
     assert decisions_of(policy, operations, every_us=1) == decisions_of(policy, operations, every_us=None)
@@ -379,6 +381,7 @@ def paid_ahead(kind: type[Scheduler], sizes: list[tuple[int, int, int]]) -> tupl
     return max(ahead) - min(ahead), largest + 2 * grown
 
 
+@settings(max_examples=examples(50))
 @given(sizes=PAID)
 def test_what_two_tenants_use_differs_by_a_ticket_of_each_and_what_grew_since_the_last(sizes):
     difference, bound = paid_ahead(Scheduler, sizes)

@@ -70,7 +70,7 @@ class Tab:
         assert "exceptionDetails" not in reported, reported["exceptionDetails"]
         return reported["result"].get("value")
 
-    async def until(self, expression: str, within_s: float = 10.0) -> Any:
+    async def until(self, expression: str, within_s: float = 60.0) -> Any:
         """Waits until an expression is true in the page, and returns it."""
         end_s = time.monotonic() + within_s
         while not (value := await self.evaluate(expression)):

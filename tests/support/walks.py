@@ -17,7 +17,7 @@ SHARED = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow)
 
 
 def random_walks(few: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator of a test with an argument `seed`: so many by default, eight times as many in CI's second step."""
+    """A decorator of a test with an argument `seed`: so many by default, four times as many in CI's second step."""
 
     def decorated(test: Callable[..., Any]) -> Callable[..., Any]:
         chosen = settings(max_examples=examples(few), phases=PHASES, suppress_health_check=SHARED)
