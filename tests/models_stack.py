@@ -22,8 +22,6 @@ from tests.support.ports import free_ports
 
 KEY, LIMITED = "sk-alpha", "sk-limited"
 LLAMA, QWEN, LORA = "meta/llama-70b", "qwen-7b", "my-lora"
-REQUESTS = 2
-"""What each engine runs at once."""
 POLICY = """\
 engine: vllm
 mode: {mode}

@@ -23,6 +23,12 @@ from tests.support.redis_servers import until
 pytestmark = pytest.mark.long
 
 PATIENCE_S = 60.0
+ENOUGH = (
+    "up == 1",
+    "count(admission_prompt_tokens_total > 0) == 3",
+    "sum(admission_prefix_tokens_predicted_total) > 0",
+)
+"""What is there when the load has been long enough, beside what panels and rules ask for."""
 
 
 class Scraped:
@@ -59,7 +65,7 @@ def asked_of_engines() -> tuple[dict[str, str], set[str]]:
 async def load(fleet: ServedFleet, server: Prometheus) -> float:
     """Requests that share prefixes, more than fit, until Prometheus knows of all. The Unix time of which it does."""
     panels, series = asked_of_engines()
-    wanted = ["up == 1", "count(admission_prompt_tokens_total > 0) == 3", *panels.values(), *series]
+    wanted = [*ENOUGH, *panels.values(), *series]
     enough = asyncio.Event()
 
     def missing(at_s: float) -> list[str]:
