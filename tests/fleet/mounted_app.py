@@ -18,7 +18,7 @@ STEP_S = 0.01
 
 
 class CountingEngine:
-    """Runs requests, without any bound of its own."""
+    """Runs requests, without any bound of its own, until their clients disconnect."""
 
     def __init__(self) -> None:
         self.running = self.most = self.served = 0
@@ -32,15 +32,18 @@ class CountingEngine:
         body = json.loads((await receive())["body"])
         self.running += 1
         self.most = max(self.most, self.running)
+        run, left = asyncio.ensure_future(self.run(body, send)), asyncio.ensure_future(receive())
         try:
-            await asyncio.sleep(body.get("prefill_ms", 0) / 1000)
-            await self.run(body, send)
-            self.served += 1
+            await asyncio.wait((run, left), return_when=asyncio.FIRST_COMPLETED)
+            self.served += run.done()
         finally:
+            run.cancel()
+            left.cancel()
             self.running -= 1
 
     async def run(self, body: dict[str, Any], send: Send) -> None:
         """Answers a chat."""
+        await asyncio.sleep(body.get("prefill_ms", 0) / 1000)
         steps = body["max_tokens"]
         if not body.get("stream"):
             await asyncio.sleep(steps * STEP_S)

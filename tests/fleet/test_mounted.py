@@ -208,12 +208,8 @@ async def test_a_drained_process_serves_what_it_has_and_leaves_the_pool(pair: Pa
         drain = asyncio.ensure_future(a.post(client, "/engines/a/drain?wait=true"))
         await until(lambda: a.rows(client), lambda rows: rows["a"]["state"] == "draining")
         assert not drain.done()
-        status, headers, body = await a.ask(client, tier="high")
-        assert (status, b'"draining"' in body, "retry-after" in {name.lower() for name in headers}) == (
-            503,
-            True,
-            True,
-        )
+        status, headers, body = await a.ask(client)
+        assert (status, b'"draining"' in body, "retry-after" in {name.lower() for name in headers}) == (503, True, True)
         async with client.get(f"{a.admin}/readyz") as page:
             said = (page.status, (await page.json())["reasons"])
         assert said == (503, ["engine a, of this process, is draining"])
