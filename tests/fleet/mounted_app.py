@@ -30,20 +30,26 @@ class CountingEngine:
             await answer(send, {"running": self.running, "most": self.most, "served": self.served})
             return
         body = json.loads((await receive())["body"])
-        self.running += 1
-        self.most = max(self.most, self.running)
-        run, left = asyncio.ensure_future(self.run(body, send)), asyncio.ensure_future(receive())
+        run, left = asyncio.ensure_future(self.counted(body, send)), asyncio.ensure_future(receive())
         try:
             await asyncio.wait((run, left), return_when=asyncio.FIRST_COMPLETED)
-            self.served += run.done()
         finally:
             run.cancel()
             left.cancel()
+
+    async def counted(self, body: dict[str, Any], send: Send) -> None:
+        """Runs a request. It is not counted as running once its last byte is sent."""
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(body.get("prefill_ms", 0) / 1000)
+            await self.run(body, send)
+            self.served += 1
+        finally:
             self.running -= 1
 
     async def run(self, body: dict[str, Any], send: Send) -> None:
         """Answers a chat."""
-        await asyncio.sleep(body.get("prefill_ms", 0) / 1000)
         steps = body["max_tokens"]
         if not body.get("stream"):
             await asyncio.sleep(steps * STEP_S)
