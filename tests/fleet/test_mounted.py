@@ -245,7 +245,7 @@ async def test_an_answer_in_one_piece_blocks_no_prefill_for_all_its_time(tmp_pat
     with mounted_apps(tmp_path, ["a"], prefill="100") as (app,):
         async with aiohttp.ClientSession() as client:
             prompt = [{"role": "user", "content": "word " * 200}]
-            asked = app.begin(client, 2, steps=600, stream=False, messages=prompt)
+            asked = app.begin(client, 2, steps=300, stream=False, messages=prompt)
             await until(lambda: app.pool(client), lambda pool: pool["leases"] == 1 and pool["waiting"] == 1)
             await until(lambda: app.pool(client), lambda pool: pool["leases"] == 2)
             assert {status for status, _, _ in await asyncio.gather(*asked)} == {200}
