@@ -31,21 +31,63 @@ LADDER = ["critical", "high", "normal", "low", "batch"]
 Play = Callable[..., RunMeasurement]
 
 
-def demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sidecar.cli", "demo", *arguments]
-    variables = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables)
+class Live:
+    """`sidecar demo` while it runs; it is ended with the block."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "sidecar.cli", "demo", *arguments]
+        variables = {**os.environ, **environment}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=variables)
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.process:
+            self.process.kill()
+
+    def page(self) -> str:
+        """The address in its first line."""
+        assert self.process.stdout is not None
+        first = self.process.stdout.readline()
+        found = re.fullmatch(r"Live page of the third run, while the demo runs: (http://127\.0\.0\.1:\d+/)\n", first)
+        assert found, first
+        return found[1]
+
+    def overview(self, page: str) -> dict[str, Any]:
+        """What the page shows."""
+        with urllib.request.urlopen(f"{page}overview") as response:
+            found: dict[str, Any] = json.load(response)
+            return found
+
+    def until(self, page: str, holds: Callable[[dict[str, Any]], bool]) -> None:
+        """Waits until the page shows something that `holds`."""
+        end_s = time.monotonic() + 60
+        while not holds(shown := self.overview(page)):
+            assert time.monotonic() < end_s, shown
+            time.sleep(0.2)
+
+    def ended(self) -> tuple[str, str]:
+        """What it printed from there on."""
+        out, errors = self.process.communicate(timeout=120)
+        assert self.process.returncode == 0, errors
+        return out, errors
 
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_three_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
+def test_three_seconds_of_it_and_its_live_page_show_what_admission_does(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     # A store that is meant for servers is none of the demo's: it would play in, or wait for, somebody's real pool.
-    ended = demo("--seconds", "3", "--json", str(file), SIDECAR_STORE="redis://127.0.0.1:9/0")
-    assert ended.returncode == 0, ended.stderr
-    assert "requests answered, of those sent" in ended.stdout.splitlines()[-1]
-    assert "admission" in ended.stderr, "no progress was shown"
+    with Live("--seconds", "3", "--json", str(file), SIDECAR_STORE="redis://127.0.0.1:9/0") as live:
+        page = live.page()
+        with urllib.request.urlopen(page) as response:
+            assert b"<!doctype html>" in response.read().lower()
+        live.until(page, lambda shown: shown["held"]["requests"] > 100)  # while the third run plays
+        out, errors = live.ended()
+    assert "requests answered, of those sent" in out.splitlines()[-1]
+    assert "admission" in errors, "no progress was shown"
 
     runs = {run.pop("name"): run for run in json.loads(file.read_bytes())["runs"]}
     assert list(runs) == ["control", "engine", "admission"]
@@ -80,19 +122,21 @@ def test_three_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_replicas_share_one_pool_and_leave_nothing_in_the_store_that_stays(tmp_path: Path) -> None:
+def test_replicas_share_one_pool_and_page_and_leave_nothing_in_the_store_that_stays(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     with RedisServer(first_binary(), tmp_path, password="opensesame") as server:
-        ended = demo("--replicas", "3", "--store", server.url, "--seconds", "3", "--json", str(file))
-        assert ended.returncode == 0, ended.stderr
+        with Live("--replicas", "3", "--store", server.url, "--seconds", "3", "--json", str(file)) as live:
+            page = live.page()
+            live.until(page, lambda shown: len(shown["replicas"]) == 3 and shown["held"]["requests"] > 100)
+            out, errors = live.ended()
         left = server.command("KEYS", "*")
         assert [bool(re.fullmatch(r"admission:\d+:\{demo-[0-9a-f]{16}\}", key)) for key in left] == [True], left
         assert server.command("PTTL", left[0]) > 0
         with Redis.from_url(server.url) as client:
             tiers = client.hget(left[0], "tiers")
-    assert f"admission, 3 replicas through redis://:***@127.0.0.1:{server.port}/0  (util" in ended.stdout
-    assert "opensesame" not in ended.stdout + ended.stderr
-    assert "store" not in ended.stderr, "it was lost on the way"
+    assert f"admission, 3 replicas through redis://:***@127.0.0.1:{server.port}/0  (util" in out
+    assert "opensesame" not in out + errors
+    assert "store" not in errors, "it was lost on the way"
 
     runs = {run.pop("name"): run for run in json.loads(file.read_bytes())["runs"]}
     assert [run["failed"] for run in runs.values()] == [0, 0, 0]
@@ -126,64 +170,6 @@ def test_a_store_that_does_not_answer_is_said_in_one_line_before_anything_runs()
     [line] = ended.stderr.splitlines()
     assert line.startswith(f"sidecar: the store redis://:***@127.0.0.1:{port}/0 cannot be used: connection refused by ")
     assert "opensesame" not in ended.stdout + ended.stderr
-
-
-class Live:
-    """`sidecar demo` while it runs; it is ended with the block."""
-
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "sidecar.cli", "demo", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> Live:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self.process:
-            self.process.kill()
-
-    def page(self) -> str:
-        """The address in its first line."""
-        assert self.process.stdout is not None
-        first = self.process.stdout.readline()
-        found = re.fullmatch(r"Live page of the third run, while the demo runs: (http://127\.0\.0\.1:\d+/)\n", first)
-        assert found, first
-        return found[1]
-
-    def overview(self, page: str) -> dict[str, Any]:
-        """What the page shows."""
-        with urllib.request.urlopen(f"{page}overview") as response:
-            found: dict[str, Any] = json.load(response)
-            return found
-
-    def until(self, page: str, holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Waits until the page shows something that `holds`."""
-        end_s = time.monotonic() + 60
-        while not holds(shown := self.overview(page)):
-            assert time.monotonic() < end_s, shown
-            time.sleep(0.1)
-
-
-@pytest.mark.long
-def test_the_page_is_live_while_the_third_run_plays() -> None:
-    with Live("--seconds", "2") as live:
-        page = live.page()
-        with urllib.request.urlopen(page) as response:
-            assert b"<!doctype html>" in response.read().lower()
-        live.until(page, lambda shown: shown["held"]["requests"] > 100)
-        out, _ = live.process.communicate(timeout=60)
-    assert live.process.returncode == 0
-    assert "requests answered, of those sent" in out.splitlines()[-1]
-
-
-@pytest.mark.long
-def test_a_replicas_page_shows_all_of_them(tmp_path: Path) -> None:
-    with (
-        RedisServer(first_binary(), tmp_path) as store,
-        Live("--seconds", "3", "--replicas", "2", "--store", store.url) as live,
-    ):
-        page = live.page()
-        live.until(page, lambda shown: len(shown["replicas"]) == 2 and shown["held"]["requests"] > 100)
 
 
 @pytest.fixture

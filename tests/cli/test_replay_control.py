@@ -70,8 +70,9 @@ def found_in(path: Path) -> Any:
     return json.loads(path.read_bytes())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("by", ASKING)
+@pytest.mark.parametrize(
+    "by", [pytest.param("key", marks=pytest.mark.long), pytest.param("tier", marks=pytest.mark.soak)]
+)
 def test_the_control_serves_every_request_that_the_other_run_serves(by: str, tmp_path: Path) -> None:
     figures, page = tmp_path / "figures.json", tmp_path / "page.html"
     with lab(tmp_path) as it:
@@ -92,8 +93,9 @@ def test_the_control_serves_every_request_that_the_other_run_serves(by: str, tmp
     assert "sk-" not in ended.stdout + ended.stderr + page.read_text()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("by", ASKING)
+@pytest.mark.parametrize(
+    "by", [pytest.param("tier", marks=pytest.mark.long), pytest.param("key", marks=pytest.mark.soak)]
+)
 def test_a_run_that_refuses_many_does_not_look_fast(by: str, tmp_path: Path) -> None:
     """Batch's 60 do not fit its bound of 20. The refused are in no percentile of the answered."""
     figures, page = tmp_path / "figures.json", tmp_path / "page.html"

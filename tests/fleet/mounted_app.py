@@ -18,7 +18,7 @@ STEP_S = 0.01
 
 
 class CountingEngine:
-    """Runs requests, without any bound of its own."""
+    """Runs requests, without any bound of its own, until their clients disconnect."""
 
     def __init__(self) -> None:
         self.running = self.most = self.served = 0
@@ -30,6 +30,15 @@ class CountingEngine:
             await answer(send, {"running": self.running, "most": self.most, "served": self.served})
             return
         body = json.loads((await receive())["body"])
+        run, left = asyncio.ensure_future(self.counted(body, send)), asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait((run, left), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            run.cancel()
+            left.cancel()
+
+    async def counted(self, body: dict[str, Any], send: Send) -> None:
+        """Runs a request. It is not counted as running once its last byte is sent."""
         self.running += 1
         self.most = max(self.most, self.running)
         try:

@@ -87,15 +87,14 @@ async def mounted(app: Any, folder: Path, engine: str, more: str = "", pool: int
         yield middleware, served.port
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "notices_after_s", "more"),
     [
         # The engine is faster than we think, by more than a busy machine is late.
-        ("sglang", 2.0, ""),
-        ("tensorrt-llm", 0.4, ""),
-        ("vllm", 0.1, "abort_latency: 1s"),
-        ("none", 1.0, ""),
+        pytest.param("sglang", 2.0, "", marks=pytest.mark.soak),
+        pytest.param("tensorrt-llm", 0.4, "", marks=pytest.mark.long),
+        pytest.param("vllm", 0.1, "abort_latency: 1s", marks=pytest.mark.long),
+        pytest.param("none", 1.0, "", marks=pytest.mark.soak),
     ],
 )
 async def test_clients_that_disconnect_do_not_drive_the_engine_past_the_pool(
@@ -114,10 +113,13 @@ async def test_clients_that_disconnect_do_not_drive_the_engine_past_the_pool(
     assert emulator.engine.peak == POOL
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "notices_after_s", "more"),
-    [("tensorrt-llm", 0.4, ""), ("sglang", 2.0, ""), ("none", 0.4, "abort_latency: 1.5s")],
+    [
+        pytest.param("tensorrt-llm", 0.4, "", marks=pytest.mark.long),
+        pytest.param("sglang", 2.0, "", marks=pytest.mark.soak),
+        pytest.param("none", 0.4, "abort_latency: 1.5s", marks=pytest.mark.long),
+    ],
 )
 async def test_nor_do_they_where_the_app_returns_before_its_engine_has_aborted(
     tmp_path: Path, engine: str, notices_after_s: float, more: str

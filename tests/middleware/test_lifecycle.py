@@ -602,7 +602,7 @@ class Whims:
         await chunk(send, b"{}", more=False)
 
 
-@pytest.mark.parametrize("requests", [1000, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("requests", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
 async def test_thousands_of_requests_that_leave_whenever_they_like_leave_nothing(requests: int) -> None:
     seed = int(os.environ.get("SIDECAR_TEST_SEED", "1"))
     print(f"SIDECAR_TEST_SEED={seed}")  # noqa: T201  # shown where the test fails

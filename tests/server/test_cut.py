@@ -105,7 +105,7 @@ async def check_answers(tasks: list[asyncio.Task[Any]]) -> None:
         assert error["type"] == ("overloaded_error" if is_anthropic else "server_error")
 
 
-@pytest.mark.parametrize("second", [(TERM, INT), pytest.param((INT, TERM, INT), marks=pytest.mark.long)])
+@pytest.mark.parametrize("second", [(TERM, INT), pytest.param((INT, TERM, INT), marks=pytest.mark.soak)])
 async def test_a_second_signal_answers_503_in_one_line(tmp_path: Path, second: tuple[signal.Signals, ...]) -> None:
     async with sidecar(tmp_path) as (process, url, admin), aiohttp.ClientSession() as client:
         tasks = await under_way(client, url, admin)

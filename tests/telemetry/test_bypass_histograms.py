@@ -35,6 +35,7 @@ from sidecar.telemetry.request_record import RequestRecord, TraceIds
 from sidecar.telemetry.sdk_bypass.histograms import sums_of
 from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
 from sidecar.telemetry.setup import meter_provider_for
+from tests.support.examples import examples
 from tests.support.otlp import otlp_over_http
 from tests.telemetry.span_stories import admitted, begin, classified, first_byte, received, refused
 from tests.telemetry.test_setup import run_cold
@@ -127,7 +128,7 @@ def scraped(reader):
 
 @pytest.mark.long
 @given(REQUESTS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(2))
 def test_a_scraper_cannot_tell_who_counted(requests):
     readers = ours, theirs = PrometheusReader(), PrometheusReader()
     countings = [

@@ -135,7 +135,7 @@ def lines_of(load: observe.Load, seed: str, folder: Path) -> list[observe.Line]:
     return found
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", LOADS)
 def test_what_is_predicted_comes_or_the_report_says_that_it_is_not_to_be_trusted(
     name: str, seed: int, tmp_path: Path
@@ -150,8 +150,10 @@ def not_streamed(planned: Planned) -> Planned:
     return replace(planned, body=json.dumps(body).encode())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["bulk", "bursty"])
+@pytest.mark.parametrize("name", [
+    pytest.param("bulk", marks=pytest.mark.soak),
+    pytest.param("bursty", marks=pytest.mark.long),
+])  # fmt: skip
 def test_it_is_so_for_responses_that_are_not_streamed(name: str, tmp_path: Path) -> None:
     load = LOADS[name]
     whole = replace(load, plan=lambda luck: [not_streamed(planned) for planned in load.plan(luck)])
