@@ -26,7 +26,7 @@ class Overtaking:
     def __init__(self) -> None:
         self._arrivals: list[int] = []
         self._moments: list[int] = []
-        self._is_parted = False
+        self._parted_after = 0
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -37,16 +37,15 @@ class Overtaking:
         No ticket stands between a step and the very next arrival. So newcomers that are admitted at once, one after the
         other, stay one step: the first of them overtook all that the others overtook.
         """
-        if self._arrivals and arrival == self._arrivals[-1] + 1 and not self._is_parted:
+        if self._arrivals and arrival == self._arrivals[-1] + 1 and arrival - 1 != self._parted_after:
             self._arrivals[-1] = arrival
         elif not self._arrivals or arrival > self._arrivals[-1]:
             self._arrivals.append(arrival)
             self._moments.append(now_us)
-            self._is_parted = False
 
-    def part(self) -> None:
-        """A ticket stands now right after the latest arrival admitted: the next step is one of its own."""
-        self._is_parted = True
+    def part(self, arrival: int) -> None:
+        """A ticket stands now right after `arrival`, the latest one admitted: the next step is one of its own."""
+        self._parted_after = arrival
 
     def first_after(self, arrival: int) -> int | None:
         """When the ticket that arrived as number `arrival` was first overtaken, None where it was not."""
@@ -123,7 +122,7 @@ class TicketOvertaking(Overtaking):
         """A lease that no one had overtaken waits again: only steps after its `overtaken_after` count for it."""
         self._handed_back.pop(ticket.id, None)
         self._handed_back[ticket.id] = ticket
-        self.part()
+        self.part(ticket.overtaken_after)
 
     def look(self, left: Ticket, waiting: Mapping[str, Ticket]) -> None:
         """Looks at some of the tickets, now that one has `left` those that are `waiting`."""

@@ -273,7 +273,7 @@ class Scheduler:
         if overtaken_us is None:
             self._overtaking.hand_back(ticket)
         else:
-            self._overtaking.part()
+            self._overtaking.part(ticket.overtaken_after)
         return True
 
     def _return(self, ticket: Ticket, now_us: int) -> None:

@@ -102,7 +102,7 @@ class Crowd:
         if ticket.overtaken_us is None:
             self.overtaking.hand_back(ticket)
         else:
-            self.overtaking.part()
+            self.overtaking.part(ticket.overtaken_after)
 
     def known(self, ticket: Ticket) -> int | None:
         noted_us = ticket.overtaken_us
@@ -111,6 +111,24 @@ class Crowd:
     def literally(self, ticket: Ticket, handed_back: dict[str, int | None]) -> int | None:
         before_us = handed_back.get(ticket.id)
         return literal(self.admissions, ticket.overtaken_after or ticket.sequence) if before_us is None else before_us
+
+
+def test_leases_that_are_handed_back_and_admitted_again_are_no_step_for_one_that_came_back_with_them() -> None:
+    """The record was empty when all came back, since none had waited: the third joined the step of the second."""
+    crowd = Crowd()
+    for _ in range(3):
+        crowd.come()
+    first, second, third = leases = list(crowd.waiting.values())
+    for ticket in leases:
+        crowd.admit(ticket)
+    for ticket in leases:
+        crowd.hand_back(ticket)
+    crowd.come()
+    crowd.admit(second)
+    crowd.admit(third)
+    assert crowd.known(first) is None
+    crowd.admit(crowd.waiting["4"])
+    assert crowd.known(first) == crowd.now_us == crowd.literally(first, {})
 
 
 @random_walks(6)
