@@ -179,6 +179,7 @@ def everything():
     return scraped, pool
 
 
+@pytest.mark.long
 def test_promtool_finds_nothing_to_say():
     scraped, _kept = everything()
     text, _ = scraped.reader.text(None)
