@@ -205,6 +205,7 @@ def engines() -> Iterator[tuple[str, str]]:
 
 
 @each("name", RULES)
+@pytest.mark.soak
 def test_a_router_passes_streams_through_and_its_counts_end_at_nothing(name: str, engines: tuple[str, str]) -> None:
     before = finished(engines)
     line = [sys.executable, "-m", "benchmarks.fleet_routers", "--rule", name, *engines]

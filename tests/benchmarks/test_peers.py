@@ -39,6 +39,7 @@ def test_the_engine_stops_when_clients_leave_and_the_others_lose_nothing() -> No
     assert found["engine stops the whole answers after"] is not None
 
 
+@pytest.mark.soak
 def test_the_command_prints_its_report_and_adds_to_its_file(tmp_path: Path) -> None:
     file = tmp_path / "peers.json"
     words = ["--only", "cost", "--peer", "ours", "--quick", "--json", str(file)]

@@ -121,7 +121,7 @@ def test_three_seconds_of_it_and_its_live_page_show_what_admission_does(tmp_path
     assert late_s("control", "batch", "starvation_s") < 0.1
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_replicas_share_one_pool_and_page_and_leave_nothing_in_the_store_that_stays(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     with RedisServer(first_binary(), tmp_path, password="opensesame") as server:

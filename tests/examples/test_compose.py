@@ -209,6 +209,7 @@ def store(tmp_path: Path) -> Iterator[str]:
         yield running.url
 
 
+@pytest.mark.soak
 def test_two_sidecars_share_one_pool_before_the_engine(store: str) -> None:
     variables = {
         name: SERVICES[SIDECARS[0]]["environment"][name] for name in ("SIDECAR_STORE", "OTEL_METRICS_EXPORTER")

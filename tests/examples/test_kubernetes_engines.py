@@ -99,6 +99,7 @@ def test_only_the_sidecars_reach_the_engines_and_the_engines_the_admin_port() ->
     assert any(re.search(r'"app.kubernetes.io/name": "llm-engine"}', who) for who in to_admin)
 
 
+@pytest.mark.soak
 def test_all_engines_are_replaced_and_no_stream_is_cut(tmp_path: Path) -> None:
     """Two sidecars with one pool in the store of the manifests."""
     kubectl()
