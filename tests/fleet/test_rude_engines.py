@@ -370,7 +370,9 @@ async def test_an_engine_that_refuses_one_tenant_holds_no_other_tenant_back(tmp_
                 nonlocal count, longest_s
                 while (began_s := time.monotonic()) < ends_s:
                     status = (await sidecar.ask(text, headers)).status
-                    if text == "good":
+                    if text == "bad":
+                        await asyncio.sleep(0.05)  # 100 refusals a second, and time of a busy machine for the others
+                    else:
                         assert status == 200
                         count, longest_s = count + 1, max(longest_s, time.monotonic() - began_s)
 
