@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,12 @@ pytestmark = pytest.mark.anyio
 EVENT = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
 
 
-def streaming(events: int, pause_s: float, *, last: bytes = b"data: [DONE]\n\n") -> Any:
+def streaming(
+    events: int,
+    *,
+    last: bytes = b"data: [DONE]\n\n",
+    between: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0),
+) -> Any:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await App()(scope, receive, send)
@@ -27,7 +33,7 @@ def streaming(events: int, pause_s: float, *, last: bytes = b"data: [DONE]\n\n")
         await start(send, content_type=b"text/event-stream")
         for _ in range(events):
             await chunk(send, EVENT)
-            await asyncio.sleep(pause_s)
+            await between()
         await chunk(send, last, more=False)
 
     return app
@@ -36,18 +42,13 @@ def streaming(events: int, pause_s: float, *, last: bytes = b"data: [DONE]\n\n")
 async def test_every_event_arrives_when_it_is_sent() -> None:
     seen: asyncio.Queue[None] = asyncio.Queue()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await App()(scope, receive, send)
-            return
-        await receive()
-        await start(send, content_type=b"text/event-stream")
-        for _ in range(8):
-            await chunk(send, EVENT)
-            await asyncio.wait_for(seen.get(), 60)  # the next one is not sent before the client has this one
-        await chunk(send, b"", more=False)
+    async def until_it_is_seen() -> None:
+        await asyncio.wait_for(seen.get(), 60)  # the next one is not sent before the client has this one
 
-    async with guarding(app) as guarded, connected(guarded.port) as (reader, writer):
+    async with (
+        guarding(streaming(8, last=b"", between=until_it_is_seen)) as guarded,
+        connected(guarded.port) as (reader, writer),
+    ):
         writer.write(post(CHAT, SMALL))
         await reader.readuntil(b"\r\n\r\n")
         for _ in range(8):
@@ -57,7 +58,7 @@ async def test_every_event_arrives_when_it_is_sent() -> None:
 
 
 async def test_one_send_of_the_app_is_one_send_to_the_server() -> None:
-    guarded = Guarded(streaming(5, 0), policy())
+    guarded = Guarded(streaming(5), policy())
     caller = Caller(guarded.sidecar, SMALL)
     await caller.run()
     sent = [(message["body"], message["more_body"]) for message in caller.sent[1:]]
@@ -119,7 +120,7 @@ async def test_the_lease_is_given_back_behind_the_last_byte() -> None:
     ],
 )
 async def test_what_a_stream_cost_is_reported(last: bytes, used: int | None, counts: Any) -> None:
-    guarded = Guarded(streaming(5, 0, last=last), policy())
+    guarded = Guarded(streaming(5, last=last), policy())
     await Caller(guarded.sidecar, SMALL).run()
     settled: Settled = guarded.recorder.stories[0].one(Settled)
     assert (settled.input_tokens, settled.output_tokens) == counts
@@ -132,7 +133,7 @@ async def test_what_a_stream_cost_is_reported(last: bytes, used: int | None, cou
 
 
 async def test_the_first_byte_is_the_bodys_and_is_reported_once() -> None:
-    guarded = Guarded(streaming(3, 0), policy())
+    guarded = Guarded(streaming(3), policy())
     await Caller(guarded.sidecar, SMALL).run()
     story = guarded.recorder.stories[0]
     assert story.kinds == ["Classified", "Admitted", "FirstByte", "Settled"]
@@ -178,7 +179,7 @@ async def test_messages_that_are_no_body_pass() -> None:
 async def test_the_openai_client_streams_through_it() -> None:
     from openai import AsyncOpenAI
 
-    async with guarding(streaming(4, 0)) as guarded:
+    async with guarding(streaming(4)) as guarded:
         async with AsyncOpenAI(api_key="sk-acme", base_url=f"http://127.0.0.1:{guarded.port}/v1") as client:
             stream = await client.chat.completions.create(**chat(), stream=True)
             assert [part.choices[0].delta.content async for part in stream] == ["x"] * 4
