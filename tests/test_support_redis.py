@@ -18,7 +18,6 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tests.support import redis_servers
 from tests.support.certificates import needs_openssl, started_with_tls
@@ -50,9 +49,9 @@ async def proxy(server: RedisServer) -> AsyncIterator[FaultProxy]:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[redis.asyncio.Redis]:
-    """A client that tries once, waits 0.3 s at most, and has its connection."""
+    """A client that tries once, waits as long as a busy machine may take, and has its connection."""
     retry = Retry(NoBackoff(), 0)
-    client = redis.asyncio.Redis.from_url(url, retry=retry, socket_timeout=0.3, socket_connect_timeout=0.3)
+    client = redis.asyncio.Redis.from_url(url, retry=retry, socket_timeout=60, socket_connect_timeout=60)
     async with client:
         assert await client.ping()
         yield client
@@ -123,11 +122,10 @@ def test_a_server_that_is_stopped_says_goodbye_even_where_it_was_paused(server: 
 
 async def test_a_paused_server_accepts_connections_and_answers_once_it_goes_on(server: RedisServer) -> None:
     server.pause()
-    with pytest.raises(RedisTimeoutError):
-        async with connected(server.url):
-            pass
-    server.resume()
-    async with connected(server.url) as client:
+    async with redis.asyncio.Redis.from_url(server.url) as client:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(client.ping(), 0.3)
+        server.resume()
         assert await client.set("key", "value")
 
 
@@ -261,7 +259,7 @@ async def test_the_delays_of_chunks_in_a_row_do_not_add_up(server: RedisServer, 
     async with connected(proxy.url()) as client, client.pubsub() as listener:
         await listener.subscribe("news")
         await listener.get_message(timeout=60)
-        proxy.delay_s = 0.5
+        proxy.delay_s = 1
         start_s = time.monotonic()
         for number in range(5):
             server.command("PUBLISH", "news", number)
@@ -269,7 +267,7 @@ async def test_the_delays_of_chunks_in_a_row_do_not_add_up(server: RedisServer, 
         for number in range(5):
             message = await listener.get_message(timeout=60)
             assert message["data"] == str(number).encode()
-        assert 0.5 <= time.monotonic() - start_s < 2.4  # and not five times as much
+        assert 1 <= time.monotonic() - start_s < 4.9  # and not five times as much
 
 
 async def test_dropped_connections_are_reset_and_new_ones_are_not(proxy: FaultProxy) -> None:
@@ -313,8 +311,8 @@ async def test_swallowed_replies_leave_the_work_done_and_the_client_waiting(
 ) -> None:
     async with connected(proxy.url()) as client:
         proxy.swallow_replies = True
-        with pytest.raises(RedisTimeoutError):
-            await client.set("key", "value")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(client.set("key", "value"), 0.3)
     assert server.command("GET", "key") == "value"
 
 
@@ -323,8 +321,8 @@ async def test_swallowed_requests_leave_the_work_undone_and_the_client_waiting(
 ) -> None:
     async with connected(proxy.url()) as client:
         proxy.swallow_requests = True
-        with pytest.raises(RedisTimeoutError):
-            await client.set("key", "value")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(client.set("key", "value"), 0.3)
     assert server.command("GET", "key") is None
 
 
