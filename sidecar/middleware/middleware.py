@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -48,11 +48,14 @@ def guarded_endpoint(controller: AdmissionController, scope: Scope) -> Endpoint 
         return None
     path = route_path(scope) if scope.get("root_path") else scope["path"]
     endpoints = controller.snapshot.endpoints
-    endpoint = endpoints.get(path)
-    if endpoint is None and ("//" in path or "/." in path or path.endswith("/")):
-        # A server after this one may read it as a guarded path: nginx merges slashes and resolves dots.
-        endpoint = endpoints.get(posixpath.normpath("/" + path.lstrip("/")))
-    return endpoint
+    return endpoints.get(path) or otherwise_spelled(endpoints, path)
+
+
+def otherwise_spelled(endpoints: Mapping[str, Endpoint], path: str) -> Endpoint | None:
+    """The endpoint whose path a server after this one may read: nginx merges slashes and resolves dots."""
+    if "//" in path or "/." in path or path.endswith("/"):
+        return endpoints.get(posixpath.normpath("/" + path.lstrip("/")))
+    return None
 
 
 def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to
