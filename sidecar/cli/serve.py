@@ -37,8 +37,8 @@ _log = logging.getLogger("sidecar.serve")
 
 _WORKERS = (
     "processes that serve the port together, for more requests than one processor can take (default %(default)s). They "
-    "share one pool: in the policy's store, else in a Valkey that this command starts "
-    "(pip install 'admission-sidecar[workers]'). Linux only"
+    "share one pool: in the policy's store, else in a Valkey that this command starts, from the extra workers or the "
+    "PATH. Linux only"
 )
 EXAMPLE = """\
   sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --port 8080
