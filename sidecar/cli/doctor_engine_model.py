@@ -37,6 +37,6 @@ def write_model(options: Options, file: str, json_target: str | None, say: Calla
         return False
     if STANDARD_OUTPUT not in (file, json_target):
         print(
-            f"{report(fitted, probe)}\n\nwritten to {file}: sidecar simulate TRACE --policy DIR --engine-model {file}"
+            f"{report(fitted, probe)}\n\nwritten to {file}: sidecar simulate TRACE POLICY --engine-model {file}"
         )
     return write_json(json_target, figures(fitted, probe))
