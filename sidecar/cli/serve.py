@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from sidecar.cli.arguments import (
+    ADMIN_PORT,
     CLIENTS_PORT,
     NoPolicy,
     OneEngine,
@@ -66,7 +67,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="HOST",
         help="address of the live page, /metrics, ... (default %(default)s)",
     )
-    parser.add_argument("--admin-port", type=port, default=9464, help="their port, 0 for any (default %(default)s)")
+    parser.add_argument(
+        "--admin-port", type=port, default=ADMIN_PORT, help="their port, 0 for any (default %(default)s)"
+    )
     add = parser.add_argument
     add("--log-level", choices=LEVELS, help="default info; also by SIDECAR_LOG_LEVEL")
     usual = "text where standard error is a terminal, else json"
