@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -53,6 +54,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._has_refused = False
         self._cycles: list[RequestResponseCycle] = []
+        self.on_lost: Callable[[BoundedHttpProtocol], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own narrowing
         super().connection_made(transport)
@@ -63,6 +65,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._end_head()
         self._disconnect_unfinished()
+        if self.on_lost is not None:
+            self.on_lost(self)
 
     def data_received(self, data: bytes) -> None:
         if self._has_refused:
@@ -166,7 +170,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             lines = [b"%s: %s\r\n" % header for header in error_headers(error, len(body), None)]
             status = b"HTTP/1.1 %d %s\r\n" % (error.status, _REASONS[error.status])
             self.transport.write(b"".join([status, *lines, b"connection: close\r\n\r\n", body]))
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # not in TLS
+                self.transport.write_eof()
             self._has_refused = True
             self._disconnect_unfinished()  # nothing can be written any more
             self.loop.call_later(READ_ON_S, self.transport.close)
