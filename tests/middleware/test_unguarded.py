@@ -289,10 +289,11 @@ async def test_a_server_that_can_is_given_an_answer_for_the_websocket() -> None:
     assert caller.status == 404
 
 
-async def test_a_websocket_on_a_guarded_path_is_told_to_use_http() -> None:
+@pytest.mark.parametrize("http", ["httptools", BoundedHttpProtocol], ids=["uvicorn's server", "our own"])
+async def test_a_websocket_on_a_guarded_path_is_told_to_use_http(http: Any) -> None:
     """Codex tries one on `/v1/responses`, and only after a 426 goes on over HTTP at once."""
     offer = ("connection: Upgrade", "upgrade: WebSocket", "sec-websocket-version: 13", "sec-websocket-key: AA==")
-    async with guarding(App(), policy("unguarded: generating\n"), http=BoundedHttpProtocol) as served:
+    async with guarding(App(), policy("unguarded: generating\n"), http=http) as served:
         answers = [
             Answer.parsed(await exchange(served.port, get(path, *offer))) for path in (CHAT, CHAT + "/", "/app/chat")
         ]
