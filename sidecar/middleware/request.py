@@ -556,8 +556,9 @@ class RequestHandler(msgspec.Struct, eq=False):
             controller.estimator.learn(request.payload, request.classification.tenant.name, prompt)
         if controller.usage is not None and failure is None:
             controller.usage.count(request, self._snapshot.policy, usage, status)
+        used = tokens, prompt, usage.output_tokens, usage.cached_tokens
         said = None if failure is None else failure.message
-        self._reporter.settled(outcome, status, (tokens, prompt, usage.output_tokens), error, said, size)
+        self._reporter.settled(outcome, status, used, error, said, size)
 
     def _when_aborted(self, release: Callable[[], object]) -> None:
         """Calls `release` when the engine has aborted what it computed for this request."""
