@@ -17,17 +17,14 @@ from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant
 
 
-def headers_for_app(
-    pairs: Headers, request: SizedRequest, body: bytes, added: list[tuple[bytes, bytes]], *, has_begun: bool
-) -> Headers:
+def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: list[tuple[bytes, bytes]]) -> Headers:
     """The headers for the app: the client's `pairs`, with those `added`, to which the new length is added here.
 
-    `has_begun`: the response has begun as plain text, so the engine must not compress the rest. A background response
-    must not be compressed either, because its id has to be read.
+    No answer may be compressed: its usage is read, and it may have begun as plain text.
     """
     own, taken = request.headers, request.taken
-    if has_begun or request.payload.background:
-        taken = [*taken, b"accept-encoding"]
+    if b"accept-encoding" in own:
+        added.append((b"accept-encoding", b"identity"))
     if body is not request.body and b"content-length" in own:
         added.append((b"content-length", b"%d" % len(body)))
     if len(own) < len(pairs):
