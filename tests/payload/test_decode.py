@@ -345,7 +345,7 @@ def test_text_beside_a_medium_or_like_one_is_not_hidden_by_it(said: dict[str, An
     (MESSAGES, {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm", "signature": BASE64}]}),
     (MESSAGES, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": BASE64}]}),
     (RESPONSES, {"type": "reasoning", "summary": [], "encrypted_content": BASE64}),
-    (CHAT, {"role": "assistant", "content": "Hm", "reasoning_content": "Hm", "signature": BASE64}),
+    (MESSAGES, {"role": "assistant", "content": [{"thinking": "Hm", "signature": BASE64}]}),
 ])  # fmt: skip
 def test_what_only_its_writer_can_read_counts_nothing(api: Api, item: dict[str, Any]) -> None:
     payload = read_from(api, **{next(iter(SMALLEST[api])): [item]})
