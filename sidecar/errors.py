@@ -104,7 +104,7 @@ class OutputTooLong(BadRequest):
 
 
 class TooManyChoices(BadRequest):
-    """More sequences (choices times prompts) than the policy's `max_choices` lets one request start."""
+    """More choices of a prompt than the policy's `max_choices` lets one request ask for."""
 
     code = "too_many_choices"
     never_fits = True

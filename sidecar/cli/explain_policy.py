@@ -157,7 +157,7 @@ class _Explanation:
         for answer, source in zip(answers, self._found["sources"], strict=True):
             source["wins"] = answer.source is made.source
         self._found |= self._classification(made)
-        refuse_what_is_too_much(endpoint.api, asked.payload, self._policy)
+        refuse_what_is_too_much(asked.payload, self._policy)
         pool = of_model(self._policy, payload.model, body)
         self._size(asked.payload, made, headers, pool)
         self._found["placement"] = placement(self._policy, pool, self._found["holds"])
@@ -222,7 +222,7 @@ class _Explanation:
             prompt = asyncio.run(self._estimator.counted_prompt_tokens(payload, counter))
         sizes = SizeLimits(pool)
         tokens, requests = sizes.limits(made.level)
-        starts = payload.sequences
+        starts = payload.requests(requests)
         held = tokens_to_hold(payload, prompt, tier.default_output_tokens)
         if payload.unsized is not None and tokens < UNLIMITED:
             held = max(held, tokens)
@@ -361,13 +361,16 @@ def _how_much(found: Found) -> list[str]:
         if holds["counted_by"] == "tokenizer"
         else "by its size, 4 bytes a token, until the engine's usage says better"
     )
+    sequences, counted = holds["prompts"] * holds["choices"], "one for each sequence"
+    if sequences > holds["requests"]:
+        counted = f"of the {sequences:,} sequences the others wait in the engine"
     lines = [
         f"   {holds['tokens']:,} tokens: {holds['prompt_tokens']:,} prompt{output}{times}",
         f"   the prompt is counted {how}"
         if holds["unsized"] is None
         else f"   {holds['unsized']} cannot be sized: it holds the most that one request may (unsized: hold)",
         *_learned(holds),
-        f"   {holds['requests']:,} of the pool's requests: one for each sequence",
+        f"   {holds['requests']:,} of the pool's requests: {counted}",
         f"   tier {found['tier']} accepts {_size_limit(found['largest'], found['largest_by'])}",
     ]
     if found["capacity_from"] is not None:

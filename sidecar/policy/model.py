@@ -225,7 +225,7 @@ class Policy:
     how often a streaming client that queues is sent a comment, None for never. With `forward_key` the tenant's key
     reaches the engine, too. `abort_latency_s` is how long the engine may compute on after a disconnect, None for the
     engine's own figure. `unguarded` is None where it depends on what the middleware stands before. `max_choices` bounds
-    the sequences that one request may start (choices times prompts), and `unsized` says what becomes of one whose
+    the choices of a prompt that one request may ask for, and `unsized` says what becomes of one whose
     prompt cannot be sized. `engines` is None where the pool has one engine, which the policy does not name; with
     engines, `rules` are those of the sum of their written capacities. `models` are those with pools of their own, by
     name; empty where all models share the pool. `learn` says how far leases follow the output lengths that were

@@ -338,9 +338,8 @@ class PoolFile(FileModel):
 
     max_choices: of.PositiveCount = key(
         MAX_CHOICES,
-        "The most sequences that one request may start: its choices (`n`, `best_of`) times its prompts. "
-        "Inputs of embeddings do not count here, because nothing is generated for them. Each holds a sequence, so "
-        "the tier's size limit bounds them.",
+        "The most choices of a prompt (`n`, `best_of`) that one request may ask for. Prompts and inputs of a list do "
+        "not count here, because the engine queues them itself.",
         16,
     )
     unsized: of.UnsizedChoice = key(
