@@ -80,10 +80,10 @@ def is_refused(controller: AdmissionController, scope: Scope) -> bool:
 
 
 def route_path(scope: Scope) -> str:
-    """The path as the app's router reads it: without the prefix under which the app is mounted."""
+    """The path as the app's router reads it: without the prefix under which the app is mounted (Starlette's rule)."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
-    return path.removeprefix(root) if root else path
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
