@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from starlette.types import Scope
 
@@ -79,10 +80,11 @@ def _without(added: Headers, connection: bytes) -> bytes:
 
 
 def forwarded_scope(scope: Scope, endpoint: Endpoint, headers: Headers) -> Scope:
-    """A copy of the scope, with these headers and the path that the engine knows."""
+    """A copy of the scope, with these headers and the path that the engine knows, however the client has spelled it."""
     copy = {**scope, "headers": headers}
-    if endpoint.forward_to is not None:
-        # The part before the endpoint's own path is where the app is mounted; some servers leave it out.
-        copy["path"] = scope["path"].removesuffix(endpoint.path) + endpoint.forward_to
-        copy["raw_path"] = copy["path"].encode()
+    path, wanted = scope["path"], endpoint.forward_to or endpoint.path
+    if path != wanted:
+        root = scope.get("root_path", "")  # where the app is mounted; some servers leave it out of the path
+        copy["path"] = path = root + wanted if root and path.startswith(f"{root}/") else wanted
+        copy["raw_path"] = quote(path).encode()
     return copy

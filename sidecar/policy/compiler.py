@@ -192,6 +192,7 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         anonymous=_anonymous(pool, levels),
         default_level=levels[str(pool.default_tier)],
         sources=tuple(pool.sources),
+        public=None if pool.public is None else tuple(pool.public),
         carrier=pool.forward_priority,
         engine_levels=tuple((thresholds[name], level) for name, level in levels.items() if name in thresholds),
         tier_header=pool.tier_header.encode("ascii"),

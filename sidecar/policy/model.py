@@ -224,7 +224,8 @@ class Policy:
     engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. `keep_alive_s` is
     how often a streaming client that queues is sent a comment, None for never. With `forward_key` the tenant's key
     reaches the engine, too. `abort_latency_s` is how long the engine may compute on after a disconnect, None for the
-    engine's own figure. `unguarded` is None where it depends on what the middleware stands before. `max_choices` bounds
+    engine's own figure. `unguarded` is None where it depends on what the middleware stands before. `public` is None
+    where the policy does not name the paths that need no key: see `public_paths`. `max_choices` bounds
     the choices of a prompt that one request may ask for, and `unsized` says what becomes of one whose
     prompt cannot be sized. `engines` is None where the pool has one engine, which the policy does not name; with
     engines, `rules` are those of the sum of their written capacities. `models` are those with pools of their own, by
@@ -262,6 +263,7 @@ class Policy:
     forward_key: bool = False
     abort_latency_s: float | None = None
     unguarded: Unguarded | None = None
+    public: tuple[str, ...] | None = None
     background: Background = Background.REFUSE
     max_choices: int = MAX_CHOICES
     unsized: Unsized = Unsized.REFUSE
@@ -277,6 +279,16 @@ class Policy:
     usage_days: int = 62
     max_upload_bytes: int | None = None
     _named: dict[str, Tenant] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def public_paths(self) -> Sequence[str] | None:
+        """The paths that may be read without a key, and the only ones of the operator's pages that may be read at all.
+
+        None where that bounds nothing: requests need no key (`anonymous`), and the policy does not say which paths.
+        """
+        if self.public is None and self.anonymous is None:
+            return (self.engine.liveness_page,)
+        return self.public
 
     @property
     def named(self) -> Mapping[str, Tenant]:

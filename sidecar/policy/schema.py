@@ -254,6 +254,13 @@ class PoolFile(FileModel):
         "`generating` in an app.",
         "deny",
     )
+    public: of.PathList | None = key(
+        None,  # load balancers ask whether the engine lives; nothing else is for who has no key
+        "With `unguarded: deny`, the paths that may be read without a key, where others need one (`anonymous: deny`). "
+        "The engine's metrics, documents and settings are shown only where they are named here. Default: the engine's "
+        "liveness page; with another `anonymous`, every path.",
+        ["/health", "/metrics"],
+    )
     background: of.BackgroundChoice = key(
         "refuse",  # such a response is answered at once and runs on: its request would hold nothing meanwhile
         "What happens to `background: true` on responses. `refuse`: a 400. `hold`: the response is "

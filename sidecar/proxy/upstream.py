@@ -28,6 +28,8 @@ _TARGET = re.compile(rb"[!-~]*")
 _WITHOUT_BODY = frozenset(("GET", "HEAD", "OPTIONS", "TRACE"))
 """Methods whose requests need not say that they have no body."""
 _PORTS = {"http": 80, "https": 443}
+_LOCATION = re.compile(rb"(?:(?:https?:)?//(?:[^/\\?#]*@)?([^/\\?#]*))?(.*)", re.IGNORECASE | re.DOTALL)
+_AUTHORITY = re.compile(rb"(.*?)\.?(?::([0-9]*))?", re.DOTALL)
 
 
 class Upstream:
@@ -44,6 +46,7 @@ class Upstream:
         parts = urlsplit(self.url)
         self._base = parts.path.encode("ascii")
         self._host = _host(parts)
+        self._name, self._ports = _spellings(self._host, parts)
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s)
         self._silence_s = response_timeout_s
         self._keepalive_s = keepalive_s
@@ -74,6 +77,24 @@ class Upstream:
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.close()
+
+    def path_of(self, location: bytes) -> bytes | None:
+        """The path, as a client of the proxy writes it, of an address on this engine. None for any other address.
+
+        An engine writes its own address as the `Host` header says it, with either scheme. A path alone is its own, too.
+        """
+        authority, rest = _LOCATION.fullmatch(location.strip()).groups()  # type: ignore[union-attr]  # matches all
+        if authority is None and not rest.startswith(b"/"):
+            return None  # a path from where the request was
+        if authority is not None and not self._is_called(authority):
+            return None
+        below = rest.removeprefix(self._base)
+        # Two slashes at the beginning would be another server's name: a client may have asked for //elsewhere/.
+        return b"/" + (below if below[:1] in (b"", b"/", b"?", b"#") else rest).lstrip(b"/\\\t ")
+
+    def _is_called(self, authority: bytes) -> bool:
+        name, port = _AUTHORITY.fullmatch(authority.lower()).groups(b"")  # type: ignore[union-attr]
+        return name == self._name and port in self._ports
 
     def _head(self, method: str, target: bytes, headers: Headers, length: int | None) -> bytes:
         if not can_be_written(headers) or not _TARGET.fullmatch(target):
@@ -224,6 +245,14 @@ def _host(parts: SplitResult) -> bytes:
     name = f"[{name}]" if ":" in name else name
     port = parts.port
     return (name if port in {None, _PORTS[parts.scheme]} else f"{name}:{port}").encode("ascii")
+
+
+def _spellings(host: bytes, parts: SplitResult) -> tuple[bytes, frozenset[bytes]]:
+    """The name in an address of the same server, and the ports that may follow it."""
+    name, _ = _AUTHORITY.fullmatch(host).groups()  # type: ignore[union-attr]
+    port = parts.port or _PORTS[parts.scheme]
+    usual = frozenset((b"", b"80", b"443"))  # before the TLS of another server an engine may write either scheme
+    return name, usual if port in _PORTS.values() else frozenset((b"%d" % port,))
 
 
 def _validated(upstream: str) -> str:

@@ -15,6 +15,7 @@ import pytest
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from sidecar.via import OWN_VIA
+from tests.support.each import each
 from tests.support.engine import OK, Connection, RawEngine, Script, answering, raw_engine
 from tests.support.serving import Served, serving
 from tests.support.wire import connected, exchange, get, post
@@ -710,3 +711,86 @@ async def test_a_connection_that_is_reset_between_two_requests_is_no_error_in_th
             gc.collect()
     assert engine.connections == 2
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+# Addresses of the engine
+
+
+ELSEWHERE = ["https://elsewhere.example/a", "//elsewhere/a", "http://{name}:1/a", "a/b", "?a=1", "mailto:a@b", ""]
+
+
+async def relocated(location: str, base: str = "") -> bytes:
+    """What a client gets of an engine's `Location`, in which {host} and {name} stand for the engine's own."""
+
+    async def script(connection: Connection) -> None:
+        host = (await connection.request()).all(b"host")[0].decode()
+        where = location.replace("{host}", host).replace("{name}", host.partition(":")[0])
+        await connection.send(
+            b"HTTP/1.1 307 x\r\nLocation: %b\r\ncontent-location: %b\r\ncontent-length: 0\r\n\r\n"
+            % (where.encode(), where.encode())
+        )
+
+    async with proxied(script, base=base) as (engine, sidecar):
+        answer = await exchange(sidecar.port, get("/v1/models/"))
+    found = [line.partition(b": ")[2] for line in answer.split(b"\r\n") if line.lower().find(b"location: ") >= 0]
+    (seen,) = set(found)
+    assert len(found) == 2
+    return seen.replace(engine.url.removeprefix("http://").encode(), b"{host}")
+
+
+@each(
+    ("location", "seen"),
+    [
+        ("http://{host}/v1/models", "/v1/models"),
+        ("HTTP://{host}/v1/models?a=http://{host}/#b", "/v1/models?a=http://{host}/#b"),
+        ("https://{host}/v1/models", "/v1/models"),  # as `x-forwarded-proto` has it
+        ("//{host}/v1/models", "/v1/models"),
+        (" http://{host}", "/"),
+        ("http://{host}?a=1", "/?a=1"),
+        ("http://someone@{host}/a", "/a"),
+        ("/v1/models", "/v1/models"),
+        # A client that asked for //elsewhere/ is not led there.
+        ("http://{host}//elsewhere/v1/models", "/elsewhere/v1/models"),
+        ("http://{host}/\\elsewhere", "/elsewhere"),
+    ],
+)
+async def test_a_redirect_to_the_engine_leads_to_the_sidecar(location: str, seen: str) -> None:
+    assert await relocated(location) == seen.encode()
+
+
+@each("location", ELSEWHERE)
+async def test_a_redirect_to_elsewhere_stays(location: str) -> None:
+    assert await relocated(location) == location.replace("{name}", "127.0.0.1").encode()
+
+
+@each(
+    ("location", "seen"),
+    [
+        ("http://{host}/base/v1/models", "/v1/models"),
+        ("/base/v1/models", "/v1/models"),
+        ("http://{host}/base", "/"),
+        ("http://{host}/basement", "/basement"),
+        ("http://{host}/base//elsewhere", "/elsewhere"),
+    ],
+)
+async def test_a_redirect_below_a_base_path_loses_it(location: str, seen: str) -> None:
+    assert await relocated(location, base="/base") == seen.encode()
+
+
+@each(
+    ("url", "location", "seen"),
+    [
+        ("http://engine", "https://ENGINE./a", "/a"),
+        ("http://engine", "http://engine:80/a", "/a"),
+        ("https://engine", "http://engine/a", "/a"),
+        ("http://engine:8000", "http://engine/a", None),
+        ("http://Engine.:8000", "http://engine:8000/a", "/a"),
+        ("http://[::1]:8000", "http://[::1]:8000/a", "/a"),
+        ("http://[::1]", "http://[::1]/a", "/a"),
+        ("http://engine", "http://engine.example/a", None),
+        ("http://engine", "http://engine:x/a", None),
+    ],
+)
+def test_an_engine_is_known_however_it_spells_itself(url: str, location: str, seen: str | None) -> None:
+    found = ReverseProxy(url).upstream.path_of(location.encode())
+    assert found == (None if seen is None else seen.encode())
