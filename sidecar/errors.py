@@ -163,6 +163,13 @@ class NotGuarded(BadRequest):
     code = "not_guarded"
 
 
+class UpgradeRequired(BadRequest):
+    """A WebSocket on a path that the policy guards: it is served over HTTP alone."""
+
+    status = 426
+    code = "websocket_not_served"
+
+
 class BodyTimeout(BadRequest):
     """The body did not arrive within the policy's `body_timeout`."""
 

@@ -18,6 +18,7 @@ from sidecar.errors import InvalidHeader
 from sidecar.events import Headers
 from sidecar.proxy.connection import EngineConnection, Response
 from sidecar.proxy.hop_headers import can_be_written
+from sidecar.unix_address import connector_to, path_of, url_of
 
 # Below the 5 s after which uvicorn, and so trtllm-serve, vLLM and SGLang, closes an idle connection.
 KEEPALIVE_S = 4.0
@@ -43,7 +44,7 @@ class Upstream:
     ) -> None:
         self.url = _validated(url)
         self.connect_timeout_s = connect_timeout_s
-        parts = urlsplit(self.url)
+        parts = urlsplit(url_of(self.url))
         self._base = parts.path.encode("ascii")
         self._host = _host(parts)
         self._name, self._ports = _spellings(self._host, parts)
@@ -118,8 +119,8 @@ class _Pool:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         # No limit here: the admission controller decides how many requests run at once.
-        self._connector = aiohttp.TCPConnector(limit=0)
-        self._address = aiohttp.ClientRequest("GET", URL(url, encoded=True), loop=self._loop)
+        self._connector = connector_to(url)
+        self._address = aiohttp.ClientRequest("GET", URL(url_of(url), encoded=True), loop=self._loop)
         self._timeout = timeout
         self._keepalive_s = keepalive_s
         self._silence_s = silence_s
@@ -257,6 +258,8 @@ def _spellings(host: bytes, parts: SplitResult) -> tuple[bytes, frozenset[bytes]
 
 def _validated(upstream: str) -> str:
     """`upstream` without its trailing slash, ready to be put in front of a path."""
+    if path_of(upstream) is not None:
+        return upstream
     parts = urlsplit(upstream)
     example = "write it like http://127.0.0.1:8000"
     if not re.fullmatch(r"[!-~]+", upstream):

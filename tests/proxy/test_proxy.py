@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -457,6 +458,18 @@ async def test_an_engine_that_is_not_there_is_a_502_that_keeps_its_address_to_it
     assert head.startswith(b"HTTP/1.1 502")
     assert json.loads(body)["error"]["code"] == "engine_unreachable"
     assert b"127.0.0.1" not in body
+
+
+async def test_an_engine_on_a_unix_socket_is_asked_there(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    proxy = ReverseProxy(f"unix:{path}")
+    async with serving(proxy) as sidecar:
+        assert b'"code":"engine_unreachable"' in await exchange(sidecar.port, post())
+        async with raw_engine(answering(), path) as engine:
+            for _ in range(2):
+                assert (await exchange(sidecar.port, post())).endswith(b"ok")
+    assert engine.connections == 1
+    assert (b"host", b"localhost") in engine.requests[0].headers
 
 
 async def test_anthropic_clients_get_errors_in_their_own_shape() -> None:
