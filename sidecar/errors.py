@@ -184,6 +184,17 @@ class BodyTooLarge(BadRequest):
     code = "body_too_large"
 
 
+class UnknownCoding(BadRequest):
+    """The body is compressed in a way that is not read here. `known` is the value of `accept-encoding`: what is."""
+
+    status = 415
+    code = "unsupported_encoding"
+
+    def __init__(self, message: str, known: str) -> None:
+        super().__init__(message)
+        self.known = known
+
+
 class TenantLimit(AdmissionError):
     """Over the tenant's own limits. `retry_after_s` is when the request would conform, `allowance` what is left.
 

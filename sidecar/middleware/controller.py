@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -68,7 +68,7 @@ class AdmissionController:
     server's start and end need around it. `pages` are those of an app in this process, to be told of the first scope;
     None elsewhere. `server` is the task of that lifespan, None before it begins. `self_views`
     are what tenants were last shown of themselves, by name and level, and when (`self_view`). `usage` counts what the
-    tenants use, None where that is not kept.
+    tenants use, None where that is not kept. `on_change` are called after every change of the policy.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class AdmissionController:
         self.unguarded_observer = unguarded_observer
         self.engines: EngineView | None = None
         self.monitor: Monitor | None = None
+        self.on_change: list[Callable[[], None]] = []
         self.usage: TenantUsage | None = None
         self.background = BackgroundResponses()
         self.shadows = ShadowRegistry()
@@ -159,6 +160,8 @@ class AdmissionController:
             self.engine_times.begin_period(self.pool.now_us())
         if self.monitor is not None:
             self.monitor.change_policy(policy)
+        for follow in self.on_change:
+            follow()
 
     def share_identities(self, identities: Identities) -> None:
         """Believes the tokens that another controller believes: both use the same keys of the issuer."""

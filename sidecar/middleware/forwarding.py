@@ -11,6 +11,7 @@ from sidecar.context import Granted
 from sidecar.engines.base import Forward
 from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
+from sidecar.middleware.header_names import CONTENT_ENCODING
 from sidecar.middleware.intake import SizedRequest
 from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove
@@ -26,7 +27,7 @@ def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: l
     own, taken = request.headers, request.taken
     if b"accept-encoding" in own:
         added.append((b"accept-encoding", b"identity"))
-    if body is not request.body and b"content-length" in own:
+    if b"content-length" in own and (body is not request.body or CONTENT_ENCODING in taken):
         added.append((b"content-length", b"%d" % len(body)))
     if len(own) < len(pairs):
         return forwarded_headers(pairs, taken, added)

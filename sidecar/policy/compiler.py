@@ -26,6 +26,7 @@ from sidecar.policy.identity import JwtPolicy
 from sidecar.policy.identity_schema import GatewayBody, JwtBody
 from sidecar.policy.model import (
     NO_LIMITS,
+    Cors,
     CostPlace,
     Endpoint,
     Learn,
@@ -40,7 +41,7 @@ from sidecar.policy.model import (
 )
 from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
 from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
-from sidecar.policy.schema import EndpointBody, LimitsBody, PoolFile, Slo, TenantFile, TierBody
+from sidecar.policy.schema import CorsBody, EndpointBody, LimitsBody, PoolFile, Slo, TenantFile, TierBody
 from sidecar.policy.source import Document, read
 from sidecar.policy.tenant_files import obstacles, tenant_files
 from sidecar.policy.validate import entries, pool_problems, sentence, tenant_problems
@@ -188,6 +189,7 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         keyless=tuple(tenant for keys, tenant in by_key if not keys),
         jwt=_jwt(pool.jwt),
         gateway=_gateway(pool.gateway),
+        cors=_cors(pool.cors),
         stored_tenants=StoredTenants.UNREAD if pool.stored_tenants else StoredTenants.NONE,
         anonymous=_anonymous(pool, levels),
         default_level=levels[str(pool.default_tier)],
@@ -321,6 +323,12 @@ def _gateway(body: GatewayBody | None) -> GatewayPolicy | None:
         return None
     tier_header = None if body.tier_header is None else body.tier_header.encode("ascii")
     return GatewayPolicy(body.tenant_header.encode("ascii"), tier_header, tuple(body.addresses))
+
+
+def _cors(body: CorsBody | None) -> Cors | None:
+    if body is None:
+        return None
+    return Cors(tuple(body.origins), None if body.headers is None else tuple(body.headers))
 
 
 def _limits(body: LimitsBody | None) -> Limits:

@@ -213,6 +213,17 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
+class Cors:
+    """The origins whose pages a browser lets use the API, and the headers of their requests: None for every header."""
+
+    origins: tuple[str, ...]
+    headers: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(self.origins)
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """Everything the operator decided, as one immutable value.
 
@@ -234,7 +245,7 @@ class Policy:
     `jwt` is None where no tokens are accepted, `gateway` where no gateway names tenants; `keyless` are the tenants that
     have no API key. `stored_tenants` says whether the tenants of the store are among these.
     The use of the tenants is kept for `usage_days` in the store, 0 for not at all. `max_upload_bytes` is None where
-    uploads have no bound of their own.
+    uploads have no bound of their own, `cors` where pages of other origins are left to the app.
     """
 
     rules: PoolRules
@@ -278,6 +289,7 @@ class Policy:
     stored_tenants: StoredTenants = StoredTenants.NONE
     usage_days: int = 62
     max_upload_bytes: int | None = None
+    cors: Cors | None = None
     _named: dict[str, Tenant] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

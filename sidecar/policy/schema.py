@@ -131,6 +131,18 @@ class TierBody(FileModel):
         return always_first
 
 
+class CorsBody(FileModel):
+    """Browsers that may use the API from pages of other origins. Cookies are never allowed: keys are headers."""
+
+    origins: of.Origins = key(..., 'The origins of the pages, or `["*"]` for every page.', ["https://app.example"])
+    headers: of.AskedHeaders | None = key(
+        None,
+        "The headers that their requests may have; write `authorization` and `content-type` among them. Default: "
+        "every header that is asked for.",
+        ["authorization", "content-type", "x-priority"],
+    )
+
+
 class EndpointBody(FileModel):
     """Treatment of requests on one path."""
 
@@ -284,6 +296,11 @@ class PoolFile(FileModel):
         None,
         "A gateway that names the tenant in a header, which counts from its own addresses only. Default: none.",
         {"tenant_header": "x-tenant", "addresses": ["10.0.0.0/8"]},
+    )
+    cors: CorsBody | None = key(
+        None,
+        "Which pages of other origins a browser lets use the API. Default: none, beside what the app says itself.",
+        {"origins": ["https://app.example"]},
     )
     tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
     max_body: of.Size = key("8MiB", "The largest request body.")

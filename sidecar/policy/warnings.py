@@ -55,6 +55,12 @@ def _pool(policy: Policy) -> Found:
     if not policy.named and policy.anonymous is None:
         yield ("tenants",), "no tenant, and anonymous is deny: every request is refused; add a tenant, or a tier there"
     yield from _open_paths(policy)
+    if policy.cors is not None and "*" in policy.cors.origins and policy.anonymous is not None:
+        yield (
+            ("cors", "origins"),
+            "with anonymous a tier, every page that someone in your network opens may use the engine without a key; "
+            "write the origins of your own pages, or anonymous: deny",
+        )
     yield from _unsized(policy)
     yield from _unchecked_trust(policy)
     if policy.order is Order.GAIN and not any(tier.slo.ttft_s and tier.slo.tpot_s for tier in policy.tiers):

@@ -45,6 +45,13 @@ def test_what_lets_in_those_who_are_kept_out(tmp_path: Path, rest: str, said: li
     assert [one[: len(begin)] for one, begin in zip(found, said, strict=True)] == said
 
 
+def test_pages_of_every_origin_without_a_key_are_worth_a_warning(tmp_path: Path) -> None:
+    tiers = "{high: {reserve: 20%}, normal: {reserve: 10%}}"
+    assert _said(tmp_path, tiers, 'cors: {origins: ["https://app.example"]}\n') == []
+    (found,) = _said(tmp_path, tiers, 'cors: {origins: ["*"]}\n')
+    assert "cors.origins: with anonymous a tier, every page" in found
+
+
 def test_a_tier_without_a_reserve_under_one_that_can_fill_the_pool_can_starve(tmp_path: Path) -> None:
     said = "can starve: it has no reserve, does not age, and high can hold the whole pool; give it a reserve, even 5%"
     assert [f"tiers.normal: {said}"] == _said(tmp_path, "{high: {}, normal: {}}")
