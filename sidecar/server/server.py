@@ -21,7 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from sidecar.errors import Draining
-from sidecar.proxy.proxy import ResponseCut
+from sidecar.sending import ResponseCut
 from sidecar.server import CannotServe
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from sidecar.server.own_address import leads_to
