@@ -266,4 +266,6 @@ class AdmissionController:
 
 def _interval_s(policy: Policy) -> float:
     """The watchdog's interval for a policy, in seconds."""
-    return max(SHORTEST_INTERVAL_S, min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s))
+    of_engine = (tier.timeouts.shortest_s for tier in policy.tiers)
+    shortest_s = min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s, *of_engine)
+    return max(SHORTEST_INTERVAL_S, shortest_s)

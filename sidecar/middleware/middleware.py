@@ -18,6 +18,7 @@ from sidecar.middleware.pending_aborts import EngineCall
 from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.response_headers import request_id
 from sidecar.middleware.self_view import is_self_view, send_self_view
+from sidecar.middleware.timed_request import TimedRequest
 from sidecar.middleware.unguarded import pass_or_refuse, route_path
 from sidecar.middleware.usage import UsageReader
 from sidecar.middleware.wait import ClientChannel
@@ -38,7 +39,7 @@ def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive,
         return pass_or_refuse(controller, scope, receive, send)
     if controller.snapshot.is_observing:
         return DryRunRequest(controller, endpoint, scope, receive, send).run()
-    kind = RequestHandler if endpoint.size is None else GenericRequest
+    kind = TimedRequest if endpoint.size is None else GenericRequest
     return handler_of(kind, controller, endpoint, scope, receive, send).run()
 
 

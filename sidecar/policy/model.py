@@ -111,13 +111,27 @@ class ServiceObjectives:
 
 
 @dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long the engine may take for a request of a tier, in seconds: see `schema.TimeoutsBody`."""
+
+    first_byte_s: float = 600.0
+    between_bytes_s: float = 600.0
+    total_s: float = 4 * 3600.0
+
+    @property
+    def shortest_s(self) -> float:
+        """The shortest of them."""
+        return min(self.first_byte_s, self.between_bytes_s, self.total_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Tier:
     """One tier as the middleware sees it; its shares of the pool are in `PoolRules.tiers[level]`.
 
     `max_waiting` is the most requests that may queue (None: unbounded), `max_wait_s` the longest a request may queue
     (None: unbounded), `default_output_tokens` what a request without a maximum of its own is taken to produce,
     `max_request_tokens` the most one request may hold (None: the size limit), `slo` the promises that telemetry
-    compares with, `gain_weight` the worth of a token in time.
+    compares with, `gain_weight` the worth of a token in time, `timeouts` the engine's.
     """
 
     name: str
@@ -128,6 +142,7 @@ class Tier:
     max_request_tokens: int | None = None
     slo: ServiceObjectives = ServiceObjectives()
     gain_weight: int = 1
+    timeouts: Timeouts = Timeouts()
 
 
 @dataclass(frozen=True, slots=True)

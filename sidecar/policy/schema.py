@@ -68,6 +68,34 @@ class QueueBody(FileModel):
     )
 
 
+class TimeoutsBody(FileModel):
+    """How long the engine may take. Then the request ends with `engine_timeout`, and is sent to no other engine."""
+
+    first_byte: of.PositiveDuration = key(
+        "10m",  # a prompt of a million tokens is read in less; and OpenAI's and Anthropic's clients wait no longer
+        "From admission to the first byte of an answer that streams. Any other comes in one piece, at its end.",
+        "30s",
+    )
+    between_bytes: of.PositiveDuration = key(
+        "10m",  # an engine may think, or write a tool's arguments, for minutes before it sends them; and see above
+        "The longest silence after the first byte.",
+        "60s",
+    )
+    total: of.PositiveDuration = key(
+        "4h",  # 128k tokens at 10 a second take 3.6 hours: no answer takes longer
+        "From admission to the last byte. Not of responses in the background.",
+        "30m",
+    )
+
+
+class TierTimeoutsBody(FileModel):
+    """A tier's own timeouts of the engine. Default of each: the pool's."""
+
+    first_byte: of.PositiveDuration | None = key(None, "From admission to the first byte of a stream.", "30s")
+    between_bytes: of.PositiveDuration | None = key(None, "The longest silence after the first byte.", "60s")
+    total: of.PositiveDuration | None = key(None, "From admission to the last byte.", "30m")
+
+
 class TierBody(FileModel):
     """One tier's part of the pool."""
 
@@ -98,6 +126,9 @@ class TierBody(FileModel):
     default_output_tokens: of.PositiveCount = key(
         512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
         "What a request without a maximum of its own is taken to produce, until usage says better.",
+    )
+    timeouts: TierTimeoutsBody | None = key(
+        None, "How long the engine may take for its requests. Default: the pool's `timeouts`.", {"first_byte": "30s"}
     )
     max_request_tokens: of.PositiveCount | None = key(
         None, "The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).", "32k"
@@ -310,6 +341,9 @@ class PoolFile(FileModel):
         "1GiB",
     )
     body_timeout: of.PositiveDuration = key("30s", "The longest a request's body may take to arrive.")
+    timeouts: Annotated[TimeoutsBody, BeforeValidator(nothing_means_defaults)] = key(
+        {}, "How long the engine may take for a request. Tiers may have their own."
+    )
     disconnect_grace: of.Duration = key(
         "2s",
         "How long an app may go on after its client's disconnect before its request counts as ended. The "
