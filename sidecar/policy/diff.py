@@ -276,6 +276,7 @@ def needs_restart(running: Policy, changed: Policy) -> list[str]:
         "store": running.store != changed.store,
         "pool": running.pool != changed.pool,
         "on_store_loss": running.on_store_loss is not changed.on_store_loss,
+        "replicas": running.replicas != changed.replicas,
         "usage_days": running.usage_days != changed.usage_days,
         "stored_tenants": running.stored_tenants is not changed.stored_tenants,
     }

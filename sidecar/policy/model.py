@@ -246,6 +246,7 @@ class Policy:
     without a key is refused. `engine_levels` lists (threshold, level), most important level first, for the source
     `engine`. `carrier` is None for the engine's own default. `generation` is a short digest of the files' contents.
     `store` is where many replicas keep one pool, called `pool` there, None where leases live in this process.
+    `replicas` is into how many parts a replica divides the pool that has not reached the store since its start.
     `engine_capacity` is None where the policy itself says how large the pool is; otherwise the pool's size is what the
     engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. `keep_alive_s` is
     how often a streaming client that queues is sent a comment, None for never. With `forward_key` the tenant's key
@@ -284,6 +285,7 @@ class Policy:
     store: StoreAddress | None = None
     pool: str = "default"
     on_store_loss: StoreLoss = StoreLoss.DIVIDE
+    replicas: int = 1
     mode: Mode = Mode.ENFORCE
     keep_alive_s: float | None = None
     forward_key: bool = False

@@ -388,6 +388,12 @@ class PoolFile(FileModel):
         "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
         "closed",
     )
+    replicas: of.PositiveCount = key(
+        1,  # its own part is then the whole pool: no request of a single replica waits for want of a number
+        "Into how many parts a replica divides the pool where it has not reached the store since its start, with "
+        "`on_store_loss: divide`. Later it knows how many replicas there are.",
+        3,
+    )
     forward_key: of.Flag = key(
         False,  # the engine has no use for it, and its log may show it
         "Whether the API key that a client sent reaches the engine too. By default it is "
