@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -49,9 +49,14 @@ def guarded_endpoint(controller: AdmissionController, scope: Scope) -> Endpoint 
         return None
     path = route_path(scope) if scope.get("root_path") else scope["path"]
     endpoints = controller.snapshot.endpoints
-    # A server after this one may read another spelling as the guarded path: nginx merges slashes and resolves dots,
-    # Starlette drops a line's end.
-    return endpoints.get(path) or endpoints.get(plain_path(path))
+    return endpoints.get(path) or otherwise_spelled(endpoints, path)
+
+
+def otherwise_spelled(endpoints: Mapping[str, Endpoint], path: str) -> Endpoint | None:
+    """The endpoint whose path a server after this one may read: nginx merges slashes and resolves dots, Starlette drops
+    a line's end.
+    """
+    return endpoints.get(plain_path(path))
 
 
 def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to

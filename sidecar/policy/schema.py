@@ -27,6 +27,8 @@ from sidecar.policy.identity_schema import GatewayBody, JwtBody
 from sidecar.policy.model import MAX_CHOICES, Source
 from sidecar.policy.problems import printable
 
+DEFAULT_MAX_BODY = "8MiB"
+
 
 class Aging(FileModel):
     """How a waiting request rises, so that old work is not overtaken forever."""
@@ -334,7 +336,7 @@ class PoolFile(FileModel):
         {"origins": ["https://app.example"]},
     )
     tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
-    max_body: of.Size = key("8MiB", "The largest request body.")
+    max_body: of.Size = key(DEFAULT_MAX_BODY, "The largest request body.")
     max_upload: of.Size | None = key(
         None,
         "The largest upload to a path with `api: generic`, which is not read into memory. Default: `max_body`.",
