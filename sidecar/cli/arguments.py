@@ -13,7 +13,8 @@ from sidecar.unix_address import SCHEME, path_of
 CLIENTS_PORT = 8080
 """The port for clients of `sidecar serve`. Engines use 8000 (vLLM, TensorRT-LLM, Dynamo) and 30000 (SGLang)."""
 
-ADMIN = "http://127.0.0.1:9464"
+ADMIN_PORT = 9464
+ADMIN = f"http://127.0.0.1:{ADMIN_PORT}"
 """The admin port of `sidecar serve`."""
 
 

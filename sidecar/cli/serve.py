@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from sidecar.cli.arguments import (
+    ADMIN_PORT,
     CLIENTS_PORT,
     NoPolicy,
     OneEngine,
@@ -38,8 +39,8 @@ _log = logging.getLogger("sidecar.serve")
 
 _WORKERS = (
     "processes that serve the port together, for more requests than one processor can take (default %(default)s). They "
-    "share one pool: in the policy's store, else in a Valkey that this command starts "
-    "(pip install 'admission-sidecar[workers]'). Linux only"
+    "share one pool: in the policy's store, else in a Valkey that this command starts, from the extra workers or the "
+    "PATH. Linux only"
 )
 EXAMPLE = """\
   sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --port 8080
@@ -77,7 +78,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="HOST",
         help="address of the live page, /metrics, ... (default %(default)s)",
     )
-    parser.add_argument("--admin-port", type=port, default=9464, help="their port, 0 for any (default %(default)s)")
+    parser.add_argument(
+        "--admin-port", type=port, default=ADMIN_PORT, help="their port, 0 for any (default %(default)s)"
+    )
     add = parser.add_argument
     add("--log-level", choices=LEVELS, help="default info; also by SIDECAR_LOG_LEVEL")
     usual = "text where standard error is a terminal, else json"

@@ -20,13 +20,14 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
 
 # The client's mistakes: the same request gets the same response again.
-_NEVER_HELPED = {400, 401, 404, 413, 426}
+_NEVER_HELPED = {400, 401, 404, 413, 415, 426}
 
 
 async def send_error(

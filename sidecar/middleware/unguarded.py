@@ -1,6 +1,8 @@
 """Unguarded paths: requests that no endpoint of the policy guards. Some pass, others get a 404.
 
-`deny` passes requests that only read (GET, HEAD, OPTIONS) and the engine's routes that are known to be harmless.
+`deny` passes requests that only read (GET, HEAD, OPTIONS) and the engine's routes that are known to be harmless. Where
+requests need a key (`anonymous: deny`), these need one too, but for the policy's `public` paths, and the engine's own
+pages, such as its metrics, pass for no one.
 `generating` passes an app's own routes as well, and refuses only what may run the model. `allow` passes everything.
 In `mode: observe` everything passes, and the count shows what enforcing would refuse.
 
@@ -52,9 +54,6 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
         controller.server = asyncio.current_task()
         await controller.lifespan(scope, receive, send)
         return
-    if _only_reads(controller, scope):
-        await controller.app(scope, receive, send)
-        return
     is_observing = controller.is_observing
     refusal: AdmissionError | None = None
     try:
@@ -69,7 +68,8 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
     try:
         await controller.app(scope if is_observing else passed, receive, send)
     finally:
-        _report(controller, passed, refusal)
+        if refusal is not None or scope.get("method") not in READING:
+            _report(controller, passed, refusal)
 
 
 def is_refused(controller: AdmissionController, scope: Scope) -> bool:
@@ -84,14 +84,20 @@ def is_refused(controller: AdmissionController, scope: Scope) -> bool:
 
 
 def route_path(scope: Scope) -> str:
-    """The path as the app's router reads it: without the prefix under which the app is mounted."""
+    """The path as the app's router reads it: without the prefix under which the app is mounted (Starlette's rule)."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
-    return path.removeprefix(root) if root else path
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
     """The refusal of a path, with the lines of the policy that would change it."""
+    page = routes.operators_page(path) if method in READING else None
+    if page is not None and path not in routes.changing_reads:
+        return NotGuarded(
+            f"{page} is the engine's own page, and is not shown to clients. For the operator: read it at the engine's "
+            "own port, or name it under `public:` in the policy, for everyone."
+        )
     route = routes.generating_route(path)
     # An unknown path may contain a key, and the message goes into the log: such a path is never repeated.
     is_known = path == route or path in routes.changing_reads
@@ -127,14 +133,23 @@ def treatment(mode: Unguarded, policy: Policy, routes: Routes, method: str, path
     if mode is Unguarded.ALLOW:
         return Treatment.PASSES
     if method in READING:
-        is_refused = mode is Unguarded.DENY and plain_path(path) in routes.changing_reads
-        return Treatment.REFUSED if is_refused else Treatment.PASSES
+        return _reading(policy, routes, path) if mode is Unguarded.DENY else Treatment.PASSES
     if method != WEBSOCKET and routes.harmless_route(path) is not None:
+        is_open = mode is Unguarded.DENY and path in (policy.public_paths or ())
         is_engines = mode is Unguarded.DENY or policy.engine is not NoEngine  # else it is the app's own
-        return Treatment.NEEDS_KEY if is_engines else Treatment.PASSES
+        return Treatment.NEEDS_KEY if is_engines and not is_open else Treatment.PASSES
     if mode is Unguarded.DENY or _may_generate(policy, routes, method, path):
         return Treatment.REFUSED
     return Treatment.PASSES
+
+
+def _reading(policy: Policy, routes: Routes, path: str) -> Treatment:
+    public = policy.public_paths
+    if public is not None and path in public:
+        return Treatment.PASSES
+    if plain_path(path) in routes.changing_reads or (public is not None and routes.operators_page(path) is not None):
+        return Treatment.REFUSED
+    return Treatment.NEEDS_KEY if policy.anonymous is None else Treatment.PASSES
 
 
 def mode_of(controller: AdmissionController, scope: Scope) -> Unguarded:
@@ -151,11 +166,10 @@ def mode_of(controller: AdmissionController, scope: Scope) -> Unguarded:
     return controller.unguarded
 
 
-def _only_reads(controller: AdmissionController, scope: Scope) -> bool:
-    if scope["type"] != "http" or scope["method"] not in READING or _offers_websocket(controller.policy, scope):
-        return False
-    routes = controller.snapshot.routes
-    return not routes.changing_reads or plain_path(route_path(scope)) not in routes.changing_reads
+def _is_preflight(scope: Scope) -> bool:
+    """Whether a browser asks if it may send a request: it must send no key with that (Fetch, section 4.8)."""
+    asks = scope["type"] == "http" and scope["method"] == "OPTIONS"
+    return asks and any(name == b"access-control-request-method" for name, _ in scope["headers"])
 
 
 async def _checked_with_keys(controller: AdmissionController, scope: Scope) -> Scope:
@@ -179,7 +193,9 @@ def _checked(controller: AdmissionController, scope: Scope) -> Scope:
         if is_websocket and _is_guarded(policy, path):
             raise UpgradeRequired(_OVER_HTTP)
         raise not_guarded(method, path, routes)
-    return with_engine_key(controller, scope) if treated is Treatment.NEEDS_KEY else scope
+    if treated is Treatment.PASSES or _is_preflight(scope):
+        return scope
+    return with_engine_key(controller, scope)
 
 
 def _may_generate(policy: Policy, routes: Routes, method: str, path: str) -> bool:
@@ -254,6 +270,8 @@ def _label(routes: Routes, scope: Scope) -> str:
     """One of a bounded number of labels: clients choose paths, and every label takes memory for good."""
     path = route_path(scope)
     known = routes.harmless_route(path) or routes.generating_route(path)
+    if known is None and scope.get("method") in READING:
+        known = routes.operators_page(path)
     if known is not None:
         return known
     template = getattr(scope.get("route"), "path", None)  # FastAPI leaves the route that it found

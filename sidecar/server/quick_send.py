@@ -138,7 +138,7 @@ class _Response:
 
 
 class Client:
-    """See `ClientWatch`. The protocol calls `left`."""
+    """See `ClientWatch`. The protocol calls `left`, too."""
 
     __slots__ = ("_flow", "_has_left", "_on_disconnect")
 
@@ -160,11 +160,16 @@ class Client:
         self._on_disconnect = None
 
     def left(self) -> None:
-        """The client has disconnected."""
+        """See `ClientWatch.left`."""
         self._has_left = True
         on_disconnect, self._on_disconnect = self._on_disconnect, None
         if on_disconnect is not None:
             on_disconnect()
+
+    @property
+    def is_slow(self) -> bool:
+        """See `ClientWatch.is_slow`."""
+        return bool(self._flow.write_paused)
 
 
 class _HeldHead:

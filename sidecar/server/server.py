@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from sidecar.errors import Draining
 from sidecar.open_files import most_clients
-from sidecar.proxy.proxy import ResponseCut
+from sidecar.sending import ResponseCut
 from sidecar.server import CannotServe
 from sidecar.server.acceptor import Acceptor
 from sidecar.server.certificate import Certificate
