@@ -469,6 +469,10 @@ async def test_an_engine_on_a_unix_socket_is_asked_there(tmp_path: Path) -> None
         async with raw_engine(answering(), path) as engine:
             for _ in range(2):
                 assert (await exchange(sidecar.port, post())).endswith(b"ok")
+        moved = b"HTTP/1.1 307 M\r\nlocation: http://localhost/v1/completions\r\ncontent-length: 0\r\n\r\n"
+        path.unlink()
+        async with raw_engine(answering(moved), path):
+            assert b"\r\nlocation: /v1/completions\r\n" in await exchange(sidecar.port, post())
     assert engine.connections == 1
     assert (b"host", b"localhost") in engine.requests[0].headers
 
