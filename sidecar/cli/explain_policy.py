@@ -385,6 +385,9 @@ def _how_much(found: Found) -> list[str]:
         if holds["counted_by"] == "tokenizer"
         else "by its size, 4 bytes a token, until the engine's usage says better"
     )
+    sequences, counted = holds["prompts"] * holds["choices"], "one for each sequence"
+    if sequences > holds["requests"]:
+        counted = f"of the {sequences:,} sequences the others wait in the engine"
     cap = holds["output_cap"]
     lines = [
         f"   {holds['tokens']:,} tokens: {holds['prompt_tokens']:,} prompt{output}{times}",
@@ -393,7 +396,7 @@ def _how_much(found: Found) -> list[str]:
         if holds["unsized"] is None
         else f"   {holds['unsized']} cannot be sized: it holds the most that one request may (unsized: hold)",
         *_learned(holds),
-        f"   {holds['requests']:,} of the pool's requests: one for each sequence",
+        f"   {holds['requests']:,} of the pool's requests: {counted}",
         f"   tier {found['tier']} accepts {_size_limit(found['largest'], found['largest_by'])}",
     ]
     if found["capacity_from"] is not None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from sidecar.cli import main
+from sidecar.payload.decode import MEDIA_TOKENS
+from tests.support.each import each
 
 KEY = "sk-very-secret"
 POOL = """\
@@ -102,13 +104,23 @@ def test_a_source_behind_the_one_that_wins_cannot_refuse(policy: Path, tmp_path:
     assert found["engine"] == {"name": "tensorrt-llm", "priority": 0.0, "headers": {}, "member": {"priority": 0.0}}
 
 
-@pytest.mark.parametrize(("inputs", "returned"), [(5, 0), (6, 1)])
-def test_each_input_of_an_embedding_holds_a_request(policy: Path, tmp_path: Path, inputs: int, returned: int) -> None:
+@each(("inputs", "said"), [(5, "one for each sequence"), (6, "of the 6 sequences the others wait in the engine")])
+def test_a_list_holds_a_request_for_each_item_up_to_what_its_tier_accepts(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], inputs: int, said: str
+) -> None:
     body = tmp_path / "body.json"
     body.write_text(json.dumps({"input": ["a"] * inputs}))
     code, found = explained(policy, "--path", "/v1/embeddings", "--body", str(body))
-    assert code == returned
-    assert (found["holds"]["requests"], found["largest"]["requests"]) == (inputs, 5)
+    assert (code, found["holds"]["requests"], found["largest"]["requests"]) == (0, 5, 5)
+    assert f"5 of the pool's requests: {said}\n" in capsys.readouterr().out
+
+
+def test_a_picture_is_explained_as_a_medium_in_a_part_without_a_type(policy: Path, tmp_path: Path) -> None:
+    body = tmp_path / "body.json"
+    part = {"image_url": "data:image/png;base64," + "A" * 400_000}
+    body.write_text(json.dumps({"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}))
+    _, found = explained(policy, "--path", "/v1/chat/completions", "--body", str(body))
+    assert MEDIA_TOKENS <= found["holds"]["prompt_tokens"] < MEDIA_TOKENS + 20
 
 
 def test_an_endpoint_that_names_a_tier_and_a_path(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
