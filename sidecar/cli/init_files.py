@@ -66,8 +66,8 @@ _SLO = """\
 DENY = "deny"
 _ANONYMOUS = (
     "The tier of requests without an API key; `deny` refuses them. An unknown key is always refused.",
-    "Requests without an API key get 401, as those with an unknown one; a tier here lets them in. Before an engine, other "
-    "paths need a key, too, but for its liveness page: `public: [/health, /metrics]` opens more.",
+    "Requests without an API key get 401, as those with an unknown one; a tier here lets them in. Before an engine, "
+    "other paths need a key, too, but for its liveness page: `public: [/health, /metrics]` opens more.",
 )
 
 
