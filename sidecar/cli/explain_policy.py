@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,7 @@ class _Explanation:
         ask = Ask(made.level, made.tenant.name, made.tenant.weight, self._found["holds"]["tokens"], starts)
         sizes.refuse_what_never_fits(ask)
         self._found["longest_wait_s"] = longest_wait_s(headers, tier.max_wait_s)
+        self._found["timeouts"] = {**asdict(tier.timeouts), "streams": payload.stream}
 
     def _gain(self, payload: Payload, level: int, headers: dict[bytes, bytes]) -> Found | None:
         """Its place under `order: gain`, before anything was measured; None under another order."""
@@ -376,7 +378,16 @@ def _how_much(found: Found) -> list[str]:
         lines.append("   and no more than one engine holds")
     if found.get("longest_wait_s") is not None:
         lines.append(f"   it waits {policy_duration(found['longest_wait_s'])} at most; then 503 queue_timeout")
+    if "timeouts" in found:
+        lines.append(f"   {_timeouts(**found['timeouts'])}; then 504 engine_timeout")
     return lines
+
+
+def _timeouts(first_byte_s: float, between_bytes_s: float, total_s: float, *, streams: bool) -> str:
+    begins = f"begins within {policy_duration(first_byte_s)}, " if streams else ""
+    return (
+        f"its answer {begins}pauses for {policy_duration(between_bytes_s)} and takes {policy_duration(total_s)} at most"
+    )
 
 
 def _learned(holds: Found) -> list[str]:
