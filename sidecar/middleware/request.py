@@ -101,7 +101,6 @@ class RequestHandler(msgspec.Struct, eq=False):
     _gain: RequestGain | None = None
     _engine_time: EngineTime | None = None
     _overdue: EngineTimeout | None = None
-    _sending: Awaitable[None] = SENT
     _preempted_us: int | None = None
     _preemptions: int = 0
     _hand_backs: int = 0
@@ -321,7 +320,7 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     def _is_over(self) -> bool:
         """Whether the app's response was the end of the request."""
-        return self.stage is _OVER
+        return self.stage is _OVER and self._overdue is None
 
     async def _waits_again(self) -> bool:
         """Whether the request waits again: it was preempted before its first byte, or could not be sent."""
@@ -389,8 +388,7 @@ class RequestHandler(msgspec.Struct, eq=False):
                 self._usage.read()
         if is_read and self._size is not None:
             self._size.answer_read()
-        sending = self._sending = self._client.send(message)
-        return sending
+        return self._client.send(message)
 
     def chunk_path(self) -> SendChunk | None:
         """See `sending.chunk_path`."""
