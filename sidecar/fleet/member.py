@@ -94,6 +94,9 @@ class MemberOwner(Protocol):
     def size(self) -> int:
         """How many engines the fleet has."""
 
+    def members(self) -> Sequence[Member]:
+        """All of them, and those that are gone and still serve requests."""
+
 
 class Member:
     """One engine at one address, from the answer of discovery that names it to the end of its last request.
@@ -125,6 +128,7 @@ class Member:
         self._preemptions_read = 0
         settings = owner.settings
         self.proxy = ReverseProxy(address.url, connect_timeout_s=settings.connect_timeout_s or CONNECT_TIMEOUT_S)
+        self.proxy.siblings = lambda: [one.proxy.upstream for one in owner.members()]
         self.incarnation = owner.next_incarnation(address.name)
         self.pages = _PagesWithStart(self.proxy, engine_key, settings.engine.metrics_page)
         self.watch = EngineWatch(

@@ -23,6 +23,9 @@ from sidecar.middleware.wait import ClientChannel
 from sidecar.policy.model import Timeouts
 from sidecar.sending import ClientWatch, ResponseCut
 
+READ_WITHIN_S = 5.0
+"""So long a client that does not read is waited for, to get the error at the end of its answer."""
+
 
 class EngineTime:
     """The time of one attempt that was admitted at `since_us`. `usage` reads its answer, and `client` gets it.
@@ -104,5 +107,7 @@ async def break_off(
     if client.keepalive is not None:
         await client.keepalive.break_off()
     if streams and (usage.chunks or not usage.has_begun):  # else the engine has not done as it was asked
-        await send_error(SseKeepAlive(send_and_go_on, api, ()), error, anthropic=api is Api.MESSAGES)
+        telling = send_error(SseKeepAlive(send_and_go_on, api, ()), error, anthropic=api is Api.MESSAGES)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(telling, READ_WITHIN_S)
     raise ResponseCut(error.message)

@@ -341,11 +341,11 @@ class RequestHandler(msgspec.Struct, eq=False):
         return False
 
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
-        request, has_begun = self._request, self._client.keepalive is not None
+        request = self._request
         added = [*forward.headers, *self._reporter.headers(), *request.added]
         capped = request.body if request.output_cap is None else request.capped_body()
         self._body = body = forwarded_body(capped, request.payload, forward)
-        headers = headers_for_app(self._pairs, request, body, added, has_begun=has_begun)
+        headers = headers_for_app(self._pairs, request, body, added)
         scope = forwarded_scope(self._scope, self._endpoint, headers)
         if request.payload.background:
             scope.pop(CLIENT_KEY, None)
@@ -544,8 +544,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._passing = self._unread = None
         usage.read()
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
-        is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
-        charged = tokens if is_known else None
+        charged = tokens if failure is not None or usage.is_known(status) else None
         if size is not None:
             size.ended(tokens)
         if call.may_run:
@@ -564,8 +563,9 @@ class RequestHandler(msgspec.Struct, eq=False):
             controller.estimator.learn(request.payload, request.classification.tenant.name, prompt)
         if controller.usage is not None and failure is None:
             controller.usage.count(request, self._snapshot.policy, usage, status)
+        used = tokens, prompt, usage.output_tokens, usage.cached_tokens
         said = None if failure is None else failure.message
-        self._reporter.settled(outcome, status, (tokens, prompt, usage.output_tokens), error, said, size)
+        self._reporter.settled(outcome, status, used, error, said, size)
 
     def _when_aborted(self, release: Callable[[], object]) -> None:
         """Calls `release` when the engine has aborted what it computed for this request."""

@@ -26,6 +26,7 @@ from sidecar.policy.identity import JwtPolicy
 from sidecar.policy.identity_schema import GatewayBody, JwtBody
 from sidecar.policy.model import (
     NO_LIMITS,
+    Cors,
     CostPlace,
     Endpoint,
     Learn,
@@ -42,6 +43,7 @@ from sidecar.policy.model import (
 from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
 from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.schema import (
+    CorsBody,
     EndpointBody,
     LimitsBody,
     PoolFile,
@@ -61,8 +63,8 @@ M = TypeVar("M", bound=FileModel)
 _SHARE_KEYS = [field.name for field in fields(Shares) if field.name in TierBody.model_fields]
 """Keys of a tier that the rules take as they are."""
 _POOL_KEYS = (
-    *("engine", "tokenizer", "store", "pool", "on_store_loss", "mode", "forward_key", "unguarded", "background"),
-    *("max_choices", "unsized", "order", "fair", "usage_days"),
+    *("engine", "tokenizer", "store", "pool", "on_store_loss", "replicas", "mode", "forward_key", "unguarded"),
+    *("background", "max_choices", "unsized", "order", "fair", "usage_days"),
 )
 """Keys of the pool's file that the policy takes as they are."""
 
@@ -198,10 +200,12 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         keyless=tuple(tenant for keys, tenant in by_key if not keys),
         jwt=_jwt(pool.jwt),
         gateway=_gateway(pool.gateway),
+        cors=_cors(pool.cors),
         stored_tenants=StoredTenants.UNREAD if pool.stored_tenants else StoredTenants.NONE,
         anonymous=_anonymous(pool, levels),
         default_level=levels[str(pool.default_tier)],
         sources=tuple(pool.sources),
+        public=None if pool.public is None else tuple(pool.public),
         carrier=pool.forward_priority,
         engine_levels=tuple((thresholds[name], level) for name, level in levels.items() if name in thresholds),
         tier_header=pool.tier_header.encode("ascii"),
@@ -340,6 +344,12 @@ def _gateway(body: GatewayBody | None) -> GatewayPolicy | None:
         return None
     tier_header = None if body.tier_header is None else body.tier_header.encode("ascii")
     return GatewayPolicy(body.tenant_header.encode("ascii"), tier_header, tuple(body.addresses))
+
+
+def _cors(body: CorsBody | None) -> Cors | None:
+    if body is None:
+        return None
+    return Cors(tuple(body.origins), None if body.headers is None else tuple(body.headers))
 
 
 def _limits(body: LimitsBody | None) -> Limits:

@@ -27,6 +27,8 @@ from sidecar.policy.identity_schema import GatewayBody, JwtBody
 from sidecar.policy.model import MAX_CHOICES, Source
 from sidecar.policy.problems import printable
 
+DEFAULT_MAX_BODY = "8MiB"
+
 
 class Aging(FileModel):
     """How a waiting request rises, so that old work is not overtaken forever."""
@@ -162,6 +164,18 @@ class TierBody(FileModel):
         return always_first
 
 
+class CorsBody(FileModel):
+    """Browsers that may use the API from pages of other origins. Cookies are never allowed: keys are headers."""
+
+    origins: of.Origins = key(..., 'The origins of the pages, or `["*"]` for every page.', ["https://app.example"])
+    headers: of.AskedHeaders | None = key(
+        None,
+        "The headers that their requests may have; write `authorization` and `content-type` among them. Default: "
+        "every header that is asked for.",
+        ["authorization", "content-type", "x-priority"],
+    )
+
+
 class EndpointBody(FileModel):
     """Treatment of requests on one path."""
 
@@ -285,6 +299,13 @@ class PoolFile(FileModel):
         "`generating` in an app.",
         "deny",
     )
+    public: of.PathList | None = key(
+        None,  # load balancers ask whether the engine lives; nothing else is for who has no key
+        "With `unguarded: deny`, the paths that may be read without a key, where others need one (`anonymous: deny`). "
+        "The engine's metrics, documents and settings are shown only where they are named here. Default: the engine's "
+        "liveness page; with another `anonymous`, every path.",
+        ["/health", "/metrics"],
+    )
     background: of.BackgroundChoice = key(
         "refuse",  # such a response is answered at once and runs on: its request would hold nothing meanwhile
         "What happens to `background: true` on responses. `refuse`: a 400. `hold`: the response is "
@@ -309,8 +330,13 @@ class PoolFile(FileModel):
         "A gateway that names the tenant in a header, which counts from its own addresses only. Default: none.",
         {"tenant_header": "x-tenant", "addresses": ["10.0.0.0/8"]},
     )
+    cors: CorsBody | None = key(
+        None,
+        "Which pages of other origins a browser lets use the API. Default: none, beside what the app says itself.",
+        {"origins": ["https://app.example"]},
+    )
     tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
-    max_body: of.Size = key("8MiB", "The largest request body.")
+    max_body: of.Size = key(DEFAULT_MAX_BODY, "The largest request body.")
     max_upload: of.Size | None = key(
         None,
         "The largest upload to a path with `api: generic`, which is not read into memory. Default: `max_body`.",
@@ -364,6 +390,12 @@ class PoolFile(FileModel):
         "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
         "closed",
     )
+    replicas: of.PositiveCount = key(
+        1,  # its own part is then the whole pool: no request of a single replica waits for want of a number
+        "Into how many parts a replica divides the pool where it has not reached the store since its start, with "
+        "`on_store_loss: divide`. Later it knows how many replicas there are.",
+        3,
+    )
     forward_key: of.Flag = key(
         False,  # the engine has no use for it, and its log may show it
         "Whether the API key that a client sent reaches the engine too. By default it is "
@@ -372,9 +404,8 @@ class PoolFile(FileModel):
 
     max_choices: of.PositiveCount = key(
         MAX_CHOICES,
-        "The most sequences that one request may start: its choices (`n`, `best_of`) times its prompts. "
-        "Inputs of embeddings do not count here, because nothing is generated for them. Each holds a sequence, so "
-        "the tier's size limit bounds them.",
+        "The most choices of a prompt (`n`, `best_of`) that one request may ask for. Prompts and inputs of a list do "
+        "not count here, because the engine queues them itself.",
         16,
     )
     unsized: of.UnsizedChoice = key(

@@ -1,8 +1,9 @@
 """Reverse proxy as an ASGI app: the client's bytes reach the engine, and the engine's bytes reach the client.
 
 Path, query, bodies and headers are neither decoded nor re-encoded. Only the headers of one hop are removed (RFC 9110,
-section 7.6.1), and only `host`, `via` and `x-forwarded-*` are written. Nothing is held back: every read from the
-engine is sent on at once, and the engine is read no faster than the client reads.
+section 7.6.1), and only `host`, `via` and `x-forwarded-*` are written. The engine's own address in a `Location` becomes
+a path, so that no client follows it past the sidecar. Nothing is held back: every read from the engine is sent on at
+once, and the engine is read no faster than the client reads.
 
 A client that disconnects cancels its request at the engine, before the response's headers as well as during a stream.
 An engine that cannot be reached is a 502. An engine that breaks off during its response raises `ResponseCut`: the
@@ -15,7 +16,7 @@ import asyncio
 import logging
 import random
 import sys
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -52,7 +53,8 @@ class ReverseProxy(EngineProxy):
     `connect_timeout_s` bounds name lookup and connecting (502 when over). It waits for the engine's answer as long as
     the client does: who admits requests ends their time. The first request opens the connection pool; the lifespan's
     shutdown, or `close`, closes it. `on_failure` is called when the engine fails a request: with the reason where no
-    connection could be made, else with None. Raises ValueError for an invalid address.
+    connection could be made, else with None. `siblings` are the other engines of its fleet: a redirect to one of them
+    leads the client here again. Raises ValueError for an invalid address.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class ReverseProxy(EngineProxy):
         self.upstream = Upstream(upstream, connect_timeout_s=connect_timeout_s, keepalive_s=keepalive_s)
         self.traffic = Traffic()
         self.on_failure = lambda _: None
+        self.siblings: Callable[[], Iterable[Upstream]] = tuple
 
     def __repr__(self) -> str:
         return f"ReverseProxy({self.upstream.url!r})"
@@ -78,6 +81,11 @@ class ReverseProxy(EngineProxy):
             await send({"type": "websocket.close", "code": 1011, "reason": "this proxy does not forward WebSockets"})
         elif scope["type"] == "lifespan":
             await self._lifespan(receive, send)
+
+    def for_client(self, location: bytes) -> bytes:
+        """An address of this engine, or of one beside it, as the path by which a client gets there. Others stay."""
+        upstreams = (self.upstream, *self.siblings())
+        return next((path for one in upstreams if (path := one.path_of(location)) is not None), location)
 
     async def close(self) -> None:
         """Closes the connections to the engine. A request that comes later opens new ones."""
@@ -189,7 +197,7 @@ class _Forwarding:
 
     async def _relay(self, response: Response) -> None:
         """Passes the response on. Bytes that were read together go out together, and others at once."""
-        headers = returned_headers(response.status, response.headers)
+        headers = returned_headers(response.status, response.headers, self._proxy.for_client)
         if not can_be_written(headers):
             raise self._unreachable("its answer's headers are not HTTP", None)
         if CALL_KEY not in self._scope:  # an admitted request's response has headers of the admission controller
