@@ -22,6 +22,7 @@ from sidecar.engines.registry import client_headers
 from sidecar.errors import AdmissionError, BodyTooLarge
 from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
+from sidecar.middleware.credentials import KEY_HEADERS
 from sidecar.middleware.intake import longest_wait_s, refuse_background, refuse_what_is_too_much
 from sidecar.middleware.model_list import is_model_list
 from sidecar.middleware.unguarded import treatment
@@ -84,7 +85,7 @@ def _is_refused_everywhere(found: Found) -> bool:
 
 def _key(args: argparse.Namespace) -> tuple[str | None, str]:
     """The key and its origin; none of the environment where a header carries one. Raises ValueError."""
-    carries_one = {b"authorization", b"x-api-key"} & {name for name, _ in args.header}
+    carries_one = {*KEY_HEADERS} & {name for name, _ in args.header}
     return key_given(args.key, args.key_file, variables=() if carries_one else (KEY_VARIABLE,))
 
 
