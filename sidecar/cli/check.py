@@ -127,8 +127,23 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "background": policy.background.value,
         "tenants": sorted(policy.named),
         "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
+        "silent_alerts": silent_alerts(policy),
         "warnings": _listed(found),
     }
+
+
+ALERTS = {
+    "queue_wait": ("AdmissionQueueWaitOverSlo",),
+    "ttft": ("AdmissionTtftOverSlo",),
+    "starvation": ("AdmissionTierStarves", "AdmissionTierStarved"),
+}
+"""The alerts of otel/prometheus/rules.yaml that compare with a promise of a tier, by the key of its `slo`."""
+
+
+def silent_alerts(policy: Policy) -> dict[str, str]:
+    """The alerts that can never fire, each with the key that no tier has in its `slo`."""
+    lacking = [key for key in ALERTS if all(getattr(tier.slo, f"{key}_s") is None for tier in policy.tiers)]
+    return {alert: key for key in lacking for alert in ALERTS[key]}
 
 
 def _pool_figures(policy: Policy) -> dict[str, Any]:
@@ -197,6 +212,9 @@ def summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
         _people(policy),
         _paths(policy),
     ]
+    if silent := silent_alerts(policy):
+        named = ", ".join(f"{alert} ({key})" for alert, key in silent.items())
+        parts.append(f"{len(silent)} alert{'s' * (len(silent) != 1)} can never fire, as no tier promises it: {named}")
     if found:
         parts.append("\n".join([f"{len(found)} warning{'s' * (len(found) != 1)}:", *(f"  {one}" for one in found)]))
     else:

@@ -127,11 +127,7 @@ class Member:
         self.preemptions = 0
         self._preemptions_read = 0
         settings = owner.settings
-        self.proxy = ReverseProxy(
-            address.url,
-            connect_timeout_s=settings.connect_timeout_s or CONNECT_TIMEOUT_S,
-            response_timeout_s=settings.response_timeout_s,
-        )
+        self.proxy = ReverseProxy(address.url, connect_timeout_s=settings.connect_timeout_s or CONNECT_TIMEOUT_S)
         self.proxy.siblings = lambda: [one.proxy.upstream for one in owner.members()]
         self.incarnation = owner.next_incarnation(address.name)
         self.pages = _PagesWithStart(self.proxy, engine_key, settings.engine.metrics_page)

@@ -6,6 +6,9 @@ pages, such as its metrics, pass for no one.
 `generating` passes an app's own routes as well, and refuses only what may run the model. `allow` passes everything.
 In `mode: observe` everything passes, and the count shows what enforcing would refuse.
 
+A WebSocket on a guarded path gets a 426, after which clients such as Codex use HTTP at once; any other status they take
+for a failure to try again after.
+
 A path passes only in the exact spelling that the app gets. In `generating` a path is refused in every spelling that
 some server might read as a generating path.
 """
@@ -24,7 +27,7 @@ from sidecar.classify import api_key
 from sidecar.engines import NoEngine
 from sidecar.engines.base import Routes, plain_path
 from sidecar.engines.discovery import is_engine_server
-from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded
+from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded, UpgradeRequired
 from sidecar.events import UnguardedRequest
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.controller import AdmissionController
@@ -40,6 +43,7 @@ WEBSOCKET = "WebSocket"
 OTHER = "other"
 """The label of every path that is neither a known route of the engine's nor one that the app reports."""
 _POLICY_VIOLATION = 1008
+_OVER_HTTP = "this path is not served over a WebSocket; send a POST over HTTP"
 
 _log = logging.getLogger("sidecar.unguarded")
 
@@ -180,11 +184,14 @@ async def _checked_with_keys(controller: AdmissionController, scope: Scope) -> S
 
 
 def _checked(controller: AdmissionController, scope: Scope) -> Scope:
-    """The scope for the app. Raises NotGuarded, or InvalidApiKey where a key is needed."""
+    """The scope for the app. Raises NotGuarded, UpgradeRequired, or InvalidApiKey where a key is needed."""
     policy, routes, path = controller.policy, controller.snapshot.routes, route_path(scope)
-    method: str = scope["method"] if scope["type"] == "http" else WEBSOCKET
+    is_websocket = scope["type"] == "websocket" or _offers_websocket(policy, scope)
+    method: str = WEBSOCKET if is_websocket else scope["method"]
     treated = treatment(mode_of(controller, scope), policy, routes, method, path)
     if treated is Treatment.REFUSED:
+        if is_websocket and _is_guarded(policy, path):
+            raise UpgradeRequired(_OVER_HTTP)
         raise not_guarded(method, path, routes)
     if treated is Treatment.PASSES or _is_preflight(scope):
         return scope
@@ -195,8 +202,17 @@ def _may_generate(policy: Policy, routes: Routes, method: str, path: str) -> boo
     """Whether a request may run the model. Any method on a guarded path may: SGLang also answers PUT."""
     if method == "DELETE":
         return False
-    guarded = policy.endpoints
-    return path in guarded or plain_path(path) in guarded or routes.generating_route(path) is not None
+    return _is_guarded(policy, path) or routes.generating_route(path) is not None
+
+
+def _is_guarded(policy: Policy, path: str) -> bool:
+    return path in policy.endpoints or plain_path(path) in policy.endpoints
+
+
+def _offers_websocket(policy: Policy, scope: Scope) -> bool:
+    """Whether an HTTP request asks for a WebSocket on a guarded path: the server has left it to its app to decline."""
+    is_get = scope["type"] == "http" and scope["method"] == "GET" and _is_guarded(policy, route_path(scope))
+    return is_get and any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"])
 
 
 def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:

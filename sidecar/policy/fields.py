@@ -38,6 +38,7 @@ _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # no digit first: a client ma
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no braces: it goes into a Redis hash tag
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _MEMBER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _TAKEN_HEADERS = frozenset(
     ("authorization", "x-api-key", "api-key", "host", "content-length", "transfer-encoding", "connection")
@@ -170,6 +171,29 @@ def _header(value: object) -> str:
     if name.lower() in _TAKEN_HEADERS:
         raise ValueError(f"{quoted(name)} has a meaning of its own; write another name, such as x-priority")
     return name.lower()
+
+
+def _asked_header(value: object) -> str:
+    name = units.text(value, "a header's name", "authorization")
+    if not _HEADER_NAME.fullmatch(name) or name == "*":
+        raise ValueError(f"{quoted(name)} is not a header's name; leave `headers` out to allow every header")
+    return name.lower()
+
+
+def _origin(value: object) -> str:
+    written = units.text(value, "an origin", "https://app.example")
+    if written != "*" and not _ORIGIN.fullmatch(written):
+        raise ValueError(
+            f'{quoted(written)} is not an origin as browsers send it; write one such as "https://app.example" or '
+            '"http://localhost:3000", without a path and in lower case, or "*" for every origin'
+        )
+    return written
+
+
+def _alone(origins: list[str]) -> list[str]:
+    if "*" in origins and len(origins) > 1:
+        raise ValueError('"*" is every origin: write it alone, or leave it out')
+    return origins
 
 
 def _member(value: object) -> str:
@@ -418,6 +442,17 @@ TenantName = Annotated[str, PlainValidator(_tenant), _schema("A name.", pattern=
 UrlPath = Annotated[str, PlainValidator(_url_path), _schema("A path on the server.", pattern="^/")]
 PathList = Annotated[list[UrlPath], listed("[/health, /metrics]", or_empty=True), AfterValidator(_once_each)]
 HeaderName = Annotated[str, PlainValidator(_header), _schema("A header's name.")]
+AskedHeaders = Annotated[
+    list[Annotated[str, PlainValidator(_asked_header), _schema("A header's name.")]],
+    listed("[authorization, content-type]"),
+    AfterValidator(distinct),
+]
+Origins = Annotated[
+    list[Annotated[str, PlainValidator(_origin), _schema("An origin, or `*`.")]],
+    listed('["https://app.example"]'),
+    AfterValidator(distinct),
+    AfterValidator(_alone),
+]
 MemberName = Annotated[str, PlainValidator(_member), _schema("A member's name.")]
 ExistingFile = Annotated[str, PlainValidator(_existing_file), _schema("A file, relative to this one.")]
 EngineChoice = Annotated[

@@ -55,6 +55,12 @@ def _pool(policy: Policy) -> Found:
     if not policy.named and policy.anonymous is None:
         yield ("tenants",), "no tenant, and anonymous is deny: every request is refused; add a tenant, or a tier there"
     yield from _open_paths(policy)
+    if policy.cors is not None and "*" in policy.cors.origins and policy.anonymous is not None:
+        yield (
+            ("cors", "origins"),
+            "with anonymous a tier, every page that someone in your network opens may use the engine without a key; "
+            "write the origins of your own pages, or anonymous: deny",
+        )
     yield from _unsized(policy)
     yield from _unchecked_trust(policy)
     if policy.order is Order.GAIN and not any(tier.slo.ttft_s and tier.slo.tpot_s for tier in policy.tiers):
@@ -245,6 +251,8 @@ def _tiers(policy: Policy) -> Found:
         yield from _starving(rules, pool)
         yield from _idle(rules, pool, shows_amount=policy.is_sized)
         yield from _too_large(tier, pool, policy.largest_engine[0])
+        if policy.is_sized:
+            yield from _single(tier, pool, policy.largest_engine[1])
         yield from _owing(tier, rules, pool, policy.largest_engine, is_sized=policy.is_sized)
         yield from _late_emergency(rules, pool)
         yield from _preemption(rules, pool)
@@ -338,6 +346,16 @@ def _too_large(tier: Tier, rules: PoolRules, engine_tokens: int) -> Found:
             ("tiers", tier.name, "max_request_tokens"),
             f"{tier.max_request_tokens:,} is more than {what} {largest:,} tokens: a larger request "
             f"gets a 400 at once; write {largest} or less, or leave this out",
+        )
+
+
+def _single(tier: Tier, rules: PoolRules, engine_requests: int) -> Found:
+    """A tier whose size limit is below 2 requests."""
+    if min(largest_request(rules, tier.level)[1], engine_requests) == 1:
+        yield (
+            ("tiers", tier.name),
+            "accepts requests of one sequence: one with n: 2 gets a 400 at once; write a larger capacity in requests, "
+            "raise the tier's limit or reserve, or reserve less in the others",
         )
 
 

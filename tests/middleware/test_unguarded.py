@@ -19,6 +19,7 @@ from sidecar.events import UnguardedRequest
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Unguarded
 from sidecar.proxy.proxy import ReverseProxy
+from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.support.engine import RawEngine, answering, raw_engine
 from tests.support.middleware import CHAT, SMALL, Answer, App, Caller, guarding, key, policy, write_policy
 from tests.support.serving import serving
@@ -297,6 +298,32 @@ async def test_a_server_that_can_is_given_an_answer_for_the_websocket() -> None:
         "websocket.http.response.body",
     ]
     assert caller.status == 404
+
+
+@pytest.mark.parametrize("http", ["httptools", BoundedHttpProtocol], ids=["uvicorn's server", "our own"])
+async def test_a_websocket_on_a_guarded_path_is_told_to_use_http(http: Any) -> None:
+    """Codex tries one on `/v1/responses`, and only after a 426 goes on over HTTP at once."""
+    offer = ("connection: Upgrade", "upgrade: WebSocket", "sec-websocket-version: 13", "sec-websocket-key: AA==")
+    async with guarding(App(), policy("unguarded: generating\n"), http=http) as served:
+        answers = [
+            Answer.parsed(await exchange(served.port, get(path, *offer))) for path in (CHAT, CHAT + "/", "/app/chat")
+        ]
+    assert [answer.status for answer in answers] == [426, 426, 200]
+    assert answers[0].is_error(426, "websocket_not_served", "POST")
+    assert (answers[0].headers["upgrade"], answers[0].headers["x-should-retry"]) == ("HTTP/1.1", "false")
+
+    sidecar = AdmissionMiddleware(App(), policy=policy("unguarded: deny\n"))
+    caller = Caller(sidecar, type="websocket", path=CHAT, extensions={"websocket.http.response": {}})
+    caller.incoming.put_nowait({"type": "websocket.connect"})
+    await caller.run()
+    assert caller.status == 426
+
+
+@pytest.mark.parametrize("more", ["unguarded: allow\n", "mode: observe\n"])
+async def test_where_everything_passes_an_offer_of_a_websocket_does(more: str) -> None:
+    async with guarding(App(), policy(more), http=BoundedHttpProtocol) as served:
+        offer = get(CHAT, "connection: Upgrade", "upgrade: websocket")
+        assert Answer.parsed(await exchange(served.port, offer)).status == 200
 
 
 @pytest.mark.parametrize(("path", "more"), [("/chat", ""), ("/v1/realtime", "unguarded: allow\n")])

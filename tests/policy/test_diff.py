@@ -90,6 +90,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("engine: none", "engine: none\nsources: [key]", "sources body, header, endpoint, key -> key"),
         ("engine: none", "engine: none\ntier_header: x-tier", "tier_header x-priority -> x-tier"),
         ("engine: none", "engine: none\nbody_timeout: 10s", "body_timeout 30s -> 10s"),
+        ("engine: none", 'engine: none\ncors: {origins: ["*"]}', "cors none -> *"),
     ],
 )
 def test_a_difference_of_the_pool_is_reported_as_it_is_written(
