@@ -428,13 +428,13 @@ class RedisPool:
 
     def _apply(self, lines: protocol.Lines | protocol.Reply, now_us: int) -> None:
         for lease_id, wait in lines.grants:
-            lease = self._leases.get(lease_id)
-            returns = wait.returns if wait else 0  # else it is an earlier grant, heard of late
-            if lease is not None and lease.grant is None and returns == lease.returns:
+            lease = self._leases.get(lease_id)  # an earlier grant may be heard of late
+            if lease is not None and lease.grant is None and lease.returns == (wait.returns if wait else 0):
+                asks_again = lease.has_grown() or self._is_cut_off
                 self._known.hold(lease.ask.tokens, lease.ask.requests)
-                if not self._is_cut_off:
+                if not asks_again:
                     lease.granted(self._grant(lease, wait, now_us))
-                else:  # the store had not heard yet that this replica cannot reach the engine
+                else:  # the store had not heard yet of its size, or that the engine cannot be reached
                     lease.returns += 1
                     self._batches.requeue(lease, now_us - lease.entered_us, is_handed_back=True)
         for lease_id, returns in lines.victims:
