@@ -349,9 +349,9 @@ class Lease(msgspec.Struct, eq=False):
         self.ask = msgspec.structs.replace(self.ask, tokens=tokens)
         return True
 
-    def granted(self, grant: Grant) -> None:
-        """The lease is held; once a wait."""
-        self.grant = grant
+    def granted(self, grant: Grant) -> bool:
+        """The lease is held; once a wait. Whether it needs so little by now that others may have most of its room."""
+        self.grant, admitted_tokens = grant, self.ask.tokens
         if self.size_now is not None:
             self.resize(tokens := self.size_now())
             self.charge_tenant(tokens - self.paid_tokens)
@@ -359,6 +359,7 @@ class Lease(msgspec.Struct, eq=False):
             self.waits()
         if self._future is not None and not self._future.done():
             self._future.set_result(grant)
+        return 2 * self.ask.tokens < admitted_tokens
 
     def refused(self, error: AdmissionError) -> None:
         """The request is over: it will never be admitted."""

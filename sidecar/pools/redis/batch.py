@@ -139,9 +139,7 @@ class BatchQueue:
         """
         _, before = self._resized.get(lease.id, (lease, 0))
         self._resized[lease.id] = (lease, before + freed_tokens)
-        if is_awaited and freed_tokens > lease.ask.tokens:  # it waited with a size from before lengths were learned
-            self._give_reason()
-        elif is_awaited and freed_tokens > 0:
+        if is_awaited and freed_tokens > 0:
             self.wake_for_shrinks()
 
     def charge(self, lease: Lease, tokens: int) -> None:

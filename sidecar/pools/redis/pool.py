@@ -395,8 +395,7 @@ class RedisPool:
         self._batches.forget_charges()
         self._batches.wake_after(None)
         known = None if is_refused else self._known.at_loss()
-        if self._outage is None:
-            self._outage = self._new_outage(known, is_refused=is_refused)
+        self._outage = self._outage or self._new_outage(known, is_refused=is_refused)
         self._outage.pause(is_paused=self._is_cut_off)
         if self._outage.partition is None:
             self._outage.begin(known)
@@ -433,7 +432,8 @@ class RedisPool:
                 asks_again = lease.has_grown() or self._is_cut_off
                 self._known.hold(lease.ask.tokens, lease.ask.requests)
                 if not asks_again:
-                    lease.granted(self._grant(lease, wait, now_us))
+                    if lease.granted(self._grant(lease, wait, now_us)):
+                        self._batches.wake()
                 else:  # the store had not heard yet of its size, or that the engine cannot be reached
                     lease.returns += 1
                     self._batches.requeue(lease, now_us - lease.entered_us, is_handed_back=True)
