@@ -1,7 +1,7 @@
 """Request intake: a request's headers and body become a classified and sized request, or a refusal.
 
 The intake does no I/O. Enforcing and the dry run feed it the same messages, so both run the same checks in the same
-order: no loop, one API key, a known key, the declared length, the body's time and size, its encoding, its fields, the
+order: no loop, one API key, a known key, its codings, the declared length, the body's time and size, its fields, the
 background rule, the tier, the number of choices, the output maximum, the longest wait.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.types import Message
@@ -29,7 +30,7 @@ from sidecar.errors import (
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import Objective
 from sidecar.middleware.credentials import AUTHORIZATION, BEARER, KEY_HEADERS
-from sidecar.middleware.header_names import MAX_WAIT_HEADER, HeaderNames
+from sidecar.middleware.header_names import CONTENT_ENCODING, MAX_WAIT_HEADER, HeaderNames
 from sidecar.middleware.lease_size import Expected, LeaseSizes
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.slo_headers import SLO_HEADERS, asked_slo
@@ -43,6 +44,9 @@ from sidecar.scheduling.gain import GainFigures
 from sidecar.tokens import tokens_to_hold
 from sidecar.via import refuse_loop
 
+if TYPE_CHECKING:
+    from sidecar.payload.content_codings import PackedBody
+
 ATTEMPT_HEADER = b"x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
 _UPLOADS = re.compile(
@@ -50,8 +54,6 @@ _UPLOADS = re.compile(
 )
 _END_BYTES = 256
 """Of each end of a body: prompts often share their beginning, and differ at their end."""
-_SHOWN_BYTES = 20
-"""Of a header's value that is quoted in an error."""
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
 
@@ -199,6 +201,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     _names: HeaderNames
     _received_us: int
     tenant: Tenant | None = None
+    _packed: PackedBody | None = None
     _chunks: list[bytes] = []
     _size: int = 0
 
@@ -215,6 +218,10 @@ class RequestIntake(msgspec.Struct, eq=False):
             refuse_two_keys(pairs, headers, snapshot)
             _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
         self.tenant = snapshot.classifier.tenant(headers, client, pairs)
+        if not is_usual and CONTENT_ENCODING in headers and not self._is_upload:
+            from sidecar.payload.content_codings import packed_body
+
+            self._packed = packed_body(pairs, snapshot.policy.max_body_bytes)
         length = headers.get(b"content-length")
         if length is None or (is_usual and len(length) < snapshot.length_digits and length.isdigit()):
             return
@@ -228,7 +235,9 @@ class RequestIntake(msgspec.Struct, eq=False):
             return self.unread()
         if now_us - self._received_us > policy.body_timeout_s * 1e6:
             raise self._too_late()
-        body = message.get("body", b"")
+        body, packed = message.get("body", b""), self._packed
+        if packed is not None:
+            body = packed.feed(body, is_last=not message.get("more_body", False))
         if self._size + len(body) > policy.max_body_bytes:
             raise self._too_large()
         if message.get("more_body", False):
@@ -238,11 +247,12 @@ class RequestIntake(msgspec.Struct, eq=False):
         if self._chunks or type(body) is not bytes:
             body = b"".join((*self._chunks, body))
             self._chunks.clear()
-        if not self._names.are_usual:
-            _refuse_other_codings(self._headers)
         if not body.isascii():
             _refuse_other_text(body)
-        return self._sized(body, decode(endpoint.api, body), len(body))
+        request = self._sized(body, decode(endpoint.api, body), len(body))
+        if packed is not None:
+            request.taken = (*request.taken, CONTENT_ENCODING)
+        return request
 
     def unread(self) -> SizedRequest:
         """The request of the generic API whose body is not read here: an upload passes as it comes.
@@ -261,10 +271,14 @@ class RequestIntake(msgspec.Struct, eq=False):
         if now_us - self._received_us > self._snapshot.policy.body_timeout_s * 1e6:
             raise self._too_late()
 
+    @property
+    def _is_upload(self) -> bool:
+        return self._endpoint.size is not None and is_upload(self._headers)
+
     def _most_bytes(self) -> int:
         """The largest body that is taken, and that of an upload where it has a bound of its own."""
         policy = self._snapshot.policy
-        if policy.max_upload_bytes is None or self._endpoint.size is None or not is_upload(self._headers):
+        if policy.max_upload_bytes is None or not self._is_upload:
             return policy.max_body_bytes
         return policy.max_upload_bytes
 
@@ -399,16 +413,6 @@ def _declared_length(pairs: Headers, headers: Mapping[bytes, bytes]) -> int:
     if b"transfer-encoding" in headers:  # a server after this one might believe the other header
         raise InvalidHeader("content-length and transfer-encoding exclude each other; send one of them")
     return int(given)
-
-
-def _refuse_other_codings(headers: Mapping[bytes, bytes]) -> None:
-    """Raises InvalidBody for a compressed body."""
-    coding = headers.get(b"content-encoding")
-    if coding is not None and coding.strip().lower() not in (b"identity", b""):
-        raise InvalidBody(
-            f"content-encoding: {coding[:_SHOWN_BYTES].decode('ascii', 'replace')} is not read here; send the body "
-            "uncompressed, without this header"
-        )
 
 
 def _refuse_other_text(body: bytes) -> None:

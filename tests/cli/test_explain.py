@@ -226,6 +226,22 @@ def test_a_body_may_come_from_standard_input(
     assert 'priority: "batch", which means batch   <- wins' in capsys.readouterr().out
 
 
+def test_the_tenants_own_limits_are_explained(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (policy / "policy.yaml").write_text(POOL + "mode: observe\n")
+    limits = "limits: {max_output_tokens: 100, tokens_per_minute: 100}\nover_limit: {downgrade: batch}\n"
+    tenant = policy / "tenants" / "acme.yaml"
+    tenant.write_text(tenant.read_text().replace("tier: batch", "tier: normal") + limits)
+    (policy / "body.json").write_text('{"messages": ["hi"]}')
+    arguments = ["--path", "/v1/chat/completions", "--key", KEY, "--body", str(policy / "body.json")]
+    assert main(["explain", str(policy), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "   the engine is told 100 as its maximum: the tenant's max_output_tokens\n" in out
+    assert out.endswith(
+        "Its tenant's limits allow no more: it is downgraded from normal.\n"
+        "The policy observes: the request passes, and this is what enforcing would do.\n"
+    )
+
+
 def test_what_cannot_be_read_is_named(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(policy / "none.yaml"), "--path", "/x"]) == 1
     assert "there is no such file" in capsys.readouterr().err

@@ -23,6 +23,35 @@ def test_a_policy_that_surprises_no_one_has_no_warnings(tmp_path: Path) -> None:
     assert _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 10%}}") == []
 
 
+@each(
+    ("rest", "said"),
+    [
+        ("unguarded: deny\npublic: [/metrics]\n", []),
+        ("unguarded: allow\n", []),
+        ("unguarded: allow\nanonymous: deny\n", ["unguarded: allow passes every path"]),
+        ("unguarded: allow\npublic: []\n", ["public: unguarded: allow leaves every page open"]),
+        ("unguarded: generating\npublic: [/a]\n", ["public: unguarded: generating leaves every page open"]),
+    ],
+)
+def test_what_lets_in_those_who_are_kept_out(tmp_path: Path, rest: str, said: list[str]) -> None:
+    text = (
+        "engine: vllm\ncapacity: {tokens: 1000, requests: 100}\ntiers: {high: {reserve: 20%}, normal: {reserve: 9%}}\n"
+    )
+    text += f"{SOURCES}tenants: t.yaml\n" + rest + ("" if "anonymous" in rest else "anonymous: normal\n")
+    (tmp_path / "t.yaml").write_text(f'tenant: acme\nkeys: ["{HASH}"]\ntier: normal\n')
+    found = [
+        str(warning) for warning in warnings(load(pool(tmp_path, text))) if warning.path in {"public", "unguarded"}
+    ]
+    assert [one[: len(begin)] for one, begin in zip(found, said, strict=True)] == said
+
+
+def test_pages_of_every_origin_without_a_key_are_worth_a_warning(tmp_path: Path) -> None:
+    tiers = "{high: {reserve: 20%}, normal: {reserve: 10%}}"
+    assert _said(tmp_path, tiers, 'cors: {origins: ["https://app.example"]}\n') == []
+    (found,) = _said(tmp_path, tiers, 'cors: {origins: ["*"]}\n')
+    assert "cors.origins: with anonymous a tier, every page" in found
+
+
 def test_a_tier_without_a_reserve_under_one_that_can_fill_the_pool_can_starve(tmp_path: Path) -> None:
     said = "can starve: it has no reserve, does not age, and high can hold the whole pool; give it a reserve, even 5%"
     assert [f"tiers.normal: {said}"] == _said(tmp_path, "{high: {}, normal: {}}")
