@@ -111,8 +111,8 @@ class SizedRequest(msgspec.Struct, gc=False):
         """The most tokens that it may use: prompt and maximum output."""
         return self.tokens if self.expected is None else self.expected.most
 
-    def expect(self, sizes: LeaseSizes, pool: Pool) -> None:
-        """Sizes it by what it is expected to use in the pool."""
+    def expect(self, sizes: LeaseSizes, pool: Pool) -> int:
+        """Sizes it by what it is expected to use in the pool, as far as that is known now. Returns its tokens."""
         payload, before = self.payload, self.expected
         bound = payload.max_output_tokens if self.output_cap is None else self.output_cap
         self.expected = expected = sizes.expect(
@@ -127,6 +127,7 @@ class SizedRequest(msgspec.Struct, gc=False):
         )
         if expected is not None:
             self.tokens = expected.tokens
+        return self.tokens
 
     def ask(self) -> Ask:
         """What it asks of the pool."""

@@ -190,6 +190,8 @@ class RequestHandler(msgspec.Struct, eq=False):
             lease.on_preempt = self._preempt
         grant = lease.grant
         if grant is None:
+            if request.expected is not None:
+                lease.size_now = partial(request.expect, controller.lease_sizes, pool)
             self._limit_wait(lease.entered_us, request.longest_wait_s(snapshot.policy))
             self._reporter.queued(self._obstacle)
             return await self._wait(lease.wait())
@@ -275,10 +277,8 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         send, own_id, most_s = self._client.send, self._request_id, self._snapshot.policy.body_timeout_s
-        named, is_anthropic = (
-            refusal_headers(error, waited, is_cut=error is self._cut),
-            self._endpoint.api is Api.MESSAGES,
-        )
+        named = refusal_headers(error, waited, is_cut=error is self._cut)
+        is_anthropic = self._endpoint.api is Api.MESSAGES
         await refuse(send, error, self._receive, most_s, anthropic=is_anthropic, request_id=own_id, headers=named)
 
     # -- after admission
