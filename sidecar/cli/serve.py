@@ -86,10 +86,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal. Returns 1 where it could not begin, 2 without a policy, with one line that says why."""
     try:
-        args.policy = policy_path(args.policy, "--policy PATH")
+        args.policy = _policy_path(args.policy)
     except NoPolicy as missing:
         print(f"sidecar serve: {missing}", file=sys.stderr)
         return 2
+    except ValueError as mistake:
+        print(f"sidecar: {mistake}", file=sys.stderr)
+        return 1
     try:
         log = log_settings(os.environ, args.log_level, args.log_format)
     except ValueError as mistake:
@@ -105,6 +108,18 @@ def run(args: argparse.Namespace) -> int:
     if failure is not None:  # after the last line of the log, which has a thread of its own
         print(f"sidecar: {failure}", file=sys.stderr)
     return 0 if failure is None else 1
+
+
+def _policy_path(given: str | None) -> str:
+    """The policy's path, empty where none is needed. Raises NoPolicy, and ValueError for a mode that is none."""
+    from sidecar.policy.model import is_forced
+
+    try:
+        return policy_path(given, "--policy PATH")
+    except NoPolicy:
+        if not is_forced(os.environ):
+            raise
+        return ""
 
 
 def _settings(args: argparse.Namespace) -> ServeSettings:
@@ -125,13 +140,14 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
 def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_checked: bool) -> Exception | None:
     """Serves in this process. Returns why it could not begin."""
     from sidecar.admin.auth import AdminGuard
+    from sidecar.policy.model import Mode
     from sidecar.server import CannotServe, server
     from sidecar.serving import Serving, load_policy, upstreams
     from sidecar.telemetry.setup import TelemetryError
 
     try:
         policy = load_policy(settings.policy)
-        if is_checked:
+        if is_checked and policy.mode is not Mode.PASS:
             _check(policy, settings)
         access = _access(settings)
         serving = Serving(settings, policy)
@@ -161,6 +177,7 @@ def _serve_by_workers(
     settings: ServeSettings, workers: int, log: LogSettings, announce: Callable[[str], None], *, is_checked: bool
 ) -> Exception | None:
     """Serves by processes of its own. Returns why it could not begin, or go on."""
+    from sidecar.policy.model import Mode
     from sidecar.server import CannotServe, server
     from sidecar.serving import load_policy
     from sidecar.workers.supervisor import Plan, check_system, supervise
@@ -168,7 +185,7 @@ def _serve_by_workers(
     try:
         check_system(workers)
         policy = load_policy(settings.policy)
-        if is_checked:
+        if is_checked and policy.mode is not Mode.PASS:
             _check(policy, settings)
         plan = Plan(settings, workers, log, policy, _access(settings))
         server.run(supervise(plan, announce))

@@ -26,7 +26,8 @@ class PolicySnapshot:
     `priorities` are the values that the engine gets, `tier_names` are header values. `are_preemptible` says whose
     requests' room may be taken back before their first byte. `abort_latency` is how long the
     engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
-    then no gain is measured. `is_observing` is `mode: observe`. `names_read` reads the names of a request's headers. A
+    then no gain is measured. `is_observing` is `mode: observe`, `is_passing` is `mode: pass`, which
+    guards no endpoint. `names_read` reads the names of a request's headers. A
     Content-Length of fewer digits than `length_digits` is within the policy's bounds.
     """
 
@@ -44,6 +45,7 @@ class PolicySnapshot:
     length_digits: int
     objectives: tuple[Objective | None, ...] = ()
     is_observing: bool = False
+    is_passing: bool = False
 
 
 def policy_snapshot(
@@ -65,7 +67,8 @@ def policy_snapshot(
     upload_bytes = policy.max_body_bytes if policy.max_upload_bytes is None else policy.max_upload_bytes
     return PolicySnapshot(
         policy=policy,
-        endpoints=dict(policy.endpoints),  # a read-only view of them would be slower
+        # A read-only view of them would be slower.
+        endpoints={} if policy.mode is Mode.PASS else dict(policy.endpoints),
         classifier=Classifier(policy, dialect, tokens),
         estimator=estimator,
         credentials=credentials,
@@ -78,6 +81,7 @@ def policy_snapshot(
         length_digits=len(str(min(policy.max_body_bytes, upload_bytes))),
         objectives=objectives if any(objectives) else (),
         is_observing=policy.mode is Mode.OBSERVE,
+        is_passing=policy.mode is Mode.PASS,
     )
 
 
