@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,22 @@ from sidecar.secrets import ENGINE_KEY_VARIABLE
 from tests.support.each import each
 from tests.support.in_process import ran, serving_engine, serving_sidecar, start_failure
 from tests.support.middleware import CHAT, App, chat, key, write_policy
+from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
+from tests.support.wire import exchange, post
 from tests.test_reload import Reloading, reloading
 
 pytestmark = pytest.mark.anyio
+KEPT_ALIVE = "keep_alive: 50ms\n"
 BROKEN = "mode: pass\ntiers: {high: 12\n"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RedisServer]:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    with RedisServer(first_binary(), folder) as server:
+        yield server
 
 
 def pool_file(site: Reloading) -> Path:
@@ -220,3 +232,78 @@ async def test_of_several_engines_and_models_a_request_goes_to_one_that_can_answ
                 assert (answered.status_code, answered.json().get("model")) == (200, model)
             ready = await client.get(f"{admin}/readyz")
             assert (ready.status_code, "mode: pass" in ready.text) == (200, True)
+
+
+# -- requests that wait when it is switched on
+
+
+async def test_a_stream_that_was_sent_comments_while_it_waited_goes_on_as_one_stream(tmp_path: Path) -> None:
+    app = App(is_held=True, answer=b"data: [DONE]\n\n")
+    async with reloading(app, tmp_path, requests="1", more=KEPT_ALIVE) as site:
+        running = asyncio.ensure_future(site.ask(chat(), key("acme")))
+        await site.until(lambda: site.pool()["leases"] == 1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        writer.write(post(CHAT, json.dumps(chat(stream=True)).encode(), key("acme"), "accept-encoding: gzip"))
+        await asyncio.wait_for(reader.readuntil(b": queued"), 60)
+        await site.write(more=f"{KEPT_ALIVE}mode: pass\n", requests="1")
+        await site.until(lambda: len(app.seen) == 2)
+        assert app.seen[1].all(b"accept-encoding") == [], "its answer has begun as plain text"
+        app.release(2)
+        rest = await asyncio.wait_for(reader.read(), 60)
+        assert (rest.count(b"HTTP/1.1"), rest.count(b"data: [DONE]")) == (0, 1)
+        writer.close()
+        assert (await running).status == 200
+
+
+async def test_a_client_that_leaves_meanwhile_leaves_nothing_and_an_upload_passes_whole(tmp_path: Path) -> None:
+    app = App(is_held=True)
+    upload = "endpoints: {/v1/audio: {api: generic, tokens: {base: 10}}}\n"
+    text = write_policy(tmp_path, requests="1").read_text()
+    start, _, after = text.partition("endpoints:\n")
+    text = f"{start}{upload}{after[after.index('tenants:') :]}"
+    async with reloading(app, tmp_path, requests="1") as site:
+        pool_file(site).write_text(text)
+        await site.until(lambda: list(site.sidecar.controller.policy.endpoints) == ["/v1/audio"])
+        sent = "content-type: application/octet-stream"
+        whole = bytes(50_000)
+        running = asyncio.ensure_future(exchange(site.port, post("/v1/audio", whole, sent, key("acme"))))
+        await site.until(lambda: site.pool()["leases"] == 1)
+        waits = asyncio.ensure_future(exchange(site.port, post("/v1/audio", whole, sent, key("acme"))))
+        await site.until(lambda: site.pool()["waiting"] == 1)
+        _, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        writer.write(post("/v1/audio", whole, sent, key("acme")))
+        await site.until(lambda: site.pool()["waiting"] == 2)
+        pool_file(site).write_text(f"{text}mode: pass\n")
+        writer.close()
+        await site.until(lambda: len(app.seen) >= 2)
+        app.release(5)
+        for answered in await asyncio.gather(running, waits):
+            assert answered.startswith(b"HTTP/1.1 200")
+        assert [len(seen.body) for seen in app.seen[:2]] == [len(whole)] * 2
+        await site.until(lambda: site.sidecar.controller.under_way == 0)
+        assert (site.pool()["leases"], site.pool()["waiting"]) == (0, 0)
+
+
+@pytest.mark.hasty
+async def test_with_a_store_that_hangs_nothing_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: RedisServer
+) -> None:
+    monkeypatch.setenv(STORE_VARIABLE, store.url)
+    app = App(is_held=True)
+    async with reloading(app, tmp_path, requests="1", more="on_store_loss: closed\n") as site:
+        asked = [asyncio.ensure_future(site.ask(chat(), key("acme"))) for _ in range(3)]
+        await site.until(lambda: (site.pool()["leases"], site.pool()["waiting"]) == (1, 2))
+        store.pause()
+        try:
+            asked += [asyncio.ensure_future(site.ask(chat(), key("acme")))]
+            await site.write(more="on_store_loss: closed\nmode: pass\n", requests="1")
+            asked += [asyncio.ensure_future(site.ask(chat(), "authorization: Bearer sk-unknown"))]
+            await site.until(lambda: len(app.seen) == 5)
+            app.release(5)
+            assert [answered.status for answered in await asyncio.gather(*asked)] == [200] * 5
+        finally:
+            store.resume()
+        await site.write(more="on_store_loss: closed\n", requests="1")
+        await site.until(lambda: (site.pool()["leases"], site.pool()["store"]["state"]) == (0, "shared"))
+        app.release(1)
+        assert (await site.ask(chat(), key("acme"))).status == 200

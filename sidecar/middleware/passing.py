@@ -14,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.forwarding import forwarded_headers, forwarded_scope
 from sidecar.middleware.unguarded import route_path
+from sidecar.middleware.wait import ClientChannel
+from sidecar.sending import CLIENT_KEY
 
 
 def pass_on(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -27,3 +29,13 @@ def pass_on(controller: AdmissionController, scope: Scope, receive: Receive, sen
     if endpoint is not None and scope["type"] == "http" and scope["method"] == "POST":
         scope = forwarded_scope(scope, endpoint, scope["headers"])
     return controller.app(scope, receive, send)
+
+
+def pass_read(
+    controller: AdmissionController, scope: Scope, receive: Receive, client: ClientChannel
+) -> Awaitable[None]:
+    """The same of a request that was read, and may have waited. `receive` begins with its body again."""
+    scope = {name: value for name, value in scope.items() if name != CLIENT_KEY}  # the client is watched already
+    if client.keepalive is not None:  # comments have begun the answer, as plain text
+        scope["headers"] = forwarded_headers(scope["headers"], (b"accept-encoding",), ())
+    return pass_on(controller, scope, receive, client.send)

@@ -27,7 +27,7 @@ from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
 from sidecar.middleware.lease_size import LeaseSize
-from sidecar.middleware.passing import pass_on
+from sidecar.middleware.passing import pass_read
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
@@ -203,10 +203,9 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._reporter.disconnected(end.wait)
         elif controller.is_passing and request is not _NOT_YET:  # it was read, and goes to the app as it came
             self._reporter.let_pass(end.wait if isinstance(end, WaitedTooLong) else None)
-            self._scope.pop(CLIENT_KEY, None)
             self._body = request.body
             receive = self._client.receive if self._is_unread else self._receive_for_app
-            await pass_on(controller, self._scope, receive, self._client.send)
+            await pass_read(controller, self._scope, receive, self._client)
         else:
             error, waited = refusal_of(controller, request, policy, end, is_given_up=self._is_given_up)
             self._reporter.refused(error, waited)
