@@ -158,10 +158,14 @@ class AdmissionController:
     def change_policy(self, policy: Policy) -> None:
         """Uses another policy from the next request on. Requests under way keep the policy that they came under.
 
-        `policy.replacing` says which policy can replace which. Raises, and changes nothing, where this one cannot.
+        `policy.replacing` says which policy can replace which. Raises, and changes nothing, where this one cannot; but
+        `mode: pass` is in force in any case.
         """
         was_observing, was_passing = (self.is_observing, self.policy.generation), self.is_passing
         snapshot = self._snapshot_of(policy)
+        if snapshot.is_passing:  # first, so that nothing that fails here keeps requests from passing
+            self.snapshot = snapshot
+            self.watchdog.give_up()
         if self.routing is not None:
             self.routing.change_policy(policy)
         self.pool.change_policy(policy)
@@ -172,8 +176,6 @@ class AdmissionController:
             self.shadows.end_unreal()
         elif was_observing != (True, policy.generation):
             self.engine_times.begin_period(self.pool.now_us())
-        if self.is_passing:
-            self.watchdog.give_up()
         if self.monitor is not None:
             self.monitor.change_policy(policy)
             self.report_passing(was_passing=was_passing)

@@ -20,7 +20,7 @@ from sidecar.policy.fields import Context
 from sidecar.policy.model import BARE, Mode, is_forced
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.schema import PoolFile
-from sidecar.policy.source import LARGEST_FILE_BYTES, read
+from sidecar.policy.source import LARGEST_FILE_BYTES, Document, read
 from sidecar.policy.validate import entries, pool_problems
 
 _LINE = re.compile(rb"""^mode:[ \t]*(["']?)pass\1[ \t]*(#.*)?\r?$""", re.MULTILINE)
@@ -55,9 +55,12 @@ def load_or_pass(path: str | FilePath, environment: Mapping[str, str]) -> Loaded
 
 
 def bare(path: str | FilePath) -> Loaded:
-    """A policy for `mode: pass` alone: as much of the file as can be used, without tenants and without a store."""
+    """A policy for `mode: pass` alone: as much of the file as can be used, without tenants and without a store.
+
+    An empty path is no file.
+    """
     file = _pool_file(path)
-    document = read(file)
+    document = read(file) if path else Document("", b"", None)
     for data in _attempts(document.data or {}):
         tried = replace(document, data=data, problems=())
         try:
@@ -74,7 +77,7 @@ def _attempts(written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     is_open = written.get("anonymous") not in (None, "deny")
     for kept in ([key for key in written if key not in _LEFT_OUT], _ENGINES, ()):
         data = {"engine": "none", "tiers": {"normal": {}}, "usage_days": 0, "mode": Mode.PASS.value}
-        data |= {"anonymous": "normal"} if is_open and kept else {}
+        data |= {"anonymous": "normal"} if is_open else {}
         data |= {key: written[key] for key in kept if key in written}
         yield data if "engines" in data else {**data, "capacity": {"requests": 1}}
 
