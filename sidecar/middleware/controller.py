@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -73,7 +73,7 @@ class AdmissionController:
     server's start and end need around it. `pages` are those of an app in this process, to be told of the first scope;
     None elsewhere. `server` is the task of that lifespan, None before it begins. `self_views`
     are what tenants were last shown of themselves, by name and level, and when (`self_view`). `usage` counts what the
-    tenants use, None where that is not kept.
+    tenants use, None where that is not kept. `on_change` are called after every change of the policy.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class AdmissionController:
         self.unguarded_observer = unguarded_observer
         self.engines: EngineView | None = None
         self.monitor: Monitor | None = None
+        self.on_change: list[Callable[[], None]] = []
         self.usage: TenantUsage | None = None
         self.background = BackgroundResponses()
         self.shadows = ShadowRegistry()
@@ -179,6 +180,8 @@ class AdmissionController:
         if self.monitor is not None:
             self.monitor.change_policy(policy)
             self.report_passing(was_passing=was_passing)
+        for follow in self.on_change:
+            follow()
 
     def report_passing(self, *, was_passing: bool) -> None:
         """Logs that every request passes from now on, or no longer does."""
@@ -296,4 +299,6 @@ class AdmissionController:
 
 def _interval_s(policy: Policy) -> float:
     """The watchdog's interval for a policy, in seconds."""
-    return max(SHORTEST_INTERVAL_S, min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s))
+    of_engine = (tier.timeouts.shortest_s for tier in policy.tiers)
+    shortest_s = min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s, *of_engine)
+    return max(SHORTEST_INTERVAL_S, shortest_s)

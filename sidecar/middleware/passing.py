@@ -13,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.forwarding import forwarded_headers, forwarded_scope
+from sidecar.middleware.header_names import CONTENT_ENCODING
+from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.unguarded import route_path
 from sidecar.middleware.wait import ClientChannel
 from sidecar.sending import CLIENT_KEY
@@ -32,10 +34,17 @@ def pass_on(controller: AdmissionController, scope: Scope, receive: Receive, sen
 
 
 def pass_read(
-    controller: AdmissionController, scope: Scope, receive: Receive, client: ClientChannel
+    controller: AdmissionController, scope: Scope, request: SizedRequest, receive: Receive, client: ClientChannel
 ) -> Awaitable[None]:
-    """The same of a request that was read, and may have waited. `receive` begins with its body again."""
+    """The same of a `request` that was read, and may have waited. `receive` begins with its body again."""
     scope = {name: value for name, value in scope.items() if name != CLIENT_KEY}  # the client is watched already
+    taken, added = [], []
     if client.keepalive is not None:  # comments have begun the answer, as plain text
-        scope["headers"] = forwarded_headers(scope["headers"], (b"accept-encoding",), ())
+        taken.append(b"accept-encoding")
+    if CONTENT_ENCODING in request.taken:  # the body was unpacked
+        taken.append(CONTENT_ENCODING)
+        if b"content-length" in request.headers:
+            added.append((b"content-length", b"%d" % len(request.body)))
+    if taken:
+        scope["headers"] = forwarded_headers(scope["headers"], taken, added)
     return pass_on(controller, scope, receive, client.send)

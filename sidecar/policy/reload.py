@@ -273,7 +273,7 @@ class PolicyFiles:
             names = [str(pool), *(tenant_files(self._pattern, pool.parent) if self._pattern else ())]
         except OSError:  # a folder that may not be entered: reading says so
             return frozenset()
-        return frozenset(found for name in names if (found := _stamp(name)) is not None)
+        return frozenset(found for name in names if (found := stamp(name)) is not None)
 
 
 def files_of(path: str | Path, environment: Mapping[str, str]) -> PolicyFiles | None:
@@ -281,7 +281,8 @@ def files_of(path: str | Path, environment: Mapping[str, str]) -> PolicyFiles | 
     return None if is_forced(environment) else PolicyFiles(path)
 
 
-def _stamp(name: str) -> tuple[str, int, int, int] | None:
+def stamp(name: str) -> tuple[str, int, int, int] | None:
+    """What changes with a file and its content, also where a symbolic link leads to it; None where there is none."""
     try:
         status = os.stat(name)
     except OSError:

@@ -95,7 +95,7 @@ class RedisPool:
         self._tiers = [protocol.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
         self._overtaking = Overtaking()
         self._paused: str | None = None
-        self.most_tokens = self._sizes.most_tokens
+        self.most_tokens, self.most_requests = self._sizes.most_tokens, self._sizes.most_requests
         self.readiness = self.status.readiness
 
     # -- the pool's contract
