@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,11 +244,15 @@ async def test_a_stream_that_was_sent_comments_while_it_waited_goes_on_as_one_st
         running = asyncio.ensure_future(site.ask(chat(), key("acme")))
         await site.until(lambda: site.pool()["leases"] == 1)
         reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
-        writer.write(post(CHAT, json.dumps(chat(stream=True)).encode(), key("acme"), "accept-encoding: gzip"))
+        packed = gzip.compress(json.dumps(chat(stream=True)).encode())
+        writer.write(post(CHAT, packed, key("acme"), "accept-encoding: gzip", "content-encoding: gzip"))
         await asyncio.wait_for(reader.readuntil(b": queued"), 60)
         await site.write(more=f"{KEPT_ALIVE}mode: pass\n", requests="1")
         await site.until(lambda: len(app.seen) == 2)
         assert app.seen[1].all(b"accept-encoding") == [], "its answer has begun as plain text"
+        length = app.seen[1].all(b"content-length")
+        assert (app.seen[1].json, length) == (chat(stream=True), [b"%d" % len(app.seen[1].body)]), "it was unpacked"
+        assert app.seen[1].all(b"content-encoding") == []
         app.release(2)
         rest = await asyncio.wait_for(reader.read(), 60)
         assert (rest.count(b"HTTP/1.1"), rest.count(b"data: [DONE]")) == (0, 1)
