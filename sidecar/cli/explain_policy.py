@@ -25,6 +25,7 @@ from sidecar.events import Headers
 from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
 from sidecar.lengths.estimator import LengthEstimator
+from sidecar.middleware.credentials import KEY_HEADERS
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, is_upload
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.middleware import otherwise_spelled
@@ -91,7 +92,7 @@ def _is_refused_everywhere(found: Found) -> bool:
 
 def _key(args: argparse.Namespace) -> tuple[str | None, str]:
     """The key and its origin; none of the environment where a header carries one. Raises ValueError."""
-    carries_one = {b"authorization", b"x-api-key"} & {name for name, _ in args.header}
+    carries_one = {*KEY_HEADERS} & {name for name, _ in args.header}
     return key_given(args.key, args.key_file, variables=() if carries_one else (KEY_VARIABLE,))
 
 

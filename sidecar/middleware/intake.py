@@ -21,6 +21,7 @@ from sidecar.errors import (
     BackgroundNotAllowed,
     BodyTimeout,
     BodyTooLarge,
+    InvalidApiKey,
     InvalidBody,
     InvalidHeader,
     OutputTooLong,
@@ -200,14 +201,16 @@ class RequestIntake(msgspec.Struct, eq=False):
     _names: HeaderNames
     _received_us: int
     tenant: Tenant | None = None
+    _unread_keys: tuple[str, ...] = ()
     _packed: PackedBody | None = None
     _chunks: list[bytes] = []
     _size: int = 0
 
-    def check_head(self, pairs: Headers, client: tuple[str, int] | None) -> None:
+    def check_head(self, pairs: Headers, client: tuple[str, int] | None, query: bytes = b"") -> None:
         """Checks the way here, the key and the declared length, before a byte of the body is read.
 
-        `pairs` are the headers as they came, `client` is the address that they came from.
+        `pairs` are the headers as they came, `client` is the address that they came from. A key in another place than
+        those that are read is looked for, in the `query` too, only where there is no known key.
         """
         headers, snapshot, is_usual = self._headers, self._snapshot, self._names.are_usual
         if not is_usual and b"via" in headers:
@@ -216,7 +219,12 @@ class RequestIntake(msgspec.Struct, eq=False):
             is_usual = False
             refuse_two_keys(pairs, headers, snapshot)
             _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
-        self.tenant = snapshot.classifier.tenant(headers, client, pairs)
+        try:
+            self.tenant = tenant = snapshot.classifier.tenant(headers, client, pairs)
+        except InvalidApiKey as refusal:
+            raise snapshot.classifier.explained(refusal, headers, query) from None
+        if tenant is snapshot.policy.anonymous and (query or self._names.may_hold_key):
+            self._unread_keys = snapshot.classifier.unread(headers, query)
         if not is_usual and CONTENT_ENCODING in headers and not self._is_upload:
             from sidecar.payload.content_codings import packed_body
 
@@ -313,6 +321,10 @@ class RequestIntake(msgspec.Struct, eq=False):
         taken, authorization = names.taken, headers.get(AUTHORIZATION, BEARER)
         if authorization[:7] != BEARER:  # another scheme, or written otherwise
             taken = (*names.claims, *snapshot.credentials.taken(headers))
+        if self._unread_keys:
+            classification.ignored += self._unread_keys
+            if not policy.forward_key:
+                taken = (*taken, *(place.encode() for place in self._unread_keys))
         tokens = tokens_to_hold(payload, prompt_tokens, output)
         request = SizedRequest(
             body,

@@ -219,12 +219,12 @@ class RequestHandler(msgspec.Struct, eq=False):
         """Reads the request, and sizes it. Raises ClientDisconnected, or the intake's refusal."""
         if self._controller.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
-        intake, client = self._intake, self._scope.get("client")
+        intake, client, query = self._intake, self._scope.get("client"), self._scope.get("query_string", b"")
         try:
-            intake.check_head(self._pairs, client)
+            intake.check_head(self._pairs, client, query)
         except KeysNeeded as needed:
             await needed.arrive()
-            intake.check_head(self._pairs, client)
+            intake.check_head(self._pairs, client, query)
         self._reporter.tenant = intake.tenant
         request = intake.unread() if self._is_unread else None
         try:

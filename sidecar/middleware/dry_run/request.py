@@ -188,7 +188,7 @@ class RequestWatcher:
         names = self._snapshot.names_read[tuple(headers)]
         self._intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
         try:
-            self._intake.check_head(scope["headers"], client)
+            self._intake.check_head(scope["headers"], client, scope.get("query_string", b""))
         except (IssuerUnavailable, TenantsUnavailable) as missing:  # enforcing would have waited, or said so
             self._found = missing
             self._report(ShadowResult(Verdict.UNKNOWN, missing.code, None))
