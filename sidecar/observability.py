@@ -405,6 +405,7 @@ class PoolSampler:
             capacity_requests=state["capacity"]["requests"],
             replicas=state.get("store", {}).get("replicas"),
             policies_rejected=self._rejected(),
+            passing=int(policy.mode is Mode.PASS),
             generations=self._generations() if "store" in state else None,
             aborting_requests=aborting_requests,
             aborting_tokens=aborting_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Sequence
 
@@ -11,9 +12,9 @@ from starlette.types import ASGIApp
 
 from sidecar.admin.app import admin_app
 from sidecar.app import AdmissionMiddleware
-from sidecar.policy.compiler import load_files
 from sidecar.policy.model import Mode, Policy
-from sidecar.policy.reload import PolicyFiles
+from sidecar.policy.passing import load_or_pass
+from sidecar.policy.reload import files_of
 from sidecar.policy.warnings import warnings
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.telemetry.setup import configure_from_environment
@@ -43,8 +44,8 @@ class ServeSettings(msgspec.Struct, frozen=True):
 
 def load_policy(path: str) -> Policy:
     """The policy, with its warnings in the log. Raises PolicyError."""
-    loaded = load_files(path)
-    for warning in warnings(loaded.policy, loaded.place):
+    loaded = load_or_pass(path, os.environ)
+    for warning in () if loaded.policy.is_bare else warnings(loaded.policy, loaded.place):
         _log.warning("%s", warning, extra={"event": "policy_warning"})
     if loaded.policy.mode is Mode.OBSERVE:
         _log.info("%s", _OBSERVING, extra={"event": "observing"})
@@ -59,7 +60,7 @@ class Serving:
         self.middleware = AdmissionMiddleware(
             proxy_of(settings.upstream, policy),
             policy,
-            files=PolicyFiles(settings.policy),
+            files=files_of(settings.policy, os.environ),
             is_shown=True,
             takes_over_pool=settings.takes_over_pool,
         )
@@ -81,7 +82,7 @@ class Serving:
         """Refuses new requests from now on, and logs it."""
         controller = self._controller
         controller.drain(within_s=self._grace_s)
-        new_ones = "pass until the port closes" if controller.is_observing else "are refused"
+        new_ones = "pass until the port closes" if controller.passes_all else "are refused"
         _log.info("%d requests are under way, new ones %s", controller.under_way, new_ones, extra={"event": "draining"})
 
     def end(self) -> None:

@@ -225,6 +225,7 @@ def summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
 _MODES = {
     Mode.ENFORCE: "",
     Mode.OBSERVE: "; every request passes, and `sidecar observed` reports what enforcing would do",
+    Mode.PASS: "; every request passes untouched, and nothing is checked, held, counted or limited",
 }
 
 

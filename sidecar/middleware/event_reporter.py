@@ -41,6 +41,7 @@ from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"
 CANCELED_CODE = "canceled"
+PASSED_CODE = "passed"
 # Looked up once: an enumeration's attribute costs as much as a call.
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 
@@ -136,6 +137,10 @@ class EventReporter(msgspec.Struct, eq=False):
     def canceled(self, wait: Grant | None) -> None:
         """The server canceled the request before it was admitted: it stops, or an app around the middleware failed."""
         self._ended(CANCELED_CODE, "the server canceled the request before it was admitted", None, wait)
+
+    def let_pass(self, wait: Grant | None) -> None:
+        """The request left the queue, or was about to be refused, and went on: `mode: pass` was switched on."""
+        self._ended(PASSED_CODE, "every request passes (mode: pass)", None, wait)
 
     def first_byte(self, status: int | None) -> None:
         """The response's first byte goes out."""

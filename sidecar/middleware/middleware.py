@@ -14,6 +14,7 @@ from sidecar.middleware.dry_run.request import DryRunRequest
 from sidecar.middleware.event_reporter import reporter_of
 from sidecar.middleware.generic_request import GenericRequest
 from sidecar.middleware.intake import RequestIntake
+from sidecar.middleware.passing import pass_on
 from sidecar.middleware.pending_aborts import EngineCall
 from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.response_headers import request_id
@@ -34,6 +35,8 @@ def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive,
     """
     endpoint = guarded_endpoint(controller, scope)
     if endpoint is None:
+        if controller.snapshot.is_passing and scope["type"] != "lifespan":
+            return pass_on(controller, scope, receive, send)
         if is_self_view(scope):
             return send_self_view(controller, scope, send)
         return pass_or_refuse(controller, scope, receive, send)

@@ -28,10 +28,11 @@ from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
 from sidecar.middleware.lease_size import LeaseSize
+from sidecar.middleware.passing import pass_read
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
-from sidecar.middleware.refusals import end_of_wait, refusal_headers, without_place
+from sidecar.middleware.refusals import refusal_headers, refusal_of
 from sidecar.middleware.request_gain import AnswerReader, RequestGain
 from sidecar.middleware.response_headers import admission_headers, id_headers
 from sidecar.middleware.stages import Stage
@@ -156,7 +157,7 @@ class RequestHandler(msgspec.Struct, eq=False):
                 self._settle(_CLIENT_LEFT)
 
     def give_up(self) -> None:
-        """Ends the wait, where the request waits: the process is about to end."""
+        """Ends the wait, where the request waits: the process is about to end, or every request passes."""
         if self.stage is _WAITING and self._lease.grant is None:
             self._is_given_up = True
             self._lease.give_up()
@@ -201,23 +202,19 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _end_without_grant(self, end: Exception) -> None:
         """The request ended before it was admitted, or while it waited again."""
-        waited: Grant | None = None
-        controller, policy = self._controller, self._snapshot.policy
-        if isinstance(end, ClientDisconnected):
-            self.stage = _OVER
-            self._reporter.disconnected(end.wait)
-            return
-        if isinstance(end, WaitedTooLong):
-            waited, error = end.wait, end.refusal
-            error = error or end_of_wait(controller, self._request, policy, is_given_up=self._is_given_up)
-        elif isinstance(end, QueueFull):
-            error = without_place(controller, self._request, policy, end)
-        else:
-            assert isinstance(end, AdmissionError)
-            error = end
+        controller, policy, request = self._controller, self._snapshot.policy, self._request
         self.stage = _OVER
-        self._reporter.refused(error, waited)
-        await self._refuse(error, waited)
+        if isinstance(end, ClientDisconnected):
+            self._reporter.disconnected(end.wait)
+        elif controller.is_passing and request is not _NOT_YET:  # it was read, and goes to the app as it came
+            self._reporter.let_pass(end.wait if isinstance(end, WaitedTooLong) else None)
+            self._body = request.body
+            receive = self._client.receive if self._is_unread else self._receive_for_app
+            await pass_read(controller, self._scope, request, receive, self._client)
+        else:
+            error, waited = refusal_of(controller, request, policy, end, is_given_up=self._is_given_up)
+            self._reporter.refused(error, waited)
+            await self._refuse(error, waited)
 
     async def _read(self) -> SizedRequest:
         """Reads the request, and sizes it. Raises ClientDisconnected, or the intake's refusal."""
@@ -260,6 +257,8 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _wait(self, granted: asyncio.Future[Grant]) -> Grant:
         """See `wait.wait`."""
+        if self._controller.is_passing:
+            self._lease.give_up()
         comments = comments_of(self._request, self._lease, self._controller.pool, self._snapshot, self._request_id)
         most_s = None if self._ends_us is None else max(0, self._ends_us - self._now_us()) / 1e6
         grant = await wait(self._lease, granted, self._client, most_s, comments)

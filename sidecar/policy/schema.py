@@ -262,7 +262,8 @@ class PoolFile(FileModel):
     )
     mode: of.ModeChoice = key(
         "enforce",
-        "`observe` lets every request pass at once and untouched, and records what `enforce` would have done.",
+        "`observe` lets every request pass at once and untouched, and records what `enforce` would have done. "
+        "`pass` does no more than pass them, for when the sidecar itself is the problem.",
         "observe",
     )
     max_preemptions: of.Count = key(

@@ -297,6 +297,8 @@ def test_its_attributes_are_exactly_these(story: Story) -> None:
     assert spans["admission.starved"].attributes == {
         "admission.tier": "batch",
         "admission.served_ahead.high": urgent_tokens,
+        "admission.overtaken_by.high": urgent_tokens,
+        "admission.overtaken_by.high.rules": "level",
     }
     assert spans["engine"].attributes == {
         "gen_ai.provider.name": "vllm",

@@ -36,7 +36,7 @@ from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engin
 
 logger = logging.getLogger(__name__)
 
-GAVE_UP = frozenset(("client_left", "canceled"))
+GAVE_UP = frozenset(("client_left", "canceled", "passed"))
 """The codes of `Refused` that are not the middleware's refusal."""
 PASSED, REFUSED, FAILED = "passed", "refused", "failed"
 RATIOS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
