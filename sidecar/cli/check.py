@@ -124,6 +124,7 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         ],
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
         "background": policy.background.value,
+        "usage": policy.usage.value,
         "tenants": sorted(policy.named),
         "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
         "warnings": _listed(found),

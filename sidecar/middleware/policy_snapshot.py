@@ -15,7 +15,7 @@ from sidecar.gain.token_deadlines import Objective
 from sidecar.identity.tokens import TokenVerifier
 from sidecar.middleware.credentials import Credentials
 from sidecar.middleware.header_names import NamesRead
-from sidecar.policy.model import Endpoint, Mode, Policy, Tier
+from sidecar.policy.model import Endpoint, Mode, Policy, StreamUsage, Tier
 from sidecar.tokens import Estimator
 
 
@@ -26,7 +26,8 @@ class PolicySnapshot:
     `priorities` are the values that the engine gets, `tier_names` are header values. `are_preemptible` says whose
     requests' room may be taken back before their first byte. `abort_latency` is how long the
     engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
-    then no gain is measured. `is_observing` is `mode: observe`. `names_read` reads the names of a request's headers. A
+    then no gain is measured. `is_observing` is `mode: observe`. `asks_usage_of` is the engine that is asked for the
+    usage of streams, None where no one asks. `names_read` reads the names of a request's headers. A
     Content-Length of fewer digits than `length_digits` is within the policy's bounds.
     """
 
@@ -44,6 +45,7 @@ class PolicySnapshot:
     length_digits: int
     objectives: tuple[Objective | None, ...] = ()
     is_observing: bool = False
+    asks_usage_of: Engine | None = None
 
 
 def policy_snapshot(
@@ -78,6 +80,7 @@ def policy_snapshot(
         length_digits=len(str(min(policy.max_body_bytes, upload_bytes))),
         objectives=objectives if any(objectives) else (),
         is_observing=policy.mode is Mode.OBSERVE,
+        asks_usage_of=dialect if policy.usage is StreamUsage.ASK and dialect.usage_options else None,
     )
 
 

@@ -254,6 +254,13 @@ class PoolFile(FileModel):
         "`generating` in an app.",
         "deny",
     )
+    usage: of.UsageChoice = key(
+        "ask",  # an event may hold any number of tokens: counted by its events, an answer can cost a tenth
+        "How the tokens of a stream are known whose client does not ask for its `usage`. `ask`: the engine is asked, "
+        "and the client does not see the answer. `as_sent`: the request is not changed, and the tokens are estimated "
+        "from the text. With `engine: none` nothing is asked.",
+        "as_sent",
+    )
     background: of.BackgroundChoice = key(
         "refuse",  # such a response is answered at once and runs on: its request would hold nothing meanwhile
         "What happens to `background: true` on responses. `refuse`: a 400. `hold`: the response is "
