@@ -133,7 +133,8 @@ class AdmissionMiddleware:
 
     def _serve_first(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """The first scope: a lifespan's, unless the server or an outer app has none for it."""
-        self._serve = _serving(self.controller)
+        self._begin_serving()
+        self.controller.on_change.append(self._begin_serving)
         if self.controller.pages is not None:
             self.controller.pages.follow(scope)
         if scope["type"] != "lifespan" and not self._is_shown:
@@ -147,6 +148,16 @@ class AdmissionMiddleware:
                 if has_admin_port(os.environ):
                     _log.warning("%s", _NO_LIFESPAN, extra={"event": "no_lifespan"})
         return self._serve(scope, receive, send)
+
+    def _begin_serving(self) -> None:
+        """Serves as the policy says. Chosen once, so that a request pays nothing for what its policy has not."""
+        cors, serve = self.controller.policy.cors, _serving(self.controller)
+        if cors is None:
+            self._serve = serve
+        else:
+            from sidecar.middleware.cors import with_cors
+
+            self._serve = with_cors(serve, cors)
 
 
 def _serving(controller: AdmissionController) -> ASGIApp:

@@ -104,7 +104,7 @@ class OutputTooLong(BadRequest):
 
 
 class TooManyChoices(BadRequest):
-    """More sequences (choices times prompts) than the policy's `max_choices` lets one request start."""
+    """More choices of a prompt than the policy's `max_choices` lets one request ask for."""
 
     code = "too_many_choices"
     never_fits = True
@@ -163,6 +163,13 @@ class NotGuarded(BadRequest):
     code = "not_guarded"
 
 
+class UpgradeRequired(BadRequest):
+    """A WebSocket on a path that the policy guards: it is served over HTTP alone."""
+
+    status = 426
+    code = "websocket_not_served"
+
+
 class BodyTimeout(BadRequest):
     """The body did not arrive within the policy's `body_timeout`."""
 
@@ -175,6 +182,17 @@ class BodyTooLarge(BadRequest):
 
     status = 413
     code = "body_too_large"
+
+
+class UnknownCoding(BadRequest):
+    """The body is compressed in a way that is not read here. `known` is the value of `accept-encoding`: what is."""
+
+    status = 415
+    code = "unsupported_encoding"
+
+    def __init__(self, message: str, known: str) -> None:
+        super().__init__(message)
+        self.known = known
 
 
 class TenantLimit(AdmissionError):

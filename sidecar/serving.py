@@ -24,7 +24,10 @@ _log = logging.getLogger("sidecar.serve")
 
 
 class ServeSettings(msgspec.Struct, frozen=True):
-    """What the command line says. `policy` is a path; `upstream` is None where the policy names its engines."""
+    """What the command line says. `policy` is a path; `upstream` is None where the policy names its engines.
+
+    `host` may be a Unix socket's address; `port` says nothing then. The files of a certificate are None without TLS.
+    """
 
     upstream: str | None
     policy: str
@@ -34,6 +37,8 @@ class ServeSettings(msgspec.Struct, frozen=True):
     admin_port: int
     grace_s: float
     takes_over_pool: bool = False
+    tls_cert: str | None = None
+    tls_key: str | None = None
 
 
 def load_policy(path: str) -> Policy:

@@ -41,8 +41,7 @@ from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Policy
 from sidecar.pools import Lease
 from sidecar.pools.base import EnginePool
-from sidecar.proxy.proxy import ResponseCut
-from sidecar.sending import BODY_FOLLOWS, SendChunk, chunk_path
+from sidecar.sending import BODY_FOLLOWS, ResponseCut, SendChunk, chunk_path
 
 FULL_STATUSES = frozenset((429, 503, 529))
 MOST_REFUSALS = 5

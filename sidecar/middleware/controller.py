@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -69,7 +69,7 @@ class AdmissionController:
     server's start and end need around it. `pages` are those of an app in this process, to be told of the first scope;
     None elsewhere. `server` is the task of that lifespan, None before it begins. `self_views`
     are what tenants were last shown of themselves, by name and level, and when (`self_view`). `usage` counts what the
-    tenants use, None where that is not kept.
+    tenants use, None where that is not kept. `on_change` are called after every change of the policy.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class AdmissionController:
         self.unguarded_observer = unguarded_observer
         self.engines: EngineView | None = None
         self.monitor: Monitor | None = None
+        self.on_change: list[Callable[[], None]] = []
         self.usage: TenantUsage | None = None
         self.background = BackgroundResponses()
         self.shadows = ShadowRegistry()
@@ -161,6 +162,8 @@ class AdmissionController:
             self.engine_times.begin_period(self.pool.now_us())
         if self.monitor is not None:
             self.monitor.change_policy(policy)
+        for follow in self.on_change:
+            follow()
 
     def share_identities(self, identities: Identities) -> None:
         """Believes the tokens that another controller believes: both use the same keys of the issuer."""
@@ -226,18 +229,19 @@ class AdmissionController:
     def readiness(self) -> Sequence[str]:
         """Reasons why this process should get no traffic; empty when it should.
 
-        The dry run changes nothing for clients: the engine's state is a notice there.
+        Where every request passes, the states of the engine and of the store are notices.
         """
-        of_engine = () if self.is_observing else self.engine_watch.readiness()
-        return [*(["draining"] if self.is_draining else []), *of_engine, *self.pool.readiness()]
+        return [*(["draining"] if self.is_draining else []), *(() if self.is_observing else self.not_ready())]
+
+    def not_ready(self) -> Sequence[str]:
+        """Why no request can be served now by the policy; empty where they can."""
+        return [*self.engine_watch.readiness(), *self.pool.readiness()]
 
     def notices(self) -> Sequence[str]:
         """Problems that do not keep this process from serving."""
         of_monitor = () if self.monitor is None else self.monitor.notices()
-        of_engine = self.engine_watch.readiness() if self.is_observing else ()
         return [
-            *([OBSERVES] if self.is_observing else []),
-            *of_engine,
+            *([OBSERVES, *self.not_ready()] if self.is_observing else []),
             *self.engine_watch.notices(),
             *self.pool.notices(),
             *self.identities.notices(),
@@ -265,4 +269,6 @@ class AdmissionController:
 
 def _interval_s(policy: Policy) -> float:
     """The watchdog's interval for a policy, in seconds."""
-    return max(SHORTEST_INTERVAL_S, min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s))
+    of_engine = (tier.timeouts.shortest_s for tier in policy.tiers)
+    shortest_s = min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s, *of_engine)
+    return max(SHORTEST_INTERVAL_S, shortest_s)

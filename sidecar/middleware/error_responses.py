@@ -20,13 +20,14 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
 
 # The client's mistakes: the same request gets the same response again.
-_NEVER_HELPED = {400, 401, 404, 413}
+_NEVER_HELPED = {400, 401, 404, 413, 415, 426}
 
 
 async def send_error(
@@ -114,6 +115,8 @@ def error_headers(error: AdmissionError, length: int, request_id: str | None) ->
     headers += _retry_headers(error)
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    elif error.status == 426:  # RFC 9110, sections 15.5.22 and 7.8
+        headers += [(b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade")]
     if request_id is not None:
         headers.append((REQUEST_ID, request_id.encode("latin-1")))
     return headers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from starlette.types import Scope
 
@@ -10,6 +11,7 @@ from sidecar.context import Granted
 from sidecar.engines.base import Forward
 from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
+from sidecar.middleware.header_names import CONTENT_ENCODING
 from sidecar.middleware.intake import SizedRequest
 from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove
@@ -25,7 +27,7 @@ def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: l
     own, taken = request.headers, request.taken
     if b"accept-encoding" in own:
         added.append((b"accept-encoding", b"identity"))
-    if body is not request.body and b"content-length" in own:
+    if b"content-length" in own and (body is not request.body or CONTENT_ENCODING in taken):
         added.append((b"content-length", b"%d" % len(body)))
     if len(own) < len(pairs):
         return forwarded_headers(pairs, taken, added)
@@ -86,10 +88,11 @@ def _without(added: Headers, connection: bytes) -> bytes:
 
 
 def forwarded_scope(scope: Scope, endpoint: Endpoint, headers: Headers) -> Scope:
-    """A copy of the scope, with these headers and the path that the engine knows."""
+    """A copy of the scope, with these headers and the path that the engine knows, however the client has spelled it."""
     copy = {**scope, "headers": headers}
-    if endpoint.forward_to is not None:
-        # The part before the endpoint's own path is where the app is mounted; some servers leave it out.
-        copy["path"] = scope["path"].removesuffix(endpoint.path) + endpoint.forward_to
-        copy["raw_path"] = copy["path"].encode()
+    path, wanted = scope["path"], endpoint.forward_to or endpoint.path
+    if path != wanted:
+        root = scope.get("root_path", "")  # where the app is mounted; some servers leave it out of the path
+        copy["path"] = path = root + wanted if root and path.startswith(f"{root}/") else wanted
+        copy["raw_path"] = quote(path).encode()
     return copy

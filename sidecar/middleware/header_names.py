@@ -14,7 +14,8 @@ MOST_READ = 256
 MOST_NAMES, LARGEST_KEPT = 64, 4096
 """Names, and their bytes together, of a set that is kept. No client needs more, and 16,000 names fit in a head."""
 MAX_WAIT_HEADER = b"x-admission-max-wait"
-_UNUSUAL = frozenset((b"via", b"transfer-encoding", b"content-encoding", MAX_WAIT_HEADER, *SLO_HEADERS))
+CONTENT_ENCODING = b"content-encoding"
+_UNUSUAL = frozenset((b"via", b"transfer-encoding", CONTENT_ENCODING, MAX_WAIT_HEADER, *SLO_HEADERS))
 
 
 class HeaderNames(msgspec.Struct, frozen=True, gc=False):

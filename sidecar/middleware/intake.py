@@ -1,14 +1,15 @@
 """Request intake: a request's headers and body become a classified and sized request, or a refusal.
 
 The intake does no I/O. Enforcing and the dry run feed it the same messages, so both run the same checks in the same
-order: no loop, one API key, a known key, the declared length, the body's time and size, its encoding, its fields, the
-background rule, the tier, the number of sequences, the output maximum, the longest wait.
+order: no loop, one API key, a known key, its codings, the declared length, the body's time and size, its fields, the
+background rule, the tier, the number of choices, the output maximum, the longest wait.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.types import Message
@@ -29,7 +30,7 @@ from sidecar.errors import (
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import Objective
 from sidecar.middleware.credentials import AUTHORIZATION, BEARER, KEY_HEADERS
-from sidecar.middleware.header_names import MAX_WAIT_HEADER, HeaderNames
+from sidecar.middleware.header_names import CONTENT_ENCODING, MAX_WAIT_HEADER, HeaderNames
 from sidecar.middleware.lease_size import Expected, LeaseSizes
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.slo_headers import SLO_HEADERS, asked_slo
@@ -43,6 +44,9 @@ from sidecar.scheduling.gain import GainFigures
 from sidecar.tokens import tokens_to_hold
 from sidecar.via import refuse_loop
 
+if TYPE_CHECKING:
+    from sidecar.payload.content_codings import PackedBody
+
 ATTEMPT_HEADER = b"x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
 _UPLOADS = re.compile(
@@ -50,9 +54,6 @@ _UPLOADS = re.compile(
 )
 _END_BYTES = 256
 """Of each end of a body: prompts often share their beginning, and differ at their end."""
-_EMBEDDINGS = Api.EMBEDDINGS  # looked up once: an enumeration's attribute costs as much as a call
-_SHOWN_BYTES = 20
-"""Of a header's value that is quoted in an error."""
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
 
@@ -165,6 +166,14 @@ class SizedRequest(msgspec.Struct, gc=False):
         if tokens < UNLIMITED:
             self.tokens = max(self.tokens, tokens)
 
+    def hold_list(self, pool: Pool) -> None:
+        """Sets the requests that a list of prompts or inputs holds: at most what its tier admits.
+
+        The tier that its tenant's requests fall to counts, too.
+        """
+        level, lower = self.classification.level, self.classification.tenant.downgrade_level or 0
+        self.requests = self.payload.requests(min(pool.most_requests(level), pool.most_requests(max(level, lower))))
+
     def drop_body(self) -> None:
         """Frees the body, which may be megabytes, once it is forwarded or never will be."""
         self.body = b""
@@ -192,6 +201,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     _names: HeaderNames
     _received_us: int
     tenant: Tenant | None = None
+    _packed: PackedBody | None = None
     _chunks: list[bytes] = []
     _size: int = 0
 
@@ -208,6 +218,10 @@ class RequestIntake(msgspec.Struct, eq=False):
             refuse_two_keys(pairs, headers, snapshot)
             _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
         self.tenant = snapshot.classifier.tenant(headers, client, pairs)
+        if not is_usual and CONTENT_ENCODING in headers and not self._is_upload:
+            from sidecar.payload.content_codings import packed_body
+
+            self._packed = packed_body(pairs, snapshot.policy.max_body_bytes)
         length = headers.get(b"content-length")
         if length is None or (is_usual and len(length) < snapshot.length_digits and length.isdigit()):
             return
@@ -221,7 +235,9 @@ class RequestIntake(msgspec.Struct, eq=False):
             return self.unread()
         if now_us - self._received_us > policy.body_timeout_s * 1e6:
             raise self._too_late()
-        body = message.get("body", b"")
+        body, packed = message.get("body", b""), self._packed
+        if packed is not None:
+            body = packed.feed(body, is_last=not message.get("more_body", False))
         if self._size + len(body) > policy.max_body_bytes:
             raise self._too_large()
         if message.get("more_body", False):
@@ -231,11 +247,12 @@ class RequestIntake(msgspec.Struct, eq=False):
         if self._chunks or type(body) is not bytes:
             body = b"".join((*self._chunks, body))
             self._chunks.clear()
-        if not self._names.are_usual:
-            _refuse_other_codings(self._headers)
         if not body.isascii():
             _refuse_other_text(body)
-        return self._sized(body, decode(endpoint.api, body), len(body))
+        request = self._sized(body, decode(endpoint.api, body), len(body))
+        if packed is not None:
+            request.taken = (*request.taken, CONTENT_ENCODING)
+        return request
 
     def unread(self) -> SizedRequest:
         """The request of the generic API whose body is not read here: an upload passes as it comes.
@@ -254,10 +271,14 @@ class RequestIntake(msgspec.Struct, eq=False):
         if now_us - self._received_us > self._snapshot.policy.body_timeout_s * 1e6:
             raise self._too_late()
 
+    @property
+    def _is_upload(self) -> bool:
+        return self._endpoint.size is not None and is_upload(self._headers)
+
     def _most_bytes(self) -> int:
         """The largest body that is taken, and that of an upload where it has a bound of its own."""
         policy = self._snapshot.policy
-        if policy.max_upload_bytes is None or self._endpoint.size is None or not is_upload(self._headers):
+        if policy.max_upload_bytes is None or not self._is_upload:
             return policy.max_body_bytes
         return policy.max_upload_bytes
 
@@ -283,7 +304,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             classification = snapshot.classifier.classify_silent(endpoint, tenant)
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
-            refuse_what_is_too_much(api, payload, policy)
+            refuse_what_is_too_much(payload, policy)
         if tenant.limits.max_output_tokens is not None:
             cap = _output_cap(api, payload, body, tenant, policy.engine)
         prompt_tokens = snapshot.estimator.prompt_tokens(payload, tenant.name)
@@ -394,16 +415,6 @@ def _declared_length(pairs: Headers, headers: Mapping[bytes, bytes]) -> int:
     return int(given)
 
 
-def _refuse_other_codings(headers: Mapping[bytes, bytes]) -> None:
-    """Raises InvalidBody for a compressed body."""
-    coding = headers.get(b"content-encoding")
-    if coding is not None and coding.strip().lower() not in (b"identity", b""):
-        raise InvalidBody(
-            f"content-encoding: {coding[:_SHOWN_BYTES].decode('ascii', 'replace')} is not read here; send the body "
-            "uncompressed, without this header"
-        )
-
-
 def _refuse_other_text(body: bytes) -> None:
     """Raises InvalidBody: text that `payload.decode` skips is not decoded there, and would fail at the engine."""
     try:
@@ -429,17 +440,12 @@ def refuse_background(payload: Payload, choice: Background) -> None:
         )
 
 
-def refuse_what_is_too_much(api: Api, payload: Payload, policy: Policy) -> None:
-    """Raises TooManyChoices or UnsizedPrompt for a request that the policy allows no one.
-
-    The bound is for choices times prompts: each prompt of a list starts that many choices. It is not for the
-    inputs of an embedding, for which nothing is generated: each holds a sequence, so the tier's size limit bounds them.
-    """
-    starts, most = payload.sequences, policy.max_choices
-    if starts > most and api is not _EMBEDDINGS:
+def refuse_what_is_too_much(payload: Payload, policy: Policy) -> None:
+    """Raises TooManyChoices or UnsizedPrompt for a request that the policy allows no one."""
+    if payload.choices > policy.max_choices:
         raise TooManyChoices(
-            f"this request would start {starts} sequences (choices times prompts: {payload.choices} x "
-            f"{payload.prompts}); {most} are allowed; ask for a smaller n or best_of, or send fewer prompts at once"
+            f"this request asks for {payload.choices} choices of a prompt; {policy.max_choices} are allowed; ask for a "
+            "smaller n or best_of"
         )
     if payload.unsized is not None and policy.unsized is Unsized.REFUSE:
         raise UnsizedPrompt(

@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.errors import AdmissionError
+from sidecar.events import Headers
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest, RequestWatcher
 from sidecar.middleware.generic_request import GenericRequest
@@ -20,9 +21,10 @@ from sidecar.middleware.intake import SizedRequest, is_upload
 from sidecar.middleware.middleware import guarded_endpoint, handler_of
 from sidecar.middleware.model_list import asked_model, send_models
 from sidecar.middleware.models import ModelsController
-from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.self_view import is_self_view, send_self_view
+from sidecar.middleware.timed_request import TimedRequest
 from sidecar.middleware.unguarded import is_refused, pass_or_refuse, route_path
+from sidecar.payload.content_codings import packed_body
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Endpoint
 
@@ -99,7 +101,7 @@ def _again(read: list[Message], receive: Receive) -> Receive:
     return read_again
 
 
-class ModelRequestHandler(RequestHandler):
+class ModelRequestHandler(TimedRequest):
     """Handles one request to a guarded endpoint. From its body on, it is one of its model's controller."""
 
     async def _read(self) -> SizedRequest:
@@ -126,15 +128,20 @@ async def _observe(front: ModelsController, endpoint: Endpoint, scope: Scope, re
     is_unread = endpoint.size is not None and is_upload(dict(scope["headers"]))
     body = b"{}" if is_unread else await _body(front.policy.max_body_bytes, receive, read)
     read_again = _again(read, receive)
-    controller = None if body is None else _controller_of(front, endpoint, body)
+    controller = None if body is None else _controller_of(front, endpoint, body, scope["headers"])
     if controller is None:
         await _RequestOfNoModel(front, endpoint, scope, read_again, send).run()
     else:
         await DryRunRequest(controller, endpoint, scope, read_again, send).run()
 
 
-def _controller_of(front: ModelsController, endpoint: Endpoint, body: bytes) -> AdmissionController | None:
+def _controller_of(
+    front: ModelsController, endpoint: Endpoint, body: bytes, headers: Headers
+) -> AdmissionController | None:
     try:
+        packed = packed_body(headers, front.policy.max_body_bytes)
+        if packed is not None:
+            body = packed.feed(body, is_last=True)
         return front.controllers[front.names.model_of(decode(endpoint.api, body).model, body)]
     except AdmissionError:
         return None

@@ -11,6 +11,7 @@ from sidecar.errors import (
     QueueFull,
     QueueTimeout,
     TenantLimit,
+    UnknownCoding,
 )
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import no_engine
@@ -54,6 +55,8 @@ def refusal_headers(error: AdmissionError, waited: Grant | None, *, is_cut: bool
     headers = [(b"connection", b"close")] if closes else []
     if isinstance(error, TenantLimit):
         headers += allowance_headers(error.allowance)
+    if isinstance(error, UnknownCoding):
+        headers.append((b"accept-encoding", error.known.encode("ascii")))
     if waited is not None:
         headers += wait_headers(waited)
     return headers

@@ -105,6 +105,7 @@ class UsageReader(msgspec.Struct, eq=False):
     text_bytes: int | None = None
     later_tokens: int | None = None
     _line: bytes = b""
+    _reads: int = 0
     _counted_at: int = 0
     _is_unended: bool = False
     _carried: bytes = b""
@@ -148,11 +149,17 @@ class UsageReader(msgspec.Struct, eq=False):
 
         return pass_on
 
+    @property
+    def passed(self) -> tuple[int, int]:
+        """Another value whenever more of the response was fed."""
+        return self._reads, len(self._unread or b"")
+
     def read(self) -> None:
         """Counts the events that were fed since the last time, and takes the usage among them."""
         unread, seen, since = self._unread, self.chunks, 0
         if not unread:
             return
+        self._reads += 1
         body = bytes(unread)
         unread.clear()
         if not seen and not self._carried and len(body) > self._tried and self._take_whole(body):

@@ -49,6 +49,7 @@ _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # no digit first: a client ma
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no braces: it goes into a Redis hash tag
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _MEMBER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _TAKEN_HEADERS = frozenset({"authorization", "x-api-key", "host", "content-length", "transfer-encoding", "connection"})
 _URL_PATH = re.compile(r"/[!-~]*")
@@ -149,12 +150,13 @@ def _choice(kind: type[E], noun: str) -> Callable[[object], E]:
     return _one_of({str(member.value): member for member in kind}, noun)
 
 
-def _filled(kind: type[Any], noun: str, example: str) -> BeforeValidator:
+def _filled(kind: type[Any], noun: str, example: str, *, or_empty: bool = False) -> BeforeValidator:
     """Refuses what is no list or mapping, or an empty one, without repeating what stands there."""
+    wanted = noun if or_empty else f"{noun} with something in it"
 
     def read(value: object) -> object:
-        if not isinstance(value, kind) or not value:
-            raise ValueError(f"not a {noun} with something in it; write {example}")
+        if not isinstance(value, kind) or not (value or or_empty):
+            raise ValueError(f"not a {wanted}; write {example}")
         return value
 
     return BeforeValidator(read)
@@ -164,11 +166,11 @@ listed = partial(_filled, list, "list")
 mapped = partial(_filled, dict, "mapping")
 
 
-def _once_each(sources: list[Source]) -> list[Source]:
-    twice = next((source.value for source in sources if sources.count(source) > 1), None)
-    if twice:
-        raise ValueError(f"{twice} is listed twice; keep its first place")
-    return sources
+def _once_each(entries: list[V]) -> list[V]:
+    twice = next((entry for entry in entries if entries.count(entry) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{getattr(twice, 'value', twice)} is listed twice; keep its first place")
+    return entries
 
 
 def _header(value: object) -> str:
@@ -178,6 +180,29 @@ def _header(value: object) -> str:
     if name.lower() in _TAKEN_HEADERS:
         raise ValueError(f"{quoted(name)} has a meaning of its own; write another name, such as x-priority")
     return name.lower()
+
+
+def _asked_header(value: object) -> str:
+    name = units.text(value, "a header's name", "authorization")
+    if not _HEADER_NAME.fullmatch(name) or name == "*":
+        raise ValueError(f"{quoted(name)} is not a header's name; leave `headers` out to allow every header")
+    return name.lower()
+
+
+def _origin(value: object) -> str:
+    written = units.text(value, "an origin", "https://app.example")
+    if written != "*" and not _ORIGIN.fullmatch(written):
+        raise ValueError(
+            f'{quoted(written)} is not an origin as browsers send it; write one such as "https://app.example" or '
+            '"http://localhost:3000", without a path and in lower case, or "*" for every origin'
+        )
+    return written
+
+
+def _alone(origins: list[str]) -> list[str]:
+    if "*" in origins and len(origins) > 1:
+        raise ValueError('"*" is every origin: write it alone, or leave it out')
+    return origins
 
 
 def _member(value: object) -> str:
@@ -424,7 +449,19 @@ AnonymousTier = Annotated[str | None, PlainValidator(_anonymous), _schema("The n
 NewTierName = Annotated[str, PlainValidator(_new_tier), _schema("A tier's name.", pattern=f"^{_TIER_NAME.pattern}$")]
 TenantName = Annotated[str, PlainValidator(_tenant), _schema("A name.", pattern=f"^{_TENANT_NAME.pattern}$")]
 UrlPath = Annotated[str, PlainValidator(_url_path), _schema("A path on the server.", pattern="^/")]
+PathList = Annotated[list[UrlPath], listed("[/health, /metrics]", or_empty=True), AfterValidator(_once_each)]
 HeaderName = Annotated[str, PlainValidator(_header), _schema("A header's name.")]
+AskedHeaders = Annotated[
+    list[Annotated[str, PlainValidator(_asked_header), _schema("A header's name.")]],
+    listed("[authorization, content-type]"),
+    AfterValidator(distinct),
+]
+Origins = Annotated[
+    list[Annotated[str, PlainValidator(_origin), _schema("An origin, or `*`.")]],
+    listed('["https://app.example"]'),
+    AfterValidator(distinct),
+    AfterValidator(_alone),
+]
 MemberName = Annotated[str, PlainValidator(_member), _schema("A member's name.")]
 ExistingFile = Annotated[str, PlainValidator(_existing_file), _schema("A file, relative to this one.")]
 EngineChoice = Annotated[

@@ -20,7 +20,7 @@ QUICK_S = 0.05
 """For a head, a body and an idle connection: what never ends must end so soon."""
 WITHIN_S = 20.0
 """For one input, of which a busy machine may take many at once. One that takes longer hangs."""
-OURS = {400, 401, 404, 408, 413, 429, 431, 503}
+OURS = {400, 401, 404, 408, 413, 415, 429, 431, 503}
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -27,7 +27,7 @@ HEADERS = [
     "x-forwarded-for", "x_vllm_priority", "cookie", "keep-alive", "range", "", " x", "x y", "x:",
 ]  # fmt: skip
 VALUES = [
-    "", " ", "1", "0", "-1", "0x10", "19", "1e9", "close", "keep-alive", "chunked", "identity", "gzip, chunked",
+    "", " ", "1", "0", "-1", "0x10", "19", "1e9", "close", "keep-alive", "chunked", "identity", "gzip, chunked", "gzip",
     "100-continue", "high", "batch", "gold", "0.5", "2", "nan", "10ms", "-1s", "1h", "soon", "upgrade", "h2c",
     "Bearer " + KEYS["acme"], "Bearer " + KEYS["nightly"], "Bearer unknown", "Basic eDp5", KEYS["acme"], "websocket",
     "00-" + "1" * 32 + "-" + "2" * 16 + "-01", "00-x", "a=b,c=d", "é", "\x00", "\x7f", "\t", "a" * 300, '"', "a\r\n b",

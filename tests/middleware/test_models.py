@@ -5,6 +5,7 @@ real processes.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,17 @@ async def test_the_dry_run_passes_each_body_unchanged(tmp_path: Path, body: byte
         after = [await requests_of(one.port) for one in sidecar.engines]
         assert [now - then for now, then in zip(after, before, strict=True)] == [engine == "a", engine == "b"]
         assert sidecar.front.under_way == 0
+
+
+@pytest.mark.parametrize(("mode", "stopped", "status"), [("enforce", 0, 200), ("observe", 1, 502)])
+async def test_a_compressed_body_goes_to_its_models_engine(
+    tmp_path: Path, mode: str, stopped: int, status: int
+) -> None:
+    body = gzip.compress(b'{"model": "n", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}')
+    async with served_models(tmp_path, TWO, mode=mode) as sidecar:
+        await sidecar.engines[stopped].stop()
+        async with sidecar.client.post(CHAT, data=body, headers={"content-encoding": "gzip"}) as response:
+            assert response.status == status
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("aging: {promote_after: 5m, ceiling: high}\n", "", "aging 5m up to high -> none"),
         ("anonymous: batch", "anonymous: deny", "anonymous batch -> deny"),
         ("default_tier: batch", "default_tier: high", "default_tier batch -> high"),
+        ("engine: none", "engine: none\npublic: [/health, /a]", "public none -> /health, /a"),
         ("engine: none", "engine: none\nmode: observe", "mode enforce -> observe"),
         ("engine: none", "engine: none\nkeep_alive: 15s", "keep_alive none -> 15s"),
         ("engine: none", "engine: none\nusage: as_sent", "usage ask -> as_sent"),
@@ -90,6 +91,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("engine: none", "engine: none\nsources: [key]", "sources body, header, endpoint, key -> key"),
         ("engine: none", "engine: none\ntier_header: x-tier", "tier_header x-priority -> x-tier"),
         ("engine: none", "engine: none\nbody_timeout: 10s", "body_timeout 30s -> 10s"),
+        ("engine: none", 'engine: none\ncors: {origins: ["*"]}', "cors none -> *"),
     ],
 )
 def test_a_difference_of_the_pool_is_reported_as_it_is_written(
