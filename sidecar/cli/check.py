@@ -125,6 +125,7 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
         "public": policy.public_paths,
         "background": policy.background.value,
+        "usage": policy.usage.value,
         "tenants": sorted(policy.named),
         "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
         "silent_alerts": silent_alerts(policy),

@@ -16,6 +16,7 @@ from sidecar.engines.base import Engine
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
 from sidecar.identity.identities import Identities
 from sidecar.lengths.estimator import LengthEstimator
+from sidecar.lengths.output_ratios import OutputRatios
 from sidecar.middleware.background import BackgroundResponses
 from sidecar.middleware.dry_run.engine_times import EngineTimes, Room
 from sidecar.middleware.dry_run.shadow import ShadowRegistry
@@ -106,6 +107,7 @@ class AdmissionController:
         self.identities = Identities()
         self.dialect = dialect
         self.estimator = estimator
+        self.output_ratios = OutputRatios()
         self.snapshot = self._snapshot_of(policy)
         self.pool = pool
         self.lease_sizes = LeaseSizes(

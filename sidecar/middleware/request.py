@@ -19,6 +19,7 @@ from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, Draining, EngineTimeout, QueueFull
 from sidecar.events import Headers, Obstacle, Outcome
 from sidecar.identity.issuer_keys import KeysNeeded
+from sidecar.middleware.asked_usage import ask_for_usage
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import EngineRoute
@@ -299,8 +300,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         if self._route is not None:
             send = self._route.begin(lease, send)
         if request.expected is not None:
-            streams = request.payload.stream
-            self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, streams)
+            self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, request.payload.stream)
         self._reader = self._usage if self._gain is None else self._gain.sent(grant.engine, self._usage)
         scope = self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority))
         if self._attempt is not None:
@@ -342,8 +342,10 @@ class RequestHandler(msgspec.Struct, eq=False):
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
         request = self._request
         added = [*forward.headers, *self._reporter.headers(), *request.added]
-        capped = request.body if request.output_cap is None else request.capped_body()
-        self._body = body = forwarded_body(capped, request.payload, forward)
+        options = ask_for_usage(request, self._snapshot.asks_usage_of, self._usage)
+        if options is not None:
+            self._client.hide_usage()
+        self._body = body = forwarded_body(request.capped_body(), request.payload, forward, options)
         headers = headers_for_app(self._pairs, request, body, added)
         scope = forwarded_scope(self._scope, self._endpoint, headers)
         if request.payload.background:
@@ -541,7 +543,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         failure = None if call.error is None else call.engine_error()
         if self._passing is not None:
             self._passing = self._unread = None
-        usage.read()
+        usage.conclude(controller.output_ratios, request.classification.tenant.name, request.payload.model)
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
         charged = tokens if failure is not None or usage.is_known(status) else None
         if size is not None:

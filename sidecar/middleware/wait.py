@@ -15,6 +15,7 @@ from sidecar.classify import Classification
 from sidecar.durations import short_duration
 from sidecar.errors import AdmissionError, QueueFull
 from sidecar.events import Headers
+from sidecar.middleware.asked_usage import UsageHider
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.policy_snapshot import PolicySnapshot
@@ -73,6 +74,7 @@ class ClientChannel(msgspec.Struct, eq=False):
     `disconnected_us` is when a disconnect was seen, by `now_us`, the pool's clock in microseconds; None before.
     `send` takes the response. Once comments have begun it, `keepalive` is the rest of the response's `send`. From
     `cut_us` on the app gets no message but a disconnect, though the client has not left.
+    `hides_usage`: see `hide_usage`.
     """
 
     _receive: Receive
@@ -80,6 +82,7 @@ class ClientChannel(msgspec.Struct, eq=False):
     _now_us: Callable[[], int]
     keepalive: SseKeepAlive | None = None
     disconnected_us: int | None = None
+    hides_usage: bool = False
     cut_us: int | None = None
     _disconnect: asyncio.Task[Message] | None = None
     _receiving: tuple[asyncio.Task[object] | None, ...] = ()
@@ -89,6 +92,11 @@ class ClientChannel(msgspec.Struct, eq=False):
         if self.keepalive is None:
             self.send = self.keepalive = SseKeepAlive(self.send, comments.api, comments.headers)
         await self.keepalive.comment(text)
+
+    def hide_usage(self) -> None:
+        """From now on the client does not see the usage of a stream. Harmless when repeated."""
+        if not self.hides_usage:
+            self.hides_usage, self.send = True, UsageHider(self.send).send
 
     def disconnect(self) -> asyncio.Task[Message]:
         """The task that ends when the client disconnects. It starts when it is first asked for."""

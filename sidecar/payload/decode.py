@@ -65,6 +65,7 @@ class Payload(msgspec.Struct, gc=False):
     field with a prompt whose size the body does not say. `is_understood` says that the prompt is only text in the API's
     own fields: only then the engine's count of it shows how many bytes a token has. `traits` say something about the
     answer's length. `hidden_choices` are those of `choices` that are no part of the answer: of `best_of` it has `n`.
+    `stream_options` are undecoded, None if absent or if the API has none.
     """
 
     model: str | None
@@ -84,6 +85,7 @@ class Payload(msgspec.Struct, gc=False):
     is_understood: bool = True
     traits: Traits = NO_TRAITS
     hidden_choices: int = 0
+    stream_options: bytes | None = None
 
     def text(self) -> str:
         """The text that a tokenizer would count."""
@@ -136,6 +138,7 @@ class _Chat(_Fields, gc=False):
     max_completion_tokens: _Count = None
     n: _Count = None
     best_of: _Count = None
+    stream_options: _Raw = msgspec.UNSET
 
 
 class _Completion(_Fields, gc=False):
@@ -143,6 +146,7 @@ class _Completion(_Fields, gc=False):
     max_tokens: _Count = None
     n: _Count = None
     best_of: _Count = None
+    stream_options: _Raw = msgspec.UNSET
 
 
 class _Response(_Fields, gc=False):
@@ -289,6 +293,8 @@ def _chat(fields: _Chat, _others: Carried) -> Payload:
         _add_choices(payload, fields.n, fields.best_of)
     if fields.response_format is not _UNSET:
         _add_format(payload, _given(fields.response_format))
+    if fields.stream_options is not _UNSET:
+        payload.stream_options = bytes(fields.stream_options)
     return payload
 
 
@@ -300,6 +306,8 @@ def _completion(fields: _Completion, others: Carried) -> Payload:
     else:
         raise InvalidBody("prompt: missing; send a string, a list of strings, or token ids", param="prompt")
     payload.max_output_tokens = _count(0, "max_tokens", fields.max_tokens)
+    if fields.stream_options is not _UNSET:
+        payload.stream_options = bytes(fields.stream_options)
     _add_choices(payload, fields.n, fields.best_of)
     return payload
 

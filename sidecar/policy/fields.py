@@ -24,7 +24,18 @@ from sidecar.engines.base import Carrier
 from sidecar.policy import units
 from sidecar.policy.fleet import PROMPT_CACHE_KEY
 from sidecar.policy.keys import read_hash
-from sidecar.policy.model import Background, CapacitySource, Learn, Mode, Order, Source, StoreLoss, Unguarded, Unsized
+from sidecar.policy.model import (
+    Background,
+    CapacitySource,
+    Learn,
+    Mode,
+    Order,
+    Source,
+    StoreLoss,
+    StreamUsage,
+    Unguarded,
+    Unsized,
+)
 from sidecar.policy.problems import printable, quoted, suggestion, unknown
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
@@ -477,6 +488,7 @@ PoolName = Annotated[str, PlainValidator(_pool), _schema("A name.", pattern=f"^{
 StoreLossChoice = Annotated[StoreLoss, PlainValidator(_choice(StoreLoss, "choice")), _enum(StoreLoss)]
 UnguardedChoice = Annotated[Unguarded, PlainValidator(_choice(Unguarded, "choice")), _enum(Unguarded)]
 BackgroundChoice = Annotated[Background, PlainValidator(_choice(Background, "choice")), _enum(Background)]
+UsageChoice = Annotated[StreamUsage, PlainValidator(_choice(StreamUsage, "choice")), _enum(StreamUsage)]
 UnsizedChoice = Annotated[Unsized, PlainValidator(_choice(Unsized, "choice")), _enum(Unsized)]
 SourceList = Annotated[
     list[Annotated[Source, PlainValidator(_choice(Source, "source")), _enum(Source)]],

@@ -70,6 +70,13 @@ class Unguarded(str, Enum):
     ALLOW = "allow"
 
 
+class StreamUsage(str, Enum):
+    """Whether the engine is asked for the usage of streams whose clients do not ask: see `middleware.asked_usage`."""
+
+    ASK = "ask"
+    AS_SENT = "as_sent"
+
+
 class Background(str, Enum):
     """Treatment of a response that runs on after its request is answered: refused, or followed with its lease."""
 
@@ -322,6 +329,7 @@ class Policy:
     gateway: GatewayPolicy | None = None
     keyless: tuple[Tenant, ...] = ()
     stored_tenants: StoredTenants = StoredTenants.NONE
+    usage: StreamUsage = StreamUsage.ASK
     usage_days: int = 62
     max_upload_bytes: int | None = None
     cors: Cors | None = None

@@ -300,6 +300,13 @@ class PoolFile(FileModel):
         "`generating` in an app.",
         "deny",
     )
+    usage: of.UsageChoice = key(
+        "ask",  # an event may hold any number of tokens: counted by its events, an answer can cost a tenth
+        "How the tokens of a stream are known whose client does not ask for its `usage`. `ask`: the engine is asked, "
+        "and the client does not see the answer. `as_sent`: the request is not changed, and the tokens are estimated "
+        "from the text. With `engine: none` nothing is asked.",
+        "as_sent",
+    )
     public: of.PathList | None = key(
         None,  # load balancers ask whether the engine lives; nothing else is for who has no key
         "With `unguarded: deny`, the paths that may be read without a key, where others need one (`anonymous: deny`). "

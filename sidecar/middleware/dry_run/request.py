@@ -242,13 +242,14 @@ class RequestWatcher:
         usage, prompt_tokens, charged = self._usage, 0, None
         usage.read()
         if isinstance(self._found, SizedRequest):
+            tenant, payload = self._found.classification.tenant.name, self._found.payload
+            usage.conclude(self._controller.output_ratios, tenant, payload.model)
             prompt_tokens = self._found.prompt_tokens
             charged = usage.charged_tokens(prompt_tokens, self._status)
+            if usage.input_tokens is not None:
+                self._controller.estimator.learn(payload, tenant, usage.input_tokens)
         if self._sent is not None:
             self._end_sent(self._sent, outcome, charged)
-        if isinstance(self._found, SizedRequest) and usage.input_tokens is not None:
-            tenant = self._found.classification.tenant.name
-            self._controller.estimator.learn(self._found.payload, tenant, usage.input_tokens)
         expected = self._found.expected if isinstance(self._found, SizedRequest) else None
         if expected is not None and (self._status or 0) < 400:
             self._controller.lease_sizes.learn(expected, usage, is_complete=outcome is Outcome.COMPLETED)
