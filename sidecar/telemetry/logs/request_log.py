@@ -144,12 +144,12 @@ class UnguardedLog:
 
 def _request_fields(record: RequestRecord, wait: Admitted | Refused | None) -> Fields:
     """The request's ids, its tier and tenant, its wait where it waited, and its preemptions where it had any."""
-    trace, classified = record.trace, record.classified
+    trace = record.trace
     fields: Fields = {
         "request_id": record.request_id,
         "trace_id": None if trace is None else f"{trace.trace_id:032x}",
         "span_id": None if trace is None else f"{trace.span_id:016x}",
-        "tier": None if classified is None else classified.tier,
+        "tier": record.tier,
         "tenant": record.tenant,
     }
     if wait is not None and wait.queue_wait_us:
