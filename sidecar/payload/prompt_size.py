@@ -215,10 +215,11 @@ MEDIA_TYPES = frozenset(
 _ENCODED = MEDIA_TYPES | {"url", "data", "file_data", "file_url", "image_data"}
 """Members of a media part that hold the medium itself, or point to it. Its other members are text."""
 _FILES = frozenset(("file", "input_file", "document"))
+TOOL_REFERENCE = "tool_reference"
 _REFERENCES = frozenset(
     (
-        # References to data on a server, or to a tool whose definition is repeated for each mention.
-        *("item_reference", "tool_reference"),
+        # References to data on a server, or to a tool, which `Measured` counts.
+        *("item_reference", TOOL_REFERENCE),
         # Tensors, as in `UNSIZED`.
         *("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"),
     )
@@ -247,27 +248,39 @@ class Reference(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A part of the prompt. `unsized` is the first thing in it that cannot be sized, None where all can be."""
+    """A part of the prompt. `unsized` is the first thing in it that cannot be sized, None where all can be.
+
+    For each of the `tool_references` a template may write the definition of one of the request's tools.
+    """
 
     text_bytes: int
     media: int
     unsized: str | None
+    tool_references: int = 0
 
 
 def measured(part: bytes) -> Measured:
     """Measures JSON that a chat template writes into the prompt: its text and its media."""
     if is_plain(part):
         return Measured(len(part), 0, None)
-    text_bytes = media = 0
+    text_bytes = media = tool_references = 0
     unsized: str | None = None
     for found in _texts(part):
         if isinstance(found, str):
             text_bytes += len(found.encode("utf-8", "replace"))
         elif found is None:
             media += 1
+        elif found.name == TOOL_REFERENCE:
+            tool_references += 1
         else:
             unsized = unsized or found.name
-    return Measured(text_bytes, media, unsized)
+    return Measured(text_bytes, media, unsized, tool_references)
+
+
+def largest_item(part: bytes) -> int:
+    """The bytes of the largest item of a list in JSON; 0 for what is no list, or empty."""
+    items = msgspec.json.decode(part, type=list[msgspec.Raw]) if part[:1] == b"[" else ()
+    return max(map(len, items), default=0)
 
 
 def json_bytes(part: bytes) -> int:
