@@ -104,7 +104,7 @@ class OutputTooLong(BadRequest):
 
 
 class TooManyChoices(BadRequest):
-    """More sequences (choices times prompts) than the policy's `max_choices` lets one request start."""
+    """More choices of a prompt than the policy's `max_choices` lets one request ask for."""
 
     code = "too_many_choices"
     never_fits = True
@@ -161,6 +161,13 @@ class NotGuarded(BadRequest):
 
     status = 404
     code = "not_guarded"
+
+
+class UpgradeRequired(BadRequest):
+    """A WebSocket on a path that the policy guards: it is served over HTTP alone."""
+
+    status = 426
+    code = "websocket_not_served"
 
 
 class BodyTimeout(BadRequest):

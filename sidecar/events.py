@@ -258,7 +258,8 @@ class FirstByte(msgspec.Struct, frozen=True, gc=False):
 class Settled(msgspec.Struct, frozen=True, gc=False):
     """The lease was given back.
 
-    `input_tokens` and `output_tokens` are the engine's own count, None where it sent none. `tokens_used` is the best
+    `input_tokens` and `output_tokens` are the engine's own count, None where it sent none, and `cached_tokens` the part
+    of `input_tokens` that its prefix cache had, where it says so. `tokens_used` is the best
     known: the engine's count, or else the estimate of the prompt and the chunks that went out. `error` is a word from
     a small set (an error code, an exception's class), None where the request did not fail. `wait` is what `Refused`
     would have said, for a request that was preempted and ended while it waited again; None where that is not known.
@@ -279,6 +280,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     held_tokens: int | None = None
     growths: int = 0
     gain: ServiceGain | None = None
+    cached_tokens: int | None = None
 
 
 class Verdict(str, Enum):

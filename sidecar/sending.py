@@ -25,6 +25,10 @@ CLIENT_KEY = "sidecar.client"
 """In a scope: the `ClientWatch` of its request."""
 
 
+class ResponseCut(Exception):
+    """The response breaks off. Raised to the server, which must not end it cleanly: half of it never looks complete."""
+
+
 class ClientWatch(Protocol):
     """The client's connection. An app that watches it needs no task that waits in `receive` for a disconnect.
 
@@ -36,6 +40,13 @@ class ClientWatch(Protocol):
 
     def end(self) -> None:
         """Calls it no more."""
+
+    def left(self) -> None:
+        """For the app, the client has disconnected now."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the client does not read what it was sent, so that no more is."""
 
 
 def chunk_path(send: Send) -> SendChunk | None:

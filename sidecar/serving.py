@@ -29,6 +29,7 @@ class ServeSettings(msgspec.Struct, frozen=True):
     """What the command line says. `policy` is a path; `upstream` is None where the policy names its engines.
 
     `access_log` is None where the environment says it.
+    `host` may be a Unix socket's address; `port` says nothing then. The files of a certificate are None without TLS.
     """
 
     upstream: str | None
@@ -40,6 +41,8 @@ class ServeSettings(msgspec.Struct, frozen=True):
     grace_s: float
     takes_over_pool: bool = False
     access_log: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
 
 
 def load_policy(path: str) -> Policy:

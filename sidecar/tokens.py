@@ -17,6 +17,7 @@ import asyncio
 import math
 from collections import OrderedDict
 
+from sidecar.extras import how_to_install
 from sidecar.payload.decode import Payload
 
 BYTES_PER_TOKEN = 4.0
@@ -171,9 +172,7 @@ class TokenizerCounter:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise NoTokenizer(
-                "the policy names a tokenizer, which needs an extra: pip install 'admission-sidecar[tokenizers]'"
-            ) from None
+            raise NoTokenizer(f"the policy names a tokenizer; {how_to_install('tokenizers')}") from None
         try:
             self._tokenizer = Tokenizer.from_file(path)
         except Exception as error:  # the library raises nothing narrower

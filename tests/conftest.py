@@ -11,6 +11,7 @@ from hypothesis import seed, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from opentelemetry.util._once import Once
 
+from sidecar.open_files import raise_limit
 from sidecar.pools.redis import connection, session
 from tests.support import stages
 from tests.support.signals import restore_for_children
@@ -26,6 +27,7 @@ settings.register_profile("few", deadline=None, database=_database, max_examples
 settings.register_profile("many", deadline=None, database=_database, max_examples=400)
 settings.load_profile("few")
 restore_for_children()
+raise_limit()  # a `sidecar serve` that a test starts has nothing to say of it
 # Engines of tests answer what a test is about, and count what comes. `tests/cli/test_serve_check.py` turns it on.
 os.environ.setdefault("SIDECAR_SERVE_NO_CHECK", "1")
 stages.check_every_step()

@@ -75,6 +75,12 @@ def test_a_module_that_is_long_and_silent_is_found() -> None:
     ]
 
 
+def test_one_module_says_how_to_install_what_is_missing() -> None:
+    """Everywhere else a message could name a package that anyone may register."""
+    named = [path.name for path in MODULES if "pip install" in path.read_text(encoding="utf-8")]
+    assert named == ["extras.py"]
+
+
 def test_the_installed_version_is_the_packages_own() -> None:
     assert version("admission-sidecar") == sidecar.__version__
 

@@ -450,7 +450,8 @@ def is_refused(answer: Answer, why: str = "cannot be reached") -> None:
 async def test_a_store_that_comes_later_is_found(folder: Path, engine: str, spare: RedisServer) -> None:
     url = spare.url
     spare.kill()
-    with replicas(folder / "early", 1, engine, named("early"), SIDECAR_STORE=url) as (replica,):
+    closed = named("early", on_store_loss="closed")
+    with replicas(folder / "early", 1, engine, closed, SIDECAR_STORE=url) as (replica,):
         status, (reason,), _ = await replica.ready()
         assert status == 503
         assert reason == f"the store has not been reached yet: connection refused by {url}"

@@ -324,7 +324,7 @@ async def test_a_counted_prompt_adds_what_media_are_taken_for(tokenizer_file: st
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(NoTokenizer, match=r"pip install 'admission-sidecar\[tokenizers\]'"):
+    with pytest.raises(NoTokenizer, match=r"pip install '\./admission-sidecar\[tokenizers\]'"):
         TokenizerCounter("tokenizer.json")
 
 

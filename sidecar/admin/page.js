@@ -90,7 +90,8 @@ const color = (tier) => `t${tier.level % 6}`;
 // -- the pool
 
 function bars(overview) {
-  const dimensions = ["tokens", "requests"].filter((name) => overview.capacity[name] !== null);
+  const first = binding(overview);
+  const dimensions = [first, first === "tokens" ? "requests" : "tokens"].filter((name) => overview.capacity[name] !== null);
   keep(at("bars"), dimensions, (name) => name, makeBar, (node, name) => updateBar(node, name, overview));
   keep(at("key"), overview.tiers, (tier) => tier.tier, makeKey, (node, tier) => {
     put(node.parts.figure, ` ${count(tier.held.tokens)} tokens, ${count(tier.held.requests)} running`);
@@ -180,9 +181,19 @@ function updateTier(node, tier, overview) {
   promises(node.parts, tier);
 }
 
+// The dimension that binds: the pool has less left of it, as a part. One for all rows, and the same one until the other
+// binds clearly more, so that the unit does not flicker.
+let binds = "tokens";
+
+function binding(overview) {
+  const part = (name) => (overview.capacity[name] === null ? -1 : overview.held[name] / (overview.capacity[name] || 1));
+  const other = binds === "tokens" ? "requests" : "tokens";
+  if (part(other) > part(binds) + (part(binds) < 0 ? 0 : 0.1)) binds = other;
+  return binds;
+}
+
 function holds(parts, tier, overview) {
-  // One unit in all rows and at all times: tokens, unless the pool bounds requests alone. The other one is beside it.
-  const name = overview.capacity.tokens === null && overview.capacity.requests !== null ? "requests" : "tokens";
+  const name = binds;
   const other = name === "tokens" ? "requests" : "tokens";
   const unit = { tokens: "tokens", requests: "running" };
   const figure = (of) => {
@@ -219,8 +230,8 @@ function waits(parts, tier) {
   put(parts.oldest, oldest ? `waits ${duration(oldest.wait_s)}` : "none waits");
   parts.oldest.className = oldest ? "" : "soft";
   const starved = oldest && oldest.starvation_s >= 0.05;
-  put(parts.starved, starved ? `starved ${duration(oldest.starvation_s)}` : "");
-  parts.starved.className = "starves";
+  put(parts.starved, starved ? tier.is_at_limit ? "at its own limit" : `starved ${duration(oldest.starvation_s)}` : "");
+  parts.starved.className = tier.is_at_limit ? "small" : "starves";
   const ahead = oldest ? Object.entries(oldest.served_ahead).sort((a, b) => b[1] - a[1]).slice(0, 3) : [];
   put(parts.ahead, ahead.length ? `went ahead: ${ahead.map(([name, n]) => `${name} ${count(n)}`).join(", ")} tokens` : "");
 }
@@ -491,6 +502,18 @@ function request(refusal, overview) {
   return link;
 }
 
+// -- what the heads of columns mean, and how old the figures of a table are
+
+for (const link of document.querySelectorAll("th a")) {
+  link.title = at(link.hash.slice(1)).nextElementSibling.textContent;
+}
+
+function ages(overview) {
+  const oldest = Math.max(...overview.replicas.map((replica) => replica.seen_s_ago), 0);
+  const said = oldest < 0.95 ? "" : `, up to ${Math.ceil(oldest)}\u00a0s old`;
+  for (const node of document.querySelectorAll(".age")) put(node, said);
+}
+
 // -- all of it
 
 let lastSaid = "";
@@ -515,6 +538,7 @@ function show(overview) {
   tenants(overview);
   replicas(overview);
   refusals(overview);
+  ages(overview);
   say(alarm || (waits ? "none starves" : "none waits"));
 }
 

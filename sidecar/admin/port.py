@@ -17,7 +17,7 @@ from sidecar.admin import PORT_VARIABLE
 from sidecar.admin.auth import AdminGuard, access_of, open_port
 from sidecar.server import CannotServe
 from sidecar.server.http_protocol import BoundedHttpProtocol
-from sidecar.server.server import listening
+from sidecar.server.listeners import listening
 from sidecar.server.workers import ServerProcesses
 
 HOST_VARIABLE = "SIDECAR_ADMIN_HOST"

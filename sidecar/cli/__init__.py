@@ -95,7 +95,9 @@ def _run(arguments: list[str]) -> int:
     if options_of(parser):
         parser.epilog = f"{parser.epilog}\n\n{_BY_VARIABLE.format(variable_of(chosen, '--NAME'))}"
     given = arguments[1:]
-    args, passed_on = parser.parse_known_args([*from_environment(parser, chosen, given, os.environ), *given])
+    takes_commands = parser._subparsers is not None  # else its arguments may stand between and after its options
+    parse = parser.parse_known_args if passes_on or takes_commands else parser.parse_known_intermixed_args
+    args, passed_on = parse([*from_environment(parser, chosen, given, os.environ), *given])
     if passed_on and not passes_on:
         parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     args.passed_on = passed_on

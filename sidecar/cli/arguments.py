@@ -8,11 +8,13 @@ import sys
 from urllib.parse import urlsplit
 
 from sidecar.policy import POLICY_VARIABLE, units
+from sidecar.unix_address import SCHEME, path_of
 
 CLIENTS_PORT = 8080
 """The port for clients of `sidecar serve`. Engines use 8000 (vLLM, TensorRT-LLM, Dynamo) and 30000 (SGLang)."""
 
-ADMIN = "http://127.0.0.1:9464"
+ADMIN_PORT = 9464
+ADMIN = f"http://127.0.0.1:{ADMIN_PORT}"
 """The admin port of `sidecar serve`."""
 
 
@@ -67,6 +69,7 @@ class OneEngine(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
+_LIKE = "write one like http://127.0.0.1:8000"
 _V1 = "/v1"
 _LEFT_OUT = f"sidecar: the {_V1} at the end of the server's address is left out, because every path begins with it"
 
@@ -79,6 +82,24 @@ def duration_s(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def engine_address(text: str) -> str:
+    """An engine's address: a Unix socket's, or else a `server_url`. Raises ArgumentTypeError for what is none."""
+    try:
+        is_socket = path_of(text) is not None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text if is_socket else server_url(text)
+
+
+def socket_address(text: str) -> str:
+    """A Unix socket's address. Raises ArgumentTypeError for what is none."""
+    if engine_address(text) != text or path_of(text) is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no Unix socket's address; write unix:/run/sidecar.sock, or --host and --port"
+        )
+    return text
+
+
 def server_url(text: str) -> str:
     """A server's address, with a base path or without. Raises ArgumentTypeError for what is none.
 
@@ -86,6 +107,10 @@ def server_url(text: str) -> str:
     """
     from sidecar.tools.loadgen.connection import Target
 
+    if text.lower().startswith(SCHEME):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a Unix socket's address, which `sidecar serve` alone can use; {_LIKE}"
+        )
     url = (text.strip() if "://" in text else f"http://{text.strip()}").rstrip("/")
     try:
         Target.of(url)

@@ -20,7 +20,7 @@ from sidecar.cli.output import aligned, write_json
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
-from sidecar.policy.model import CapacitySource, Learn, Limits, Mode, Policy, StoredTenants, Tenant
+from sidecar.policy.model import CapacitySource, Learn, Limits, Mode, Policy, StoredTenants, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_certain_request, largest_request
 from sidecar.policy.size_limits import SizeLimits
@@ -123,11 +123,27 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
             for model in policy.models.values()
         ],
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
+        "public": policy.public_paths,
         "background": policy.background.value,
         "tenants": sorted(policy.named),
         "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
+        "silent_alerts": silent_alerts(policy),
         "warnings": _listed(found),
     }
+
+
+ALERTS = {
+    "queue_wait": ("AdmissionQueueWaitOverSlo",),
+    "ttft": ("AdmissionTtftOverSlo",),
+    "starvation": ("AdmissionTierStarves", "AdmissionTierStarved"),
+}
+"""The alerts of otel/prometheus/rules.yaml that compare with a promise of a tier, by the key of its `slo`."""
+
+
+def silent_alerts(policy: Policy) -> dict[str, str]:
+    """The alerts that can never fire, each with the key that no tier has in its `slo`."""
+    lacking = [key for key in ALERTS if all(getattr(tier.slo, f"{key}_s") is None for tier in policy.tiers)]
+    return {alert: key for key in lacking for alert in ALERTS[key]}
 
 
 def _pool_figures(policy: Policy) -> dict[str, Any]:
@@ -196,6 +212,9 @@ def summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
         _people(policy),
         _paths(policy),
     ]
+    if silent := silent_alerts(policy):
+        named = ", ".join(f"{alert} ({key})" for alert, key in silent.items())
+        parts.append(f"{len(silent)} alert{'s' * (len(silent) != 1)} can never fire, as no tier promises it: {named}")
     if found:
         parts.append("\n".join([f"{len(found)} warning{'s' * (len(found) != 1)}:", *(f"  {one}" for one in found)]))
     else:
@@ -363,4 +382,15 @@ def _paths(policy: Policy) -> str:
     """The guarded paths, and the treatment of the others."""
     chosen = "deny before an engine's server, generating in an app"
     chosen = chosen if policy.unguarded is None else policy.unguarded.value
-    return f"{len(policy.endpoints)} guarded paths; unguarded: {chosen}; background: {policy.background.value}"
+    guarded = f"{len(policy.endpoints)} guarded paths; unguarded: {chosen}; background: {policy.background.value}"
+    return guarded if policy.unguarded in {Unguarded.ALLOW, Unguarded.GENERATING} else f"{guarded}\n{_public(policy)}"
+
+
+def _public(policy: Policy) -> str:
+    """Who reads which of the engine's pages, before an engine's server."""
+    public, pages = policy.public_paths, ", ".join(policy.engine.routes.pages)
+    if public is None:
+        return f"public: all; everyone reads {pages} of an engine's server (anonymous: deny, or public, closes them)"
+    closed = f"no one reads another of {pages} of an engine's server"
+    named = ", ".join(public) or "nothing"
+    return f"public: {named}{'; all else needs a key' if policy.anonymous is None else ''}; {closed}"

@@ -1,6 +1,6 @@
 """Print a script that completes `sidecar` commands and their options in a shell.
 
-It needs shtab: pip install 'admission-sidecar[completion]'.
+It needs shtab, from the extra `completion`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+
+from sidecar.extras import how_to_install
 
 EXAMPLE = """\
   sidecar completion bash > ~/.local/share/bash-completion/completions/sidecar
@@ -26,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        print("sidecar completion: shtab is missing; pip install 'admission-sidecar[completion]'", file=sys.stderr)
+        print(f"sidecar completion: shtab is missing; {how_to_install('completion')}", file=sys.stderr)
         return 2
     print(shtab.complete(_whole(shtab.FILE), shell=args.shell))
     return 0

@@ -36,7 +36,5 @@ def write_model(options: Options, file: str, json_target: str | None, say: Calla
     if not write_text(file, lambda: text):
         return False
     if STANDARD_OUTPUT not in (file, json_target):
-        print(
-            f"{report(fitted, probe)}\n\nwritten to {file}: sidecar simulate TRACE --policy DIR --engine-model {file}"
-        )
+        print(f"{report(fitted, probe)}\n\nwritten to {file}: sidecar simulate TRACE POLICY --engine-model {file}")
     return write_json(json_target, figures(fitted, probe))

@@ -174,7 +174,7 @@ def _tier(tier: TierView, columns: _Columns, look: TerminalStyle) -> list[str]:
 def _oldest(tier: TierView, look: TerminalStyle) -> str:
     if tier.oldest is None:
         return f"{'-':>9}  {'-':>9}"
-    starves = tier.oldest.starvation_s >= STARVES_FROM_S
+    starves = tier.oldest.starvation_s >= STARVES_FROM_S and not tier.is_at_limit
     starved = f"{short_duration(tier.oldest.starvation_s) if starves else '-':>9}"
     return f"{short_duration(tier.oldest.wait_s):>9}  {look.paint(starved, _RED, _BOLD) if starves else starved}"
 

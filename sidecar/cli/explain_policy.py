@@ -6,11 +6,12 @@ import argparse
 import asyncio
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sidecar.apis import Api
-from sidecar.classify import Asked, Classification, Classifier, SourceAnswer, api_key
+from sidecar.classify import Asked, Classification, SourceAnswer, api_key
 from sidecar.cli.api_key import KEY_VARIABLE, key_given
 from sidecar.cli.check_engines import with_engine_list
 from sidecar.cli.explain_gain import SizedForGain, gain, gain_lines
@@ -19,21 +20,27 @@ from sidecar.cli.output import write_json
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.engines.registry import client_headers
-from sidecar.errors import AdmissionError, BodyTooLarge
+from sidecar.errors import AdmissionError
+from sidecar.events import Headers
 from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
-from sidecar.middleware.intake import longest_wait_s, refuse_background, refuse_what_is_too_much
+from sidecar.lengths.estimator import LengthEstimator
+from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, is_upload
+from sidecar.middleware.lease_size import LeaseSizes
+from sidecar.middleware.middleware import otherwise_spelled
 from sidecar.middleware.model_list import is_model_list
+from sidecar.middleware.policy_snapshot import policy_snapshot
 from sidecar.middleware.unguarded import treatment
-from sidecar.payload.decode import Payload, decode
+from sidecar.middleware.wait import sized_ask
+from sidecar.payload.decode import decode
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.keys import digest
-from sidecar.policy.model import CapacitySource, Endpoint, Learn, Policy, Tenant, Unguarded
+from sidecar.policy.model import CapacitySource, Endpoint, Learn, Mode, Policy, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools import Ask
-from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter, tokens_to_hold
+from sidecar.pools import LocalPool
+from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter
 
 SMALLEST = {
     Api.CHAT: b'{"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}',
@@ -68,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     keys = [] if key is None else [(b"authorization", b"Bearer " + key.encode("utf-8", "surrogateescape"))]
     explanation = _Explanation(loaded, Estimator(counter), args.client)
-    found = explanation.of(args.path.partition("?")[0], dict([*keys, *args.header]), body)
+    found = asyncio.run(explanation.of(args.path.partition("?")[0], [*keys, *args.header], body))
     if origin == KEY_VARIABLE and "tenant" in found:
         found["tenant"]["by"] += f", from {origin}"
     if args.json != "-":
@@ -89,32 +96,34 @@ def _key(args: argparse.Namespace) -> tuple[str | None, str]:
 
 
 class _Explanation:
-    """Follows one request through admission, and keeps its findings also where it ends in a refusal."""
+    """Follows one request through the middleware's own intake and an empty pool, and keeps what it finds on the way,
+    also where that ends in a refusal.
+    """
 
     def __init__(self, loaded: Loaded, estimator: Estimator, client: str | None) -> None:
         self._loaded = loaded
-        # Any port: it came over a connection.
         self._client = None if client is None else (client, 1)  # any port: it came over a connection
         self._policy: Policy = loaded.policy
-        self._estimator = estimator
         self._dialect: Engine = loaded.policy.engine(loaded.policy.carrier)
         identities = Identities()
-        self._classifier = Classifier(loaded.policy, self._dialect, identities.verifier(loaded.policy.jwt))
+        tokens = identities.verifier(loaded.policy.jwt)
+        self._snapshot = policy_snapshot(loaded.policy, self._dialect, estimator, None, tokens=tokens)
         self._issuer_keys = identities.keys
         self._names = [tier.name for tier in loaded.policy.tiers]
         self._found: Found = {}
 
-    def of(self, path: str, headers: dict[bytes, bytes], body: bytes | None) -> Found:
+    async def of(self, path: str, pairs: Headers, body: bytes | None) -> Found:
         """All that can be said of a request, as JSON types."""
-        endpoint = self._policy.endpoints.get(path)
-        self._found = {"path": path, "guarded": endpoint is not None}
+        endpoints = self._snapshot.endpoints
+        endpoint = endpoints.get(path) or otherwise_spelled(endpoints, path)
+        self._found = {"path": path, "guarded": endpoint is not None, "mode": self._policy.mode.value}
         if endpoint is None:
             self._found["guarded_paths"] = sorted(self._policy.endpoints)
             self._found["unguarded"] = self._unguarded(path)
             return self._found
         self._found |= {"api": endpoint.api.value, "forward_to": endpoint.forward_to, "body_given": body is not None}
         try:
-            self._follow(endpoint, headers, self._smallest(endpoint.api) if body is None else body)
+            await self._follow(endpoint, pairs, self._smallest(endpoint.api) if body is None else body)
         except AdmissionError as error:
             self._found["error"] = {"status": error.status, "code": error.code, "message": error.message}
         return self._found
@@ -138,31 +147,45 @@ class _Explanation:
             for mode in modes
         ]
 
-    def _follow(self, endpoint: Endpoint, headers: dict[bytes, bytes], body: bytes) -> None:
+    async def _follow(self, endpoint: Endpoint, given: Headers, body: bytes) -> None:
+        headers = dict(given)
         key = api_key(headers)
         if self._issuer_keys is not None and key is not None and is_token(key):
-            asyncio.run(self._issuer_keys.fetch())
-        tenant = self._classifier.tenant(headers, self._client)
-        self._found["tenant"] = self._tenant(tenant, self._named_by(headers, key))
-        if len(body) > self._policy.max_body_bytes:
-            raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
-        payload = decode(endpoint.api, body)
-        if endpoint.size is not None:
-            payload.prompt_tokens = endpoint.size.of(len(body))
-        refuse_background(payload, self._policy.background)
+            await self._issuer_keys.fetch()
+        pairs = list(given)
+        if headers.keys().isdisjoint((b"content-length", b"transfer-encoding")):
+            pairs.append((b"content-length", b"%d" % len(body)))  # as clients send it
+        headers = dict(pairs)
+        intake = RequestIntake(self._snapshot, endpoint, headers, self._snapshot.names_read[tuple(headers)], 0)
+        try:
+            intake.check_head(pairs, self._client)
+        finally:
+            if intake.tenant is not None:
+                self._found["tenant"] = self._tenant(intake.tenant, self._named_by(headers, key))
+        with suppress(AdmissionError):  # what is wrong is refused below, by the check whose turn it is
+            self._find_tier(endpoint, headers, body, intake.tenant)
+        request = intake.feed({"type": "http.request", "body": body}, 0)
+        assert request is not None
+        await count_tokens(request, self._snapshot)
+        self._found |= self._classification(request.classification)
+        pool = of_model(self._policy, request.payload.model, request.body)
+        self._enter(request, pool)
+        self._found["placement"] = placement(self._policy, pool, self._found["holds"])
+        self._found["gain"] = self._gain(request)
+        self._found["engine"] = self._engine(endpoint.api, request.classification.level)
+
+    def _find_tier(self, endpoint: Endpoint, headers: dict[bytes, bytes], body: bytes, tenant: Tenant | None) -> None:
+        """What each source says of the tier, and which wins. Raises what the body or a source is refused for."""
+        assert tenant is not None
+        is_unread = endpoint.size is not None and is_upload(headers)
+        payload = decode(endpoint.api, b"{}" if is_unread else body)
         asked = Asked(endpoint, payload, headers, client_headers(tuple(headers)))
-        answers = self._classifier.answers(asked, tenant)
+        answers = self._snapshot.classifier.answers(asked, tenant)
         self._found["sources"] = [self._source(answer) for answer in answers]
-        made = self._classifier.classify(asked, tenant)
+        made = self._snapshot.classifier.classify(asked, tenant)
         for answer, source in zip(answers, self._found["sources"], strict=True):
             source["wins"] = answer.source is made.source
         self._found |= self._classification(made)
-        refuse_what_is_too_much(endpoint.api, asked.payload, self._policy)
-        pool = of_model(self._policy, payload.model, body)
-        self._size(asked.payload, made, headers, pool)
-        self._found["placement"] = placement(self._policy, pool, self._found["holds"])
-        self._found["gain"] = self._gain(asked.payload, made.level, headers)
-        self._found["engine"] = self._engine(endpoint.api, made.level)
 
     def _named_by(self, headers: dict[bytes, bytes], key: bytes | None) -> str:
         """What has named the tenant of a request."""
@@ -199,6 +222,7 @@ class _Explanation:
             "source": made.source.value,
             "clamped_from": self._names[made.clamped_from] if made.clamped_from is not None else None,
             "clamped_by": self._ceiling(made.tenant) if clamped else None,
+            "downgraded_from": None if made.downgraded_from is None else self._names[made.downgraded_from],
             "ignored": list(made.ignored),
         }
 
@@ -213,49 +237,45 @@ class _Explanation:
                 return f"{place}: {key}: {best}"
         return f"tenant {tenant.name}"
 
-    def _size(self, payload: Payload, made: Classification, headers: dict[bytes, bytes], pool: Policy) -> None:
-        """The tokens and requests that it would hold in `pool`. Raises RequestTooLarge, as the pool does."""
-        tier, counter = self._policy.tiers[made.level], self._estimator.counter
-        if counter is None:
-            prompt = self._estimator.prompt_tokens(payload, made.tenant.name)
-        else:
-            prompt = asyncio.run(self._estimator.counted_prompt_tokens(payload, counter))
-        sizes = SizeLimits(pool)
-        tokens, requests = sizes.limits(made.level)
-        starts = payload.sequences
-        held = tokens_to_hold(payload, prompt, tier.default_output_tokens)
-        if payload.unsized is not None and tokens < UNLIMITED:
-            held = max(held, tokens)
+    def _enter(self, request: SizedRequest, pool: Policy) -> None:
+        """Enters the empty pool of a policy, and notes what the request would hold there. Raises the pool's refusal."""
+        entered = LocalPool(pool)
+        ask = sized_ask(entered, request, LeaseSizes(pool.learn, entered.now_us, LengthEstimator(), lambda: 1))
+        level, sizes = request.classification.level, SizeLimits(pool)
+        tokens, requests = sizes.limits(level)
+        payload = request.payload
         self._found["holds"] = {
-            "tokens": held,
+            "tokens": ask.tokens,
             "unsized": payload.unsized,
-            "requests": starts,
-            "prompt_tokens": prompt,
+            "requests": ask.requests,
+            "prompt_tokens": request.prompt_tokens,
             "prompts": payload.prompts,
             "choices": payload.choices,
-            "output_tokens": tier.default_output_tokens
-            if payload.max_output_tokens is None
-            else payload.max_output_tokens,
+            "output_tokens": request.assumed_output,
             "output_by": "the tier's default" if payload.max_output_tokens is None else "the request",
-            "counted_by": "bytes" if counter is None else "tokenizer",
+            "output_cap": request.output_cap,
+            "counted_by": "bytes" if self._snapshot.estimator.counter is None else "tokenizer",
             "learn": pool.learn.value,
         }
         self._found["largest"] = {"tokens": _bounded(tokens), "requests": _bounded(requests)}
         self._found["largest_by"] = {
-            "tokens": sizes.reason(made.level, tokens) if tokens < UNLIMITED else None,
-            "requests": sizes.reason(made.level, requests, tokens=False) if requests < UNLIMITED else None,
+            "tokens": sizes.reason(level, tokens) if tokens < UNLIMITED else None,
+            "requests": sizes.reason(level, requests, tokens=False) if requests < UNLIMITED else None,
         }
         self._found["capacity_from"] = CapacitySource.ENGINE.value if pool.reads_capacity else None
-        ask = Ask(made.level, made.tenant.name, made.tenant.weight, self._found["holds"]["tokens"], starts)
-        sizes.refuse_what_never_fits(ask)
-        self._found["longest_wait_s"] = longest_wait_s(headers, tier.max_wait_s)
+        lease = entered.enter_now(ask)
+        lease.settle(0)
+        request.classification.note_charged(lease.ask.tier)
+        self._found |= self._classification(request.classification)
+        self._found["longest_wait_s"] = request.longest_wait_s(self._policy)
 
-    def _gain(self, payload: Payload, level: int, headers: dict[bytes, bytes]) -> Found | None:
+    def _gain(self, request: SizedRequest) -> Found | None:
         """Its place under `order: gain`, before anything was measured; None under another order."""
-        holds = self._found["holds"]
+        holds, payload = self._found["holds"], request.payload
         output = 0 if payload.background else holds["output_tokens"] * payload.shown_sequences
-        sized = SizedForGain(level, holds["tokens"], holds["requests"], holds["prompt_tokens"], output)
-        return gain(self._policy, sized, headers)
+        level, prompt = request.classification.level, holds["prompt_tokens"]
+        sized = SizedForGain(level, holds["tokens"], holds["requests"], prompt, output)
+        return gain(self._policy, sized, request.headers)
 
     def _engine(self, api: Api, level: int) -> Found:
         priority = self._dialect.priority(level, len(self._names))
@@ -296,11 +316,15 @@ def _text(found: Found) -> str:
         step += 1
     if "engine" in found:
         lines += ["", f"{step}. The priority sent to the engine ({found['engine']['name']})", *_told(found)]
-    error = found.get("error")
-    if error:
-        return "\n".join([*lines, "", f"Refused: {error['status']} {error['code']}", f"   {error['message']}"])
-    holds = found["holds"]["tokens"]
-    return "\n".join([*lines, "", f"It gets tier {found['tier']} and holds {holds:,} tokens."])
+    if error := found.get("error"):
+        lines += ["", f"Refused: {error['status']} {error['code']}", f"   {error['message']}"]
+    else:
+        lines += ["", f"It gets tier {found['tier']} and holds {found['holds']['tokens']:,} tokens."]
+        if found["downgraded_from"] is not None:
+            lines.append(f"Its tenant's limits allow no more: it is downgraded from {found['downgraded_from']}.")
+    if found["mode"] == Mode.OBSERVE.value:
+        lines.append("The policy observes: the request passes, and this is what enforcing would do.")
+    return "\n".join(lines)
 
 
 _LISTS = "lists the models"
@@ -361,13 +385,18 @@ def _how_much(found: Found) -> list[str]:
         if holds["counted_by"] == "tokenizer"
         else "by its size, 4 bytes a token, until the engine's usage says better"
     )
+    sequences, counted = holds["prompts"] * holds["choices"], "one for each sequence"
+    if sequences > holds["requests"]:
+        counted = f"of the {sequences:,} sequences the others wait in the engine"
+    cap = holds["output_cap"]
     lines = [
         f"   {holds['tokens']:,} tokens: {holds['prompt_tokens']:,} prompt{output}{times}",
+        *([] if cap is None else [f"   the engine is told {cap:,} as its maximum: the tenant's max_output_tokens"]),
         f"   the prompt is counted {how}"
         if holds["unsized"] is None
         else f"   {holds['unsized']} cannot be sized: it holds the most that one request may (unsized: hold)",
         *_learned(holds),
-        f"   {holds['requests']:,} of the pool's requests: one for each sequence",
+        f"   {holds['requests']:,} of the pool's requests: {counted}",
         f"   tier {found['tier']} accepts {_size_limit(found['largest'], found['largest_by'])}",
     ]
     if found["capacity_from"] is not None:

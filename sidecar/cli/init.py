@@ -2,8 +2,8 @@
 
 Reads what the engine says of itself, and sends it no request that generates. Without --upstream it asks no one, and
 writes a policy for --engine and --requests, or else for `sidecar emulate`. The policy begins with `mode: observe`:
-every request passes. A key is printed once; the files hold its hash. No file is ever overwritten: all files are
-written, or none.
+every request passes. A key is printed once, or written to a file with --keys-to; the policy holds its hash. No file is
+ever overwritten: all files are written, or none.
 
 Exit codes: 0 the files were written; 1 they, or the JSON file, were not, and one line says why; 2 a wrong command line.
 """
@@ -18,30 +18,29 @@ import socket
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from sidecar.apis import infer_api
 from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
-from sidecar.cli.arguments import ADMIN, CLIENTS_PORT, server_url
+from sidecar.cli.arguments import ADMIN, ADMIN_PORT, CLIENTS_PORT, server_url
 from sidecar.cli.init_engines import disagreement, engine_names, engines_of, models_of
+from sidecar.cli.init_files import DENY, pool_file, tenant_file, tier_by_tenant, tiers_for
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
-from sidecar.engines.base import Engine, Facts, Gauges
+from sidecar.engines.base import Facts, Gauges
 from sidecar.engines.discovery import Identity
 from sidecar.engines.registry import BUILT_IN, ENGINES
 from sidecar.policy.capacity_schema import DEFAULT_WAITING as WAITING
 from sidecar.policy.compiler import load, load_files, shipped_policies
 from sidecar.policy.fields import TenantName
-from sidecar.policy.keys import hash_line, new_key
+from sidecar.policy.keys import new_key
 from sidecar.policy.problems import PolicyError, printable
-from sidecar.policy.warnings import own_levels, takes_whole_numbers, warnings
+from sidecar.policy.warnings import warnings
 from sidecar.secrets import ENGINE_KEY_VARIABLE
 from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recommend
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
@@ -71,7 +70,13 @@ _BEFORE_A_SIDECAR = (
     "  WARNING: a sidecar answers there. A second one before it admits every request twice: give --upstream the "
     "address of the engine"
 )
+_EXISTS = "{} exists, and no file is overwritten; move it away, or name another folder"
 _PORTS_TRIED = 20
+_SHOWN_ONCE = "keys for the clients, shown this once; the files hold their hashes"
+_WITHOUT_KEY = (
+    "requests without a key get 401 once it is enforced, as those with an unknown key; --anonymous TIER lets them in"
+)
+_WITH_TIER = "requests without a key get tier {}; an unknown key gets 401 once it is enforced"
 _KEYS = (ENGINE_KEY_VARIABLE, KEY_VARIABLE)
 
 
@@ -97,6 +102,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the clients of the engine (default chat,nightly). Without =TIER the first is high, the last batch, the "
         "others normal",
     )
+    anonymous = "the tier of requests without a key (default deny: 401 once the policy is enforced)"
+    add("--anonymous", default=DENY, metavar="TIER", help=anonymous)
+    add("--keys-to", metavar="DIR", help="write each key to DIR/TENANT.key, for its owner alone to read; print none")
     add("--tiers", type=int, choices=(3, 5), help="number of tiers (default: 5 where the engine runs enough requests)")
     add(
         "--requests",
@@ -117,13 +125,15 @@ def run(args: argparse.Namespace) -> int:
     """Writes the files. See the module for the exit codes."""
     if args.folder is not None and args.dir is not None:
         args.refuse(f"give the folder once: DIR {args.folder}, or --dir {args.dir}")
+    if args.example and args.keys_to is not None:
+        args.refuse("--keys-to does not go with --example, whose keys everyone knows")
     args.dir = args.folder or args.dir or "policies"
     try:
         figures = _example(args) if args.example else _starter(args)
     except (CannotWrite, CannotLook, ValueError, FileNotFoundError) as error:
         print(f"sidecar init: {error}; nothing was written", file=sys.stderr)
         return 1
-    if args.json not in (None, STANDARD_OUTPUT):
+    if args.json not in (None, STANDARD_OUTPUT) or args.keys_to is not None:
         figures = {**figures, "tenants": [{**one, "key": None} for one in figures["tenants"]]}
     return 0 if write_json(args.json, figures) else 1
 
@@ -157,10 +167,14 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
         capacity = engines_of(args.upstream, names, [_capacity(one, given) for one in reads], models)
     tiers = tiers_for(args.tiers, at_once, "the engine runs" if len(reads) == 1 else "the engines together run")
     by_tenant = tier_by_tenant(args.tenants, tiers.bodies)
+    if args.anonymous not in (DENY, *tiers.bodies):
+        raise ValueError(f"--anonymous: there is no tier {args.anonymous}; write deny, {' or '.join(tiers.bodies)}")
     keys = {name: new_key() for name in by_tenant}
     origin = _origin(args, read, at_once, is_sidecar=is_sidecar)
     files = {f"{TENANTS}/{name}.yaml": tenant_file(name, tier, keys[name]) for name, tier in by_tenant.items()}
-    files[POOL_FILE] = pool_file(origin, read.engine, capacity, tiers)
+    files[POOL_FILE] = pool_file(origin, read.engine, capacity, tiers, args.anonymous)
+    with written_keys(args.keys_to, keys) as key_files:
+        written = write_files(folder, files, _check)
     figures = {
         "engine": read.engine.name,
         "is_sidecar": is_sidecar,
@@ -168,8 +182,12 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
         "models": list(models),
         "capacity": {"yaml": capacity.yaml, "reason": capacity.reason},
         "tiers": {"names": list(tiers.bodies), "reason": tiers.reason},
-        "files": write_files(folder, files, _check),
-        "tenants": [{"tenant": name, "tier": tier, "key": keys[name]} for name, tier in by_tenant.items()],
+        "anonymous": args.anonymous,
+        "files": written,
+        "tenants": [
+            {"tenant": name, "tier": tier, "key": keys[name], "key_file": key_files.get(name)}
+            for name, tier in by_tenant.items()
+        ],
     }
     if args.json != STANDARD_OUTPUT:
         print(_text(args, origin, figures))
@@ -262,12 +280,8 @@ def write_files(folder: Path, files: Mapping[str, str], check: Callable[[Path], 
     places. A link never replaces a file. Raises CannotWrite for what cannot be written.
     """
     _refuse_existing(folder, files)
-    made: list[Path] = []
-    try:
-        needed = folder / TENANTS
-        for path in reversed([path for path in (needed, *needed.parents) if not path.exists()]):
-            path.mkdir()
-            made.append(path)
+    with _all_or_none(folder) as made:
+        _make(folder / TENANTS, made)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".sidecar-init-") as staged:
             for name, text in files.items():
                 path = Path(staged, name)
@@ -279,14 +293,50 @@ def write_files(folder: Path, files: Mapping[str, str], check: Callable[[Path], 
             ):  # last, so that it never names half its tenants
                 os.link(Path(staged, name), folder / name)
                 made.append(folder / name)
+    return [str(folder / name) for name in sorted(files)]
+
+
+@contextmanager
+def written_keys(folder: str | None, keys: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+    """Writes each tenant's key to a file of its own, none without a folder: their paths, by tenant.
+
+    They are gone again where the block raises. Raises CannotWrite.
+    """
+    if folder is None:
+        yield {}
+        return
+    paths = {name: Path(folder, f"{name}.key") for name in keys}
+    with _all_or_none(Path(folder)) as made:
+        _make(Path(folder), made)
+        for name, path in paths.items():
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+                made.append(path)
+                file.write(f"{keys[name]}\n")
+        yield {name: str(path) for name, path in paths.items()}
+
+
+@contextmanager
+def _all_or_none(folder: Path) -> Iterator[list[Path]]:
+    """What the block makes, and adds to the list, is gone again where it raises. An OSError becomes CannotWrite."""
+    made: list[Path] = []
+    try:
+        yield made
     except BaseException as failure:
         for path in reversed(made):
             with suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()
+        if isinstance(failure, FileExistsError) and failure.filename != str(folder):
+            raise CannotWrite(_EXISTS.format(failure.filename2 or failure.filename)) from None
         if isinstance(failure, OSError):
             raise CannotWrite(f"cannot write into {folder}: {failure.strerror or failure}; name another") from None
         raise
-    return [str(folder / name) for name in sorted(files)]
+
+
+def _make(folder: Path, made: list[Path]) -> None:
+    """Makes a folder, and those around it."""
+    for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        path.mkdir()
+        made.append(path)
 
 
 def _refuse_existing(folder: Path, names: Sequence[str] | Mapping[str, str]) -> None:
@@ -294,7 +344,7 @@ def _refuse_existing(folder: Path, names: Sequence[str] | Mapping[str, str]) -> 
     there = [folder / name for name in names if os.path.lexists(folder / name)]
     there += sorted(folder.glob(f"{TENANTS}/*.yaml"))
     if there:
-        raise CannotWrite(f"{there[0]} exists, and no file is overwritten; move it away, or name another folder")
+        raise CannotWrite(_EXISTS.format(there[0]))
 
 
 def _check(folder: Path) -> None:
@@ -308,13 +358,13 @@ def _check(folder: Path) -> None:
 
 
 def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> str:
-    width = max(map(len, args.tenants))
     upstream, folder = shlex.quote((args.upstream or ["http://127.0.0.1:8000"])[0]), shlex.quote(args.dir)
     serve = f"--policy {folder}" if figures["engines"] else f"--upstream {upstream} --policy {folder}"
-    port = _port_for_clients(args.upstream)
-    with_port = "" if port == CLIENTS_PORT else f" --port {port}"
+    port, admin = free_port(CLIENTS_PORT, args.upstream), free_port(ADMIN_PORT, args.upstream)
+    ports = f"{_option('--port', port, CLIENTS_PORT)}{_option('--admin-port', admin, ADMIN_PORT)}"
     several = len(figures["engines"]) > 0
     with_key = "SIDECAR_ENGINE_KEY=... " if args.key or args.key_file else ""
+    at_admin = "" if admin == ADMIN_PORT else f" --admin http://127.0.0.1:{admin}"
     lines = [
         f"a policy for {origin}",
         *([_BEFORE_A_SIDECAR] if figures["is_sidecar"] else []),
@@ -322,26 +372,43 @@ def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> 
         f"    {figures['capacity']['reason']}",
         f"  tiers: {', '.join(figures['tiers']['names'])}",
         f"    {figures['tiers']['reason']}",
+        f"  anonymous: {args.anonymous}",
+        f"    {_WITHOUT_KEY if args.anonymous == DENY else _WITH_TIER.format(args.anonymous)}",
         *(f"wrote {path}" for path in figures["files"]),
         "",
-        "keys for the clients, shown this once; the files hold their hashes",
-        *(f"  {one['tenant']:<{width}}  {one['tier']:<8}  {one['key']}" for one in figures["tenants"]),
+        *_keys(figures["tenants"]),
         "",
         "next",
         *_engine_first(args, figures["engine"]),
-        f"  {with_key}sidecar serve {serve}{with_port}",
+        f"  {with_key}sidecar serve {serve}{ports}",
         f"      mode: observe, so every request passes; send your traffic to port {port}",
         *_mounted(args, figures),
-        *_observed(figures["models"]),
+        *_observed(figures["models"], admin),
         "      what enforcing would have done",
         f"  sed -i.bak 's/^mode: observe/mode: enforce/' {shlex.quote(str(Path(args.dir, POOL_FILE)))}",
         "      enforces it; the running sidecar follows within a second",
         *(
-            ["  sidecar engines list", "      the engines, what each holds, and which of them get no requests"]
+            [
+                f"  sidecar engines list{at_admin}",
+                "      the engines, what each holds, and which of them get no requests",
+            ]
             * several
         ),
     ]
     return "\n".join(lines)
+
+
+def _option(name: str, value: int, default: int) -> str:
+    return "" if value == default else f" {name} {value}"
+
+
+def _keys(tenants: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys, or where they are."""
+    width = max(len(one["tenant"]) for one in tenants)
+    are_filed = tenants[0]["key_file"] is not None
+    title = "keys for the clients, in files that you alone may read" if are_filed else _SHOWN_ONCE
+    shown = "key_file" if are_filed else "key"
+    return [title, *(f"  {one['tenant']:<{width}}  {one['tier']:<8}  {one[shown]}" for one in tenants)]
 
 
 def _mounted(args: argparse.Namespace, figures: Mapping[str, Any]) -> list[str]:
@@ -351,17 +418,18 @@ def _mounted(args: argparse.Namespace, figures: Mapping[str, Any]) -> list[str]:
     return [f"  or, in an app of your own: app.add_middleware(AdmissionMiddleware, policy={args.dir!r})"]
 
 
-def _observed(models: Collection[str]) -> list[str]:
+def _observed(models: Collection[str], port: int) -> list[str]:
     """The command for the report: of several models each has a pool, and a report, of its own."""
-    pools = (shlex.quote(f"{ADMIN}/models/{model}") for model in models)
-    return [f"  sidecar observed --admin {pool}" for pool in pools] or ["  sidecar observed"]
+    admin = f"http://127.0.0.1:{port}"
+    pools = [f"{admin}/models/{model}" for model in models] or [admin]
+    return [f"  sidecar observed{'' if pool == ADMIN else f' --admin {shlex.quote(pool)}'}" for pool in pools]
 
 
-def _port_for_clients(upstreams: Sequence[str] | None) -> int:
-    """The first port from `sidecar serve`'s own that no one listens on here, and that is not an upstream's."""
+def free_port(first: int, upstreams: Sequence[str] | None = None) -> int:
+    """The first port from `first` on that no one listens on here, and that is not an upstream's."""
     taken = {urlsplit(upstream).port for upstream in upstreams or ()}
-    ports = range(CLIENTS_PORT, CLIENTS_PORT + _PORTS_TRIED)
-    return next((port for port in ports if port not in taken and _is_free(port)), CLIENTS_PORT)
+    ports = range(first, first + _PORTS_TRIED)
+    return next((port for port in ports if port not in taken and _is_free(port)), first)
 
 
 def _is_free(port: int) -> bool:
@@ -403,144 +471,3 @@ def _requests(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_REQUESTS or len(text) > 9:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of requests; write one from 1 to {MOST_REQUESTS:,}")
     return int(text)
-
-
-FEWEST_FOR_RESERVES = 4
-"""Requests at once that three tiers can divide: each reserve is at least one of them, and one is left."""
-FEWEST_FOR_FIVE = 20
-"""Requests at once that five tiers can divide: the reserves, each rounded up, are about half of them."""
-
-_TIERS = {
-    "critical": """                           # Incidents: always first, up to its limit.
-    reserve: 5%
-    limit: 30%
-    always_first: true
-    preempt_after: 250ms""",
-    "high": "{reserve: 20%, preempt_after: 500ms}     # A person watches the answer appear.",
-    "normal": "{reserve: 10%}               # Everything that names no tier.",
-    "low": "{reserve: 10%, preemptible: true}         # Work that can wait for minutes.",
-    "batch": """                              # Work that can wait for hours, such as nightly runs.
-    reserve: 10%
-    limit: 60%                         # Keeps 40% of the pool for the other tiers. Raise it where only batch runs.
-    preemptible: true
-    queue: {max_requests: 10k, max_wait: 30m}""",
-}
-_WITHOUT_RESERVES = {
-    "high": "{}                             # A person watches the answer appear.",
-    "normal": "{}                           # Everything that names no tier.",
-    "batch": "{queue: {max_requests: 10k, max_wait: 30m}}  # Work that can wait for hours, such as nightly runs.",
-}
-_KEYS_OF_A_TIER = """\
-#   reserve   the share of the pool that the tier can always get back
-#   lend      the share of an idle reserve that other tiers may use. Default: all of it, so that nothing stays idle
-#   limit     the largest share of the pool that the tier may hold
-#   preempt_after   the wait after which a request takes room back from less important tiers that are `preemptible`: of
-#             requests that have sent nothing of their answer. They wait again, and none is lost
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class StarterTiers:
-    """The tiers of a starter policy: YAML by name, the best tier that aging reaches, the reason for this choice."""
-
-    bodies: Mapping[str, str]
-    ceiling: str
-    reason: str
-
-
-def tiers_for(wanted: int | None, at_once: int | None, who: str = "the engine runs") -> StarterTiers:
-    """Three or five tiers: as many as wanted, or else what an engine that runs so many requests at once can divide."""
-    known = "an unknown number of" if at_once is None else f"{at_once:,}"
-    reason = f"{who} {known} requests at once, and five tiers need {FEWEST_FOR_FIVE} or more"
-    if wanted is not None:
-        reason = "as many as asked for"
-    if (wanted or 5) == 5 and (wanted or (at_once or 0) >= FEWEST_FOR_FIVE):
-        return StarterTiers(_TIERS, "normal", reason)
-    if at_once is not None and at_once < FEWEST_FOR_RESERVES:
-        return StarterTiers(_WITHOUT_RESERVES, "high", f"{reason}; {known} cannot be divided, so no tier has a reserve")
-    return StarterTiers({name: _TIERS[name] for name in _WITHOUT_RESERVES}, "normal", reason)
-
-
-def pool_file(origin: str, engine: type[Engine], capacity: Recommendation, tiers: StarterTiers) -> str:
-    """The text of `policy.yaml`. `origin` is what it is written for, printable."""
-    number = {3: "Three", 5: "Five"}[len(tiers.bodies)]
-    lines = "\n".join(f"  {name}: {body}" for name, body in tiers.bodies.items())
-    known = {path: api for path, api in engine.routes.generating.items() if api is not None}  # those that can be sized
-    bodies = {path: "{}" if infer_api(path) else f"{{api: {api.value}}}" for path, api in known.items()}
-    endpoints = "".join(f"  {path}: {body}\n" for path, body in bodies.items())
-    return f"""\
-{_comment(f"Starter policy, written by `sidecar init` for {origin}.")}
-# Check a change with `sidecar check`. A running sidecar applies it within a second, without a restart.
-# `sidecar init --example --dir example/` writes a longer example.
-
-# observe: every request passes at once, and `sidecar observed` reports what enforcing would have done.
-# enforce: requests wait, and are refused, as this policy says.
-mode: observe
-
-engine: {engine.name}
-
-{_comment(f"The size of the pool, in tokens and requests: {capacity.reason}.")}
-{capacity.yaml}
-
-# A request that has waited for 5 minutes counts as one tier more important, but never as better than {tiers.ceiling}.
-aging: {{promote_after: 5m, ceiling: {tiers.ceiling}}}
-
-{_comment(f"Most important first. {number} tiers: {tiers.reason}.")}
-{"" if tiers.bodies is _WITHOUT_RESERVES else _KEYS_OF_A_TIER}tiers:
-{lines}
-
-default_tier: normal
-anonymous: normal    # The tier of requests without an API key; `deny` refuses them. An unknown key is always refused.
-{_sources(engine, tiers)}
-# The paths on which requests are admitted. Before an engine, other paths pass only if they read, or are known to be
-# harmless. Mounted in an app of your own, they pass unless they may run the model.
-endpoints:
-{endpoints}
-tenants: tenants/*.yaml
-"""
-
-
-def _sources(engine: type[Engine], tiers: StarterTiers) -> str:
-    """The sources of a tier, where the engine's own clients send whole numbers in the same member."""
-    if not takes_whole_numbers(engine):
-        return ""
-    names = list(tiers.bodies)
-    return f"""
-# Where a request's tier comes from: the first that answers wins. With `engine`, a number in a body's `priority` is
-# {engine.title}'s own, from each tier's number on, {engine.direction()} ones first. A name there is a tier's. In the
-# header, and in the body without `engine`, a number goes from 0 to 1, and 1 is the most important.
-sources: [engine, body, header, endpoint, key]
-engine_levels: {own_levels(engine, names, names.index("normal"))}
-"""
-
-
-def tenant_file(name: str, tier: str, key: str) -> str:
-    """The text of a tenant's file. Only the hash of `key` is in it."""
-    plain = name if yaml.safe_load(name) == name else f'"{name}"'
-    return f"""\
-# A tenant: one client, or all that share its keys. Written by `sidecar init`.
-tenant: {plain}
-
-# Hashes of its API keys. `sidecar keys new` makes a key; two may stand here while clients change to a new one.
-keys:
-  - "{hash_line(key)}"
-
-tier: {tier}
-# max_tier: {tier}    # The best tier that it may ask for, with the header `x-priority`. Default: its own tier.
-# limits: {{requests_per_minute: 600, concurrent_requests: 32}}
-"""
-
-
-def tier_by_tenant(tenants: Mapping[str, str | None], tiers: Collection[str]) -> dict[str, str]:
-    """A tier for each tenant: the one it names, else `high` for the first, `batch` for the last, `normal` between."""
-    last = len(tenants) - 1
-    usual = ["high" if place == 0 else "batch" if place == last else "normal" for place in range(len(tenants))]
-    found = {name: tier or usual[place] for place, (name, tier) in enumerate(tenants.items())}
-    for name, tier in found.items():
-        if tier not in tiers:
-            raise ValueError(f"tenant {name}: there is no tier {tier}; the tiers are {', '.join(tiers)}")
-    return found
-
-
-def _comment(text: str) -> str:
-    return textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import math
 import random
 import sys
@@ -23,6 +22,7 @@ from sidecar.cli.output import reporter, unwritable, write_json, write_text
 from sidecar.engines import ENGINES, Engine, NoEngine
 from sidecar.gain.token_deadlines import Objective
 from sidecar.middleware.policy_snapshot import objective_of
+from sidecar.open_files import raise_limit
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
@@ -44,7 +44,6 @@ EXAMPLE = """  sidecar replay burst --upstream http://127.0.0.1:8000 --by priori
   sidecar replay conversation.jsonl --upstream http://127.0.0.1:8080 --mix high=20,normal=50,batch=30 --speed 2
   sidecar replay azure_code.csv --upstream http://127.0.0.1:8080 --limit 200 --mix high=1,batch=1 \\
       --by key --key-file high=interactive.key --key-file batch=research.key"""
-MOST_CONNECTIONS = 65_536
 FILES = ("json", "requests", "report")
 
 
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     for name in FILES:
         if problem := unwritable(getattr(args, name)):
             return _said(problem, 1)
-    _allow_many_connections()
+    raise_limit()  # every request under way has a connection
     try:
         return asyncio.run(_Command(args).run())
     except (BadTrace, PolicyError) as error:
@@ -200,16 +199,6 @@ def _failures(figures: Sequence[RunFigures]) -> str:
         for one in figures
     ]
     return f"requests failed: {', '.join(parts)}"
-
-
-def _allow_many_connections() -> None:
-    """Every request under way has a connection, and many systems allow 1024 files unless one asks for more."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(most, MOST_CONNECTIONS)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _heading(replay: Replay, jitter_s: float) -> list[str]:

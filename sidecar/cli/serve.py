@@ -14,13 +14,15 @@ import sys
 from typing import TYPE_CHECKING
 
 from sidecar.cli.arguments import (
+    ADMIN_PORT,
     CLIENTS_PORT,
     NoPolicy,
     OneEngine,
     duration_s,
+    engine_address,
     policy_path,
     port,
-    server_url,
+    socket_address,
     worker_count,
 )
 from sidecar.policy import POLICY_VARIABLE
@@ -38,8 +40,8 @@ _log = logging.getLogger("sidecar.serve")
 
 _WORKERS = (
     "processes that serve the port together, for more requests than one processor can take (default %(default)s). They "
-    "share one pool: in the policy's store, else in a Valkey that this command starts "
-    "(pip install 'admission-sidecar[workers]'). Linux only"
+    "share one pool: in the policy's store, else in a Valkey that this command starts, from the extra workers or the "
+    "PATH. Linux only"
 )
 EXAMPLE = """\
   sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --port 8080
@@ -50,10 +52,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     parser.add_argument(
         "--upstream",
-        type=server_url,
+        type=engine_address,
         action=OneEngine,
         metavar="URL",
-        help="the engine, e.g. http://127.0.0.1:8000; a policy with `engines:` names its own",
+        help="the engine, e.g. http://127.0.0.1:8000 or unix:/run/vllm.sock; a policy with `engines:` names its own",
     )
     policy_help = f"policy.yaml, or the folder it is in (default {POLICY_VARIABLE})"
     parser.add_argument("--policy", metavar="PATH", help=policy_help)
@@ -62,12 +64,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--port", type=port, default=CLIENTS_PORT, help="port for clients, 0 for any (default %(default)s)"
     )
     parser.add_argument(
+        "--listen",
+        type=socket_address,
+        metavar="unix:PATH",
+        help="serve clients on a Unix socket, in place of --host and --port",
+    )
+    parser.add_argument(
+        "--tls-cert", metavar="FILE", help="serve clients by TLS: the certificate, then its issuers', PEM"
+    )
+    parser.add_argument("--tls-key", metavar="FILE", help="its private key (default: in the certificate's file)")
+    parser.add_argument(
         "--admin-host",
         default="127.0.0.1",
         metavar="HOST",
         help="address of the live page, /metrics, ... (default %(default)s)",
     )
-    parser.add_argument("--admin-port", type=port, default=9464, help="their port, 0 for any (default %(default)s)")
+    parser.add_argument(
+        "--admin-port", type=port, default=ADMIN_PORT, help="their port, 0 for any (default %(default)s)"
+    )
     add = parser.add_argument
     add("--log-level", choices=LEVELS, help="default info; also by SIDECAR_LOG_LEVEL")
     usual = "text where standard error is a terminal, else json"
@@ -103,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     settings = _settings(args)
     with own_logging(log):
+        _raise_open_files()
         announce = _announce_and_log if log.format == "json" else _announce  # a machine reads it, and wants to know
         if args.workers == 1:
             failure = _serve(settings, announce, is_checked=not args.no_check)
@@ -113,19 +128,29 @@ def run(args: argparse.Namespace) -> int:
     return 0 if failure is None else 1
 
 
+def _raise_open_files() -> None:
+    """Before the workers, which inherit the limit."""
+    from sidecar.open_files import raise_limit
+
+    if raised := raise_limit():
+        _log.info("open files: the limit is raised from %d to %d", *raised, extra={"event": "open_files"})
+
+
 def _settings(args: argparse.Namespace) -> ServeSettings:
     from sidecar.serving import ServeSettings
 
     return ServeSettings(
         upstream=args.upstream,
         policy=args.policy,
-        host=args.host,
+        host=args.listen or args.host,
         port=args.port,
         admin_host=args.admin_host,
         admin_port=args.admin_port,
         grace_s=args.grace,
         takes_over_pool=args.take_over_pool,
         access_log=args.access_log,
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
     )
 
 
@@ -133,6 +158,7 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_check
     """Serves in this process. Returns why it could not begin."""
     from sidecar.admin.auth import AdminGuard
     from sidecar.server import CannotServe, server
+    from sidecar.server.certificate import certificate_of
     from sidecar.serving import Serving, load_policy, upstreams
     from sidecar.telemetry.setup import TelemetryError
 
@@ -141,6 +167,7 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_check
         if is_checked:
             _check(policy, settings)
         access = _access(settings)
+        certificate = certificate_of(settings.tls_cert, settings.tls_key)
         serving = Serving(settings, policy)
         server.run(
             server.serve(
@@ -156,6 +183,7 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_check
                 upstreams=upstreams(settings.upstream, policy),
                 grace_s=settings.grace_s,
                 announce=announce,
+                certificate=certificate,
             )
         )
     except (CannotServe, TelemetryError, ValueError) as error:

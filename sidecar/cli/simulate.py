@@ -13,9 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from msgspec.structs import replace
+
+from sidecar.cli.arguments import NoPolicy, policy_path
 from sidecar.cli.output import aligned, unwritable, write_json, write_text
 from sidecar.cli.replay import mix
-from sidecar.policy.compiler import load as load_policy
+from sidecar.policy import POLICY_VARIABLE
+from sidecar.policy.compiler import load_files
 from sidecar.policy.model import Order
 from sidecar.policy.problems import PolicyError
 from sidecar.tools.replay.plan import BadTier, ladder
@@ -35,11 +39,12 @@ from sidecar.tools.simulate.comparison import run as run_one
 from sidecar.tools.simulate.engine_model import DEFAULT, BadEngineModel, load_model, shipped
 from sidecar.tools.simulate.figures import RunResult
 from sidecar.tools.simulate.load import Assign, check
+from sidecar.tools.simulate.policy_keys import unused_keys, why_alike
 from sidecar.tools.simulate.report import report
 
-EXAMPLE = """  sidecar simulate azure_conv.csv --policy policies/ --engines 4 --scale 7.5 --mix high=20,batch=80
-  sidecar simulate conversation.jsonl --policy now/ --policy planned/ --baselines --report planned.html
-  sidecar simulate azure_conv.csv --policy policies/ --engines 4 --find-rate --seeds 1 --json -"""
+EXAMPLE = """  sidecar simulate azure_conv.csv policies/ --engines 4 --scale 7.5 --mix high=20,batch=80
+  sidecar simulate conversation.jsonl now/ planned/ --baselines --report planned.html
+  sidecar simulate azure_conv.csv policies/ --engines 4 --find-rate --seeds 1 --json -"""
 MOST_SEEDS, MOST_ENGINES = 100, 256
 MOST_SCALE = 1e6
 MICROSECOND_S = 1e-6
@@ -53,7 +58,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     add = parser.add_argument
     add("trace", metavar="TRACE", help="a trace's file, or burst, burst:N, burst:N:INPUT:OUTPUT")
-    add("--policy", required=True, action="append", metavar="DIR", help="a policy file or folder; repeated")
+    add("policies", nargs="*", metavar="POLICY",
+        help=f"policy files or folders, which are compared (default {POLICY_VARIABLE})")  # fmt: skip
+    add("--policy", action="append", default=[], metavar="DIR", help="the same as an option; repeated")
     add("--engines", type=_engines, default=1, metavar="N", help="engines of the pool (default %(default)s)")
     add("--engine-model", default=DEFAULT, metavar="FILE",
         help=f"the engine's step model, a file or one of {', '.join(shipped())} (default {DEFAULT})")  # fmt: skip
@@ -87,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     except (BadTrace, PolicyError) as error:
         print(error, file=sys.stderr)
         return 2
-    except (BadTier, BadEngineModel, BadOrder) as error:
+    except (BadTier, BadEngineModel, BadOrder, NoPolicy) as error:
         print(f"sidecar: {error}", file=sys.stderr)
         return 2
     out: TextIO = sys.stderr if "-" in (args.json, args.report) else sys.stdout
@@ -100,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
         if args.find_rate:
             rates += find_rates(setting, candidate)
     print(f"\n{chr(10).join(table(results))}", file=out)
+    for line in _alike(candidates, results):
+        print(f"\n{line}", file=out)
     if rates:
         print(f"\n{chr(10).join(rate_table(rates))}", file=out)
     figures = {"runs": results, **({"rates": rates} if args.find_rate else {})}
@@ -111,16 +120,19 @@ def run(args: argparse.Namespace) -> int:
 def _prepared(args: argparse.Namespace) -> tuple[Setting, list[Candidate]]:
     trace = read_trace(args.trace)
     check(trace)
-    own = [Path(name).resolve().name for name in args.policy]
-    shown = [name if own.count(name) == 1 else given for name, given in zip(own, args.policy, strict=True)]
-    policies = [load_policy(name) for name in args.policy]
+    paths = [*args.policies, *args.policy] or [policy_path(None)]
+    own = [Path(name).resolve().name for name in paths]
+    shown = [name if own.count(name) == 1 else given for name, given in zip(own, paths, strict=True)]
+    files = [load_files(name) for name in paths]
+    policies, written = [one.policy for one in files], [dict(one.pool.data or {}) for one in files]
     if args.order is not None:
         policies = [policy.ordered_by(args.order) for policy in policies]
+        written = [{**data, "order": args.order.value} for data in written]
     for policy in policies:
         ladder(policy, args.mix, trace.rows)
     model = load_model(args.engine_model)
     setting = Setting(trace, model, args.engines, args.mix, args.assign, args.scale, args.seeds, args.patience)
-    candidates = [Candidate(name, policy) for name, policy in zip(shown, policies, strict=True)]
+    candidates = [Candidate(*one) for one in zip(shown, policies, written, strict=True)]
     for candidate in candidates:
         offered = offered_tiers(setting, candidate)
         if args.find_rate and not offered & candidate.objectives.keys():
@@ -129,7 +141,7 @@ def _prepared(args: argparse.Namespace) -> tuple[Setting, list[Candidate]]:
                 "so none can meet it"
             )
     if args.baselines:
-        candidates += [Candidate(name, policies[0], baseline=True) for name in names(args.engines)]
+        candidates += [Candidate(name, policies[0], {}, baseline=True) for name in names(args.engines)]
     return setting, candidates
 
 
@@ -144,12 +156,32 @@ def _heading(setting: Setting, candidates: Sequence[Candidate]) -> list[str]:
     if setting.patience_s is not None:
         lines.append(f"clients leave after {setting.patience_s:g} s without a first token")
     for candidate in candidates:
+        if unused := unused_keys(candidate.written):
+            lines.append(f"{candidate.name}: no run uses {', '.join(unused)}")
         lacking = [tier.name for tier in candidate.policy.tiers if tier.level not in candidate.objectives]
         if lacking and not candidate.baseline:
             lines.append(
                 f"{candidate.name}: {', '.join(lacking)} without `slo: {{ttft, tpot}}`: no SLO and no gain is measured "
                 "there, only TTFT, queue waits and refusals"
             )
+    return lines
+
+
+def _alike(candidates: Sequence[Candidate], results: Sequence[RunResult]) -> list[str]:
+    """A line for each policy that never differs from an earlier one, with the reason."""
+    named = {candidate.name: candidate for candidate in candidates}
+    played: list[tuple[Candidate, Sequence[RunResult]]] = []
+    lines = []
+    for runs in by_policy(results):
+        one = named[runs[0].policy]
+        if one.baseline:
+            continue
+        for other, earlier in played:
+            if [replace(run, policy=other.name, order=other.order) for run in runs] == list(earlier):
+                why = why_alike(other.written, one.written, runs)
+                lines.append(f"{other.name} and {one.name} never differ: {why}.")
+                break
+        played.append((one, runs))
     return lines
 
 

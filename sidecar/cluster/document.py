@@ -39,7 +39,10 @@ class Promised(msgspec.Struct, frozen=True):
 
 
 class TierView(msgspec.Struct, frozen=True):
-    """One tier. `recent` and `overtaken_by` are the last five minutes of all replicas."""
+    """One tier. `recent` and `overtaken_by` are the last five minutes of all replicas.
+
+    `is_at_limit` where others pass its requests because it has all that its own `limit` allows: it does not starve.
+    """
 
     tier: str
     level: int
@@ -53,6 +56,7 @@ class TierView(msgspec.Struct, frozen=True):
     slo: Promised
     recent: list[Bucket]
     overtaken_by: dict[str, Overtakings]
+    is_at_limit: bool = False
 
 
 class TenantView(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from sidecar.cluster.engines import EngineLists, engine_rows
 from sidecar.cluster.learned_lengths import LengthExchange
 from sidecar.cluster.lease_sizes import lease_size_rows
 from sidecar.cluster.merge import ReceivedReport
-from sidecar.cluster.phrases import crowd, engine_headline, headline, said_of, starving
+from sidecar.cluster.phrases import crowd, engine_headline, headline, said_of, starving, waits_at_its_limit
 from sidecar.cluster.pool_report import Heard, PoolMerge, heard
 from sidecar.cluster.report import ReplicaReport, Sources, own_report, pack
 from sidecar.events import StoreState
@@ -271,6 +271,7 @@ def _tier(policy: Policy, state: Mapping[str, Any], all_heard: list[ReceivedRepo
     level = policy.level_of(name)
     assert level is not None
     slo = policy.tiers[level].slo
+    overtaken_by = merge.overtaken_by(name, all_heard)
     return TierView(
         tier=name,
         level=level,
@@ -283,7 +284,8 @@ def _tier(policy: Policy, state: Mapping[str, Any], all_heard: list[ReceivedRepo
         oldest=merge.oldest(name, all_heard),
         slo=Promised(slo.ttft_s, slo.queue_wait_s, slo.starvation_s, slo.tpot_s),
         recent=merge.recent(name, all_heard, at_s),
-        overtaken_by=merge.overtaken_by(name, all_heard),
+        overtaken_by=overtaken_by,
+        is_at_limit=waits_at_its_limit(overtaken_by),
     )
 
 

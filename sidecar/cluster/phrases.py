@@ -74,6 +74,20 @@ def _range(values: Sequence[float]) -> str:
     return most if least == most else f"{least} to {most}"
 
 
+def main_overtaking(overtaken_by: Mapping[str, Overtakings]) -> tuple[str, str] | None:
+    """The tier that overtook most often in the last five minutes, and its most frequent rule; None where none did."""
+    if not overtaken_by:
+        return None
+    by, counted = max(overtaken_by.items(), key=lambda pair: pair[1].requests)
+    return by, max(counted.rules.items(), key=lambda pair: pair[1])[0]
+
+
+def waits_at_its_limit(overtaken_by: Mapping[str, Overtakings]) -> bool:
+    """Whether a tier waits for room of its own: others pass it because it has all that its `limit` allows."""
+    found = main_overtaking(overtaken_by)
+    return found is not None and found[1] == "limit"
+
+
 def starving(tiers: Sequence[TierView]) -> str | None:
     """The tier whose oldest request starves most, None where none does."""
     most = max(tiers, key=_starvation_s, default=None)
@@ -87,7 +101,8 @@ def headline(tiers: Sequence[TierView]) -> str:
         return _starves(next(tier for tier in tiers if tier.tier == most))
     longest = max(tiers, key=_wait_s, default=None)
     if longest is not None and longest.oldest is not None:
-        return f"No request starves. {longest.tier} waits longest: {short_duration(_wait_s(longest))}."
+        reason = ", at its own limit" if longest.is_at_limit else ""
+        return f"No request starves. {longest.tier} waits longest: {short_duration(_wait_s(longest))}{reason}."
     return f"No request waits.{_starved_before(tiers)}"
 
 
@@ -143,11 +158,11 @@ def _starves(tier: TierView) -> str:
 
 def overtaker(overtaken_by: Mapping[str, Overtakings], tier: str) -> str:
     """What overtook a tier most often in the last five minutes and why, as a sentence; empty where nothing did."""
-    if not overtaken_by:
+    found = main_overtaking(overtaken_by)
+    if found is None:
         return ""
-    by, counted = max(overtaken_by.items(), key=lambda pair: pair[1].requests)
-    rule = max(counted.rules.items(), key=lambda pair: pair[1])[0]
-    return f"{by} overtook it {times(counted.requests)} in 5 minutes, {_because(rule, by, tier)}."
+    by, rule = found
+    return f"{by} overtook it {times(overtaken_by[by].requests)} in 5 minutes, {_because(rule, by, tier)}."
 
 
 def _because(rule: str, by: str, tier: str) -> str:
@@ -164,7 +179,8 @@ def _because(rule: str, by: str, tier: str) -> str:
 
 
 def _starved_before(tiers: Sequence[TierView]) -> str:
-    longest = {tier.tier: max((bucket.starvation_max_s for bucket in tier.recent), default=0.0) for tier in tiers}
+    bound_by_others = [tier for tier in tiers if not tier.is_at_limit]
+    longest = {tier.tier: max((it.starvation_max_s for it in tier.recent), default=0.0) for tier in bound_by_others}
     if not longest or max(longest.values()) < STARVES_FROM_S:
         return ""
     most = max(longest, key=lambda name: longest[name])
@@ -177,4 +193,4 @@ def _wait_s(tier: TierView) -> float:
 
 
 def _starvation_s(tier: TierView) -> float:
-    return 0.0 if tier.oldest is None else tier.oldest.starvation_s
+    return 0.0 if tier.oldest is None or tier.is_at_limit else tier.oldest.starvation_s

@@ -91,6 +91,10 @@ CANCEL = "/v1/responses/{id}/cancel"
 """Ends a background response. Its id is random: a client can only cancel a response whose id it received."""
 
 
+PAGES = ("/metrics", "/docs", "/redoc", "/openapi.json", "/server_info")
+"""The figures, documents and settings that most engines show to whoever asks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Routes:
     """The paths of an engine's server.
@@ -98,7 +102,8 @@ class Routes:
     `generating` maps each path that runs the model to the shape of its requests, None for a shape that admission
     cannot size. `harmless` are paths that may be called with other methods than GET and neither run the model nor
     change the engine; `{id}` in one stands for one segment. `changing_reads` change the engine even by GET.
-    `websockets` generate over a WebSocket. A path in none of them is unknown: an engine adds routes with every release,
+    `websockets` generate over a WebSocket. `pages` are the operator's: they show all clients' requests, or the engine
+    itself. A path in none of them is unknown: an engine adds routes with every release,
     and some of them change the engine itself (weights, adapters, caches, sleep).
     """
 
@@ -106,6 +111,7 @@ class Routes:
     harmless: frozenset[str]
     changing_reads: frozenset[str] = frozenset()
     websockets: frozenset[str] = frozenset((REALTIME,))
+    pages: tuple[str, ...] = PAGES
     _patterns: tuple[tuple[str, re.Pattern[str]], ...] = field(init=False, repr=False, compare=False)
     _endings: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
@@ -133,6 +139,14 @@ class Routes:
         if plain in self.generating or plain in self.websockets:
             return plain
         return next((route for route in self._endings if plain.endswith(route)), None)
+
+    def operators_page(self, path: str) -> str | None:
+        """The entry of `pages` that some server may read `path` as, in the same spellings; None where there is none.
+
+        Also where it continues: Starlette's mounts, such as vLLM's `/metrics`, serve everything that begins like them.
+        """
+        plain = plain_path(path)
+        return next((page for page in self.pages if page in plain), None)
 
 
 def plain_path(path: str) -> str:
@@ -331,6 +345,8 @@ class Engine:
     metrics_page: ClassVar[str] = "/metrics"
     health_page: ClassVar[str] = "/health"
     """A page that costs the engine little, asked for every two seconds. Any answer but 502, 503 and 504 is life."""
+    liveness_page: ClassVar[str] = "/health"
+    """The page that clients may read without a key where the policy does not say otherwise (`public`)."""
     asked_once: ClassVar[frozenset[str]] = frozenset()
     """Pages that cost the engine something and never change while it runs."""
 

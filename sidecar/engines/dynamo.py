@@ -63,6 +63,9 @@ class Dynamo(base.Engine):
     overload_status = 529
     """For requests that the workers do not take, unless DYN_HTTP_OVERLOAD_STATUS_CODE says another."""
 
+    liveness_page = "/live"
+    """Not `/health`, which lists the workers and where they are."""
+
     routes = base.Routes(
         generating={
             **base.OPENAI,
@@ -71,6 +74,7 @@ class Dynamo(base.Engine):
             **base.unsized("/generate", "/v1/batches", "/v1/videos/generations"),
         },
         harmless=base.COUNTING | {base.CANCEL, "/v1/tokenize", "/v1/detokenize"},
+        pages=(*base.PAGES, "/busy_threshold"),
     )
     """Read from the frontend's `lib/llm/src/http/service/`."""
 

@@ -99,6 +99,11 @@ class Sglang(base.Engine):
                 "/dump_expert_distribution_record",
             )
         ),
+        pages=(
+            *base.PAGES,
+            *("/get_server_info", "/get_load", "/v1/loads", "/hicache/"),
+            *("/remote_instance_transfer_engine_info", "/get_remote_instance_transfer_engine_info"),
+        ),
     )
     """Read from SGLang's `srt/entrypoints/http_server.py`. `/generate`, `/encode`, `/classify` and `/v1/rerank` answer
     to PUT as well; Vertex' path has another name where AIP_PREDICT_ROUTE says so."""

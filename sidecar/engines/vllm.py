@@ -62,6 +62,11 @@ class Vllm(base.Engine):
             **base.unsized("/generative_scoring", "/v1/decisions", "/v1/audio/translations"),
         },
         harmless=base.COUNTING | {base.CANCEL, "/v1/chat/completions/render", "/v1/completions/render", "/ping"},
+        pages=(
+            *base.PAGES,
+            *("/load", "/kv_event_sources", "/fault_tolerance/status"),
+            *("/is_sleeping", "/is_paused", "/weight_info", "/get_world_size"),
+        ),
     )
     """Read from vLLM 0.33 (`entrypoints/`), and vLLM-Omni for images, videos and speech. `/invocations` takes chat,
     text completions, embeddings and more: as chat it is guarded for chat alone."""

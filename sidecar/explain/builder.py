@@ -254,6 +254,7 @@ def _ended(record: RequestRecord) -> Ending | None:
         status=settled.status,
         tokens_used=settled.tokens_used,
         input_tokens=settled.input_tokens,
+        cached_tokens=settled.cached_tokens,
         output_tokens=settled.output_tokens,
         error=settled.error,
     )

@@ -169,6 +169,7 @@ class Ending(msgspec.Struct, frozen=True):
     status: int | None
     tokens_used: int
     input_tokens: int | None
+    cached_tokens: int | None
     output_tokens: int | None
     error: str | None
 

@@ -130,8 +130,9 @@ def _how_it_ended(story: Explanation, clock: Clock) -> Iterator[Step]:
         failed = failure_description(ended.outcome, ended.status, ended.error)
         error = "" if failed is None or ended.error is None else f", {failed}"
         used = counted(ended.tokens_used, "token")
+        cached = "" if ended.cached_tokens is None else f", {ended.cached_tokens:,} from the engine's prefix cache"
         at = _at(story, ended.settled_at_s, clock)
-        yield Step("settled", f"{at}: {ended.outcome}{status}{error}, {used} used")
+        yield Step("settled", f"{at}: {ended.outcome}{status}{error}, {used} used{cached}")
         if (how := moved(story)) is not None:
             yield Step("lease", how)
     elif admitted is not None:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
+from sidecar.extras import how_to_install
 from sidecar.fleet.discovery import FollowedDiscovery
 from sidecar.policy.fleet import DnsService, EngineAddress, WrittenCapacity
 from sidecar.policy.rules import UNLIMITED, EngineCapacity
@@ -30,8 +31,8 @@ LOOKUP_WITHIN_S = 5.0
 SHORTEST_S = 1.0
 """A TTL of 0 does not make the sidecar ask without a pause."""
 MISSING = (
-    "SRV records are read by dnspython: pip install 'admission-sidecar[dns]', or write a port beside the name, whose "
-    "addresses are then looked up"
+    "SRV records are read by dnspython, which is not installed: write a port beside the name, whose addresses are then "
+    f"looked up, or {how_to_install('dns')}"
 )
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?")

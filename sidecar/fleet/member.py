@@ -94,6 +94,9 @@ class MemberOwner(Protocol):
     def size(self) -> int:
         """How many engines the fleet has."""
 
+    def members(self) -> Sequence[Member]:
+        """All of them, and those that are gone and still serve requests."""
+
 
 class Member:
     """One engine at one address, from the answer of discovery that names it to the end of its last request.
@@ -124,11 +127,8 @@ class Member:
         self.preemptions = 0
         self._preemptions_read = 0
         settings = owner.settings
-        self.proxy = ReverseProxy(
-            address.url,
-            connect_timeout_s=settings.connect_timeout_s or CONNECT_TIMEOUT_S,
-            response_timeout_s=settings.response_timeout_s,
-        )
+        self.proxy = ReverseProxy(address.url, connect_timeout_s=settings.connect_timeout_s or CONNECT_TIMEOUT_S)
+        self.proxy.siblings = lambda: [one.proxy.upstream for one in owner.members()]
         self.incarnation = owner.next_incarnation(address.name)
         self.pages = _PagesWithStart(self.proxy, engine_key, settings.engine.metrics_page)
         self.watch = EngineWatch(

@@ -37,12 +37,11 @@ from sidecar.fleet.retry_after import retry_after_s
 from sidecar.fleet.setup import change_fleet
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.pending_aborts import ENGINE_ID_KEY, EngineCall
-from sidecar.middleware.usage import CachedUsageReader, UsageReader
+from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Policy
 from sidecar.pools import Lease
 from sidecar.pools.base import EnginePool
-from sidecar.proxy.proxy import ResponseCut
-from sidecar.sending import BODY_FOLLOWS, SendChunk, chunk_path
+from sidecar.sending import BODY_FOLLOWS, ResponseCut, SendChunk, chunk_path
 
 FULL_STATUSES = frozenset((429, 503, 529))
 MOST_REFUSALS = 5
@@ -246,7 +245,7 @@ class Route:
     def call(self) -> RoutedCall:
         """See `EngineRoute`."""
         self._stop_timer()  # of an attempt that was preempted
-        self.usage = CachedUsageReader()
+        self.usage = UsageReader()
         self._call = RoutedCall(_route=self)
         return self._call
 
@@ -303,15 +302,15 @@ class Route:
         """See `EngineRoute`."""
         self._stop_timer()
         affinity, usage = self._routing.affinity, self.usage
-        if not self._answered or not self._is_served or not isinstance(usage, CachedUsageReader):
+        if not self._answered or not self._is_served:
             return
         cached = usage.cached_tokens
-        if usage.prompt_tokens is not None:
-            self._routing.counted(self._name, self._request.api, usage.prompt_tokens, cached)
+        if usage.input_tokens is not None:
+            self._routing.counted(self._name, self._request.api, usage.input_tokens, cached)
         if affinity is not None and self._prediction is not None:
             output = usage.chunks if usage.output_tokens is None else usage.output_tokens
             affinity.ended(
-                self._prediction, prompt_tokens=usage.prompt_tokens, cached_tokens=cached, output_tokens=output
+                self._prediction, prompt_tokens=usage.input_tokens, cached_tokens=cached, output_tokens=output
             )
 
     @property

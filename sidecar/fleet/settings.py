@@ -13,8 +13,8 @@ from sidecar.policy.fleet import MOST_ENGINES, Health
 class FleetSettings:
     """How every engine of a fleet is watched and used.
 
-    `engine` is the kind of all of them. `connect_timeout_s` and `response_timeout_s` are those of `ReverseProxy`, None
-    for its own. An engine that is new gets its whole capacity after `slow_start_s`; 0: at once.
+    `engine` is the kind of all of them. `connect_timeout_s` is that of `ReverseProxy`, None for its own. An engine that
+    is new gets its whole capacity after `slow_start_s`; 0: at once.
     """
 
     engine: type[Engine]
@@ -23,4 +23,3 @@ class FleetSettings:
     slow_start_s: float = 60.0
     most_engines: int = MOST_ENGINES
     connect_timeout_s: float | None = None
-    response_timeout_s: float | None = None

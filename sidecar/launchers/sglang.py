@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from sidecar.engines import NoEngine, Sglang
 from sidecar.launchers.checks import CannotLaunch, announce_processes, begin, imported
 
-INSTALL = "pip install sglang, or run `sidecar serve` in front of a server elsewhere"
+INSTALL = "install SGLang as its documentation says, or run `sidecar serve` in front of a server elsewhere"
 APP_VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
 APP = "sidecar.launchers.sglang_app:app"
 logger = logging.getLogger(__name__)

@@ -26,7 +26,8 @@ from sidecar.launchers.checks import CannotLaunch, announce_processes, begin, co
 from sidecar.server.workers import PROCESSES_VARIABLE
 
 INSTALL = (
-    "pip install tensorrt-llm (it needs an NVIDIA GPU), or run `sidecar serve` in front of a trtllm-serve elsewhere"
+    "install TensorRT-LLM as its documentation says (it needs an NVIDIA GPU), "
+    "or run `sidecar serve` in front of a trtllm-serve elsewhere"
 )
 _SERVE = "serve"
 

@@ -227,18 +227,19 @@ class AdmissionController:
     def readiness(self) -> Sequence[str]:
         """Reasons why this process should get no traffic; empty when it should.
 
-        The dry run changes nothing for clients: the engine's state is a notice there.
+        Where every request passes, the states of the engine and of the store are notices.
         """
-        of_engine = () if self.is_observing else self.engine_watch.readiness()
-        return [*(["draining"] if self.is_draining else []), *of_engine, *self.pool.readiness()]
+        return [*(["draining"] if self.is_draining else []), *(() if self.is_observing else self.not_ready())]
+
+    def not_ready(self) -> Sequence[str]:
+        """Why no request can be served now by the policy; empty where they can."""
+        return [*self.engine_watch.readiness(), *self.pool.readiness()]
 
     def notices(self) -> Sequence[str]:
         """Problems that do not keep this process from serving."""
         of_monitor = () if self.monitor is None else self.monitor.notices()
-        of_engine = self.engine_watch.readiness() if self.is_observing else ()
         return [
-            *([OBSERVES] if self.is_observing else []),
-            *of_engine,
+            *([OBSERVES, *self.not_ready()] if self.is_observing else []),
             *self.engine_watch.notices(),
             *self.pool.notices(),
             *self.identities.notices(),
@@ -266,4 +267,6 @@ class AdmissionController:
 
 def _interval_s(policy: Policy) -> float:
     """The watchdog's interval for a policy, in seconds."""
-    return max(SHORTEST_INTERVAL_S, min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s))
+    of_engine = (tier.timeouts.shortest_s for tier in policy.tiers)
+    shortest_s = min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s, *of_engine)
+    return max(SHORTEST_INTERVAL_S, shortest_s)

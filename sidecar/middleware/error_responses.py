@@ -27,7 +27,7 @@ _ANTHROPIC_TYPES = {
 }
 
 # The client's mistakes: the same request gets the same response again.
-_NEVER_HELPED = {400, 401, 404, 413, 415}
+_NEVER_HELPED = {400, 401, 404, 413, 415, 426}
 
 
 async def send_error(
@@ -115,6 +115,8 @@ def error_headers(error: AdmissionError, length: int, request_id: str | None) ->
     headers += _retry_headers(error)
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    elif error.status == 426:  # RFC 9110, sections 15.5.22 and 7.8
+        headers += [(b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade")]
     if request_id is not None:
         headers.append((REQUEST_ID, request_id.encode("latin-1")))
     return headers

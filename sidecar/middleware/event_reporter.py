@@ -147,12 +147,12 @@ class EventReporter(msgspec.Struct, eq=False):
         self,
         outcome: Outcome,
         status: int | None,
-        used: tuple[int, int | None, int | None],
+        used: tuple[int, int | None, int | None, int | None],
         error: str | None,
         said: str | None = None,
         size: LeaseSize | None = None,
     ) -> None:
-        """The request is over. `used` is all tokens, then the engine's own count of input and output.
+        """The request is over. `used` is all tokens, then the engine's own count of input, output and cached input.
 
         `said` is the message of the error that was answered in the engine's place. `size` is that of the lease.
         """
@@ -160,7 +160,7 @@ class EventReporter(msgspec.Struct, eq=False):
         if self._unmade is not None and (outcome is not _COMPLETED or (status or 0) >= FIRST_FAILURE):
             self._make_all()
         if self._observation is not None:
-            tokens, input_tokens, output_tokens = used
+            tokens, input_tokens, output_tokens, cached_tokens = used
             held, growths = (None, 0) if size is None else (size.held, size.growths)
             event = Settled(  # names would cost as much as all of this
                 self._now_us(),
@@ -175,6 +175,7 @@ class EventReporter(msgspec.Struct, eq=False):
                 held,
                 growths,
                 gain,
+                cached_tokens,
             )
             self._observation.on_event(event)
 

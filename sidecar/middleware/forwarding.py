@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from starlette.types import Scope
 
@@ -18,17 +19,14 @@ from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant
 
 
-def headers_for_app(
-    pairs: Headers, request: SizedRequest, body: bytes, added: list[tuple[bytes, bytes]], *, has_begun: bool
-) -> Headers:
+def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: list[tuple[bytes, bytes]]) -> Headers:
     """The headers for the app: the client's `pairs`, with those `added`, to which the new length is added here.
 
-    `has_begun`: the response has begun as plain text, so the engine must not compress the rest. A background response
-    must not be compressed either, because its id has to be read.
+    No answer may be compressed: its usage is read, and it may have begun as plain text.
     """
     own, taken = request.headers, request.taken
-    if has_begun or request.payload.background:
-        taken = [*taken, b"accept-encoding"]
+    if b"accept-encoding" in own:
+        added.append((b"accept-encoding", b"identity"))
     if b"content-length" in own and (body is not request.body or CONTENT_ENCODING in taken):
         added.append((b"content-length", b"%d" % len(body)))
     if len(own) < len(pairs):
@@ -83,10 +81,11 @@ def _without(added: Headers, connection: bytes) -> bytes:
 
 
 def forwarded_scope(scope: Scope, endpoint: Endpoint, headers: Headers) -> Scope:
-    """A copy of the scope, with these headers and the path that the engine knows."""
+    """A copy of the scope, with these headers and the path that the engine knows, however the client has spelled it."""
     copy = {**scope, "headers": headers}
-    if endpoint.forward_to is not None:
-        # The part before the endpoint's own path is where the app is mounted; some servers leave it out.
-        copy["path"] = scope["path"].removesuffix(endpoint.path) + endpoint.forward_to
-        copy["raw_path"] = copy["path"].encode()
+    path, wanted = scope["path"], endpoint.forward_to or endpoint.path
+    if path != wanted:
+        root = scope.get("root_path", "")  # where the app is mounted; some servers leave it out of the path
+        copy["path"] = path = root + wanted if root and path.startswith(f"{root}/") else wanted
+        copy["raw_path"] = quote(path).encode()
     return copy

@@ -21,8 +21,8 @@ from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, EngineUnre
 from sidecar.events import Outcome
 from sidecar.middleware.error_responses import discard_body
 from sidecar.middleware.intake import is_upload
-from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.stages import Stage
+from sidecar.middleware.timed_request import TimedRequest
 from sidecar.middleware.wait import ClientChannel
 from sidecar.policy.model import CostPlace
 from sidecar.pools import Grant
@@ -76,12 +76,11 @@ class UploadChannel(ClientChannel):
     _passed: list[Message] = msgspec.field(default_factory=list)
     _passed_bytes: int = 0
     _changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
-    _is_cut: bool = False
     is_complete: bool = False
 
     def cut(self) -> None:
-        """The app gets no more of it: for the app the client disconnects now."""
-        self._is_cut = True
+        """See `ClientChannel.cut`. What comes of the upload is still read."""
+        self.cut_us = self._now_us()
         self._changed.set()
 
     def rewind(self) -> bool:
@@ -96,8 +95,8 @@ class UploadChannel(ClientChannel):
     async def receive(self) -> Message:
         """See `ClientChannel.receive`: the body's chunks, in their order, and then a disconnect."""
         reading = self.disconnect()
-        while not self._ahead or self._is_cut:
-            if self._is_cut:
+        while not self._ahead or self.cut_us is not None:
+            if self.cut_us is not None:
                 return {"type": "http.disconnect"}
             if reading.done():
                 return reading.result()
@@ -132,7 +131,7 @@ class UploadChannel(ClientChannel):
             self._changed.set()
 
 
-class GenericRequest(RequestHandler):
+class GenericRequest(TimedRequest):
     """Handles one request of the generic API."""
 
     _cost: CostReader | None = None

@@ -2,7 +2,7 @@
 
 The intake does no I/O. Enforcing and the dry run feed it the same messages, so both run the same checks in the same
 order: no loop, one API key, a known key, its codings, the declared length, the body's time and size, its fields, the
-background rule, the tier, the number of sequences, the output maximum, the longest wait.
+background rule, the tier, the number of choices, the output maximum, the longest wait.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ _UPLOADS = re.compile(
 )
 _END_BYTES = 256
 """Of each end of a body: prompts often share their beginning, and differ at their end."""
-_EMBEDDINGS = Api.EMBEDDINGS  # looked up once: an enumeration's attribute costs as much as a call
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
 
@@ -166,6 +165,14 @@ class SizedRequest(msgspec.Struct, gc=False):
         """Raises what it holds, because its prompt cannot be sized. Unlimited tokens are not counted."""
         if tokens < UNLIMITED:
             self.tokens = max(self.tokens, tokens)
+
+    def hold_list(self, pool: Pool) -> None:
+        """Sets the requests that a list of prompts or inputs holds: at most what its tier admits.
+
+        The tier that its tenant's requests fall to counts, too.
+        """
+        level, lower = self.classification.level, self.classification.tenant.downgrade_level or 0
+        self.requests = self.payload.requests(min(pool.most_requests(level), pool.most_requests(max(level, lower))))
 
     def drop_body(self) -> None:
         """Frees the body, which may be megabytes, once it is forwarded or never will be."""
@@ -311,7 +318,7 @@ class RequestIntake(msgspec.Struct, eq=False):
         self.classification = classification
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
-            refuse_what_is_too_much(api, payload, policy)
+            refuse_what_is_too_much(payload, policy)
         if tenant.limits.max_output_tokens is not None:
             cap = _output_cap(api, payload, body, tenant, policy.engine)
         prompt_tokens = snapshot.estimator.prompt_tokens(payload, tenant.name)
@@ -447,17 +454,12 @@ def refuse_background(payload: Payload, choice: Background) -> None:
         )
 
 
-def refuse_what_is_too_much(api: Api, payload: Payload, policy: Policy) -> None:
-    """Raises TooManyChoices or UnsizedPrompt for a request that the policy allows no one.
-
-    The bound is for choices times prompts: each prompt of a list starts that many choices. It is not for the
-    inputs of an embedding, for which nothing is generated: each holds a sequence, so the tier's size limit bounds them.
-    """
-    starts, most = payload.sequences, policy.max_choices
-    if starts > most and api is not _EMBEDDINGS:
+def refuse_what_is_too_much(payload: Payload, policy: Policy) -> None:
+    """Raises TooManyChoices or UnsizedPrompt for a request that the policy allows no one."""
+    if payload.choices > policy.max_choices:
         raise TooManyChoices(
-            f"this request would start {starts} sequences (choices times prompts: {payload.choices} x "
-            f"{payload.prompts}); {most} are allowed; ask for a smaller n or best_of, or send fewer prompts at once"
+            f"this request asks for {payload.choices} choices of a prompt; {policy.max_choices} are allowed; ask for a "
+            "smaller n or best_of"
         )
     if payload.unsized is not None and policy.unsized is Unsized.REFUSE:
         raise UnsizedPrompt(

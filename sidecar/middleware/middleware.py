@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import posixpath
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from sidecar.engines.base import plain_path
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest
 from sidecar.middleware.event_reporter import reporter_of
@@ -18,6 +18,7 @@ from sidecar.middleware.pending_aborts import EngineCall
 from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.response_headers import request_id
 from sidecar.middleware.self_view import is_self_view, send_self_view
+from sidecar.middleware.timed_request import TimedRequest
 from sidecar.middleware.unguarded import pass_or_refuse, route_path
 from sidecar.middleware.usage import UsageReader
 from sidecar.middleware.wait import ClientChannel
@@ -38,7 +39,7 @@ def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive,
         return pass_or_refuse(controller, scope, receive, send)
     if controller.snapshot.is_observing:
         return DryRunRequest(controller, endpoint, scope, receive, send).run()
-    kind = RequestHandler if endpoint.size is None else GenericRequest
+    kind = TimedRequest if endpoint.size is None else GenericRequest
     return handler_of(kind, controller, endpoint, scope, receive, send).run()
 
 
@@ -48,11 +49,14 @@ def guarded_endpoint(controller: AdmissionController, scope: Scope) -> Endpoint 
         return None
     path = route_path(scope) if scope.get("root_path") else scope["path"]
     endpoints = controller.snapshot.endpoints
-    endpoint = endpoints.get(path)
-    if endpoint is None and ("//" in path or "/." in path or path.endswith("/")):
-        # A server after this one may read it as a guarded path: nginx merges slashes and resolves dots.
-        endpoint = endpoints.get(posixpath.normpath("/" + path.lstrip("/")))
-    return endpoint
+    return endpoints.get(path) or otherwise_spelled(endpoints, path)
+
+
+def otherwise_spelled(endpoints: Mapping[str, Endpoint], path: str) -> Endpoint | None:
+    """The endpoint whose path a server after this one may read: nginx merges slashes and resolves dots, Starlette drops
+    a line's end.
+    """
+    return endpoints.get(plain_path(path))
 
 
 def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to

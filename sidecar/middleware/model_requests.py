@@ -21,8 +21,8 @@ from sidecar.middleware.intake import SizedRequest, is_upload
 from sidecar.middleware.middleware import guarded_endpoint, handler_of
 from sidecar.middleware.model_list import asked_model, send_models
 from sidecar.middleware.models import ModelsController
-from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.self_view import is_self_view, send_self_view
+from sidecar.middleware.timed_request import TimedRequest
 from sidecar.middleware.unguarded import is_refused, pass_or_refuse, route_path
 from sidecar.payload.content_codings import packed_body
 from sidecar.payload.decode import decode
@@ -101,7 +101,7 @@ def _again(read: list[Message], receive: Receive) -> Receive:
     return read_again
 
 
-class ModelRequestHandler(RequestHandler):
+class ModelRequestHandler(TimedRequest):
     """Handles one request to a guarded endpoint. From its body on, it is one of its model's controller."""
 
     async def _read(self) -> SizedRequest:

@@ -112,13 +112,16 @@ class ModelsController(AdmissionController):
 
     def readiness(self) -> Sequence[str]:
         """See `AdmissionController.readiness`. Reasons only where no model at all can be served."""
-        reasons = {name: self._not_ready(controller) for name, controller in self.controllers.items()}
-        of_models = _said_of(reasons) if all(reasons.values()) else []
-        return [*(["draining"] if self.is_draining else []), *of_models]
+        return [*(["draining"] if self.is_draining else []), *(() if self.is_observing else self.not_ready())]
+
+    def not_ready(self) -> Sequence[str]:
+        """See `AdmissionController.not_ready`."""
+        reasons = {name: controller.not_ready() for name, controller in self.controllers.items()}
+        return _said_of(reasons) if all(reasons.values()) else []
 
     def notices(self) -> Sequence[str]:
         """See `AdmissionController.notices`. Among them is each model that cannot be served while another can."""
-        reasons = {name: self._not_ready(controller) for name, controller in self.controllers.items()}
+        reasons = {name: controller.not_ready() for name, controller in self.controllers.items()}
         of_all = [*([OBSERVES] if self.is_observing else []), *self.identities.notices()]
         notices = {
             name: [notice for notice in controller.notices() if notice not in of_all]
@@ -126,7 +129,7 @@ class ModelsController(AdmissionController):
         }
         return [
             *of_all,
-            *(() if all(reasons.values()) else _said_of(reasons)),
+            *(() if self.is_observing or all(reasons.values()) else _said_of(reasons)),
             *_said_of(notices),
             *(() if self.monitor is None else self.monitor.notices()),
         ]
@@ -146,10 +149,6 @@ class ModelsController(AdmissionController):
                 for name, one in states.items()
             },
         }
-
-    def _not_ready(self, controller: AdmissionController) -> Sequence[str]:
-        of_engine = () if self.is_observing else controller.engine_watch.readiness()
-        return [*of_engine, *controller.pool.readiness()]
 
     def _observer_of(self, named: str | None) -> Observer | None:
         model = self.names.meant(named)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sidecar.classify import Classifier
-from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
+from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency, plain_path
 from sidecar.gain.token_deadlines import Objective
 from sidecar.identity.tokens import TokenVerifier
 from sidecar.middleware.credentials import Credentials
@@ -23,6 +23,7 @@ from sidecar.tokens import Estimator
 class PolicySnapshot:
     """A policy and everything that is computed from it once. Lists by level begin with the most important tier.
 
+    `endpoints` has them by their paths, as the policy spells them and as `plain_path` does.
     `priorities` are the values that the engine gets, `tier_names` are header values. `are_preemptible` says whose
     requests' room may be taken back before their first byte. `abort_latency` is how long the
     engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
@@ -65,7 +66,7 @@ def policy_snapshot(
     upload_bytes = policy.max_body_bytes if policy.max_upload_bytes is None else policy.max_upload_bytes
     return PolicySnapshot(
         policy=policy,
-        endpoints=dict(policy.endpoints),  # a read-only view of them would be slower
+        endpoints={**{plain_path(path): found for path, found in policy.endpoints.items()}, **policy.endpoints},
         classifier=Classifier(policy, dialect, tokens),
         estimator=estimator,
         credentials=credentials,

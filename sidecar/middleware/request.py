@@ -16,12 +16,13 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
-from sidecar.errors import AdmissionError, Draining, QueueFull
+from sidecar.errors import AdmissionError, Draining, EngineTimeout, QueueFull
 from sidecar.events import Headers, Obstacle, Outcome
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import EngineRoute
+from sidecar.middleware.engine_time import EngineTime
 from sidecar.middleware.error_responses import refuse, send_error
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
@@ -42,11 +43,12 @@ from sidecar.middleware.wait import (
     comments_of,
     sized_ask,
     wait,
+    withdraw,
     within_budget,
 )
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease, LocalPool
-from sidecar.sending import CLIENT_KEY, SendChunk, chunk_path
+from sidecar.sending import CLIENT_KEY, SENT, SendChunk, chunk_path
 from sidecar.tasks import is_canceled_again
 
 _WITHOUT_GRANT = (ClientDisconnected, WaitedTooLong, AdmissionError)
@@ -97,6 +99,9 @@ class RequestHandler(msgspec.Struct, eq=False):
     _background: BackgroundRequest | None = None
     _size: LeaseSize | None = None
     _gain: RequestGain | None = None
+    _engine_time: EngineTime | None = None
+    _overdue: EngineTimeout | None = None
+    _sending: Awaitable[None] = SENT
     _preempted_us: int | None = None
     _preemptions: int = 0
     _hand_backs: int = 0
@@ -129,10 +134,9 @@ class RequestHandler(msgspec.Struct, eq=False):
                     return
                 next_grant = self._wait_again
         except asyncio.CancelledError as canceled:
-            if self._controller.is_stopping(canceled):
-                await self._answer_cut()
-            self._settle(_FAILED, CUT)
-            raise
+            if not await self._has_answered(canceled):
+                self._settle(_FAILED, CUT)
+                raise
         finally:
             self._end()
 
@@ -289,7 +293,6 @@ class RequestHandler(msgspec.Struct, eq=False):
         receive: Receive = self._receive_for_app
         send: Send = self._send_for_app
         if lease.on_preempt is not None:
-            self._scope.pop(CLIENT_KEY, None)
             attempt = self._attempt = PreemptibleAttempt(lease, receive, send, self._client.disconnect)
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
@@ -300,7 +303,10 @@ class RequestHandler(msgspec.Struct, eq=False):
             streams = request.payload.stream
             self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, streams)
         self._reader = self._usage if self._gain is None else self._gain.sent(grant.engine, self._usage)
-        return self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority)), receive, send
+        scope = self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority))
+        if self._attempt is not None:
+            scope.pop(CLIENT_KEY, None)
+        return scope, receive, send
 
     async def _has_failed(self, error: Exception) -> bool:
         """Ends a request whose app raised an error. False where no one gets this attempt's response."""
@@ -335,11 +341,11 @@ class RequestHandler(msgspec.Struct, eq=False):
         return False
 
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
-        request, has_begun = self._request, self._client.keepalive is not None
+        request = self._request
         added = [*forward.headers, *self._reporter.headers(), *request.added]
         capped = request.body if request.output_cap is None else request.capped_body()
         self._body = body = forwarded_body(capped, request.payload, forward)
-        headers = headers_for_app(self._pairs, request, body, added, has_begun=has_begun)
+        headers = headers_for_app(self._pairs, request, body, added)
         scope = forwarded_scope(self._scope, self._endpoint, headers)
         if request.payload.background:
             scope.pop(CLIENT_KEY, None)
@@ -365,6 +371,8 @@ class RequestHandler(msgspec.Struct, eq=False):
         """
         reader = self._passing
         if reader is None or not message.get("more_body"):
+            if self._overdue is not None:
+                return SENT
             if self._background is None:
                 if message["type"] == "http.response.start":
                     return self._client.send(self._response_start(message))
@@ -380,7 +388,8 @@ class RequestHandler(msgspec.Struct, eq=False):
                 self._usage.read()
         if is_read and self._size is not None:
             self._size.answer_read()
-        return self._client.send(message)
+        sending = self._sending = self._client.send(message)
+        return sending
 
     def chunk_path(self) -> SendChunk | None:
         """See `sending.chunk_path`."""
@@ -469,7 +478,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._size.ended()
         if self._gain is not None:
             self._gain.taken_back()
-        self._preempted_us = self._attempt = self._background = None
+        self._preempted_us = self._attempt = self._background = self._engine_time = None
         route = self._route
         self._call = EngineCall(self._controller.engine_watch) if route is None else route.call()
         self._usage, self._status = UsageReader() if route is None else route.usage, None
@@ -497,12 +506,13 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     # -- the end
 
-    async def _answer_cut(self) -> None:
-        """Answers a request that the stopping server cuts off. A response that has begun can only end."""
-        if self.stage < _FOLLOWED and self._status is None:
+    async def _has_answered(self, canceled: asyncio.CancelledError) -> bool:
+        """Answers a request that was canceled, unless its response has begun. False where the cancellation goes on."""
+        if self._controller.is_stopping(canceled) and self.stage < _FOLLOWED and self._status is None:
             self._cut = Draining("this server stopped before the request was served; send it again", retry_after_s=1)
             await self._refuse(self._cut, None)
             self._status = self._cut.status
+        return False
 
     def _settle(self, outcome: Outcome, error: str | None = None) -> None:
         """Ends a running request. Only the first call counts; a background response is followed to its own end."""
@@ -535,8 +545,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._passing = self._unread = None
         usage.read()
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
-        is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
-        charged = tokens if is_known else None
+        charged = tokens if failure is not None or usage.is_known(status) else None
         if size is not None:
             size.ended(tokens)
         if call.may_run:
@@ -555,13 +564,14 @@ class RequestHandler(msgspec.Struct, eq=False):
             controller.estimator.learn(request.payload, request.classification.tenant.name, prompt)
         if controller.usage is not None and failure is None:
             controller.usage.count(request, self._snapshot.policy, usage, status)
+        used = tokens, prompt, usage.output_tokens, usage.cached_tokens
         said = None if failure is None else failure.message
-        self._reporter.settled(outcome, status, (tokens, prompt, usage.output_tokens), error, said, size)
+        self._reporter.settled(outcome, status, used, error, said, size)
 
     def _when_aborted(self, release: Callable[[], object]) -> None:
         """Calls `release` when the engine has aborted what it computed for this request."""
         is_lost = self._attempt is not None and self._attempt.is_lost
-        disconnected_us = self._preempted_us if is_lost else self._client.disconnected_us
+        disconnected_us = self._preempted_us if is_lost else self._client.disconnected_us or self._client.cut_us
         due_us = self._snapshot.abort_latency.due_us(self._now_us(), disconnected_us)
         tokens = self._request.tokens if self._size is None else self._size.held
         held = Held(self._request.requests, tokens)
@@ -573,24 +583,13 @@ class RequestHandler(msgspec.Struct, eq=False):
         if stage is _READING:
             self._report_canceled(None)
             self.stage = _OVER
-        elif stage is _WAITING:
-            self._withdraw()
+        elif stage is _WAITING:  # the task was canceled
+            withdraw(self._lease, self._report_canceled)
             self.stage = _OVER
         elif stage is _RUNNING:
             self._settle(_FAILED, "incomplete_response")
         self._client.close()
         self._controller.watchdog.discard(self)
-
-    def _withdraw(self) -> None:
-        """Leaves the queue, as the task was canceled. Reports the wait when the pool has said how it went."""
-        if self._lease.settle(0):
-            self._report_canceled(self._lease.grant)
-            return
-        left = self._lease.leave()
-        if left.done():
-            self._report_canceled(left.result())
-        else:
-            left.add_done_callback(lambda wait: self._report_canceled(wait.result()))
 
     def _report_canceled(self, wait: Grant | None) -> None:
         if self._cut is None:

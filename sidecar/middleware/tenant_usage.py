@@ -236,9 +236,9 @@ class TenantUsage:
         try:
             await self.flush()
         except StoreSilent as silent:
-            left = len(self._pending) + len(self._part)
-            message = "%d entries of the tenants' use are lost: the store does not answer: %s"
-            _log.error(message, left, silent, extra={"event": "usage_lost"})
+            if left := len(self._pending) + len(self._part):
+                message = "%d entries of the tenants' use are lost: the store does not answer: %s"
+                _log.error(message, left, silent, extra={"event": "usage_lost"})
         await self._records.close()
 
     def notices(self) -> Sequence[str]:

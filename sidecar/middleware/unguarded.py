@@ -1,8 +1,13 @@
 """Unguarded paths: requests that no endpoint of the policy guards. Some pass, others get a 404.
 
-`deny` passes requests that only read (GET, HEAD, OPTIONS) and the engine's routes that are known to be harmless.
+`deny` passes requests that only read (GET, HEAD, OPTIONS) and the engine's routes that are known to be harmless. Where
+requests need a key (`anonymous: deny`), these need one too, but for the policy's `public` paths, and the engine's own
+pages, such as its metrics, pass for no one.
 `generating` passes an app's own routes as well, and refuses only what may run the model. `allow` passes everything.
 In `mode: observe` everything passes, and the count shows what enforcing would refuse.
+
+A WebSocket on a guarded path gets a 426, after which clients such as Codex use HTTP at once; any other status they take
+for a failure to try again after.
 
 A path passes only in the exact spelling that the app gets. In `generating` a path is refused in every spelling that
 some server might read as a generating path.
@@ -22,7 +27,7 @@ from sidecar.classify import api_key
 from sidecar.engines import NoEngine
 from sidecar.engines.base import Routes, plain_path
 from sidecar.engines.discovery import is_engine_server
-from sidecar.errors import AdmissionError, NotGuarded
+from sidecar.errors import AdmissionError, NotGuarded, UpgradeRequired
 from sidecar.events import UnguardedRequest
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.controller import AdmissionController
@@ -38,6 +43,7 @@ WEBSOCKET = "WebSocket"
 OTHER = "other"
 """The label of every path that is neither a known route of the engine's nor one that the app reports."""
 _POLICY_VIOLATION = 1008
+_OVER_HTTP = "this path is not served over a WebSocket; send a POST over HTTP"
 
 _log = logging.getLogger("sidecar.unguarded")
 
@@ -47,9 +53,6 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
     if scope["type"] not in ("http", "websocket"):
         controller.server = asyncio.current_task()
         await controller.lifespan(scope, receive, send)
-        return
-    if _only_reads(controller.snapshot.routes, scope):
-        await controller.app(scope, receive, send)
         return
     is_observing = controller.is_observing
     refusal: AdmissionError | None = None
@@ -65,7 +68,8 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
     try:
         await controller.app(scope if is_observing else passed, receive, send)
     finally:
-        _report(controller, passed, refusal)
+        if refusal is not None or scope.get("method") not in READING:
+            _report(controller, passed, refusal)
 
 
 def is_refused(controller: AdmissionController, scope: Scope) -> bool:
@@ -80,14 +84,20 @@ def is_refused(controller: AdmissionController, scope: Scope) -> bool:
 
 
 def route_path(scope: Scope) -> str:
-    """The path as the app's router reads it: without the prefix under which the app is mounted."""
+    """The path as the app's router reads it: without the prefix under which the app is mounted (Starlette's rule)."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
-    return path.removeprefix(root) if root else path
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
     """The refusal of a path, with the lines of the policy that would change it."""
+    page = routes.operators_page(path) if method in READING else None
+    if page is not None and path not in routes.changing_reads:
+        return NotGuarded(
+            f"{page} is the engine's own page, and is not shown to clients. For the operator: read it at the engine's "
+            "own port, or name it under `public:` in the policy, for everyone."
+        )
     route = routes.generating_route(path)
     # An unknown path may contain a key, and the message goes into the log: such a path is never repeated.
     is_known = path == route or path in routes.changing_reads
@@ -123,14 +133,23 @@ def treatment(mode: Unguarded, policy: Policy, routes: Routes, method: str, path
     if mode is Unguarded.ALLOW:
         return Treatment.PASSES
     if method in READING:
-        is_refused = mode is Unguarded.DENY and plain_path(path) in routes.changing_reads
-        return Treatment.REFUSED if is_refused else Treatment.PASSES
+        return _reading(policy, routes, path) if mode is Unguarded.DENY else Treatment.PASSES
     if method != WEBSOCKET and routes.harmless_route(path) is not None:
+        is_open = mode is Unguarded.DENY and path in (policy.public_paths or ())
         is_engines = mode is Unguarded.DENY or policy.engine is not NoEngine  # else it is the app's own
-        return Treatment.NEEDS_KEY if is_engines else Treatment.PASSES
+        return Treatment.NEEDS_KEY if is_engines and not is_open else Treatment.PASSES
     if mode is Unguarded.DENY or _may_generate(policy, routes, method, path):
         return Treatment.REFUSED
     return Treatment.PASSES
+
+
+def _reading(policy: Policy, routes: Routes, path: str) -> Treatment:
+    public = policy.public_paths
+    if public is not None and path in public:
+        return Treatment.PASSES
+    if plain_path(path) in routes.changing_reads or (public is not None and routes.operators_page(path) is not None):
+        return Treatment.REFUSED
+    return Treatment.NEEDS_KEY if policy.anonymous is None else Treatment.PASSES
 
 
 def mode_of(controller: AdmissionController, scope: Scope) -> Unguarded:
@@ -147,10 +166,10 @@ def mode_of(controller: AdmissionController, scope: Scope) -> Unguarded:
     return controller.unguarded
 
 
-def _only_reads(routes: Routes, scope: Scope) -> bool:
-    if scope["type"] != "http" or scope["method"] not in READING:
-        return False
-    return not routes.changing_reads or plain_path(route_path(scope)) not in routes.changing_reads
+def _is_preflight(scope: Scope) -> bool:
+    """Whether a browser asks if it may send a request: it must send no key with that (Fetch, section 4.8)."""
+    asks = scope["type"] == "http" and scope["method"] == "OPTIONS"
+    return asks and any(name == b"access-control-request-method" for name, _ in scope["headers"])
 
 
 async def _checked_with_keys(controller: AdmissionController, scope: Scope) -> Scope:
@@ -165,21 +184,35 @@ async def _checked_with_keys(controller: AdmissionController, scope: Scope) -> S
 
 
 def _checked(controller: AdmissionController, scope: Scope) -> Scope:
-    """The scope for the app. Raises NotGuarded, or InvalidApiKey where a key is needed."""
+    """The scope for the app. Raises NotGuarded, UpgradeRequired, or InvalidApiKey where a key is needed."""
     policy, routes, path = controller.policy, controller.snapshot.routes, route_path(scope)
-    method: str = scope["method"] if scope["type"] == "http" else WEBSOCKET
+    is_websocket = scope["type"] == "websocket" or _offers_websocket(policy, scope)
+    method: str = WEBSOCKET if is_websocket else scope["method"]
     treated = treatment(mode_of(controller, scope), policy, routes, method, path)
     if treated is Treatment.REFUSED:
+        if is_websocket and _is_guarded(policy, path):
+            raise UpgradeRequired(_OVER_HTTP)
         raise not_guarded(method, path, routes)
-    return with_engine_key(controller, scope) if treated is Treatment.NEEDS_KEY else scope
+    if treated is Treatment.PASSES or _is_preflight(scope):
+        return scope
+    return with_engine_key(controller, scope)
 
 
 def _may_generate(policy: Policy, routes: Routes, method: str, path: str) -> bool:
     """Whether a request may run the model. Any method on a guarded path may: SGLang also answers PUT."""
     if method == "DELETE":
         return False
-    guarded = policy.endpoints
-    return path in guarded or plain_path(path) in guarded or routes.generating_route(path) is not None
+    return _is_guarded(policy, path) or routes.generating_route(path) is not None
+
+
+def _is_guarded(policy: Policy, path: str) -> bool:
+    return path in policy.endpoints or plain_path(path) in policy.endpoints
+
+
+def _offers_websocket(policy: Policy, scope: Scope) -> bool:
+    """Whether an HTTP request asks for a WebSocket on a guarded path: the server has left it to its app to decline."""
+    is_get = scope["type"] == "http" and scope["method"] == "GET" and _is_guarded(policy, route_path(scope))
+    return is_get and any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"])
 
 
 def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
@@ -237,6 +270,8 @@ def _label(routes: Routes, scope: Scope) -> str:
     """One of a bounded number of labels: clients choose paths, and every label takes memory for good."""
     path = route_path(scope)
     known = routes.harmless_route(path) or routes.generating_route(path)
+    if known is None and scope.get("method") in READING:
+        known = routes.operators_page(path)
     if known is not None:
         return known
     template = getattr(scope.get("route"), "path", None)  # FastAPI leaves the route that it found

@@ -1,10 +1,12 @@
 """Token usage of a response, read as it passes: the engine's `usage`, or the number of a stream's chunks.
 
 OpenAI's engines send `usage` last (and null before it, in a stream that was asked for it). Anthropic's API sends the
-input's usage in the first event and the output's in the last. Both are found by the member's name in the bytes that
-pass, and the body is not kept. Generated text cannot be mistaken for it: there the name's quotes are escaped. A tool or
-a schema that the client wrote can, where the answer repeats it: so a count never falls, and a stream of the responses
-API, which begins with the request, has none before its last event.
+input's usage in the first event and the output's in the last. It counts the part of the prompt that was read from the
+cache, and the part that went into it, apart from `input_tokens`: here all three are the prompt. Both are found by the
+member's name in the bytes that pass, wherever it is nested, and the body is not kept. Generated text cannot be mistaken
+for it: there the name's quotes are escaped. A tool or a schema that the client wrote can, where the answer repeats it:
+so a count never falls, and a stream of the responses API, which begins with the request, has none before its last
+event.
 
 An event counts as one token. One that is larger than any event of one token counts by its bytes, too: an engine whose
 client reads slowly puts what it generates meanwhile into one event.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
@@ -23,7 +26,10 @@ _EVENT = b"data:"
 _NAME = b'"usage"'
 _BRACE = ord("{")
 _CUT_NAME = len(_NAME) - 1
-_OBJECT = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+_FLAT = rb"\{[^{}]*\}"
+_NESTED = rb"\{[^{}]*(?:" + _FLAT + rb"[^{}]*)*\}"
+_OBJECT = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:' + _NESTED + rb"[^{}]*)*\})")
+"""With details, which may have details of their own."""
 READ_BYTES = 4096
 """Bytes of a response that are read together, ten to fifty events: to read one event costs as much as to read ten."""
 LONGEST = 4096
@@ -44,6 +50,7 @@ _AFTER_COUNT = 4
 
 _MOST_TOKENS = 2**40
 """No answer has so many: a larger count says nothing, and a negative one neither."""
+_MOST_DIGITS = len(str(_MOST_TOKENS))
 _BEGINS = b"response.created"
 _REQUEST = re.compile(rb"event: ?response\.created\r?\n")
 _END = re.compile(rb"event: ?response\.(?:completed|incomplete|failed)\r?\n")
@@ -51,35 +58,25 @@ _END = re.compile(rb"event: ?response\.(?:completed|incomplete|failed)\r?\n")
 
 
 class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    """A `usage` as engines write it. Each member is read apart: one of another kind hides no other."""
+
+    prompt_tokens: Any = None
+    completion_tokens: Any = None
+    input_tokens: Any = None
+    output_tokens: Any = None
+    total_tokens: Any = None
+    prompt_tokens_details: Any = None
+    input_tokens_details: Any = None
+    cache_read_input_tokens: Any = None
+    cache_creation_input_tokens: Any = None
 
 
 class _Answer(msgspec.Struct, gc=False):
     usage: _Usage | None = None
 
 
-class _RawAnswer(msgspec.Struct, gc=False):
-    usage: msgspec.Raw = msgspec.Raw()
-
-
-class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
-
-
-class _CachedUsage(msgspec.Struct, gc=False):
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-
-
 _decode_answer = msgspec.json.Decoder(_Answer).decode
-_decode_raw_answer = msgspec.json.Decoder(_RawAnswer).decode
 _decode = msgspec.json.Decoder(_Usage).decode
-_decode_cached = msgspec.json.Decoder(_CachedUsage).decode
 
 
 class UsageReader(msgspec.Struct, eq=False):
@@ -88,13 +85,17 @@ class UsageReader(msgspec.Struct, eq=False):
     Call `read` once more at the response's end. An answer in one piece is read at once: so many `_tried` bytes of the
     beginning are no such answer. `has_begun` is the caller's note that there is an answer. `chunks`
     counts the events of a stream: about one generated token each, and `large_tokens` more for large ones.
+    `input_tokens` are the whole prompt, `cached_tokens` those of them that the engine's prefix cache had: None where no
+    answer said it. Engines that say it leave it out where it is 0.
     """
 
     input_tokens: int | None = None
     output_tokens: int | None = None
+    cached_tokens: int | None = None
     chunks: int = 0
     large_tokens: int = 0
     has_begun: bool = False
+    _reads: int = 0
     _counted_at: int = 0
     _is_unended: bool = False
     _carried: bytes = b""
@@ -138,11 +139,17 @@ class UsageReader(msgspec.Struct, eq=False):
 
         return pass_on
 
+    @property
+    def passed(self) -> tuple[int, int]:
+        """Another value whenever more of the response was fed."""
+        return self._reads, len(self._unread or b"")
+
     def read(self) -> None:
         """Counts the events that were fed since the last time, and takes the usage among them."""
         unread, seen, since = self._unread, self.chunks, 0
         if not unread:
             return
+        self._reads += 1
         body = bytes(unread)
         unread.clear()
         if not seen and not self._carried and len(body) > self._tried and self._take_whole(body):
@@ -208,15 +215,21 @@ class UsageReader(msgspec.Struct, eq=False):
 
     def _count(self, usage: _Usage, later: int = 0) -> None:
         """Takes a count that `later` chunks came after."""
-        seen_input = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        seen_output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
-        if seen_input is not None and (self.input_tokens or 0) <= seen_input <= _MOST_TOKENS:
+        seen_input, seen_output = _prompt(usage), _tokens(usage.output_tokens)
+        if seen_output is None:
+            seen_output = _tokens(usage.completion_tokens)
+        if seen_input is None and seen_output is None:
+            seen_input = _tokens(usage.total_tokens)  # all that some engines say of embeddings
+        if seen_input is not None and seen_input >= (self.input_tokens or 0):
             self.input_tokens = seen_input
-        if seen_output is not None and 0 <= seen_output <= _MOST_TOKENS:
+        if seen_output is not None:
             if self.output_tokens is None or seen_output > self.output_tokens:
                 self.output_tokens = seen_output
             if self.chunks:
                 self._counted_at = self.chunks - later
+        cached = _cached(usage)
+        if cached is not None:
+            self.cached_tokens = cached
 
     @property
     def later_chunks(self) -> int:
@@ -281,41 +294,30 @@ def _counted_by_log_probabilities(event: bytes) -> int | None:
     return None if begin < 0 else event.count(b",", begin, event.find(b"]", begin)) + 1
 
 
-class CachedUsageReader(UsageReader):
-    """The same, with what the engine's prefix cache held, for the pools that predict it.
+def _prompt(usage: _Usage) -> int | None:
+    """The whole prompt. OpenAI's APIs count it so; only Anthropic's counts the cached parts apart."""
+    prompt = _tokens(usage.prompt_tokens)
+    if prompt is not None:
+        return prompt
+    prompt = _tokens(usage.input_tokens)
+    if prompt is None or usage.input_tokens_details is not None:
+        return prompt
+    apart = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+    return prompt if apart == (None, None) else prompt + sum(_tokens(part) or 0 for part in apart)
 
-    `cached_tokens` is None where no answer said it. Engines that say it leave it out where it is 0. OpenAI's APIs have
-    it in the details of the prompt's tokens. Anthropic's counts the cached part of the prompt, and the part that went
-    into the cache, apart from `input_tokens`: here all three are the prompt.
-    """
 
-    cached_tokens: int | None = None
-    _apart_tokens: int = 0
+def _cached(usage: _Usage) -> int | None:
+    """The part of the prompt that came from the cache; None where it is not said."""
+    details = usage.prompt_tokens_details or usage.input_tokens_details
+    if details is None:
+        return _tokens(usage.cache_read_input_tokens)
+    return _tokens(details.get("cached_tokens")) if isinstance(details, dict) else None
 
-    @property
-    def prompt_tokens(self) -> int | None:
-        """The engine's count of the whole prompt; None where it reports none."""
-        return None if self.input_tokens is None else self.input_tokens + self._apart_tokens
 
-    def _take_whole(self, body: bytes | memoryview) -> bool:
-        """See `UsageReader`. The details are decoded apart: an engine's own form of them hides nothing else."""
-        if not super()._take_whole(body):
-            return False
-        self._take_details(bytes(_decode_raw_answer(body).usage))
-        return True
-
-    def _take(self, raw: bytes, later: int) -> None:
-        super()._take(raw, later)
-        self._take_details(raw)
-
-    def _take_details(self, raw: bytes) -> None:
-        try:
-            usage = _decode_cached(raw)
-        except msgspec.MsgspecError:
-            return  # an engine's own form of details: nothing is known
-        details = usage.prompt_tokens_details or usage.input_tokens_details
-        read = usage.cache_read_input_tokens
-        if read is not None:
-            self._apart_tokens = max(0, read) + max(0, usage.cache_creation_input_tokens or 0)
-        cached = read if details is None else details.cached_tokens
-        self.cached_tokens = self.cached_tokens if cached is None else max(0, cached)
+def _tokens(value: Any) -> int | None:
+    """A count: a whole number, which some engines write as a float or in a string. None for anything else."""
+    if type(value) is str:
+        value = int(value) if value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS else None
+    elif type(value) is float and value.is_integer():
+        value = int(value)
+    return value if type(value) is int and 0 <= value <= _MOST_TOKENS else None

@@ -24,6 +24,7 @@ from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.policy.model import Tenant
 from sidecar.pools import Ask, Grant, Lease, LocalPool, Pool
 from sidecar.pools.base import QueueStanding, WaitGivenUp
+from sidecar.tasks import is_canceled_again
 
 Appraise = Callable[[SizedRequest], None]
 """Gives a request that was sized the figures of its gain."""
@@ -70,7 +71,8 @@ class ClientChannel(msgspec.Struct, eq=False):
     """The client's `receive` and `send`. Detects disconnects when the app is not receiving.
 
     `disconnected_us` is when a disconnect was seen, by `now_us`, the pool's clock in microseconds; None before.
-    `send` takes the response. Once comments have begun it, `keepalive` is the rest of the response's `send`.
+    `send` takes the response. Once comments have begun it, `keepalive` is the rest of the response's `send`. From
+    `cut_us` on the app gets no message but a disconnect, though the client has not left.
     """
 
     _receive: Receive
@@ -78,8 +80,9 @@ class ClientChannel(msgspec.Struct, eq=False):
     _now_us: Callable[[], int]
     keepalive: SseKeepAlive | None = None
     disconnected_us: int | None = None
+    cut_us: int | None = None
     _disconnect: asyncio.Task[Message] | None = None
-    _receiving: int = 0
+    _receiving: list[asyncio.Task[object] | None] = []  # each has its own, as msgspec makes it
 
     async def comment(self, text: str, comments: Comments) -> None:
         """Sends a line that clients skip. The first one begins the response."""
@@ -95,13 +98,18 @@ class ClientChannel(msgspec.Struct, eq=False):
 
     async def receive(self) -> Message:
         """The next message, for the app: it sees a disconnect as it would without the middleware."""
+        if self.cut_us is not None:
+            return {"type": "http.disconnect"}
         if self._disconnect is not None:
             return await asyncio.shield(self._disconnect)
-        self._receiving += 1
-        try:
-            return await self._next_message()
-        finally:
-            self._receiving -= 1
+        return await self._next_message()
+
+    def cut(self) -> None:
+        """For the app, the client disconnects now, also where it waits for its next message."""
+        self.cut_us = self._now_us()
+        for task in self._receiving:
+            if task is not None:
+                task.cancel()
 
     def watch(self) -> None:
         """Starts to look for a disconnect, where the app does not."""
@@ -114,7 +122,16 @@ class ClientChannel(msgspec.Struct, eq=False):
             self._disconnect.cancel()
 
     async def _next_message(self) -> Message:
-        message = await self._receive()
+        task = asyncio.current_task()
+        self._receiving.append(task)
+        try:
+            message = await self._receive()
+        except asyncio.CancelledError:
+            if self.cut_us is None or is_canceled_again(task):
+                raise
+            return {"type": "http.disconnect"}
+        finally:
+            self._receiving.remove(task)
         if message["type"] == "http.disconnect" and self.disconnected_us is None:
             self.disconnected_us = self._now_us()
         return message
@@ -122,6 +139,8 @@ class ClientChannel(msgspec.Struct, eq=False):
 
 def sized_ask(pool: Pool, request: SizedRequest, sizes: LeaseSizes, appraise: Appraise | None = None) -> Ask:
     """Sizes a request for a pool. `appraise` gives it the figures of its gain once it is sized."""
+    if request.payload.prompts > 1:
+        request.hold_list(pool)
     if request.payload.unsized is not None:
         request.hold_at_least(pool.most_tokens(request.classification.level))
     elif sizes.learns:
@@ -180,6 +199,18 @@ async def within_budget(lease: Lease, grant: Grant, tenant: Tenant, usage: Tenan
     if over is None:
         return grant
     raise WaitedTooLong(grant if lease.settle(0) else await lease.leave(), over)
+
+
+def withdraw(lease: Lease, report: Callable[[Grant | None], None]) -> None:
+    """Leaves the queue. Calls `report` when the pool has said how the wait went."""
+    if lease.settle(0):
+        report(lease.grant)
+        return
+    left = lease.leave()
+    if left.done():
+        report(left.result())
+    else:
+        left.add_done_callback(lambda wait: report(wait.result()))
 
 
 async def _wait_and_comment(

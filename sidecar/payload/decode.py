@@ -103,6 +103,14 @@ class Payload(msgspec.Struct, gc=False):
         """The sequences that run at the engine: one for every choice of every prompt, or for every input."""
         return self.prompts * self.choices
 
+    def requests(self, most: int) -> int:
+        """The requests that it holds in a pool where one may hold so many.
+
+        The engine queues a list of prompts or inputs itself: it holds no more than that. The choices of one prompt
+        start together.
+        """
+        return min(self.sequences, max(self.choices, most))
+
     @property
     def shown_sequences(self) -> int:
         """Those of them that the answer has."""

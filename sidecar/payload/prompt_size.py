@@ -9,7 +9,9 @@ an engine ignores is sent to it only by mistake.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
+from enum import Enum
 from typing import NamedTuple
 
 import msgspec
@@ -206,24 +208,28 @@ _CARRIERS: Mapping[str, _Carrier] = {
 }
 
 
-MEDIA_TYPES = frozenset(
-    (
-        *("image_url", "input_image", "image", "audio_url", "input_audio", "audio", "video_url", "video"),
-        *("file", "input_file", "document"),
-    )
-)
-_ENCODED = MEDIA_TYPES | {"url", "data", "file_data", "file_url", "image_data"}
+MEDIA_FIELDS = frozenset(("image_url", "audio_url", "video_url", "input_image", "input_audio", "image_pil"))
+"""Members that make their part a medium, with a `type` or without: vLLM takes both."""
+MEDIA_TYPES = MEDIA_FIELDS | {
+    *("image", "audio", "video", "file", "input_file", "document", "computer_screenshot", "image_generation_call")
+}
+_ENCODED = MEDIA_TYPES | {"url", "data", "file_data", "file_url", "image_data", "result"}
 """Members of a media part that hold the medium itself, or point to it. Its other members are text."""
+_DATA_URL = "data:"
+"""What such a member begins with in a part whose type says nothing."""
 _FILES = frozenset(("file", "input_file", "document"))
 TOOL_REFERENCE = "tool_reference"
-_REFERENCES = frozenset(
-    (
-        # References to data on a server, or to a tool, which `Measured` counts.
-        *("item_reference", TOOL_REFERENCE),
-        # Tensors, as in `UNSIZED`.
-        *("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"),
-    )
-)
+_TENSORS = frozenset(("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"))
+"""As in `UNSIZED`: types, and members with a `type` or without."""
+_REFERENCES = _TENSORS | {"item_reference", TOOL_REFERENCE}
+"""Beside tensors, references to data on a server, or to a tool, which `Measured` counts."""
+_OPAQUE = frozenset(("encrypted_content", "signature"))
+"""Members that only the server which wrote them can read: no chat template writes them."""
+_OPAQUE_DATA = frozenset(("redacted_thinking", "reasoning.encrypted"))
+"""Types whose `data` is such a member."""
+_UNWRITTEN = _OPAQUE | _TENSORS
+_VERBATIM = frozenset(("arguments", "input"))
+"""What a tool is called with. A chat template writes it as JSON: nothing in it is a medium."""
 _NAMES = frozenset(
     (
         *("role", "content", "type", "text", "name", "id", "image_url", "input_image", "image", "audio_url"),
@@ -231,7 +237,7 @@ _NAMES = frozenset(
         *("file_url", "file_id", "image_data", "filename", "format", "detail", "media_type", "source", "cache_control"),
         *("tool_calls", "tool_call_id", "function", "arguments", "call_id", "output", "input", "tool_use_id"),
         *("is_error", "status", "summary", "thinking", "reasoning", "reasoning_content", "signature", "annotations"),
-        *("refusal", "title", "phase", "encrypted_content"),
+        *("refusal", "title", "phase", "encrypted_content", "image_pil", "uuid", "result"),
     )
 )
 """Names of members that messages have. A chat template does not write them, or writes a token or two. Other names may
@@ -297,45 +303,102 @@ def text_of(part: bytes) -> str:
 
 def is_plain(part: bytes) -> bool:
     """Whether its size is the text's size: no escapes of six bytes a character, and no content parts."""
-    # Few conversations have a backslash, and one byte is found many times as fast as two. `in` tries bytes as a number.
-    return (_BACKSLASH not in part or part.find(b"\\u") < 0) and part.find(b'"type"') < 0
+    # Few conversations have a backslash, or a bracket after the first, and one byte is found many times as fast as two.
+    # `in` tries bytes as a number.
+    return (
+        (_BACKSLASH not in part or part.find(b"\\u") < 0)
+        and part.find(b'"type"') < 0
+        and (part.find(b"[", 1) < 0 or _find_untyped_part(part) is None)
+    )
 
 
 _BACKSLASH = ord("\\")
+_find_untyped_part = re.compile(
+    b'"(?:%b|(?:%b)")'
+    % (_DATA_URL.encode(), b"|".join(name.encode() for name in sorted(MEDIA_FIELDS | _TENSORS | _OPAQUE)))
+).search
 # A number may be too large for a double: it is no text, and its value is not needed.
 _decode = msgspec.json.Decoder(float_hook=len).decode
 
 
+class _Place(Enum):
+    """Where something in JSON stands: among parts, inside a medium, or in what is written as it is."""
+
+    PART = 1
+    MEDIUM = 2
+    VERBATIM = 3
+
+
+_IN_PART, _IN_MEDIUM, _IN_VERBATIM = _Place  # looked up once: an enumeration's attribute costs as much as a call
+
+
 def _texts(part: bytes) -> Iterator[str | Reference | None]:
-    """All text in JSON, in order; None for every media part, without its encoded medium; and references.
+    """All text in JSON, in order; None for every medium, without its encoding; and references.
 
     It is iterative, because the client chooses the depth.
     """
-    pending = [(_decode(part), False)]
+    pending = [(_decode(part), _IN_PART)]
     while pending:
-        item, in_media = pending.pop()
+        item, place = pending.pop()
         if isinstance(item, str):
             yield item
         elif isinstance(item, list):
-            pending.extend((child, in_media) for child in reversed(item))
+            pending.extend((child, place) for child in reversed(item))
         elif not isinstance(item, dict):
             yield _SCALAR
+        elif place is _IN_VERBATIM:
+            yield from item
+            pending.extend((item[key], place) for key in reversed(item))
         else:
             kind = item.get("type")
-            if isinstance(kind, str):
-                if kind in MEDIA_TYPES:
-                    in_media = True
-                    yield None
-                if reference := _reference(kind, item):
-                    yield reference
+            if not isinstance(kind, str):
+                kind = ""
+            is_medium = kind in MEDIA_TYPES
+            if is_medium:
+                place = _IN_MEDIUM
+            media = _media(item, place)
+            yield from (None,) * max(len(media), is_medium)
+            if reference := _reference(kind, item):
+                yield reference
             if not item.keys() <= _NAMES:
                 yield from (name for name in item if name not in _NAMES)
-            skipped = _ENCODED if in_media and kind != "text" else ()
-            pending.extend((item[key], in_media) for key in reversed(item) if key not in skipped)
+            skipped = media | _unwritten(kind, place)
+            pending.extend(
+                (item[key], _IN_VERBATIM if key in _VERBATIM else place) for key in reversed(item) if key not in skipped
+            )
+
+
+def _media(item: dict[str, object], place: _Place) -> Set[str]:
+    """The members of a part that are media, whatever its type."""
+    media = _given(item, MEDIA_FIELDS)
+    if place is _IN_PART:
+        media |= {name for name in item.keys() & _ENCODED if _is_data_url(item[name])}
+    return media
+
+
+def _given(item: dict[str, object], names: Set[str]) -> Set[str]:
+    """Those of its members. A null is one only beside the `uuid` of a medium that the engine has seen before."""
+    found = item.keys() & names
+    if found and item.get("uuid") is None:
+        return {name for name in found if item[name] is not None}
+    return found
+
+
+def _unwritten(kind: str, place: _Place) -> Set[str]:
+    """The members of a part of a type that no chat template writes, whatever they hold."""
+    if kind in _OPAQUE_DATA:
+        return _UNWRITTEN | {"data"}
+    return _UNWRITTEN | _ENCODED if place is _IN_MEDIUM and kind != "text" else _UNWRITTEN
+
+
+def _is_data_url(value: object) -> bool:
+    return isinstance(value, str) and value.startswith(_DATA_URL)
 
 
 def _reference(kind: str, item: dict[str, object]) -> Reference | None:
     """The reference in a part, which its bytes cannot size. A medium that is no file counts the same everywhere."""
+    if tensors := _given(item, _TENSORS):
+        return Reference(min(tensors))
     if kind in _REFERENCES:
         return Reference(kind)
     if kind in MEDIA_TYPES and kind not in _FILES:

@@ -38,10 +38,21 @@ from sidecar.policy.model import (
     StoredTenants,
     Tenant,
     Tier,
+    Timeouts,
 )
 from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
 from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
-from sidecar.policy.schema import CorsBody, EndpointBody, LimitsBody, PoolFile, Slo, TenantFile, TierBody
+from sidecar.policy.schema import (
+    CorsBody,
+    EndpointBody,
+    LimitsBody,
+    PoolFile,
+    Slo,
+    TenantFile,
+    TierBody,
+    TierTimeoutsBody,
+    TimeoutsBody,
+)
 from sidecar.policy.source import Document, read
 from sidecar.policy.tenant_files import obstacles, tenant_files
 from sidecar.policy.validate import entries, pool_problems, sentence, tenant_problems
@@ -52,8 +63,8 @@ M = TypeVar("M", bound=FileModel)
 _SHARE_KEYS = [field.name for field in fields(Shares) if field.name in TierBody.model_fields]
 """Keys of a tier that the rules take as they are."""
 _POOL_KEYS = (
-    *("engine", "tokenizer", "store", "pool", "on_store_loss", "mode", "forward_key", "unguarded", "background"),
-    *("max_choices", "unsized", "order", "fair", "usage_days"),
+    *("engine", "tokenizer", "store", "pool", "on_store_loss", "replicas", "mode", "forward_key", "unguarded"),
+    *("background", "max_choices", "unsized", "order", "fair", "usage_days"),
 )
 """Keys of the pool's file that the policy takes as they are."""
 
@@ -183,7 +194,7 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         engines=fleet,
         models=model_policies(pool.models),
         learn=_learn(pool),
-        tiers=tuple(_tier(name, levels[name], body) for name, body in pool.tiers.items()),
+        tiers=tuple(_tier(name, levels[name], body, pool.timeouts) for name, body in pool.tiers.items()),
         endpoints=MappingProxyType({path: _endpoint(path, body, levels) for path, body in pool.endpoints.items()}),
         tenants=MappingProxyType({key: tenant for keys, tenant in by_key for key in keys or ()}),
         keyless=tuple(tenant for keys, tenant in by_key if not keys),
@@ -194,6 +205,7 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         anonymous=_anonymous(pool, levels),
         default_level=levels[str(pool.default_tier)],
         sources=tuple(pool.sources),
+        public=None if pool.public is None else tuple(pool.public),
         carrier=pool.forward_priority,
         engine_levels=tuple((thresholds[name], level) for name, level in levels.items() if name in thresholds),
         tier_header=pool.tier_header.encode("ascii"),
@@ -253,7 +265,7 @@ def _capacity(pool: PoolFile) -> Capacity:
     return pool.capacity
 
 
-def _tier(name: str, level: int, body: TierBody) -> Tier:
+def _tier(name: str, level: int, body: TierBody, timeouts: TimeoutsBody) -> Tier:
     return Tier(
         name=name,
         level=level,
@@ -263,6 +275,16 @@ def _tier(name: str, level: int, body: TierBody) -> Tier:
         max_request_tokens=body.max_request_tokens,
         slo=_promises(body.slo) if body.slo else ServiceObjectives(),
         gain_weight=body.gain.weight if body.gain else 1,
+        timeouts=_timeouts(body.timeouts, timeouts),
+    )
+
+
+def _timeouts(own: TierTimeoutsBody | None, pool: TimeoutsBody) -> Timeouts:
+    of_tier = own or TierTimeoutsBody()
+    return Timeouts(
+        float(of_tier.first_byte or pool.first_byte),
+        float(of_tier.between_bytes or pool.between_bytes),
+        float(of_tier.total or pool.total),
     )
 
 

@@ -17,7 +17,7 @@ from sidecar.engines.base import Engine
 from sidecar.policy.fleet import Affinity, DnsService, FleetPolicy, Health, Replay, WrittenCapacity
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.identity import JwtPolicy
-from sidecar.policy.model import Cors, Limits, Policy, ServiceObjectives, Tenant
+from sidecar.policy.model import Cors, Limits, Policy, ServiceObjectives, Tenant, Timeouts
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
 
 MOST_NAMED = 20
@@ -42,6 +42,7 @@ _KEYS = {
 _UNITS = ("_us", "_s")
 _RECORDS = (
     ServiceObjectives,
+    Timeouts,
     Limits,
     EngineCapacity,
     WrittenCapacity,
@@ -275,6 +276,7 @@ def needs_restart(running: Policy, changed: Policy) -> list[str]:
         "store": running.store != changed.store,
         "pool": running.pool != changed.pool,
         "on_store_loss": running.on_store_loss is not changed.on_store_loss,
+        "replicas": running.replicas != changed.replicas,
         "usage_days": running.usage_days != changed.usage_days,
         "stored_tenants": running.stored_tenants is not changed.stored_tenants,
     }

@@ -139,12 +139,13 @@ def _choice(kind: type[E], noun: str) -> Callable[[object], E]:
     return _one_of({str(member.value): member for member in kind}, noun)
 
 
-def _filled(kind: type[Any], noun: str, example: str) -> BeforeValidator:
+def _filled(kind: type[Any], noun: str, example: str, *, or_empty: bool = False) -> BeforeValidator:
     """Refuses what is no list or mapping, or an empty one, without repeating what stands there."""
+    wanted = noun if or_empty else f"{noun} with something in it"
 
     def read(value: object) -> object:
-        if not isinstance(value, kind) or not value:
-            raise ValueError(f"not a {noun} with something in it; write {example}")
+        if not isinstance(value, kind) or not (value or or_empty):
+            raise ValueError(f"not a {wanted}; write {example}")
         return value
 
     return BeforeValidator(read)
@@ -154,11 +155,11 @@ listed = partial(_filled, list, "list")
 mapped = partial(_filled, dict, "mapping")
 
 
-def _once_each(sources: list[Source]) -> list[Source]:
-    twice = next((source.value for source in sources if sources.count(source) > 1), None)
-    if twice:
-        raise ValueError(f"{twice} is listed twice; keep its first place")
-    return sources
+def _once_each(entries: list[V]) -> list[V]:
+    twice = next((entry for entry in entries if entries.count(entry) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{getattr(twice, 'value', twice)} is listed twice; keep its first place")
+    return entries
 
 
 def _header(value: object) -> str:
@@ -437,6 +438,7 @@ AnonymousTier = Annotated[str | None, PlainValidator(_anonymous), _schema("The n
 NewTierName = Annotated[str, PlainValidator(_new_tier), _schema("A tier's name.", pattern=f"^{_TIER_NAME.pattern}$")]
 TenantName = Annotated[str, PlainValidator(_tenant), _schema("A name.", pattern=f"^{_TENANT_NAME.pattern}$")]
 UrlPath = Annotated[str, PlainValidator(_url_path), _schema("A path on the server.", pattern="^/")]
+PathList = Annotated[list[UrlPath], listed("[/health, /metrics]", or_empty=True), AfterValidator(_once_each)]
 HeaderName = Annotated[str, PlainValidator(_header), _schema("A header's name.")]
 AskedHeaders = Annotated[
     list[Annotated[str, PlainValidator(_asked_header), _schema("A header's name.")]],

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from sidecar.extras import how_to_install
+
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519", "EdDSA")
 """Signature algorithms with a private and a public key. `none` and HS256 are not among them: whoever can read the
 issuer's public keys could sign such a token."""
 MOST_KEY_SET_BYTES = 1 << 20
 LONGEST_SKEW_S = 300
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-_INSTALL = "pip install 'admission-sidecar[jwt]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,9 @@ class JwtPolicy:
 def check_installed() -> None:
     """Raises ValueError where the package that checks signatures is missing."""
     if importlib.util.find_spec("joserfc") is None:
-        raise ValueError(f"tokens are checked with the package joserfc, which is not installed; run {_INSTALL}")
+        raise ValueError(
+            f"tokens are checked with the package joserfc, which is not installed; {how_to_install('jwt')}"
+        )
 
 
 def is_address(key_set: str) -> bool:

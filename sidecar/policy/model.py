@@ -111,13 +111,27 @@ class ServiceObjectives:
 
 
 @dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long the engine may take for a request of a tier, in seconds: see `schema.TimeoutsBody`."""
+
+    first_byte_s: float = 600.0
+    between_bytes_s: float = 600.0
+    total_s: float = 4 * 3600.0
+
+    @property
+    def shortest_s(self) -> float:
+        """The shortest of them."""
+        return min(self.first_byte_s, self.between_bytes_s, self.total_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Tier:
     """One tier as the middleware sees it; its shares of the pool are in `PoolRules.tiers[level]`.
 
     `max_waiting` is the most requests that may queue (None: unbounded), `max_wait_s` the longest a request may queue
     (None: unbounded), `default_output_tokens` what a request without a maximum of its own is taken to produce,
     `max_request_tokens` the most one request may hold (None: the size limit), `slo` the promises that telemetry
-    compares with, `gain_weight` the worth of a token in time.
+    compares with, `gain_weight` the worth of a token in time, `timeouts` the engine's.
     """
 
     name: str
@@ -128,6 +142,7 @@ class Tier:
     max_request_tokens: int | None = None
     slo: ServiceObjectives = ServiceObjectives()
     gain_weight: int = 1
+    timeouts: Timeouts = Timeouts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +246,14 @@ class Policy:
     without a key is refused. `engine_levels` lists (threshold, level), most important level first, for the source
     `engine`. `carrier` is None for the engine's own default. `generation` is a short digest of the files' contents.
     `store` is where many replicas keep one pool, called `pool` there, None where leases live in this process.
+    `replicas` is into how many parts a replica divides the pool that has not reached the store since its start.
     `engine_capacity` is None where the policy itself says how large the pool is; otherwise the pool's size is what the
     engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. `keep_alive_s` is
     how often a streaming client that queues is sent a comment, None for never. With `forward_key` the tenant's key
     reaches the engine, too. `abort_latency_s` is how long the engine may compute on after a disconnect, None for the
-    engine's own figure. `unguarded` is None where it depends on what the middleware stands before. `max_choices` bounds
-    the sequences that one request may start (choices times prompts), and `unsized` says what becomes of one whose
+    engine's own figure. `unguarded` is None where it depends on what the middleware stands before. `public` is None
+    where the policy does not name the paths that need no key: see `public_paths`. `max_choices` bounds
+    the choices of a prompt that one request may ask for, and `unsized` says what becomes of one whose
     prompt cannot be sized. `engines` is None where the pool has one engine, which the policy does not name; with
     engines, `rules` are those of the sum of their written capacities. `models` are those with pools of their own, by
     name; empty where all models share the pool. `learn` says how far leases follow the output lengths that were
@@ -268,11 +285,13 @@ class Policy:
     store: StoreAddress | None = None
     pool: str = "default"
     on_store_loss: StoreLoss = StoreLoss.DIVIDE
+    replicas: int = 1
     mode: Mode = Mode.ENFORCE
     keep_alive_s: float | None = None
     forward_key: bool = False
     abort_latency_s: float | None = None
     unguarded: Unguarded | None = None
+    public: tuple[str, ...] | None = None
     background: Background = Background.REFUSE
     max_choices: int = MAX_CHOICES
     unsized: Unsized = Unsized.REFUSE
@@ -289,6 +308,16 @@ class Policy:
     max_upload_bytes: int | None = None
     cors: Cors | None = None
     _named: dict[str, Tenant] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def public_paths(self) -> Sequence[str] | None:
+        """The paths that may be read without a key, and the only ones of the operator's pages that may be read at all.
+
+        None where that bounds nothing: requests need no key (`anonymous`), and the policy does not say which paths.
+        """
+        if self.public is None and self.anonymous is None:
+            return (self.engine.liveness_page,)
+        return self.public
 
     @property
     def named(self) -> Mapping[str, Tenant]:

@@ -266,10 +266,11 @@ class PolicyFiles:
             names = [str(pool), *(tenant_files(self._pattern, pool.parent) if self._pattern else ())]
         except OSError:  # a folder that may not be entered: reading says so
             return frozenset()
-        return frozenset(found for name in names if (found := _stamp(name)) is not None)
+        return frozenset(found for name in names if (found := stamp(name)) is not None)
 
 
-def _stamp(name: str) -> tuple[str, int, int, int] | None:
+def stamp(name: str) -> tuple[str, int, int, int] | None:
+    """What changes with a file and its content, also where a symbolic link leads to it; None where there is none."""
     try:
         status = os.stat(name)
     except OSError:

@@ -27,6 +27,8 @@ from sidecar.policy.identity_schema import GatewayBody, JwtBody
 from sidecar.policy.model import MAX_CHOICES, Source
 from sidecar.policy.problems import printable
 
+DEFAULT_MAX_BODY = "8MiB"
+
 
 class Aging(FileModel):
     """How a waiting request rises, so that old work is not overtaken forever."""
@@ -68,6 +70,34 @@ class QueueBody(FileModel):
     )
 
 
+class TimeoutsBody(FileModel):
+    """How long the engine may take. Then the request ends with `engine_timeout`, and is sent to no other engine."""
+
+    first_byte: of.PositiveDuration = key(
+        "10m",  # a prompt of a million tokens is read in less; and OpenAI's and Anthropic's clients wait no longer
+        "From admission to the first byte of an answer that streams. Any other comes in one piece, at its end.",
+        "30s",
+    )
+    between_bytes: of.PositiveDuration = key(
+        "10m",  # an engine may think, or write a tool's arguments, for minutes before it sends them; and see above
+        "The longest silence after the first byte.",
+        "60s",
+    )
+    total: of.PositiveDuration = key(
+        "4h",  # 128k tokens at 10 a second take 3.6 hours: no answer takes longer
+        "From admission to the last byte. Not of responses in the background.",
+        "30m",
+    )
+
+
+class TierTimeoutsBody(FileModel):
+    """A tier's own timeouts of the engine. Default of each: the pool's."""
+
+    first_byte: of.PositiveDuration | None = key(None, "From admission to the first byte of a stream.", "30s")
+    between_bytes: of.PositiveDuration | None = key(None, "The longest silence after the first byte.", "60s")
+    total: of.PositiveDuration | None = key(None, "From admission to the last byte.", "30m")
+
+
 class TierBody(FileModel):
     """One tier's part of the pool."""
 
@@ -98,6 +128,9 @@ class TierBody(FileModel):
     default_output_tokens: of.PositiveCount = key(
         512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
         "What a request without a maximum of its own is taken to produce, until usage says better.",
+    )
+    timeouts: TierTimeoutsBody | None = key(
+        None, "How long the engine may take for its requests. Default: the pool's `timeouts`.", {"first_byte": "30s"}
     )
     max_request_tokens: of.PositiveCount | None = key(
         None, "The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).", "32k"
@@ -266,6 +299,13 @@ class PoolFile(FileModel):
         "`generating` in an app.",
         "deny",
     )
+    public: of.PathList | None = key(
+        None,  # load balancers ask whether the engine lives; nothing else is for who has no key
+        "With `unguarded: deny`, the paths that may be read without a key, where others need one (`anonymous: deny`). "
+        "The engine's metrics, documents and settings are shown only where they are named here. Default: the engine's "
+        "liveness page; with another `anonymous`, every path.",
+        ["/health", "/metrics"],
+    )
     background: of.BackgroundChoice = key(
         "refuse",  # such a response is answered at once and runs on: its request would hold nothing meanwhile
         "What happens to `background: true` on responses. `refuse`: a 400. `hold`: the response is "
@@ -296,13 +336,16 @@ class PoolFile(FileModel):
         {"origins": ["https://app.example"]},
     )
     tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
-    max_body: of.Size = key("8MiB", "The largest request body.")
+    max_body: of.Size = key(DEFAULT_MAX_BODY, "The largest request body.")
     max_upload: of.Size | None = key(
         None,
         "The largest upload to a path with `api: generic`, which is not read into memory. Default: `max_body`.",
         "1GiB",
     )
     body_timeout: of.PositiveDuration = key("30s", "The longest a request's body may take to arrive.")
+    timeouts: Annotated[TimeoutsBody, BeforeValidator(nothing_means_defaults)] = key(
+        {}, "How long the engine may take for a request. Tiers may have their own."
+    )
     disconnect_grace: of.Duration = key(
         "2s",
         "How long an app may go on after its client's disconnect before its request counts as ended. The "
@@ -347,6 +390,12 @@ class PoolFile(FileModel):
         "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
         "closed",
     )
+    replicas: of.PositiveCount = key(
+        1,  # its own part is then the whole pool: no request of a single replica waits for want of a number
+        "Into how many parts a replica divides the pool where it has not reached the store since its start, with "
+        "`on_store_loss: divide`. Later it knows how many replicas there are.",
+        3,
+    )
     forward_key: of.Flag = key(
         False,  # the engine has no use for it, and its log may show it
         "Whether the API key that a client sent reaches the engine too. By default it is "
@@ -355,9 +404,8 @@ class PoolFile(FileModel):
 
     max_choices: of.PositiveCount = key(
         MAX_CHOICES,
-        "The most sequences that one request may start: its choices (`n`, `best_of`) times its prompts. "
-        "Inputs of embeddings do not count here, because nothing is generated for them. Each holds a sequence, so "
-        "the tier's size limit bounds them.",
+        "The most choices of a prompt (`n`, `best_of`) that one request may ask for. Prompts and inputs of a list do "
+        "not count here, because the engine queues them itself.",
         16,
     )
     unsized: of.UnsizedChoice = key(

@@ -83,6 +83,10 @@ class SizeLimits:
         """See `Pool.most_tokens`."""
         return self.limits(level)[0]
 
+    def most_requests(self, level: int) -> int:
+        """See `Pool.most_requests`."""
+        return self.limits(level)[1]
+
     def limits(self, level: int) -> tuple[int, int]:
         """The most (tokens, requests) that a request of a tier may hold when it comes: its size limit."""
         return self._limits[level]
@@ -112,9 +116,9 @@ class SizeLimits:
             )
         if ask.requests > requests:
             return RequestTooLarge(
-                f"this request would start {ask.requests} sequences (choices times prompts, or inputs); "
+                f"this request would start {ask.requests} sequences; "
                 f"tier {tier.name} allows {requests}, {self.reason(ask.tier, requests, tokens=False)}; "
-                "ask for fewer at once"
+                "ask for fewer (n or best_of)"
             )
         return None
 

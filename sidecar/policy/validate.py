@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from sidecar.apis import STANDARD_APIS, Api, infer_api
+from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, Api, infer_api
 from sidecar.policy import fields as of
 from sidecar.policy.fleet_validate import capacity_mistakes, fleet_mistakes
 from sidecar.policy.keys import read_hash
@@ -42,6 +42,7 @@ def pool_problems(document: Document) -> list[Problem]:
         *_empty_limits(tiers, entries(document.data, "capacity")),
         *_endpoints(entries(document.data, "endpoints")),
         *_two_meanings(document.data or {}),
+        *_public(document.data or {}),
         *capacity_mistakes(document.data or {}),
         *fleet_mistakes(document.data or {}),
     ]
@@ -69,6 +70,15 @@ def _two_meanings(pool: dict[str, object]) -> Found:
     for name, header in entries(pool, "gateway").items():
         if isinstance(header, str) and isinstance(of_clients, str) and header.lower() == of_clients.lower():
             yield ("gateway", name), f"{quoted(header)} is also the pool's tier_header; write another name"
+
+
+def _public(pool: dict[str, object]) -> Found:
+    """Guarded paths that are also public: a guarded path always needs a key."""
+    guarded, public = pool.get("endpoints", STANDARD_PATHS), pool.get("public")
+    if isinstance(public, list) and isinstance(guarded, dict | tuple):
+        for index, path in enumerate(public):
+            if isinstance(path, str) and path in guarded:
+                yield ("public", index), f"{quoted(path)} is guarded, and no page; remove it here"
 
 
 def _empty_limits(tiers: dict[str, object], capacity: dict[str, object]) -> Found:

@@ -12,7 +12,7 @@ from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
 from sidecar.policy.fleet import WrittenCapacity
 from sidecar.policy.fleet_warnings import fleet_warnings
-from sidecar.policy.model import Learn, Limits, Order, Policy, Source, Tier, Unsized
+from sidecar.policy.model import Learn, Limits, Order, Policy, Source, Tier, Unguarded, Unsized
 from sidecar.policy.problems import Path, Place, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 
@@ -54,6 +54,7 @@ def _pool(policy: Policy) -> Found:
     yield from _engines_numbers(policy)
     if not policy.named and policy.anonymous is None:
         yield ("tenants",), "no tenant, and anonymous is deny: every request is refused; add a tenant, or a tier there"
+    yield from _open_paths(policy)
     if policy.cors is not None and "*" in policy.cors.origins and policy.anonymous is not None:
         yield (
             ("cors", "origins"),
@@ -68,6 +69,19 @@ def _pool(policy: Policy) -> Found:
             "no tier has an `slo` with `ttft` and `tpot`, so no request earns anything and all are ordered by level; "
             "write such an slo, or remove this line",
         )
+
+
+def _open_paths(policy: Policy) -> Found:
+    """`unguarded` that lets in whom `anonymous` or `public` keep out."""
+    if policy.unguarded is Unguarded.ALLOW and policy.anonymous is None:
+        yield (
+            ("unguarded",),
+            "allow passes every path that is not guarded without a key, although anonymous is deny; write deny before "
+            "an engine",
+        )
+    if policy.public is not None and policy.unguarded in {Unguarded.ALLOW, Unguarded.GENERATING}:
+        chosen = policy.unguarded.value
+        yield ("public",), f"unguarded: {chosen} leaves every page open, so this does nothing; write unguarded: deny"
 
 
 def _pools(policy: Policy) -> Found:
@@ -237,6 +251,8 @@ def _tiers(policy: Policy) -> Found:
         yield from _starving(rules, pool)
         yield from _idle(rules, pool, shows_amount=policy.is_sized)
         yield from _too_large(tier, pool, policy.largest_engine[0])
+        if policy.is_sized:
+            yield from _single(tier, pool, policy.largest_engine[1])
         yield from _owing(tier, rules, pool, policy.largest_engine, is_sized=policy.is_sized)
         yield from _late_emergency(rules, pool)
         yield from _preemption(rules, pool)
@@ -330,6 +346,16 @@ def _too_large(tier: Tier, rules: PoolRules, engine_tokens: int) -> Found:
             ("tiers", tier.name, "max_request_tokens"),
             f"{tier.max_request_tokens:,} is more than {what} {largest:,} tokens: a larger request "
             f"gets a 400 at once; write {largest} or less, or leave this out",
+        )
+
+
+def _single(tier: Tier, rules: PoolRules, engine_requests: int) -> Found:
+    """A tier whose size limit is below 2 requests."""
+    if min(largest_request(rules, tier.level)[1], engine_requests) == 1:
+        yield (
+            ("tiers", tier.name),
+            "accepts requests of one sequence: one with n: 2 gets a 400 at once; write a larger capacity in requests, "
+            "raise the tier's limit or reserve, or reserve less in the others",
         )
 
 

@@ -436,6 +436,9 @@ class Pool(Protocol):
     def most_tokens(self, level: int) -> int:
         """The most tokens that one request of a tier may hold, in a pool of the present size."""
 
+    def most_requests(self, level: int) -> int:
+        """The most requests that one request of a tier may count for, likewise."""
+
     def retry_after_s(self, tier: int) -> float:
         """Seconds after which a request of this tier may expect to be admitted, by how fast its queue drains."""
 

@@ -58,7 +58,7 @@ class EngineSizedPool:
         self.use_of = pool.use_of
         self.allowance = pool.allowance
         self.standing = pool.standing
-        self.most_tokens = pool.most_tokens
+        self.most_tokens, self.most_requests = pool.most_tokens, pool.most_requests
         self.change_rules = pool.change_rules
         self.hold_back = pool.hold_back
         self.pause = pool.pause

@@ -47,7 +47,7 @@ class LocalPool:
         self._ids = count(1)
         self._paused: str | None = None
         self.now_us = clock
-        self.most_tokens = self._sizes.most_tokens
+        self.most_tokens, self.most_requests = self._sizes.most_tokens, self._sizes.most_requests
         self.oldest = self._runtime.oldest
 
     def _new_runtime(self, policy: Policy, clock: Clock) -> LeaseRuntime:

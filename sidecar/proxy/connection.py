@@ -53,11 +53,7 @@ class NotHttp(Exception):
     """The bytes of the engine are no HTTP response."""
 
 
-class NoAnswer(Exception):
-    """The engine was silent for too long."""
-
-
-FAILURES = (ConnectionBroke, NotHttp, NoAnswer)
+FAILURES = (ConnectionBroke, NotHttp)
 Pass = Callable[[bytes, bool], Awaitable[None]]
 """Passes a part of a body on, and is told whether it is the last. Where it need not be waited for it returns `SENT`."""
 
@@ -201,7 +197,6 @@ class EngineConnection(asyncio.Protocol):
         *,
         on_free: Callable[[EngineConnection], None],
         on_lost: Callable[[EngineConnection], None],
-        silence_s: float | None,
     ) -> None:
         self.loop = loop
         self.free_since_s = 0.0
@@ -209,7 +204,6 @@ class EngineConnection(asyncio.Protocol):
         self._sent_s = 0.0
         self._transport = transport
         self._on_free, self._on_lost = on_free, on_lost
-        self._silence_s = silence_s
         self._parser: httptools.HttpResponseParser | None = None
         self._response: Response | None = None
         self._headers: list[tuple[bytes, bytes]] = []
@@ -218,8 +212,6 @@ class EngineConnection(asyncio.Protocol):
         self._upload: asyncio.Task[None] | None = None
         self._is_uploaded = True
         self._can_write: asyncio.Future[None] | None = None
-        self._silence: asyncio.TimerHandle | None = None
-        self._heard_s = 0.0
 
     # -- a request
 
@@ -233,8 +225,6 @@ class EngineConnection(asyncio.Protocol):
         if isinstance(body, bytes):
             self._is_uploaded = True
             self._transport.writelines((head, body) if body else (head,))
-            if self._silence_s is not None:
-                self._watch_silence()
         else:
             self._is_uploaded = False
             self._transport.write(head)
@@ -258,7 +248,6 @@ class EngineConnection(asyncio.Protocol):
         """Reads on, where too much had been read ahead."""
         if self._is_paused:
             self._is_paused = False
-            self._heard_s = self.loop.time()
             self._transport.resume_reading()
 
     # -- the transport's calls
@@ -268,8 +257,6 @@ class EngineConnection(asyncio.Protocol):
         if response is None or parser is None:
             self.abort()  # no one has asked for it
             return
-        if self._silence_s is not None:
-            self._heard_s = self.loop.time()
         send_chunk, size = response.send_chunk, len(data)
         if send_chunk is not None and self._is_between_chunks and size < LONGEST_KNOWN_CHUNK:
             begins, heads = _CHUNK_HEADS[size]
@@ -371,7 +358,6 @@ class EngineConnection(asyncio.Protocol):
     def _end(self, response: Response) -> None:
         """The response is complete."""
         self._response = None
-        self._stop_timer()
         if response.is_head or response.status in _WITHOUT_BODY:
             self._parser = None  # it may wait for a body
         if self._is_kept and self._is_uploaded and not self._transport.is_closing():
@@ -385,7 +371,6 @@ class EngineConnection(asyncio.Protocol):
 
     def _fail(self, failure: Exception) -> None:
         response, self._response = self._response, None
-        self._stop_timer()
         self._stop_upload()
         self.abort()
         if response is not None:
@@ -403,24 +388,6 @@ class EngineConnection(asyncio.Protocol):
     def _was_stale(self) -> bool:
         is_silent = self._is_in_head and not self._framing_bytes
         return self._was_used and is_silent and self.loop.time() - self._sent_s <= STALE_WITHIN_S
-
-    def _watch_silence(self) -> None:
-        assert self._silence_s is not None
-        self._heard_s = self.loop.time()
-        self._silence = self.loop.call_later(self._silence_s, self._check_silence)
-
-    def _check_silence(self) -> None:
-        assert self._silence_s is not None
-        left_s = self._silence_s if self._is_paused else self._heard_s + self._silence_s - self.loop.time()
-        if left_s > 0:
-            self._silence = self.loop.call_later(left_s, self._check_silence)
-        else:
-            self._fail(NoAnswer(f"it sent nothing for {self._silence_s:g} s"))
-
-    def _stop_timer(self) -> None:
-        if self._silence is not None:
-            self._silence.cancel()
-            self._silence = None
 
     # -- a body that is streamed
 
@@ -443,8 +410,6 @@ class EngineConnection(asyncio.Protocol):
         if length is None:
             self._transport.write(b"0\r\n\r\n")
         self._is_uploaded = True
-        if self._silence_s is not None and self._response is response:
-            self._watch_silence()
 
     async def _write(self, part: bytes) -> None:
         self._transport.write(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from urllib.parse import quote
 
 from starlette.types import Scope
@@ -20,6 +20,7 @@ _HOP_BY_HOP = frozenset(
 _REPLACED = frozenset([b"host", b"content-length", b"expect"])
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
+_ADDRESSES = (b"location", b"content-location")
 _NO_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _NAMES = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]*")
 _OWN_VIA = OWN_VIA.encode("ascii")
@@ -56,10 +57,17 @@ def forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def returned_headers(status: int, raw_headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The engine's headers for the client, in ASGI's lower case: without this hop's; duplicates and order stay."""
+def returned_headers(
+    status: int, raw_headers: Headers, for_client: Callable[[bytes], bytes]
+) -> list[tuple[bytes, bytes]]:
+    """The engine's headers for the client, in ASGI's lower case: without this hop's; duplicates and order stay.
+
+    `for_client` writes an address of the engine's as the client must write it: else a redirect would lead past here.
+    """
     received = [(name.lower(), value) for name, value in raw_headers]
     present, dropped = dict(received), _HOP_BY_HOP
+    if b"location" in present or b"content-location" in present:
+        received = [(name, for_client(value)) if name in _ADDRESSES else (name, value) for name, value in received]
     if b"connection" in present:
         dropped |= _named_by_connection(received)
     # Beside chunks a length has no meaning and is how responses are smuggled; 204 and 304 have no body.

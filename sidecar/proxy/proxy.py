@@ -1,11 +1,12 @@
 """Reverse proxy as an ASGI app: the client's bytes reach the engine, and the engine's bytes reach the client.
 
 Path, query, bodies and headers are neither decoded nor re-encoded. Only the headers of one hop are removed (RFC 9110,
-section 7.6.1), and only `host`, `via` and `x-forwarded-*` are written. Nothing is held back: every read from the
-engine is sent on at once, and the engine is read no faster than the client reads.
+section 7.6.1), and only `host`, `via` and `x-forwarded-*` are written. The engine's own address in a `Location` becomes
+a path, so that no client follows it past the sidecar. Nothing is held back: every read from the engine is sent on at
+once, and the engine is read no faster than the client reads.
 
 A client that disconnects cancels its request at the engine, before the response's headers as well as during a stream.
-An engine that cannot answer is a 502 or a 504. An engine that breaks off during its response raises `ResponseCut`: the
+An engine that cannot be reached is a 502. An engine that breaks off during its response raises `ResponseCut`: the
 server then closes the client's connection, so that half a response never looks complete.
 """
 
@@ -15,19 +16,19 @@ import asyncio
 import logging
 import random
 import sys
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.errors import AdmissionError, EngineTimeout, EngineUnreachable, InvalidHeader
+from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader
 from sidecar.events import Headers
 from sidecar.middleware.engine_pages import INTERNAL_REQUEST
 from sidecar.middleware.error_responses import send_error, speaks_anthropic
 from sidecar.middleware.pending_aborts import CALL_KEY
 from sidecar.proxy import EngineProxy
-from sidecar.proxy.connection import FAILURES, ConnectionBroke, NoAnswer, NotHttp, Response
+from sidecar.proxy.connection import FAILURES, ConnectionBroke, NotHttp, Response
 from sidecar.proxy.hop_headers import can_be_written, declared_length, forwarded_headers, returned_headers, target
 from sidecar.proxy.upstream import (
     CONNECT_TIMEOUT_S,
@@ -37,7 +38,7 @@ from sidecar.proxy.upstream import (
     connect_trouble,
     said,
 )
-from sidecar.sending import BODY_FOLLOWS, CLIENT_KEY, ClientWatch, SendChunk, chunk_path
+from sidecar.sending import BODY_FOLLOWS, CLIENT_KEY, ClientWatch, ResponseCut, SendChunk, chunk_path
 from sidecar.via import OWN_VIA
 
 logger = logging.getLogger(__name__)
@@ -46,18 +47,14 @@ SOON_S = 1.0
 """When a client may come again whose request the engine failed, at the earliest: it waits then for the engine."""
 
 
-class ResponseCut(Exception):
-    """The engine broke off during its response. Raised to the server, which must not end the response cleanly."""
-
-
 class ReverseProxy(EngineProxy):
     """Forwards every HTTP request to `upstream`, an `http://` or `https://` address, with a base path or without.
 
-    `connect_timeout_s` bounds name lookup and connecting (502 when over). `response_timeout_s` bounds the engine's
-    silence, before the headers and between two chunks (504, or a cut response); None: as long as the client waits. The
-    first request opens the connection pool; the lifespan's shutdown, or `close`, closes it. `on_failure` is called when
-    the engine fails a request: with the reason where no connection could be made, else with None. Raises ValueError for
-    an invalid address.
+    `connect_timeout_s` bounds name lookup and connecting (502 when over). It waits for the engine's answer as long as
+    the client does: who admits requests ends their time. The first request opens the connection pool; the lifespan's
+    shutdown, or `close`, closes it. `on_failure` is called when the engine fails a request: with the reason where no
+    connection could be made, else with None. `siblings` are the other engines of its fleet: a redirect to one of them
+    leads the client here again. Raises ValueError for an invalid address.
     """
 
     def __init__(
@@ -65,17 +62,12 @@ class ReverseProxy(EngineProxy):
         upstream: str,
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        response_timeout_s: float | None = None,
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
-        self.upstream = Upstream(
-            upstream,
-            connect_timeout_s=connect_timeout_s,
-            response_timeout_s=response_timeout_s,
-            keepalive_s=keepalive_s,
-        )
+        self.upstream = Upstream(upstream, connect_timeout_s=connect_timeout_s, keepalive_s=keepalive_s)
         self.traffic = Traffic()
         self.on_failure = lambda _: None
+        self.siblings: Callable[[], Iterable[Upstream]] = tuple
 
     def __repr__(self) -> str:
         return f"ReverseProxy({self.upstream.url!r})"
@@ -89,6 +81,11 @@ class ReverseProxy(EngineProxy):
             await send({"type": "websocket.close", "code": 1011, "reason": "this proxy does not forward WebSockets"})
         elif scope["type"] == "lifespan":
             await self._lifespan(receive, send)
+
+    def for_client(self, location: bytes) -> bytes:
+        """An address of this engine, or of one beside it, as the path by which a client gets there. Others stay."""
+        upstreams = (self.upstream, *self.siblings())
+        return next((path for one in upstreams if (path := one.path_of(location)) is not None), location)
 
     async def close(self) -> None:
         """Closes the connections to the engine. A request that comes later opens new ones."""
@@ -158,10 +155,6 @@ class _Forwarding:
             response = await self._request(first)
         except aiohttp.ConnectionTimeoutError as error:
             raise self._not_connected("it took too long to connect", error) from None
-        except NoAnswer:
-            raise EngineTimeout(
-                "the engine did not answer in time", retry_after_s=SOON_S * random.uniform(1, 2)
-            ) from None
         except aiohttp.ClientConnectorError as error:
             raise self._not_connected("no connection to it", error) from None
         except (ConnectionBroke, aiohttp.ClientConnectionError) as error:
@@ -177,7 +170,7 @@ class _Forwarding:
         return response
 
     async def _request(self, first: Message) -> Response:
-        """Sends the request, and sends it again if the engine had just closed the connection.
+        """Sends the request, and once more, on a new connection, if the engine had just closed the kept one.
 
         A proxy must not repeat a POST (RFC 9110, section 9.2.2) unless it knows that the first one was not applied.
         Where the connection `was_stale` that is nearly certain, and an error would be the worse answer. If the engine
@@ -194,14 +187,17 @@ class _Forwarding:
         except ConnectionBroke as broke:
             if not broke.was_stale:
                 raise
-        return await self._attempt(headers, body, len(body))
+        return await self._attempt(headers, body, len(body), is_again=True)
 
-    def _attempt(self, headers: Headers, body: bytes | AsyncIterator[bytes], length: int | None) -> Awaitable[Response]:
-        return self._proxy.upstream.request(self._scope["method"], target(self._scope), headers, body, length)
+    def _attempt(
+        self, headers: Headers, body: bytes | AsyncIterator[bytes], length: int | None, *, is_again: bool = False
+    ) -> Awaitable[Response]:
+        method, path = self._scope["method"], target(self._scope)
+        return self._proxy.upstream.request(method, path, headers, body, length, is_again=is_again)
 
     async def _relay(self, response: Response) -> None:
         """Passes the response on. Bytes that were read together go out together, and others at once."""
-        headers = returned_headers(response.status, response.headers)
+        headers = returned_headers(response.status, response.headers, self._proxy.for_client)
         if not can_be_written(headers):
             raise self._unreachable("its answer's headers are not HTTP", None)
         if CALL_KEY not in self._scope:  # an admitted request's response has headers of the admission controller

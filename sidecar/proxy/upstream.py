@@ -18,6 +18,7 @@ from sidecar.errors import InvalidHeader
 from sidecar.events import Headers
 from sidecar.proxy.connection import EngineConnection, Response
 from sidecar.proxy.hop_headers import can_be_written
+from sidecar.unix_address import connector_to, path_of, url_of
 
 # Below the 5 s after which uvicorn, and so trtllm-serve, vLLM and SGLang, closes an idle connection.
 KEEPALIVE_S = 4.0
@@ -28,6 +29,8 @@ _TARGET = re.compile(rb"[!-~]*")
 _WITHOUT_BODY = frozenset(("GET", "HEAD", "OPTIONS", "TRACE"))
 """Methods whose requests need not say that they have no body."""
 _PORTS = {"http": 80, "https": 443}
+_LOCATION = re.compile(rb"(?:(?:https?:)?//(?:[^/\\?#]*@)?([^/\\?#]*))?(.*)", re.IGNORECASE | re.DOTALL)
+_AUTHORITY = re.compile(rb"(.*?)\.?(?::([0-9]*))?", re.DOTALL)
 
 
 class Upstream:
@@ -36,31 +39,39 @@ class Upstream:
     The pool belongs to the event loop that it was opened in. Raises ValueError for an invalid address.
     """
 
-    def __init__(
-        self, url: str, *, connect_timeout_s: float, response_timeout_s: float | None, keepalive_s: float
-    ) -> None:
+    def __init__(self, url: str, *, connect_timeout_s: float, keepalive_s: float) -> None:
         self.url = _validated(url)
         self.connect_timeout_s = connect_timeout_s
-        parts = urlsplit(self.url)
+        parts = urlsplit(url_of(self.url))
         self._base = parts.path.encode("ascii")
         self._host = _host(parts)
+        self._name, self._ports = _spellings(self._host, parts)
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s)
-        self._silence_s = response_timeout_s
         self._keepalive_s = keepalive_s
         self._pool: _Pool | None = None
 
     async def request(
-        self, method: str, target: bytes, headers: Headers, body: bytes | AsyncIterator[bytes], length: int | None
+        self,
+        method: str,
+        target: bytes,
+        headers: Headers,
+        body: bytes | AsyncIterator[bytes],
+        length: int | None,
+        *,
+        is_again: bool = False,
     ) -> Response:
         """Sends one request unchanged, and returns at the response's headers.
 
-        `length` is that of the body, None where it goes in chunks. Raises aiohttp's exceptions where no connection can
+        `length` is that of the body, None where it goes in chunks. A request that `is_again` sent, and one that could
+        not be, because its body is streamed, go on a new connection: the engine may just have closed those that are
+        kept, all of them at once. Raises aiohttp's exceptions where no connection can
         be made, one of FAILURES afterwards, and InvalidHeader before.
         """
         head = self._head(method, target, headers, length)
         if self._pool is None:
-            self._pool = _Pool(self.url, self._timeout, keepalive_s=self._keepalive_s, silence_s=self._silence_s)
-        connection = self._pool.free() or await self._pool.new()
+            self._pool = _Pool(self.url, self._timeout, keepalive_s=self._keepalive_s)
+        kept = self._pool.free() if isinstance(body, bytes) and not is_again else None
+        connection = kept or await self._pool.new()
         response = connection.send(head, body, length, is_head=method == "HEAD")
         try:
             await response.head()
@@ -74,6 +85,24 @@ class Upstream:
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.close()
+
+    def path_of(self, location: bytes) -> bytes | None:
+        """The path, as a client of the proxy writes it, of an address on this engine. None for any other address.
+
+        An engine writes its own address as the `Host` header says it, with either scheme. A path alone is its own, too.
+        """
+        authority, rest = _LOCATION.fullmatch(location.strip()).groups()  # type: ignore[union-attr]  # matches all
+        if authority is None and not rest.startswith(b"/"):
+            return None  # a path from where the request was
+        if authority is not None and not self._is_called(authority):
+            return None
+        below = rest.removeprefix(self._base)
+        # Two slashes at the beginning would be another server's name: a client may have asked for //elsewhere/.
+        return b"/" + (below if below[:1] in (b"", b"/", b"?", b"#") else rest).lstrip(b"/\\\t ")
+
+    def _is_called(self, authority: bytes) -> bool:
+        name, port = _AUTHORITY.fullmatch(authority.lower()).groups(b"")  # type: ignore[union-attr]
+        return name == self._name and port in self._ports
 
     def _head(self, method: str, target: bytes, headers: Headers, length: int | None) -> bytes:
         if not can_be_written(headers) or not _TARGET.fullmatch(target):
@@ -92,16 +121,13 @@ class Upstream:
 class _Pool:
     """The connections to one address. aiohttp's connector makes them, and knows how many there are."""
 
-    def __init__(
-        self, url: str, timeout: aiohttp.ClientTimeout, *, keepalive_s: float, silence_s: float | None
-    ) -> None:
+    def __init__(self, url: str, timeout: aiohttp.ClientTimeout, *, keepalive_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         # No limit here: the admission controller decides how many requests run at once.
-        self._connector = aiohttp.TCPConnector(limit=0)
-        self._address = aiohttp.ClientRequest("GET", URL(url, encoded=True), loop=self._loop)
+        self._connector = connector_to(url)
+        self._address = aiohttp.ClientRequest("GET", URL(url_of(url), encoded=True), loop=self._loop)
         self._timeout = timeout
         self._keepalive_s = keepalive_s
-        self._silence_s = silence_s
         self._free: list[EngineConnection] = []
         self._made: dict[EngineConnection, aiohttp.connector.Connection] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -127,9 +153,7 @@ class _Pool:
         if transport is None or transport.is_closing() or protocol is None or protocol.should_close:
             made.close()
             raise aiohttp.ServerDisconnectedError("the engine closed the connection, or spoke first")
-        connection = EngineConnection(
-            self._loop, transport, on_free=self._put_back, on_lost=self._forget, silence_s=self._silence_s
-        )
+        connection = EngineConnection(self._loop, transport, on_free=self._put_back, on_lost=self._forget)
         transport.set_protocol(connection)
         self._made[connection] = made
         return connection
@@ -226,8 +250,18 @@ def _host(parts: SplitResult) -> bytes:
     return (name if port in {None, _PORTS[parts.scheme]} else f"{name}:{port}").encode("ascii")
 
 
+def _spellings(host: bytes, parts: SplitResult) -> tuple[bytes, frozenset[bytes]]:
+    """The name in an address of the same server, and the ports that may follow it."""
+    name, _ = _AUTHORITY.fullmatch(host).groups()  # type: ignore[union-attr]
+    port = parts.port or _PORTS[parts.scheme]
+    usual = frozenset((b"", b"80", b"443"))  # before the TLS of another server an engine may write either scheme
+    return name, usual if port in _PORTS.values() else frozenset((b"%d" % port,))
+
+
 def _validated(upstream: str) -> str:
     """`upstream` without its trailing slash, ready to be put in front of a path."""
+    if path_of(upstream) is not None:
+        return upstream
     parts = urlsplit(upstream)
     example = "write it like http://127.0.0.1:8000"
     if not re.fullmatch(r"[!-~]+", upstream):

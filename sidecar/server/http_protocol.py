@@ -5,9 +5,9 @@
 - Trailers are ignored. uvicorn appends them to the request's headers after these have been checked, so that a client
   could hand the engine a header that had been removed.
 - An offer to upgrade is declined as RFC 9110 has it: by answering in HTTP/1.1. uvicorn would lose the request's body,
-  and Java's client makes that offer (h2c) with every first request.
-- A body in another transfer coding than chunks, and two `Host` headers, are refused: a server after this one would not
-  see the first, and might read the other `Host`.
+  and Java's client makes that offer (h2c) with every first request. The app sees by `upgrade` what was offered.
+- A body in another transfer coding than chunks, two `Host` headers, and none in HTTP/1.1, are refused: a server after
+  this one would not see the first, and might read the other `Host`.
 - A disconnect is reported to the request that is served, even where the client has pipelined another request after it.
   uvicorn reports it to the last request only, so the first would hold its room, and the engine would compute on.
 - Bytes that are no HTTP are answered in the sidecar's error format, but never within another request's response. After
@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -47,11 +48,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.app = quick(self.app)
         self._is_in_head = True
+        self._has_host = False
         self._head_bytes = 0
         self._framing_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._has_refused = False
         self._cycles: list[RequestResponseCycle] = []
+        self.on_lost: Callable[[BoundedHttpProtocol], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own narrowing
         super().connection_made(transport)
@@ -62,6 +65,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._end_head()
         self._disconnect_unfinished()
+        if self.on_lost is not None:
+            self.on_lost(self)
 
     def data_received(self, data: bytes) -> None:
         if self._has_refused:
@@ -70,8 +75,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
-        except httptools.HttpParserError:
-            self._refuse(_too_large() if self._head_bytes > MOST_HEAD_BYTES else InvalidHttp(_NO_HTTP))
+        except httptools.HttpParserError as error:
+            own = error.__context__  # of a callback of ours
+            self._refuse(own if isinstance(own, AdmissionError) else InvalidHttp(_NO_HTTP))
         if self._has_refused or self.transport.is_closing():
             return
         if self._framing_bytes > MOST_HEAD_BYTES:
@@ -81,7 +87,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_head, self._has_host, self._head_bytes = True, False, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_in_head:
@@ -95,6 +101,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if not self._has_host and self.parser.get_http_version() >= _NEEDS_HOST:
+            raise InvalidHttp(_NO_HOST)
         self._end_head()
         before = self.cycle
         super().on_headers_complete()
@@ -126,9 +134,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.expect_100_continue = self.expect_100_continue or value.lower() == b"100-continue"
             return
         is_unknown_coding = name == b"transfer-encoding" and value.strip().lower() != b"chunked"
-        is_second_host = name == b"host" and any(found == b"host" for found, _ in self.headers)
+        is_second_host = name == b"host" and self._has_host
         if not name or is_unknown_coding or is_second_host:
             raise InvalidHttp(_NO_HTTP)
+        self._has_host |= name == b"host"
 
     def _feed(self, data: bytes) -> None:
         while True:  # once more for each offer to upgrade
@@ -161,7 +170,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             lines = [b"%s: %s\r\n" % header for header in error_headers(error, len(body), None)]
             status = b"HTTP/1.1 %d %s\r\n" % (error.status, _REASONS[error.status])
             self.transport.write(b"".join([status, *lines, b"connection: close\r\n\r\n", body]))
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # not in TLS
+                self.transport.write_eof()
             self._has_refused = True
             self._disconnect_unfinished()  # nothing can be written any more
             self.loop.call_later(READ_ON_S, self.transport.close)
@@ -186,7 +196,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 _LOOKED_AT = frozenset((b"", b"expect", b"host", b"transfer-encoding"))
+_NEEDS_HOST = "1.1"
 _NO_HTTP = "this is not an HTTP/1.1 request, or its parts contradict each other; send it as RFC 9112 has it"
+_NO_HOST = "this HTTP/1.1 request has no `Host` header; name the server in it, as RFC 9112 has it"
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
@@ -199,10 +211,10 @@ async def _send_instead(cycle: RequestResponseCycle, error: AdmissionError) -> N
 def _without_upgrade(headers: Headers) -> Headers:
     kept = []
     for name, value in headers:
-        if name == b"connection":
+        if name == b"connection":  # the parser takes `upgrade` for an offer only where this names it
             tokens = [token for part in value.split(b",") if (token := part.strip()).lower() != b"upgrade"]
             kept.append((name, b", ".join(tokens)))
-        elif name != b"upgrade":
+        else:
             kept.append((name, value))
     return kept
 

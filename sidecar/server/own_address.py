@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
+
+from sidecar.unix_address import path_of
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -16,9 +19,12 @@ def leads_to(url: str, listeners: Sequence[socket.socket]) -> bool:
     A name is resolved only where its port is one of theirs. A name that cannot be resolved, and another machine's
     address that leads back here, are not noticed: there the `via` header shows the loop.
     """
+    names = [listener.getsockname() for listener in listeners]
+    if (path := path_of(url)) is not None:
+        return any(isinstance(name, str) and _is_same(path, name) for name in names)
     parts = urlsplit(url)
     port = parts.port or _PORTS.get(parts.scheme)
-    own = [listener.getsockname()[0] for listener in listeners if listener.getsockname()[1] == port]
+    own = [name[0] for name in names if not isinstance(name, str) and name[1] == port]
     if not own:
         return False
     try:
@@ -26,6 +32,13 @@ def leads_to(url: str, listeners: Sequence[socket.socket]) -> bool:
     except OSError:
         return False
     return any(_is_reached(str(info[4][0]), listens) for info in found for listens in own)
+
+
+def _is_same(path: str, own: str) -> bool:
+    try:
+        return os.path.samefile(path, own)
+    except OSError:
+        return False
 
 
 def _is_reached(address: str, listens: str) -> bool:

@@ -4,6 +4,7 @@
 - An app that asks for the response's `chunk_path` needs no message for a chunk either.
 - A disconnect is reported to an app that asks for it, without a task that waits for it.
 - A head whose message has `BODY_FOLLOWS` goes out with the first bytes of the body, in one write.
+- A response in HTTP/1.0 has no chunks.
 - The headers of a response are searched together for what HTTP forbids; uvicorn searches each name and each value.
 """
 
@@ -21,6 +22,7 @@ from sidecar.sending import BODY_FOLLOWS, CLIENT_KEY, SENT, SendChunk
 
 _FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
 _WITHOUT_BODY = frozenset((204, 304))
+_HAS_CHUNKS = "1.1"
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
 
@@ -31,9 +33,31 @@ def quick(app: Callable[..., Awaitable[None]]) -> Any:  # uvicorn and Starlette 
     def with_quick_send(scope: Scope, receive: Receive, send: Any) -> Awaitable[None]:
         cycle: RequestResponseCycle = send.__self__
         scope[CLIENT_KEY] = Client(cycle)
-        return app(scope, receive, send if scope["method"] == "HEAD" else _Response(cycle).send)
+        if scope["http_version"] < _HAS_CHUNKS:
+            send = _until_the_end(cycle)
+        elif scope["method"] != "HEAD":
+            send = _Response(cycle).send
+        return app(scope, receive, send)
 
     return with_quick_send
+
+
+def _until_the_end(cycle: RequestResponseCycle) -> Send:
+    """The `send` of a request in HTTP/1.0, which has no chunks. Where the response has no length, the end of the
+    connection ends it (RFC 9112, section 6.3); uvicorn would send chunks.
+    """
+    has_length = False
+
+    async def send(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.keep_alive, cycle.chunked_encoding = False, None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await cycle.send(cast("Any", message))
+
+    return send
 
 
 class _Response:
@@ -114,7 +138,7 @@ class _Response:
 
 
 class Client:
-    """See `ClientWatch`. The protocol calls `left`."""
+    """See `ClientWatch`. The protocol calls `left`, too."""
 
     __slots__ = ("_flow", "_has_left", "_on_disconnect")
 
@@ -136,11 +160,16 @@ class Client:
         self._on_disconnect = None
 
     def left(self) -> None:
-        """The client has disconnected."""
+        """See `ClientWatch.left`."""
         self._has_left = True
         on_disconnect, self._on_disconnect = self._on_disconnect, None
         if on_disconnect is not None:
             on_disconnect()
+
+    @property
+    def is_slow(self) -> bool:
+        """See `ClientWatch.is_slow`."""
+        return bool(self._flow.write_paused)
 
 
 class _HeldHead:

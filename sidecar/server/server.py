@@ -21,9 +21,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from sidecar.errors import Draining
-from sidecar.proxy.proxy import ResponseCut
+from sidecar.open_files import most_clients
+from sidecar.sending import ResponseCut
 from sidecar.server import CannotServe
+from sidecar.server.acceptor import Acceptor
+from sidecar.server.certificate import Certificate
 from sidecar.server.http_protocol import BoundedHttpProtocol
+from sidecar.server.listeners import address_of, listening
 from sidecar.server.own_address import leads_to
 
 # ALB and nginx close an idle connection after 60 s by default, and must be the first to close it.
@@ -55,19 +59,21 @@ async def serve(
     reload: Callable[[], None] | None = None,
     upstreams: Sequence[str] = (),
     announce: Callable[[str], None] = print,
+    certificate: Certificate | None = None,
 ) -> None:
     """Serves `app` and `admin` until SIGTERM or SIGINT; returns when both have ended. Call it in the main thread.
 
     SIGHUP calls `reload`, where there is one: then a terminal that closes does not end the server. `announce` gets one
-    line per address as soon as it answers, with the port that was chosen for port 0. `upstreams` are where `app`
-    sends requests. Raises CannotServe, also where one of those is one of the server's own addresses.
+    line per address as soon as it answers, with the port that was chosen for port 0. With a `certificate` `app` is
+    served by TLS alone. `upstreams` are where `app` sends requests. Raises CannotServe, also where one of those is one
+    of the server's own addresses.
     """
     signals = Signals(reload)
     with listening(host, port) as client_socket, listening(admin_host, admin_port) as admin_socket, signals.caught():
         refuse_own_addresses(upstreams, (client_socket, admin_socket))
 
         def announce_both() -> None:
-            announce(f"sidecar: proxy on {address_of(client_socket)}")
+            announce(f"sidecar: proxy on {address_of(client_socket, has_tls=certificate is not None)}")
             announce(f"sidecar: admin on {address_of(admin_socket)}")
 
         await serve_on(
@@ -80,6 +86,7 @@ async def serve(
             drained=drained,
             grace_s=grace_s,
             on_ready=announce_both,
+            certificate=certificate,
         )
 
 
@@ -94,10 +101,14 @@ async def serve_on(
     drained: Callable[[], Awaitable[None]],
     grace_s: float,
     on_ready: Callable[[], None],
+    certificate: Certificate | None = None,
 ) -> None:
     """As `serve`, on sockets that are bound already, until `end`. `on_ready` is called when both addresses answer."""
+    held = _KEEP_ALIVE_S
     servers = [
-        Server(app, client_socket, lifespan="on", timeout_keep_alive=_KEEP_ALIVE_S),
+        Server(
+            app, client_socket, lifespan="on", timeout_keep_alive=held, most=most_clients(), certificate=certificate
+        ),
         Server(admin, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),
     ]
     running = [asyncio.ensure_future(server.serve(sockets=[server.socket])) for server in servers]
@@ -177,9 +188,18 @@ async def wait_first(*awaitables: Awaitable[Any], timeout_s: float | None = None
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that handles no signals and says when it is ready."""
+    """A uvicorn server that handles no signals, accepts `most` connections, and says when it is ready."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, *, lifespan: Any, timeout_keep_alive: int):
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        *,
+        lifespan: Any,
+        timeout_keep_alive: int,
+        most: int = sys.maxsize,
+        certificate: Certificate | None = None,
+    ):
         config = uvicorn.Config(
             app,
             # uvicorn would take a bound method for an app of an older interface.
@@ -202,20 +222,32 @@ class Server(uvicorn.Server):
         logging.getLogger("uvicorn.error").addFilter(self._without_traceback)
         self._is_cutting = False
         self.socket = listener
+        self._most = most
+        self._certificate = certificate
         self.ready = asyncio.Event()
         self.failure: str | None = None
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002  # it has its own
         log = logging.getLogger("uvicorn.error")
         log.addFilter(self._note_failure)
         try:
-            await super().startup(sockets)
+            await super().startup([])  # without a server of the event loop's
         except SystemExit:  # so uvicorn says that the app failed to start
             self.should_exit = True
         finally:
             log.removeFilter(self._note_failure)
         if self.started:
+            self._accept()
             self.ready.set()
+
+    def _accept(self) -> None:
+        self.socket.listen(self.config.backlog)
+        self.socket.setblocking(False)
+        acceptor = Acceptor(self.socket, self._protocol, most=self._most, certificate=self._certificate)
+        self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn closes them, and waits for that
+
+    def _protocol(self) -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(self.config, self.server_state, self.lifespan.state)
 
     def _note_failure(self, record: logging.LogRecord) -> bool:
         """Takes the reason of a failed start, which `serve` raises, out of uvicorn's log. A traceback stays there."""
@@ -307,58 +339,3 @@ class Signals(End):
 
     def _on_signal(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
-
-
-def address_of(listener: socket.socket) -> str:
-    """The address of a socket's server."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-@contextlib.contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound socket, on which the server listens when the app is up. Raises CannotServe."""
-    with _bound(host, port) as listener:
-        try:
-            # Fails here, before the start, where another process listens already.
-            listener.listen(1)
-        except OSError as error:
-            raise _cannot_listen(host, port, error) from None
-        yield listener
-
-
-@contextlib.contextmanager
-def sharing(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that is bound to a port which other processes of this user bind, too, and does not listen yet.
-
-    Linux divides the connections among the sockets that listen. Raises CannotServe.
-    """
-    with _bound(host, port, is_shared=True) as listener:
-        yield listener
-
-
-@contextlib.contextmanager
-def _bound(host: str, port: int, *, is_shared: bool = False) -> Iterator[socket.socket]:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
-        )[0]
-        # Only with the protocol named asyncio turns Nagle's algorithm off, which costs 40 ms per response.
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise _cannot_listen(host, port, error) from None
-    with listener:
-        try:
-            if sys.platform != "win32":
-                # Otherwise a restart has to wait for the last connections' TIME_WAIT.
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if is_shared:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind(address)
-        except OSError as error:
-            raise _cannot_listen(host, port, error) from None
-        yield listener
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> CannotServe:
-    return CannotServe(f"cannot listen on {host}:{port}: {error.strerror}")

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, Union
 
 from opentelemetry import metrics, trace
 
+from sidecar.extras import how_to_install
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricExporter
@@ -245,7 +247,7 @@ def _otlp_exporter(signal: Signal[Any]) -> Any:
         extra = "otlp-grpc" if protocol == GRPC else "otlp"
         raise TelemetryError(
             f"exporting {signal.name} over OTLP ({protocol}) needs a package that is not installed: "
-            f"pip install 'admission-sidecar[{extra}]'"
+            f"{how_to_install(extra)}"
         ) from error
 
 

@@ -14,12 +14,16 @@ from sidecar.telemetry.logs.setup import LogSettings
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """What a worker is started with. `pages` is the path of the socket that its admin pages are served on."""
+    """What a worker is started with. `pages` is the path of the socket that its admin pages are served on.
+
+    `listener` is the descriptor of the clients' socket where all workers listen on one: a Unix socket.
+    """
 
     worker: int
     settings: ServeSettings
     log: LogSettings
     pages: str
+    listener: int | None
 
 
 class Command(Enum):

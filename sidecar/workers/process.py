@@ -53,7 +53,7 @@ class Ending(msgspec.Struct, frozen=True):
 class WorkerProcess:
     """One of the workers, over its restarts. `on_change` is called at each change of `state`."""
 
-    def __init__(self, number: int, folder: Path, on_change: Callable[[], None]) -> None:
+    def __init__(self, number: int, folder: Path, on_change: Callable[[], None], listener: int | None) -> None:
         self.number = number
         self.state = WorkerState.DOWN
         self.reason = ""
@@ -61,6 +61,7 @@ class WorkerProcess:
         self._since_s = time.monotonic()
         self._socket = str(folder / f"worker-{number}.sock")
         self._on_change = on_change
+        self._listener = listener
         self._process: asyncio.subprocess.Process | None = None
         self._channel: asyncio.StreamWriter | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -110,7 +111,8 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = await self._start(Begin(self.number, settings, log, self._socket), theirs, environment)
+                begin = Begin(self.number, settings, log, self._socket, self._listener)
+                self._process = await self._start(begin, theirs, environment)
             except OSError as error:
                 ours.close()
                 self.reason = f"its process cannot be started: {error.strerror}"
@@ -151,7 +153,7 @@ class WorkerProcess:
             *sys.path,
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(channel.fileno(),),
+            pass_fds=(channel.fileno(), *(() if self._listener is None else (self._listener,))),
             start_new_session=True,  # a terminal's Ctrl-C and end are for the supervisor alone
         )
 

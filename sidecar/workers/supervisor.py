@@ -15,18 +15,13 @@ from sidecar.admin.auth import Access, AdminGuard
 from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE
 from sidecar.server import CannotServe
-from sidecar.server.server import (
-    Signals,
-    address_of,
-    listening,
-    refuse_own_addresses,
-    serving_pages,
-    sharing,
-    wait_first,
-)
+from sidecar.server.certificate import certificate_of
+from sidecar.server.listeners import address_of, listening, sharing
+from sidecar.server.server import Signals, refuse_own_addresses, serving_pages, wait_first
 from sidecar.serving import ServeSettings, proxy_of, upstreams
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store
 from sidecar.telemetry.logs.setup import LogSettings
+from sidecar.unix_address import path_of
 from sidecar.workers.crew import Crew
 from sidecar.workers.folder import private_folder
 from sidecar.workers.own_store import OwnStore
@@ -64,10 +59,13 @@ async def supervise(plan: Plan, announce: Callable[[str], None]) -> None:
         clients = stack.enter_context(_reserved(settings.host, settings.port))
         admin = stack.enter_context(listening(settings.admin_host, settings.admin_port))
         refuse_own_addresses(upstreams(settings.upstream, plan.policy), (clients, admin))
-        settings = msgspec.structs.replace(settings, port=clients.getsockname()[1])
+        is_port = path_of(settings.host) is None
+        if is_port:
+            settings = msgspec.structs.replace(settings, port=clients.getsockname()[1])
         store = None if has_store else OwnStore(folder)
         environment = dict(os.environ) if store is None else {**os.environ, STORE_VARIABLE: store.url}
-        crew = Crew(settings, plan.workers, plan.log, environment, folder)
+        listener = None if is_port else clients.fileno()
+        crew = Crew(settings, plan.workers, plan.log, environment, folder, listener=listener)
         signals = Signals(crew.reload)
         stack.enter_context(signals.caught())
         if store is not None:
@@ -79,7 +77,7 @@ async def supervise(plan: Plan, announce: Callable[[str], None]) -> None:
             crew.start()
             await wait_first(crew.all_serving.wait(), crew.failed.wait(), signals.first.wait())
             if crew.all_serving.is_set():
-                announce(f"sidecar: proxy on {address_of(clients)}")
+                announce(f"sidecar: proxy on {address_of(clients, has_tls=settings.tls_cert is not None)}")
                 announce(f"sidecar: admin on {address_of(admin)}")
                 kept = "the store" if has_store else "a Valkey of their own"
                 announce(f"sidecar: {plan.workers} workers share one pool in {kept}")
@@ -92,6 +90,7 @@ async def supervise(plan: Plan, announce: Callable[[str], None]) -> None:
 def _check(plan: Plan) -> bool:
     """Whether the settings name a store. Raises ValueError for settings that no worker could begin with."""
     proxy_of(plan.settings.upstream, plan.policy)
+    certificate_of(plan.settings.tls_cert, plan.settings.tls_key)
     store = store_of(plan.policy, os.environ)
     records_of(plan.policy, os.environ)
     refuse_uncounted_budgets(plan.policy, os.environ)
@@ -101,7 +100,14 @@ def _check(plan: Plan) -> bool:
 
 @contextmanager
 def _reserved(host: str, port: int) -> Iterator[socket.socket]:
-    """The clients' address, bound for as long as the block runs. Raises CannotServe where another process has it."""
+    """The clients' address, bound for as long as the block runs. Raises CannotServe where another process has it.
+
+    Unix sockets are not divided: the workers accept on this one.
+    """
+    if path_of(host) is not None:
+        with listening(host, port) as bound:
+            yield bound
+        return
     with listening(host, port):
         pass  # a socket that shares its port would be bound beside those of another command with workers
     with sharing(host, port) as bound:

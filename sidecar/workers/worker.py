@@ -23,7 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sidecar.policy.compiler import load
 from sidecar.policy.problems import PolicyError
 from sidecar.server import CannotServe
-from sidecar.server.server import End, run, serve_on, sharing
+from sidecar.server.certificate import certificate_of
+from sidecar.server.listeners import sharing
+from sidecar.server.server import End, run, serve_on
 from sidecar.serving import Serving
 from sidecar.tasks import is_set_within
 from sidecar.telemetry.logs.setup import own_logging
@@ -74,7 +76,8 @@ def _serve(begin: Begin, channel: socket.socket) -> Exception | None:
 
 async def _serve_shared(begin: Begin, serving: Serving, channel: socket.socket) -> None:
     settings = begin.settings
-    with sharing(settings.host, settings.port) as clients, _private(begin.pages) as pages:
+    certificate = certificate_of(settings.tls_cert, settings.tls_key)
+    with _clients(begin) as clients, _private(begin.pages) as pages:
         control = _Control(serving.reload)
         async with control.connected(channel):
             await serve_on(
@@ -87,7 +90,14 @@ async def _serve_shared(begin: Begin, serving: Serving, channel: socket.socket) 
                 drained=serving.drained,
                 grace_s=settings.grace_s,
                 on_ready=lambda: control.report(Stage.SERVING),
+                certificate=certificate,
             )
+
+
+def _clients(begin: Begin) -> contextlib.AbstractContextManager[socket.socket]:
+    if begin.listener is None:
+        return sharing(begin.settings.host, begin.settings.port)
+    return socket.socket(fileno=begin.listener)
 
 
 @contextlib.contextmanager

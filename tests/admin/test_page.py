@@ -86,6 +86,38 @@ async def test_it_says_who_starves_and_shows_every_figure(tools: str) -> None:
         assert page.console == []
 
 
+async def test_the_dimension_that_binds_is_drawn_with_its_marks_and_does_not_flicker(tools: str) -> None:
+    bound = tier("high", held=Amount(5_000, 60), reserve=Amount(20_000, 20), limit=Amount(50_000, 50))
+    async with shown(tools, overview(bound, held=Amount(5_000, 60), free=Amount(95_000, 40))) as (page, server):
+        assert (await cells(page))[1].splitlines() == ["60 running (60%)", "reserve 20, limit 50, 5,000 tokens (5%)"]
+        marks = "['reserve', 'limit'].map((name) => document.querySelector('.gauge .' + name).style.left)"
+        assert await page.evaluate(marks) == ["20%", "50%"]
+        assert await page.evaluate("document.querySelector('#bars .bar').innerText.startsWith('Requests')")
+        server.overview = overview(bound, held=Amount(65_000, 60), free=Amount(35_000, 40))
+        await page.until("document.getElementById('bars').innerText.includes('65k of 100k')")
+        assert (await cells(page))[1].startswith("60 running"), "5% more are not enough"
+        server.overview = overview(bound, held=Amount(90_000, 60), free=Amount(10_000, 40))
+        await page.until("document.querySelector('#tier-rows td').innerText.startsWith('5,000\u00a0tokens')")
+
+
+async def test_a_tier_at_its_own_limit_is_not_said_to_starve(tools: str) -> None:
+    waits = msgspec.structs.replace(starved(), is_at_limit=True)
+    async with shown(tools, overview(tier("high"), waits)) as (page, _):
+        assert "at its own limit" in (await cells(page, 1))[3]
+        assert "starv" not in (await cells(page, 1))[3]
+
+
+async def test_heads_of_columns_explain_themselves_and_old_figures_say_their_age(tools: str) -> None:
+    old = [ReplicaView("one", "a", 1, 1, 0.0), ReplicaView("two", "b", 1, 1, 2.4)]
+    async with shown(tools, overview(starved(), replicas=old)) as (page, server):
+        links = "[...document.querySelectorAll('th a')]"
+        assert await page.evaluate(f"{links}.length") > 10
+        assert await page.evaluate(f"{links}.every((it) => it.title && document.querySelector(it.hash))")
+        assert "Tenants by tokens held, up to 3 s old" in (await page.text()).replace("\u00a0", " ")
+        server.overview = overview(starved())
+        await page.until("document.querySelector('.age').textContent === ''")
+
+
 async def test_what_comes_from_requests_is_text_and_stays_text(tools: str) -> None:
     hostile = overview(
         starved(HOSTILE, by=HOSTILE),

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from sidecar.cli.arguments import server_url
+from sidecar.cli.arguments import engine_address, server_url, socket_address
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,22 @@ def test_the_v1_at_the_end_is_left_out_with_one_line(
 def test_what_is_no_address_is_an_error(written: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="write one like http"):
         server_url(written)
+
+
+WRONG_SOCKETS = ["unix:", "unix:run/vllm.sock", "unix:///run/vllm.sock", "UNIX:/run/vllm.sock", "unix:/" + "a" * 200]
+
+
+@pytest.mark.parametrize("written", WRONG_SOCKETS)
+def test_what_is_no_unix_socket_is_an_error_and_never_a_host_of_that_name(written: str) -> None:
+    for read in (engine_address, socket_address):
+        with pytest.raises(argparse.ArgumentTypeError, match="Unix socket"):
+            read(written)
+
+
+def test_a_unix_socket_is_an_engines_address_for_serve_alone() -> None:
+    assert engine_address("unix:/run/vllm.sock") == socket_address("unix:/run/vllm.sock") == "unix:/run/vllm.sock"
+    assert engine_address("engine:8000/") == "http://engine:8000"
+    with pytest.raises(argparse.ArgumentTypeError, match=r"`sidecar serve` alone .* write one like http"):
+        server_url("unix:/run/vllm.sock")
+    with pytest.raises(argparse.ArgumentTypeError, match="--host and --port"):
+        socket_address("127.0.0.1:8080")

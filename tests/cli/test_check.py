@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from sidecar.cli import main
+from sidecar.cli.check import ALERTS
+from tests.otel.files import alerts
 from tests.support.middleware import write_policy
 
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -131,6 +133,24 @@ def test_a_dimension_without_a_bound_has_no_table(tmp_path: Path, capsys: pytest
     assert "in requests" not in printed
     assert "5,000       5,000             0  the whole pool\n" in printed  # without a reserve nothing is certain
     assert printed.endswith("no warnings\n")
+
+
+def test_alerts_that_no_promise_of_the_policy_can_raise_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "policy.yaml"
+    text = "engine: none\ncapacity: {tokens: 5k}\nanonymous: normal\ntiers: {high: {slo: {SLO}}, normal: {}}\n"
+    path.write_text(text.replace("SLO", "queue_wait: 1s, ttft: 2s"))
+    assert main(["check", str(path)]) == 0
+    silent = "AdmissionTierStarves (starvation), AdmissionTierStarved (starvation)"
+    assert f"\n2 alerts can never fire, as no tier promises it: {silent}\n" in capsys.readouterr().out
+    path.write_text(text.replace("SLO", "queue_wait: 1s, ttft: 2s, starvation: 1m"))
+    assert main(["check", str(path)]) == 0
+    assert "can never fire" not in capsys.readouterr().out
+    in_rules = {rule.name: rule.expression for rule in alerts() if "admission_slo_" in rule.expression}
+    for key, names in ALERTS.items():
+        assert all(f"admission_slo_{key}_seconds" in in_rules.pop(name) for name in names)
+    assert not in_rules
 
 
 def test_a_pool_whose_size_the_engine_tells_is_shown_in_shares(

@@ -86,7 +86,7 @@ def test_three_seconds_of_it_and_its_live_page_show_what_admission_does(tmp_path
             assert b"<!doctype html>" in response.read().lower()
         live.until(page, lambda shown: shown["held"]["requests"] > 100)  # while the third run plays
         out, errors = live.ended()
-    assert "requests answered, of those sent" in out.splitlines()[-1]
+    assert "the tier that pays (normal)" in out.splitlines()[-1]
     assert "admission" in errors, "no progress was shown"
 
     runs = {run.pop("name"): run for run in json.loads(file.read_bytes())["runs"]}

@@ -57,7 +57,7 @@ def test_the_model_of_an_engine_with_known_coefficients_predicts_another_load(tm
         "will send at most 197 streamed requests, at most 64 at once, with about 39,782 tokens of pro" in ended.stderr
     )
     assert "how well it predicts the 194 requests of the probe" in ended.stdout
-    assert f"written to {file}: sidecar simulate TRACE --policy DIR --engine-model {file}" in ended.stdout
+    assert f"written to {file}: sidecar simulate TRACE POLICY --engine-model {file}" in ended.stdout
     model = load_model(str(file))
     assert model.step_us == pytest.approx(STEP_MS * 1e3, rel=0.1)
     assert model.step_us_per_sequence == pytest.approx(SEQUENCE_MS * 1e3, rel=0.3)

@@ -107,4 +107,4 @@ def test_without_shtab_it_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
-    assert "pip install 'admission-sidecar[completion]'" in capsys.readouterr().err
+    assert "pip install './admission-sidecar[completion]'" in capsys.readouterr().err

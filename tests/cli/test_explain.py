@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from sidecar.cli import main
+from sidecar.payload.decode import MEDIA_TOKENS
+from tests.support.each import each
 
 KEY = "sk-very-secret"
 POOL = """\
@@ -102,13 +104,23 @@ def test_a_source_behind_the_one_that_wins_cannot_refuse(policy: Path, tmp_path:
     assert found["engine"] == {"name": "tensorrt-llm", "priority": 0.0, "headers": {}, "member": {"priority": 0.0}}
 
 
-@pytest.mark.parametrize(("inputs", "returned"), [(5, 0), (6, 1)])
-def test_each_input_of_an_embedding_holds_a_request(policy: Path, tmp_path: Path, inputs: int, returned: int) -> None:
+@each(("inputs", "said"), [(5, "one for each sequence"), (6, "of the 6 sequences the others wait in the engine")])
+def test_a_list_holds_a_request_for_each_item_up_to_what_its_tier_accepts(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], inputs: int, said: str
+) -> None:
     body = tmp_path / "body.json"
     body.write_text(json.dumps({"input": ["a"] * inputs}))
     code, found = explained(policy, "--path", "/v1/embeddings", "--body", str(body))
-    assert code == returned
-    assert (found["holds"]["requests"], found["largest"]["requests"]) == (inputs, 5)
+    assert (code, found["holds"]["requests"], found["largest"]["requests"]) == (0, 5, 5)
+    assert f"5 of the pool's requests: {said}\n" in capsys.readouterr().out
+
+
+def test_a_picture_is_explained_as_a_medium_in_a_part_without_a_type(policy: Path, tmp_path: Path) -> None:
+    body = tmp_path / "body.json"
+    part = {"image_url": "data:image/png;base64," + "A" * 400_000}
+    body.write_text(json.dumps({"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}))
+    _, found = explained(policy, "--path", "/v1/chat/completions", "--body", str(body))
+    assert MEDIA_TOKENS <= found["holds"]["prompt_tokens"] < MEDIA_TOKENS + 20
 
 
 def test_an_endpoint_that_names_a_tier_and_a_path(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,6 +224,22 @@ def test_a_body_may_come_from_standard_input(
     )
     assert main(["explain", str(policy), "--path", "/v1/chat/completions", "--body", "-"]) == 0
     assert 'priority: "batch", which means batch   <- wins' in capsys.readouterr().out
+
+
+def test_the_tenants_own_limits_are_explained(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (policy / "policy.yaml").write_text(POOL + "mode: observe\n")
+    limits = "limits: {max_output_tokens: 100, tokens_per_minute: 100}\nover_limit: {downgrade: batch}\n"
+    tenant = policy / "tenants" / "acme.yaml"
+    tenant.write_text(tenant.read_text().replace("tier: batch", "tier: normal") + limits)
+    (policy / "body.json").write_text('{"messages": ["hi"]}')
+    arguments = ["--path", "/v1/chat/completions", "--key", KEY, "--body", str(policy / "body.json")]
+    assert main(["explain", str(policy), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "   the engine is told 100 as its maximum: the tenant's max_output_tokens\n" in out
+    assert out.endswith(
+        "Its tenant's limits allow no more: it is downgraded from normal.\n"
+        "The policy observes: the request passes, and this is what enforcing would do.\n"
+    )
 
 
 def test_what_cannot_be_read_is_named(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.cli import main
-from sidecar.cli.init import _port_for_clients, write_files
+from sidecar.cli.init import free_port, write_files
 from sidecar.cli.init_engines import engine_names
 from sidecar.engines.registry import ENGINES
 from sidecar.policy.compiler import load_files, shipped_policies
@@ -265,16 +265,83 @@ def test_the_printed_port_is_free_and_not_the_upstreams(
 ) -> None:
     first = free_ports(3)
     monkeypatch.setattr("sidecar.cli.init.CLIENTS_PORT", first)
-    assert _port_for_clients(None) == first
-    assert _port_for_clients([f"http://127.0.0.1:{first}"]) == first + 1
+    assert free_port(first) == first
+    assert free_port(first, [f"http://127.0.0.1:{first}"]) == first + 1
     with socket.socket() as other:
         other.bind(("127.0.0.1", first))
         other.listen()
-        assert _port_for_clients([f"http://127.0.0.1:{first + 1}"]) == first + 2
+        assert free_port(first, [f"http://127.0.0.1:{first + 1}"]) == first + 2
         assert main(["init", "--dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert f" --policy {tmp_path} --port {first + 1}\n" in printed
     assert f"send your traffic to port {first + 1}\n" in printed
+
+
+def test_the_admin_port_is_a_free_one_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = free_ports(2)
+    monkeypatch.setattr("sidecar.cli.init.ADMIN_PORT", first)
+    assert main(["init", str(tmp_path / "a")]) == 0
+    assert "--admin-port" not in capsys.readouterr().out
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", first))
+        other.listen()
+        assert main(["init", str(tmp_path / "b")]) == 0
+    printed = capsys.readouterr().out
+    assert f" --admin-port {first + 1}\n" in printed
+    assert f"  sidecar observed --admin http://127.0.0.1:{first + 1}\n" in printed
+
+
+def test_requests_without_a_key_are_refused_unless_a_tier_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", str(tmp_path / "a")]) == 0
+    assert "  anonymous: deny\n    requests without a key get 401 once it is enforced" in capsys.readouterr().out
+    assert load_files(tmp_path / "a").policy.anonymous is None
+    assert main(["init", str(tmp_path / "b"), "--anonymous", "batch"]) == 0
+    assert "  anonymous: batch\n    requests without a key get tier batch;" in capsys.readouterr().out
+    policy = load_files(tmp_path / "b").policy
+    assert policy.anonymous is not None
+    assert policy.tiers[policy.anonymous.max_level].name == "batch"
+    assert main(["init", str(tmp_path / "c"), "--anonymous", "low"]) == 1
+    assert "there is no tier low; write deny, high or normal or batch; nothing" in capsys.readouterr().err
+
+
+def test_keys_are_written_to_files_and_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "keys"
+    assert main(["init", str(tmp_path / "p"), "--keys-to", str(folder), "--json", "-"]) == 0
+    printed = capsys.readouterr().out
+    assert KEY.search(printed) is None
+    named = {one["tenant"]: Path(one["key_file"]) for one in json.loads(printed)["tenants"]}
+    assert named == {name: folder / f"{name}.key" for name in ("chat", "nightly")}
+    policy = load_files(tmp_path / "p").policy
+    for name, file in named.items():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert policy.tenants[hash_line(file.read_text().strip()).removeprefix("sha256:")].name == name
+    assert main(["init", str(tmp_path / "q"), "--keys-to", str(tmp_path / "k")]) == 0
+    printed = capsys.readouterr().out
+    assert KEY.search(printed) is None
+    assert (
+        f"keys for the clients, in files that you alone may read\n  chat     high      {tmp_path}/k/chat.key\n"
+        in printed
+    )
+
+
+def test_a_key_that_is_there_is_not_overwritten_and_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "keys" / "nightly.key"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    assert main(["init", str(tmp_path / "p"), "--keys-to", str(mine.parent)]) == 1
+    assert capsys.readouterr().err == (
+        f"sidecar init: {mine} exists, and no file is overwritten; move it away, or name another folder; "
+        "nothing was written\n"
+    )
+    assert main(["init", str(tmp_path / "p"), "--tiers", "5", "--requests", "2", "--keys-to", str(tmp_path / "k")]) == 1
+    assert files_of(tmp_path) == {"keys/nightly.key": "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["keys"]
 
 
 def test_without_an_upstream_it_fits_an_emulated_engine_and_asks_no_one(
@@ -373,7 +440,7 @@ def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     def meanwhile(_: Path) -> None:
         (tmp_path / "policy.yaml").write_text("mine")
 
-    with pytest.raises(Exception, match="cannot write into"):
+    with pytest.raises(Exception, match=r"policy\.yaml exists, and no file is overwritten"):
         write_files(tmp_path, {"policy.yaml": "ours", "tenants/chat.yaml": "ours"}, meanwhile)
     assert files_of(tmp_path) == {"policy.yaml": "mine"}
     assert [path.name for path in tmp_path.iterdir()] == ["policy.yaml"]
@@ -406,6 +473,7 @@ def test_a_file_in_the_folders_place_is_said(tmp_path: Path, capsys: pytest.Capt
         (["--requests", "9" * 5000], "is no number of requests"),
         (["--upstream", "ftp://engine"], "is no server's address"),
         (["--upstream", NO_ONE, "--example"], "not allowed with argument"),
+        (["--example", "--keys-to", "k"], "--keys-to does not go with --example, whose keys everyone knows"),
     ],
 )
 def test_a_wrong_command_line_is_a_two(
@@ -538,7 +606,9 @@ def test_json_on_standard_output_has_the_keys_and_a_file_has_not(
 ) -> None:
     assert main(["init", "--dir", str(tmp_path / "a"), "--json", "-"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert sorted(printed) == ["capacity", "engine", "engines", "files", "is_sidecar", "models", "tenants", "tiers"]
+    assert sorted(printed) == sorted(
+        ["anonymous", "capacity", "engine", "engines", "files", "is_sidecar", "models", "tenants", "tiers"]
+    )
     assert [(one["tenant"], one["tier"]) for one in printed["tenants"]] == [("chat", "high"), ("nightly", "batch")]
     text = "".join(files_of(tmp_path / "a").values())
     assert all(hash_line(one["key"]) in text for one in printed["tenants"])

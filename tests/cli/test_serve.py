@@ -118,6 +118,46 @@ def test_a_policy_of_the_environment_serves_and_the_log_can_be_text_of_errors_al
         assert process.stderr.read() == ""
 
 
+def test_it_serves_on_a_unix_socket_an_engine_on_another(tmp_path: Path) -> None:
+    engine, own = tmp_path / "vllm.sock", tmp_path / "own.sock"
+    ours = (
+        "serve",
+        "--upstream",
+        f"unix:{engine}",
+        "--policy",
+        POLICIES,
+        "--listen",
+        f"unix:{own}",
+        "--admin-port",
+        "0",
+    )
+    with command(*ours) as process:
+        assert line(process, r"sidecar: proxy on unix:(.*)") == str(own)
+        line(process, r"sidecar: admin on (.*)")
+        with socket.socket(socket.AF_UNIX) as client, client.makefile("rb") as answer:
+            client.connect(str(own))
+            client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            assert answer.read().startswith(b"HTTP/1.1 502 ")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert f"unix:{engine}: No such file or directory" in said
+    assert not own.exists()
+
+
+def test_a_wrong_address_or_certificate_is_a_mistake_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = ["serve", "--upstream", NOBODY, "--policy", POLICIES, "--port", "0", "--admin-port", "0"]
+    for more in (["--listen", "0.0.0.0:8080"], ["--listen", "unix:own.sock"]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*ours, *more])
+        assert "write unix:" in capsys.readouterr().err
+    assert main([*ours, "--tls-cert", str(tmp_path / "no.pem")]) == 1
+    assert f"sidecar: {tmp_path / 'no.pem'} cannot be read: No such file or directory" in capsys.readouterr().err
+
+
 def test_a_log_format_of_the_environment_that_is_none_is_said_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

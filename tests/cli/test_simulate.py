@@ -315,3 +315,51 @@ def test_bad_input_is_said_in_a_sentence(
 def test_every_model_that_ships_can_be_used() -> None:
     for name in shipped():
         assert load_model(name).name == name
+
+
+def test_policies_are_arguments_wherever_they_stand(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, now, planned = folder / "figures.json", str(folder / "now"), str(folder / "planned")
+    rest = ["--engine-model", str(folder / "model.yaml"), "--seeds", "1", "--json", str(target)]
+    trace = str(folder / "trace.jsonl")
+    monkeypatch.setenv("SIDECAR_POLICY", now)
+    for given, expected in (
+        ([trace, now, planned, *rest], ["now", "planned"]),
+        ([trace, *rest, now, planned], ["now", "planned"]),
+        ([*rest, trace, now, "--policy", planned], ["now", "planned"]),
+        ([trace, *rest], ["now"]),
+    ):
+        assert main(["simulate", *given]) == 0
+        assert [one["policy"] for one in json.loads(target.read_text())["runs"]] == expected
+    monkeypatch.delenv("SIDECAR_POLICY")
+    assert main(["simulate", trace, *rest]) == 2
+
+
+def test_keys_that_no_run_uses_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(folder, "--seeds", "1")
+    unused = "engine, capacity.tokens, capacity.requests, default_tier, anonymous, endpoints"
+    assert f"\nnow: no run uses {unused}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "more", "why"),
+    [
+        (("tokens: 4000", "tokens: 9000"), (), "they differ in capacity.tokens alone, which no run uses"),
+        (("x", "x"), (), "their files say the same"),
+        (("60%", "50%"), ("--scale", "0.001"), "no request had to wait, so nothing decides who is first; try a higher"),
+        (("60%", "10%"), (), "no request met what they differ in: tiers.high.reserve"),
+        (("batch: {", "batch: {limit: 99%, "), (), None),
+        (("{tokens", "{learn: full, tokens"), (), None),
+        (("engine: vllm", "order: gain\nengine: vllm"), ("--order", "level"), "their files say the same"),
+    ],
+)
+def test_two_policies_that_never_differ_are_said_to_and_why(
+    folder: Path, changed: tuple[str, str], more: tuple[str, ...], why: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (folder / "planned" / "policy.yaml").read_text()
+    for name in ("other", "now"):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "policy.yaml").write_text(text.replace(*changed) if name == "other" else text)
+    simulate(folder, "--policy", str(folder / "other"), "--seeds", "2", *more)
+    out = capsys.readouterr().out
+    assert ("never differ" in out) == (why is not None)
+    assert why is None or f"\nnow and other never differ: {why}" in out

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from sidecar.cluster.document import EngineView, OldestWaiter, ReplicaView, TenantView
-from sidecar.cluster.phrases import count, crowd, engine_headline, headline, said_of
+from sidecar.cluster.phrases import count, crowd, engine_headline, headline, said_of, starving, waits_at_its_limit
 from sidecar.durations import short_duration
 from sidecar.policy.model import Mode
 from sidecar.telemetry.recent import Bucket, Overtakings
@@ -77,6 +78,15 @@ def test_every_rule_has_its_reason(rule: str, because: str) -> None:
 def test_who_waits_without_having_been_overtaken_does_not_starve() -> None:
     waits = tier("normal", oldest=OldestWaiter(4.2, 0.0, {}, "one"))
     assert headline([tier("high"), waits]) == "No request starves. normal waits longest: 4.2 s."
+
+
+def test_who_waits_at_its_own_limit_does_not_starve() -> None:
+    by_limit = {"high": Overtakings(41, 81_000, {"limit": 40, "level": 1})}
+    waits = msgspec.structs.replace(starved(), overtaken_by=by_limit, is_at_limit=waits_at_its_limit(by_limit))
+    assert starving([waits]) is None
+    assert headline([tier("high"), waits]) == ("No request starves. batch waits longest: 3 m 12 s, at its own limit.")
+    gone = msgspec.structs.replace(waits, oldest=None, recent=[Bucket(0, starvation_max_s=12.0)])
+    assert headline([tier("high"), gone]) == "No request waits."
 
 
 def test_when_no_one_waits_it_still_says_who_starved_before() -> None:

@@ -256,7 +256,7 @@ async def test_the_page_says_once_that_it_shows_this_replica_alone_and_no_row_co
 async def test_a_store_that_was_never_reached_is_not_called_lost_anywhere(tools: str, tmp_path: Path) -> None:
     store = f"redis://127.0.0.1:{free_port()}/0"
     why = f"the store has not been reached yet: connection refused by {store}"
-    with replicas(tmp_path, 1, policy("divide"), SIDECAR_STORE=store) as (one,):
+    with replicas(tmp_path, 1, policy("closed"), SIDECAR_STORE=store) as (one,):
         ready = json.loads(await get(one, "/readyz"))
         assert (ready["reasons"], ready["notices"]) == ([why], [])
         state = json.loads(await get(one, "/state"))["pool"]

@@ -76,6 +76,25 @@ async def test_an_admitted_request_goes_to_its_engine_and_is_counted_there() -> 
     await b.stop()
 
 
+async def test_no_redirect_names_an_engine_of_the_fleet() -> None:
+    async def redirecting(scope: Any, receive: Any, send: Any) -> None:
+        to = scope["query_string"] if scope["type"] == "http" else b""
+        await receive()
+        if to:
+            await send({"type": "http.response.start", "status": 307, "headers": [(b"location", to)]})
+            await send({"type": "http.response.body", "body": b""})
+
+    a, b = await started(redirecting, redirecting)
+    async with fleet_of([a.address("a"), b.address("b")]) as fleet, served(fleet) as client:
+        found = []
+        for where in (f"127.0.0.1:{a.port}", f"127.0.0.1:{b.port}", "elsewhere"):
+            async with client.get(f"/v1/models/?http://{where}/v1/models", allow_redirects=False) as response:
+                found.append(response.headers["location"])
+    await a.stop()
+    await b.stop()
+    assert found == ["/v1/models", "/v1/models", "http://elsewhere/v1/models"]
+
+
 async def test_other_paths_go_to_an_engine_that_can_be_used() -> None:
     async with engines(2) as (a, b), fleet_of([a.address("a"), b.address("b")]) as fleet, served(fleet) as client:
         fleet.drain("a")

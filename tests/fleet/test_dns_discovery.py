@@ -175,7 +175,7 @@ async def test_a_host_with_other_bytes_than_a_hosts_is_left_out_and_case_makes_n
 async def test_without_dnspython_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "dns" else real(name, *more))
-    with pytest.raises(ValueError, match=r"pip install 'admission-sidecar\[dns\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\./admission-sidecar\[dns\]'"):
         DnsDiscovery(DnsService("x", None), CAPACITY)
     DnsDiscovery(DnsService("x", 8000), CAPACITY)
 

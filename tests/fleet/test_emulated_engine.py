@@ -9,7 +9,7 @@ import pytest
 
 from sidecar.apis import Api
 from sidecar.fleet.affinity import PROMPT_CACHE_KEY, Affinity
-from sidecar.middleware.usage import CachedUsageReader
+from sidecar.middleware.usage import UsageReader
 from sidecar.payload.decode import decode
 from sidecar.tokens import Estimator
 from tests.tools.emulator.emulated import PATHS, VLLM, Client, emulated
@@ -48,7 +48,7 @@ class Pool:
         prompt_tokens = self.estimator.prompt_tokens(decode(api, body), "t")
         prediction = self.affinity.predict("t", api, body, {}, prompt_tokens)
         self.affinity.sent(prediction, "a#1")
-        usage = CachedUsageReader()
+        usage = UsageReader()
         headers = {"content-type": "application/json"}
         async with self.client.session.post(self.client.url + PATHS[api.value], data=body, headers=headers) as answer:
             assert answer.status == 200
@@ -57,7 +57,7 @@ class Pool:
         usage.read()
         self.affinity.ended(
             prediction,
-            prompt_tokens=usage.prompt_tokens,
+            prompt_tokens=usage.input_tokens,
             cached_tokens=usage.cached_tokens,
             output_tokens=usage.output_tokens or 0,
         )

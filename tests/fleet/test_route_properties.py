@@ -25,7 +25,7 @@ from sidecar.middleware.engine_watch import EngineState
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY
 from sidecar.policy.compiler import load
 from sidecar.policy.fleet import EngineAddress
-from sidecar.proxy.proxy import ResponseCut
+from sidecar.sending import ResponseCut
 from tests.fleet.routed import Routed, static, write_policy
 from tests.support.middleware import Caller
 

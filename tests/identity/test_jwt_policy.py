@@ -74,7 +74,7 @@ def test_a_tenant_may_be_without_keys_only_where_tokens_can_name_it(tmp_path: Pa
 
 def test_without_the_package_the_start_fails_and_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(PolicyError, match=r"pip install 'admission-sidecar\[jwt\]'"):
+    with pytest.raises(PolicyError, match=r"pip install '\./admission-sidecar\[jwt\]'"):
         policy(jwt_section(URL))
     assert policy().jwt is None
 

@@ -293,7 +293,7 @@ def test_a_policy_for_another_engine_is_refused(tmp_path: Path, refusal: Refusal
 def test_without_the_engine_it_says_how_to_get_it(tmp_path: Path, refusal: Refusal) -> None:
     said = refusal("trtllm-serve", "m", "--policy", str(write_policy(tmp_path)), installed=False)
     assert "tensorrt_llm is not installed in this environment" in said
-    assert "pip install tensorrt-llm" in said
+    assert "install TensorRT-LLM as its documentation says" in said
 
 
 @pytest.mark.long

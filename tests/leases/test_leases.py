@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from sidecar.errors import Draining, QueueFull, QueueTimeout, RequestTooLarge, S
 from sidecar.events import Settled
 from sidecar.leases import Admission, HeldLease
 from sidecar.leases.threads import ThreadLeaseBlock
+from sidecar.policy.compiler import load
+from sidecar.policy.model import StoreLoss
 from sidecar.pools import Ask, LocalPool
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
@@ -527,10 +530,11 @@ class TestSharedPool:
         await anyio.lowlevel.checkpoint()
         assert asyncio.all_tasks() == before
 
-    async def test_a_store_that_was_never_reached_refuses(self, policy: Path) -> None:
+    async def test_a_store_that_was_never_reached_refuses_where_the_policy_is_closed(self, policy: Path) -> None:
+        closed = replace(load(policy), on_store_loss=StoreLoss.CLOSED)
         with pytest.raises(StoreUnavailable, match="has not been reached yet"):
             async with (
-                sidecar.connect("redis://127.0.0.1:9", policy=policy) as admission,
+                sidecar.connect("redis://127.0.0.1:9", policy=closed) as admission,
                 admission.lease(tokens=10),
             ):
                 pytest.fail("admitted")

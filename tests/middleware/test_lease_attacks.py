@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.middleware.lease_size import EVERY_TOKENS, Expected, LeaseSize
-from sidecar.middleware.usage import LARGEST_EVENT, CachedUsageReader, UsageReader
+from sidecar.middleware.usage import LARGEST_EVENT, UsageReader
 from sidecar.policy.model import Learn
 from sidecar.pools.base import Ask, Lease
 from tests.middleware.test_lease_size import LIMIT, Stand
@@ -177,7 +177,7 @@ async def test_a_schema_that_looks_like_usage_pays_for_nothing(order: str) -> No
 
 async def test_a_schema_that_looks_like_usage_is_no_cache_hit() -> None:
     lie = b'"tools":[{"parameters":{"default":{"usage":{"input_tokens_details":{"cached_tokens":100000}}}}}]'
-    reader = CachedUsageReader()
+    reader = UsageReader()
     reader.feed(b'event: response.created\ndata: {"response":{%b}}\n\n' % lie)
     reader.read()
     assert reader.cached_tokens is None

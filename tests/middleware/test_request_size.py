@@ -11,6 +11,7 @@ import pytest
 
 from sidecar.events import Classified
 from tests.support.dry_run import observing
+from tests.support.each import each
 from tests.support.middleware import CHAT, COMPLETIONS, App, Caller, Guarded, chat, guarding, key, policy
 
 pytestmark = pytest.mark.anyio
@@ -71,55 +72,56 @@ async def asked(guarded: Guarded, body: dict[str, Any], tenant: str) -> None:
     await Caller(guarded.sidecar, json.dumps(body).encode(), headers=headers).run()
 
 
-# choices times prompts
+# choices
 
-TOO_MANY: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, chat(n=9), "9 x 1"),
-    (CHAT, chat(best_of=9), "9 x 1"),
-    (COMPLETIONS, {"prompt": ["a"] * 9}, "1 x 9"),
-    (COMPLETIONS, {"prompt": ["a"] * 3, "n": 3}, "3 x 3"),
-    (COMPLETIONS, {"prompt": [[1], [2], [3]], "best_of": 3}, "3 x 3"),
-    (COMPLETIONS, {"prompt": "a", "input_ids": [[1]] * 9}, "1 x 9"),
+TOO_MANY: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, chat(n=9)),
+    (CHAT, chat(best_of=9)),
+    (COMPLETIONS, {"prompt": ["a"] * 3, "n": 9}),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "product"), TOO_MANY)
-async def test_more_sequences_than_the_policy_allows_are_a_400_that_says_how_many_are(
-    path: str, body: dict[str, Any], product: str
+@each(("path", "body"), TOO_MANY)
+async def test_more_choices_than_the_policy_allows_are_a_400_that_says_how_many_are(
+    path: str, body: dict[str, Any]
 ) -> None:
     app = App()
     async with guarding(app, policy(requests="100")) as guarded:
         refused = await guarded.ask(body, path=path)
-        assert refused.is_error(400, "too_many_choices", product, "8 are allowed", "smaller n or best_of")
+        assert refused.is_error(400, "too_many_choices", "9 choices", "8 are allowed", "smaller n or best_of")
         await guarded.nothing_left()
     assert app.seen == []
 
 
-async def test_as_many_as_the_policy_allows_pass_and_inputs_of_embeddings_do_not_count_as_choices() -> None:
-    async with guarding(App(), policy(requests="50")) as guarded:
-        assert (await guarded.ask(chat(n=8))).status == 200
-        assert (await guarded.ask({"prompt": ["a", "b"], "n": 4}, path=COMPLETIONS)).status == 200
-        assert (await guarded.ask({"input": ["a"] * 50}, path=EMBEDDINGS)).status == 200
+async def test_choices_that_start_together_are_refused_where_the_tier_admits_fewer() -> None:
+    async with guarding(App(), policy(requests="4")) as guarded:
+        refused = await guarded.ask({"prompt": ["a"] * 2, "n": 5}, path=COMPLETIONS)
+    assert refused.is_error(400, "request_too_large", "would start 5 sequences", "normal allows 4", "n or best_of")
 
 
-# inputs of embeddings
+# lists of prompts and inputs
 
-INPUTS: list[tuple[dict[str, Any], int]] = [
-    ({"input": "a"}, 1),
-    ({"input": [1, 2, 3]}, 1),
-    ({"input": ["a"] * 10}, 10),
-    ({"input": [[1]] * 10}, 10),
-    ({"input": "a", "input_ids": [[1]] * 10}, 10),
+LISTS: list[tuple[str, dict[str, Any], int]] = [
+    (CHAT, chat(n=8), 8),
+    (COMPLETIONS, {"prompt": ["a", "b"], "n": 4}, 8),
+    (COMPLETIONS, {"prompt": ["a"] * 2000, "max_tokens": 1}, 10),
+    (COMPLETIONS, {"prompt": [[1]] * 3, "best_of": 4}, 10),
+    (COMPLETIONS, {"prompt": "a", "input_ids": [[1]] * 11}, 10),
+    (EMBEDDINGS, {"input": "a"}, 1),
+    (EMBEDDINGS, {"input": [1, 2, 3]}, 1),
+    (EMBEDDINGS, {"input": ["a"] * 10}, 10),
+    (EMBEDDINGS, {"input": "a", "input_ids": [[1]] * 9}, 9),
+    (EMBEDDINGS, {"input": [[1]] * 2048}, 10),
 ]
 
 
-@pytest.mark.parametrize(("body", "sequences"), INPUTS)
-async def test_each_input_of_an_embedding_holds_a_sequence_until_it_is_answered(
-    body: dict[str, Any], sequences: int
+@each(("path", "body", "sequences"), LISTS)
+async def test_a_list_holds_a_sequence_for_each_item_and_no_more_than_its_tier_admits(
+    path: str, body: dict[str, Any], sequences: int
 ) -> None:
     app = App(is_held=True)
     async with guarding(app, policy(requests="10")) as guarded:
-        asked = asyncio.create_task(guarded.ask(body, path=EMBEDDINGS))
+        asked = asyncio.create_task(guarded.ask(body, path=path))
         await guarded.until(leases=1)
         tiers: Any = guarded.pool.state()["tiers"]
         assert sum(tier["held"]["requests"] for tier in tiers) == sequences
@@ -129,21 +131,19 @@ async def test_each_input_of_an_embedding_holds_a_sequence_until_it_is_answered(
     assert guarded.recorder.stories[-1].one(Classified).requests == sequences
 
 
-@pytest.mark.parametrize("inputs", [11, 2000])
-async def test_more_inputs_than_the_largest_size_are_a_400_that_says_how_many_are(inputs: int) -> None:
-    app = App()
-    async with guarding(app, policy(requests="10")) as guarded:
-        refused = await guarded.ask({"input": ["a"] * inputs}, path=EMBEDDINGS)
-        assert refused.is_error(
-            400,
-            "request_too_large",
-            f"would start {inputs} sequences",
-            "or inputs",
-            "normal allows 10",
-            "fewer at once",
-        )
-        await guarded.nothing_left()
-    assert app.seen == []
+async def test_a_list_is_refused_for_the_tokens_of_all_its_items() -> None:
+    async with guarding(App(), policy(requests="10")) as guarded:
+        refused = await guarded.ask({"prompt": [[1]] * 20, "max_tokens": 5999}, path=COMPLETIONS)
+    assert refused.is_error(400, "request_too_large", "would hold 120000 tokens", "normal allows 100000")
+
+
+async def test_a_list_falls_to_a_lower_tier_that_admits_fewer_than_it_has_items() -> None:
+    limited = "limits: {requests_per_minute: 1}\nover_limit: {downgrade: batch}\n"
+    async with guarding(App(), policy(requests="10", max_requests="9}, limit: 50%} #", acme=limited)) as guarded:
+        for _ in range(2):
+            assert (await guarded.ask({"input": ["a"] * 20}, key("acme"), path=EMBEDDINGS)).status == 200
+    found = [story.one(Classified) for story in guarded.recorder.stories]
+    assert [(each.tier, each.requests) for each in found] == [("normal", 5), ("batch", 5)]
 
 
 # what cannot be sized
@@ -198,6 +198,6 @@ async def test_observing_finds_what_enforcing_would_have_refused_and_held() -> N
         assert (await sidecar.ask({"input": ["a"] * 9}, path=EMBEDDINGS)).status == 200
         assert (await sidecar.ask(chat(input_ids=IDS, max_tokens=1))).status == 200
         await sidecar.until_found(4)
-    found = ["too_many_choices", "unsized_prompt", "request_too_large", None]
+    found = ["too_many_choices", "unsized_prompt", None, None]
     assert [code for _, code in sidecar.verdicts()] == found
     assert held(sidecar) >= 3000

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from starlette.routing import Mount
 from sidecar import AdmissionMiddleware
 from sidecar.apis import Api
 from sidecar.engines import ENGINES, Engine, Vllm
-from sidecar.engines.base import OPENAI, plain_path
+from sidecar.engines.base import OPENAI, PAGES, plain_path
 from sidecar.events import UnguardedRequest
+from sidecar.policy.compiler import load
 from sidecar.policy.model import Unguarded
 from sidecar.proxy.proxy import ReverseProxy
-from tests.support.engine import answering, raw_engine
+from sidecar.server.http_protocol import BoundedHttpProtocol
+from tests.support.engine import RawEngine, answering, raw_engine
 from tests.support.middleware import CHAT, SMALL, Answer, App, Caller, guarding, key, policy, write_policy
 from tests.support.serving import serving
 from tests.support.wire import exchange, get, post
@@ -204,6 +207,15 @@ async def test_below_a_mount_and_a_root_path_the_spellings_are_found_as_well() -
     assert app.seen == []
 
 
+async def test_a_root_path_ends_where_a_segment_ends() -> None:
+    """Starlette serves this one: the root path is no prefix of it."""
+    app = App()
+    caller = Caller(AdmissionMiddleware(app, policy=policy()), SMALL, path=CHAT, root_path="/v")
+    await caller.run()
+    assert (b"x-admission-tier", b"normal") in caller.sent[0]["headers"]
+    assert app.seen[0].scope["path"] == CHAT
+
+
 # Which app it is
 
 
@@ -288,6 +300,32 @@ async def test_a_server_that_can_is_given_an_answer_for_the_websocket() -> None:
     assert caller.status == 404
 
 
+@pytest.mark.parametrize("http", ["httptools", BoundedHttpProtocol], ids=["uvicorn's server", "our own"])
+async def test_a_websocket_on_a_guarded_path_is_told_to_use_http(http: Any) -> None:
+    """Codex tries one on `/v1/responses`, and only after a 426 goes on over HTTP at once."""
+    offer = ("connection: Upgrade", "upgrade: WebSocket", "sec-websocket-version: 13", "sec-websocket-key: AA==")
+    async with guarding(App(), policy("unguarded: generating\n"), http=http) as served:
+        answers = [
+            Answer.parsed(await exchange(served.port, get(path, *offer))) for path in (CHAT, CHAT + "/", "/app/chat")
+        ]
+    assert [answer.status for answer in answers] == [426, 426, 200]
+    assert answers[0].is_error(426, "websocket_not_served", "POST")
+    assert (answers[0].headers["upgrade"], answers[0].headers["x-should-retry"]) == ("HTTP/1.1", "false")
+
+    sidecar = AdmissionMiddleware(App(), policy=policy("unguarded: deny\n"))
+    caller = Caller(sidecar, type="websocket", path=CHAT, extensions={"websocket.http.response": {}})
+    caller.incoming.put_nowait({"type": "websocket.connect"})
+    await caller.run()
+    assert caller.status == 426
+
+
+@pytest.mark.parametrize("more", ["unguarded: allow\n", "mode: observe\n"])
+async def test_where_everything_passes_an_offer_of_a_websocket_does(more: str) -> None:
+    async with guarding(App(), policy(more), http=BoundedHttpProtocol) as served:
+        offer = get(CHAT, "connection: Upgrade", "upgrade: websocket")
+        assert Answer.parsed(await exchange(served.port, offer)).status == 200
+
+
 @pytest.mark.parametrize(("path", "more"), [("/chat", ""), ("/v1/realtime", "unguarded: allow\n")])
 async def test_other_websockets_pass(path: str, more: str) -> None:
     caller = Caller(AdmissionMiddleware(App(), policy=policy(more, engine="vllm")), type="websocket", path=path)
@@ -338,6 +376,146 @@ async def test_two_keys_are_a_400_there_too(tmp_path: Path) -> None:
     async with guarding(App(), policy("unguarded: deny\n", engine="vllm")) as guarded:
         answer = Answer.parsed(await exchange(guarded.port, post("/tokenize", b"{}", key("acme"), key("nightly"))))
     assert answer.is_error(400, "invalid_header")
+
+
+# Pages: who reads them
+
+DENIED = "anonymous: deny\n"
+OPERATORS = [
+    *("/metrics", "/docs", "/redoc", "/openapi.json", "/server_info", "/load", "/is_sleeping"),
+    *("//metrics", "/metrics/", "/metricsx", "/metrics/x", "/x/../metrics", "/./metrics", "/METRICS", "/%6detrics"),
+    *("/%256detrics", "/metrics%0a", "/metrics;x", "/x%2f..%2fmetrics", "/\\metrics", "/health/../metrics"),
+    *(
+        "/health%2f..%2fdocs",
+        "/below/it/metrics",
+        "/docs/oauth2-redirect",
+        "/v1/models/../../openapi.json",
+        "/..//load",
+    ),
+]
+"""The first are vLLM's own, the others spellings that it, or a server before it, may read as one of them."""
+
+
+def denying(folder: Path, more: str = "", engine: str = "vllm") -> Path:
+    path = write_policy(folder, more, engine=engine)
+    path.write_text(path.read_text().replace("anonymous: normal\n", DENIED))
+    return path
+
+
+@asynccontextmanager
+async def fronted(path: Path) -> AsyncIterator[tuple[RawEngine, int]]:
+    """An engine, and the port of the sidecar before it."""
+    async with (
+        raw_engine(answering()) as upstream,
+        serving(AdmissionMiddleware(ReverseProxy(upstream.url), path)) as served,
+    ):
+        yield upstream, served.port
+
+
+async def status(port: int, sent: bytes) -> int:
+    return Answer.parsed(await exchange(port, sent)).status
+
+
+@pytest.mark.parametrize("sent", [(), ("authorization: Bearer sk-stranger",), ("x-api-key: sk-stranger",)])
+async def test_without_a_known_key_no_page_is_read_but_the_public_one(sent: tuple[str, ...], tmp_path: Path) -> None:
+    closed = ("/", "/v1/models", "/version", "/health/", "/Health", "/healthz", "//health", "/v1/responses/a")
+    async with fronted(denying(tmp_path)) as (upstream, port):
+        for method in ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE", "PATCH", "TRACE"):
+            for path in closed:
+                expected = 401 if method in {"GET", "HEAD", "OPTIONS"} else 404
+                assert await status(port, request(method, path, b"", *sent)) == expected, (method, path)
+        assert upstream.requests == []
+        for method in ("GET", "HEAD", "OPTIONS"):
+            assert await status(port, request(method, "/health", b"", *sent)) == 200
+        assert len(upstream.requests) == 3
+
+
+async def test_a_tenant_reads_pages_and_the_engine_gets_its_own_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDECAR_ENGINE_KEY", "sk-engine")
+    async with fronted(denying(tmp_path)) as (upstream, port):
+        for path in ("/v1/models", "/v1/responses/resp_1", "/version", "/new-in-2027"):
+            assert await status(port, get(path, key("acme"))) == 200, path
+        both = await exchange(port, get("/v1/models", key("acme"), key("nightly")))
+        assert Answer.parsed(both).is_error(400, "invalid_header")
+        assert [seen.all(b"authorization") for seen in upstream.requests] == [[b"Bearer sk-engine"]] * 4
+
+
+async def test_the_operators_pages_are_for_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDECAR_ENGINE_KEY", "sk-engine")
+    async with fronted(denying(tmp_path)) as (upstream, port):
+        for path in OPERATORS:
+            for sent in ((), (key("acme"),), ("authorization: Bearer sk-engine",)):
+                answer = Answer.parsed(await exchange(port, get(path, *sent)))
+                assert answer.is_error(404, "not_guarded", "the engine's own page", "`public:`"), (path, sent)
+        assert upstream.requests == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_each_engine_has_its_own_public_page(engine: str, tmp_path: Path) -> None:
+    kind = ENGINES[engine]
+    async with fronted(denying(tmp_path, engine=engine)) as (_, port):
+        for path, expected in [(kind.liveness_page, 200), (kind.metrics_page, 404)]:
+            assert await status(port, get(path)) == expected, path
+    assert kind.routes.operators_page(kind.liveness_page) is None
+    assert kind.routes.operators_page(kind.metrics_page) is not None
+
+
+@pytest.mark.parametrize("anonymous", [DENIED, "anonymous: normal\n"])
+async def test_what_the_policy_names_is_for_everyone_and_nothing_beside_it(anonymous: str, tmp_path: Path) -> None:
+    path = denying(tmp_path, "public: [/metrics, /tokenize]\n")
+    path.write_text(path.read_text().replace(DENIED, anonymous))
+    needs_key = 401 if anonymous == DENIED else 200
+    async with fronted(path) as (_, port):
+        for page, expected in [
+            ("/metrics", 200),
+            ("/metrics/", 404),
+            ("/docs", 404),
+            ("/health", needs_key),
+            ("/v1/models", needs_key),
+        ]:
+            assert await status(port, get(page)) == expected, page
+        assert await status(port, request("POST", "/metrics")) == 404
+        assert await status(port, post("/tokenize", BODY)) == 200
+
+
+async def test_where_no_key_is_needed_all_pages_stay_as_they_were(tmp_path: Path) -> None:
+    async with fronted(write_policy(tmp_path, engine="vllm")) as (upstream, port):
+        for path in ("/metrics", "/docs", "/v1/models"):
+            assert await status(port, get(path, key("acme"))) == 200
+        assert [seen.all(b"authorization") for seen in upstream.requests] == [[b"Bearer sk-acme"]] * 3
+
+
+async def test_an_apps_own_pages_are_its_own(tmp_path: Path) -> None:
+    app = App()
+    async with serving(AdmissionMiddleware(app, denying(tmp_path))) as served:
+        for path in ("/metrics", "/docs", "/login"):
+            assert await status(served.port, get(path)) == 200
+    assert len(app.seen) == 3
+
+
+async def test_a_browsers_preflight_passes_without_the_key_that_it_cannot_carry(tmp_path: Path) -> None:
+    asks = ("origin: https://a.example", "access-control-request-method: POST")
+    async with fronted(denying(tmp_path)) as (_, port):
+        statuses = [
+            await status(port, request(method, path, b"", *asks))
+            for method, path in [("OPTIONS", CHAT), ("OPTIONS", "/metrics"), ("GET", "/v1/models")]
+        ]
+    assert statuses == [200, 404, 401]
+
+
+async def test_observing_shows_pages_and_counts_those_that_it_would_not(tmp_path: Path) -> None:
+    app, reported = App(), []
+    loaded = load(denying(tmp_path, "mode: observe\nunguarded: deny\n"))
+    async with guarding(app, loaded) as guarded:
+        guarded.sidecar.unguarded_observer = reported.append
+        for path in ("/metrics/x", "/v1/models", "/health"):
+            assert await status(guarded.port, get(path)) == 200
+    assert [(one.route, one.is_refused, one.code) for one in reported] == [
+        ("/metrics", False, "not_guarded"),
+        ("other", False, "invalid_api_key"),
+    ]
 
 
 # mode: observe, and what is counted
@@ -427,6 +605,17 @@ def page_says(engine: str, shown: str) -> None:
     assert set(re.findall("`([^`]+)`", generating)) == set(routes.generating) - set(OPENAI)
     assert set(re.findall("`([^`]+)`", harmless)) == set(routes.harmless)
     assert routes.websockets == {"/v1/realtime"}
+
+
+def test_the_page_lists_the_operators_pages() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "endpoints.md").read_text(encoding="utf-8")
+    found = {
+        shown: set(re.findall("`([^`]+)`", row)) for shown, row in re.findall(r"- (\w[\w-]*), besides: (.*)", text)
+    }
+    for name, shown in [("vllm", "vLLM"), ("sglang", "SGLang"), ("dynamo", "Dynamo")]:
+        assert found[shown] == set(ENGINES[name].routes.pages) - set(PAGES)
+    assert ENGINES["tensorrt-llm"].routes.pages == ENGINES["none"].routes.pages == PAGES
+    assert all(f"`{page}`" in text for page in PAGES)
 
 
 def test_the_choice_is_read_from_the_policy() -> None:

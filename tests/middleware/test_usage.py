@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.events import Settled
-from sidecar.middleware.usage import LONGEST, READ_BYTES, CachedUsageReader, UsageReader
+from sidecar.middleware.usage import LONGEST, READ_BYTES, UsageReader
+from tests.support.each import each
 from tests.support.middleware import SMALL, App, Caller, Guarded, policy
 
 Reader = TypeVar("Reader", bound=UsageReader)
@@ -138,6 +139,27 @@ def test_a_usage_without_end_is_given_up() -> None:
     assert len(reader._carried) <= LONGEST
 
 
+WRITTEN = {
+    "whole numbers": (OPENAI, (12, 34)),
+    "floats": ({"prompt_tokens": 12.0, "completion_tokens": 34.0}, (12, 34)),
+    "strings": ({"input_tokens": "12", "output_tokens": "34"}, (12, 34)),
+    "the total alone": ({"total_tokens": 12}, (12, None)),
+    "one that is none beside one that is": ({"prompt_tokens": "many", "completion_tokens": 34}, (None, 34)),
+    **{
+        repr(garbage): (dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), garbage), (None, None))
+        for garbage in (-12, 10.5, 1e300, 10**40, 2**41, True, "-1", "1e3", "", "9" * 99, "\u0663", [12], {"a": 1})
+    },
+}
+
+
+@each("name", WRITTEN)
+def test_a_count_is_read_however_it_is_written_and_garbage_is_not(name: str) -> None:
+    usage, expected = WRITTEN[name]
+    for body in (json.dumps({"usage": usage}).encode(), event({"response": {"usage": usage}})):
+        reader = fed(UsageReader(), [body])
+        assert (reader.input_tokens, reader.output_tokens) == expected
+
+
 ANTHROPIC = {"input_tokens": 4, "output_tokens": 34, "cache_read_input_tokens": 6, "cache_creation_input_tokens": 2}
 CACHED = {
     "chat": ({"usage": OPENAI}, 12, 8),
@@ -147,8 +169,11 @@ CACHED = {
     "null details": ({"usage": {**NAMED, "prompt_tokens_details": None}}, 12, None),
     "null in details": ({"usage": {**NAMED, "prompt_tokens_details": {"cached_tokens": None, "x": [1]}}}, 12, None),
     "details of another kind": ({"usage": {**NAMED, "prompt_tokens_details": "many"}}, 12, None),
-    "a count of another kind": ({"usage": {**NAMED, "prompt_tokens_details": {"cached_tokens": "8"}}}, 12, None),
-    "below zero": ({"usage": {**OPENAI, "prompt_tokens_details": {"cached_tokens": -3}}}, 12, 0),
+    "a count of another kind": ({"usage": {**NAMED, "prompt_tokens_details": {"cached_tokens": [8]}}}, 12, None),
+    "below zero": ({"usage": {**OPENAI, "prompt_tokens_details": {"cached_tokens": -3}}}, 12, None),
+    "a gateway's of both kinds": ({"usage": {**OPENAI, "cache_read_input_tokens": 8}}, 12, 8),
+    "nested details": ({"usage": {**NAMED, "input_tokens_details": {"cached_tokens": 5, "by": {"host": 1}}}}, 12, 5),
+    "null parts": ({"usage": {**NAMED, "cache_read_input_tokens": None, "cache_creation_input_tokens": 0}}, 12, None),
     "no usage": ({}, None, None),
 }
 
@@ -158,23 +183,31 @@ def test_cached_tokens_are_read_from_every_apis_own_field(name: str) -> None:
     body, prompt_tokens, cached_tokens = CACHED[name]
     for data in (json.dumps(body).encode(), event({"usage": None}) + event(body)):
         for pieces in ([data], [bytes([byte]) for byte in data]):
-            reader = fed(CachedUsageReader(), pieces)
-            assert (reader.prompt_tokens, reader.cached_tokens) == (prompt_tokens, cached_tokens)
+            reader = fed(UsageReader(), pieces)
+            assert (reader.input_tokens, reader.cached_tokens) == (prompt_tokens, cached_tokens)
 
 
 def test_a_messages_stream_says_it_first_and_its_end_does_not_take_it_back() -> None:
     first = event({"type": "message_start", "message": {"usage": {**ANTHROPIC, "output_tokens": 1}}})
     last = event({"type": "message_delta", "usage": {"output_tokens": 34}})
-    reader = fed(CachedUsageReader(), (first, last))
-    assert (reader.prompt_tokens, reader.cached_tokens, reader.output_tokens) == (12, 6, 34)
+    reader = fed(UsageReader(), (first, last))
+    assert (reader.input_tokens, reader.cached_tokens, reader.output_tokens) == (12, 6, 34)
 
 
 @pytest.mark.anyio
-async def test_an_engines_own_count_teaches_the_estimator() -> None:
-    guarded = Guarded(App(answer=b'{"usage":{"prompt_tokens":30,"completion_tokens":5}}'), policy())
+@each(
+    "usage",
+    [
+        {"prompt_tokens": 30, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 28}},
+        {"input_tokens": 2, "output_tokens": 5, "cache_read_input_tokens": 28, "cache_creation_input_tokens": 0},
+    ],
+)
+async def test_an_engines_own_count_of_the_whole_prompt_teaches_the_estimator(usage: Any) -> None:
+    guarded = Guarded(App(answer=json.dumps({"usage": usage}).encode()), policy())
     for _ in range(3):
         await Caller(guarded.sidecar, SMALL).run()
     first, _, last = (story.events[0].tokens for story in guarded.recorder.stories)  # type: ignore[union-attr]
     assert last > first  # the engine counts more than a token per four bytes
     settled = guarded.recorder.stories[0].one(Settled)
     assert (settled.tokens_used, settled.input_tokens, settled.output_tokens) == (35, 30, 5)
+    assert settled.cached_tokens == 28

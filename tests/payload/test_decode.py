@@ -208,6 +208,8 @@ UNSIZED: list[tuple[Api, dict[str, Any], str]] = [
         "document.source",
     ),
     (CHAT, {"messages": [{"content": [{"type": "image_embeds", "image_embeds": "AAAA"}]}]}, "image_embeds"),
+    (CHAT, {"messages": [{"content": [{"audio_embeds": "AAAA"}]}]}, "audio_embeds"),
+    (CHAT, {"messages": [{"content": [{"type": "text", "video_embeds": None, "uuid": "1"}]}]}, "video_embeds"),
 ]
 
 
@@ -298,10 +300,22 @@ MEDIA = [
     (RESPONSES, {"type": "input_file", "file_data": BASE64, "filename": "a.pdf"}),
     (MESSAGES, {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}}),
     (MESSAGES, {"type": "document", "source": {"type": "url", "url": BASE64}}),
+    # vLLM goes by a part's members where it has no type, or the `uuid` of a medium.
+    (CHAT, {"image_url": f"data:image/png;base64,{BASE64}"}),
+    (CHAT, {"image_url": {"url": BASE64}, "uuid": "1"}),
+    (CHAT, {"image_url": None, "uuid": "1"}),
+    (CHAT, {"type": None, "audio_url": {"url": BASE64}}),
+    (CHAT, {"type": "new", "video_url": {"url": BASE64}}),
+    (CHAT, {"input_audio": {"data": BASE64, "format": "wav"}}),
+    (CHAT, {"image_pil": BASE64}),
+    (CHAT, {"image": {"url": f"data:image/png;base64,{BASE64}"}}),
+    (RESPONSES, {"type": "input_image", "input_image": BASE64}),
+    (RESPONSES, {"type": "computer_call_output", "output": {"type": "computer_screenshot", "image_url": BASE64}}),
+    (RESPONSES, {"type": "image_generation_call", "result": BASE64, "status": "completed"}),
 ]
 
 
-@each(("api", "part"), MEDIA, ids=[part["type"] for _, part in MEDIA])
+@each(("api", "part"), MEDIA, ids=[",".join(part) for _, part in MEDIA])
 def test_a_media_part_counts_a_fixed_figure_and_not_its_base64(api: Api, part: dict[str, Any]) -> None:
     said = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
     payload = read_from(api, **{next(iter(SMALLEST[api])): said})
@@ -323,9 +337,35 @@ def test_a_document_that_is_text_counts_as_text(source: dict[str, Any]) -> None:
     assert read_from(MESSAGES, messages=said).prompt_bytes >= 5000
 
 
-def test_text_beside_a_media_type_is_not_hidden_by_it() -> None:
-    said = [{"role": "user", "type": "file", "content": "word " * 1000}]
-    assert read_from(CHAT, messages=said).prompt_bytes >= 5000
+TEXT = "data:text/plain," + "word " * 1000
+
+
+@each("said", [
+    {"role": "user", "type": "file", "content": TEXT},
+    {"role": "user", "content": TEXT},
+    {"role": "user", "content": [{"image_url": None, "type": "text", "text": TEXT}]},
+    {"role": "user", "content": [{"image_url": {"url": ""}, "text": TEXT}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "input": {"type": "image", "image_url": TEXT}}]},
+    {"role": "assistant", "tool_calls": [{"function": {"arguments": {"type": "file", "signature": [TEXT]}}}]},
+    {"role": "tool", "content": [{"type": "tool_result", "content": [{"text": TEXT, "signature": "s"}]}]},
+])  # fmt: skip
+def test_text_beside_a_medium_or_like_one_is_not_hidden_by_it(said: dict[str, Any]) -> None:
+    payload = read_from(CHAT, messages=[said])
+    assert payload.prompt_bytes >= 5000
+    assert TEXT in payload.text()
+    assert payload.prompt_tokens <= MEDIA_TOKENS
+
+
+@each(("api", "item"), [
+    (MESSAGES, {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm", "signature": BASE64}]}),
+    (MESSAGES, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": BASE64}]}),
+    (RESPONSES, {"type": "reasoning", "summary": [], "encrypted_content": BASE64}),
+    (MESSAGES, {"role": "assistant", "content": [{"thinking": "Hm", "signature": BASE64}]}),
+])  # fmt: skip
+def test_what_only_its_writer_can_read_counts_nothing(api: Api, item: dict[str, Any]) -> None:
+    payload = read_from(api, **{next(iter(SMALLEST[api])): [item]})
+    assert payload.prompt_bytes < 100
+    assert (payload.prompt_tokens, payload.is_understood) == (0, True)
 
 
 def test_escapes_count_as_the_text_they_stand_for() -> None:

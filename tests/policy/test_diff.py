@@ -79,6 +79,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("aging: {promote_after: 5m, ceiling: high}\n", "", "aging 5m up to high -> none"),
         ("anonymous: batch", "anonymous: deny", "anonymous batch -> deny"),
         ("default_tier: batch", "default_tier: high", "default_tier batch -> high"),
+        ("engine: none", "engine: none\npublic: [/health, /a]", "public none -> /health, /a"),
         ("engine: none", "engine: none\nmode: observe", "mode enforce -> observe"),
         ("engine: none", "engine: none\nkeep_alive: 15s", "keep_alive none -> 15s"),
         ("engine: none", "engine: none\nabort_latency: 4s", "abort_latency none -> 4s"),

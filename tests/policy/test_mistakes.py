@@ -51,6 +51,11 @@ HASH = "sha256:" + "0" * 64
         ("body_timeout: 9999h", 'body_timeout: "9999h" is more than a year; write a shorter time such as "24h"'),
         ("tier_header: x priority", 'tier_header: "x priority" is not a header\'s name; '),
         ("tier_header: Authorization", 'tier_header: "Authorization" has a meaning of its own; '),
+        ("public: /health", "public: not a list; write [/health, /metrics]"),
+        ("public: [health]", 'public[0]: "health" is not a path; '),
+        ("public: [/a, /a]", "public: /a is listed twice; keep its first place"),
+        ("public: [/v1/completions]", 'public[0]: "/v1/completions" is guarded, and no page; remove it here'),
+        ("{public: [/a, /b], endpoints: {/b: {api: chat}}}", 'public[1]: "/b" is guarded, and no page; remove it here'),
         ("cors: {}", 'cors.origins: missing; write origins: ["https://app.example"]'),
         ("cors: {origins: []}", 'cors.origins: not a list with something in it; write ["https://app.example"]'),
         *(

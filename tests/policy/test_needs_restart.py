@@ -38,6 +38,7 @@ def keys(folder: Path, before: str, after: str) -> list[str]:
         ("engine: vllm", "engine: vllm\npool: chat", "pool"),
         ("engine: vllm", "engine: vllm\norder: gain", "order"),
         ("engine: vllm", "engine: vllm\non_store_loss: closed", "on_store_loss"),
+        ("engine: vllm", "engine: vllm\nreplicas: 3", "replicas"),
         ("engine: vllm", "engine: vllm\ntokenizer: policy.yaml", "tokenizer"),
     ],
 )

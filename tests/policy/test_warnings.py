@@ -23,6 +23,28 @@ def test_a_policy_that_surprises_no_one_has_no_warnings(tmp_path: Path) -> None:
     assert _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 10%}}") == []
 
 
+@each(
+    ("rest", "said"),
+    [
+        ("unguarded: deny\npublic: [/metrics]\n", []),
+        ("unguarded: allow\n", []),
+        ("unguarded: allow\nanonymous: deny\n", ["unguarded: allow passes every path"]),
+        ("unguarded: allow\npublic: []\n", ["public: unguarded: allow leaves every page open"]),
+        ("unguarded: generating\npublic: [/a]\n", ["public: unguarded: generating leaves every page open"]),
+    ],
+)
+def test_what_lets_in_those_who_are_kept_out(tmp_path: Path, rest: str, said: list[str]) -> None:
+    text = (
+        "engine: vllm\ncapacity: {tokens: 1000, requests: 100}\ntiers: {high: {reserve: 20%}, normal: {reserve: 9%}}\n"
+    )
+    text += f"{SOURCES}tenants: t.yaml\n" + rest + ("" if "anonymous" in rest else "anonymous: normal\n")
+    (tmp_path / "t.yaml").write_text(f'tenant: acme\nkeys: ["{HASH}"]\ntier: normal\n')
+    found = [
+        str(warning) for warning in warnings(load(pool(tmp_path, text))) if warning.path in {"public", "unguarded"}
+    ]
+    assert [one[: len(begin)] for one, begin in zip(found, said, strict=True)] == said
+
+
 def test_pages_of_every_origin_without_a_key_are_worth_a_warning(tmp_path: Path) -> None:
     tiers = "{high: {reserve: 20%}, normal: {reserve: 10%}}"
     assert _said(tmp_path, tiers, 'cors: {origins: ["https://app.example"]}\n') == []
@@ -33,6 +55,14 @@ def test_pages_of_every_origin_without_a_key_are_worth_a_warning(tmp_path: Path)
 def test_a_tier_without_a_reserve_under_one_that_can_fill_the_pool_can_starve(tmp_path: Path) -> None:
     said = "can starve: it has no reserve, does not age, and high can hold the whole pool; give it a reserve, even 5%"
     assert [f"tiers.normal: {said}"] == _said(tmp_path, "{high: {}, normal: {}}")
+
+
+def test_a_tier_that_accepts_no_second_sequence_is_a_surprise(tmp_path: Path) -> None:
+    tiers = "{high: {reserve: 70%}, normal: {reserve: 10%, limit: 25%}}"
+    said = [line for line in _said(tmp_path, tiers, capacity="tokens: 1000, requests: 7") if "one sequence" in line]
+    assert len(said) == 1
+    assert said[0].startswith("tiers.normal: accepts requests of one sequence: one with n: 2 gets a 400 at once; ")
+    assert not any("one sequence" in line for line in _said(tmp_path, tiers, capacity="requests: 8"))
 
 
 def test_aging_up_to_the_tier_above_saves_from_starving(tmp_path: Path) -> None:
@@ -146,12 +176,12 @@ FIVE = "{a: {reserve: 10%}, b: {reserve: 10%}, c: {reserve: 10%}, normal: {reser
 
 
 def test_reserves_that_are_more_than_the_pool_once_each_is_rounded_up(tmp_path: Path) -> None:
-    (said,) = _said(tmp_path, FIVE, capacity="tokens: 1000, requests: 4")
+    said, *_ = _said(tmp_path, FIVE, capacity="tokens: 1000, requests: 4")
     assert said == (
         "tiers: the reserves need 5 requests, each rounded up, and the pool has 4: the floors of less important tiers "
         "are not certain; give fewer tiers a reserve, or smaller ones"
     )
-    assert _said(tmp_path, FIVE, capacity="tokens: 1000, requests: 5") == []
+    assert not any("rounded up" in line for line in _said(tmp_path, FIVE, capacity="tokens: 1000, requests: 5"))
 
 
 def _first(limit: str, reserve: str = "10%") -> str:
@@ -170,7 +200,7 @@ def test_an_emergency_that_takes_the_reserves_of_others(tmp_path: Path) -> None:
 def test_an_emergency_counts_in_requests_too(tmp_path: Path) -> None:
     tiers = f"{{{_first('40%')}, high: {{reserve: 30%}}, normal: {{reserve: 30%}}}}"
     assert _said(tmp_path, tiers) == []
-    (said,) = _said(tmp_path, tiers, capacity="tokens: 1000, requests: 5")  # 2 of 5, and 2 for each of the others
+    said, *_ = _said(tmp_path, tiers, capacity="tokens: 1000, requests: 5")  # 2 of 5, and 2 for each of the others
     assert "the reserves of high (30%) and normal (30%) are not certain; write limit: 20% or less" in said
 
 

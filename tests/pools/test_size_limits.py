@@ -37,8 +37,8 @@ def test_the_refusal_names_the_size_limit_and_what_sets_it(low: Shares, allowed:
         f"tier low allows {allowed}, {reason}; shorten the prompt or ask for less output"
     )
     assert str(sizes.too_large(ask(tier=1, requests=allowed + 1))) == (
-        f"this request would start {allowed + 1} sequences (choices times prompts, or inputs); "
-        f"tier low allows {allowed}, {reason}; ask for fewer at once"
+        f"this request would start {allowed + 1} sequences; "
+        f"tier low allows {allowed}, {reason}; ask for fewer (n or best_of)"
     )
 
 

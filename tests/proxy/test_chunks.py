@@ -63,9 +63,7 @@ class Passed:
 async def passed(reads: list[bytes], *, is_short: bool = True) -> Passed:
     """Feeds a connection with these reads of a response's body."""
     found = Passed()
-    connection = EngineConnection(
-        asyncio.get_running_loop(), Socket(), on_free=lambda _: None, on_lost=lambda _: None, silence_s=None
-    )
+    connection = EngineConnection(asyncio.get_running_loop(), Socket(), on_free=lambda _: None, on_lost=lambda _: None)
     response = connection.send(b"", b"", 0, is_head=False)
     connection.data_received(STREAM)
     passing = asyncio.ensure_future(response.pass_on(found.message, lambda: found.chunk if is_short else None))

@@ -14,7 +14,7 @@ import pytest
 
 from sidecar.errors import InvalidHeader
 from sidecar.proxy import connection as connections
-from sidecar.proxy.connection import MOST_HEAD_BYTES, ConnectionBroke, NoAnswer, NotHttp, Response
+from sidecar.proxy.connection import MOST_HEAD_BYTES, ConnectionBroke, NotHttp, Response
 from sidecar.proxy.upstream import Upstream
 from sidecar.sending import SENT
 from tests.support.certificates import needs_openssl, self_signed
@@ -27,11 +27,9 @@ WITHIN_S = 60.0
 
 
 @asynccontextmanager
-async def asking(
-    script: Script, *, silence_s: float | None = None, keepalive_s: float = 4.0
-) -> AsyncIterator[tuple[RawEngine, Upstream]]:
+async def asking(script: Script, *, keepalive_s: float = 4.0) -> AsyncIterator[tuple[RawEngine, Upstream]]:
     async with raw_engine(script) as engine:
-        upstream = Upstream(engine.url, connect_timeout_s=5.0, response_timeout_s=silence_s, keepalive_s=keepalive_s)
+        upstream = Upstream(engine.url, connect_timeout_s=5.0, keepalive_s=keepalive_s)
         try:
             yield engine, upstream
         finally:
@@ -546,33 +544,6 @@ async def test_parts_larger_than_the_limit_pass_without_a_pause(monkeypatch: pyt
     assert len(b"".join(parts)) == 20_000 + len(b"<end>")
 
 
-async def test_an_engine_that_is_silent_for_too_long_is_given_up_before_its_head_and_in_its_body() -> None:
-    async with asking(once(b""), silence_s=0.05) as (_, upstream):
-        with pytest.raises(NoAnswer):
-            await ask(upstream)
-    async with asking(once(STREAM, b"1\r\nx\r\n"), silence_s=0.5) as (_, upstream):
-        response = await ask(upstream)
-        with pytest.raises(NoAnswer):
-            await whole(response)
-
-
-async def test_an_engine_that_says_something_in_time_may_take_longer_in_all_and_so_may_its_client() -> None:
-    pieces = [b"1\r\nx\r\n"] * 12
-    async with asking(once(STREAM, *pieces, b"0\r\n\r\n", pause_s=0.1), silence_s=1.0) as (_, upstream):
-        response = await ask(upstream)
-        assert b"".join(await whole(response)) == b"x" * 12 + b"<end>"
-
-
-async def test_a_client_that_stops_reading_is_no_silence_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "READ_AHEAD_BYTES", 1000)
-    slow = asyncio.Event()
-    asyncio.get_running_loop().call_later(1.2, slow.set)
-    pieces = [b"%x\r\n%b\r\n" % (5000, b"x" * 5000), b"1\r\ny\r\n0\r\n\r\n"]
-    async with asking(once(STREAM + b"1\r\nw\r\n", *pieces), silence_s=0.6) as (_, upstream):
-        parts = await whole(await ask(upstream), lambda _: slow.wait())
-    assert b"".join(parts) == b"w" + b"x" * 5000 + b"y<end>"
-
-
 # Connecting
 
 
@@ -607,7 +578,7 @@ async def test_a_certificate_is_checked_against_those_that_the_system_trusts(tmp
         "from sidecar.proxy.upstream import Upstream\n"
         "from sidecar.sending import SENT\n"
         "async def main():\n"
-        "    upstream = Upstream(sys.argv[1], connect_timeout_s=5, response_timeout_s=5, keepalive_s=4)\n"
+        "    upstream = Upstream(sys.argv[1], connect_timeout_s=5, keepalive_s=4)\n"
         "    for _ in range(2):\n"
         "        response = await upstream.request('GET', b'/', [], b'', 0)\n"
         "        await response.pass_on(lambda part, is_last: print(part, flush=True) or SENT)\n"

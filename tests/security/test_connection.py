@@ -240,4 +240,17 @@ async def test_a_javas_first_request_keeps_its_body() -> None:
         answer = Answer.parsed(await exchange(guarded.port, post(CHAT, SMALL, *offer, close=False)))
     assert answer.status == 200
     assert app.seen[0].body == SMALL
-    assert app.seen[0].all(b"upgrade") == []
+    assert app.seen[0].all(b"connection") == [b"HTTP2-Settings, close"]
+
+
+async def test_in_http_1_1_a_host_is_named() -> None:
+    async with sidecar() as guarded:
+        for head in (b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n"):
+            answer = Answer.parsed(await exchange(guarded.port, head + b"\r\n"))
+            assert answer.is_error(400, "invalid_http", "`Host`")
+        assert Answer.parsed(await exchange(guarded.port, b"GET / HTTP/1.0\r\n\r\n")).status == 200
+        async with connected(guarded.port) as (reader, writer):
+            writer.write(post(CHAT, SMALL, close=False))
+            await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 60)
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")  # what the request before it named does not count
+            assert Answer.parsed(await read_all(reader)).is_error(400, "invalid_http")

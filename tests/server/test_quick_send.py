@@ -74,6 +74,33 @@ async def test_chunks_are_written_as_they_are_sent_and_no_one_has_to_wait() -> N
     assert Counted.writes == [HEAD, b"3\r\none\r\n", b"5\r\nthree\r\n", b"4\r\nfour\r\n0\r\n\r\n"]
 
 
+@pytest.mark.parametrize(
+    ("method", "start", "answer"),
+    [
+        ("GET", {**START, BODY_FOLLOWS: True}, b"\r\n\r\nok"),
+        ("GET", WITH_LENGTH, b"content-length: 2\r\nconnection: close\r\n\r\nok"),
+        ("HEAD", START, b"\r\n\r\n"),
+    ],
+)
+async def test_before_http_1_1_there_are_no_chunks_and_the_connections_end_ends_the_response(
+    method: str, start: dict[str, Any], answer: bytes
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start)
+        assert chunk_path(send) is None
+        for part in (b"o", b"", b"k"):
+            await send(body(part))
+        await send(body(b"", more=False))
+
+    async with served(app) as server:
+        for version in ("0.9", "1.0"):
+            asked = f"{method} / HTTP/{version}\r\nconnection: keep-alive\r\n\r\n".encode()
+            answered = await asyncio.wait_for(exchange(server.port, asked), 60)
+            assert b"connection: close" in answered
+            assert answered.endswith(answer)
+            assert b"transfer-encoding" not in answered
+
+
 @pytest.mark.parametrize("more", [False, True])
 async def test_a_head_whose_body_follows_goes_out_with_it_and_another_at_once(more: bool) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -8,6 +8,7 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 OWN_AGENT = b"admission-sidecar"
 NO_PAGE = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
@@ -121,8 +122,11 @@ class RawEngine:
 
 
 @asynccontextmanager
-async def raw_engine(script: Script) -> AsyncIterator[RawEngine]:
-    """Runs `script` once per connection and closes the connection after it. A peer that leaves ends the script."""
+async def raw_engine(script: Script, unix: Path | None = None) -> AsyncIterator[RawEngine]:
+    """Runs `script` once per connection and closes the connection after it. A peer that leaves ends the script.
+
+    `unix` is the path of a Unix socket to listen on, in place of a port.
+    """
     engine = RawEngine()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -139,9 +143,13 @@ async def raw_engine(script: Script) -> AsyncIterator[RawEngine]:
             tasks.discard(task)
             writer.close()
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0, backlog=1024)
-    engine.port = server.sockets[0].getsockname()[1]
-    engine.url = f"http://127.0.0.1:{engine.port}"
+    if unix is None:
+        server = await asyncio.start_server(accept, "127.0.0.1", 0, backlog=1024)
+        engine.port = server.sockets[0].getsockname()[1]
+        engine.url = f"http://127.0.0.1:{engine.port}"
+    else:
+        server = await asyncio.start_unix_server(accept, unix)
+        engine.url = f"unix:{unix}"
     try:
         yield engine
     finally:

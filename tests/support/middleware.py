@@ -66,6 +66,7 @@ def write_policy(folder: Path, more: str = "", **settings: str) -> Path:
 
     Those called after a tenant are added to its file.
     """
+    folder.mkdir(exist_ok=True)
     path = folder / "policy.yaml"
     path.write_text(POOL.format(**{**_DEFAULTS, **settings}) + more)
     (folder / "tenants").mkdir(exist_ok=True)

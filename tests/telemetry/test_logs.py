@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -483,6 +484,17 @@ def test_afterwards_the_process_logs_as_before() -> None:
     with mounted_logging({"SIDECAR_LOG_LEVEL": "debug"}, io.StringIO()):
         assert isinstance(ours.handlers[0], LineWriter)
     assert (root.handlers[:], root.level, ours.handlers[:], ours.level, ours.propagate) == before
+
+
+def test_a_warning_of_pythons_is_a_line_of_the_log_and_no_text_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    before = warnings.showwarning
+    with lines() as written, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old and slow", DeprecationWarning, stacklevel=1)
+    (line,) = map(json.loads, written)
+    assert (line["level"], line["logger"]) == ("warning", "py.warnings")
+    assert "DeprecationWarning: old and slow" in line["message"]
+    assert (capsys.readouterr().err, warnings.showwarning) == ("", before)
 
 
 def test_mounted_the_host_decides_and_gets_every_field(caplog: pytest.LogCaptureFixture) -> None:

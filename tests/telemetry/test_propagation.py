@@ -1,7 +1,13 @@
+import os
+import sys
+from importlib import import_module
+
+import opentelemetry.propagate
 import pytest
 from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import NoOpTracerProvider, SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from sidecar.events import Received
 from sidecar.telemetry.dispatch import EventDispatcher
@@ -191,3 +197,19 @@ def test_a_process_without_tracing_tells_its_listeners_of_the_clients_trace() ->
     spans = RequestTracer(NoOpTracerProvider())
     EventDispatcher(spans, [Ear()]).received(received([TRACEPARENT]))
     assert reported == [TraceIds(TRACE_ID, CLIENT_SPAN_ID, False)]
+
+
+def test_a_propagator_that_is_not_installed_is_left_out_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setenv("OTEL_PROPAGATORS", "jaeger, tracecontext,nonsense")
+    monkeypatch.delattr(opentelemetry, "propagate")  # imported anew here, and put back
+    for module in ("opentelemetry.propagate", "sidecar.telemetry.spans.propagators"):
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(ValueError, match="jaeger not found"):  # no workaround is needed where this warns
+        import_module("opentelemetry.propagate")
+
+    usable = import_module("sidecar.telemetry.spans.propagators").propagate
+
+    assert [type(part) for part in usable.get_global_textmap()._propagators] == [TraceContextTextMapPropagator]
+    (said,) = caplog.messages
+    assert said == "OTEL_PROPAGATORS: jaeger, nonsense is not installed, and is left out; in force: tracecontext"
+    assert os.environ["OTEL_PROPAGATORS"] == "jaeger, tracecontext,nonsense"

@@ -357,7 +357,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch,
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
     monkeypatch.setitem(sys.modules, f"{EXPORTERS}.{protocol.partition('/')[0]}.{module}", None)
 
-    with pytest.raises(TelemetryError, match=rf"exporting {signal} .* pip install 'admission-sidecar\[{extra}\]'"):
+    with pytest.raises(TelemetryError, match=rf"exporting {signal} .* pip install '\./admission-sidecar\[{extra}\]'"):
         configure_from_environment()
 
 

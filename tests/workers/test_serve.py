@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from tests.support.certificates import needs_openssl, self_signed
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.workers.running import (
     WITHIN_S,
@@ -146,3 +148,25 @@ async def test_a_worker_that_cannot_be_kept_running_ends_the_command(tmp_path: P
         "sidecar: worker 1 cannot be kept running: its process was killed by SIGKILL, as the times before"
     )
     assert events(log).count("worker_down") == 4
+
+
+@pytest.mark.long
+@needs_openssl
+async def test_workers_share_a_unix_socket_and_a_certificate(tmp_path: Path) -> None:
+    files, path = self_signed(tmp_path), tmp_path / "own.sock"
+    ours = ("--listen", f"unix:{path}", "--tls-cert", str(files.certificate), "--tls-key", str(files.key))
+    policy = ("--policy", str(write_policy(tmp_path)), "--workers", "2")
+    async with held_engine() as engine, started("--upstream", engine.url, *policy, *ours) as process:
+        assert process.stdout is not None
+        assert (
+            await asyncio.wait_for(process.stdout.readline(), WITHIN_S)
+        ).decode() == f"sidecar: proxy on unix:{path}\n"
+        context = ssl.create_default_context(cafile=str(files.authority))
+        for _ in range(20):
+            reader, writer = await asyncio.open_unix_connection(path, ssl=context, server_hostname="127.0.0.1")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            assert (await asyncio.wait_for(reader.read(), WITHIN_S)).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), WITHIN_S) == 0
+    assert not path.exists()

@@ -252,7 +252,7 @@ class RequestWatcher:
         expected = self._found.expected if isinstance(self._found, SizedRequest) else None
         if expected is not None and (self._status or 0) < 400:
             self._controller.lease_sizes.learn(expected, usage, is_complete=outcome is Outcome.COMPLETED)
-        used = usage.used_tokens(prompt_tokens), usage.input_tokens, usage.output_tokens
+        used = usage.used_tokens(prompt_tokens), usage.input_tokens, usage.output_tokens, usage.cached_tokens
         if self._controller.usage is not None and isinstance(self._found, SizedRequest):
             self._controller.usage.count(self._found, self._snapshot.policy, usage, self._status)
         self._reporter.settled(outcome, status=self._status, used=used, error=code)

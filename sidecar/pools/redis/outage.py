@@ -1,8 +1,9 @@
 """An outage of the store: the decisions about requests from its loss until it is back.
 
-With `divide`, a request that fits into this replica's part is admitted by it (`partition`). With `closed`, and where
-the store was never reached, that part is empty: no request is admitted, and a new one is refused. A request that was
-waiting when the store was lost waits on for as long as a lease without a heartbeat lives, and is refused then.
+With `divide`, a request that fits into this replica's part is admitted by it (`partition`). Where the store was never
+reached, the policy says how many replicas there are (`replicas`). With `closed` that part is empty: no request is
+admitted, and a new one is refused. A request that was waiting when the store was lost waits on for as long as a lease
+without a heartbeat lives, and is refused then.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Outage:
 
     `partition` decides while there is one. During a resync there is none, and changes are collected for the store.
     `rules` are those of this replica's part, at present.
-    `known` is None where the store was never reached. `is_refused`: the store is there, and refuses this replica.
+    `known` is None where no part can be known. `is_refused`: the store is there, and refuses this replica.
     """
 
     def __init__(

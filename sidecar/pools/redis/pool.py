@@ -95,7 +95,7 @@ class RedisPool:
         self._tiers = [protocol.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
         self._overtaking = Overtaking()
         self._paused: str | None = None
-        self.most_tokens = self._sizes.most_tokens
+        self.most_tokens, self.most_requests = self._sizes.most_tokens, self._sizes.most_requests
         self.readiness = self.status.readiness
 
     # -- the pool's contract
@@ -389,12 +389,12 @@ class RedisPool:
             membership.refused(error)
             reason = membership.why
         is_refused = membership.is_refused
-        divides = not is_refused and self._last is not None and self._sizes.policy.on_store_loss is StoreLoss.DIVIDE
+        divides = not is_refused and self._sizes.policy.on_store_loss is StoreLoss.DIVIDE
         self.status.change(StoreState.DIVIDED if divides else StoreState.CLOSED, reason, is_refused=is_refused)
         self._drop_unsent()
         self._batches.forget_charges()
         self._batches.wake_after(None)
-        known = None if is_refused else self._known.at_loss()
+        known = None if is_refused else self._known.at_loss(self._sizes.policy.replicas if divides else None)
         if self._outage is None:
             self._outage = self._new_outage(known, is_refused=is_refused)
         self._outage.pause(is_paused=self._is_cut_off)

@@ -185,10 +185,13 @@ class KnownUsage:
         self._last = reply
         self._whole = None if reply.is_on_hold or reply.unheard else reply
 
-    def at_loss(self) -> LastKnown | None:
-        """The figures to go on with; None where the store was never reached."""
+    def at_loss(self, replicas: int | None) -> LastKnown | None:
+        """The figures to go on with; where the store was never reached, those of an empty pool of `replicas`.
+
+        None where that is None.
+        """
         if self._last is None:
-            return None
+            return None if replicas is None else LastKnown(replicas, 0, 0, 0, 0)
         whole = self._whole
         held = (UNLIMITED, UNLIMITED) if whole is None else (whole.held_tokens, whole.held_requests)
         return LastKnown(max(1, self._last.expected), *held, self.held_tokens, self.held_requests)

@@ -52,7 +52,7 @@ class StoreStatus:
             what = "new requests are refused, and only this replica's requests are shown"
             return (f"{self._silent()}: {what} ({self.reason})",)
         if self.state in (StoreState.CLOSED, StoreState.CONNECTING):
-            return (f"the store has not been reached yet: {self.reason}",)
+            return (f"{self._silent()}: {self.reason}",)
         return ()
 
     def notices(self, part: str) -> Sequence[str]:
@@ -63,6 +63,8 @@ class StoreStatus:
         return (f"{self._silent()}: {what} ({self.reason})",)
 
     def _silent(self) -> str:
+        if not self.was_reached:
+            return "the store has not been reached yet"
         return f"the store has not answered for {short_duration(self.since_s)}"
 
     def change(self, state: StoreState, reason: str, *, is_refused: bool = False) -> None:

@@ -9,7 +9,7 @@ import re
 from functools import lru_cache
 
 from opentelemetry import context as otel_context
-from opentelemetry import propagate, trace
+from opentelemetry import trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
@@ -19,6 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from sidecar.events import Headers, Received
 from sidecar.telemetry.request_record import TraceIds
 from sidecar.telemetry.sdk_bypass.spans import NO_STATE
+from sidecar.telemetry.spans.propagators import propagate
 
 
 class _HeaderGetter(Getter[Headers]):

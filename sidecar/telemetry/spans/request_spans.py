@@ -141,6 +141,8 @@ class RequestSpans:
         moments: list[Moment] = []
         if event.input_tokens is not None:
             written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
+        if event.cached_tokens is not None:
+            written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
         if event.output_tokens is not None:
             written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
         if record.first_byte is not None:

@@ -22,6 +22,7 @@ from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recomm
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
 from sidecar.tools.doctor.target import Clock, ExaminedServer
 from sidecar.tools.loadgen.pages import HttpPages
+from sidecar.unix_address import connector_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class Examination:
 
 async def examine(options: Options, say: Say) -> Examination:
     """Examines a server. `say` gets a line about what is about to be sent. Raises CannotLook."""
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(connector=connector_to(options.url)) as session:
         pages = HttpPages(session, options.url, options.headers)
         found = await survey(pages, options.engine)
         reason = harm(found) if not options.force else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
 from statistics import mean, stdev
+from typing import Any
 
 import msgspec
 
@@ -46,10 +47,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One policy, or one baseline on the tiers and objectives of a policy."""
+    """One policy, or one baseline on the tiers and objectives of a policy. `written` is what the policy's file says."""
 
     name: str
     policy: Policy
+    written: Mapping[str, Any] = field(default_factory=dict)
     baseline: bool = False
 
     @property
