@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 ACME, NIGHTLY = key("acme"), key("nightly")
 RESPONSES = "/v1/responses"
-MORE = "max_choices: 2\nunguarded: deny\n"
+MORE = "max_choices: 2\nunguarded: deny\npool: refused-askers\n"  # counters are those of a pool's name
 REFUSED: list[tuple[str, str, Any, tuple[str, ...], str]] = [
     ("unsupported_encoding", CHAT, chat(), (ACME, "content-encoding: br"), "normal"),
     ("body_too_large", CHAT, b" " * 5000, (ACME,), "normal"),
