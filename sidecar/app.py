@@ -70,18 +70,18 @@ class AdmissionMiddleware:
     """Admission control around an ASGI app, in one line: `app.add_middleware(AdmissionMiddleware, policy="policies/")`.
 
     `app` is None where the policy names its engines (`engines:`), which the requests are forwarded to. `policy` is a
-    file, a folder with `policy.yaml` in it, or a loaded `Policy`; without one the environment variable
-    `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
-    class too. The rest is in the environment: admin pages on `SIDECAR_ADMIN_PORT`, log lines by `SIDECAR_LOG_*`, and
-    telemetry by `OTEL_*`, which with `policy` needs the admin port. `SIDECAR_STORE` goes before the policy's own
-    `store`; without a store, a server with several processes does not start. `dialect` is how the app's engine hears a
-    priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what changes
-    there replaces it while the server runs. `is_shown` says that the caller serves `observability.routes` and sets up
-    logs and telemetry, so that the environment does not; `is_launched` that the app is an engine's own server, started
-    by one of our launchers; `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is
-    made anew. Raises `PolicyError` with every mistake of the files, and ValueError where there are none. In an event
-    loop it does not raise: the server reports a failed start, and the middleware has neither a `controller` nor an
-    `observability`.
+    file, a folder with `policy.yaml` in it, or a loaded `Policy`; without one the environment variable `SIDECAR_POLICY`
+    says where it is, so that a server which constructs its middleware with `app` alone can use this class too. The rest
+    is in the environment: admin pages on `SIDECAR_ADMIN_PORT`, log lines by `SIDECAR_LOG_*`, and telemetry by `OTEL_*`,
+    which with `policy` needs the admin port. `SIDECAR_STORE` goes before the policy's own `store`; without a store, a
+    server with several processes does not start. `dialect` is how the app's engine hears a priority, where that is not
+    as the policy's `engine` says; `files` are where a loaded policy came from: what changes there replaces it while the
+    server runs. `is_shown` says that the caller serves `observability.routes` and sets up logs and telemetry, so that
+    the environment does not; `is_launched` that the app is an engine's own server, started by one of our launchers;
+    `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. `environment` is
+    the process's. Raises `PolicyError` with every mistake of the files, and ValueError where there are none. In an
+    event loop it does not raise: the server reports a failed start, and the middleware has neither a `controller` nor
+    an `observability`.
     """
 
     controller: AdmissionController
@@ -97,7 +97,9 @@ class AdmissionMiddleware:
         is_shown: bool = False,
         takes_over_pool: bool = False,
         is_launched: bool = False,
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
+        self._environment = environment
         compose = partial(
             _composed,
             app,
@@ -106,6 +108,7 @@ class AdmissionMiddleware:
             is_shown=is_shown,
             is_launched=is_launched,
             takes_over=takes_over_pool,
+            environment=environment,
         )
         try:
             loaded, files = (policy, files) if isinstance(policy, Policy) else policy_of(policy)
@@ -140,13 +143,14 @@ class AdmissionMiddleware:
         if scope["type"] != "lifespan" and not self._is_shown:
             try:
                 policy = self.controller.policy
-                is_shared = policy.is_bare or store_of(policy, os.environ) is not None
+                environment = self._environment
+                is_shared = policy.is_bare or store_of(policy, environment) is not None
                 is_engine = policy.engines is not None
-                check_processes(scope, os.environ, is_shared=is_shared, is_engine=is_engine)
+                check_processes(scope, environment, is_shared=is_shared, is_engine=is_engine)
             except ValueError as mistake:
                 self._serve = FailedStart(mistake)
             else:
-                if has_admin_port(os.environ):
+                if has_admin_port(self._environment):
                     _log.warning("%s", _NO_LIFESPAN, extra={"event": "no_lifespan"})
         return self._serve(scope, receive, send)
 
@@ -216,9 +220,9 @@ def _composed(
     is_shown: bool,
     is_launched: bool,
     takes_over: bool,
+    environment: Mapping[str, str],
 ) -> tuple[AdmissionController, Observability]:
     """A controller and its monitor. `is_by_name` says that a server constructs the middleware with its app alone."""
-    environment = os.environ
     engine_key = secret_for_header(environment, ENGINE_KEY_VARIABLE)
     if engine_key is not None and policy.anonymous is not None and not policy.forward_key:
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})

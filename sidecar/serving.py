@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from starlette.types import ASGIApp
@@ -17,6 +17,7 @@ from sidecar.policy.passing import load_or_pass
 from sidecar.policy.reload import files_of
 from sidecar.policy.warnings import warnings
 from sidecar.proxy.proxy import ReverseProxy
+from sidecar.telemetry.logs.request_log import ACCESS_VARIABLE
 from sidecar.telemetry.setup import configure_from_environment
 
 _OBSERVING = "mode: observe: every request passes; `sidecar observed` reports what enforcing would have done"
@@ -27,6 +28,7 @@ _log = logging.getLogger("sidecar.serve")
 class ServeSettings(msgspec.Struct, frozen=True):
     """What the command line says. `policy` is a path; `upstream` is None where the policy names its engines.
 
+    `access_log` is None where the environment says it.
     `host` may be a Unix socket's address; `port` says nothing then. The files of a certificate are None without TLS.
     """
 
@@ -38,6 +40,7 @@ class ServeSettings(msgspec.Struct, frozen=True):
     admin_port: int
     grace_s: float
     takes_over_pool: bool = False
+    access_log: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
 
@@ -63,6 +66,7 @@ class Serving:
             files=files_of(settings.policy, os.environ),
             is_shown=True,
             takes_over_pool=settings.takes_over_pool,
+            environment=_environment(settings),
         )
         self._controller, observability = self.middleware.controller, self.middleware.observability
         self._end_telemetry = configure_from_environment(scrape=observability.scrape)
@@ -91,6 +95,10 @@ class Serving:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self._end_telemetry()
         _log.info("stopped", extra={"event": "stopped"})
+
+
+def _environment(settings: ServeSettings) -> Mapping[str, str]:
+    return os.environ if settings.access_log is None else {**os.environ, ACCESS_VARIABLE: settings.access_log}
 
 
 def proxy_of(upstream: str | None, policy: Policy) -> ASGIApp | None:

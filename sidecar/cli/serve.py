@@ -26,6 +26,7 @@ from sidecar.cli.arguments import (
     worker_count,
 )
 from sidecar.policy import POLICY_VARIABLE
+from sidecar.telemetry.logs.request_log import AccessLog
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, LogSettings, log_settings, own_logging
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--log-level", choices=LEVELS, help="default info; also by SIDECAR_LOG_LEVEL")
     usual = "text where standard error is a terminal, else json"
+    add(
+        "--access-log",
+        choices=[*map(str.__str__, AccessLog)],
+        help="requests with a line in the log: off, failures (default) or all; also by SIDECAR_ACCESS_LOG",
+    )
     add("--log-format", choices=FORMATTERS, help=f"default {usual}; also by SIDECAR_LOG_FORMAT")
     add(
         "--take-over-pool",
@@ -157,6 +163,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
         admin_port=args.admin_port,
         grace_s=args.grace,
         takes_over_pool=args.take_over_pool,
+        access_log=args.access_log,
         tls_cert=args.tls_cert,
         tls_key=args.tls_key,
     )

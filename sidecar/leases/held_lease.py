@@ -397,7 +397,8 @@ class HeldLease:
         waited: tuple[int, int, int | None, Mapping[str, int]] = (0, 0, None, {})
         if wait is not None:
             waited = (wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead)
-        refused = Refused(at_us, code, message, status, *waited, self._ask.tenant)
+        tier = self._policy.tiers[self._ask.tier].name
+        refused = Refused(at_us, code, message, status, *waited, self._ask.tenant, None, tier)
         if not self._was_admitted:
             self._end(refused)
         else:

@@ -194,7 +194,7 @@ class SizedRequest(msgspec.Struct, gc=False):
 class RequestIntake(msgspec.Struct, eq=False):
     """The intake of one request. Call `check_head` first, then `feed` every message; each raises a refusal.
 
-    `tenant` is the request's tenant, None until its key is known.
+    `tenant` is the request's tenant, None until its key is known; `classification` is there once its body is read.
     """
 
     _snapshot: PolicySnapshot
@@ -204,6 +204,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     _received_us: int
     tenant: Tenant | None = None
     _unread_keys: tuple[str, ...] = ()
+    classification: Classification | None = None
     _packed: PackedBody | None = None
     _chunks: list[bytes] = []
     _size: int = 0
@@ -281,6 +282,19 @@ class RequestIntake(msgspec.Struct, eq=False):
             raise self._too_late()
 
     @property
+    def tier(self) -> str | None:
+        """The name of its tier: of one that ends before its body says more, the tier that its path and key give it.
+
+        None until its key is known.
+        """
+        found, snapshot = self.classification, self._snapshot
+        if found is None:
+            if self.tenant is None:
+                return None
+            found = snapshot.classifier.classify_silent(self._endpoint, self.tenant)
+        return snapshot.policy.tiers[found.level].name
+
+    @property
     def _is_upload(self) -> bool:
         return self._endpoint.size is not None and is_upload(self._headers)
 
@@ -311,6 +325,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, names.claims), tenant)
         else:
             classification = snapshot.classifier.classify_silent(endpoint, tenant)
+        self.classification = classification
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
             refuse_what_is_too_much(payload, policy)

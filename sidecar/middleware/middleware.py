@@ -75,6 +75,7 @@ def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to
     pairs, received_us = [*scope["headers"]], now_us()  # a copy: uvicorn appends trailers to its own list
     headers = dict(pairs)
     own_id = request_id(headers)
+    intake = RequestIntake(snapshot, endpoint, headers, snapshot.names_read[tuple(headers)], received_us)
     return kind(
         controller,
         snapshot,
@@ -87,8 +88,8 @@ def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to
         headers,
         own_id,
         ClientChannel(receive, send, now_us),
-        reporter_of(observer, scope, headers, own_id, received_us, now_us),
-        RequestIntake(snapshot, endpoint, headers, snapshot.names_read[tuple(headers)], received_us),
+        reporter_of(observer, scope, headers, own_id, received_us, now_us, intake),
+        intake,
         UsageReader(),
         EngineCall(controller.engine_watch),
         asyncio.current_task(),

@@ -227,7 +227,6 @@ class RequestHandler(msgspec.Struct, eq=False):
         except KeysNeeded as needed:
             await needed.arrive()
             intake.check_head(self._pairs, client, query)
-        self._reporter.tenant = intake.tenant
         request = intake.unread() if self._is_unread else None
         try:
             while request is None:

@@ -110,7 +110,7 @@ def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
         body = "{}" if infer_api(path) else f"{{api: {api.value}}}"
         guard = f"To guard it, write under `endpoints:` in the policy: `{shown}: {body}`."
     elif method == "POST":
-        apis = ", ".join(api.value for api in STANDARD_APIS.values())
+        apis = ", ".join(dict.fromkeys(api.value for api in STANDARD_APIS.values()))
         guard = f"To guard it, write under `endpoints:` in the policy: `{shown}: {{api: SHAPE}}`, SHAPE one of {apis}."
     else:
         guard = "Only POST requests can be guarded."

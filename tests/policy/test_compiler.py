@@ -63,6 +63,7 @@ def test_what_is_left_out_has_its_documented_default(tmp_path: Path) -> None:
         Api.CHAT,
         Api.COMPLETIONS,
         Api.RESPONSES,
+        Api.RESPONSES,
         Api.MESSAGES,
         Api.EMBEDDINGS,
     ]

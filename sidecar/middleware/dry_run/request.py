@@ -177,7 +177,9 @@ class RequestWatcher:
         self._request_id = request_id(headers)
         self._received_us = received_us
         now_us = controller.pool.now_us
-        self._reporter = reporter_of(controller.observer, scope, headers, self._request_id, received_us, now_us)
+        names = self._snapshot.names_read[tuple(headers)]
+        self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
+        self._reporter = reporter_of(controller.observer, scope, headers, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
         self._reader: AnswerReader = self._usage
         self._shadow: ShadowRequest | None = None
@@ -185,8 +187,6 @@ class RequestWatcher:
         self._status: int | None = None
         self._disconnected = self._is_answered = self._is_over = False
         self._found: SizedRequest | AdmissionError | None = None
-        names = self._snapshot.names_read[tuple(headers)]
-        self._intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
         try:
             self._intake.check_head(scope["headers"], client, scope.get("query_string", b""))
         except (IssuerUnavailable, TenantsUnavailable) as missing:  # enforcing would have waited, or said so
@@ -357,7 +357,7 @@ class RequestWatcher:
         return Outcome.FAILED, "incomplete_response" if error is None else type(error).__name__
 
     def _report(self, result: ShadowResult) -> None:
-        found, tenant, policy = self._found, self._intake.tenant, self._snapshot.policy
+        found, intake, policy = self._found, self._intake, self._snapshot.policy
         wait = result.wait or _NO_WAIT
         observed = Observed(
             at_us=self._now_us() if result.wait is None else wait.at_us,
@@ -366,8 +366,8 @@ class RequestWatcher:
             verdict=result.verdict,
             received_us=self._received_us,
             code=result.code,
-            tier=policy.tiers[found.classification.level].name if isinstance(found, SizedRequest) else None,
-            tenant=None if tenant is None else tenant.name,
+            tier=policy.tiers[found.classification.level].name if isinstance(found, SizedRequest) else intake.tier,
+            tenant=None if intake.tenant is None else intake.tenant.name,
             queue_wait_us=wait.queue_wait_us,
             starvation_us=wait.starvation_us,
             served_ahead=wait.served_ahead,

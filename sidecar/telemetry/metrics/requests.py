@@ -268,11 +268,10 @@ class RequestMetrics:
 
     def _refused(self, record: RequestRecord, event: Refused) -> None:
         self._end_queued(record)
-        classified, gave_up, counters = record.classified, event.code in GAVE_UP, self.counters
-        tier = "" if classified is None else classified.tier
+        gave_up, counters, tier, tenant = event.code in GAVE_UP, self.counters, record.tier or "", record.tenant
         add(counters.abandoned if gave_up else counters.refused, (tier, event.code))
-        if classified is not None and not gave_up:
-            counters.tenants.known[classified.tenant].counts.refused += 1
+        if tenant is not None and not gave_up:
+            counters.tenants.note_request(tenant, 0, event.at_us).counts.refused += 1
         if event.gain is not None:
             self._note_gain(tier, event.gain)
         if event.queue_wait_us > 0:

@@ -335,6 +335,8 @@ def _of_refusal(event: Refused, classified: Classified | None) -> Attributes:
         attributes[semconv.HTTP_RESPONSE_STATUS_CODE] = event.status
     if classified is None and event.tenant is not None:
         attributes[semconv.ADMISSION_TENANT] = event.tenant
+    if classified is None and event.tier is not None:
+        attributes[semconv.ADMISSION_TIER] = event.tier
     if classified is not None and classified.model is not None:
         attributes[semconv.GEN_AI_REQUEST_MODEL] = classified.model  # else `engine` has it
     if event.gain is not None:
