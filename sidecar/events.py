@@ -299,7 +299,7 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     unknown where it is; None where it would have been admitted. `tier` and `tenant` are None where the request would
     have been refused before they were known. The waiting figures are those of `Admitted`. `received_us` is when the
     request came, on the same clock as `at_us`. `path` is the endpoint's in the policy, `client` the address from which
-    the connection came.
+    the connection came. `clamped_from` is the tier that it asked for, where that is better than it may have.
     """
 
     at_us: int
@@ -315,6 +315,7 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     received_us: int = 0
     path: str | None = None
     client: str | None = None
+    clamped_from: str | None = None
 
 
 class ShadowHolds(msgspec.Struct):

@@ -65,8 +65,9 @@ _SLO = """\
 
 DENY = "deny"
 _ANONYMOUS = (
-    "The tier of requests without an API key; `deny` refuses them.",
-    "Requests without an API key get 401; a tier here lets them in.",
+    "The tier of requests without an API key; `deny` refuses them. An unknown key is always refused.",
+    "Requests without an API key get 401, as those with an unknown one; a tier here lets them in. Before an engine, "
+    "other paths need a key, too, but for its liveness page: `public: [/health, /metrics]` opens more.",
 )
 
 
@@ -121,7 +122,9 @@ aging: {{promote_after: 5m, ceiling: {tiers.ceiling}}}
 {lines}
 
 default_tier: normal
-anonymous: {anonymous}    # {_ANONYMOUS[anonymous == DENY]} An unknown key is always refused.
+
+{_comment(_ANONYMOUS[anonymous == DENY])}
+anonymous: {anonymous}
 {_sources(engine, tiers)}
 # The paths on which requests are admitted. Before an engine, other paths pass only if they read, or are known to be
 # harmless. Mounted in an app of your own, they pass unless they may run the model.

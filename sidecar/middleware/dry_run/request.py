@@ -53,7 +53,7 @@ from sidecar.middleware.event_reporter import reporter_of
 from sidecar.middleware.forwarding import forwarded_scope
 from sidecar.middleware.intake import RequestIntake, SizedRequest
 from sidecar.middleware.request_gain import AnswerReader
-from sidecar.middleware.response_headers import id_headers, request_id
+from sidecar.middleware.response_headers import differences, id_headers, request_id
 from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant
@@ -229,7 +229,9 @@ class RequestWatcher:
         named = id_headers(self._request_id, of_app, self._endpoint.api)
         if not isinstance(self._found, SizedRequest):
             return (_MODE, *named)
-        return (_MODE, (b"x-admission-tier", self._snapshot.tier_names[self._found.classification.level]), *named)
+        tiers = self._snapshot.tier_names
+        tier = (b"x-admission-tier", tiers[self._found.classification.level])
+        return (_MODE, tier, *differences(self._found, tiers), *named)
 
     def on_end(self, error: BaseException | None, *, is_complete: bool) -> None:
         """The app has returned, or the last byte is out. `error` is what the app raised."""
@@ -358,6 +360,7 @@ class RequestWatcher:
 
     def _report(self, result: ShadowResult) -> None:
         found, intake, policy = self._found, self._intake, self._snapshot.policy
+        clamped_from = found.classification.clamped_from if isinstance(found, SizedRequest) else None
         wait = result.wait or _NO_WAIT
         observed = Observed(
             at_us=self._now_us() if result.wait is None else wait.at_us,
@@ -373,6 +376,7 @@ class RequestWatcher:
             served_ahead=wait.served_ahead,
             path=self._endpoint.path,
             client=self._client,
+            clamped_from=None if clamped_from is None else policy.tiers[clamped_from].name,
         )
         if not self._is_over:
             self._reporter.observed(observed)
