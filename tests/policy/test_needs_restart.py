@@ -56,15 +56,9 @@ def test_what_the_process_was_built_with_needs_a_restart(tmp_path: Path, before:
         ("engine: vllm", "engine: vllm\naging: {promote_after: 1m, ceiling: high}"),
         (
             "engine: vllm",
-            "engine: vllm
-mode: observe
-keep_alive: 15s
-max_body: 1MiB
-body_timeout: 1s
-usage: as_sent",
+            "engine: vllm\nmode: observe\nkeep_alive: 15s\nmax_body: 1MiB\nbody_timeout: 1s\nusage: as_sent",
         ),
-        ("engine: vllm", "engine: vllm
-timeouts: {total: 1m}"),
+        ("engine: vllm", "engine: vllm\ntimeouts: {total: 1m}"),
         ("anonymous: batch", "anonymous: deny\nendpoints: {/v1/completions: {}}\nsources: [key]"),
     ],
 )
