@@ -230,8 +230,9 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     """The middleware ended the request: it answered with an error, or had no one to answer (`status` is None).
 
     The latter is `client_left` (the client disconnected) or `canceled` (the server stopped). The waiting figures
-    are zero where it never waited. `tenant` is None where the key was not known yet. `gain` is there where its tier has
-    an objective.
+    are zero where it never waited. `tenant` and `tier` are None where the key was not known yet. The tier is the one
+    that its path and its key give it, where it ended before its body said more. `gain` is there where its tier has an
+    objective.
     """
 
     at_us: int
@@ -244,6 +245,7 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     served_ahead: Mapping[str, int] = {}
     tenant: str | None = None
     gain: ServiceGain | None = None
+    tier: str | None = None
 
 
 class FirstByte(msgspec.Struct, frozen=True, gc=False):

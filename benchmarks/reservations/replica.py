@@ -28,7 +28,8 @@ class Running:
     """One request from its entry on. It is the answer that `LeaseSizes` reads: its events and its count."""
 
     __slots__ = (
-        "asked", "chunks", "expected", "large_tokens", "later_chunks", "lease", "output_tokens", "sequence", "size",
+        "asked", "chunks", "expected", "large_tokens", "later_chunks", "later_tokens", "lease", "output_tokens",
+        "sequence", "size",
     )  # fmt: skip
 
     def __init__(self, asked: Asked, expected: Expected | None, lease: Lease) -> None:
@@ -39,6 +40,7 @@ class Running:
         self.size: LeaseSize | None = None
         self.chunks = self.large_tokens = self.later_chunks = 0
         self.output_tokens: int | None = None
+        self.later_tokens: int | None = None
 
 
 class Replica:

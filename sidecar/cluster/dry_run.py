@@ -173,6 +173,8 @@ def conclusion(mode: Mode, total: DryRunCounts, by_tier: Mapping[str, DryRunCoun
     if not total.requests and not total.waiting:
         if mode is Mode.OBSERVE:
             return "No request has been observed yet by this policy."
+        if mode is Mode.PASS:
+            return "Nothing is observed: every request passes (mode: pass)."
         return "Nothing is observed: this policy is enforced. Write `mode: observe` into it to see what it would do."
     return " ".join([_refused(total, by_tier), _waited(total, by_tier), *_not_known(total)])
 

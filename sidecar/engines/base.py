@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import unquote
 
@@ -48,6 +49,8 @@ class Forward:
 
 
 NOTHING = Forward()
+USAGE_ONCE: Mapping[str, bytes] = {"include_usage": b"true", "continuous_usage_stats": b"false"}
+"""`Engine.usage_options` of engines that would say it in every event, too, where the client wrote so."""
 
 
 class Stated(NamedTuple):
@@ -122,9 +125,11 @@ class Routes:
         object.__setattr__(self, "_endings", tuple(path for path in sorted(found) if path.startswith(_UNMISTAKABLE)))
 
     def harmless_route(self, path: str) -> str | None:
-        """The entry of `harmless` that a path is, exactly as written; None where it is none of them."""
+        """The entry of `harmless` that a path is, exactly as written; None where it is none of them, or generates."""
         if path in self.harmless:
             return path if _PLACEHOLDER not in path else None
+        if path in self.generating:  # `/v1/responses/compact` is no response's id
+            return None
         return next((route for route, pattern in self._patterns if pattern.fullmatch(path)), None)
 
     def generating_route(self, path: str) -> str | None:
@@ -321,6 +326,13 @@ class Engine:
     """A header's value that the engine refuses with a 400; None where it ignores a value that it cannot read."""
     invalid_member: ClassVar[Any] = 1.5
     """A body member's value that the engine refuses with a 400."""
+
+    # How a stream says its usage.
+    usage_options: ClassVar[Mapping[str, bytes]] = MappingProxyType({})
+    """Members of `stream_options`, as JSON, by which a stream of chat or text completions says its usage once, in an
+    event of its own before its end; none where no engine is known to have them."""
+    asks_usage_by_default: ClassVar[bool] = False
+    """Whether `stream_options` without `include_usage` ask for it."""
 
     # How the engine behaves.
     abort_latency_s: ClassVar[float] = 4.5

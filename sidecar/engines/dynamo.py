@@ -51,6 +51,8 @@ class Dynamo(base.Engine):
     untrusted_members = tuple((*_HINTS, hint) for hint in ("priority", "strict_priority", "latency_sensitivity"))
     other_member = (*_HINTS, "priority")
 
+    usage_options = base.USAGE_ONCE
+
     abort_latency_s = 0.25
     """The frontend cancels the request's context when the connection closes, and the worker aborts. Not for a request
     that a disaggregated worker decodes: it aborts with the first token. The frontend is not Python: it is never

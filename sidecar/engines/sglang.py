@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from sidecar.apis import Api
@@ -63,6 +64,9 @@ class Sglang(base.Engine):
     member_apis = frozenset((Api.CHAT, Api.COMPLETIONS, Api.EMBEDDINGS))
     untrusted_headers = (b"x-override-",)
     invalid_header = invalid_member = "x"
+
+    usage_options = MappingProxyType({"include_usage": b"true"})
+    """Its `continuous_usage_stats` are a question of their own (`utils.py`: `should_include_usage`): they stay."""
 
     abort_latency_s = 4.5
     """The server asks for a disconnect every SGLANG_REQUEST_STATE_WAIT_TIMEOUT seconds, 4 as shipped

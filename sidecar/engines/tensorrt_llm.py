@@ -63,6 +63,9 @@ class TensorRtLlm(base.Engine):
     priority_range = (0.0, 1.0)
     member_apis = frozenset((Api.CHAT, Api.COMPLETIONS))
 
+    usage_options = base.USAGE_ONCE
+    asks_usage_by_default = True
+
     abort_latency_s = 1.25
     """The server asks for a disconnect once a second (`openai_server.py`: `await_disconnected`); then the engine ends
     the step that it computes. A stream's call ends with the disconnect; another task aborts it up to a second later."""

@@ -40,6 +40,8 @@ class Vllm(base.Engine):
     header_apis = frozenset(Api) - {Api.EMBEDDINGS, Api.GENERIC}
     member_apis = frozenset(Api) - {Api.MESSAGES}
 
+    usage_options = base.USAGE_ONCE
+
     abort_latency_s = 0.25
     """The server gets the disconnect at once (`with_cancellation`, `StreamingResponse`); the engine ends the step that
     it computes. About 0.1 s was seen; twice that, and a margin for the way there."""

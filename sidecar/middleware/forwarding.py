@@ -48,8 +48,15 @@ def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: in
     return Granted(tier, tenant, grant.level, priority, waited_s, starved_s, request.tokens)
 
 
-def forwarded_body(body: bytes, payload: Payload, forward: Forward) -> bytes:
-    """Removes every priority of the client's and inserts the engine's. The same object where nothing changes."""
+def forwarded_body(body: bytes, payload: Payload, forward: Forward, stream_options: bytes | None = None) -> bytes:
+    """Removes every priority of the client's and inserts the engine's, and other `stream_options` where there are any.
+
+    The same object where nothing changes.
+    """
+    if stream_options is not None:
+        if payload.stream_options is not None:
+            body = remove(body, ("stream_options",))
+        body = insert(body, "stream_options", stream_options)
     if payload.priority is not None or payload.nvext is not None:  # hardly any request has one
         is_there = {"priority": payload.priority is not None, "nvext": payload.nvext is not None}
         for path in CLIENT_MEMBERS:

@@ -136,6 +136,7 @@ class Answer(Protocol):
     chunks: int
     large_tokens: int
     output_tokens: int | None
+    later_tokens: int | None
 
     @property
     def later_chunks(self) -> int:
@@ -431,14 +432,13 @@ class LeaseSizes:
 
     def generated(self, expected: Expected, answer: Answer) -> int:
         """Tokens of each sequence so far: the engine's count, and the events since by the tokens that one has."""
-        tokens = answer.output_tokens
+        tokens, later = answer.output_tokens, answer.later_tokens
         chunks = answer.chunks if tokens is None else answer.later_chunks
-        if chunks:
+        if chunks and later is None:
             events = max(0, chunks - answer.large_tokens)
-            per_chunk = self.estimator.tokens_per_chunk_at(expected.place)
-            tokens = (tokens or 0) + max(chunks, int(events * per_chunk))
+            later = max(chunks, int(events * self.estimator.tokens_per_chunk_at(expected.place)))
         # Some APIs send more events than tokens, and engines may say any number. No answer is longer than its maximum.
-        return min((tokens or 0) // expected.shown, expected.longest)
+        return min(((tokens or 0) + (later or 0)) // expected.shown, expected.longest)
 
     def engines(self) -> Iterator[EngineSizes]:
         """Every engine, also one that runs nothing now."""

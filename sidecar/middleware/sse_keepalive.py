@@ -59,7 +59,7 @@ class SseKeepAlive:
         """See ASGI's `send`."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            self._passes = self._status < 400 and _is_stream(message.get("headers", ()))
+            self._passes = self._status < 400 and is_stream(message.get("headers", ()))
         elif message["type"] != "http.response.body" or self._passes:
             await self._send(message)
         else:
@@ -110,7 +110,8 @@ def _phrase(status: int) -> str:
         return f"status {status}"
 
 
-def _is_stream(headers: Headers) -> bool:
+def is_stream(headers: Headers) -> bool:
+    """Whether a response's headers say that it is a stream of events."""
     return any(name.lower() == b"content-type" and value.lower().startswith(EVENTS) for name, value in headers)
 
 

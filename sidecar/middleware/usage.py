@@ -8,8 +8,9 @@ for it: there the name's quotes are escaped. A tool or a schema that the client 
 so a count never falls, and a stream of the responses API, which begins with the request, has none before its last
 event.
 
-An event counts as one token. One that is larger than any event of one token counts by its bytes, too: an engine whose
-client reads slowly puts what it generates meanwhile into one event.
+An event counts as one token until the tenant's answers have shown how many it has. One that is larger than any event of
+one token counts by its bytes, too: an engine whose client reads slowly puts what it generates meanwhile into one event.
+Where no one asks for the usage of streams, their text is measured: its bytes say more than the number of its events.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from sidecar.lengths.output_ratios import OutputRatio, OutputRatios
 from sidecar.sending import SendChunk
 
 _EVENT = b"data:"
@@ -45,6 +47,10 @@ _REPEATS = re.compile(
     rb'(?<!\\)"response\.[a-z_.]*(?:created|queued|in_progress|added|done|completed|incomplete|failed)"'
 )
 """The type of an event of `/v1/responses` that holds the request, or what was generated before, once more."""
+_TEXTS = (b'content":"', b'text":"', b'reasoning":"', b'arguments":"')
+"""Before the generated text of chat and text completions, also in `reasoning_content`."""
+_LONGEST_TEXT = 64 * 1024
+"""Bytes of a line, which has an event or a whole answer, whose text is measured."""
 _AFTER_COUNT = 4
 """Events that may follow an engine's last count: the end of the message, `[DONE]`."""
 
@@ -86,7 +92,8 @@ class UsageReader(msgspec.Struct, eq=False):
     beginning are no such answer. `has_begun` is the caller's note that there is an answer. `chunks`
     counts the events of a stream: about one generated token each, and `large_tokens` more for large ones.
     `input_tokens` are the whole prompt, `cached_tokens` those of them that the engine's prefix cache had: None where no
-    answer said it. Engines that say it leave it out where it is 0.
+    answer said it. Engines that say it leave it out where it is 0. `text_bytes` are those of the generated text, None
+    where it is not measured, `later_tokens` those that came after the engine's last count: see `conclude`.
     """
 
     input_tokens: int | None = None
@@ -95,6 +102,9 @@ class UsageReader(msgspec.Struct, eq=False):
     chunks: int = 0
     large_tokens: int = 0
     has_begun: bool = False
+    text_bytes: int | None = None
+    later_tokens: int | None = None
+    _line: bytes = b""
     _reads: int = 0
     _counted_at: int = 0
     _is_unended: bool = False
@@ -154,6 +164,8 @@ class UsageReader(msgspec.Struct, eq=False):
         unread.clear()
         if not seen and not self._carried and len(body) > self._tried and self._take_whole(body):
             return
+        if self.text_bytes is not None:
+            self._measure(self._line + body)
         window = self._carried + body
         if seen or body[:1] != b"{":  # a whole answer has no events
             self._count_events(body)
@@ -172,8 +184,37 @@ class UsageReader(msgspec.Struct, eq=False):
             return False
         if usage is None:
             return False
+        if self.text_bytes == 0:
+            self.text_bytes = _text_bytes(bytes(body))
         self._count(usage)
         return True
+
+    def conclude(self, ratios: OutputRatios, tenant: str, model: str | None) -> None:
+        """Reads the rest. Estimates what the engine has not counted by the tenant's other answers, or teaches."""
+        self.read()
+        if self._line:
+            self._measure(self._line + b"\n")
+        if not self.chunks and not self.text_bytes:
+            return
+        ratio, output, text_bytes = ratios.of(tenant, model), self.output_tokens, self.text_bytes
+        if output is None:
+            events = self.chunks - self.large_tokens
+            self.later_tokens = ratio.tokens(events, text_bytes) if text_bytes else self._later(self.chunks, ratio)
+        elif self.later_chunks:
+            self.later_tokens = self._later(self.later_chunks, ratio)
+        elif output:
+            ratio.learn(output, self.chunks - self.large_tokens, text_bytes)
+
+    def _later(self, chunks: int, ratio: OutputRatio) -> int:
+        return max(chunks, ratio.tokens(max(0, chunks - self.large_tokens), None))
+
+    def _measure(self, window: bytes) -> None:
+        """Measures the text in the lines that are complete."""
+        end = window.rfind(b"\n") + 1
+        self._line = window[end:]
+        self.text_bytes = (self.text_bytes or 0) + _text_bytes(window[:end])
+        if len(self._line) > _LONGEST_TEXT:
+            self.text_bytes, self._line = None, b""
 
     def _count_events(self, body: bytes) -> None:
         seen = self.chunks
@@ -241,11 +282,12 @@ class UsageReader(msgspec.Struct, eq=False):
         return later if later > _AFTER_COUNT else 0
 
     def used_tokens(self, prompt_tokens: int) -> int:
-        """The engine's own count, and a token per chunk since; without one the prompt's estimate and all chunks."""
+        """The engine's own count, and what came since; without one the prompt's estimate and all that came."""
         used = prompt_tokens if self.input_tokens is None else self.input_tokens
-        if self.output_tokens is None:
-            return used + self.chunks
-        return used + self.output_tokens + (self.later_chunks if self.chunks else 0)
+        later = self.later_tokens
+        if later is None:
+            later = self.chunks if self.output_tokens is None else self.later_chunks
+        return used + (self.output_tokens or 0) + later
 
     def charged_tokens(self, prompt_tokens: int, status: int | None) -> int | None:
         """The tokens to charge the tenant for. None where neither the response nor its failure says how many."""
@@ -292,6 +334,15 @@ def _counted_by_log_probabilities(event: bytes) -> int | None:
         return max(1, event.count(_OTHER_TOKENS))
     begin = event.find(_OF_TOKENS)  # a text completion's: a list of numbers
     return None if begin < 0 else event.count(b",", begin, event.find(b"]", begin)) + 1
+
+
+def _text_bytes(body: bytes) -> int:
+    """Bytes of the strings that have the generated text, as they are written."""
+    plain = body.replace(b'": "', b'":"')
+    if b"\\" in plain:
+        plain = plain.replace(b"\\\\", b"??").replace(b'\\"', b"??")
+    parts = [part for name in _TEXTS if name in plain for part in plain.split(name)[1:]]
+    return sum([part.find(b'"') for part in parts])
 
 
 def _prompt(usage: _Usage) -> int | None:

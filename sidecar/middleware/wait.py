@@ -15,6 +15,7 @@ from sidecar.classify import Classification
 from sidecar.durations import short_duration
 from sidecar.errors import AdmissionError, QueueFull
 from sidecar.events import Headers
+from sidecar.middleware.asked_usage import UsageHider
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.policy_snapshot import PolicySnapshot
@@ -73,6 +74,7 @@ class ClientChannel(msgspec.Struct, eq=False):
     `disconnected_us` is when a disconnect was seen, by `now_us`, the pool's clock in microseconds; None before.
     `send` takes the response. Once comments have begun it, `keepalive` is the rest of the response's `send`. From
     `cut_us` on the app gets no message but a disconnect, though the client has not left.
+    `hides_usage`: see `hide_usage`.
     """
 
     _receive: Receive
@@ -80,15 +82,21 @@ class ClientChannel(msgspec.Struct, eq=False):
     _now_us: Callable[[], int]
     keepalive: SseKeepAlive | None = None
     disconnected_us: int | None = None
+    hides_usage: bool = False
     cut_us: int | None = None
     _disconnect: asyncio.Task[Message] | None = None
-    _receiving: list[asyncio.Task[object] | None] = []  # each has its own, as msgspec makes it
+    _receiving: tuple[asyncio.Task[object] | None, ...] = ()
 
     async def comment(self, text: str, comments: Comments) -> None:
         """Sends a line that clients skip. The first one begins the response."""
         if self.keepalive is None:
             self.send = self.keepalive = SseKeepAlive(self.send, comments.api, comments.headers)
         await self.keepalive.comment(text)
+
+    def hide_usage(self) -> None:
+        """From now on the client does not see the usage of a stream. Harmless when repeated."""
+        if not self.hides_usage:
+            self.hides_usage, self.send = True, UsageHider(self.send).send
 
     def disconnect(self) -> asyncio.Task[Message]:
         """The task that ends when the client disconnects. It starts when it is first asked for."""
@@ -123,7 +131,7 @@ class ClientChannel(msgspec.Struct, eq=False):
 
     async def _next_message(self) -> Message:
         task = asyncio.current_task()
-        self._receiving.append(task)
+        self._receiving += (task,)
         try:
             message = await self._receive()
         except asyncio.CancelledError:
@@ -131,7 +139,7 @@ class ClientChannel(msgspec.Struct, eq=False):
                 raise
             return {"type": "http.disconnect"}
         finally:
-            self._receiving.remove(task)
+            self._receiving = tuple(other for other in self._receiving if other is not task)
         if message["type"] == "http.disconnect" and self.disconnected_us is None:
             self.disconnected_us = self._now_us()
         return message

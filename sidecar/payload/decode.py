@@ -23,6 +23,7 @@ from sidecar.payload.prompt_size import (
     carried,
     is_plain,
     json_bytes,
+    largest_item,
     measured,
     text_of,
 )
@@ -41,6 +42,9 @@ from sidecar.payload.traits import (
 MEDIA_TOKENS = 1024
 """Tokens of an image, audio or file part. Vision encoders use 256 to about 2,000 tokens an image. The encoded bytes do
 not show it: counted as text, a small photo would be hundreds of thousands of tokens."""
+
+BYTES_PER_TOKEN = 4
+"""Of the JSON of a tool."""
 
 LARGEST_COUNT = 2**31 - 1
 """The largest `max_tokens` or `n`: engines keep them in 32 bits, and Redis scripts count exactly up to 2**53 only."""
@@ -65,6 +69,7 @@ class Payload(msgspec.Struct, gc=False):
     field with a prompt whose size the body does not say. `is_understood` says that the prompt is only text in the API's
     own fields: only then the engine's count of it shows how many bytes a token has. `traits` say something about the
     answer's length. `hidden_choices` are those of `choices` that are no part of the answer: of `best_of` it has `n`.
+    `stream_options` are undecoded, None if absent or if the API has none.
     """
 
     model: str | None
@@ -84,6 +89,7 @@ class Payload(msgspec.Struct, gc=False):
     is_understood: bool = True
     traits: Traits = NO_TRAITS
     hidden_choices: int = 0
+    stream_options: bytes | None = None
 
     def text(self) -> str:
         """The text that a tokenizer would count."""
@@ -136,6 +142,7 @@ class _Chat(_Fields, gc=False):
     max_completion_tokens: _Count = None
     n: _Count = None
     best_of: _Count = None
+    stream_options: _Raw = msgspec.UNSET
 
 
 class _Completion(_Fields, gc=False):
@@ -143,6 +150,7 @@ class _Completion(_Fields, gc=False):
     max_tokens: _Count = None
     n: _Count = None
     best_of: _Count = None
+    stream_options: _Raw = msgspec.UNSET
 
 
 class _Response(_Fields, gc=False):
@@ -289,6 +297,8 @@ def _chat(fields: _Chat, _others: Carried) -> Payload:
         _add_choices(payload, fields.n, fields.best_of)
     if fields.response_format is not _UNSET:
         _add_format(payload, _given(fields.response_format))
+    if fields.stream_options is not _UNSET:
+        payload.stream_options = bytes(fields.stream_options)
     return payload
 
 
@@ -300,6 +310,8 @@ def _completion(fields: _Completion, others: Carried) -> Payload:
     else:
         raise InvalidBody("prompt: missing; send a string, a list of strings, or token ids", param="prompt")
     payload.max_output_tokens = _count(0, "max_tokens", fields.max_tokens)
+    if fields.stream_options is not _UNSET:
+        payload.stream_options = bytes(fields.stream_options)
     _add_choices(payload, fields.n, fields.best_of)
     return payload
 
@@ -347,16 +359,20 @@ def _add_choices(payload: Payload, n: _Count, best_of: _Count) -> None:
 
 def _conversation(fields: _Fields, parts: tuple[bytes, ...], tools: bytes = b"", most: int | None = None) -> Payload:
     """One prompt: a chat template writes the text of `parts`, and the JSON of `tools` unchanged."""
-    text_bytes, media, unsized = 0, 0, None
+    text_bytes, media, unsized, references = 0, 0, None, 0
     for part in parts:
         if is_plain(part):
             text_bytes += len(part)
         else:
             size = measured(part)
             text_bytes, media, unsized = text_bytes + size.text_bytes, media + size.media, unsized or size.unsized
+            references += size.tool_references
     payload = Payload(fields.model, fields.stream is True, most, text_bytes, (*parts, _written(tools)))
     if media or unsized is not None:
         payload.prompt_tokens, payload.unsized, payload.is_understood = media * MEDIA_TOKENS, unsized, False
+    if references:  # the definition of any of its tools, each time
+        payload.prompt_tokens += references * (largest_item(tools) // BYTES_PER_TOKEN + 1)
+        payload.is_understood = False
     if tools:
         payload.prompt_bytes += json_bytes(tools)
         payload.traits = NO_TRAITS._replace(tools=is_given(tools))

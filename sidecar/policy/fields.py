@@ -24,7 +24,18 @@ from sidecar.engines.base import Carrier
 from sidecar.policy import units
 from sidecar.policy.fleet import PROMPT_CACHE_KEY
 from sidecar.policy.keys import read_hash
-from sidecar.policy.model import Background, CapacitySource, Learn, Mode, Order, Source, StoreLoss, Unguarded, Unsized
+from sidecar.policy.model import (
+    Background,
+    CapacitySource,
+    Learn,
+    Mode,
+    Order,
+    Source,
+    StoreLoss,
+    StreamUsage,
+    Unguarded,
+    Unsized,
+)
 from sidecar.policy.problems import printable, quoted, suggestion, unknown
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
@@ -40,7 +51,9 @@ _POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no braces: it goe
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _MEMBER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
-_TAKEN_HEADERS = frozenset({"authorization", "x-api-key", "host", "content-length", "transfer-encoding", "connection"})
+_TAKEN_HEADERS = frozenset(
+    ("authorization", "x-api-key", "api-key", "host", "content-length", "transfer-encoding", "connection")
+)
 _URL_PATH = re.compile(r"/[!-~]*")
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # no #, / or colon: it goes into ids, paths and labels
@@ -475,6 +488,7 @@ PoolName = Annotated[str, PlainValidator(_pool), _schema("A name.", pattern=f"^{
 StoreLossChoice = Annotated[StoreLoss, PlainValidator(_choice(StoreLoss, "choice")), _enum(StoreLoss)]
 UnguardedChoice = Annotated[Unguarded, PlainValidator(_choice(Unguarded, "choice")), _enum(Unguarded)]
 BackgroundChoice = Annotated[Background, PlainValidator(_choice(Background, "choice")), _enum(Background)]
+UsageChoice = Annotated[StreamUsage, PlainValidator(_choice(StreamUsage, "choice")), _enum(StreamUsage)]
 UnsizedChoice = Annotated[Unsized, PlainValidator(_choice(Unsized, "choice")), _enum(Unsized)]
 SourceList = Annotated[
     list[Annotated[Source, PlainValidator(_choice(Source, "source")), _enum(Source)]],

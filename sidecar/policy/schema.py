@@ -262,7 +262,8 @@ class PoolFile(FileModel):
     )
     mode: of.ModeChoice = key(
         "enforce",
-        "`observe` lets every request pass at once and untouched, and records what `enforce` would have done.",
+        "`observe` lets every request pass at once and untouched, and records what `enforce` would have done. "
+        "`pass` does no more than pass them, for when the sidecar itself is the problem.",
         "observe",
     )
     max_preemptions: of.Count = key(
@@ -289,7 +290,7 @@ class PoolFile(FileModel):
     )
     endpoints: Annotated[dict[of.UrlPath, _EndpointBody], of.mapped("{/v1/chat/completions: {}}")] = key(
         {path: {} for path in STANDARD_PATHS},
-        "The guarded paths; `unguarded` says what happens on all others. Default: the five standard /v1 paths.",
+        "The guarded paths; `unguarded` says what happens on all others. Default: the standard /v1 paths.",
     )
     unguarded: of.UnguardedChoice | None = key(
         None,  # a proxy knows the engine's paths; an app has paths of its own, such as /login
@@ -298,6 +299,13 @@ class PoolFile(FileModel):
         "engine generates are a 404. `allow`: everything passes. Default: `deny` before an engine's server, "
         "`generating` in an app.",
         "deny",
+    )
+    usage: of.UsageChoice = key(
+        "ask",  # an event may hold any number of tokens: counted by its events, an answer can cost a tenth
+        "How the tokens of a stream are known whose client does not ask for its `usage`. `ask`: the engine is asked, "
+        "and the client does not see the answer. `as_sent`: the request is not changed, and the tokens are estimated "
+        "from the text. With `engine: none` nothing is asked.",
+        "as_sent",
     )
     public: of.PathList | None = key(
         None,  # load balancers ask whether the engine lives; nothing else is for who has no key

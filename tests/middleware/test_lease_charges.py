@@ -36,6 +36,7 @@ class Running:
     output_tokens: int | None = None
     large_tokens: int = 0
     later_chunks: int = 0
+    later_tokens: int | None = None
 
 
 class World:

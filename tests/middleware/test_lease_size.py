@@ -42,6 +42,7 @@ class Stream:
     output_tokens: int | None = None
     large_tokens: int = 0
     later_chunks: int = 0
+    later_tokens: int | None = None
 
 
 class Stand:

@@ -82,6 +82,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("engine: none", "engine: none\npublic: [/health, /a]", "public none -> /health, /a"),
         ("engine: none", "engine: none\nmode: observe", "mode enforce -> observe"),
         ("engine: none", "engine: none\nkeep_alive: 15s", "keep_alive none -> 15s"),
+        ("engine: none", "engine: none\nusage: as_sent", "usage ask -> as_sent"),
         ("engine: none", "engine: none\nabort_latency: 4s", "abort_latency none -> 4s"),
         ("engine: none", "engine: none\nmax_preemptions: 1", "max_preemptions 2 -> 1"),
         ("engine: none", "engine: none\nmax_choices: 4", "max_choices 8 -> 4"),
@@ -90,6 +91,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("engine: none", "engine: none\nsources: [key]", "sources body, header, endpoint, key -> key"),
         ("engine: none", "engine: none\ntier_header: x-tier", "tier_header x-priority -> x-tier"),
         ("engine: none", "engine: none\nbody_timeout: 10s", "body_timeout 30s -> 10s"),
+        ("{reserve: 20%}", "{reserve: 20%, timeouts: {total: 1h}}", "tier high timeouts total 4h -> 1h"),
         ("engine: none", 'engine: none\ncors: {origins: ["*"]}', "cors none -> *"),
     ],
 )

@@ -54,7 +54,11 @@ def test_what_the_process_was_built_with_needs_a_restart(tmp_path: Path, before:
         ("{tokens: 100k, requests: 4}", "{requests: 40}"),
         ("{tokens: 100k, requests: 4}", "{tokens: 100k, requests: 4, learn: full}"),
         ("engine: vllm", "engine: vllm\naging: {promote_after: 1m, ceiling: high}"),
-        ("engine: vllm", "engine: vllm\nmode: observe\nkeep_alive: 15s\nmax_body: 1MiB\nbody_timeout: 1s"),
+        (
+            "engine: vllm",
+            "engine: vllm\nmode: observe\nkeep_alive: 15s\nmax_body: 1MiB\nbody_timeout: 1s\nusage: as_sent",
+        ),
+        ("engine: vllm", "engine: vllm\ntimeouts: {total: 1m}"),
         ("anonymous: batch", "anonymous: deny\nendpoints: {/v1/completions: {}}\nsources: [key]"),
     ],
 )

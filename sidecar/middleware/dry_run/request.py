@@ -177,7 +177,9 @@ class RequestWatcher:
         self._request_id = request_id(headers)
         self._received_us = received_us
         now_us = controller.pool.now_us
-        self._reporter = reporter_of(controller.observer, scope, headers, self._request_id, received_us, now_us)
+        names = self._snapshot.names_read[tuple(headers)]
+        self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
+        self._reporter = reporter_of(controller.observer, scope, headers, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
         self._reader: AnswerReader = self._usage
         self._shadow: ShadowRequest | None = None
@@ -185,10 +187,8 @@ class RequestWatcher:
         self._status: int | None = None
         self._disconnected = self._is_answered = self._is_over = False
         self._found: SizedRequest | AdmissionError | None = None
-        names = self._snapshot.names_read[tuple(headers)]
-        self._intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
         try:
-            self._intake.check_head(scope["headers"], client)
+            self._intake.check_head(scope["headers"], client, scope.get("query_string", b""))
         except (IssuerUnavailable, TenantsUnavailable) as missing:  # enforcing would have waited, or said so
             self._found = missing
             self._report(ShadowResult(Verdict.UNKNOWN, missing.code, None))
@@ -244,13 +244,14 @@ class RequestWatcher:
         usage, prompt_tokens, charged = self._usage, 0, None
         usage.read()
         if isinstance(self._found, SizedRequest):
+            tenant, payload = self._found.classification.tenant.name, self._found.payload
+            usage.conclude(self._controller.output_ratios, tenant, payload.model)
             prompt_tokens = self._found.prompt_tokens
             charged = usage.charged_tokens(prompt_tokens, self._status)
+            if usage.input_tokens is not None:
+                self._controller.estimator.learn(payload, tenant, usage.input_tokens)
         if self._sent is not None:
             self._end_sent(self._sent, outcome, charged)
-        if isinstance(self._found, SizedRequest) and usage.input_tokens is not None:
-            tenant = self._found.classification.tenant.name
-            self._controller.estimator.learn(self._found.payload, tenant, usage.input_tokens)
         expected = self._found.expected if isinstance(self._found, SizedRequest) else None
         if expected is not None and (self._status or 0) < 400:
             self._controller.lease_sizes.learn(expected, usage, is_complete=outcome is Outcome.COMPLETED)
@@ -358,7 +359,7 @@ class RequestWatcher:
         return Outcome.FAILED, "incomplete_response" if error is None else type(error).__name__
 
     def _report(self, result: ShadowResult) -> None:
-        found, tenant, policy = self._found, self._intake.tenant, self._snapshot.policy
+        found, intake, policy = self._found, self._intake, self._snapshot.policy
         clamped_from = found.classification.clamped_from if isinstance(found, SizedRequest) else None
         wait = result.wait or _NO_WAIT
         observed = Observed(
@@ -368,8 +369,8 @@ class RequestWatcher:
             verdict=result.verdict,
             received_us=self._received_us,
             code=result.code,
-            tier=policy.tiers[found.classification.level].name if isinstance(found, SizedRequest) else None,
-            tenant=None if tenant is None else tenant.name,
+            tier=policy.tiers[found.classification.level].name if isinstance(found, SizedRequest) else intake.tier,
+            tenant=None if intake.tenant is None else intake.tenant.name,
             queue_wait_us=wait.queue_wait_us,
             starvation_us=wait.starvation_us,
             served_ahead=wait.served_ahead,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -137,6 +138,8 @@ class ShadowRequest:
             ask = msgspec.structs.replace(ask, request=hash(self._request))
             self._request.drop_body()
             lease = await enter_pool(self._pool, ask, self._request.classification, self._usage)
+            if self._request.expected is not None:
+                lease.size_now = partial(self._request.expect, self._sizes, self._pool)
             await self._pass_through(lease)
         except AdmissionError as refusal:
             self._end(Verdict.REFUSED, refusal.code, None)

@@ -39,11 +39,12 @@ _PAYLOAD = decode(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "use
 class _Answer:
     """What `LeaseSizes` reads of a request's answer: one token an event."""
 
-    __slots__ = ("chunks", "large_tokens", "later_chunks", "output_tokens")
+    __slots__ = ("chunks", "large_tokens", "later_chunks", "later_tokens", "output_tokens")
 
     def __init__(self) -> None:
         self.chunks = self.large_tokens = self.later_chunks = 0
         self.output_tokens: int | None = None
+        self.later_tokens: int | None = None
 
 
 class _Held:
