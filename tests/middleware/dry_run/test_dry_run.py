@@ -385,7 +385,7 @@ async def test_a_shadow_keeps_no_body() -> None:
 # Beginning and end
 
 
-@pytest.mark.parametrize("began_in", (Mode.OBSERVE, Mode.ENFORCE))
+@pytest.mark.parametrize("began_in", [Mode.OBSERVE, Mode.ENFORCE])
 async def test_a_request_keeps_the_mode_it_began_with(began_in: Mode) -> None:
     app = App(is_held=True)
     sidecar = DryRun(app, policy(requests="1"))
