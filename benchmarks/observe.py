@@ -2,10 +2,10 @@
 
     python -m benchmarks.observe [--only LOAD] [--json FILE]
 
-Six loads that differ in kind, each played twice at the same time: once to a proxy that observes and once to one that
+Seven loads that differ in kind, each played twice at the same time: once to a proxy that observes and once to one that
 enforces, with the same policy, the same arrivals, and an emulated engine of their own each. The engine is slow (about 8
-requests a second), so that the noise of a machine matters little. Every load begins with some seconds of little
-traffic, as any day does: there the dry run learns what the engine takes.
+requests a second), so that the noise of a machine matters little. Every load but one begins with some seconds of little
+traffic, as any day does: there the dry run learns what the engine takes. The other is the quickstart's.
 
 Compared are the waits of the admitted (median and 99th percentile) and the number of refused requests, by tier. A wait
 agrees within 25% or 0.5 s, a number within 25% or 5 requests. The command fails where a figure does not agree and the
@@ -168,6 +168,12 @@ def mixed_lengths(luck: random.Random) -> list[Planned]:
     return plan + [one(at_s, "batch") for at_s in arrivals(luck, 4.0, 2 * QUIET_S, 65)]
 
 
+def overload(_: random.Random) -> list[Planned]:
+    """The quickstart's: a nightly run that comes at once, to a process that has seen nothing, and a chat beside it."""
+    nightly = [request(number / 1000, "batch", prompt=64, output=120) for number in range(80)]
+    return nightly + [request(2.003 + number, "high", prompt=32, output=16) for number in range(30)]
+
+
 def closed_loop(luck: random.Random) -> list[Planned]:
     """Clients that send the next request when the last was answered: what they send depends on how long they wait."""
     plan = quiet(luck)
@@ -207,6 +213,18 @@ LOADS = (
         THREE,
         capacity="{tokens: 4k, requests: 100}",
         engine={"max-num-seqs": 64, "step-ms": 30, "step-ms-per-seq": 4},
+    ),
+    Load(
+        "overload",
+        "80 at once beside a chat, and no quiet time before",
+        overload,
+        {
+            "high": "{reserve: 20%, preempt_after: 500ms}",
+            "normal": "{reserve: 10%}",
+            "batch": "{reserve: 10%, preemptible: true, queue: {max_requests: 10k, max_wait: 30m}}",
+        },
+        capacity="{requests: 6}",
+        engine={"max-num-seqs": 4, "step-ms": 20, "scheduling": "priority"},
     ),
     Load("closed loop", "clients that wait for their answers", closed_loop, THREE, is_knowable=False),
 )

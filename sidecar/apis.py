@@ -23,6 +23,7 @@ STANDARD_APIS = {
     "/chat/completions": Api.CHAT,
     "/completions": Api.COMPLETIONS,
     "/responses": Api.RESPONSES,
+    "/responses/compact": Api.RESPONSES,
     "/messages": Api.MESSAGES,
     "/embeddings": Api.EMBEDDINGS,
 }

@@ -26,7 +26,7 @@ from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.mounted_services import MountedTelemetry, has_admin_port, mounted_services
 from sidecar.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
-from sidecar.policy.model import Policy, Unguarded
+from sidecar.policy.model import Mode, Policy, Unguarded, is_forced
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.pools.local import LimitsPool
@@ -70,18 +70,18 @@ class AdmissionMiddleware:
     """Admission control around an ASGI app, in one line: `app.add_middleware(AdmissionMiddleware, policy="policies/")`.
 
     `app` is None where the policy names its engines (`engines:`), which the requests are forwarded to. `policy` is a
-    file, a folder with `policy.yaml` in it, or a loaded `Policy`; without one the environment variable
-    `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
-    class too. The rest is in the environment: admin pages on `SIDECAR_ADMIN_PORT`, log lines by `SIDECAR_LOG_*`, and
-    telemetry by `OTEL_*`, which with `policy` needs the admin port. `SIDECAR_STORE` goes before the policy's own
-    `store`; without a store, a server with several processes does not start. `dialect` is how the app's engine hears a
-    priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what changes
-    there replaces it while the server runs. `is_shown` says that the caller serves `observability.routes` and sets up
-    logs and telemetry, so that the environment does not; `is_launched` that the app is an engine's own server, started
-    by one of our launchers; `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is
-    made anew. Raises `PolicyError` with every mistake of the files, and ValueError where there are none. In an event
-    loop it does not raise: the server reports a failed start, and the middleware has neither a `controller` nor an
-    `observability`.
+    file, a folder with `policy.yaml` in it, or a loaded `Policy`; without one the environment variable `SIDECAR_POLICY`
+    says where it is, so that a server which constructs its middleware with `app` alone can use this class too. The rest
+    is in the environment: admin pages on `SIDECAR_ADMIN_PORT`, log lines by `SIDECAR_LOG_*`, and telemetry by `OTEL_*`,
+    which with `policy` needs the admin port. `SIDECAR_STORE` goes before the policy's own `store`; without a store, a
+    server with several processes does not start. `dialect` is how the app's engine hears a priority, where that is not
+    as the policy's `engine` says; `files` are where a loaded policy came from: what changes there replaces it while the
+    server runs. `is_shown` says that the caller serves `observability.routes` and sets up logs and telemetry, so that
+    the environment does not; `is_launched` that the app is an engine's own server, started by one of our launchers;
+    `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. `environment` is
+    the process's. Raises `PolicyError` with every mistake of the files, and ValueError where there are none. In an
+    event loop it does not raise: the server reports a failed start, and the middleware has neither a `controller` nor
+    an `observability`.
     """
 
     controller: AdmissionController
@@ -97,19 +97,22 @@ class AdmissionMiddleware:
         is_shown: bool = False,
         takes_over_pool: bool = False,
         is_launched: bool = False,
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
+        self._environment = environment
+        compose = partial(
+            _composed,
+            app,
+            dialect=dialect,
+            is_by_name=policy is None,
+            is_shown=is_shown,
+            is_launched=is_launched,
+            takes_over=takes_over_pool,
+            environment=environment,
+        )
         try:
             loaded, files = (policy, files) if isinstance(policy, Policy) else policy_of(policy)
-            self.controller, self.observability = _composed(
-                app,
-                loaded,
-                files,
-                dialect,
-                is_by_name=policy is None,
-                is_shown=is_shown,
-                is_launched=is_launched,
-                takes_over=takes_over_pool,
-            )
+            self.controller, self.observability = _passing_or(compose, loaded, files)
         except ValueError as mistake:
             if not _is_in_event_loop():
                 raise
@@ -140,12 +143,14 @@ class AdmissionMiddleware:
         if scope["type"] != "lifespan" and not self._is_shown:
             try:
                 policy = self.controller.policy
-                is_shared, is_engine = store_of(policy, os.environ) is not None, policy.engines is not None
-                check_processes(scope, os.environ, is_shared=is_shared, is_engine=is_engine)
+                environment = self._environment
+                is_shared = policy.is_bare or store_of(policy, environment) is not None
+                is_engine = policy.engines is not None
+                check_processes(scope, environment, is_shared=is_shared, is_engine=is_engine)
             except ValueError as mistake:
                 self._serve = FailedStart(mistake)
             else:
-                if has_admin_port(os.environ):
+                if has_admin_port(self._environment):
                     _log.warning("%s", _NO_LIFESPAN, extra={"event": "no_lifespan"})
         return self._serve(scope, receive, send)
 
@@ -175,28 +180,49 @@ def policy_of(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | 
     """
     if isinstance(given, Policy):
         return given, None
-    from sidecar.policy.compiler import load
-    from sidecar.policy.reload import PolicyFiles
+    from sidecar.policy.passing import load_or_pass
+    from sidecar.policy.reload import files_of
 
-    path = given or os.environ.get(POLICY_VARIABLE)
-    if not path:
+    path = given or os.environ.get(POLICY_VARIABLE, "")
+    if not path and not is_forced(os.environ):
         raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
-    return load(path), PolicyFiles(path)
+    return load_or_pass(path, os.environ).policy, files_of(path, os.environ)
+
+
+Compose = Callable[[Policy, "PolicyFiles | None"], tuple[AdmissionController, Observability]]
+
+
+def _passing_or(
+    compose: Compose, policy: Policy, files: PolicyFiles | None
+) -> tuple[AdmissionController, Observability]:
+    """The parts of the policy. In `mode: pass`, where they cannot be had, those of a bare one."""
+    try:
+        controller, observability = compose(policy, files)
+    except Exception as mistake:
+        if policy.mode is not Mode.PASS or policy.is_bare or files is None:
+            raise
+        from sidecar.policy.passing import bare
+
+        said = "what the policy asks for cannot be had, and is passed over: %s"
+        _log.error(said, mistake, extra={"event": "policy_rejected"})
+        controller, observability = compose(bare(files.path).policy, files)
+    controller.report_passing(was_passing=False)
+    return controller, observability
 
 
 def _composed(
     given_app: ASGIApp | None,
     policy: Policy,
     files: PolicyFiles | None,
-    dialect: Engine | None,
     *,
+    dialect: Engine | None,
     is_by_name: bool,
     is_shown: bool,
     is_launched: bool,
     takes_over: bool,
+    environment: Mapping[str, str],
 ) -> tuple[AdmissionController, Observability]:
     """A controller and its monitor. `is_by_name` says that a server constructs the middleware with its app alone."""
-    environment = os.environ
     engine_key = secret_for_header(environment, ENGINE_KEY_VARIABLE)
     if engine_key is not None and policy.anonymous is not None and not policy.forward_key:
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
@@ -217,7 +243,11 @@ def _composed(
         inner = _with_lifespan(parts, is_shared=is_shared, started=[telemetry.begin_after_app])
         services = partial(mounted_services, controller, observability, telemetry, environment)
         controller.lifespan = MountedLifespan(
-            inner, services, is_shared=is_shared, environment=environment, is_engine=policy.engines is not None
+            inner,
+            services,
+            is_shared=is_shared or policy.is_bare,
+            environment=environment,
+            is_engine=policy.engines is not None,
         )
     return controller, observability
 
@@ -526,7 +556,7 @@ def _with_lifespan(parts: Sequence[_Part], *, is_shared: bool, started: Sequence
         await asyncio.gather(*(controller.engine_watch.open() for controller in controllers))
         for controller in controllers:
             watch = controller.engine_watch
-            if watch.state is EngineState.MISMATCH and not controller.is_observing:
+            if watch.state is EngineState.MISMATCH and not controller.passes_all:
                 raise CannotServe(f"{watch.reason} ({ENGINE_CHECK_VARIABLE}=alive starts all the same)")
 
     async def end_leases() -> None:

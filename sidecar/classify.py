@@ -8,11 +8,14 @@ as `ignored`, and a value without a meaning is an error that lists the tiers.
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from math import floor
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
@@ -25,10 +28,24 @@ from sidecar.payload.decode import Payload
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.model import Endpoint, Policy, Source, StoredTenants, Tenant
 
+API_KEY_HEADERS = (b"x-api-key", b"api-key")
+"""Headers that hold a key and nothing else: Anthropic's clients send the first, Azure's the second."""
+may_hold_keys = re.compile(rb"key|token|auth").search
+"""Finds names of headers in which clients of other servers send their keys, such as `x-goog-api-key`."""
+_SHOWN_PLACE = re.compile(rb"[A-Za-z0-9_.-]{1,64}")
+_MOST_PARAMETERS = 32
+"""Of a query, that are looked at."""
 MOST_KEPT = 4096
 """Headers with a known key whose tenant is kept. A client may write the same key in many ways."""
 _LONGEST_KEPT = 256
 """Bytes of such a header. Tokens are longer, and have a store of their own."""
+
+
+_UNREAD = (
+    "a key of tenant %s is in %s, where it does not count: its requests are refused, or served as those of no tenant; "
+    "send `Authorization: Bearer KEY`, `x-api-key: KEY` or `api-key: KEY`"
+)
+_log = logging.getLogger("sidecar.keys")
 
 
 class Fallback(str, Enum):
@@ -76,7 +93,7 @@ class Classification(msgspec.Struct, gc=False):
 
     `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
     tenant's limits, where the request is over them. `ignored` lists the client's priority fields and headers that did
-    not count, as a client writes them.
+    not count, as a client writes them, and where a key is that was not read.
     """
 
     tenant: Tenant
@@ -101,6 +118,7 @@ class Classifier:
         self._named = {} if tokens is None and policy.gateway is None else policy.named
         self._of_claims: dict[tuple[str, str], Tenant] = {}
         self._of_authorization: dict[bytes | None, Tenant] = {}
+        self._logged: set[tuple[str, str]] = set()
         self._policy = policy
         self._dialect = dialect
         self._last = len(policy.tiers) - 1
@@ -145,11 +163,30 @@ class Classifier:
         tenant = self._policy.tenants.get(hashlib.sha256(key).hexdigest())
         if tenant is None:
             return self._of_token(key)
-        if digest is not None and b"x-api-key" not in headers:  # else the key may be from there
+        if digest is not None and headers.keys().isdisjoint(API_KEY_HEADERS):  # else the key may be from there
             if len(self._of_authorization) >= MOST_KEPT:
                 self._of_authorization.clear()
             self._of_authorization[digest] = tenant
         return tenant
+
+    def unread(self, headers: Mapping[bytes, bytes], query: bytes) -> tuple[str, ...]:
+        """Places in which a request has a tenant's key that is not read there: a header, or `?` and a parameter.
+
+        The log says it once for each place and tenant. The key itself is not shown.
+        """
+        found = _unread_keys(headers, query, self._policy.tenants)
+        for place, tenant in found.items():
+            if (place, tenant.name) not in self._logged and len(self._logged) < MOST_KEPT:
+                self._logged.add((place, tenant.name))
+                _log.warning(_UNREAD, tenant.name, place, extra={"event": "key_not_read"})
+        return tuple(found)
+
+    def explained(self, refusal: InvalidApiKey, headers: Mapping[bytes, bytes], query: bytes) -> InvalidApiKey:
+        """The refusal, which says where a known key is that was not read."""
+        places = self.unread(headers, query)
+        if type(refusal) is not InvalidApiKey or not places:
+            return refusal
+        return InvalidApiKey(f"{refusal.message} (a known key in {', '.join(places)} does not count)")
 
     def _without_key(self, headers: Mapping[bytes, bytes]) -> str:
         said, gateway = "no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`", self._gateway
@@ -314,12 +351,29 @@ class Classifier:
 
 
 def api_key(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The key of `Authorization: Bearer` or, without one, of `x-api-key`; None where there is neither.
+    """The key of `Authorization: Bearer` or, without one, of `x-api-key` or `api-key`; None where there is none.
 
     An empty `Bearer` is none: OpenAI's clients send it where they have no key.
     """
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return (scheme.lower() == b"bearer" and key.strip()) or headers.get(b"x-api-key")
+    if scheme.lower() == b"bearer" and (key := key.strip()):
+        return key
+    return headers[b"x-api-key"] if b"x-api-key" in headers else headers.get(b"api-key")
+
+
+def _unread_keys(headers: Mapping[bytes, bytes], query: bytes, tenants: Mapping[str, Tenant]) -> Mapping[str, Tenant]:
+    """The tenants whose keys are anywhere in a query, or in a header that may hold one, by the place."""
+    sent = [("", name, value) for name, value in headers.items() if may_hold_keys(name)]
+    for part in query.split(b"&", _MOST_PARAMETERS)[:_MOST_PARAMETERS]:
+        name, _, value = part.partition(b"=")
+        sent.append(("?", name, unquote_to_bytes(value)))
+    found = {}
+    for kind, name, value in sent:
+        for key in (value, value.partition(b" ")[2]):  # the second after a scheme
+            tenant = tenants.get(hashlib.sha256(key.strip()).hexdigest())
+            if tenant is not None and _SHOWN_PLACE.fullmatch(name):
+                found[kind + name.decode("ascii")] = tenant
+    return found
 
 
 def _shown(raw: bytes) -> str:

@@ -230,8 +230,9 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     """The middleware ended the request: it answered with an error, or had no one to answer (`status` is None).
 
     The latter is `client_left` (the client disconnected) or `canceled` (the server stopped). The waiting figures
-    are zero where it never waited. `tenant` is None where the key was not known yet. `gain` is there where its tier has
-    an objective.
+    are zero where it never waited. `tenant` and `tier` are None where the key was not known yet. The tier is the one
+    that its path and its key give it, where it ended before its body said more. `gain` is there where its tier has an
+    objective.
     """
 
     at_us: int
@@ -244,6 +245,7 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     served_ahead: Mapping[str, int] = {}
     tenant: str | None = None
     gain: ServiceGain | None = None
+    tier: str | None = None
 
 
 class FirstByte(msgspec.Struct, frozen=True, gc=False):
@@ -297,7 +299,7 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     unknown where it is; None where it would have been admitted. `tier` and `tenant` are None where the request would
     have been refused before they were known. The waiting figures are those of `Admitted`. `received_us` is when the
     request came, on the same clock as `at_us`. `path` is the endpoint's in the policy, `client` the address from which
-    the connection came.
+    the connection came. `clamped_from` is the tier that it asked for, where that is better than it may have.
     """
 
     at_us: int
@@ -313,6 +315,7 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     received_us: int = 0
     path: str | None = None
     client: str | None = None
+    clamped_from: str | None = None
 
 
 class ShadowHolds(msgspec.Struct):

@@ -28,7 +28,7 @@ from sidecar.pools.stored_records import StoredRecords
 from sidecar.telemetry.dispatch import EventDispatcher, Fanout
 from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.logs.request_log import RequestLog, UnguardedLog
+from sidecar.telemetry.logs.request_log import RequestLog, UnguardedLog, access_log
 from sidecar.telemetry.metrics import PoolMetrics, PoolSample, RequestMetrics, TierSample
 from sidecar.telemetry.metrics.engine_speeds import EngineSpeedSample
 from sidecar.telemetry.metrics.engines import EngineSample
@@ -82,7 +82,7 @@ class Observability:
         self._watch: PolicyReloader | None = None
         self._hangup: ReloadSignal | None = None
         self._follow(controller, files, records)
-        self._log = RequestLog()
+        self._log = RequestLog(access=access_log(environment))
         is_looked_at = is_shown or is_shared  # the pages of other replicas show the requests of this one
         journal, recent = Journal(), Recent()
         self._pool, self._recent, self._waits = pool, recent, ModeWaits(pool)
@@ -267,7 +267,7 @@ def dispatcher_without_pages(
         delay_s=REPORTED_WITHIN_S,
         failure_log=log,
         of_recorded=[journal],
-        hears_everything=False,
+        hears_everything=log.has_all,
         note_loop=note_loop,
     )
 
@@ -405,6 +405,7 @@ class PoolSampler:
             capacity_requests=state["capacity"]["requests"],
             replicas=state.get("store", {}).get("replicas"),
             policies_rejected=self._rejected(),
+            passing=int(policy.mode is Mode.PASS),
             generations=self._generations() if "store" in state else None,
             aborting_requests=aborting_requests,
             aborting_tokens=aborting_tokens,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from starlette.types import ASGIApp
 
 from sidecar.admin.app import admin_app
 from sidecar.app import AdmissionMiddleware
-from sidecar.policy.compiler import load_files
 from sidecar.policy.model import Mode, Policy
-from sidecar.policy.reload import PolicyFiles
+from sidecar.policy.passing import load_or_pass
+from sidecar.policy.reload import files_of
 from sidecar.policy.warnings import warnings
 from sidecar.proxy.proxy import ReverseProxy
+from sidecar.telemetry.logs.request_log import ACCESS_VARIABLE
 from sidecar.telemetry.setup import configure_from_environment
 
 _OBSERVING = "mode: observe: every request passes; `sidecar observed` reports what enforcing would have done"
@@ -26,6 +28,7 @@ _log = logging.getLogger("sidecar.serve")
 class ServeSettings(msgspec.Struct, frozen=True):
     """What the command line says. `policy` is a path; `upstream` is None where the policy names its engines.
 
+    `access_log` is None where the environment says it.
     `host` may be a Unix socket's address; `port` says nothing then. The files of a certificate are None without TLS.
     """
 
@@ -37,14 +40,15 @@ class ServeSettings(msgspec.Struct, frozen=True):
     admin_port: int
     grace_s: float
     takes_over_pool: bool = False
+    access_log: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
 
 
 def load_policy(path: str) -> Policy:
     """The policy, with its warnings in the log. Raises PolicyError."""
-    loaded = load_files(path)
-    for warning in warnings(loaded.policy, loaded.place):
+    loaded = load_or_pass(path, os.environ)
+    for warning in () if loaded.policy.is_bare else warnings(loaded.policy, loaded.place):
         _log.warning("%s", warning, extra={"event": "policy_warning"})
     if loaded.policy.mode is Mode.OBSERVE:
         _log.info("%s", _OBSERVING, extra={"event": "observing"})
@@ -59,9 +63,10 @@ class Serving:
         self.middleware = AdmissionMiddleware(
             proxy_of(settings.upstream, policy),
             policy,
-            files=PolicyFiles(settings.policy),
+            files=files_of(settings.policy, os.environ),
             is_shown=True,
             takes_over_pool=settings.takes_over_pool,
+            environment=_environment(settings),
         )
         self._controller, observability = self.middleware.controller, self.middleware.observability
         self._end_telemetry = configure_from_environment(scrape=observability.scrape)
@@ -81,7 +86,7 @@ class Serving:
         """Refuses new requests from now on, and logs it."""
         controller = self._controller
         controller.drain(within_s=self._grace_s)
-        new_ones = "pass until the port closes" if controller.is_observing else "are refused"
+        new_ones = "pass until the port closes" if controller.passes_all else "are refused"
         _log.info("%d requests are under way, new ones %s", controller.under_way, new_ones, extra={"event": "draining"})
 
     def end(self) -> None:
@@ -90,6 +95,10 @@ class Serving:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self._end_telemetry()
         _log.info("stopped", extra={"event": "stopped"})
+
+
+def _environment(settings: ServeSettings) -> Mapping[str, str]:
+    return os.environ if settings.access_log is None else {**os.environ, ACCESS_VARIABLE: settings.access_log}
 
 
 def proxy_of(upstream: str | None, policy: Policy) -> ASGIApp | None:

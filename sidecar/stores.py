@@ -16,6 +16,8 @@ TAKE_OVER_VARIABLE = "SIDECAR_TAKE_OVER_POOL"
 
 def store_of(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | None:
     """Where the pool is kept, None for this process. Raises ValueError for an address that is none."""
+    if policy.is_bare:
+        return None
     written = secret(environment, STORE_VARIABLE)
     try:
         return store_address(written) if written else policy.store

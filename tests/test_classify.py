@@ -117,8 +117,15 @@ def test_a_key_that_is_written_in_many_ways_takes_little_memory() -> None:
     assert len(classifier._of_authorization) == len(spaces) ** 2 - MOST_KEPT
 
 
-def test_authorization_counts_before_x_api_key() -> None:
-    assert api_key({b"authorization": b"Bearer a", b"x-api-key": b"b"}) == b"a"
+def test_authorization_counts_before_x_api_key_and_that_before_azures_api_key() -> None:
+    assert api_key({b"api-key": b"c", b"authorization": b"Bearer a", b"x-api-key": b"b"}) == b"a"
+    assert api_key({b"api-key": b"c", b"x-api-key": b"b"}) == b"b"
+    assert api_key({b"api-key": b"c", b"x-api-key": b""}) == b""
+    assert api_key({b"api-key": b"c", b"authorization": b"Basic dTpw"}) == b"c"
+    classifier = classifier_of(policy_of())
+    for _ in range(2):
+        assert classifier.tenant({b"authorization": b"Basic dTpw", b"api-key": KEY}) is ACME
+        assert classifier.tenant({b"authorization": b"Basic dTpw"}) is ANONYMOUS
 
 
 def test_without_a_key_a_request_is_anonymous() -> None:
@@ -126,7 +133,10 @@ def test_without_a_key_a_request_is_anonymous() -> None:
     assert classifier_of(policy_of()).tenant({b"authorization": b"Basic dTpw"}) is ANONYMOUS
 
 
-@each("headers", [{b"authorization": b"Bearer wrong-key"}, {b"x-api-key": b"wrong-key"}, {b"x-api-key": b""}])
+@each(
+    "headers",
+    [{b"authorization": b"Bearer wrong-key"}, {b"x-api-key": b"wrong-key"}, {b"x-api-key": b""}, {b"api-key": b"a"}],
+)
 def test_an_unknown_key_is_refused_and_not_repeated(headers: dict[bytes, bytes]) -> None:
     with pytest.raises(InvalidApiKey) as refused:
         classifier_of(policy_of()).tenant(headers)

@@ -126,7 +126,7 @@ def test_mounted_into_fastapi() -> None:
     ("mode", "said"), [("observe", "not granted"), ("enforce", "tier normal, tenant anonymous, engine priority 10")]
 )
 def test_mounted_into_fastapi_with_the_policy_that_init_writes(tmp_path: Path, mode: str, said: str) -> None:
-    assert main(["init", str(tmp_path / "policies"), "--requests", "8"]) == 0
+    assert main(["init", str(tmp_path / "policies"), "--requests", "8", "--anonymous", "normal"]) == 0
     policy = tmp_path / "policies" / "policy.yaml"
     policy.write_text(policy.read_text().replace("mode: observe", f"mode: {mode}"))
     with running("fastapi_app", SIDECAR_POLICY=str(policy)) as url:

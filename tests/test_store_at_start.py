@@ -34,7 +34,9 @@ async def test_it_divides_the_pool_by_the_replicas_of_the_policy(tmp_path: Path)
         assert [answered.status for answered in await asyncio.gather(*asked)] == [200] * 3
 
 
-async def test_alone_it_has_the_whole_pool_and_one_that_is_closed_refuses(tmp_path: Path) -> None:
+async def test_alone_it_has_the_whole_pool_and_one_that_is_closed_refuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with reloading(App(), tmp_path / "divide") as site:
         assert (await site.ask(chat(), key("acme"))).status == 200
         assert site.pool()["capacity"] == {"tokens": 100_000, "requests": 4}
@@ -42,6 +44,8 @@ async def test_alone_it_has_the_whole_pool_and_one_that_is_closed_refuses(tmp_pa
         assert (await site.ask(chat(), key("acme"))).is_error(503, "store_unavailable")
         (reason,) = site.sidecar.controller.readiness()
         assert reason.startswith(NEVER)
+        caplog.clear()
+    assert "are lost" not in caplog.text, "it has served nothing"
 
 
 async def test_a_dry_run_is_ready_whatever_the_store_does_and_says_it_as_a_notice(tmp_path: Path) -> None:

@@ -360,8 +360,9 @@ _OWN_SCHEMAS: Mapping[str, Schema] = {
         "type": "object",
         "description": "For people and dashboards: members may come with a new version, and none goes.",
         "properties": {
+            "version": {"type": "object", "description": "What runs here, and the layout of what it keeps in a store."},
             "policy": {"type": "object", "description": "Its generation, and the engine that it names."},
-            "mode": {"enum": ["enforce", "observe"]},
+            "mode": {"enum": ["enforce", "observe", "pass"]},
             "engine": {"type": "object", "description": "The engine as the last look found it."},
             "draining": {"type": "boolean", "description": "New requests are refused: the process ends."},
             "under_way": {"type": "integer", "description": "Guarded requests in this process."},

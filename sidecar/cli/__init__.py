@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sidecar.cli.environment import from_environment, options_of, variable_of
-from sidecar.version import __version__
+from sidecar.version import version_line
 
 COMMANDS = {
     "init": "write a starter policy that fits an engine, with a key for each tenant",
@@ -133,7 +133,7 @@ def _overview() -> argparse.ArgumentParser:
         + "\n\n`sidecar COMMAND --help` shows a command's arguments and an example.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"admission-sidecar {__version__}")
+    parser.add_argument("--version", action="version", version=version_line())
     parser.add_argument("command", type=_command, metavar="COMMAND", help="one of those below")
     return parser
 

@@ -226,6 +226,7 @@ def summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
 _MODES = {
     Mode.ENFORCE: "",
     Mode.OBSERVE: "; every request passes, and `sidecar observed` reports what enforcing would do",
+    Mode.PASS: "; every request passes untouched, and nothing is checked, held, counted or limited",
 }
 
 
@@ -388,10 +389,10 @@ def _paths(policy: Policy) -> str:
 
 
 def _public(policy: Policy) -> str:
-    """Who reads which of the engine's pages, before an engine's server."""
-    public, pages = policy.public_paths, ", ".join(policy.engine.routes.pages)
+    """Who reads which pages of an engine's server."""
+    public, pages = policy.public_paths, policy.engine.routes.pages
     if public is None:
-        return f"public: all; everyone reads {pages} of an engine's server (anonymous: deny, or public, closes them)"
-    closed = f"no one reads another of {pages} of an engine's server"
-    named = ", ".join(public) or "nothing"
-    return f"public: {named}{'; all else needs a key' if policy.anonymous is None else ''}; {closed}"
+        return f"public: all, an engine's own pages too ({', '.join(pages)}); anonymous: deny, or public, closes those"
+    closed = ", ".join(page for page in pages if page not in public)
+    needs = "; all else of an engine's server needs a key" if policy.anonymous is None else ""
+    return f"public: {', '.join(public) or 'nothing'}{needs}; closed to all: {closed}"

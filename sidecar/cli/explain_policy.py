@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from sidecar.events import Headers
 from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
 from sidecar.lengths.estimator import LengthEstimator
+from sidecar.middleware.credentials import KEY_HEADERS
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, is_upload
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.middleware import otherwise_spelled
@@ -91,7 +93,7 @@ def _is_refused_everywhere(found: Found) -> bool:
 
 def _key(args: argparse.Namespace) -> tuple[str | None, str]:
     """The key and its origin; none of the environment where a header carries one. Raises ValueError."""
-    carries_one = {b"authorization", b"x-api-key"} & {name for name, _ in args.header}
+    carries_one = {*KEY_HEADERS} & {name for name, _ in args.header}
     return key_given(args.key, args.key_file, variables=() if carries_one else (KEY_VARIABLE,))
 
 
@@ -268,6 +270,8 @@ class _Explanation:
         request.classification.note_charged(lease.ask.tier)
         self._found |= self._classification(request.classification)
         self._found["longest_wait_s"] = request.longest_wait_s(self._policy)
+        timeouts = self._policy.tiers[request.classification.level].timeouts
+        self._found["timeouts"] = {**asdict(timeouts), "streams": request.payload.stream}
 
     def _gain(self, request: SizedRequest) -> Found | None:
         """Its place under `order: gain`, before anything was measured; None under another order."""
@@ -405,7 +409,16 @@ def _how_much(found: Found) -> list[str]:
         lines.append("   and no more than one engine holds")
     if found.get("longest_wait_s") is not None:
         lines.append(f"   it waits {policy_duration(found['longest_wait_s'])} at most; then 503 queue_timeout")
+    if "timeouts" in found:
+        lines.append(f"   {_timeouts(**found['timeouts'])}; then 504 engine_timeout")
     return lines
+
+
+def _timeouts(first_byte_s: float, between_bytes_s: float, total_s: float, *, streams: bool) -> str:
+    begins = f"begins within {policy_duration(first_byte_s)}, " if streams else ""
+    return (
+        f"its answer {begins}pauses for {policy_duration(between_bytes_s)} and takes {policy_duration(total_s)} at most"
+    )
 
 
 def _learned(holds: Found) -> list[str]:

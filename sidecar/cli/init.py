@@ -350,7 +350,9 @@ def _refuse_existing(folder: Path, names: Sequence[str] | Mapping[str, str]) -> 
 def _check(folder: Path) -> None:
     """Refuses a starter policy that does not fit, such as five tiers for a pool of three requests."""
     try:
-        found = [one for one in warnings(load(folder)) if not one.path.startswith("engines.")]  # those are as they are
+        policy = load(folder)
+        # Engines are as they are, and an engine of one request takes none with two sequences, whatever the tiers are.
+        found = [one for one in warnings(policy) if not one.path.startswith("engines.") and policy.rules.requests > 1]
     except PolicyError as refused:
         found = list(refused.problems)
     if found:

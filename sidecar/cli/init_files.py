@@ -65,8 +65,9 @@ _SLO = """\
 
 DENY = "deny"
 _ANONYMOUS = (
-    "The tier of requests without an API key; `deny` refuses them.",
-    "Requests without an API key get 401; a tier here lets them in.",
+    "The tier of requests without an API key; `deny` refuses them. An unknown key is always refused.",
+    "Requests without an API key get 401, as those with an unknown one; a tier here lets them in. Before an engine, "
+    "other paths need a key, too, but for its liveness page: `public: [/health, /metrics]` opens more.",
 )
 
 
@@ -121,14 +122,16 @@ aging: {{promote_after: 5m, ceiling: {tiers.ceiling}}}
 {lines}
 
 default_tier: normal
-anonymous: {anonymous}    # {_ANONYMOUS[anonymous == DENY]} An unknown key is always refused.
+
+{_comment(_ANONYMOUS[anonymous == DENY])}
+anonymous: {anonymous}
 {_sources(engine, tiers)}
 # The paths on which requests are admitted. Before an engine, other paths pass only if they read, or are known to be
 # harmless. Mounted in an app of your own, they pass unless they may run the model.
 endpoints:
 {endpoints}
 # The largest request body. Pictures come in it as base64, a third larger than their files: clients that send several
-# photos need 32MiB. And the most sequences that one request may start: its choices times its prompts.
+# photos need 32MiB. And the most choices (`n`, `best_of`) that one request may ask for.
 max_body: {DEFAULT_MAX_BODY}
 max_choices: {MAX_CHOICES}
 

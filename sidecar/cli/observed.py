@@ -129,6 +129,11 @@ def _rows(heading: str, rows: Sequence[ObservedRow]) -> list[str]:
 def _details(report: ObservedReport) -> list[str]:
     named = [*(("tier", row) for row in report.tiers), *(("tenant", row) for row in report.tenants)]
     lines = [f"refused of {kind} {_name(row)}: {_counted(row.refused)}" for kind, row in named if row.refused]
+    lines += [
+        f"clamped to what {kind} {_name(row)} may have: {number:,} that asked for {tier}"
+        for kind, row in named
+        for tier, number in row.clamped.items()
+    ]
     for row in report.tiers:
         if row.served_ahead:
             tokens = ", ".join(f"{count(tokens)} of {tier}" for tier, tokens in row.served_ahead.items())

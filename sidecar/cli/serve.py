@@ -26,6 +26,7 @@ from sidecar.cli.arguments import (
     worker_count,
 )
 from sidecar.policy import POLICY_VARIABLE
+from sidecar.telemetry.logs.request_log import AccessLog
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, LogSettings, log_settings, own_logging
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--log-level", choices=LEVELS, help="default info; also by SIDECAR_LOG_LEVEL")
     usual = "text where standard error is a terminal, else json"
+    add(
+        "--access-log",
+        choices=[*map(str.__str__, AccessLog)],
+        help="requests with a line in the log: off, failures (default) or all; also by SIDECAR_ACCESS_LOG",
+    )
     add("--log-format", choices=FORMATTERS, help=f"default {usual}; also by SIDECAR_LOG_FORMAT")
     add(
         "--take-over-pool",
@@ -100,10 +106,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal. Returns 1 where it could not begin, 2 without a policy, with one line that says why."""
     try:
-        args.policy = policy_path(args.policy, "--policy PATH")
+        args.policy = _policy_path(args.policy)
     except NoPolicy as missing:
         print(f"sidecar serve: {missing}", file=sys.stderr)
         return 2
+    except ValueError as mistake:
+        print(f"sidecar: {mistake}", file=sys.stderr)
+        return 1
     try:
         log = log_settings(os.environ, args.log_level, args.log_format)
     except ValueError as mistake:
@@ -120,6 +129,18 @@ def run(args: argparse.Namespace) -> int:
     if failure is not None:  # after the last line of the log, which has a thread of its own
         print(f"sidecar: {failure}", file=sys.stderr)
     return 0 if failure is None else 1
+
+
+def _policy_path(given: str | None) -> str:
+    """The policy's path, empty where none is needed. Raises NoPolicy, and ValueError for a mode that is none."""
+    from sidecar.policy.model import is_forced
+
+    try:
+        return policy_path(given, "--policy PATH")
+    except NoPolicy:
+        if not is_forced(os.environ):
+            raise
+        return ""
 
 
 def _raise_open_files() -> None:
@@ -142,6 +163,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
         admin_port=args.admin_port,
         grace_s=args.grace,
         takes_over_pool=args.take_over_pool,
+        access_log=args.access_log,
         tls_cert=args.tls_cert,
         tls_key=args.tls_key,
     )
@@ -150,6 +172,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
 def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_checked: bool) -> Exception | None:
     """Serves in this process. Returns why it could not begin."""
     from sidecar.admin.auth import AdminGuard
+    from sidecar.policy.model import Mode
     from sidecar.server import CannotServe, server
     from sidecar.server.certificate import certificate_of
     from sidecar.serving import Serving, load_policy, upstreams
@@ -157,7 +180,7 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_check
 
     try:
         policy = load_policy(settings.policy)
-        if is_checked:
+        if is_checked and policy.mode is not Mode.PASS:
             _check(policy, settings)
         access = _access(settings)
         certificate = certificate_of(settings.tls_cert, settings.tls_key)
@@ -189,6 +212,7 @@ def _serve_by_workers(
     settings: ServeSettings, workers: int, log: LogSettings, announce: Callable[[str], None], *, is_checked: bool
 ) -> Exception | None:
     """Serves by processes of its own. Returns why it could not begin, or go on."""
+    from sidecar.policy.model import Mode
     from sidecar.server import CannotServe, server
     from sidecar.serving import load_policy
     from sidecar.workers.supervisor import Plan, check_system, supervise
@@ -196,7 +220,7 @@ def _serve_by_workers(
     try:
         check_system(workers)
         policy = load_policy(settings.policy)
-        if is_checked:
+        if is_checked and policy.mode is not Mode.PASS:
             _check(policy, settings)
         plan = Plan(settings, workers, log, policy, _access(settings))
         server.run(supervise(plan, announce))

@@ -24,7 +24,8 @@ class ObservedRow(msgspec.Struct, frozen=True):
 
     Of those that would have been admitted, `waited` would have waited for 10 ms or more. `refused` and `unknown` are by
     code. `abandoned` are those whose client left before they would have been admitted. Of all, `starved` would have
-    been overtaken for 10 ms or more, and `served_ahead` has the tokens that would have gone first, by tier. `waiting`
+    been overtaken for 10 ms or more, `served_ahead` has the tokens that would have gone first, by tier, and `clamped`
+    how many asked for a better tier than they may have, by the tier that they asked for. `waiting`
     would still be waiting. A wait that may grow because of them is the least that it can be (`*_is_least`).
     `is_trusted` is false where a doubt of the report concerns the row.
     """
@@ -42,6 +43,7 @@ class ObservedRow(msgspec.Struct, frozen=True):
     abandoned: int
     unknown: dict[str, int]
     served_ahead: dict[str, int]
+    clamped: dict[str, int] = {}
     waiting: int = 0
     wait_p50_is_least: bool = False
     wait_p99_is_least: bool = False
@@ -150,6 +152,7 @@ def _row(name: str, tally: DryRunCounts, *, is_trusted: bool) -> ObservedRow:
         abandoned=tally.abandoned,
         unknown=_most_first(tally.unknown),
         served_ahead=_most_first(tally.served_ahead),
+        clamped=_most_first(tally.clamped),
         waiting=tally.waiting,
         wait_p50_is_least=p50.is_least,
         wait_p99_is_least=p99.is_least,
@@ -170,6 +173,8 @@ def conclusion(mode: Mode, total: DryRunCounts, by_tier: Mapping[str, DryRunCoun
     if not total.requests and not total.waiting:
         if mode is Mode.OBSERVE:
             return "No request has been observed yet by this policy."
+        if mode is Mode.PASS:
+            return "Nothing is observed: every request passes (mode: pass)."
         return "Nothing is observed: this policy is enforced. Write `mode: observe` into it to see what it would do."
     return " ".join([_refused(total, by_tier), _waited(total, by_tier), *_not_known(total)])
 

@@ -136,15 +136,17 @@ def engine_headline(replicas: Sequence[ReplicaView], waiting: int, mode: Mode) -
         sentence = f"N{engine.reason[1:]}, for {for_s}."
     else:
         sentence = f"The engine does not answer: {engine.reason}, for {for_s}."
-    if mode is Mode.OBSERVE:
-        return f"{sentence} No request is held (mode: observe)."
+    if mode is not Mode.ENFORCE:
+        return f"{sentence} No request is held (mode: {mode.value})."
     waits = "No request waits" if not waiting else "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"
     return f"{sentence} {waits}."
 
 
 def said_of(mode: Mode, sentence: str) -> str:
-    """The sentence for that mode: in `observe`, it is about the requests that would be held."""
-    if mode is not Mode.OBSERVE:
+    """The sentence for that mode: in `observe`, it is about the requests that would be held; `pass` decides nothing."""
+    if mode is Mode.PASS:
+        return "Every request passes untouched (mode: pass). Nothing is checked, held, counted or limited."
+    if mode is Mode.ENFORCE:
         return sentence
     rest = f"no {sentence[3:]}" if sentence.startswith("No ") else sentence
     return f"No request is held (mode: observe). If they were: {rest}"

@@ -216,11 +216,11 @@ def has_any(bucket: Bucket) -> bool:
 
 
 def _refusal(record: RequestRecord, replica: str) -> RefusalView:
-    refused, classified = record.refused or _failure(record), record.classified
+    refused = record.refused or _failure(record)
     return RefusalView(
         at_s=record.wall_s(refused.at_us),
-        tier=None if classified is None else classified.tier,
-        tenant=None if classified is None else classified.tenant,
+        tier=record.tier,
+        tenant=record.tenant,
         code=refused.code,
         status=refused.status,
         message=refused.message[:MOST_MESSAGE],

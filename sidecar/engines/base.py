@@ -125,9 +125,11 @@ class Routes:
         object.__setattr__(self, "_endings", tuple(path for path in sorted(found) if path.startswith(_UNMISTAKABLE)))
 
     def harmless_route(self, path: str) -> str | None:
-        """The entry of `harmless` that a path is, exactly as written; None where it is none of them."""
+        """The entry of `harmless` that a path is, exactly as written; None where it is none of them, or generates."""
         if path in self.harmless:
             return path if _PLACEHOLDER not in path else None
+        if path in self.generating:  # `/v1/responses/compact` is no response's id
+            return None
         return next((route for route, pattern in self._patterns if pattern.fullmatch(path)), None)
 
     def generating_route(self, path: str) -> str | None:

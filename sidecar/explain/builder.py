@@ -283,4 +283,6 @@ def _turned_away(record: RequestRecord) -> RefusalDetails | None:
     refused = record.refused
     if refused is None:
         return None
-    return RefusalDetails(record.wall_s(refused.at_us), refused.status, refused.code, refused.message, record.tenant)
+    return RefusalDetails(
+        record.wall_s(refused.at_us), refused.status, refused.code, refused.message, record.tenant, record.tier
+    )

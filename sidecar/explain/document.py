@@ -175,13 +175,16 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class RefusalDetails(msgspec.Struct, frozen=True):
-    """It was refused. `status` is None where the client had disconnected, `tenant` where its key was not known."""
+    """It was refused. `status` is None where the client had disconnected; `tenant` and `tier`, where its key was not
+    known.
+    """
 
     refused_at_s: float
     status: int | None
     code: str
     message: str
     tenant: str | None = None
+    tier: str | None = None
 
 
 class DryRunDetails(msgspec.Struct, frozen=True):

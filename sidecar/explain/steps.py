@@ -86,10 +86,10 @@ def _asker_before_tier(story: Explanation) -> str:
         return "not known: enforcing would have refused it before its tier was known"
     if story.refused is None:
         return "not known yet"
-    tenant = story.refused.tenant
+    tenant, tier = story.refused.tenant, story.refused.tier
     if tenant is None:
         return "not known: it ended before its key was known"
-    return f"tenant {tenant}; it ended before it had a tier"
+    return f"tenant {tenant}, tier {tier}; it ended before it entered the pool"
 
 
 _SOURCES = {

@@ -41,7 +41,10 @@ class FleetApp:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         engine_id = scope.get(ENGINE_ID_KEY)
-        member = self.fleet.usable() if engine_id is None else self.fleet.member(engine_id)
+        if engine_id is None:
+            member = self.fleet.usable(is_client=not _is_internal(scope))
+        else:
+            member = self.fleet.member(engine_id)
         if member is not None:
             await member.serve(scope, receive, send, is_admitted=engine_id is not None)
         elif engine_id is None:
@@ -65,7 +68,7 @@ class FleetsApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one ASGI scope."""
         if scope["type"] != "lifespan":
-            usable = (app for app in self.apps if app.fleet.usable() is not None)
+            usable = (app for app in self.apps if not app.fleet.readiness())
             await next(usable, self.apps[0])(scope, receive, send)
             return
         await serve_lifespan(receive, send, [app.fleet for app in self.apps])
@@ -86,8 +89,12 @@ async def _fail(reason: str, trouble: str, scope: Scope, send: Send) -> None:
     """Ends a request that was sent to no engine: to the sidecar itself by an error, as `ReverseProxy` does."""
     message, retry_after_s = f"the engine could not be reached: {reason}", SOON_S * random.uniform(1, 2)
     error = EngineUnreachable(message, trouble=trouble, is_connected=False, retry_after_s=retry_after_s)
-    if INTERNAL_REQUEST in scope.get("extensions", {}):
+    if _is_internal(scope):
         raise error
     call = scope.get(CALL_KEY)
     if call is None or call.failed(error, was_sent=False):
         await send_error(send, error, anthropic=speaks_anthropic(scope["path"]))
+
+
+def _is_internal(scope: Scope) -> bool:
+    return INTERNAL_REQUEST in scope.get("extensions", {})

@@ -102,11 +102,19 @@ class Fleet:
             return found
         return next((member for member in self._leaving if member.id == engine_id), None)
 
-    def usable(self) -> Member | None:
-        """The engine for a request that the pool does not place: the one with the fewest requests of this process."""
-        found = [member for member in self._members.values() if member.is_up]
+    def usable(self, *, is_client: bool) -> Member | None:
+        """The engine for a request that the pool does not place: the one with the fewest requests of this process.
+
+        Where none is known to answer, a client's request tries one all the same: what is known may be wrong.
+        """
+        members = self._members.values()
+        found = [member for member in members if member.is_up]
         rested = [member for member in found if member.takes_new]
-        return min(rested or found, key=lambda member: (member.open_requests, member.name), default=None)
+        return min(
+            rested or found or (members if is_client else ()),
+            key=lambda member: (member.open_requests, member.name),
+            default=None,
+        )
 
     def offers(self) -> list[EngineOffer]:
         """The engines whose size is known, by name. One that takes no new requests is there for what it holds."""

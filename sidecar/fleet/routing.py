@@ -9,7 +9,7 @@ What becomes of an attempt that ends before the first byte of the response's bod
 | the connection broke, and the engine has crashed, restarted or gone | it is replayed at another engine |
 | the connection broke, and the engine answers | the same, within the replay budget |
 | a second engine broke it, or there is no other | the client gets a 502 |
-| the engine is slow | nothing: it is never sent twice |
+| the engine is slow | nothing: it is never sent twice, and ends with its `timeouts` |
 
 A crash is outside the budget. It happens once in an engine's life, and its requests were admitted once already, so that
 the other engines take them by their ledgers. The budget bounds what an engine that lives on, or a request that breaks

@@ -13,8 +13,8 @@ from typing import Any
 from sidecar.admin.port import try_ports
 from sidecar.engines import Engine, NoEngine
 from sidecar.policy import POLICY_VARIABLE
-from sidecar.policy.compiler import load_files
-from sidecar.policy.model import Policy
+from sidecar.policy.model import Policy, is_forced
+from sidecar.policy.passing import load_or_pass
 from sidecar.policy.warnings import warnings
 from sidecar.server import CannotServe
 from sidecar.server.workers import PROCESSES_VARIABLE, ServerProcesses, refuse_separate_pools, refuse_shared_engine
@@ -35,10 +35,13 @@ def begin(policy_path: str | None, engine: type[Engine]) -> Policy:
 
     Raises CannotLaunch, or PolicyError with every mistake of the files.
     """
-    path = policy_path or os.environ.get(POLICY_VARIABLE)
-    if not path:
+    path = policy_path or os.environ.get(POLICY_VARIABLE, "")
+    if not path and not is_forced(os.environ):
         raise CannotLaunch(f"no policy: give --policy PATH or set {POLICY_VARIABLE} to a policy file or its folder")
-    loaded = load_files(path)
+    loaded = load_or_pass(path, os.environ)
+    if loaded.policy.is_bare:
+        os.environ[POLICY_VARIABLE] = os.path.abspath(path) if path else ""
+        return loaded.policy
     if loaded.policy.engine not in {engine, NoEngine}:
         raise CannotLaunch(f"the policy is for {loaded.policy.engine.name}; write `engine: {engine.name}` in {path}")
     for warning in warnings(loaded.policy, loaded.place):
@@ -55,7 +58,7 @@ def announce_processes(count: int, policy: Policy) -> None:
     try:
         if policy.engines is not None:
             refuse_shared_engine(ServerProcesses(count))
-        elif store_of(policy, os.environ) is None:
+        elif not policy.is_bare and store_of(policy, os.environ) is None:
             refuse_separate_pools(ServerProcesses(count))
         if TRIED_VARIABLE not in os.environ:
             try_ports(os.environ, count)

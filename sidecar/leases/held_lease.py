@@ -169,7 +169,7 @@ class HeldLease:
             self._observation = observer.received(Received(now_us, wall_ns, METHOD, PATH, (), request_id))
         self._controller.watchdog.add(self)
         try:
-            self._admitted(self._passed() if self._controller.is_observing else await self._enter())
+            self._admitted(self._passed() if self._controller.passes_all else await self._enter())
         except AdmissionError as error:
             self._refused(error, None)
             raise
@@ -249,11 +249,16 @@ class HeldLease:
         return await self._wait(lease, lease.wait(), self._most_wait_s())
 
     async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant:
+        if self._controller.is_passing:
+            lease.give_up()
         await asyncio.wait((granted,), timeout=most_s)
         if not granted.done():
             self._refuse_after(await lease.leave(), self._timeout(most_s))
         if isinstance(granted.exception(), WaitGivenUp):
             left = lease.grant if lease.settle(0) else await lease.leave()
+            if self._controller.is_passing and left is not None:
+                self._lease = None
+                return left
             self._refuse_after(left, self._draining("ended while the lease waited"))
         usage = self._controller.usage
         over = None if usage is None or self._returns else usage.used_up(self._tenant)
@@ -280,7 +285,7 @@ class HeldLease:
         return Draining(f"this process is shutting down and {what}", retry_after_s=1)
 
     def _passed(self) -> Grant:
-        """In `mode: observe` a lease passes, and holds nothing."""
+        """Where every request passes, a lease holds nothing."""
         self._classified(self._now_us(), self._ask.tier)
         return Grant(self._now_us(), 0, 0, None, {}, self._ask.tier)
 
@@ -392,7 +397,8 @@ class HeldLease:
         waited: tuple[int, int, int | None, Mapping[str, int]] = (0, 0, None, {})
         if wait is not None:
             waited = (wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead)
-        refused = Refused(at_us, code, message, status, *waited, self._ask.tenant)
+        tier = self._policy.tiers[self._ask.tier].name
+        refused = Refused(at_us, code, message, status, *waited, self._ask.tenant, None, tier)
         if not self._was_admitted:
             self._end(refused)
         else:

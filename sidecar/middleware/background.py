@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Scope, Send
 from sidecar.context import SCOPE_KEY
 from sidecar.engines.pages import Page, Unread
 from sidecar.events import Outcome
+from sidecar.middleware.credentials import KEY_HEADERS
 from sidecar.middleware.engine_pages import INTERNAL_REQUEST, fetch_page
 from sidecar.payload.decode import Payload
 from sidecar.policy.model import Endpoint
@@ -40,7 +41,7 @@ _ENDS = {
     "cancelled": (Outcome.CLIENT_LEFT, None),
     "failed": (Outcome.FAILED, "response_failed"),
 }
-_KEPT_HEADERS = frozenset((b"host", b"authorization", b"x-api-key"))
+_KEPT_HEADERS = frozenset((b"host", *KEY_HEADERS))
 
 _log = logging.getLogger("sidecar.background")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,9 +31,10 @@ from sidecar.middleware.request_gain import GainMeter
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.middleware.wait import Appraise
 from sidecar.middleware.watchdog import Watchdog
-from sidecar.policy.model import Policy, Unguarded
+from sidecar.policy.model import Mode, Policy, Unguarded
 from sidecar.pools import Pool
 from sidecar.tokens import Estimator
+from sidecar.version import version_document
 
 LONGEST_INTERVAL_S = 1.0
 """The longest interval of the watchdog: a body's timeout or a disconnect may be noticed so much later."""
@@ -44,6 +46,9 @@ DRY_RUN_DRAIN_S = 5.0
 _UVICORN_CUTS = "Task cancelled, timeout graceful shutdown exceeded"
 """Uvicorn's message when it cancels the requests that outlast its grace (`server.py`, 0.22 to 0.54)."""
 OBSERVES = "mode: observe: requests pass at once, the pool shows what enforcing would do"
+PASSES = "mode: pass: every request passes untouched; nothing is checked, held, counted or limited"
+
+_log = logging.getLogger("sidecar.policy")
 
 
 class Monitor(Protocol):
@@ -140,16 +145,30 @@ class AdmissionController:
 
     @property
     def is_observing(self) -> bool:
-        """Whether new requests pass, whatever the policy would do with them (`mode: observe`)."""
+        """Whether new requests pass, and the pool shows what enforcing would do with them (`mode: observe`)."""
         return self.snapshot.is_observing
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether new requests pass, and those that wait leave the queue and pass, too (`mode: pass`)."""
+        return self.snapshot.is_passing
+
+    @property
+    def passes_all(self) -> bool:
+        """Whether new requests pass, whatever the policy would do with them."""
+        return self.snapshot.policy.mode is not Mode.ENFORCE
 
     def change_policy(self, policy: Policy) -> None:
         """Uses another policy from the next request on. Requests under way keep the policy that they came under.
 
-        `policy.replacing` says which policy can replace which. Raises, and changes nothing, where this one cannot.
+        `policy.replacing` says which policy can replace which. Raises, and changes nothing, where this one cannot; but
+        `mode: pass` is in force in any case.
         """
-        was_observing = self.is_observing, self.policy.generation
+        was_observing, was_passing = (self.is_observing, self.policy.generation), self.is_passing
         snapshot = self._snapshot_of(policy)
+        if snapshot.is_passing:  # first, so that nothing that fails here keeps requests from passing
+            self.snapshot = snapshot
+            self.watchdog.give_up()
         if self.routing is not None:
             self.routing.change_policy(policy)
         self.pool.change_policy(policy)
@@ -162,8 +181,15 @@ class AdmissionController:
             self.engine_times.begin_period(self.pool.now_us())
         if self.monitor is not None:
             self.monitor.change_policy(policy)
+            self.report_passing(was_passing=was_passing)
         for follow in self.on_change:
             follow()
+
+    def report_passing(self, *, was_passing: bool) -> None:
+        """Logs that every request passes from now on, or no longer does."""
+        if self.is_passing != was_passing:
+            said = PASSES if self.is_passing else f"mode: {self.policy.mode.value}: requests no longer pass untouched"
+            _log.warning("%s", said, extra={"event": "passing" if self.is_passing else "passing_ended"})
 
     def share_identities(self, identities: Identities) -> None:
         """Believes the tokens that another controller believes: both use the same keys of the issuer."""
@@ -210,11 +236,11 @@ class AdmissionController:
         return server is not None and (server.done() or (sys.version_info >= (3, 11) and server.cancelling() > 0))
 
     async def drained(self) -> None:
-        """Returns when no request is under way; in the dry run after `DRY_RUN_DRAIN_S` at the latest.
+        """Returns when no request is under way; where every request passes after `DRY_RUN_DRAIN_S` at the latest.
 
-        In the dry run the server then closes its port and serves running requests to their end.
+        The server then closes its port and serves running requests to their end.
         """
-        if not self.is_observing:
+        if not self.passes_all:
             await self.watchdog.emptied()
             await self.background.emptied()
             return
@@ -231,7 +257,11 @@ class AdmissionController:
 
         Where every request passes, the states of the engine and of the store are notices.
         """
-        return [*(["draining"] if self.is_draining else []), *(() if self.is_observing else self.not_ready())]
+        return [*(["draining"] if self.is_draining else []), *(() if self.passes_all else self.not_ready())]
+
+    def mode_notice(self) -> str:
+        """Where every request passes: how."""
+        return PASSES if self.is_passing else OBSERVES
 
     def not_ready(self) -> Sequence[str]:
         """Why no request can be served now by the policy; empty where they can."""
@@ -241,7 +271,7 @@ class AdmissionController:
         """Problems that do not keep this process from serving."""
         of_monitor = () if self.monitor is None else self.monitor.notices()
         return [
-            *([OBSERVES, *self.not_ready()] if self.is_observing else []),
+            *([self.mode_notice(), *self.not_ready()] if self.passes_all else []),
             *self.engine_watch.notices(),
             *self.pool.notices(),
             *self.identities.notices(),
@@ -251,7 +281,9 @@ class AdmissionController:
     def state(self) -> Mapping[str, object]:
         """The controller's state, for people and dashboards: JSON types only."""
         generations = {} if self.monitor is None else self.monitor.generations()
+        rules = self.policy.rules
         return {
+            "version": version_document(has_engines=self.policy.engines is not None, is_by_gain=rules.is_by_gain),
             "policy": {"generation": self.policy.generation, "engine": self.policy.engine.name},
             "mode": self.policy.mode.value,
             "engine": self.engine_watch.document(),

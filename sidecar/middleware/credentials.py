@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sidecar.classify import API_KEY_HEADERS
 from sidecar.events import Headers
 
-AUTHORIZATION, _API_KEY = b"authorization", b"x-api-key"
-KEY_HEADERS = (AUTHORIZATION, _API_KEY)
+AUTHORIZATION = b"authorization"
+KEY_HEADERS = (AUTHORIZATION, *API_KEY_HEADERS)
 BEARER = b"Bearer "
 
 
@@ -38,7 +39,7 @@ class Credentials:
     def taken(self, headers: Mapping[bytes, bytes]) -> Sequence[bytes]:
         """The names of the client's headers that hold, or may hold, a tenant's key: they must not be forwarded.
 
-        Both names, where both are there: clients of two providers send the same key in each. `Authorization` with
+        All of them, where several are there: clients of two providers send the same key in each. `Authorization` with
         another scheme, such as Basic, holds no tenant's key and stays.
         """
         names = [name for name in self.of_gateway if name in headers]
@@ -46,6 +47,5 @@ class Credentials:
             return names
         if headers.get(AUTHORIZATION, b"").lstrip()[:6].lower() == b"bearer":
             names.append(AUTHORIZATION)
-        if _API_KEY in headers:
-            names.append(_API_KEY)
+        names += [name for name in API_KEY_HEADERS if name in headers]
         return names

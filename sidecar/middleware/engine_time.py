@@ -1,14 +1,15 @@
 """Time that the engine takes for one attempt at a request, and the end of a request that it takes too long for.
 
-The watchdog measures it: a request pays nothing for it, and neither does a chunk. So a time may be noticed two of the
+The watchdog measures it: a request pays nothing for it, and neither does a chunk. So a time may be noticed three of the
 watchdog's intervals late, and never early. What counts are the bytes of the engine's body: neither the head, which
 streaming servers send before the engine has begun, nor the sidecar's own comments.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Awaitable
+from contextlib import suppress
 
 from starlette.types import Message
 
@@ -22,40 +23,66 @@ from sidecar.middleware.wait import ClientChannel
 from sidecar.policy.model import Timeouts
 from sidecar.sending import ClientWatch, ResponseCut
 
+READ_WITHIN_S = 5.0
+"""So long a client that does not read is waited for, to get the error at the end of its answer."""
+
 
 class EngineTime:
-    """The time of one attempt that was admitted at `since_us`, whose answer `usage` reads. `streams`: it is asked to.
+    """The time of one attempt that was admitted at `since_us`. `usage` reads its answer, and `client` gets it.
 
-    An answer that does not stream comes when it is complete: only the time in all says that it is late.
+    An answer that does not stream, as `streams` says, comes when it is complete: only the time in all says that it is
+    late.
     """
 
-    __slots__ = ("_heard", "_heard_us", "_since_us", "_streams", "_timeouts", "_usage")
+    __slots__ = ("_client", "_heard", "_heard_us", "_probe", "_since_us", "_streams", "_timeouts", "_usage")
 
-    def __init__(self, timeouts: Timeouts, usage: UsageReader, since_us: int, *, streams: bool) -> None:
+    def __init__(
+        self, timeouts: Timeouts, usage: UsageReader, client: ClientChannel, since_us: int, *, streams: bool
+    ) -> None:
         self._timeouts = timeouts
         self._usage = usage
+        self._client = client
+        self._probe: asyncio.Task[None] | None = None
         self._since_us = self._heard_us = since_us
         self._streams = streams
         self._heard = (0, 0)
 
-    def exceeded(self, now_us: int, sending: Awaitable[None], client: ClientWatch | None) -> EngineTimeout | None:
-        """The error, where the engine has taken too long.
-
-        While the client does not take what it is sent, the engine is not silent: `sending` was the last that it was
-        sent, and `client` says it where the server has agreed to.
-        """
+    def exceeded(self, now_us: int, watch: ClientWatch | None) -> EngineTimeout | None:
+        """The error, where the engine has taken too long. `watch` is None where the server has not agreed to it."""
         most, usage, heard = self._timeouts, self._usage, self._usage.passed
-        is_held_up = getattr(sending, "cr_frame", None) is not None or (client is not None and client.is_slow)
-        if is_held_up or heard != self._heard:
+        if heard != self._heard:
             self._heard, self._heard_us = heard, now_us
+            if self._probe is not None and self._probe.done():
+                self._probe = None
         if now_us - self._since_us > most.total_s * 1e6:
             return _error("did not complete its answer", most.total_s)
         if usage.has_begun:
-            if now_us - self._heard_us > most.between_bytes_s * 1e6:
+            if now_us - self._heard_us > most.between_bytes_s * 1e6 and self._is_client_ready(now_us, watch):
                 return _error("sent nothing more", most.between_bytes_s)
         elif self._streams and now_us - self._since_us > most.first_byte_s * 1e6:
             return _error("did not begin its answer", most.first_byte_s)
         return None
+
+    def _is_client_ready(self, now_us: int, watch: ClientWatch | None) -> bool:
+        """Whether the client takes what it is sent. While it does not, the engine is not silent.
+
+        Where the server does not say it, its `send` of nothing does: that ends when the client has read enough. So the
+        chunks themselves need not be watched.
+        """
+        if watch is not None:
+            is_slow = watch.is_slow
+        elif self._probe is None:
+            self._probe = asyncio.ensure_future(self._send_nothing())
+            return False
+        else:
+            is_slow = not self._probe.done()
+        if is_slow:
+            self._heard_us = now_us
+        return not is_slow
+
+    async def _send_nothing(self) -> None:
+        with suppress(Exception):  # the app gets it, too
+            await self._client.send({"type": "http.response.body", "body": b"", "more_body": True})
 
 
 def _error(did: str, within_s: float) -> EngineTimeout:
@@ -80,5 +107,7 @@ async def break_off(
     if client.keepalive is not None:
         await client.keepalive.break_off()
     if streams and (usage.chunks or not usage.has_begun):  # else the engine has not done as it was asked
-        await send_error(SseKeepAlive(send_and_go_on, api, ()), error, anthropic=api is Api.MESSAGES)
+        telling = send_error(SseKeepAlive(send_and_go_on, api, ()), error, anthropic=api is Api.MESSAGES)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(telling, READ_WITHIN_S)
     raise ResponseCut(error.message)

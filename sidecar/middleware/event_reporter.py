@@ -33,14 +33,15 @@ from sidecar.events import (
     ServiceGain,
     Settled,
 )
-from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.intake import RequestIntake, SizedRequest
 from sidecar.middleware.lease_size import LeaseSize
 from sidecar.middleware.request_gain import RequestGain
-from sidecar.policy.model import Endpoint, Policy, Tenant
+from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"
 CANCELED_CODE = "canceled"
+PASSED_CODE = "passed"
 # Looked up once: an enumeration's attribute costs as much as a call.
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 
@@ -52,8 +53,9 @@ class EventReporter(msgspec.Struct, eq=False):
 
     `now_us` is the pool's clock in microseconds; it is read only where an observer listens.
 
-    A request that was admitted once ends with `Settled`, even where it ends while it waits again. `tenant` is set once
-    the request's key is known. `gain` is told how the request ended, whether an observer listens or not.
+    A request that was admitted once ends with `Settled`, even where it ends while it waits again. `intake` knows the
+    tenant and the tier of a request that ends before it is classified. `gain` is told how the request ended, whether
+    an observer listens or not.
 
     Where the observer wants only failures, an event is not made before the request has failed: `_unmade` has the
     function that would make it, and what of. The fields after that are for this, too. `_hears_start` says that the
@@ -61,6 +63,7 @@ class EventReporter(msgspec.Struct, eq=False):
     """
 
     _now_us: Callable[[], int]
+    _intake: RequestIntake
     _observation: Observation | None = None
     _unmade: list[tuple[Any, ...]] | None = None
     _observer: Observer | None = None
@@ -70,7 +73,6 @@ class EventReporter(msgspec.Struct, eq=False):
     _received_us: int = 0
     _was_admitted: bool = False
     _hears_start: bool = True
-    tenant: Tenant | None = None
     gain: RequestGain | None = None
 
     def headers(self) -> Headers:
@@ -136,6 +138,10 @@ class EventReporter(msgspec.Struct, eq=False):
     def canceled(self, wait: Grant | None) -> None:
         """The server canceled the request before it was admitted: it stops, or an app around the middleware failed."""
         self._ended(CANCELED_CODE, "the server canceled the request before it was admitted", None, wait)
+
+    def let_pass(self, wait: Grant | None) -> None:
+        """The request left the queue, or was about to be refused, and went on: `mode: pass` was switched on."""
+        self._ended(PASSED_CODE, "every request passes (mode: pass)", None, wait)
 
     def first_byte(self, status: int | None) -> None:
         """The response's first byte goes out."""
@@ -203,9 +209,8 @@ class EventReporter(msgspec.Struct, eq=False):
             self._make_all()
         if self._observation is None:
             return
-        tenant = None if self.tenant is None else self.tenant.name
         at_us = self._now_us() if wait is None else wait.at_us
-        refused = _refused((at_us, code, message, status), wait, tenant, gain)
+        refused = _refused((at_us, code, message, status), wait, self._intake, gain)
         if not self._was_admitted:
             self._observation.on_event(refused)
             return
@@ -221,15 +226,16 @@ def reporter_of(  # noqa: PLR0917  # names at the call would cost as much as the
     request_id: str,
     received_us: int,
     now_us: Callable[[], int],
+    intake: RequestIntake,
 ) -> EventReporter:
     """The reporter of a request that came at `received_us`. `headers` are the scope's, by their names."""
     if observer is None:
-        return EventReporter(now_us)
+        return EventReporter(now_us, intake)
     if observer.only_failures():
-        return EventReporter(now_us, None, [], observer, scope, headers, request_id, received_us)
+        return EventReporter(now_us, intake, None, [], observer, scope, headers, request_id, received_us)
     wall_ns, method, path = time.time_ns(), scope["method"], scope["path"]
     received = Received(received_us, wall_ns, method, path, scope["headers"], request_id, headers)
-    return EventReporter(now_us, observer.received(received))
+    return EventReporter(now_us, intake, observer.received(received))
 
 
 def _classified(
@@ -279,8 +285,12 @@ def _passed(at_us: int, level: int) -> Admitted:
 
 
 def _refused(
-    end: tuple[int, str, str, int | None], wait: Grant | None, tenant: str | None, gain: ServiceGain | None
+    end: tuple[int, str, str, int | None], wait: Grant | None, intake: RequestIntake, gain: ServiceGain | None
 ) -> Refused:
-    if wait is None:
-        return Refused(*end, tenant=tenant, gain=gain)
-    return Refused(*end, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead, tenant, gain)
+    tenant = None if intake.tenant is None else intake.tenant.name
+    waited = (
+        (0, 0, None, {})
+        if wait is None
+        else (wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead)
+    )
+    return Refused(*end, *waited, tenant, gain, intake.tier)

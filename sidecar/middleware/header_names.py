@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sidecar.classify import may_hold_keys
 from sidecar.engines.registry import client_headers
 from sidecar.middleware.credentials import BEARER, Credentials
 from sidecar.middleware.slo_headers import SLO_HEADERS
@@ -24,13 +25,14 @@ class HeaderNames(msgspec.Struct, frozen=True, gc=False):
     `claims` names those from which some engine would take a priority or a tenant. They are not forwarded, and neither
     are the others of `taken`, which hold a tenant's key where `Authorization` is a bearer's. `may_state_tier`: the
     headers have to be read before the tier is known. `are_usual`: there is none about the way here, the body's form,
-    the longest wait or the objective.
+    the longest wait or the objective. `may_hold_key`: there is one that may hold a key, read here or not.
     """
 
     claims: tuple[bytes, ...]
     taken: tuple[bytes, ...]
     may_state_tier: bool
     are_usual: bool
+    may_hold_key: bool
 
 
 class NamesRead(dict[tuple[bytes, ...], HeaderNames]):
@@ -51,7 +53,8 @@ class NamesRead(dict[tuple[bytes, ...], HeaderNames]):
         claims = client_headers(names)
         keys = self._credentials.taken(dict.fromkeys(names, BEARER))
         may_state_tier = bool(claims) or self._tier_header in names or self._reads_engines
-        found = HeaderNames(claims, (*claims, *keys), may_state_tier, _UNUSUAL.isdisjoint(names))
+        may_hold_key = any(map(may_hold_keys, names))
+        found = HeaderNames(claims, (*claims, *keys), may_state_tier, _UNUSUAL.isdisjoint(names), may_hold_key)
         if len(names) <= MOST_NAMES and sum(map(len, names)) <= LARGEST_KEPT:
             if len(self) >= MOST_READ:
                 self.clear()

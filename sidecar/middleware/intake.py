@@ -21,6 +21,7 @@ from sidecar.errors import (
     BackgroundNotAllowed,
     BodyTimeout,
     BodyTooLarge,
+    InvalidApiKey,
     InvalidBody,
     InvalidHeader,
     OutputTooLong,
@@ -110,8 +111,8 @@ class SizedRequest(msgspec.Struct, gc=False):
         """The most tokens that it may use: prompt and maximum output."""
         return self.tokens if self.expected is None else self.expected.most
 
-    def expect(self, sizes: LeaseSizes, pool: Pool) -> None:
-        """Sizes it by what it is expected to use in the pool."""
+    def expect(self, sizes: LeaseSizes, pool: Pool) -> int:
+        """Sizes it by what it is expected to use in the pool, as far as that is known now. Returns its tokens."""
         payload, before = self.payload, self.expected
         bound = payload.max_output_tokens if self.output_cap is None else self.output_cap
         self.expected = expected = sizes.expect(
@@ -126,6 +127,7 @@ class SizedRequest(msgspec.Struct, gc=False):
         )
         if expected is not None:
             self.tokens = expected.tokens
+        return self.tokens
 
     def ask(self) -> Ask:
         """What it asks of the pool."""
@@ -192,7 +194,7 @@ class SizedRequest(msgspec.Struct, gc=False):
 class RequestIntake(msgspec.Struct, eq=False):
     """The intake of one request. Call `check_head` first, then `feed` every message; each raises a refusal.
 
-    `tenant` is the request's tenant, None until its key is known.
+    `tenant` is the request's tenant, None until its key is known; `classification` is there once its body is read.
     """
 
     _snapshot: PolicySnapshot
@@ -201,14 +203,17 @@ class RequestIntake(msgspec.Struct, eq=False):
     _names: HeaderNames
     _received_us: int
     tenant: Tenant | None = None
+    _unread_keys: tuple[str, ...] = ()
+    classification: Classification | None = None
     _packed: PackedBody | None = None
     _chunks: list[bytes] = []
     _size: int = 0
 
-    def check_head(self, pairs: Headers, client: tuple[str, int] | None) -> None:
+    def check_head(self, pairs: Headers, client: tuple[str, int] | None, query: bytes = b"") -> None:
         """Checks the way here, the key and the declared length, before a byte of the body is read.
 
-        `pairs` are the headers as they came, `client` is the address that they came from.
+        `pairs` are the headers as they came, `client` is the address that they came from. A key in another place than
+        those that are read is looked for, in the `query` too, only where there is no known key.
         """
         headers, snapshot, is_usual = self._headers, self._snapshot, self._names.are_usual
         if not is_usual and b"via" in headers:
@@ -217,7 +222,12 @@ class RequestIntake(msgspec.Struct, eq=False):
             is_usual = False
             refuse_two_keys(pairs, headers, snapshot)
             _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
-        self.tenant = snapshot.classifier.tenant(headers, client, pairs)
+        try:
+            self.tenant = tenant = snapshot.classifier.tenant(headers, client, pairs)
+        except InvalidApiKey as refusal:
+            raise snapshot.classifier.explained(refusal, headers, query) from None
+        if tenant is snapshot.policy.anonymous and (query or self._names.may_hold_key):
+            self._unread_keys = snapshot.classifier.unread(headers, query)
         if not is_usual and CONTENT_ENCODING in headers and not self._is_upload:
             from sidecar.payload.content_codings import packed_body
 
@@ -272,6 +282,19 @@ class RequestIntake(msgspec.Struct, eq=False):
             raise self._too_late()
 
     @property
+    def tier(self) -> str | None:
+        """The name of its tier: of one that ends before its body says more, the tier that its path and key give it.
+
+        None until its key is known.
+        """
+        found, snapshot = self.classification, self._snapshot
+        if found is None:
+            if self.tenant is None:
+                return None
+            found = snapshot.classifier.classify_silent(self._endpoint, self.tenant)
+        return snapshot.policy.tiers[found.level].name
+
+    @property
     def _is_upload(self) -> bool:
         return self._endpoint.size is not None and is_upload(self._headers)
 
@@ -302,6 +325,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, names.claims), tenant)
         else:
             classification = snapshot.classifier.classify_silent(endpoint, tenant)
+        self.classification = classification
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
             refuse_what_is_too_much(payload, policy)
@@ -314,6 +338,10 @@ class RequestIntake(msgspec.Struct, eq=False):
         taken, authorization = names.taken, headers.get(AUTHORIZATION, BEARER)
         if authorization[:7] != BEARER:  # another scheme, or written otherwise
             taken = (*names.claims, *snapshot.credentials.taken(headers))
+        if self._unread_keys:
+            classification.ignored += self._unread_keys
+            if not policy.forward_key:
+                taken = (*taken, *(place.encode() for place in self._unread_keys))
         tokens = tokens_to_hold(payload, prompt_tokens, output)
         request = SizedRequest(
             body,

@@ -14,6 +14,7 @@ from sidecar.middleware.dry_run.request import DryRunRequest
 from sidecar.middleware.event_reporter import reporter_of
 from sidecar.middleware.generic_request import GenericRequest
 from sidecar.middleware.intake import RequestIntake
+from sidecar.middleware.passing import pass_on
 from sidecar.middleware.pending_aborts import EngineCall
 from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.response_headers import request_id
@@ -34,6 +35,8 @@ def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive,
     """
     endpoint = guarded_endpoint(controller, scope)
     if endpoint is None:
+        if controller.snapshot.is_passing and scope["type"] != "lifespan":
+            return pass_on(controller, scope, receive, send)
         if is_self_view(scope):
             return send_self_view(controller, scope, send)
         return pass_or_refuse(controller, scope, receive, send)
@@ -72,6 +75,7 @@ def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to
     pairs, received_us = [*scope["headers"]], now_us()  # a copy: uvicorn appends trailers to its own list
     headers = dict(pairs)
     own_id = request_id(headers)
+    intake = RequestIntake(snapshot, endpoint, headers, snapshot.names_read[tuple(headers)], received_us)
     return kind(
         controller,
         snapshot,
@@ -84,8 +88,8 @@ def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to
         headers,
         own_id,
         ClientChannel(receive, send, now_us),
-        reporter_of(observer, scope, headers, own_id, received_us, now_us),
-        RequestIntake(snapshot, endpoint, headers, snapshot.names_read[tuple(headers)], received_us),
+        reporter_of(observer, scope, headers, own_id, received_us, now_us, intake),
+        intake,
         UsageReader(),
         EngineCall(controller.engine_watch),
         asyncio.current_task(),

@@ -64,12 +64,12 @@ def asked_model(scope: Scope) -> str | None:
 async def send_models(front: ModelsController, asked: str, scope: Scope, send: Send) -> None:
     """Answers with the models of all pools, or with the one that is `asked` for.
 
-    No key is needed for a `public` path, nor in the dry run: nothing is refused there.
+    No key is needed for a `public` path, nor where every request passes.
     """
     headers = dict(scope["headers"])
     named = request_id(headers)
     try:
-        if not front.is_observing and route_path(scope) not in (front.policy.public_paths or ()):
+        if not front.passes_all and route_path(scope) not in (front.policy.public_paths or ()):
             with_engine_key(front, scope)
         body = msgspec.json.encode(_one(front, asked) if asked else _all(front))
     except AdmissionError as refusal:

@@ -21,6 +21,7 @@ from sidecar.middleware.intake import SizedRequest, is_upload
 from sidecar.middleware.middleware import guarded_endpoint, handler_of
 from sidecar.middleware.model_list import asked_model, send_models
 from sidecar.middleware.models import ModelsController
+from sidecar.middleware.passing import pass_on
 from sidecar.middleware.self_view import is_self_view, send_self_view
 from sidecar.middleware.timed_request import TimedRequest
 from sidecar.middleware.unguarded import is_refused, pass_or_refuse, route_path
@@ -38,12 +39,16 @@ async def serve_models(front: ModelsController, scope: Scope, receive: Receive, 
         else:
             kind = ModelRequestHandler if endpoint.size is None else GenericModelRequest
             await handler_of(kind, front, endpoint, scope, receive, send).run()
-    elif is_self_view(scope):
-        await send_self_view(front, scope, send)
     elif (asked := asked_model(scope)) is not None:
         await send_models(front, asked, scope, send)
+    elif front.is_passing and scope["type"] != "lifespan":
+        controller, receive = await _by_model(front, scope, receive)
+        await pass_on(controller, scope, receive, send)
+    elif is_self_view(scope):
+        await send_self_view(front, scope, send)
     elif _is_harmless(front, scope) and not is_refused(front, scope):
-        await _pass_by_model(front, scope, receive, send)
+        controller, receive = await _by_model(front, scope, receive)
+        await pass_or_refuse(controller, scope, receive, send)
     else:
         await pass_or_refuse(front, scope, receive, send)
 
@@ -54,15 +59,17 @@ def _is_harmless(front: ModelsController, scope: Scope) -> bool:
     return is_post and front.snapshot.routes.harmless_route(route_path(scope)) is not None
 
 
-async def _pass_by_model(front: ModelsController, scope: Scope, receive: Receive, send: Send) -> None:
-    """Passes or refuses it as any unguarded one, to an engine of the model that its body names, else to any engine."""
+async def _by_model(front: ModelsController, scope: Scope, receive: Receive) -> tuple[AdmissionController, Receive]:
+    """The controller of the model that a request's body names, else the front, with any engine; and the body again."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return front, receive
     read: list[Message] = []
     body = None
     with suppress(asyncio.TimeoutError):
         most_s = front.policy.body_timeout_s
         body = await asyncio.wait_for(_body(front.policy.max_body_bytes, receive, read), most_s)
     model = None if body is None else front.names.meant(_named(body))
-    await pass_or_refuse(front if model is None else front.controllers[model], scope, _again(read, receive), send)
+    return front if model is None else front.controllers[model], _again(read, receive)
 
 
 class _Named(msgspec.Struct):

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from sidecar.engines.base import Engine
 from sidecar.events import Classified, Event, Headers, Observation, Observer, Received
-from sidecar.middleware.controller import OBSERVES, AdmissionController
+from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import EngineHealth
 from sidecar.middleware.engine_watch import EngineState
 from sidecar.middleware.intake import SizedRequest
@@ -101,7 +101,7 @@ class ModelsController(AdmissionController):
     async def drained(self) -> None:
         """See `AdmissionController.drained`."""
         await super().drained()
-        if not self.is_observing:
+        if not self.passes_all:
             for controller in self.controllers.values():
                 await controller.background.emptied()
 
@@ -112,7 +112,7 @@ class ModelsController(AdmissionController):
 
     def readiness(self) -> Sequence[str]:
         """See `AdmissionController.readiness`. Reasons only where no model at all can be served."""
-        return [*(["draining"] if self.is_draining else []), *(() if self.is_observing else self.not_ready())]
+        return [*(["draining"] if self.is_draining else []), *(() if self.passes_all else self.not_ready())]
 
     def not_ready(self) -> Sequence[str]:
         """See `AdmissionController.not_ready`."""
@@ -122,14 +122,14 @@ class ModelsController(AdmissionController):
     def notices(self) -> Sequence[str]:
         """See `AdmissionController.notices`. Among them is each model that cannot be served while another can."""
         reasons = {name: controller.not_ready() for name, controller in self.controllers.items()}
-        of_all = [*([OBSERVES] if self.is_observing else []), *self.identities.notices()]
+        of_all = [*([self.mode_notice()] if self.passes_all else []), *self.identities.notices()]
         notices = {
             name: [notice for notice in controller.notices() if notice not in of_all]
             for name, controller in self.controllers.items()
         }
         return [
             *of_all,
-            *(() if self.is_observing or all(reasons.values()) else _said_of(reasons)),
+            *(() if self.passes_all or all(reasons.values()) else _said_of(reasons)),
             *_said_of(notices),
             *(() if self.monitor is None else self.monitor.notices()),
         ]

@@ -27,8 +27,9 @@ class PolicySnapshot:
     `priorities` are the values that the engine gets, `tier_names` are header values. `are_preemptible` says whose
     requests' room may be taken back before their first byte. `abort_latency` is how long the
     engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
-    then no gain is measured. `is_observing` is `mode: observe`. `asks_usage_of` is the engine that is asked for the
-    usage of streams, None where no one asks. `names_read` reads the names of a request's headers. A
+    then no gain is measured. `is_observing` is `mode: observe`, `is_passing` is `mode: pass`, which guards no
+    endpoint. `asks_usage_of` is the engine that is asked for the usage of streams, None where no one asks.
+    `names_read` reads the names of a request's headers. A
     Content-Length of fewer digits than `length_digits` is within the policy's bounds.
     """
 
@@ -46,6 +47,7 @@ class PolicySnapshot:
     length_digits: int
     objectives: tuple[Objective | None, ...] = ()
     is_observing: bool = False
+    is_passing: bool = False
     asks_usage_of: Engine | None = None
 
 
@@ -64,11 +66,12 @@ def policy_snapshot(
     `tokens` verifies the signed tokens of tenants.
     """
     objectives = tuple(objective_of(tier) for tier in policy.tiers)
+    endpoints = {} if policy.mode is Mode.PASS else policy.endpoints
     credentials = Credentials(policy.forward_key, engine_key, () if policy.gateway is None else policy.gateway.headers)
     upload_bytes = policy.max_body_bytes if policy.max_upload_bytes is None else policy.max_upload_bytes
     return PolicySnapshot(
         policy=policy,
-        endpoints={**{plain_path(path): found for path, found in policy.endpoints.items()}, **policy.endpoints},
+        endpoints={**{plain_path(path): found for path, found in endpoints.items()}, **endpoints},
         classifier=Classifier(policy, dialect, tokens),
         estimator=estimator,
         credentials=credentials,
@@ -81,6 +84,7 @@ def policy_snapshot(
         length_digits=len(str(min(policy.max_body_bytes, upload_bytes))),
         objectives=objectives if any(objectives) else (),
         is_observing=policy.mode is Mode.OBSERVE,
+        is_passing=policy.mode is Mode.PASS,
         asks_usage_of=dialect if policy.usage is StreamUsage.ASK and dialect.usage_options else None,
     )
 

@@ -17,14 +17,28 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import no_engine
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.response_headers import allowance_headers, wait_headers
+from sidecar.middleware.wait import WaitedTooLong
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant
 
 
-def end_of_wait(
+def refusal_of(
+    controller: AdmissionController, request: SizedRequest, policy: Policy, end: Exception, *, is_given_up: bool
+) -> tuple[AdmissionError, Grant | None]:
+    """The refusal of a request that ended without a grant, and how it had waited.
+
+    `end` is WaitedTooLong or an AdmissionError. `is_given_up`: the process is about to end.
+    """
+    if isinstance(end, WaitedTooLong):
+        return end.refusal or _end_of_wait(controller, request, policy, is_given_up=is_given_up), end.wait
+    assert isinstance(end, AdmissionError)
+    return _without_place(controller, request, policy, end) if isinstance(end, QueueFull) else end, None
+
+
+def _end_of_wait(
     controller: AdmissionController, request: SizedRequest, policy: Policy, *, is_given_up: bool
 ) -> AdmissionError:
-    """The refusal of a request whose wait is over. `is_given_up`: the process is about to end."""
+    """The refusal of a request whose wait is over."""
     if is_given_up:
         return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
     if not controller.engine_watch.is_usable:
@@ -37,7 +51,7 @@ def end_of_wait(
     )
 
 
-def without_place(
+def _without_place(
     controller: AdmissionController, request: SizedRequest, policy: Policy, refusal: QueueFull
 ) -> AdmissionError:
     """A tier that never queues has no place for a request while there is no engine: that is the reason, then."""

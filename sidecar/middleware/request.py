@@ -29,10 +29,11 @@ from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
 from sidecar.middleware.lease_size import LeaseSize
+from sidecar.middleware.passing import pass_read
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
-from sidecar.middleware.refusals import end_of_wait, refusal_headers, without_place
+from sidecar.middleware.refusals import refusal_headers, refusal_of
 from sidecar.middleware.request_gain import AnswerReader, RequestGain
 from sidecar.middleware.response_headers import admission_headers, id_headers
 from sidecar.middleware.stages import Stage
@@ -102,7 +103,6 @@ class RequestHandler(msgspec.Struct, eq=False):
     _gain: RequestGain | None = None
     _engine_time: EngineTime | None = None
     _overdue: EngineTimeout | None = None
-    _sending: Awaitable[None] = SENT
     _preempted_us: int | None = None
     _preemptions: int = 0
     _hand_backs: int = 0
@@ -158,7 +158,7 @@ class RequestHandler(msgspec.Struct, eq=False):
                 self._settle(_CLIENT_LEFT)
 
     def give_up(self) -> None:
-        """Ends the wait, where the request waits: the process is about to end."""
+        """Ends the wait, where the request waits: the process is about to end, or every request passes."""
         if self.stage is _WAITING and self._lease.grant is None:
             self._is_given_up = True
             self._lease.give_up()
@@ -192,6 +192,8 @@ class RequestHandler(msgspec.Struct, eq=False):
             lease.on_preempt = self._preempt
         grant = lease.grant
         if grant is None:
+            if request.expected is not None:
+                lease.size_now = partial(request.expect, controller.lease_sizes, pool)
             self._limit_wait(lease.entered_us, request.longest_wait_s(snapshot.policy))
             self._reporter.queued(self._obstacle)
             return await self._wait(lease.wait())
@@ -201,35 +203,30 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _end_without_grant(self, end: Exception) -> None:
         """The request ended before it was admitted, or while it waited again."""
-        waited: Grant | None = None
-        controller, policy = self._controller, self._snapshot.policy
-        if isinstance(end, ClientDisconnected):
-            self.stage = _OVER
-            self._reporter.disconnected(end.wait)
-            return
-        if isinstance(end, WaitedTooLong):
-            waited, error = end.wait, end.refusal
-            error = error or end_of_wait(controller, self._request, policy, is_given_up=self._is_given_up)
-        elif isinstance(end, QueueFull):
-            error = without_place(controller, self._request, policy, end)
-        else:
-            assert isinstance(end, AdmissionError)
-            error = end
+        controller, policy, request = self._controller, self._snapshot.policy, self._request
         self.stage = _OVER
-        self._reporter.refused(error, waited)
-        await self._refuse(error, waited)
+        if isinstance(end, ClientDisconnected):
+            self._reporter.disconnected(end.wait)
+        elif controller.is_passing and request is not _NOT_YET:  # it was read, and goes to the app as it came
+            self._reporter.let_pass(end.wait if isinstance(end, WaitedTooLong) else None)
+            self._body = request.body
+            receive = self._client.receive if self._is_unread else self._receive_for_app
+            await pass_read(controller, self._scope, request, receive, self._client)
+        else:
+            error, waited = refusal_of(controller, request, policy, end, is_given_up=self._is_given_up)
+            self._reporter.refused(error, waited)
+            await self._refuse(error, waited)
 
     async def _read(self) -> SizedRequest:
         """Reads the request, and sizes it. Raises ClientDisconnected, or the intake's refusal."""
         if self._controller.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
-        intake, client = self._intake, self._scope.get("client")
+        intake, client, query = self._intake, self._scope.get("client"), self._scope.get("query_string", b"")
         try:
-            intake.check_head(self._pairs, client)
+            intake.check_head(self._pairs, client, query)
         except KeysNeeded as needed:
             await needed.arrive()
-            intake.check_head(self._pairs, client)
-        self._reporter.tenant = intake.tenant
+            intake.check_head(self._pairs, client, query)
         request = intake.unread() if self._is_unread else None
         try:
             while request is None:
@@ -260,6 +257,8 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _wait(self, granted: asyncio.Future[Grant]) -> Grant:
         """See `wait.wait`."""
+        if self._controller.is_passing:
+            self._lease.give_up()
         comments = comments_of(self._request, self._lease, self._controller.pool, self._snapshot, self._request_id)
         most_s = None if self._ends_us is None else max(0, self._ends_us - self._now_us()) / 1e6
         grant = await wait(self._lease, granted, self._client, most_s, comments)
@@ -319,7 +318,7 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     def _is_over(self) -> bool:
         """Whether the app's response was the end of the request."""
-        return self.stage is _OVER
+        return self.stage is _OVER and self._overdue is None
 
     async def _waits_again(self) -> bool:
         """Whether the request waits again: it was preempted before its first byte, or could not be sent."""
@@ -390,8 +389,7 @@ class RequestHandler(msgspec.Struct, eq=False):
                 self._usage.read()
         if is_read and self._size is not None:
             self._size.answer_read()
-        sending = self._sending = self._client.send(message)
-        return sending
+        return self._client.send(message)
 
     def chunk_path(self) -> SendChunk | None:
         """See `sending.chunk_path`."""

@@ -51,7 +51,7 @@ def early_headers(
     """The headers that are known while the request still waits."""
     named = id_headers(request_id, (), request.api)
     tier = (b"x-admission-tier", tier_names[request.classification.level])
-    return [*named, tier, *_differences(request, tier_names), *_limit_headers(request, lease, tier_names)]
+    return [*named, tier, *differences(request, tier_names), *_limit_headers(request, lease, tier_names)]
 
 
 def admission_headers(
@@ -62,7 +62,7 @@ def admission_headers(
     assert grant is not None
     headers = [(b"x-admission-tier", tier_names[classification.level])]
     if classification.clamped_from is not None or classification.ignored:
-        headers += _differences(request, tier_names)
+        headers += differences(request, tier_names)
     headers += wait_headers(grant) if grant.queue_wait_us else _NO_WAIT
     if preemptions:
         headers.append((b"x-admission-preempted", b"%d" % preemptions))
@@ -86,7 +86,7 @@ def wait_headers(wait: Grant) -> Iterable[tuple[bytes, bytes]]:
     return (b"x-admission-wait-ms", b"%d" % wait_ms), (b"server-timing", timing)
 
 
-def _differences(request: SizedRequest, tier_names: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+def differences(request: SizedRequest, tier_names: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     """What of the client's own priority did not count."""
     classification = request.classification
     headers = []

@@ -44,9 +44,10 @@ class TimedRequest(RequestHandler):
         if self._engine_time is None:
             timeouts = self._snapshot.policy.tiers[self._request.classification.level].timeouts
             since_us = now_us if grant is None else grant.at_us
-            self._engine_time = EngineTime(timeouts, self._usage, since_us, streams=self._request.payload.stream)
+            streams = self._request.payload.stream
+            self._engine_time = EngineTime(timeouts, self._usage, self._client, since_us, streams=streams)
         watch: ClientWatch | None = self._scope.get(CLIENT_KEY)
-        self._overdue = self._engine_time.exceeded(now_us, self._sending, watch)
+        self._overdue = self._engine_time.exceeded(now_us, watch)
         if self._overdue is None:
             return
         if self._status is None:
@@ -67,10 +68,6 @@ class TimedRequest(RequestHandler):
     async def _has_failed(self, error: Exception) -> bool:
         """See `RequestHandler`. What the app makes of its end is not passed on."""
         return self._overdue is None and await super()._has_failed(error)
-
-    def _is_over(self) -> bool:
-        """See `RequestHandler`. An overdue request is answered yet."""
-        return self._overdue is None and super()._is_over()
 
     async def _waits_again(self) -> bool:
         """See `RequestHandler`. Not an overdue request."""

@@ -27,7 +27,7 @@ from sidecar.classify import api_key
 from sidecar.engines import NoEngine
 from sidecar.engines.base import Routes, plain_path
 from sidecar.engines.discovery import is_engine_server
-from sidecar.errors import AdmissionError, NotGuarded, UpgradeRequired
+from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded, UpgradeRequired
 from sidecar.events import UnguardedRequest
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.controller import AdmissionController
@@ -110,7 +110,7 @@ def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
         body = "{}" if infer_api(path) else f"{{api: {api.value}}}"
         guard = f"To guard it, write under `endpoints:` in the policy: `{shown}: {body}`."
     elif method == "POST":
-        apis = ", ".join(api.value for api in STANDARD_APIS.values())
+        apis = ", ".join(dict.fromkeys(api.value for api in STANDARD_APIS.values()))
         guard = f"To guard it, write under `endpoints:` in the policy: `{shown}: {{api: SHAPE}}`, SHAPE one of {apis}."
     else:
         guard = "Only POST requests can be guarded."
@@ -227,7 +227,10 @@ def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
         return scope
     if key is None and snapshot.policy.anonymous is not None:
         return scope
-    snapshot.classifier.tenant(headers, scope.get("client"), scope["headers"])
+    try:
+        snapshot.classifier.tenant(headers, scope.get("client"), scope["headers"])
+    except InvalidApiKey as refusal:
+        raise snapshot.classifier.explained(refusal, headers, scope.get("query_string", b"")) from None
     taken, added = snapshot.credentials.taken(headers), snapshot.credentials.added
     return {**scope, "headers": forwarded_headers(scope["headers"], taken, added)} if taken or added else scope
 

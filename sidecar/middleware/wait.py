@@ -85,7 +85,7 @@ class ClientChannel(msgspec.Struct, eq=False):
     hides_usage: bool = False
     cut_us: int | None = None
     _disconnect: asyncio.Task[Message] | None = None
-    _receiving: list[asyncio.Task[object] | None] = []  # each has its own, as msgspec makes it
+    _receiving: tuple[asyncio.Task[object] | None, ...] = ()
 
     async def comment(self, text: str, comments: Comments) -> None:
         """Sends a line that clients skip. The first one begins the response."""
@@ -131,7 +131,7 @@ class ClientChannel(msgspec.Struct, eq=False):
 
     async def _next_message(self) -> Message:
         task = asyncio.current_task()
-        self._receiving.append(task)
+        self._receiving += (task,)
         try:
             message = await self._receive()
         except asyncio.CancelledError:
@@ -139,7 +139,7 @@ class ClientChannel(msgspec.Struct, eq=False):
                 raise
             return {"type": "http.disconnect"}
         finally:
-            self._receiving.remove(task)
+            self._receiving = tuple(other for other in self._receiving if other is not task)
         if message["type"] == "http.disconnect" and self.disconnected_us is None:
             self.disconnected_us = self._now_us()
         return message

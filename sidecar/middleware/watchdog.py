@@ -18,7 +18,7 @@ class Watched(Protocol):
         """Called at every interval, on the event loop. Must not block."""
 
     def give_up(self) -> None:
-        """The process is about to end: ends the request's wait, where it waits."""
+        """The process is about to end, or every request passes: ends the request's wait, where it waits."""
 
 
 class Watchdog:
@@ -52,7 +52,7 @@ class Watchdog:
             self._emptied.set()
 
     def give_up(self) -> None:
-        """Ends the waits of all requests: the process is about to end."""
+        """Ends the waits of all requests: the process is about to end, or all of them pass."""
         for watched in tuple(self._watched):
             watched.give_up()
 

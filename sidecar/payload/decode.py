@@ -23,6 +23,7 @@ from sidecar.payload.prompt_size import (
     carried,
     is_plain,
     json_bytes,
+    largest_item,
     measured,
     text_of,
 )
@@ -41,6 +42,9 @@ from sidecar.payload.traits import (
 MEDIA_TOKENS = 1024
 """Tokens of an image, audio or file part. Vision encoders use 256 to about 2,000 tokens an image. The encoded bytes do
 not show it: counted as text, a small photo would be hundreds of thousands of tokens."""
+
+BYTES_PER_TOKEN = 4
+"""Of the JSON of a tool."""
 
 LARGEST_COUNT = 2**31 - 1
 """The largest `max_tokens` or `n`: engines keep them in 32 bits, and Redis scripts count exactly up to 2**53 only."""
@@ -355,16 +359,20 @@ def _add_choices(payload: Payload, n: _Count, best_of: _Count) -> None:
 
 def _conversation(fields: _Fields, parts: tuple[bytes, ...], tools: bytes = b"", most: int | None = None) -> Payload:
     """One prompt: a chat template writes the text of `parts`, and the JSON of `tools` unchanged."""
-    text_bytes, media, unsized = 0, 0, None
+    text_bytes, media, unsized, references = 0, 0, None, 0
     for part in parts:
         if is_plain(part):
             text_bytes += len(part)
         else:
             size = measured(part)
             text_bytes, media, unsized = text_bytes + size.text_bytes, media + size.media, unsized or size.unsized
+            references += size.tool_references
     payload = Payload(fields.model, fields.stream is True, most, text_bytes, (*parts, _written(tools)))
     if media or unsized is not None:
         payload.prompt_tokens, payload.unsized, payload.is_understood = media * MEDIA_TOKENS, unsized, False
+    if references:  # the definition of any of its tools, each time
+        payload.prompt_tokens += references * (largest_item(tools) // BYTES_PER_TOKEN + 1)
+        payload.is_understood = False
     if tools:
         payload.prompt_bytes += json_bytes(tools)
         payload.traits = NO_TRAITS._replace(tools=is_given(tools))

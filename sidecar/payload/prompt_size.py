@@ -218,10 +218,11 @@ _ENCODED = MEDIA_TYPES | {"url", "data", "file_data", "file_url", "image_data", 
 _DATA_URL = "data:"
 """What such a member begins with in a part whose type says nothing."""
 _FILES = frozenset(("file", "input_file", "document"))
+TOOL_REFERENCE = "tool_reference"
 _TENSORS = frozenset(("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"))
 """As in `UNSIZED`: types, and members with a `type` or without."""
-_REFERENCES = _TENSORS | {"item_reference", "tool_reference"}
-"""Beside tensors, references to data on a server, or to a tool whose definition is repeated for each mention."""
+_REFERENCES = _TENSORS | {"item_reference", TOOL_REFERENCE}
+"""Beside tensors, references to data on a server, or to a tool, which `Measured` counts."""
 _OPAQUE = frozenset(("encrypted_content", "signature"))
 """Members that only the server which wrote them can read: no chat template writes them."""
 _OPAQUE_DATA = frozenset(("redacted_thinking", "reasoning.encrypted"))
@@ -253,27 +254,39 @@ class Reference(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A part of the prompt. `unsized` is the first thing in it that cannot be sized, None where all can be."""
+    """A part of the prompt. `unsized` is the first thing in it that cannot be sized, None where all can be.
+
+    For each of the `tool_references` a template may write the definition of one of the request's tools.
+    """
 
     text_bytes: int
     media: int
     unsized: str | None
+    tool_references: int = 0
 
 
 def measured(part: bytes) -> Measured:
     """Measures JSON that a chat template writes into the prompt: its text and its media."""
     if is_plain(part):
         return Measured(len(part), 0, None)
-    text_bytes = media = 0
+    text_bytes = media = tool_references = 0
     unsized: str | None = None
     for found in _texts(part):
         if isinstance(found, str):
             text_bytes += len(found.encode("utf-8", "replace"))
         elif found is None:
             media += 1
+        elif found.name == TOOL_REFERENCE:
+            tool_references += 1
         else:
             unsized = unsized or found.name
-    return Measured(text_bytes, media, unsized)
+    return Measured(text_bytes, media, unsized, tool_references)
+
+
+def largest_item(part: bytes) -> int:
+    """The bytes of the largest item of a list in JSON; 0 for what is no list, or empty."""
+    items = msgspec.json.decode(part, type=list[msgspec.Raw]) if part[:1] == b"[" else ()
+    return max(map(len, items), default=0)
 
 
 def json_bytes(part: bytes) -> int:

@@ -32,10 +32,28 @@ class Source(str, Enum):
 
 
 class Mode(str, Enum):
-    """Whether requests are held: `observe` passes all, and records what `enforce` would have done."""
+    """Whether requests are held: `observe` and `pass` pass all, and `observe` records what `enforce` would do."""
 
     ENFORCE = "enforce"
     OBSERVE = "observe"
+    PASS = "pass"
+
+
+MODE_VARIABLE = "SIDECAR_MODE"
+"""`pass`, whatever the policy says. See docs/sidecar-trouble.md."""
+BARE = "bare"
+"""The generation of a policy that has no more than passing needs: see `passing`."""
+
+
+def is_forced(environment: Mapping[str, str]) -> bool:
+    """Whether the environment asks for it. Raises ValueError for another mode."""
+    written = environment.get(MODE_VARIABLE, "")
+    if written not in ("", Mode.PASS.value):
+        raise ValueError(
+            f"{MODE_VARIABLE}: {written!r} is not pass, the one mode that the environment can ask for; write another "
+            "as `mode` into the policy"
+        )
+    return bool(written)
 
 
 class CapacitySource(str, Enum):
@@ -316,6 +334,11 @@ class Policy:
     max_upload_bytes: int | None = None
     cors: Cors | None = None
     _named: dict[str, Tenant] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it has no more than `mode: pass` needs."""
+        return self.generation == BARE
 
     @property
     def public_paths(self) -> Sequence[str] | None:

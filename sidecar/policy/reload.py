@@ -13,14 +13,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from sidecar.policy.compiler import POOL_FILE, Loaded, load_files
 from sidecar.policy.diff import describe_changes, needs_restart
-from sidecar.policy.model import Policy
+from sidecar.policy.model import Mode, Policy, is_forced
+from sidecar.policy.passing import says_pass
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.source import read
 from sidecar.policy.tenant_files import tenant_files
@@ -110,12 +111,16 @@ class PolicyReloader:
         """Does what the files say, where that can be done."""
         had_notice, self._notice = self._notice is not None, None
         running = self._governed.policy
+        keys = [] if look.loaded is None else needs_restart(running, look.loaded.policy)
+        if look.says_pass and (look.loaded is None or keys) and running.mode is not Mode.PASS:
+            # Whatever else the files say: it is for the hour in which no one has the time to mend them.
+            self._governed.change_policy(replace(running, mode=Mode.PASS))
         if look.loaded is None:
             self._reject(look.problem or "")
-        elif look.generation == running.generation:
+        elif look.generation == running.generation and look.loaded.policy.mode is running.mode:
             if had_notice or is_asked:
                 _log.info("the policy's files are those that the process runs by", extra={"event": "policy_current"})
-        elif keys := needs_restart(running, look.loaded.policy):
+        elif keys:
             self._keep_out(keys, look.generation)
         else:
             self._replace(running, look.loaded.policy)
@@ -167,14 +172,16 @@ _Signature = frozenset[tuple[str, int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class FilesReading:
-    """Content of the files: a policy, or in `problem` the reason why they cannot be used."""
+    """Content of the files: a policy, or in `problem` the reason why they cannot be used. See `passing.says_pass`."""
 
     loaded: Loaded | None
     problem: str | None
+    says_pass: bool
 
     def says_as(self, other: FilesReading | None) -> bool:
         """Whether both say the same: the same contents, or the same mistake."""
-        return other is not None and (self.generation, self.problem) == (other.generation, other.problem)
+        said = self.generation, self.problem, self.says_pass
+        return other is not None and said == (other.generation, other.problem, other.says_pass)
 
     @property
     def generation(self) -> str | None:
@@ -241,7 +248,7 @@ class PolicyFiles:
             if self._signature() != change.signature:  # written meanwhile, or another pattern names other files
                 return None
             change.found = found
-        if found.problem is not None and still_s < STILL_BROKEN_S and not at_once:
+        if found.problem is not None and not found.says_pass and still_s < STILL_BROKEN_S and not at_once:
             return None
         # Twice within the resolution of a file's date are one: what was not still is looked at once more.
         self._told = change.signature if still_s >= STILL_S else None
@@ -253,11 +260,11 @@ class PolicyFiles:
         try:
             loaded = load_files(self.path)
         except PolicyError as error:
-            return FilesReading(None, str(error))
+            return FilesReading(None, str(error), says_pass(self.path))
         except (OSError, ValueError) as error:
-            return FilesReading(None, f"{self.path}: {error}")
+            return FilesReading(None, f"{self.path}: {error}", says_pass(self.path))
         self._pattern = str((loaded.pool.data or {}).get("tenants") or "")
-        return FilesReading(loaded, None)
+        return FilesReading(loaded, None, loaded.policy.mode is Mode.PASS)
 
     def _signature(self) -> _Signature:
         """Changes with any file, its content's date, and what a symbolic link leads to (a ConfigMap is swapped so)."""
@@ -267,6 +274,11 @@ class PolicyFiles:
         except OSError:  # a folder that may not be entered: reading says so
             return frozenset()
         return frozenset(found for name in names if (found := stamp(name)) is not None)
+
+
+def files_of(path: str | Path, environment: Mapping[str, str]) -> PolicyFiles | None:
+    """The files that a process follows: none where its environment says that every request passes."""
+    return None if is_forced(environment) else PolicyFiles(path)
 
 
 def stamp(name: str) -> tuple[str, int, int, int] | None:

@@ -262,7 +262,8 @@ class PoolFile(FileModel):
     )
     mode: of.ModeChoice = key(
         "enforce",
-        "`observe` lets every request pass at once and untouched, and records what `enforce` would have done.",
+        "`observe` lets every request pass at once and untouched, and records what `enforce` would have done. "
+        "`pass` does no more than pass them, for when the sidecar itself is the problem.",
         "observe",
     )
     max_preemptions: of.Count = key(
@@ -289,7 +290,7 @@ class PoolFile(FileModel):
     )
     endpoints: Annotated[dict[of.UrlPath, _EndpointBody], of.mapped("{/v1/chat/completions: {}}")] = key(
         {path: {} for path in STANDARD_PATHS},
-        "The guarded paths; `unguarded` says what happens on all others. Default: the five standard /v1 paths.",
+        "The guarded paths; `unguarded` says what happens on all others. Default: the standard /v1 paths.",
     )
     unguarded: of.UnguardedChoice | None = key(
         None,  # a proxy knows the engine's paths; an app has paths of its own, such as /login

@@ -105,7 +105,7 @@ def _endpoints(endpoints: dict[str, object]) -> Found:
         body = entries(endpoints, path)
         forward_to = body.get("forward_to")
         if "api" not in body and infer_api(forward_to if isinstance(forward_to, str) else path) is None:
-            known = ", ".join(api.value for api in STANDARD_APIS.values())
+            known = ", ".join(dict.fromkeys(api.value for api in STANDARD_APIS.values()))
             yield (
                 ("endpoints", path),
                 f"the path does not say the shape of its requests; write api: with one of {known}, or generic",

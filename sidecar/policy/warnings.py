@@ -7,12 +7,13 @@ from fractions import Fraction
 from operator import itemgetter
 from typing import NamedTuple
 
+from sidecar.durations import policy_duration
 from sidecar.engines import NoEngine
 from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
 from sidecar.policy.fleet import WrittenCapacity
 from sidecar.policy.fleet_warnings import fleet_warnings
-from sidecar.policy.model import Learn, Limits, Order, Policy, Source, Tier, Unguarded, Unsized
+from sidecar.policy.model import Learn, Limits, Order, Policy, Source, Tier, Timeouts, Unguarded, Unsized
 from sidecar.policy.problems import Path, Place, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 
@@ -256,6 +257,29 @@ def _tiers(policy: Policy) -> Found:
         yield from _owing(tier, rules, pool, policy.largest_engine, is_sized=policy.is_sized)
         yield from _late_emergency(rules, pool)
         yield from _preemption(rules, pool)
+        yield from _timeouts(tier)
+
+
+def _timeouts(tier: Tier) -> Found:
+    """Timeouts of the engine that end what the tier promises, or that are never reached."""
+    path, most, ttft_s = ("tiers", tier.name, "timeouts"), tier.timeouts, tier.slo.ttft_s
+    if ttft_s is not None and most.first_byte_s <= ttft_s:
+        yield (
+            path,
+            f"first_byte of {policy_duration(most.first_byte_s)} ends requests that the slo's ttft of "
+            f"{policy_duration(ttft_s)} still calls in time; write several times that",
+        )
+    usual = Timeouts()
+    for key, most_s, default_s in (
+        ("first_byte", most.first_byte_s, usual.first_byte_s),
+        ("between_bytes", most.between_bytes_s, usual.between_bytes_s),
+    ):
+        if most_s >= most.total_s and most_s != default_s:
+            yield (
+                path,
+                f"{key} of {policy_duration(most_s)} does nothing: total ends the request after "
+                f"{policy_duration(most.total_s)}; write less, or leave it out",
+            )
 
 
 def _preemption(tier: TierRules, rules: PoolRules) -> Found:

@@ -16,6 +16,8 @@ from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.placement import EngineOffer, EngineState
 from sidecar.scheduling.rate_limit import Charge
 
+_MUCH = 8
+"""A waiting request asks again for an eighth more than before: less is no reason for another call to the store."""
 MOST_REPORT_BYTES = 64 * 1024
 """Of one replica, for the others: see `Pool.share`."""
 
@@ -177,6 +179,9 @@ class Lease(msgspec.Struct, eq=False):
     and never after the end, when a more important request is to have the room. The holder aborts its request in the
     engine and then calls `requeue`; the room is not free before. A lease without `on_preempt` is never preempted.
 
+    `size_now` says what the request would ask for now: more may be known than when it came. The pool calls it when a
+    wait ends in a grant, and the lease then holds so much.
+
     `paid_tokens` are what its tenant is charged for in its tier's fair order: what it entered with, and more by
     `charge_tenant`. They stay where it waits again: no tenant is charged again for that.
 
@@ -198,6 +203,7 @@ class Lease(msgspec.Struct, eq=False):
     allowance: RemainingLimits | None = None
     charge: Charge | None = None
     on_preempt: Callable[[], None] | None = None
+    size_now: Callable[[], int] | None = None
     is_over: bool = False
     is_counted: bool = True
     returns: int = 0
@@ -332,13 +338,28 @@ class Lease(msgspec.Struct, eq=False):
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
 
-    def granted(self, grant: Grant) -> None:
-        """The lease is held; once a wait."""
-        self.grant = grant
+    def has_grown(self) -> bool:
+        """Whether a waiting request needs much more now than a pool is about to give it: its ask says so from now on.
+
+        A store admits many at once. Each that has grown asks again, by its arrival: together they may overfill it.
+        """
+        tokens, before = 0 if self.size_now is None else self.size_now(), self.ask.tokens
+        if tokens <= before + before // _MUCH:
+            return False
+        self.ask = msgspec.structs.replace(self.ask, tokens=tokens)
+        return True
+
+    def granted(self, grant: Grant) -> bool:
+        """The lease is held; once a wait. Whether it needs so little by now that others may have most of its room."""
+        self.grant, admitted_tokens = grant, self.ask.tokens
+        if self.size_now is not None:
+            self.resize(tokens := self.size_now())
+            self.charge_tenant(tokens - self.paid_tokens)
         if self._answered is not None:
             self.waits()
         if self._future is not None and not self._future.done():
             self._future.set_result(grant)
+        return 2 * self.ask.tokens < admitted_tokens
 
     def refused(self, error: AdmissionError) -> None:
         """The request is over: it will never be admitted."""

@@ -96,11 +96,11 @@ class LeaseRuntime:
 
     def dispatch(self, now_us: int) -> None:
         """Admits every request that the rules let in now; for the first that they do not, leases are preempted."""
-        most = self.most_admitted()
-        admissions = self.scheduler.dispatch(now_us, most)
-        for admission in admissions:
-            self._admit(admission, now_us)
-        self.is_unfinished = len(admissions) == most and bool(self.waiting)
+        left = self.most_admitted()
+        while left and (admissions := self.scheduler.dispatch(now_us, 1)):
+            self._admit(admissions[0], now_us)  # its size may be another now, and the next sees it
+            left -= 1
+        self.is_unfinished = not left and bool(self.waiting)
         if self.is_unfinished:
             self._decide_again()
         elif self.waiting:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from logging import DEBUG
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from opentelemetry.trace import SpanContext, TraceFlags
@@ -93,7 +92,7 @@ class EventDispatcher:
         if log is None or has_sdk():
             return False
         writes = log.writes
-        return not writes(DEBUG)
+        return not writes(log.success_level)
 
     def received(self, event: Received) -> Observation | None:
         """Begins a request."""
@@ -252,11 +251,10 @@ _SAMPLED = TraceFlags.SAMPLED
 class _FailureObservation:
     """One request of a process without an SDK: its end is logged."""
 
-    __slots__ = ("_dispatcher", "_log", "_record")
-
-    hears_everything: Final = False
+    __slots__ = ("_dispatcher", "_log", "_record", "hears_everything")
 
     def __init__(self, dispatcher: EventDispatcher, log: RequestLog, received: Received) -> None:
+        self.hears_everything = log.has_all  # the access log has the first byte of every request
         self._dispatcher = dispatcher
         self._log = log
         self._record = RequestRecord.of(received, client_trace(received))

@@ -41,8 +41,8 @@ class DryRunCounts(msgspec.Struct):
     `waits` counts by bucket those that would have been admitted after a wait; of them, `waited` would have waited for
     10 ms or more. `refused` and `unknown` are by code. Of all requests, however they would have ended, `starved` would
     have been overtaken for 10 ms or more, and `served_ahead` has the tokens that would have gone first while they
-    waited, by tier. `waiting` would still be waiting, and are counted nowhere else; `waiting_waits` and
-    `waiting_max_us` are their waits so far.
+    waited, by tier. `clamped` asked for a better tier than they may have: how many for each. `waiting` would still be
+    waiting, and are counted nowhere else; `waiting_waits` and `waiting_max_us` are their waits so far.
     """
 
     requests: int = 0
@@ -56,6 +56,7 @@ class DryRunCounts(msgspec.Struct):
     starved: int = 0
     starvation_max_us: int = 0
     served_ahead: dict[str, int] = {}
+    clamped: dict[str, int] = {}
     waiting: int = 0
     waiting_waits: dict[int, int] = {}
     waiting_max_us: int = 0
@@ -73,6 +74,8 @@ class DryRunCounts(msgspec.Struct):
         self.starvation_max_us = max(self.starvation_max_us, observed.starvation_us)
         for tier, tokens in observed.served_ahead.items():
             _add(self.served_ahead, tier, tokens)
+        if observed.clamped_from is not None:
+            _add(self.clamped, observed.clamped_from)
         if observed.verdict is Verdict.ADMITTED:
             self.admitted += 1
             wait_us = observed.queue_wait_us
@@ -90,7 +93,7 @@ class DryRunCounts(msgspec.Struct):
         """Counts all that another has counted."""
         for name in ("requests", "admitted", "abandoned", "waited", "starved", "waiting"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("refused", "unknown", "waits", "served_ahead", "waiting_waits"):
+        for name in ("refused", "unknown", "waits", "served_ahead", "clamped", "waiting_waits"):
             for key, number in getattr(other, name).items():
                 _add(getattr(self, name), key, number)
         self.wait_max_us = max(self.wait_max_us, other.wait_max_us)

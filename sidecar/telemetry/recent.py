@@ -125,8 +125,8 @@ class Recent:
             bucket.engine_lost_s = round(bucket.engine_lost_s + engine_time_us(event) / 1e6, 6)
 
     def _refused(self, record: RequestRecord, event: Refused) -> None:
-        if record.classified is not None:
-            bucket = self._tier(record.classified.tier).at(_number(record, event.at_us))
+        if (tier := record.tier) is not None:
+            bucket = self._tier(tier).at(_number(record, event.at_us))
             if record.wall_ns >= self._since_ns:
                 _add_wait(bucket, record, event)
             bucket.refused += event.status is not None  # else the client disconnected, or the server stopped

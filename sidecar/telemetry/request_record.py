@@ -121,6 +121,13 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         return None if self.refused is None else self.refused.tenant
 
     @property
+    def tier(self) -> str | None:
+        """Its tier, None where its key is not known."""
+        if self.classified is not None:
+            return self.classified.tier
+        return None if self.refused is None else self.refused.tier
+
+    @property
     def preemptions(self) -> int:
         """How often it was preempted."""
         return sum(not attempt.preempted.is_unreached for attempt in self.lost) if self.lost else 0

@@ -31,8 +31,10 @@ def merged_state(found: Sequence[tuple[Document, Document]]) -> Document:
 def merged_pool(pools: Sequence[Document]) -> Document:
     """A pool in a store: as one that the store decides for shows it. While it is lost for all, the sum of their parts.
 
-    The store's `own` counts are those of all workers.
+    The store's `own` counts are those of all workers. Without a store (`mode: pass`) it is the sum of their pools.
     """
+    if "store" not in pools[0]:
+        return dict(_sum(pools))
     best = max(pools, key=_is_shared)
     merged = dict(best) if _is_shared(best) else {**_sum([_without(pool, "store") for pool in pools])}
     return {**merged, "store": {**best["store"], "own": _sum([pool["store"]["own"] for pool in pools])}}
@@ -60,14 +62,14 @@ def _best(answers: Sequence[Document]) -> Document:
 
 
 def _is_shared(pool: Document) -> bool:
-    return bool(pool["store"]["state"] == "shared")
+    return bool(pool.get("store", {}).get("state") == "shared")
 
 
 def _own(answer: Document) -> Document:
     """What a worker's row has of its own answer."""
     names = ("under_way", "draining", *_OF_A_PROCESS)
     own = {name: answer[name] for name in names if name in answer}
-    if "pool" in answer:
+    if "store" in answer.get("pool", ()):
         own["store"] = answer["pool"]["store"]
     if "models" in answer:
         models = answer["models"].items()

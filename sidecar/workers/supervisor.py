@@ -62,7 +62,7 @@ async def supervise(plan: Plan, announce: Callable[[str], None]) -> None:
         is_port = path_of(settings.host) is None
         if is_port:
             settings = msgspec.structs.replace(settings, port=clients.getsockname()[1])
-        store = None if has_store else OwnStore(folder)
+        store = None if has_store or plan.policy.is_bare else OwnStore(folder)
         environment = dict(os.environ) if store is None else {**os.environ, STORE_VARIABLE: store.url}
         listener = None if is_port else clients.fileno()
         crew = Crew(settings, plan.workers, plan.log, environment, folder, listener=listener)
@@ -80,7 +80,8 @@ async def supervise(plan: Plan, announce: Callable[[str], None]) -> None:
                 announce(f"sidecar: proxy on {address_of(clients, has_tls=settings.tls_cert is not None)}")
                 announce(f"sidecar: admin on {address_of(admin)}")
                 kept = "the store" if has_store else "a Valkey of their own"
-                announce(f"sidecar: {plan.workers} workers share one pool in {kept}")
+                do = "pass every request" if plan.policy.is_bare else f"share one pool in {kept}"
+                announce(f"sidecar: {plan.workers} workers {do}")
             await wait_first(crew.failed.wait(), signals.first.wait())
             await crew.end(settings.grace_s, signals.second)
     if crew.failure is not None:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidecar.policy.compiler import load
+from sidecar.policy.passing import load_or_pass
 from sidecar.policy.problems import PolicyError
 from sidecar.server import CannotServe
 from sidecar.server.certificate import certificate_of
@@ -66,7 +66,7 @@ def _mark_log_lines(worker: int) -> None:
 def _serve(begin: Begin, channel: socket.socket) -> Exception | None:
     """Serves. Returns why it could not begin."""
     try:
-        serving = Serving(begin.settings, load(begin.settings.policy))
+        serving = Serving(begin.settings, load_or_pass(begin.settings.policy, os.environ).policy)
         run(_serve_shared(begin, serving, channel))
     except (CannotServe, TelemetryError, ValueError) as error:
         return error

@@ -11,6 +11,7 @@ import pytest
 from sidecar.cli import main
 from sidecar.cli.check import ALERTS
 from tests.otel.files import alerts
+from tests.support.each import each
 from tests.support.middleware import write_policy
 
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -284,3 +285,29 @@ def test_the_way_to_learn_is_said_below_the_capacity(
     assert f"pool: 5,000 tokens; 8 requests\n{said}" in capsys.readouterr().out
     assert main(["check", str(path), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["learn"] == (learn.rpartition(" ")[2] or "cautious")
+
+
+@each(
+    ("more", "said"),
+    [
+        ("anonymous: high", "public: all, an engine's own pages too (/metrics, /docs, "),
+        (
+            "anonymous: deny",
+            "public: /health; all else of an engine's server needs a key; closed to all: /metrics, /docs, ",
+        ),
+        (
+            "anonymous: deny\npublic: [/metrics]",
+            "public: /metrics; all else of an engine's server needs a key; closed to",
+        ),
+        ("anonymous: high\npublic: []", "public: nothing; closed to all: /metrics, /docs, "),
+        ("anonymous: deny\nunguarded: generating", None),
+    ],
+)
+def test_who_reads_an_engines_pages_is_said(
+    more: str, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(f"engine: vllm\ncapacity: {{requests: 8}}\ntiers: {{high: {{}}}}\ndefault_tier: high\n{more}\n")
+    assert main(["check", str(path)]) == 0
+    [*found] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("public: ")]
+    assert [line[: len(said or "")] for line in found] == ([] if said is None else [said])

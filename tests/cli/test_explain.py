@@ -78,6 +78,7 @@ POST /v1/chat/completions, read as chat, with a small body
    a running sidecar holds less, once it has learned how long such answers are (capacity: {{learn: cautious}})
    1 of the pool's requests: one for each sequence
    tier normal accepts at most 800 tokens and 8 requests: the pool less what more important tiers keep free
+   its answer pauses for 10m and takes 4h at most; then 504 engine_timeout
 
 4. The priority sent to the engine (tensorrt-llm)
    body member "priority": 0.5
@@ -101,6 +102,7 @@ def test_a_source_behind_the_one_that_wins_cannot_refuse(policy: Path, tmp_path:
     assert found["largest"] == {"tokens": 500, "requests": 5}
     assert found["largest_by"] == {"tokens": "the tier's limit", "requests": "the tier's limit"}
     assert found["longest_wait_s"] == 1800
+    assert found["timeouts"] == {"first_byte_s": 600, "between_bytes_s": 600, "total_s": 14400, "streams": False}
     assert found["engine"] == {"name": "tensorrt-llm", "priority": 0.0, "headers": {}, "member": {"priority": 0.0}}
 
 
@@ -127,7 +129,9 @@ def test_an_endpoint_that_names_a_tier_and_a_path(policy: Path, capsys: pytest.C
     code, found = explained(policy, "--path", "/v1/batch/completions")
     assert code == 0
     assert (found["tier"], found["source"], found["forward_to"]) == ("batch", "endpoint", "/v1/completions")
-    assert "on the path /v1/completions" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "on the path /v1/completions" in said
+    assert "its answer pauses for 10m and takes 4h at most; then 504 engine_timeout" in said
 
 
 def test_a_request_without_a_key_is_clamped_by_anonymous(policy: Path) -> None:

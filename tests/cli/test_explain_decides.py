@@ -181,7 +181,7 @@ ACME = [("authorization", f"Bearer {KEY}")]
         (ACME, {**CHAT, "max_tokens": 100, "n": 6}, "tenant_limit"),
         (ACME, {**CHAT, "session_params": {"id": "s"}}, "unsized_prompt"),
         ([*ACME, *ACME], CHAT, "invalid_header"),
-        ([*ACME, ("content-encoding", "br")], CHAT, "invalid_body"),
+        ([*ACME, ("content-encoding", "br")], CHAT, "unsupported_encoding"),
         ([*ACME, ("content-length", "7000000000")], CHAT, "body_too_large"),
         (ACME, CHAT, None),
     ],

@@ -115,6 +115,15 @@ def test_those_that_still_wait_are_in_the_quantiles_and_the_longest_as_the_least
     assert (few.tiers[0].wait_p50_is_least, few.tiers[0].wait_p99_is_least) == (False, False)
 
 
+def test_clients_that_ask_for_more_than_they_may_have_are_named() -> None:
+    clamped = [told(clamped_from="high")] * 3 + [told(clamped_from="critical", tenant="globex")]
+    report = report_of(heard(told(), *clamped), heard(told(clamped_from="high"), replica="b"))
+    assert report.tiers[0].clamped == {"high": 4, "critical": 1}
+    text = "\n".join(table(report))
+    assert "clamped to what tier batch may have: 4 that asked for high\n" in text
+    assert "clamped to what tenant globex may have: 1 that asked for critical\n" in text
+
+
 def test_a_report_of_an_ended_period_says_that_it_is_over() -> None:
     enforcing = replace(POLICY, mode=Mode.ENFORCE, generation="enforced")
     ended = heard(told(), told(Verdict.REFUSED, "queue_full"), waiting_s=(3,), until_s=20)

@@ -327,7 +327,7 @@ async def test_a_refusal_after_the_key_was_read_names_the_tenant() -> None:
     for story in stories:
         assert story.refused is not None
         assert story.refused.tenant == "acme"
-        assert next(steps(story)) == Step("asked by", "tenant acme; it ended before it had a tier")
+        assert next(steps(story)) == Step("asked by", "tenant acme, tier normal; it ended before it entered the pool")
 
 
 async def test_one_that_did_not_wait_says_so() -> None:

@@ -112,6 +112,17 @@ async def test_a_slow_engine_never_gets_its_request_twice_nor_does_another(tmp_p
         assert (a.count, b.count, sidecar.replays) == (1, 0, {})
 
 
+@pytest.mark.parametrize("act", [silent, silent_after_head])
+async def test_the_time_of_a_slow_engine_ends_and_no_other_gets_its_request(tmp_path: Path, act: Act) -> None:
+    async with fleet_before(tmp_path, act, ok, more="timeouts: {first_byte: 200ms}") as (sidecar, a, b):
+        found = await sidecar.ask(stream=True)
+        assert (found.status, found.code) == (504, "engine_timeout")
+        await sidecar.nothing_left()
+        assert (a.count, b.count, sidecar.replays) == (1, 0, {})
+        end: Any = sidecar.recorder.stories[0].end
+        assert (end.outcome.value, end.error, end.tokens_used) == ("failed", "engine_timeout", 0)
+
+
 async def test_a_request_that_breaks_two_engines_gets_a_502_that_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

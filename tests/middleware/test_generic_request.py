@@ -46,6 +46,11 @@ endpoints:
 FORM = {"content-type": "multipart/form-data; boundary=b"}
 
 
+def written(policy: Path, more: str) -> None:
+    """The file with these keys, too."""
+    policy.write_text(POLICY + more)
+
+
 class Stack:
     """A server with the middleware, its events, and the app."""
 
@@ -246,6 +251,14 @@ class TestUploads:
             assert b"did not arrive within 1 s" in answer
             assert it.held() == (0, 0)
             assert it.recorder.stories[0].one(Settled).error == "body_timeout"
+
+    async def test_one_that_the_engine_takes_too_long_for_is_a_504(self, policy: Path) -> None:
+        written(policy, "timeouts: {total: 200ms}\ndisconnect_grace: 100ms\n")
+        async with stack(policy, App(is_held=True)) as it:
+            answer = await asyncio.wait_for(exchange(it.port, post(UPLOAD, b"x", "content-type: audio/wav")), 60)
+            assert answer.startswith(b"HTTP/1.1 504")
+            await eventually(lambda: it.held() == (0, 0))
+            assert it.recorder.stories[0].one(Settled).error == "engine_timeout"
 
     async def test_a_client_that_breaks_off_in_the_middle_gives_its_room_back(self, policy: Path) -> None:
         async with stack(policy, App()) as it:

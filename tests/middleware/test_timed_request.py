@@ -212,9 +212,11 @@ async def test_a_client_that_does_not_read_is_no_silence_of_the_engine(is_mounte
                 writer.write(asked())
                 await asyncio.wait_for(blocked.wait(), 60)
                 await asyncio.sleep(2.5)
-                got = b""
-                while not got.endswith(b"\r\n0\r\n\r\n"):
-                    got = got[-10:] + await asyncio.wait_for(reader.read(2**16), 60)
+                got, read = b"", b"begins"
+                while read and not got.endswith(b"\r\n0\r\n\r\n"):
+                    read = await asyncio.wait_for(reader.read(2**16), 60)
+                    got = got[-10:] + read
+                assert read
             await guarded.nothing_left()
             assert guarded.recorder.stories[0].one(Settled).outcome is Outcome.COMPLETED
         await proxy.close()

@@ -210,8 +210,23 @@ UNSIZED: list[tuple[Api, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"content": [{"type": "image_embeds", "image_embeds": "AAAA"}]}]}, "image_embeds"),
     (CHAT, {"messages": [{"content": [{"audio_embeds": "AAAA"}]}]}, "audio_embeds"),
     (CHAT, {"messages": [{"content": [{"type": "text", "video_embeds": None, "uuid": "1"}]}]}, "video_embeds"),
-    (CHAT, {"messages": [{"content": [{"type": "tool_reference", "name": "t"}]}]}, "tool_reference"),
 ]
+
+
+def test_a_reference_to_a_tool_holds_the_largest_definition_each_time() -> None:
+    small, large = {"name": "s", "input_schema": {}}, {"name": "t", "description": "x" * 4000, "input_schema": {}}
+    told = [{"type": "tool_reference", "tool_name": "t"}]
+    messages = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "u", "content": told * times}]}
+                for times in (1, 2)]  # fmt: skip
+    for api in (MESSAGES, CHAT):
+        once, thrice = [
+            read_from(api, messages=messages[:count], max_tokens=1, tools=[small, large]).prompt_tokens
+            for count in (1, 2)
+        ]
+        assert 1000 < once < 1030
+        assert thrice == 3 * once
+    alone = read_from(MESSAGES, messages=messages, max_tokens=1)
+    assert (alone.unsized, alone.prompt_tokens, alone.is_understood) == (None, 3, False)
 
 
 @each(("api", "fields", "name"), UNSIZED, ids=[name for *_, name in UNSIZED])

@@ -11,7 +11,7 @@ from sidecar.apis import Api
 from sidecar.engines import Vllm
 from sidecar.engines.base import Carrier
 from sidecar.policy.compiler import load, load_files
-from sidecar.policy.model import Learn, Limits, Source, Tenant
+from sidecar.policy.model import Learn, Limits, Source, Tenant, Timeouts
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import Shares, pool_rules
 from tests.policy.files import SMALL, mistakes, pool, tenant
@@ -63,6 +63,7 @@ def test_what_is_left_out_has_its_documented_default(tmp_path: Path) -> None:
         Api.CHAT,
         Api.COMPLETIONS,
         Api.RESPONSES,
+        Api.RESPONSES,
         Api.MESSAGES,
         Api.EMBEDDINGS,
     ]
@@ -74,6 +75,17 @@ def test_what_is_left_out_has_its_documented_default(tmp_path: Path) -> None:
     ) == (None, None, 1, b"x-priority")
     assert (policy.max_body_bytes, policy.body_timeout_s, policy.disconnect_grace_s) == (8 * 2**20, 30.0, 2.0)
     assert (policy.rules.promote_after_us, policy.rules.tiers[2].limit_tokens) == (None, 1000)
+
+
+def test_a_tiers_own_timeouts_count_before_the_pools(tmp_path: Path) -> None:
+    text = SMALL.replace("batch: {}", "batch: {timeouts: {first_byte: 1h}}")
+    policy = load(pool(tmp_path, text + "timeouts: {first_byte: 1m, total: 2h}\n"))
+    assert [tier.timeouts for tier in policy.tiers] == [
+        *[Timeouts(60, 600, 7200)] * (len(policy.tiers) - 1),
+        Timeouts(3600, 600, 7200),
+    ]
+    plain = load(pool(tmp_path, SMALL + "timeouts:\n"))
+    assert {tier.timeouts for tier in plain.tiers} == {Timeouts()}
 
 
 def test_a_tier_may_be_written_with_nothing_behind_it(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("engine: none", "engine: none\nsources: [key]", "sources body, header, endpoint, key -> key"),
         ("engine: none", "engine: none\ntier_header: x-tier", "tier_header x-priority -> x-tier"),
         ("engine: none", "engine: none\nbody_timeout: 10s", "body_timeout 30s -> 10s"),
+        ("{reserve: 20%}", "{reserve: 20%, timeouts: {total: 1h}}", "tier high timeouts total 4h -> 1h"),
         ("engine: none", 'engine: none\ncors: {origins: ["*"]}', "cors none -> *"),
     ],
 )

@@ -47,6 +47,7 @@ HASH = "sha256:" + "0" * 64
         ("aging: {ceiling: high}", "aging.promote_after: missing; write promote_after: 5m"),
         ("aging: 5m", "aging: a single value where a mapping belongs; write a mapping with promote_after, ceiling"),
         ("max_body: 8MB", 'max_body: "8MB" is not a size; write "8MiB" (or KiB, GiB, or a number of bytes)'),
+        ("timeouts: {total: 0s}", 'timeouts.total: "0s" is no time at all; write a time above zero'),
         ("body_timeout: 0s", 'body_timeout: "0s" is no time at all; write a time above zero such as "30s"'),
         ("body_timeout: 9999h", 'body_timeout: "9999h" is more than a year; write a shorter time such as "24h"'),
         ("tier_header: x priority", 'tier_header: "x priority" is not a header\'s name; '),

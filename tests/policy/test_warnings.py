@@ -113,6 +113,22 @@ def test_a_tier_that_lends_nothing_says_what_it_costs(tmp_path: Path) -> None:
     )
 
 
+@each(
+    ("timeouts", "said"),
+    [
+        ("first_byte: 600ms", []),
+        ("first_byte: 500ms", ["first_byte of 500ms ends requests that the slo's ttft of 500ms still calls in time"]),
+        ("first_byte: 2m, total: 1m", ["first_byte of 2m does nothing: total ends the request after 1m"]),
+        ("between_bytes: 5m, total: 5m", ["between_bytes of 5m does nothing: total ends the request after 5m"]),
+        ("total: 5m", []),
+    ],
+)
+def test_a_timeout_that_breaks_a_promise_or_is_never_reached(tmp_path: Path, timeouts: str, said: list[str]) -> None:
+    tiers = f"{{normal: {{slo: {{ttft: 500ms}}, timeouts: {{{timeouts}}}}}}}"
+    found = _said(tmp_path, tiers)
+    assert [one.partition("timeouts: ")[2].partition(";")[0] for one in found] == said, found
+
+
 def test_a_pool_of_requests_alone_is_counted_in_requests(tmp_path: Path) -> None:
     (said,) = _said(tmp_path, "{high: {reserve: 30%, lend: 0%}, normal: {reserve: 10%}}", capacity="requests: 15")
     assert "4 requests (27% of the pool) stay unused" in said

@@ -148,7 +148,7 @@ async def test_no_key_is_in_anything_that_the_process_says(log_format: str, tmp_
     assert all(f"Bearer {ENGINE_KEY}" in head for head in at_the_engine)
     known = [head for head in at_the_engine if KNOWN in head]
     places = {line.partition(":")[0] for head in known for line in head.splitlines() if KNOWN in line}
-    assert places == {"api-key", "cookie", f"POST {CHAT}?api_key={KNOWN} HTTP/1.1"}
+    assert places == {"cookie", f"POST {CHAT}?api_key={KNOWN} HTTP/1.1"}
 
 
 def the_rest(sidecar: subprocess.Popen[str], collector: Received) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ async def passed_on(*headers: str, more: str = "") -> list[tuple[bytes, bytes]]:
     app = App()
     async with guarding(app, policy(more)) as guarded:
         assert (await guarded.ask(None, *headers)).status == 200
-    return [pair for pair in app.seen[0].scope["headers"] if pair[0] in {b"authorization", b"x-api-key"}]
+    return [pair for pair in app.seen[0].scope["headers"] if b"sk-" in pair[1] or pair[0] == b"authorization"]
 
 
 @each(
@@ -42,6 +43,12 @@ async def passed_on(*headers: str, more: str = "") -> list[tuple[bytes, bytes]]:
         ("authorization: Bearer sk-acme", "x-api-key: sk-acme"),
         ("authorization: Bearer\tsk-acme",),  # no key to the sidecar, and still nothing that should go on
         ("x-api-key: sk-acme", "connection: close, x-api-key"),
+        ("api-key: sk-acme",),
+        ("authorization: Bearer sk-acme", "x-api-key: sk-acme", "api-key: sk-acme"),
+        # Not read there, but known:
+        ("x-goog-api-key: sk-acme",),
+        ("authorization: sk-acme",),
+        ("authorization: Token sk-acme", "x-auth-token: sk-acme"),
     ],
 )
 async def test_a_tenants_key_ends_at_the_sidecar(sent: Sequence[str]) -> None:
@@ -63,6 +70,7 @@ async def test_a_policy_may_let_the_key_pass() -> None:
         ("authorization: Bearer sk-nightly", key("acme")),
         (BASIC, key("acme")),
         ("x-api-key: sk-nightly", "x-api-key: sk-acme"),
+        ("api-key: sk-nightly", "api-key: sk-acme"),
     ],
 )
 @each("more", ["", "forward_key: true\n"])
@@ -74,6 +82,63 @@ async def test_two_keys_in_one_header_are_a_400(twice: Sequence[str], more: str)
         assert refused.is_error(400, "invalid_header", "given twice", "once")
         assert "sk-" not in refused.body.decode()
     assert app.seen == []
+
+
+# A key in a place that is not read
+
+UNREAD = [
+    ("x-goog-api-key: sk-acme", CHAT, "x-goog-api-key"),
+    ("authorization: sk-acme", CHAT, "authorization"),
+    ("authorization: ApiKey  sk-acme ", CHAT, "authorization"),
+    ("ocp-apim-subscription-key: sk-acme", CHAT, "ocp-apim-subscription-key"),
+    ("accept: */*", f"{CHAT}?api-version=1&key=sk%2Dacme", "?key"),
+]
+
+
+@each(("line", "path", "place"), UNREAD)
+async def test_a_known_key_that_is_not_read_is_reported(
+    line: str, path: str, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with guarding(App()) as guarded:
+        for _ in range(3):
+            answer = await guarded.ask(None, line, path=path)
+            assert (answer.status, answer.headers["x-admission-tier"]) == (200, "normal")
+            assert answer.headers["x-admission-ignored"] == place
+    [said] = [record.getMessage() for record in caplog.records if record.name == "sidecar.keys"]
+    assert f"a key of tenant acme is in {place}, where it does not count" in said
+    assert "sk-" not in caplog.text
+
+
+@each(("line", "path", "place"), UNREAD)
+async def test_where_a_key_is_needed_the_refusal_says_where_one_is(line: str, path: str, place: str) -> None:
+    refusing = replace(policy("unguarded: deny\n"), anonymous=None)
+    async with guarding(App(), refusing) as guarded:
+        refused = await guarded.ask(None, line, path=path)
+        page = Answer.parsed(await exchange(guarded.port, post(path.replace(CHAT, "/tokenize"), b"{}", line)))
+    for answer in (refused, page):
+        assert answer.is_error(401, "invalid_api_key", f"(a known key in {place} does not count)")
+        assert "sk-" not in answer.body.decode()
+
+
+@each(
+    ("lines", "query"),
+    [
+        ((), ""),
+        (("x-goog-api-key: sk-stranger", "idempotency-key: 1", "authorization: Basic dTpw"), "?key=sk-stranger&&=&a"),
+        ((key("acme"), "x-goog-api-key: sk-nightly"), "?key=sk-nightly"),  # the one that is read counts
+        ((), "?sk-acme=1&sk-acme"),
+        ((), "?" + "a=1&" * 40 + "key=sk-acme"),
+        ((), "?k%20=sk-acme"),  # no name that may stand in a header
+    ],
+)
+async def test_nothing_is_said_of_what_is_no_known_key_or_needs_no_word(
+    lines: Sequence[str], query: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with guarding(App()) as guarded:
+        answer = await guarded.ask(None, *lines, path=CHAT + query)
+    assert answer.status == 200
+    assert "x-admission-ignored" not in answer.headers
+    assert [record for record in caplog.records if record.name == "sidecar.keys"] == []
 
 
 # The engine's own key

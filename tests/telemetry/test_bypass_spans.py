@@ -68,7 +68,7 @@ def ahead(*_):
     ids = SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
     about = {"admission.tier": "high", "admission.request_id": "request-0"}
     overtook = Link(ids, {**about, "admission.rule": "level"})
-    return [Link(ids, about)], [overtook, overtook]
+    return [Link(ids, about)], [overtook, overtook], {"admission.overtaken_by.high": 20}
 
 
 def everything_of(span, roots):

@@ -11,8 +11,10 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar import AdmissionMiddleware
 from sidecar.events import (
     Admitted,
     Classified,
@@ -36,13 +39,14 @@ from sidecar.events import (
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.logs.flood import FloodGuard
 from sidecar.telemetry.logs.formats import JsonFormatter, TextFormatter
-from sidecar.telemetry.logs.request_log import RequestLog
+from sidecar.telemetry.logs.request_log import AccessLog, RequestLog, access_log
 from sidecar.telemetry.logs.setup import LogSettings, log_settings, mounted_logging, own_logging
 from sidecar.telemetry.logs.writer import LineWriter
 from sidecar.telemetry.request_record import TraceIds
 from sidecar.telemetry.spans.tracer import RequestTracer
-from tests.support.middleware import KEYS, App, Guarded, chat, key, policy
+from tests.support.middleware import CHAT, KEYS, App, Guarded, chat, key, policy, write_policy
 from tests.support.serving import serving
+from tests.support.wire import exchange, post
 from tests.telemetry.span_stories import begin
 
 TRACE = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
@@ -86,11 +90,65 @@ def test_a_refusal_is_one_line_with_everything_that_is_known() -> None:
         "span_id": "b7ad6b7169203331",
         "tier": "batch",
         "tenant": "acme",
+        "model": "m",
         "code": "queue_timeout",
         "status": 503,
         "queue_wait_s": 4.0,
         "starvation_s": 1.5,
+        "duration_s": 5.0,
+        "tokens_asked": 10,
     }
+
+
+def test_the_access_log_has_every_request_once_at_level_info_and_leaves_none_out() -> None:
+    ends: list[tuple[Event, ...]] = [
+        (CLASSIFIED, ADMITTED, FirstByte(4_000_000, 200), settled(Outcome.COMPLETED)),
+        (CLASSIFIED, ADMITTED, settled(Outcome.CLIENT_LEFT)),
+        (CLASSIFIED, ADMITTED, settled(Outcome.FAILED, None, "CancelledError")),
+        (Refused(1, "draining", "stopping", 503),),
+        *[(CLASSIFIED, FULL)] * 50,
+    ]
+    with lines() as written:
+        log = RequestLog(access=AccessLog.ALL)
+        for number, events in enumerate(ends):
+            tell(log, *events, request_id=str(number))
+        log.flush()
+    found = [json.loads(line) for line in written]
+    assert [line["request_id"] for line in found] == [str(number) for number in range(len(ends))]
+    assert [line["code"] for line in found[:4]] == ["completed", "client_left", "server_stopped", "draining"]
+    assert {line["level"] for line in found[:4]} == {"info"}
+    first = found[0]
+    assert (first["event"], first["status"], first["tier"], first["tenant"]) == ("settled", 200, "batch", "acme")
+    assert (first["queue_wait_s"], first["starvation_s"], first["first_byte_s"]) == (2.0, 0.5, 4.0)
+    assert (first["duration_s"], first["tokens_asked"], first["tokens_held"], first["tokens_used"]) == (6.0, 10, 10, 25)
+
+
+@pytest.mark.parametrize("events", [(CLASSIFIED, FULL), (CLASSIFIED, ADMITTED, settled(Outcome.FAILED))])
+def test_switched_off_it_has_no_request(events: tuple[Event, ...]) -> None:
+    with lines("debug") as written:
+        log = RequestLog(access=AccessLog.OFF)
+        tell(log, *events)
+        log.flush()
+    assert written == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_shown", [True, False], ids=["with pages", "without"])
+async def test_a_mounted_middleware_has_an_access_log_by_the_environment(tmp_path: Path, is_shown: bool) -> None:
+    environment = {"SIDECAR_ACCESS_LOG": "All"}
+    with lines() as written:
+        sidecar = AdmissionMiddleware(
+            App(), write_policy(tmp_path), is_shown=is_shown, environment={**os.environ, **environment}
+        )
+        async with serving(sidecar) as served:
+            for body in (b'{"model":"m","messages":["a"]}', b"["):
+                await asyncio.wait_for(exchange(served.port, post(CHAT, body, key("acme"))), 60)
+    ended = [found for found in map(json.loads, written) if found["logger"] == "sidecar.requests"]
+    assert [(line["event"], line["tier"], line["tenant"]) for line in ended] == [
+        ("settled", "normal", "acme"),
+        ("refused", "normal", "acme"),
+    ]
+    assert ended[0].keys() >= {"request_id", "model", "status", "first_byte_s", "duration_s", "tokens_held"}
 
 
 @pytest.mark.parametrize(
@@ -406,11 +464,16 @@ def test_a_person_gets_text_and_a_container_json_unless_somebody_says_otherwise(
 
 @pytest.mark.parametrize(
     ("variable", "value", "right"),
-    [("SIDECAR_LOG_LEVEL", "loud", "debug, info, warning, error"), ("SIDECAR_LOG_FORMAT", "xml", "json, text")],
+    [
+        ("SIDECAR_LOG_LEVEL", "loud", "debug, info, warning, error"),
+        ("SIDECAR_LOG_FORMAT", "xml", "json, text"),
+        ("SIDECAR_ACCESS_LOG", "on", "off, failures, all"),
+    ],
 )
 def test_a_wrong_variable_is_said(variable: str, value: str, right: str) -> None:
+    read: Any = access_log if variable == "SIDECAR_ACCESS_LOG" else log_settings
     with pytest.raises(ValueError, match=f"{variable}: '{value}' is not one of {right}"):
-        log_settings({variable: value})
+        read({variable: value})
 
 
 def test_afterwards_the_process_logs_as_before() -> None:
@@ -421,6 +484,17 @@ def test_afterwards_the_process_logs_as_before() -> None:
     with mounted_logging({"SIDECAR_LOG_LEVEL": "debug"}, io.StringIO()):
         assert isinstance(ours.handlers[0], LineWriter)
     assert (root.handlers[:], root.level, ours.handlers[:], ours.level, ours.propagate) == before
+
+
+def test_a_warning_of_pythons_is_a_line_of_the_log_and_no_text_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    before = warnings.showwarning
+    with lines() as written, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old and slow", DeprecationWarning, stacklevel=1)
+    (line,) = map(json.loads, written)
+    assert (line["level"], line["logger"]) == ("warning", "py.warnings")
+    assert "DeprecationWarning: old and slow" in line["message"]
+    assert (capsys.readouterr().err, warnings.showwarning) == ("", before)
 
 
 def test_mounted_the_host_decides_and_gets_every_field(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,6 +36,7 @@ BOUNDED = PoolSample(
     capacity_requests=64,
     replicas=3,
     policies_rejected=2,
+    passing=1,
     aborting_requests=12,
     aborting_tokens=1300,
 )
@@ -65,6 +66,7 @@ OF_POOL = {
     "aborting.tokens": 1300,
     "replicas": 3,
     "policy.rejected": 2,
+    "passing": 1,
 }
 
 

@@ -297,6 +297,8 @@ def test_its_attributes_are_exactly_these(story: Story) -> None:
     assert spans["admission.starved"].attributes == {
         "admission.tier": "batch",
         "admission.served_ahead.high": urgent_tokens,
+        "admission.overtaken_by.high": urgent_tokens,
+        "admission.overtaken_by.high.rules": "level",
     }
     assert spans["engine"].attributes == {
         "gen_ai.provider.name": "vllm",
@@ -369,9 +371,7 @@ def test_a_refusal_is_a_span_with_its_status_and_its_reason(
     assert admission.attributes.get("error.type") == (code if is_error else None)
     assert admission.status == ("ERROR" if is_error else "UNSET")
     assert bool(admission.description) == is_error
-    assert ("admission.tier" in admission.attributes) == (
-        code not in {"invalid_api_key", "unknown_tier", "body_too_large", "draining"}
-    )
+    assert ("admission.tier" in admission.attributes) == (code not in {"invalid_api_key", "draining"})
     assert set(spans) == ({"admission.queued"} if code == "queue_timeout" else set())
     for queued in spans.values():
         assert queued.parent_id == admission.span_id

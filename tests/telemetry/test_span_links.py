@@ -100,6 +100,8 @@ def test_starving_links_to_who_overtook_and_waiting_to_who_went_in_turn():
     (bar,) = sidecar.spans("starved", "admission.starved")
     assert linked(queued) == [{"admission.tier": "batch", "admission.request_id": "first"}]
     assert linked(bar) == [{"admission.tier": "high", "admission.request_id": "urgent", "admission.rule": "level"}]
+    overtaken_by = {name: value for name, value in bar.attributes.items() if "overtaken_by" in name}
+    assert overtaken_by == {"admission.overtaken_by.high": 100, "admission.overtaken_by.high.rules": "level"}
     for link, other in ((queued.links[0], "first"), (bar.links[0], "urgent")):
         (admission,) = sidecar.spans(other, "admission")
         assert link.context.trace_id == admission.context.trace_id
@@ -107,6 +109,28 @@ def test_starving_links_to_who_overtook_and_waiting_to_who_went_in_turn():
         assert link.context.trace_flags.sampled
     (queued,) = sidecar.spans("first", "admission.queued")
     assert linked(queued) == []
+
+
+def test_all_that_overtook_are_counted_by_tier_and_rule_however_many_have_links():
+    sidecar = Sidecar()
+    starved = sidecar.arrives("starved", "batch")
+    moments = [
+        sidecar.arrives(f"r{n}", "high" if n % 2 else "normal").is_admitted(passed={"batch": rule})
+        for n, rule in enumerate(("level", "reserve", "level", "level") * MOST_LINKS)
+    ]
+    sidecar.arrives("twin", "batch").is_admitted()
+    starved.is_admitted(moments[0])
+    starved.ends()
+    (bar,) = sidecar.spans("starved", "admission.starved")
+    assert {
+        name.removeprefix("admission.overtaken_by."): bar.attributes[name] for name in bar.attributes if "by" in name
+    } == {
+        "normal": 200 * MOST_LINKS,
+        "normal.rules": "level",
+        "high": 200 * MOST_LINKS,
+        "high.rules": "reserve, level",
+        "batch": 100,
+    }
 
 
 def test_one_that_was_preempted_links_to_who_got_its_room_and_not_to_itself():

@@ -6,6 +6,8 @@ how many streams generate. `service_time` learns from it. The other engine is co
 - A shadow's first byte comes when its prompt has had its turn, and then as late as it does unloaded. Prompts are
   processed one after the other, at the learned time per token: chunked prefill shares one budget among all prompts,
   the oldest first.
+- An engine may run less than the pool admits: a shadow then waits in the engine, and may be preempted there. As many
+  run as were ever seen to generate at once: the real engine had at least as much to do.
 - It generates for as long as its request did, corrected by how many generate in either engine.
 - A request's own times are kept where the load did not lengthen them. Before a line is learned, the first byte of a
   request that came to a crowded engine is taken to be the fastest that was seen. The report says so (`doubts`).
@@ -15,6 +17,7 @@ No I/O. Times are arguments, in microseconds of the pool's clock.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -44,9 +47,9 @@ class SentRequest:
     """
 
     __slots__ = (
-        "end_us", "first_us", "generated_us", "guessed_us", "is_crowded", "is_lost", "is_stream", "level", "model",
-        "most_output", "output_tokens", "prompt_tokens", "queued_prompt", "sent_us", "sequences", "tokens",
-        "would_generate",
+        "end_us", "first_us", "generated_us", "guessed_us", "is_crowded", "is_lost", "is_running", "is_stream", "level",
+        "model", "most_output", "output_tokens", "prompt_tokens", "queued_prompt", "sent_us", "sequences",
+        "shadow_sum_us", "shadow_us", "tokens", "would_generate",
     )  # fmt: skip
 
     def __init__(
@@ -71,18 +74,35 @@ class SentRequest:
         self.sent_us = sent_us
         self.queued_prompt = 0.0
         self.generated_us = 0.0
-        self.would_generate = 0.0
+        self.would_generate = self.shadow_sum_us = 0.0
+        self.shadow_us = 0
         self.output_tokens: float | None = None
         self.first_us: int | None = None
         self.end_us: int | None = None
         self.guessed_us: float | None = None
-        self.is_crowded = self.is_lost = False
+        self.is_crowded = self.is_lost = self.is_running = False
 
     def generating_meanwhile(self) -> float:
         """How many sequences generated on average while this one did."""
         if self.first_us is None or self.end_us is None:
             return 0.0
         return self.generated_us / max(1, self.end_us - self.first_us)
+
+
+class _Generating:
+    """How many sequences generate at once, and the sum of that over time, in microseconds."""
+
+    __slots__ = ("_since_us", "now", "sum_us")
+
+    def __init__(self) -> None:
+        self.now = self._since_us = 0
+        self.sum_us = 0.0
+
+    def change(self, more: int, now_us: int) -> None:
+        """So many more, or fewer, from now on."""
+        self.sum_us += self.now * (now_us - self._since_us)
+        self.now += more
+        self._since_us = now_us
 
 
 class EngineTimes:
@@ -96,14 +116,15 @@ class EngineTimes:
         self._tokens = self._requests = 0
         self._without_first_byte: dict[SentRequest, None] = {}
         self._prompts_waiting = 0
-        self._generating = 0
-        self._generated_us = 0.0
-        self._generating_since_us = 0
+        self._real, self._shadows = _Generating(), _Generating()
         self._prompts_done_us = 0.0
-        self._shadows_generating = 0
+        self._wholes = self._most_running = 0
+        self._shadows_running = 0
+        self._shadows_in_line: dict[SentRequest, asyncio.Future[None]] = {}
         self._holds: dict[int, ShadowHolds] = {}
         self._arrivals: dict[int, Arrivals] = {}
         self._period_us = 0
+        self._learned: asyncio.Future[None] | None = None
 
     # -- the real engine
 
@@ -134,6 +155,8 @@ class EngineTimes:
             request.queued_prompt = request.prompt_tokens + self._prompts_waiting - half
             self._without_first_byte[request] = None
             self._prompts_waiting += request.prompt_tokens
+        else:
+            self._wholes += request.sequences
         return request
 
     def first_byte(self, request: SentRequest, now_us: int, *, is_served: bool) -> None:
@@ -145,12 +168,13 @@ class EngineTimes:
         if not request.is_stream:
             return
         if is_served:
-            request.model.saw_first_byte(now_us - request.sent_us)
+            delay_us = now_us - request.sent_us
+            request.model.saw_first_byte(request.queued_prompt, delay_us, is_crowded=request.is_crowded)
         if is_served and not request.is_crowded:
             is_alone = request.queued_prompt == request.prompt_tokens
             request.model.learn_first_byte(request.queued_prompt, now_us - request.sent_us, is_alone=is_alone)
         self._count_generating(request.sequences, now_us)
-        request.generated_us = -self._generated_us
+        request.generated_us = -self._real.sum_us
 
     def ended(self, request: SentRequest, now_us: int, output_tokens: int | None, *, is_complete: bool) -> None:
         """The request is over. Only from a complete response something is learned."""
@@ -164,7 +188,9 @@ class EngineTimes:
             arrivals.ended(now_us)
         if request.is_stream and request.first_us is not None:
             self._count_generating(-request.sequences, now_us)
-            request.generated_us += self._generated_us
+            request.generated_us += self._real.sum_us
+        elif not request.is_stream:
+            self._wholes -= request.sequences
         if is_complete and output_tokens is not None and request.first_us is not None:
             self._learn(request, output_tokens / request.sequences)
 
@@ -186,6 +212,9 @@ class EngineTimes:
             holds.guessed_and_known += 1
             holds.guessed_s += request.guessed_us / 1e6
             holds.known_s += (self._own_generating_us(request) if request.is_stream else self._typical(request)) / 1e6
+        if self._learned is not None:
+            self._learned.set_result(None)
+            self._learned = None
 
     def _prompt_done(self, request: SentRequest) -> None:
         if request in self._without_first_byte:
@@ -193,9 +222,10 @@ class EngineTimes:
             self._prompts_waiting -= request.prompt_tokens
 
     def _count_generating(self, more: int, now_us: int) -> None:
-        self._generated_us += self._generating * (now_us - self._generating_since_us)
-        self._generating += more
-        self._generating_since_us = now_us
+        self._real.change(more, now_us)
+        if self._real.now + self._wholes > self._most_running:
+            self._most_running = self._real.now + self._wholes
+            self._fill()
 
     def _is_crowded(self, now_us: int) -> bool:
         """Whether more is under way than the pool has room for. The other replicas are taken to have as much each."""
@@ -213,6 +243,37 @@ class EngineTimes:
         return model
 
     # -- the engine that the pool would leave
+
+    def enter(self, request: SentRequest) -> asyncio.Future[None]:
+        """A shadow enters the engine, and runs there when this is done. It ends with `leave`."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._shadows_in_line[request] = place
+        self._fill()
+        return place
+
+    def run_now(self, request: SentRequest) -> None:
+        """It runs although others seem to fill the engine: its request has begun there."""
+        if (place := self._shadows_in_line.pop(request, None)) is not None:
+            request.is_running = True
+            self._shadows_running += request.sequences
+            place.set_result(None)
+
+    def leave(self, request: SentRequest) -> None:
+        """It has left the engine, or the line before it."""
+        self._shadows_in_line.pop(request, None)
+        if request.is_running:
+            request.is_running = False
+            self._shadows_running -= request.sequences
+        self._fill()
+
+    def _fill(self) -> None:
+        """Those in line run, as far as the engine is known to run so many."""
+        while self._shadows_in_line:
+            request = next(iter(self._shadows_in_line))
+            most, running = self._most_running, self._shadows_running
+            if most and running and running + request.sequences > most:
+                return
+            self.run_now(request)
 
     def prompt_begins_us(self, request: SentRequest, granted_us: int) -> float:
         """When the prompt of a shadow that is granted now has its turn."""
@@ -245,11 +306,17 @@ class EngineTimes:
         typical_us = self._typical(request)
         return max(granted_us + (own_us or 0), begins_us + typical_us) if typical_us else None
 
-    def generates(self, request: SentRequest, more: int) -> None:
-        """A shadow begins to generate (1), or ends (-1)."""
-        self._shadows_generating += more * request.sequences
-        if more > 0:
-            request.would_generate = self._shadows_generating
+    def generates(self, request: SentRequest, now_us: int) -> None:
+        """A shadow begins to generate: as many beside it are expected as do now."""
+        self._shadows.change(request.sequences, now_us)
+        request.would_generate = self._shadows.now
+        request.shadow_us, request.shadow_sum_us = now_us, self._shadows.sum_us
+
+    def generated(self, request: SentRequest, now_us: int) -> None:
+        """It ends: so many did on average."""
+        self._shadows.change(-request.sequences, now_us)
+        if now_us > request.shadow_us:
+            request.would_generate = (self._shadows.sum_us - request.shadow_sum_us) / (now_us - request.shadow_us)
 
     def generating_us(self, request: SentRequest) -> float | None:
         """How long the shadow generates: corrected from the request's own time, or else guessed. None: not known."""
@@ -263,6 +330,12 @@ class EngineTimes:
             return None
         return max(0.0, output_tokens - 1) * per_token_us
 
+    def learned(self) -> asyncio.Future[None]:
+        """Is done when a response has ended of which something was learned. Shared: do not cancel it."""
+        if self._learned is None:
+            self._learned = asyncio.get_running_loop().create_future()
+        return self._learned
+
     def guessed(self, request: SentRequest, generating_us: float) -> None:
         """A shadow generates for a time that was drawn."""
         request.guessed_us = generating_us if request.is_stream else self._typical(request)
@@ -272,7 +345,7 @@ class EngineTimes:
         if request.first_us is None or request.end_us is not None or not request.would_generate:
             return False
         self._count_generating(0, now_us)
-        did = (request.generated_us + self._generated_us) / max(1, now_us - request.first_us)
+        did = (request.generated_us + self._real.sum_us) / max(1, now_us - request.first_us)
         return request.model.tokens.stretch(request.would_generate, did) < 1
 
     def _own_generating_us(self, request: SentRequest) -> float:
@@ -290,14 +363,14 @@ class EngineTimes:
             if line is not None:
                 return line.at(prompt)
             # Its own first byte was delayed by the load. The fastest that was seen is nearer, until more is learned.
-            return (model.fastest_us or 0.0) if request.is_crowded else 0.0
+            return model.fastest_us(prompt) if request.is_crowded else 0.0
         output_tokens = self._output(request)
         if output_tokens is None:
             return 0.0
         whole_us = model.wholes.at(prompt, output_tokens)
         if whole_us is not None:
             return whole_us
-        per_token_us = model.tokens.at(self._shadows_generating + request.sequences)
+        per_token_us = model.tokens.at(self._shadows.now + request.sequences)
         return 0.0 if line is None or per_token_us is None else line.at(prompt) + output_tokens * per_token_us
 
     def _output(self, request: SentRequest) -> float | None:
@@ -315,7 +388,8 @@ class EngineTimes:
         holds.guessed += is_guessed
         holds.left += is_left
         holds.lost += request.is_lost and not is_left
-        is_known = request.model.first_byte is not None if request.is_stream else self._typical(request) > 0
+        model, prompt = request.model, request.prompt_tokens
+        is_known = model.knows_first_byte(prompt) if request.is_stream else self._typical(request) > 0
         did = request.generating_meanwhile()
         would = request.would_generate
         is_stretched = would > 0 and did > 1.5 * would and not request.model.tokens.knows(would)

@@ -53,7 +53,7 @@ from sidecar.middleware.event_reporter import reporter_of
 from sidecar.middleware.forwarding import forwarded_scope
 from sidecar.middleware.intake import RequestIntake, SizedRequest
 from sidecar.middleware.request_gain import AnswerReader
-from sidecar.middleware.response_headers import id_headers, request_id
+from sidecar.middleware.response_headers import differences, id_headers, request_id
 from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant
@@ -177,7 +177,9 @@ class RequestWatcher:
         self._request_id = request_id(headers)
         self._received_us = received_us
         now_us = controller.pool.now_us
-        self._reporter = reporter_of(controller.observer, scope, headers, self._request_id, received_us, now_us)
+        names = self._snapshot.names_read[tuple(headers)]
+        self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
+        self._reporter = reporter_of(controller.observer, scope, headers, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
         self._reader: AnswerReader = self._usage
         self._shadow: ShadowRequest | None = None
@@ -185,10 +187,8 @@ class RequestWatcher:
         self._status: int | None = None
         self._disconnected = self._is_answered = self._is_over = False
         self._found: SizedRequest | AdmissionError | None = None
-        names = self._snapshot.names_read[tuple(headers)]
-        self._intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
         try:
-            self._intake.check_head(scope["headers"], client)
+            self._intake.check_head(scope["headers"], client, scope.get("query_string", b""))
         except (IssuerUnavailable, TenantsUnavailable) as missing:  # enforcing would have waited, or said so
             self._found = missing
             self._report(ShadowResult(Verdict.UNKNOWN, missing.code, None))
@@ -229,7 +229,9 @@ class RequestWatcher:
         named = id_headers(self._request_id, of_app, self._endpoint.api)
         if not isinstance(self._found, SizedRequest):
             return (_MODE, *named)
-        return (_MODE, (b"x-admission-tier", self._snapshot.tier_names[self._found.classification.level]), *named)
+        tiers = self._snapshot.tier_names
+        tier = (b"x-admission-tier", tiers[self._found.classification.level])
+        return (_MODE, tier, *differences(self._found, tiers), *named)
 
     def on_end(self, error: BaseException | None, *, is_complete: bool) -> None:
         """The app has returned, or the last byte is out. `error` is what the app raised."""
@@ -357,7 +359,8 @@ class RequestWatcher:
         return Outcome.FAILED, "incomplete_response" if error is None else type(error).__name__
 
     def _report(self, result: ShadowResult) -> None:
-        found, tenant, policy = self._found, self._intake.tenant, self._snapshot.policy
+        found, intake, policy = self._found, self._intake, self._snapshot.policy
+        clamped_from = found.classification.clamped_from if isinstance(found, SizedRequest) else None
         wait = result.wait or _NO_WAIT
         observed = Observed(
             at_us=self._now_us() if result.wait is None else wait.at_us,
@@ -366,13 +369,14 @@ class RequestWatcher:
             verdict=result.verdict,
             received_us=self._received_us,
             code=result.code,
-            tier=policy.tiers[found.classification.level].name if isinstance(found, SizedRequest) else None,
-            tenant=None if tenant is None else tenant.name,
+            tier=policy.tiers[found.classification.level].name if isinstance(found, SizedRequest) else intake.tier,
+            tenant=None if intake.tenant is None else intake.tenant.name,
             queue_wait_us=wait.queue_wait_us,
             starvation_us=wait.starvation_us,
             served_ahead=wait.served_ahead,
             path=self._endpoint.path,
             client=self._client,
+            clamped_from=None if clamped_from is None else policy.tiers[clamped_from].name,
         )
         if not self._is_over:
             self._reporter.observed(observed)

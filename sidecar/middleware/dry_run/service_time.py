@@ -52,6 +52,8 @@ Where more was under way than the pool has room for, it need not be so many time
 """
 UNLOADED_MORE_US = 20_000
 """And by at least so much: the event loop of a busy process is as late."""
+HARDLY_LONGER = 2.0
+"""A prompt up to so many times as long has its first byte within so many times the same time."""
 SAME = 0.1
 """Two times per token that differ by less are the same: medians of few samples differ by as much."""
 
@@ -136,18 +138,19 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
 class TokenTimes:
     """The time per token of streams, by the number of sequences that generate at once."""
 
-    __slots__ = ("_points", "_samples", "_stale")
+    __slots__ = ("_learned", "_points", "_samples", "_stale")
 
     def __init__(self) -> None:
         self._samples = SizeClasses()
         self._points: list[tuple[float, float]] = []
-        self._stale = ENOUGH
+        self._learned = self._stale = 0
 
     def learn(self, generating: float, per_token_us: float) -> None:
         """One stream: how many generated meanwhile, on average, and its time per token."""
         self._samples.add(generating, per_token_us)
+        self._learned += 1
         self._stale -= 1
-        if self._stale <= 0:
+        if self._stale <= 0 or self._learned < ENOUGH:  # before the first few, each says more than all before it
             self._points, self._stale = self._samples.points(), REFIT_AFTER
 
     def at(self, generating: float) -> float | None:
@@ -245,13 +248,19 @@ class OutputLengths:
         return float(self._luck.choice(self._lengths))
 
 
+class _FirstByte(NamedTuple):
+    delay_us: float
+    prompt_tokens: float
+    is_crowded: bool
+
+
 class ModelTimes:
     """What is learned of one model."""
 
-    __slots__ = ("_line", "_stale", "fastest_us", "first_bytes", "lengths", "tokens", "wholes")
+    __slots__ = ("_fastest", "_line", "_stale", "first_bytes", "lengths", "tokens", "wholes")
 
     def __init__(self) -> None:
-        self.fastest_us: float | None = None
+        self._fastest: _FirstByte | None = None
         self.first_bytes = SizeClasses()
         self.tokens = TokenTimes()
         self.wholes = WholeTimes()
@@ -259,10 +268,24 @@ class ModelTimes:
         self._line: Line | None = None
         self._stale = ENOUGH
 
-    def saw_first_byte(self, delay_us: float) -> None:
+    def saw_first_byte(self, prompt_tokens: float, delay_us: float, *, is_crowded: bool) -> None:
         """Any first byte of a stream: unloaded, none is later than the fastest of the same prompt."""
-        if self.fastest_us is None or delay_us < self.fastest_us:
-            self.fastest_us = delay_us
+        if self._fastest is None or delay_us < self._fastest.delay_us:
+            self._fastest = _FirstByte(delay_us, prompt_tokens, is_crowded)
+
+    def fastest_us(self, prompt_tokens: float) -> float:
+        """The first byte of a prompt as the fastest one that was seen has it, 0 before any; longer for a longer one."""
+        fastest = self._fastest
+        if fastest is None:
+            return 0.0
+        return fastest.delay_us * max(1.0, prompt_tokens / max(1.0, fastest.prompt_tokens))
+
+    def knows_first_byte(self, prompt_tokens: float) -> bool:
+        """Whether it was learned how long a prompt takes unloaded, or seen of one that is hardly shorter."""
+        fastest = self._fastest
+        if self._line is not None or fastest is None or fastest.is_crowded:
+            return self._line is not None
+        return prompt_tokens <= HARDLY_LONGER * fastest.prompt_tokens
 
     def learn_first_byte(self, prompt_tokens: float, delay_us: float, *, is_alone: bool) -> None:
         """A first byte that no other request delayed but those whose prompts are counted in; alone, there are none."""

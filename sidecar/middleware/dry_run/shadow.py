@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -137,6 +138,8 @@ class ShadowRequest:
             ask = msgspec.structs.replace(ask, request=hash(self._request))
             self._request.drop_body()
             lease = await enter_pool(self._pool, ask, self._request.classification, self._usage)
+            if self._request.expected is not None:
+                lease.size_now = partial(self._request.expect, self._sizes, self._pool)
             await self._pass_through(lease)
         except AdmissionError as refusal:
             self._end(Verdict.REFUSED, refusal.code, None)
@@ -161,6 +164,7 @@ class ShadowRequest:
                     lease.prefilled()
                 if first_us is not None or not self._preempted.done() or self._disconnected.done():
                     break
+                self._times.leave(self._sent)
                 self._holds, self._preempted = False, asyncio.get_running_loop().create_future()
                 # As when enforcing: only the client may limit the second wait.
                 grant = await self._wait(lease, lease.requeue(), request.max_wait_s)
@@ -170,6 +174,7 @@ class ShadowRequest:
                 self._end(Verdict.ADMITTED, None, grant)
                 await self._hold(grant, first_us)
         finally:
+            self._times.leave(self._sent)
             if not lease.settle(self._used):
                 lease.leave()
 
@@ -202,8 +207,11 @@ class ShadowRequest:
 
         None as well where the request ended without one, and nothing is known of such requests.
         """
-        times, sent = self._times, self._sent
-        begins_us = times.prompt_begins_us(sent, grant.at_us)
+        times, sent, granted_us = self._times, self._sent, grant.at_us
+        runs_us = await self._enter_engine(grant)
+        if grant.queue_wait_us:  # its request's own time in the engine's queue says nothing of this one
+            granted_us = runs_us
+        begins_us = times.prompt_begins_us(sent, runs_us)
         if not self._begun.done():
             latest_us = times.unloaded_until_us(sent)
             timeout_s = None if latest_us is None else self._left_s(latest_us)
@@ -211,7 +219,7 @@ class ShadowRequest:
             await asyncio.wait(waits_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if self._preempted.done():
             return None
-        first_us = times.first_byte_us(sent, grant.at_us, begins_us)
+        first_us = times.first_byte_us(sent, granted_us, begins_us)
         if first_us is None or (self._disconnected.done() and first_us > self._pool.now_us()):
             return None
         if left_s := self._left_s(first_us):
@@ -222,6 +230,18 @@ class ShadowRequest:
                 return None
         return None if self._preempted.done() else first_us
 
+    async def _enter_engine(self, grant: Grant) -> int:
+        """Returns when the shadow runs in the engine, with the moment; or when it was preempted or left before."""
+        times, place = self._times, self._times.enter(self._sent)
+        if place.done():
+            return grant.at_us
+        own = () if grant.queue_wait_us else (self._begun,)
+        await self._until(None, place, self._preempted, self._disconnected, *own)
+        if place.done() or self._preempted.done() or self._disconnected.done():
+            return self._pool.now_us()
+        times.run_now(self._sent)
+        return grant.at_us
+
     async def _hold(self, grant: Grant, first_us: float | None) -> None:
         """Holds the lease for as long as the request would take, from the grant on; or until the client disconnects."""
         times, sent = self._times, self._sent
@@ -231,11 +251,11 @@ class ShadowRequest:
                 await self._until(grant.at_us + sent.end_us - sent.sent_us)
             times.held(sent, is_guessed=False, is_left=False)
             return
-        times.generates(sent, 1)
+        times.generates(sent, self._pool.now_us())
         try:
             is_guessed = await self._generate(first_us)
         finally:
-            times.generates(sent, -1)
+            times.generated(sent, self._pool.now_us())
         times.held(sent, is_guessed=is_guessed, is_left=self._disconnected.done())
         if self._follows and not self._ended.done():
             await self._until(None, self._ended, self._disconnected)
@@ -243,7 +263,10 @@ class ShadowRequest:
     async def _generate(self, first_us: float) -> bool:
         """Returns at the shadow's last byte: whether its time was guessed."""
         times, sent = self._times, self._sent
-        guess_us = None if self._ended.done() and not sent.is_lost else times.generating_us(sent)
+        ends = (self._ended, self._disconnected)
+        while (guess_us := self._guess_us()) is None and not any(end.done() for end in ends):
+            # Its own end may be far off: the engine does what the pool would not have admitted yet.
+            await self._until(None, times.learned(), *ends)
         if guess_us is not None:
             if not self._generates_now() and not sent.is_lost and not self._disconnected.done():
                 await self._until(first_us + guess_us * SLIGHTLY, self._begun)
@@ -260,6 +283,10 @@ class ShadowRequest:
         if self._ended.done() and (lasts_us := times.generating_us(sent)) is not None:
             await self._until(first_us + lasts_us)
         return False
+
+    def _guess_us(self) -> float | None:
+        """How long it generates, where its request does not say; None where nothing is known of it."""
+        return None if self._ended.done() and not self._sent.is_lost else self._times.generating_us(self._sent)
 
     def _generates_now(self) -> bool:
         """Whether the response's first byte has come."""

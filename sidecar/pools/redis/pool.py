@@ -395,8 +395,7 @@ class RedisPool:
         self._batches.forget_charges()
         self._batches.wake_after(None)
         known = None if is_refused else self._known.at_loss(self._sizes.policy.replicas if divides else None)
-        if self._outage is None:
-            self._outage = self._new_outage(known, is_refused=is_refused)
+        self._outage = self._outage or self._new_outage(known, is_refused=is_refused)
         self._outage.pause(is_paused=self._is_cut_off)
         if self._outage.partition is None:
             self._outage.begin(known)
@@ -428,13 +427,14 @@ class RedisPool:
 
     def _apply(self, lines: protocol.Lines | protocol.Reply, now_us: int) -> None:
         for lease_id, wait in lines.grants:
-            lease = self._leases.get(lease_id)
-            returns = wait.returns if wait else 0  # else it is an earlier grant, heard of late
-            if lease is not None and lease.grant is None and returns == lease.returns:
+            lease = self._leases.get(lease_id)  # an earlier grant may be heard of late
+            if lease is not None and lease.grant is None and lease.returns == (wait.returns if wait else 0):
+                asks_again = lease.has_grown() or self._is_cut_off
                 self._known.hold(lease.ask.tokens, lease.ask.requests)
-                if not self._is_cut_off:
-                    lease.granted(self._grant(lease, wait, now_us))
-                else:  # the store had not heard yet that this replica cannot reach the engine
+                if not asks_again:
+                    if lease.granted(self._grant(lease, wait, now_us)):
+                        self._batches.wake()
+                else:  # the store had not heard yet of its size, or that the engine cannot be reached
                     lease.returns += 1
                     self._batches.requeue(lease, now_us - lease.entered_us, is_handed_back=True)
         for lease_id, returns in lines.victims:

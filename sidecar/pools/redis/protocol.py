@@ -20,23 +20,12 @@ from sidecar.pools.base import Ask
 from sidecar.scheduling import Rule
 from sidecar.scheduling.placement import EngineOffer, Found
 from sidecar.scheduling.rate_limit import ExceededLimit, Limit
+from sidecar.version import store_layout
 
 TIER_FIELDS = [field.name for field in fields(TierRules) if field.name not in ("name", "level")]
 TIER_FIELDS.insert(TIER_FIELDS.index("preemptible"), "max_waiting")
 """The figures of a tier in the rules' text, in order: those of `TierRules` and `Tier.max_waiting`. Lua reads them by
 these names in capitals: `rule[RESERVE_TOKENS]`. So a new field of `TierRules` reaches Lua by itself."""
-
-
-def layout(*, has_engines: bool, is_by_gain: bool) -> str:
-    """Goes up when what the keys hold changes: replicas of two versions then keep two pools, and no broken one.
-
-    The keys of several engines hold more, so a pool that gets its first engines is another one. Another order is
-    another pool, too, and needs a restart.
-    """
-    if is_by_gain:
-        return "gain-engines-4" if has_engines else "gain-4"
-    return "engines-5" if has_engines else "9"
-
 
 BEAT_S = 2.0
 """A replica calls at least this often. The script knows the same figure."""
@@ -83,7 +72,7 @@ Argument = str | bytes | int
 
 def root_key(pool: str, *, has_engines: bool = False, is_by_gain: bool = False) -> str:
     """The key that everything of a pool begins with; the braces keep it on one node of a cluster."""
-    return f"admission:{layout(has_engines=has_engines, is_by_gain=is_by_gain)}:{{{pool}}}"
+    return f"admission:{store_layout(has_engines=has_engines, is_by_gain=is_by_gain)}:{{{pool}}}"
 
 
 def tenants_key(pool: str) -> str:

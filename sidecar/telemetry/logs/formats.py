@@ -22,6 +22,7 @@ FIELDS = (
     "pool",
     "tier",
     "tenant",
+    "model",
     "engine",
     "code",
     "status",
@@ -29,7 +30,10 @@ FIELDS = (
     "starvation_s",
     "preemptions",
     "engine_lost_s",
+    "first_byte_s",
     "duration_s",
+    "tokens_asked",
+    "tokens_held",
     "tokens_used",
     "left_out",
 )

@@ -1,14 +1,19 @@
-"""The log of requests: one line for each refusal, failure and disconnect, none for a request that succeeds.
+"""The log of requests: one line for each refusal, failure and disconnect, and none for a request that succeeds.
+
+Or one for each request that has ended, an access log; or none at all: see `AccessLog`.
 
 The lines go to the logger `sidecar.requests` with everything about the request as fields of the record (`extra`), so
 that a host's own formatter can show them; `formats` has ours. Of each tier and code only a few lines are written a
-second; a further line then says how many were left out. At DEBUG every settled request is a line as well.
+second; a further line then says how many were left out, but in the access log. At DEBUG every settled request is a
+line as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from enum import Enum
 from typing import Any, NamedTuple
 
 from sidecar.events import FIRST_FAILURE, Admitted, Outcome, Refused, Settled, UnguardedRequest
@@ -20,6 +25,8 @@ REQUESTS = "sidecar.requests"
 MOST_MESSAGE = 500
 """Characters of a refusal's message in a line."""
 
+ACCESS_VARIABLE = "SIDECAR_ACCESS_LOG"
+
 _DRAINING, _STOPPED = "draining", "server_stopped"
 
 Fields = dict[str, Any]
@@ -27,6 +34,22 @@ Fields = dict[str, Any]
 
 # Looked up once: an enumeration's attribute costs as much as a call.
 _COMPLETED, _, _FAILED = Outcome
+
+
+class AccessLog(str, Enum):
+    """Which requests have a line."""
+
+    OFF = "off"
+    FAILURES = "failures"
+    ALL = "all"
+
+
+def access_log(environment: Mapping[str, str]) -> AccessLog:
+    """What the environment says, else `failures`. Raises ValueError."""
+    written = environment.get(ACCESS_VARIABLE, "").strip().lower()
+    if written and written not in list(AccessLog):
+        raise ValueError(f"{ACCESS_VARIABLE}: {written!r} is not one of {', '.join(AccessLog)}")
+    return AccessLog(written or AccessLog.FAILURES)
 
 
 class LineKind(NamedTuple):
@@ -40,10 +63,19 @@ class LineKind(NamedTuple):
 class RequestLog:
     """A listener. One per process; use it from one event loop. `flush` at the end writes the last counts."""
 
-    def __init__(self, logger: logging.Logger | None = None, flood: FloodGuard[LineKind] | None = None) -> None:
+    def __init__(
+        self,
+        logger: logging.Logger | None = None,
+        flood: FloodGuard[LineKind] | None = None,
+        *,
+        access: AccessLog = AccessLog.FAILURES,
+    ) -> None:
         self._logger = logging.getLogger(REQUESTS) if logger is None else logger
-        self.writes = self._logger.isEnabledFor
-        """Whether lines of a level are written now: at DEBUG every request has one, else only one that fails."""
+        self.has_all = access is AccessLog.ALL
+        self.success_level = logging.INFO if self.has_all else logging.DEBUG
+        """That of the line of a request which did not fail."""
+        self.writes = self._writes_nothing if access is AccessLog.OFF else self._logger.isEnabledFor
+        """Whether lines of a level are written now."""
         self._flood: FloodGuard[LineKind] = FloodGuard() if flood is None else flood
         self._timer: asyncio.TimerHandle | None = None
         self.handlers: EventHandlers = {Refused: self._refused, Settled: self._settled}
@@ -63,13 +95,16 @@ class RequestLog:
         """One line, or one more that is left out. Fields that are None are left out."""
         if not self.writes(level):
             return
-        if self._flood.allows(LineKind(fields["event"], fields.get("tier") or "", fields["code"])):
+        if self.has_all or self._flood.allows(LineKind(fields["event"], fields.get("tier") or "", fields["code"])):
             self._write(level, message, arguments, fields)
         elif self._timer is None:
             try:
                 self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self.flush)
             except RuntimeError:  # outside of an event loop the caller flushes at the end
                 return
+
+    def _writes_nothing(self, _level: int) -> bool:
+        return False
 
     def _write(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         extra = {name: value for name, value in fields.items() if value is not None}
@@ -82,7 +117,7 @@ class RequestLog:
             "event": "abandoned" if is_abandoned else "refused",
             "code": event.code,
             "status": event.status,
-            **_request_fields(record, event),
+            **_request_fields(record, event, event.at_us),
         }
         if event.status is None:
             self.write_bounded(logging.INFO, "request %s: %s", (record.request_id, message), fields)
@@ -90,7 +125,7 @@ class RequestLog:
         # An error of the client's is the client's concern; a refusal for lack of room is the operator's. A server that
         # stops has lines of its own, with the number of the requests.
         level = logging.WARNING if event.status >= 500 else logging.INFO
-        level = logging.DEBUG if event.code == _DRAINING else level
+        level = self.success_level if event.code == _DRAINING else level
         arguments = (record.request_id, event.status, event.code, message)
         self.write_bounded(level, "request %s refused with %d %s: %s", arguments, fields)
 
@@ -103,22 +138,22 @@ class RequestLog:
         else:
             is_failure = event.outcome is _FAILED or event.error is not None
         writes = self.writes
-        if not is_failure and not writes(logging.DEBUG):
+        if not is_failure and not writes(self.success_level):
             return
-        failure = _failure(event)
+        failure, classified, held = _failure(event), record.classified, event.held_tokens
         fields = {
             "event": "settled" if failure is None else "failed",
             "code": event.outcome._value_ if failure is None else failure,
             "status": event.status,
-            **_request_fields(record, record.admitted),
-            "duration_s": round((event.at_us - record.at_us) / 1e6, 6),
+            **_request_fields(record, record.admitted, event.at_us),
+            "tokens_held": classified.tokens if held is None and classified is not None else held,
             "tokens_used": event.tokens_used,
         }
         if failure is None:
-            self._write(logging.DEBUG, "request %s %s", (record.request_id, fields["code"]), fields)
+            self._write(self.success_level, "request %s %s", (record.request_id, fields["code"]), fields)
         else:
             arguments = (record.request_id, failure_description(event.outcome, event.status, event.error))
-            level = logging.DEBUG if failure == _STOPPED else logging.WARNING
+            level = self.success_level if failure == _STOPPED else logging.WARNING
             self.write_bounded(level, "request %s failed: %s", arguments, fields)
 
 
@@ -142,23 +177,31 @@ class UnguardedLog:
             self._log.write_bounded(logging.WARNING, "request %s refused with %d %s: %s", arguments, fields)
 
 
-def _request_fields(record: RequestRecord, wait: Admitted | Refused | None) -> Fields:
-    """The request's ids, its tier and tenant, its wait where it waited, and its preemptions where it had any."""
-    trace, classified = record.trace, record.classified
+def _request_fields(record: RequestRecord, wait: Admitted | Refused | None, ended_us: int) -> Fields:
+    """Who asked for what, how long it took, its wait where it waited, and its preemptions where it had any."""
+    trace, classified, first_byte = record.trace, record.classified, record.first_byte
     fields: Fields = {
         "request_id": record.request_id,
         "trace_id": None if trace is None else f"{trace.trace_id:032x}",
         "span_id": None if trace is None else f"{trace.span_id:016x}",
-        "tier": None if classified is None else classified.tier,
+        "tier": record.tier,
         "tenant": record.tenant,
+        "model": None if classified is None else classified.model,
+        "first_byte_s": None if first_byte is None else _seconds(first_byte.at_us - record.at_us),
+        "duration_s": _seconds(ended_us - record.at_us),
+        "tokens_asked": None if classified is None else classified.tokens,
     }
     if wait is not None and wait.queue_wait_us:
         fields |= {"queue_wait_s": wait.queue_wait_us / 1e6, "starvation_s": wait.starvation_us / 1e6}
-    if isinstance(wait, Admitted) and wait.engine is not None:  # of several: which one failed
+    if isinstance(wait, Admitted) and wait.engine is not None:  # of several
         fields["engine"] = wait.engine
     if preemptions := record.preemptions:
         fields |= {"preemptions": preemptions, "engine_lost_s": record.engine_lost_us / 1e6}
     return fields
+
+
+def _seconds(us: int) -> float:
+    return round(us / 1e6, 6)
 
 
 def _failure(event: Settled) -> str | None:

@@ -44,11 +44,15 @@ def log_settings(
 def own_logging(settings: LogSettings, stream: TextIO | None = None) -> Iterator[None]:
     """Takes over the logging of the process while the block runs: every logger's lines go to standard error.
 
-    Of other libraries' loggers only warnings are written, and errors.
+    Of other libraries' loggers only warnings are written, and errors. Python's own warnings are lines, too.
     """
     others = max(logging.WARNING, _number(settings.level))
     with _written(logging.getLogger(), settings, others, stream), _leveled(OURS, _number(settings.level)):
-        yield
+        logging.captureWarnings(True)
+        try:
+            yield
+        finally:
+            logging.captureWarnings(False)
 
 
 @contextmanager

@@ -292,8 +292,9 @@ class TierSample:
 class PoolSample:
     """The whole pool. `replicas`, and how many policy `generations` they run, are None where it is not shared.
 
-    `policies_rejected` counts since the process began. `aborting` is what this process holds for requests that have
-    ended. `engine_up` is 1 where this process can use the engine, 0 where it cannot, None where that is not looked at.
+    `policies_rejected` counts since the process began. `passing` is 1 in `mode: pass`. `aborting` is what this process
+    holds for requests that have ended.
+    `engine_up` is 1 where this process can use the engine, 0 where it cannot, None where that is not looked at.
     `engines` are those of a pool of several; `no_engine_fits_s` sums up since the process began for how long a request
     fitted such a pool and waited for an engine, None where that is not counted. `lease_sizes` are there where output
     lengths are learned, `engine_speeds` where service gain is measured.
@@ -305,6 +306,7 @@ class PoolSample:
     capacity_requests: int | None = None
     replicas: int | None = None
     policies_rejected: int = 0
+    passing: int = 0
     generations: int | None = None
     aborting_requests: int = 0
     aborting_tokens: int = 0
@@ -378,6 +380,7 @@ POOL_GAUGES = (
         "Different policies that the pool's processes run: more than 1 in a roll-out, or where one stands still.",
         "{policy}",
     ),
+    Gauge(semconv.PASSING, "passing", "1 while every request passes untouched (mode: pass), else 0.", ""),
     Gauge(semconv.ENGINE_UP, "engine_up", "1 while the engine that the policy names answers, else 0.", ""),
 )
 POLICY_REJECTED = Gauge(

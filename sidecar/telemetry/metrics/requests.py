@@ -36,7 +36,7 @@ from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engin
 
 logger = logging.getLogger(__name__)
 
-GAVE_UP = frozenset(("client_left", "canceled"))
+GAVE_UP = frozenset(("client_left", "canceled", "passed"))
 """The codes of `Refused` that are not the middleware's refusal."""
 PASSED, REFUSED, FAILED = "passed", "refused", "failed"
 RATIOS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
@@ -268,11 +268,10 @@ class RequestMetrics:
 
     def _refused(self, record: RequestRecord, event: Refused) -> None:
         self._end_queued(record)
-        classified, gave_up, counters = record.classified, event.code in GAVE_UP, self.counters
-        tier = "" if classified is None else classified.tier
+        gave_up, counters, tier, tenant = event.code in GAVE_UP, self.counters, record.tier or "", record.tenant
         add(counters.abandoned if gave_up else counters.refused, (tier, event.code))
-        if classified is not None and not gave_up:
-            counters.tenants.known[classified.tenant].counts.refused += 1
+        if tenant is not None and not gave_up:
+            counters.tenants.note_request(tenant, 0, event.at_us).counts.refused += 1
         if event.gain is not None:
             self._note_gain(tier, event.gain)
         if event.queue_wait_us > 0:

@@ -37,9 +37,9 @@ CLIENTS_ERRORS = 400
 SERVERS_ERRORS = 500
 """From which status on an answer is an error of a CLIENT span, and of a SERVER span: the HTTP conventions' rule."""
 
-CANCELED, UNREACHABLE = "canceled", "engine_unreachable"
-ABANDONED = frozenset({Outcome.CLIENT_LEFT.value, CANCELED})
-"""The codes of `Refused` without an answer: the client disconnected, or the server stopped."""
+CANCELED, PASSED, UNREACHABLE = "canceled", "passed", "engine_unreachable"
+ABANDONED = frozenset({Outcome.CLIENT_LEFT.value, CANCELED, PASSED})
+"""The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class RequestSpans:
         self._received_us, self._received_wall_ns = received.at_us, received.wall_ns
         self._admission = admission
         self._engines: list[OpenSpan] = []
-        self._links: WaitLinks = ((), ())
+        self._links = WaitLinks((), (), {})
         self.classified: Classified | None = None
 
     @property
@@ -199,11 +199,11 @@ class RequestSpans:
         start_us = None
         if record.lost:
             start_us = self._draw_lost(record.lost, tier)
-        in_turn, overtook = self._links
+        in_turn, overtook, overtaken_by = self._links
         self._draw_wait(tier, record.queued, start_us, waited, in_turn)
         if waited.starvation_us > 0 and waited.overtaken_at_us is not None:
-            served_ahead = _of_served_ahead(waited)
-            self._draw(semconv.STARVED, waited.overtaken_at_us, waited.at_us, {**tier, **served_ahead}, overtook)
+            written = {**tier, **_of_served_ahead(waited), **overtaken_by}
+            self._draw(semconv.STARVED, waited.overtaken_at_us, waited.at_us, written, overtook)
 
     def _draw_lost(self, lost: Sequence[PreemptedAttempt], tier: Attributes) -> int | None:
         """The admissions that were taken back, and the waits before them. Returns when the last was."""
@@ -335,6 +335,8 @@ def _of_refusal(event: Refused, classified: Classified | None) -> Attributes:
         attributes[semconv.HTTP_RESPONSE_STATUS_CODE] = event.status
     if classified is None and event.tenant is not None:
         attributes[semconv.ADMISSION_TENANT] = event.tenant
+    if classified is None and event.tier is not None:
+        attributes[semconv.ADMISSION_TIER] = event.tier
     if classified is not None and classified.model is not None:
         attributes[semconv.GEN_AI_REQUEST_MODEL] = classified.model  # else `engine` has it
     if event.gain is not None:

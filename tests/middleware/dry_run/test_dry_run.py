@@ -22,7 +22,8 @@ from tests.support.wire import connected, exchange, post
 
 pytestmark = pytest.mark.anyio
 
-ADDED = (b"x-admission-mode: ", b"x-admission-tier: ", b"x-request-id: ", b"request-id: ")
+CLAMPS = (b"x-admission-clamped-from: ", b"x-admission-ignored: ")
+ADDED = (b"x-admission-mode: ", b"x-admission-tier: ", b"x-request-id: ", b"request-id: ", *CLAMPS)
 CHUNKED = (
     f"POST {CHAT} HTTP/1.1\r\nhost: sidecar\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n".encode()
     + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (SMALL[:5], SMALL[5:], b'{"twice": 1}'))
@@ -277,6 +278,15 @@ async def test_a_path_of_the_policys_own_goes_where_the_policy_says() -> None:
         ] == "batch"
         await sidecar.until_found(1)
     assert app.seen[0].scope["path"] == "/v1/completions"
+
+
+async def test_a_clamp_shows_as_when_enforcing() -> None:
+    async with observing(App()) as sidecar:
+        answer = await sidecar.ask(chat(priority="high"), key("nightly"), "x-vllm-priority: 5")
+        await sidecar.until_found(1)
+    assert (answer.headers["x-admission-tier"], answer.headers["x-admission-clamped-from"]) == ("batch", "high")
+    assert answer.headers["x-admission-ignored"] == "x-vllm-priority"
+    assert [found.clamped_from for found in sidecar.found] == ["high"]
 
 
 # Whatever is broken on our side
