@@ -221,12 +221,12 @@ class RequestHandler(msgspec.Struct, eq=False):
         """Reads the request, and sizes it. Raises ClientDisconnected, or the intake's refusal."""
         if self._controller.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
-        intake, client, query = self._intake, self._scope.get("client"), self._scope.get("query_string", b"")
+        intake = self._intake
         try:
-            intake.check_head(self._pairs, client, query)
+            intake.check_head(self._pairs, self._scope)
         except KeysNeeded as needed:
             await needed.arrive()
-            intake.check_head(self._pairs, client, query)
+            intake.check_head(self._pairs, self._scope)
         request = intake.unread() if self._is_unread else None
         try:
             while request is None:
@@ -341,10 +341,13 @@ class RequestHandler(msgspec.Struct, eq=False):
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
         request = self._request
         added = [*forward.headers, *self._reporter.headers(), *request.added]
-        options = ask_for_usage(request, self._snapshot.asks_usage_of, self._usage)
-        if options is not None:
-            self._client.hide_usage()
-        self._body = body = forwarded_body(request.capped_body(), request.payload, forward, options)
+        options, asked = None, self._snapshot.asks_usage_of
+        if request.payload.stream or asked is None:  # an answer in one piece says its usage
+            options = ask_for_usage(request, asked, self._usage)
+            if options is not None:
+                self._client.hide_usage()
+        capped = request.body if request.output_cap is None else request.capped_body()
+        self._body = body = forwarded_body(capped, request.payload, forward, options)
         headers = headers_for_app(self._pairs, request, body, added)
         scope = forwarded_scope(self._scope, self._endpoint, headers)
         if request.payload.background:
@@ -542,9 +545,11 @@ class RequestHandler(msgspec.Struct, eq=False):
         failure = None if call.error is None else call.engine_error()
         if self._passing is not None:
             self._passing = self._unread = None
-        usage.conclude(controller.output_ratios, request.classification.tenant.name, request.payload.model)
+        tenant = request.classification.tenant.name
+        usage.conclude(controller.output_ratios, tenant, request.payload.model)
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
-        charged = tokens if failure is not None or usage.is_known(status) else None
+        is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
+        charged = tokens if is_known else None
         if size is not None:
             size.ended(tokens)
         if call.may_run:
@@ -560,7 +565,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         if request.expected is not None and failure is None and (status or 0) < 400:
             controller.lease_sizes.learn(request.expected, usage, outcome is _COMPLETED)
         if (prompt := usage.input_tokens) is not None:
-            controller.estimator.learn(request.payload, request.classification.tenant.name, prompt)
+            controller.estimator.learn(request.payload, tenant, prompt)
         if controller.usage is not None and failure is None:
             controller.usage.count(request, self._snapshot.policy, usage, status)
         used = tokens, prompt, usage.output_tokens, usage.cached_tokens
