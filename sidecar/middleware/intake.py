@@ -182,9 +182,10 @@ class SizedRequest(msgspec.Struct, gc=False):
         self.payload.parts = ()
 
     def capped_body(self) -> bytes:
-        """The client's body, with the output cap as its only maximum. Every other byte stays."""
+        """The client's body, with the output cap, where it has one, as its only maximum. Every other byte stays."""
         body, cap = self.body, self.output_cap
-        assert cap is not None
+        if cap is None:
+            return body
         for field in _MAXIMUM_FIELDS[self.api]:
             body = remove(body, (field,))
         return insert(body, _MAXIMUM_FIELDS[self.api][0], b"%d" % cap)
@@ -222,7 +223,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             refuse_two_keys(pairs, headers, snapshot)
             _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
         try:
-            self.tenant = tenant = snapshot.classifier.tenant(headers, scope.get("client"), pairs)
+            self.tenant = tenant = snapshot.classifier.tenant(headers, scope, pairs)
         except InvalidApiKey as refusal:
             raise snapshot.classifier.explained(refusal, headers, scope.get("query_string", b"")) from None
         if tenant is snapshot.policy.anonymous and (self._names.may_hold_key or scope.get("query_string")):

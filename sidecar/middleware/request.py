@@ -346,8 +346,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             options = ask_for_usage(request, asked, self._usage)
             if options is not None:
                 self._client.hide_usage()
-        capped = request.body if request.output_cap is None else request.capped_body()
-        self._body = body = forwarded_body(capped, request.payload, forward, options)
+        self._body = body = forwarded_body(request.capped_body(), request.payload, forward, options)
         headers = headers_for_app(self._pairs, request, body, added)
         scope = forwarded_scope(self._scope, self._endpoint, headers)
         if request.payload.background:
@@ -545,8 +544,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         failure = None if call.error is None else call.engine_error()
         if self._passing is not None:
             self._passing = self._unread = None
-        tenant = request.classification.tenant.name
-        usage.conclude(controller.output_ratios, tenant, request.payload.model)
+        usage.conclude(controller.output_ratios, request.classification.tenant.name, request.payload.model)
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
         is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
         charged = tokens if is_known else None
@@ -565,7 +563,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         if request.expected is not None and failure is None and (status or 0) < 400:
             controller.lease_sizes.learn(request.expected, usage, outcome is _COMPLETED)
         if (prompt := usage.input_tokens) is not None:
-            controller.estimator.learn(request.payload, tenant, prompt)
+            controller.estimator.learn(request.payload, request.classification.tenant.name, prompt)
         if controller.usage is not None and failure is None:
             controller.usage.count(request, self._snapshot.policy, usage, status)
         used = tokens, prompt, usage.output_tokens, usage.cached_tokens

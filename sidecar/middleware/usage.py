@@ -55,8 +55,9 @@ _LONGEST_TEXT = 64 * 1024
 _AFTER_COUNT = 4
 """Events that may follow an engine's last count: the end of the message, `[DONE]`."""
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)] | None
-"""No answer has more: a larger count says nothing, and a negative one neither."""
+_MOST_TOKENS = 2**40
+"""No answer has so many: a larger count says nothing, and a negative one neither."""
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)] | None
 _BEGINS = b"response.created"
 _REQUEST = re.compile(rb"event: ?response\.created\r?\n")
 _END = re.compile(rb"event: ?response\.(?:completed|incomplete|failed)\r?\n")
@@ -259,7 +260,7 @@ class UsageReader(msgspec.Struct, eq=False):
 
     def counted(self, input_tokens: int | None, output_tokens: int | None) -> None:
         """Takes the engine's count; None is not said. What no answer has is not taken."""
-        self._count(_Usage(input_tokens=input_tokens, output_tokens=output_tokens))
+        self._count(_Usage(input_tokens=_possible(input_tokens), output_tokens=_possible(output_tokens)))
 
     def _count(self, usage: _Usage, later: int = 0) -> None:
         """Takes a count that `later` chunks came after."""
@@ -367,6 +368,10 @@ def _read_apart(raw: bytes) -> _Usage:
                 member = _decode(b'{"%b":%b}' % (name.encode(), bytes(members[name])))
                 setattr(usage, name, getattr(member, name))
     return usage
+
+
+def _possible(count: int | None) -> int | None:
+    return count if count is not None and 0 <= count <= _MOST_TOKENS else None
 
 
 def _named_prompt(usage: _Usage) -> int | None:
