@@ -30,9 +30,10 @@ LARGEST_USAGE = 16 * 1024
 """Bytes of an event that may be one of usage. The beginning of a larger one passes before its end has come."""
 _NOT_ASKED = (None, False, "false", "0", "no", "off", "n", "f")
 """Values of `include_usage` that do not ask, as engines read them (pydantic)."""
+_CHOICES_END = b"}]}\n\n"
+"""The end of an event whose last member is a list of choices, and not the usage. The event of usage is the last but for
+`[DONE]`: no chunk that ends so has it."""
 _END = re.compile(rb"\r?\n\r?\n|\r\r")
-_NO_CHOICES = b"[]"
-"""In every event of usage. Looked for with `find`: `in` tries bytes as a number first, which costs as much again."""
 
 
 class _Options(msgspec.Struct):
@@ -95,23 +96,14 @@ class UsageHider:
 
     def send(self, message: Message) -> Awaitable[None]:
         """See ASGI's `send`."""
-        if self._is_stream:
-            body = message.get("body")
-            if type(body) is bytes and body[-2:] == b"\n\n" and body.find(_NO_CHOICES) < 0 and not self._held:
-                return self._send(message)
-            return self._send_shown(message)
-        if message["type"] == "http.response.start":
-            message = self._begun(message)
-        return self._send(message)
-
-    def _send_shown(self, message: Message) -> Awaitable[None]:
-        if message["type"] == "http.response.body":
-            has_more = message.get("more_body", False)
-            shown = self._shown(bytes(message.get("body", b"")), is_last=not has_more)
-            if has_more and not shown:
-                return SENT
-            message = {**message, "body": shown}
-        return self._send(message)
+        if not self._is_stream:
+            return self._send(self._begun(message) if message["type"] == "http.response.start" else message)
+        body, held = message.get("body"), self._held
+        if body is None or (body[-5:] == _CHOICES_END and not held):  # so are most chunks
+            return self._send(message)
+        has_more = message.get("more_body", False)
+        shown = self._shown(bytes(body), is_last=not has_more)
+        return SENT if has_more and not shown else self._send({**message, "body": shown})
 
     def chunk_path(self) -> SendChunk | None:
         """See `sending.chunk_path`."""
@@ -122,11 +114,12 @@ class UsageHider:
 
     def _passing(self, send_chunk: SendChunk) -> SendChunk:
         def pass_on(body: bytes, framed: bytes) -> Awaitable[None]:
-            if body[-2:] != b"\n\n" or body.find(_NO_CHOICES) >= 0 or self._held:
-                body = self._shown(body)
-                if not body:
+            if body[-5:] != _CHOICES_END or self._held:
+                shown = self._shown(body)
+                if not shown:
                     return SENT
-                framed = b"%x\r\n%b\r\n" % (len(body), body)
+                if shown is not body:
+                    body, framed = shown, b"%x\r\n%b\r\n" % (len(shown), shown)
             return send_chunk(body, framed)
 
         return pass_on
@@ -142,6 +135,10 @@ class UsageHider:
 
     def _shown(self, body: bytes, *, is_last: bool = False) -> bytes:
         """What the client sees of the stream's next bytes, and of those held before."""
+        if not self._held and body[-2:] == b"\n\n":
+            at = body.rfind(b'"usage"')
+            if at < 0 or body[at + 8 : at + 12] == b"null":
+                return body
         window = self._held + body
         shown, since = [], 0
         for end in _END.finditer(window):
