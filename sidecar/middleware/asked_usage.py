@@ -100,7 +100,7 @@ class UsageHider:
             body, has_more = message.get("body", b""), message.get("more_body", False)
             if type(body) is not bytes or body[-2:] != b"\n\n" or b"[]" in body or self._held:
                 shown = self._shown(bytes(body), is_last=not has_more)
-                if has_more and not shown:
+                if has_more and body and not shown:  # one without bytes asks whether the client reads: `engine_time`
                     return SENT
                 message = {**message, "body": shown}
         return self._send(message)

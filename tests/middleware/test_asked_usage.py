@@ -221,6 +221,12 @@ def test_what_is_held_passes_with_the_end_and_a_length_is_not_promised() -> None
     assert shown.head == {b"content-type": b"text/event-stream; charset=utf-8", b"x-a": b"b"}
 
 
+def test_a_message_without_bytes_passes_while_an_event_is_held() -> None:
+    """The server answers it when the client has read enough: so a client that does not read is no silent engine."""
+    shown = Shown([b"data: {", b"", b"}\n\n"], by_chunks=False)
+    assert shown.bodies == [b"", b"data: {}\n\n", b""]
+
+
 @each(
     "head",
     [
