@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 ELSEWHERE = ("http://", "https://", "mailto:")
 README_WORDS = 900
+RELEASE_WORDS = 600
 """The most that a reader takes in before a first try: about four minutes. Counted as `wc -w` counts, code included."""
 PRIVATE = {
     "admission controller, the middleware, the proxy": r"doors?|house|lookout",
@@ -105,6 +106,14 @@ def test_a_private_word_is_found() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
+
+
+def test_a_release_has_few_words_in_the_changelog() -> None:
+    _, *releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert len(releases) >= 2
+    assert {
+        release.split()[0]: len(release.split()) for release in releases if len(release.split()) > RELEASE_WORDS
+    } == {}
 
 
 def leave_the_repository(page: Path) -> list[str]:

@@ -326,8 +326,8 @@ def _text(found: Found) -> str:
         lines += ["", f"It gets tier {found['tier']} and holds {found['holds']['tokens']:,} tokens."]
         if found["downgraded_from"] is not None:
             lines.append(f"Its tenant's limits allow no more: it is downgraded from {found['downgraded_from']}.")
-    if found["mode"] == Mode.OBSERVE.value:
-        lines.append("The policy observes: the request passes, and this is what enforcing would do.")
+    if found["mode"] != Mode.ENFORCE.value:
+        lines.append(f"mode: {found['mode']}: the request passes, and this is what enforcing would do.")
     return "\n".join(lines)
 
 

@@ -131,7 +131,7 @@ anonymous: {anonymous}
 endpoints:
 {endpoints}
 # The largest request body. Pictures come in it as base64, a third larger than their files: clients that send several
-# photos need 32MiB. And the most sequences that one request may start: its choices times its prompts.
+# photos need 32MiB. And the most choices (`n`, `best_of`) that one request may ask for.
 max_body: {DEFAULT_MAX_BODY}
 max_choices: {MAX_CHOICES}
 

@@ -30,6 +30,9 @@ LARGEST_USAGE = 16 * 1024
 """Bytes of an event that may be one of usage. The beginning of a larger one passes before its end has come."""
 _NOT_ASKED = (None, False, "false", "0", "no", "off", "n", "f")
 """Values of `include_usage` that do not ask, as engines read them (pydantic)."""
+_CHOICES_END = b"}]}\n\n"
+"""The end of an event whose last member is a list of choices, and not the usage. The event of usage is the last but for
+`[DONE]`: no chunk that ends so has it."""
 _END = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
@@ -94,16 +97,15 @@ class UsageHider:
     def send(self, message: Message) -> Awaitable[None]:
         """See ASGI's `send`."""
         if not self._is_stream:
-            if message["type"] == "http.response.start":
-                return self._send(self._begun(message))
-        elif message["type"] == "http.response.body":
-            body, has_more = message.get("body", b""), message.get("more_body", False)
-            if type(body) is not bytes or body[-2:] != b"\n\n" or b"[]" in body or self._held:
-                shown = self._shown(bytes(body), is_last=not has_more)
-                if has_more and body and not shown:  # one without bytes asks whether the client reads: `engine_time`
-                    return SENT
-                message = {**message, "body": shown}
-        return self._send(message)
+            return self._send(self._begun(message) if message["type"] == "http.response.start" else message)
+        body, held = message.get("body"), self._held
+        if body is None or (body[-5:] == _CHOICES_END and not held):  # so are most chunks
+            return self._send(message)
+        has_more = message.get("more_body", False)
+        shown = self._shown(bytes(body), is_last=not has_more)
+        if has_more and body and not shown:  # one without bytes asks whether the client reads: `engine_time`
+            return SENT
+        return self._send({**message, "body": shown})
 
     def chunk_path(self) -> SendChunk | None:
         """See `sending.chunk_path`."""
@@ -114,11 +116,12 @@ class UsageHider:
 
     def _passing(self, send_chunk: SendChunk) -> SendChunk:
         def pass_on(body: bytes, framed: bytes) -> Awaitable[None]:
-            if body[-2:] != b"\n\n" or b"[]" in body or self._held:
-                body = self._shown(body)
-                if not body:
+            if body[-5:] != _CHOICES_END or self._held:
+                shown = self._shown(body)
+                if not shown:
                     return SENT
-                framed = b"%x\r\n%b\r\n" % (len(body), body)
+                if shown is not body:
+                    body, framed = shown, b"%x\r\n%b\r\n" % (len(shown), shown)
             return send_chunk(body, framed)
 
         return pass_on
@@ -134,6 +137,10 @@ class UsageHider:
 
     def _shown(self, body: bytes, *, is_last: bool = False) -> bytes:
         """What the client sees of the stream's next bytes, and of those held before."""
+        if not self._held and body[-2:] == b"\n\n":
+            at = body.rfind(b'"usage"')
+            if at < 0 or body[at + 8 : at + 12] == b"null":
+                return body
         window = self._held + body
         shown, since = [], 0
         for end in _END.finditer(window):

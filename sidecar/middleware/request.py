@@ -341,7 +341,8 @@ class RequestHandler(msgspec.Struct, eq=False):
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
         request = self._request
         added = [*forward.headers, *self._reporter.headers(), *request.added]
-        options = ask_for_usage(request, self._snapshot.asks_usage_of, self._usage)
+        asked = self._snapshot.asks_usage_of
+        options = ask_for_usage(request, asked, self._usage) if asked is None or request.payload.stream else None
         if options is not None:
             self._client.hide_usage()
         self._body = body = forwarded_body(request.capped_body(), request.payload, forward, options)

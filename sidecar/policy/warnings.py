@@ -13,7 +13,7 @@ from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
 from sidecar.policy.fleet import WrittenCapacity
 from sidecar.policy.fleet_warnings import fleet_warnings
-from sidecar.policy.model import Learn, Limits, Order, Policy, Source, Tier, Timeouts, Unguarded, Unsized
+from sidecar.policy.model import Learn, Limits, Order, Policy, Source, StoreLoss, Tier, Timeouts, Unguarded, Unsized
 from sidecar.policy.problems import Path, Place, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 
@@ -61,6 +61,12 @@ def _pool(policy: Policy) -> Found:
             ("cors", "origins"),
             "with anonymous a tier, every page that someone in your network opens may use the engine without a key; "
             "write the origins of your own pages, or anonymous: deny",
+        )
+    if policy.store is not None and policy.on_store_loss is StoreLoss.DIVIDE and policy.replicas == 1:
+        yield (
+            ("store",),
+            "each replica that starts while the store cannot be reached takes the whole pool; write `replicas: N`, how "
+            "many share it, or `on_store_loss: closed`",
         )
     yield from _unsized(policy)
     yield from _unchecked_trust(policy)

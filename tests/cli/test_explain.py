@@ -242,7 +242,7 @@ def test_the_tenants_own_limits_are_explained(policy: Path, capsys: pytest.Captu
     assert "   the engine is told 100 as its maximum: the tenant's max_output_tokens\n" in out
     assert out.endswith(
         "Its tenant's limits allow no more: it is downgraded from normal.\n"
-        "The policy observes: the request passes, and this is what enforcing would do.\n"
+        "mode: observe: the request passes, and this is what enforcing would do.\n"
     )
 
 

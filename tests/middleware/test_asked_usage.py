@@ -175,7 +175,8 @@ def streams() -> Iterator[tuple[bytes, bytes]]:
             yield asked.replace(b"\n\n", b"\r\n\r\n"), plain.replace(b"\n\n", b"\r\n\r\n")
     first = event(choices=[{"text": "a"}])
     spaced = b'event: x\ndata: {"choices": [],\ndata: "usage": {"prompt_tokens": 1}}\n\n'
-    yield first + spaced + b": kept\n\n" + first, first + b": kept\n\n" + first
+    done = b": kept\n\ndata: [DONE]\n\n"
+    yield first + spaced + done, first + done
     yield first + spaced.rstrip(), first  # no end
     error = b'data: {"error":{"message":"no"},"choices":null,"usage":{"a":1}}\n\ndata: {"choices":[],"usage":{"a"}}\n\n'
     yield error, error

@@ -137,11 +137,11 @@ async def test_what_is_not_guarded_passes_with_the_servers_own_objects() -> None
     async def send(message: Any) -> None: ...
 
     unguarded = [
-        {"type": "websocket", "path": "/chat"},
-        {"type": "http", "method": "GET", "path": CHAT},
-        {"type": "http", "method": "OPTIONS", "path": CHAT},
-        {"type": "http", "method": "POST", "path": "/v1/models"},
-        {"type": "http", "method": "POST", "path": CHAT + "/x"},
+        {"type": "websocket", "path": "/chat", "headers": []},
+        *(
+            {"type": "http", "method": method, "path": path, "headers": []}
+            for method, path in (("GET", CHAT), ("OPTIONS", CHAT), ("POST", "/v1/models"), ("POST", CHAT + "/x"))
+        ),
     ]
     for scope in unguarded:
         await sidecar(scope, receive, send)

@@ -21,7 +21,8 @@ SHIPPED = Path(__file__).parents[2] / "policies"
 POOL = (SHIPPED / "policy.yaml").read_bytes()
 TENANT = (SHIPPED / "tenants" / "standard.yaml").read_bytes()
 JARGON = re.compile(
-    r"Input should|_forbidden|pydantic|https?://(?!a:8000|id\.example)|validation error|Traceback|<class|object at 0x"
+    r"Input should|_forbidden|pydantic|https?://(?!a:8000|(?:id|app)\.example)|validation error|Traceback|<class"
+    r"|object at 0x"
 )
 """The only address in our sentences is the example's."""
 SPLICES = [b": ", b"{", b"}", b"[", b"]", b"- ", b"\n", b"  ", b"\t", b"&a ", b"*a", b"!!x ", b"'", b'"', b"%", b"\x00"]

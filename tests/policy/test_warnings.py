@@ -45,6 +45,14 @@ def test_what_lets_in_those_who_are_kept_out(tmp_path: Path, rest: str, said: li
     assert [one[: len(begin)] for one, begin in zip(found, said, strict=True)] == said
 
 
+def test_a_shared_pool_needs_the_number_of_its_replicas(tmp_path: Path) -> None:
+    tiers, store = "{high: {reserve: 20%}, normal: {reserve: 10%}}", "store: redis://127.0.0.1:6379/0\n"
+    (found,) = _said(tmp_path, tiers, store)
+    assert "store: each replica that starts while the store cannot be reached takes the whole pool" in found
+    for rest in ("replicas: 2\n", "on_store_loss: closed\n"):
+        assert _said(tmp_path, tiers, store + rest) == []
+
+
 def test_pages_of_every_origin_without_a_key_are_worth_a_warning(tmp_path: Path) -> None:
     tiers = "{high: {reserve: 20%}, normal: {reserve: 10%}}"
     assert _said(tmp_path, tiers, 'cors: {origins: ["https://app.example"]}\n') == []

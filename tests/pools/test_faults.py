@@ -228,9 +228,9 @@ async def test_no_one_waits_for_a_store_that_stays_away(server: RedisServer, mon
         assert running.settle()
 
 
-async def test_a_store_that_was_never_there_refuses_and_says_so(server: RedisServer) -> None:
+async def test_a_store_that_was_never_there_refuses_and_says_so_where_it_is_needed(server: RedisServer) -> None:
     server.kill()
-    async with replicas(policy(), [server.url]) as (pool,):
+    async with replicas(policy(), [server.url], on_loss=StoreLoss.CLOSED) as (pool,):
         with pytest.raises(StoreUnavailable):
             await asyncio.wait_for(pool.enter(ask()), 60)
         assert pool.readiness() != ()
@@ -402,7 +402,8 @@ async def test_a_server_that_speaks_tls(kind: str, tmp_path: Path) -> None:
 
 async def test_a_wrong_password_is_said_without_showing_it(tmp_path: Path) -> None:
     with RedisServer(first_binary(), tmp_path, password="right") as server:
-        async with replicas(policy(), [f"redis://:wrongpassword@127.0.0.1:{server.port}/0"]) as (pool,):
+        wrong = f"redis://:wrongpassword@127.0.0.1:{server.port}/0"
+        async with replicas(policy(), [wrong], on_loss=StoreLoss.CLOSED) as (pool,):
             (reason,) = pool.readiness()
             assert "wrongpassword" not in reason
             assert "WRONGPASS" in reason or "Authentication" in reason

@@ -385,7 +385,7 @@ async def test_a_shadow_keeps_no_body() -> None:
 # Beginning and end
 
 
-@pytest.mark.parametrize("began_in", Mode)
+@pytest.mark.parametrize("began_in", [Mode.OBSERVE, Mode.ENFORCE])
 async def test_a_request_keeps_the_mode_it_began_with(began_in: Mode) -> None:
     app = App(is_held=True)
     sidecar = DryRun(app, policy(requests="1"))
@@ -395,9 +395,9 @@ async def test_a_request_keeps_the_mode_it_began_with(began_in: Mode) -> None:
             policy=replace(sidecar.sidecar.policy, mode=mode),
             is_observing=mode is Mode.OBSERVE,
         )
-        for mode in Mode
+        for mode in (Mode.OBSERVE, Mode.ENFORCE)
     }
-    other = next(mode for mode in Mode if mode is not began_in)
+    other = next(mode for mode in modes if mode is not began_in)
     async with serving(sidecar.sidecar) as sidecar.served:
         sidecar.sidecar.snapshot = modes[began_in]
         first = asyncio.create_task(sidecar.ask())
