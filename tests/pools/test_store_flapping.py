@@ -262,7 +262,7 @@ async def test_a_replica_that_has_heard_of_a_part_of_the_others_takes_nothing_fo
             server.restart()
             await until(lambda: pools[0]._last is not None and pools[0]._last.unheard == 1, 60, "one is missing")
             await until(lambda: not (pools[0]._last and pools[0]._last.is_on_hold), 60, "it admits without it")
-            known = pools[0]._known.at_loss()
+            known = pools[0]._known.at_loss(None)
             assert known is not None
             assert known.replicas == 3
             assert first_part(policy().rules, known).tokens == 0
