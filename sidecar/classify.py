@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from math import floor
+from types import MappingProxyType
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -41,6 +43,7 @@ _LONGEST_KEPT = 256
 """Bytes of such a header. Tokens are longer, and have a store of their own."""
 
 
+_NO_SCOPE: Mapping[str, Any] = MappingProxyType({})
 _UNREAD = (
     "a key of tenant %s is in %s, where it does not count: its requests are refused, or served as those of no tenant; "
     "send `Authorization: Bearer KEY`, `x-api-key: KEY` or `api-key: KEY`"
@@ -136,15 +139,15 @@ class Classifier:
         self._consults = tuple(consults[source] for source in policy.sources)
 
     def tenant(
-        self, headers: Mapping[bytes, bytes], client: tuple[str, int] | None = None, pairs: Headers = ()
+        self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any] = _NO_SCOPE, pairs: Headers = ()
     ) -> Tenant:
         """The tenant that the gateway names, or whose key or token the request carries.
 
-        `client` is the address that it came from, as the server's scope says it, and `pairs` are the headers as they
-        came. Raises InvalidApiKey, which says nothing of the key itself, and what `TokenVerifier.claims` raises.
+        The server's `scope` says from which address it came, and `pairs` are the headers as they came. Raises
+        InvalidApiKey, which says nothing of the key itself, and what `TokenVerifier.claims` raises.
         """
         gateway = self._gateway
-        if gateway is not None and gateway.tenant_header in headers and gateway.sent(client, pairs):
+        if gateway is not None and gateway.tenant_header in headers and gateway.sent(scope.get("client"), pairs):
             return self._of_gateway(gateway, headers)
         # A digest is looked up, not the key: timing could only reveal a hash, which no one can invert.
         sent = headers.get(b"authorization")

@@ -160,7 +160,7 @@ class _Explanation:
         headers = dict(pairs)
         intake = RequestIntake(self._snapshot, endpoint, headers, self._snapshot.names_read[tuple(headers)], 0)
         try:
-            intake.check_head(pairs, self._client)
+            intake.check_head(pairs, {"client": self._client})
         finally:
             if intake.tenant is not None:
                 self._found["tenant"] = self._tenant(intake.tenant, self._named_by(headers, key))

@@ -6,6 +6,7 @@ import msgspec
 
 from sidecar.classify import may_hold_keys
 from sidecar.engines.registry import client_headers
+from sidecar.events import Headers
 from sidecar.middleware.credentials import BEARER, Credentials
 from sidecar.middleware.slo_headers import SLO_HEADERS
 from sidecar.policy.model import Policy, Source
@@ -16,6 +17,8 @@ MOST_NAMES, LARGEST_KEPT = 64, 4096
 """Names, and their bytes together, of a set that is kept. No client needs more, and 16,000 names fit in a head."""
 MAX_WAIT_HEADER = b"x-admission-max-wait"
 CONTENT_ENCODING = b"content-encoding"
+_NOT_PACKED = {b"accept-encoding": b"identity"}
+"""No answer may be compressed: its usage is read, and it may have begun as plain text."""
 _UNUSUAL = frozenset((b"via", b"transfer-encoding", CONTENT_ENCODING, MAX_WAIT_HEADER, *SLO_HEADERS))
 
 
@@ -23,13 +26,15 @@ class HeaderNames(msgspec.Struct, frozen=True, gc=False):
     """What a request's headers may say, known from their names.
 
     `claims` names those from which some engine would take a priority or a tenant. They are not forwarded, and neither
-    are the others of `taken`, which hold a tenant's key where `Authorization` is a bearer's. `may_state_tier`: the
-    headers have to be read before the tier is known. `are_usual`: there is none about the way here, the body's form,
-    the longest wait or the objective. `may_hold_key`: there is one that may hold a key, read here or not.
+    are the others of `taken`, which hold a tenant's key where `Authorization` is a bearer's. The engine gets those
+    `added`. `may_state_tier`: the headers have to be read before the tier is known. `are_usual`: there is none about
+    the way here, the body's form, the longest wait or the objective. `may_hold_key`: there is one that may hold a key,
+    read here or not.
     """
 
     claims: tuple[bytes, ...]
     taken: tuple[bytes, ...]
+    added: Headers
     may_state_tier: bool
     are_usual: bool
     may_hold_key: bool
@@ -53,8 +58,14 @@ class NamesRead(dict[tuple[bytes, ...], HeaderNames]):
         claims = client_headers(names)
         keys = self._credentials.taken(dict.fromkeys(names, BEARER))
         may_state_tier = bool(claims) or self._tier_header in names or self._reads_engines
-        may_hold_key = any(map(may_hold_keys, names))
-        found = HeaderNames(claims, (*claims, *keys), may_state_tier, _UNUSUAL.isdisjoint(names), may_hold_key)
+        found = HeaderNames(
+            claims,
+            (*claims, *keys),
+            (*self._credentials.added, *((name, value) for name, value in _NOT_PACKED.items() if name in names)),
+            may_state_tier,
+            _UNUSUAL.isdisjoint(names),
+            any(map(may_hold_keys, names)),
+        )
         if len(names) <= MOST_NAMES and sum(map(len, names)) <= LARGEST_KEPT:
             if len(self) >= MOST_READ:
                 self.clear()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification
@@ -209,11 +209,11 @@ class RequestIntake(msgspec.Struct, eq=False):
     _chunks: list[bytes] = []
     _size: int = 0
 
-    def check_head(self, pairs: Headers, client: tuple[str, int] | None, query: bytes = b"") -> None:
+    def check_head(self, pairs: Headers, scope: Scope) -> None:
         """Checks the way here, the key and the declared length, before a byte of the body is read.
 
-        `pairs` are the headers as they came, `client` is the address that they came from. A key in another place than
-        those that are read is looked for, in the `query` too, only where there is no known key.
+        `pairs` are the headers as they came. A key in another place than those that are read is looked for, in the
+        query too, only where there is no known key.
         """
         headers, snapshot, is_usual = self._headers, self._snapshot, self._names.are_usual
         if not is_usual and b"via" in headers:
@@ -223,11 +223,11 @@ class RequestIntake(msgspec.Struct, eq=False):
             refuse_two_keys(pairs, headers, snapshot)
             _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
         try:
-            self.tenant = tenant = snapshot.classifier.tenant(headers, client, pairs)
+            self.tenant = tenant = snapshot.classifier.tenant(headers, scope, pairs)
         except InvalidApiKey as refusal:
-            raise snapshot.classifier.explained(refusal, headers, query) from None
-        if tenant is snapshot.policy.anonymous and (query or self._names.may_hold_key):
-            self._unread_keys = snapshot.classifier.unread(headers, query)
+            raise snapshot.classifier.explained(refusal, headers, scope.get("query_string", b"")) from None
+        if tenant is snapshot.policy.anonymous and (self._names.may_hold_key or scope.get("query_string")):
+            self._unread_keys = snapshot.classifier.unread(headers, scope.get("query_string", b""))
         if not is_usual and CONTENT_ENCODING in headers and not self._is_upload:
             from sidecar.payload.content_codings import packed_body
 
@@ -349,7 +349,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             payload,
             classification,
             taken,
-            snapshot.credentials.added,
+            names.added,
             prompt_tokens,
             tokens,
             api,

@@ -221,12 +221,12 @@ class RequestHandler(msgspec.Struct, eq=False):
         """Reads the request, and sizes it. Raises ClientDisconnected, or the intake's refusal."""
         if self._controller.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
-        intake, client, query = self._intake, self._scope.get("client"), self._scope.get("query_string", b"")
+        intake = self._intake
         try:
-            intake.check_head(self._pairs, client, query)
+            intake.check_head(self._pairs, self._scope)
         except KeysNeeded as needed:
             await needed.arrive()
-            intake.check_head(self._pairs, client, query)
+            intake.check_head(self._pairs, self._scope)
         request = intake.unread() if self._is_unread else None
         try:
             while request is None:
@@ -545,7 +545,8 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._passing = self._unread = None
         usage.conclude(controller.output_ratios, request.classification.tenant.name, request.payload.model)
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
-        charged = tokens if failure is not None or usage.is_known(status) else None
+        is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
+        charged = tokens if is_known else None
         if size is not None:
             size.ended(tokens)
         if call.may_run:

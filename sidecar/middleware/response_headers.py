@@ -38,9 +38,12 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
 
 def id_headers(request_id: str, headers: Headers, api: Api) -> list[tuple[bytes, bytes]]:
     """The headers with the request's id, for a response of `api` that has `headers` already."""
-    given, own = dict(headers), request_id.encode()
-    named = [(ADMISSION_ID if REQUEST_ID in given else REQUEST_ID, own)]
-    if api is _MESSAGES and ANTHROPIC_ID not in given:
+    own, id_name = request_id.encode(), REQUEST_ID
+    for name, _ in headers:  # costs half as much as a dictionary
+        if name == REQUEST_ID:
+            id_name = ADMISSION_ID
+    named = [(id_name, own)]
+    if api is _MESSAGES and ANTHROPIC_ID not in dict(headers):
         named.append((ANTHROPIC_ID, own))
     return named
 

@@ -117,10 +117,10 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
 async def _tenant(controller: AdmissionController, headers: Mapping[bytes, bytes], scope: Scope) -> Tenant:
     """The tenant of the key or the token. Waits for the keys of the token's issuer."""
     try:
-        return controller.snapshot.classifier.tenant(headers, scope.get("client"), scope["headers"])
+        return controller.snapshot.classifier.tenant(headers, scope, scope["headers"])
     except KeysNeeded as needed:
         await needed.arrive()
-        return controller.snapshot.classifier.tenant(headers, scope.get("client"), scope["headers"])
+        return controller.snapshot.classifier.tenant(headers, scope, scope["headers"])
 
 
 async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:

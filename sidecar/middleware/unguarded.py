@@ -228,7 +228,7 @@ def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
     if key is None and snapshot.policy.anonymous is not None:
         return scope
     try:
-        snapshot.classifier.tenant(headers, scope.get("client"), scope["headers"])
+        snapshot.classifier.tenant(headers, scope, scope["headers"])
     except InvalidApiKey as refusal:
         raise snapshot.classifier.explained(refusal, headers, scope.get("query_string", b"")) from None
     taken, added = snapshot.credentials.taken(headers), snapshot.credentials.added

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any
+from contextlib import suppress
+from typing import Annotated
 
 import msgspec
 
@@ -56,33 +57,39 @@ _AFTER_COUNT = 4
 
 _MOST_TOKENS = 2**40
 """No answer has so many: a larger count says nothing, and a negative one neither."""
-_MOST_DIGITS = len(str(_MOST_TOKENS))
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)] | None
 _BEGINS = b"response.created"
 _REQUEST = re.compile(rb"event: ?response\.created\r?\n")
 _END = re.compile(rb"event: ?response\.(?:completed|incomplete|failed)\r?\n")
 """Of `/v1/responses`. Generated text has no such line: a line break is escaped there."""
 
 
-class _Usage(msgspec.Struct, gc=False):
-    """A `usage` as engines write it. Each member is read apart: one of another kind hides no other."""
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: _Count = None
 
-    prompt_tokens: Any = None
-    completion_tokens: Any = None
-    input_tokens: Any = None
-    output_tokens: Any = None
-    total_tokens: Any = None
-    prompt_tokens_details: Any = None
-    input_tokens_details: Any = None
-    cache_read_input_tokens: Any = None
-    cache_creation_input_tokens: Any = None
+
+class _Usage(msgspec.Struct, gc=False):
+    """A `usage` as engines write it."""
+
+    prompt_tokens: _Count = None
+    completion_tokens: _Count = None
+    input_tokens: _Count = None
+    output_tokens: _Count = None
+    total_tokens: _Count = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: _Count = None
+    cache_creation_input_tokens: _Count = None
 
 
 class _Answer(msgspec.Struct, gc=False):
     usage: _Usage | None = None
 
 
-_decode_answer = msgspec.json.Decoder(_Answer).decode
-_decode = msgspec.json.Decoder(_Usage).decode
+# Some engines write a count as a float or in a string.
+_decode_answer = msgspec.json.Decoder(_Answer, strict=False).decode
+_decode = msgspec.json.Decoder(_Usage, strict=False).decode
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class UsageReader(msgspec.Struct, eq=False):
@@ -191,7 +198,8 @@ class UsageReader(msgspec.Struct, eq=False):
 
     def conclude(self, ratios: OutputRatios, tenant: str, model: str | None) -> None:
         """Reads the rest. Estimates what the engine has not counted by the tenant's other answers, or teaches."""
-        self.read()
+        if self._unread:  # most answers that do not stream were read at once
+            self.read()
         if self._line:
             self._measure(self._line + b"\n")
         if not self.chunks and not self.text_bytes:
@@ -252,15 +260,17 @@ class UsageReader(msgspec.Struct, eq=False):
 
     def counted(self, input_tokens: int | None, output_tokens: int | None) -> None:
         """Takes the engine's count; None is not said. What no answer has is not taken."""
-        self._count(_Usage(input_tokens=input_tokens, output_tokens=output_tokens))
+        self._count(_Usage(input_tokens=_possible(input_tokens), output_tokens=_possible(output_tokens)))
 
     def _count(self, usage: _Usage, later: int = 0) -> None:
         """Takes a count that `later` chunks came after."""
-        seen_input, seen_output = _prompt(usage), _tokens(usage.output_tokens)
+        seen_input, seen_output = usage.prompt_tokens, usage.completion_tokens
+        if seen_input is None:
+            seen_input = _named_prompt(usage)
         if seen_output is None:
-            seen_output = _tokens(usage.completion_tokens)
+            seen_output = usage.output_tokens
         if seen_input is None and seen_output is None:
-            seen_input = _tokens(usage.total_tokens)  # all that some engines say of embeddings
+            seen_input = usage.total_tokens  # all that some engines say of embeddings
         if seen_input is not None and seen_input >= (self.input_tokens or 0):
             self.input_tokens = seen_input
         if seen_output is not None:
@@ -268,7 +278,8 @@ class UsageReader(msgspec.Struct, eq=False):
                 self.output_tokens = seen_output
             if self.chunks:
                 self._counted_at = self.chunks - later
-        cached = _cached(usage)
+        details = usage.prompt_tokens_details or usage.input_tokens_details
+        cached = usage.cache_read_input_tokens if details is None else details.cached_tokens
         if cached is not None:
             self.cached_tokens = cached
 
@@ -284,10 +295,12 @@ class UsageReader(msgspec.Struct, eq=False):
     def used_tokens(self, prompt_tokens: int) -> int:
         """The engine's own count, and what came since; without one the prompt's estimate and all that came."""
         used = prompt_tokens if self.input_tokens is None else self.input_tokens
-        later = self.later_tokens
-        if later is None:
-            later = self.chunks if self.output_tokens is None else self.later_chunks
-        return used + (self.output_tokens or 0) + later
+        used += self.output_tokens or 0
+        if not self.chunks and self.later_tokens is None:
+            return used
+        if self.later_tokens is None:
+            return used + (self.chunks if self.output_tokens is None else self.later_chunks)
+        return used + self.later_tokens
 
     def charged_tokens(self, prompt_tokens: int, status: int | None) -> int | None:
         """The tokens to charge the tenant for. None where neither the response nor its failure says how many."""
@@ -301,8 +314,8 @@ class UsageReader(msgspec.Struct, eq=False):
     def _take(self, raw: bytes, later: int) -> None:
         try:
             usage = _decode(raw)
-        except msgspec.MsgspecError:
-            return  # an engine's own form of usage: the estimate stands
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            usage = _read_apart(raw)
         self._count(usage, later)
 
     def _count_large(self, events: list[bytes]) -> None:
@@ -345,30 +358,25 @@ def _text_bytes(body: bytes) -> int:
     return sum([part.find(b'"') for part in parts])
 
 
-def _prompt(usage: _Usage) -> int | None:
-    """The whole prompt. OpenAI's APIs count it so; only Anthropic's counts the cached parts apart."""
-    prompt = _tokens(usage.prompt_tokens)
-    if prompt is not None:
-        return prompt
-    prompt = _tokens(usage.input_tokens)
+def _read_apart(raw: bytes) -> _Usage:
+    """An engine's own form of usage: a member of another kind hides no other."""
+    usage = _Usage()
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        members = _decode_members(raw)
+        for name in members.keys() & _Usage.__struct_fields__:
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                member = _decode(b'{"%b":%b}' % (name.encode(), bytes(members[name])))
+                setattr(usage, name, getattr(member, name))
+    return usage
+
+
+def _possible(count: int | None) -> int | None:
+    return count if count is not None and 0 <= count <= _MOST_TOKENS else None
+
+
+def _named_prompt(usage: _Usage) -> int | None:
+    """The whole prompt in `input_tokens`. Only Anthropic's API counts the cached parts apart."""
+    prompt = usage.input_tokens
     if prompt is None or usage.input_tokens_details is not None:
         return prompt
-    apart = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
-    return prompt if apart == (None, None) else prompt + sum(_tokens(part) or 0 for part in apart)
-
-
-def _cached(usage: _Usage) -> int | None:
-    """The part of the prompt that came from the cache; None where it is not said."""
-    details = usage.prompt_tokens_details or usage.input_tokens_details
-    if details is None:
-        return _tokens(usage.cache_read_input_tokens)
-    return _tokens(details.get("cached_tokens")) if isinstance(details, dict) else None
-
-
-def _tokens(value: Any) -> int | None:
-    """A count: a whole number, which some engines write as a float or in a string. None for anything else."""
-    if type(value) is str:
-        value = int(value) if value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS else None
-    elif type(value) is float and value.is_integer():
-        value = int(value)
-    return value if type(value) is int and 0 <= value <= _MOST_TOKENS else None
+    return prompt + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)

@@ -147,7 +147,7 @@ class ClientChannel(msgspec.Struct, eq=False):
 
 def sized_ask(pool: Pool, request: SizedRequest, sizes: LeaseSizes, appraise: Appraise | None = None) -> Ask:
     """Sizes a request for a pool. `appraise` gives it the figures of its gain once it is sized."""
-    if request.payload.prompts > 1:
+    if request.requests > 1:
         request.hold_list(pool)
     if request.payload.unsized is not None:
         request.hold_at_least(pool.most_tokens(request.classification.level))

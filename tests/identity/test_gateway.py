@@ -202,7 +202,7 @@ def test_addresses_that_ask_are_not_kept_without_end() -> None:
 def test_whatever_is_written_a_stranger_gets_no_tenant(headers: dict[bytes, bytes]) -> None:
     classifier = Classifier(policy(section(ELSEWHERE)), NoEngine(None))
     try:
-        assert classifier.tenant(headers, ("192.0.2.1", 5)).name == "anonymous"
+        assert classifier.tenant(headers, {"client": ("192.0.2.1", 5)}).name == "anonymous"
     except InvalidApiKey:
         assert b"x-api-key" in headers
 

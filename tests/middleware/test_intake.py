@@ -36,7 +36,7 @@ def intake_of(*pairs: tuple[bytes, bytes], snapshot: PolicySnapshot = SNAPSHOT) 
     headers = dict(pairs)
     names = snapshot.names_read[tuple(headers)]
     intake = RequestIntake(snapshot, snapshot.endpoints[CHAT], headers, names, 0)
-    intake.check_head(pairs, None)
+    intake.check_head(pairs, {})
     return intake
 
 

@@ -188,7 +188,7 @@ class RequestWatcher:
         self._disconnected = self._is_answered = self._is_over = False
         self._found: SizedRequest | AdmissionError | None = None
         try:
-            self._intake.check_head(scope["headers"], client, scope.get("query_string", b""))
+            self._intake.check_head(scope["headers"], scope)
         except (IssuerUnavailable, TenantsUnavailable) as missing:  # enforcing would have waited, or said so
             self._found = missing
             self._report(ShadowResult(Verdict.UNKNOWN, missing.code, None))

@@ -40,6 +40,7 @@ SERVERS_ERRORS = 500
 CANCELED, PASSED, UNREACHABLE = "canceled", "passed", "engine_unreachable"
 ABANDONED = frozenset({Outcome.CLIENT_LEFT.value, CANCELED, PASSED})
 """The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
+_NO_LINKS = WaitLinks((), (), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class RequestSpans:
         self._received_us, self._received_wall_ns = received.at_us, received.wall_ns
         self._admission = admission
         self._engines: list[OpenSpan] = []
-        self._links = WaitLinks((), (), {})
+        self._links = _NO_LINKS
         self.classified: Classified | None = None
 
     @property
