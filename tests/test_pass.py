@@ -212,6 +212,30 @@ async def test_the_engines_key_replaces_the_clients_and_who_shows_none_gets_it_w
         assert await keys(site, "authorization: Bearer sk-unknown") == [b"Bearer sk-engine"]
 
 
+@each(
+    "more", ["mode: pass\n", "mode: pass\nunknown: 1\n"], ids=["in order", "started with a policy that has a mistake"]
+)
+async def test_a_gateways_request_gets_the_engines_key_in_place_of_the_name_of_its_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    monkeypatch.setenv(ENGINE_KEY_VARIABLE, "sk-engine")
+    app = App()
+    path = write_policy(tmp_path, f"{more}gateway: {{tenant_header: x-tenant, addresses: [10.0.0.0/8]}}\n")
+    path.write_text(path.read_text().replace("anonymous: normal", "anonymous: deny"))
+    async with serving(AdmissionMiddleware(app, tmp_path)) as served:
+        await exchange(served.port, post(CHAT, b"{}", "x-tenant: acme"))
+        await exchange(served.port, post(CHAT, b"{}"))
+    assert [seen.all(b"authorization") + seen.all(b"x-tenant") for seen in app.seen] == [[b"Bearer sk-engine"], []]
+
+
+async def test_a_path_is_mapped_in_every_spelling_that_is_guarded(tmp_path: Path) -> None:
+    app = App()
+    async with reloading(app, tmp_path, more="mode: pass\n") as site:
+        for path in ("/v1/batch/completions", "//v1/./batch/completions", "/v1/batch/completions/"):
+            assert (await site.ask(path=path)).status == 200
+    assert [seen.scope["path"] for seen in app.seen] == ["/v1/completions"] * 3
+
+
 async def test_of_several_engines_and_models_a_request_goes_to_one_that_can_answer_it(tmp_path: Path) -> None:
     async with (
         serving_engine("--engine", "vllm", "--model", "small") as small,

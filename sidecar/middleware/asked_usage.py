@@ -101,9 +101,9 @@ class UsageHider:
         body, held = message.get("body"), self._held
         if body is None or (body[-5:] == _CHOICES_END and not held):  # so are most chunks
             return self._send(message)
-        has_more = message.get("more_body", False)
-        shown = self._shown(bytes(body), is_last=not has_more)
-        return SENT if has_more and not shown else self._send({**message, "body": shown})
+        shown = self._shown(bytes(body), is_last=not message.get("more_body", False))
+        # Also without bytes: the head may wait for this message, and `engine_time` asks so whether the client reads.
+        return self._send({**message, "body": shown})
 
     def chunk_path(self) -> SendChunk | None:
         """See `sending.chunk_path`."""

@@ -2,7 +2,8 @@
 
 Two changes are necessary. A path that the policy maps with `forward_to` is mapped, because the engine need not know it.
 And the engine's own key, where there is one, replaces the client's, which the engine would refuse. A request without a
-key gets it only where the policy has a tier for such requests: else everyone would have the engine.
+key gets it only where the policy has a tier for such requests, or a gateway names its tenant: else everyone would have
+the engine.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Awaitable
 
 from starlette.types import Receive, Scope, Send
 
+from sidecar.engines.base import plain_path
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.forwarding import forwarded_headers, forwarded_scope
 from sidecar.middleware.header_names import CONTENT_ENCODING
@@ -27,7 +29,8 @@ def pass_on(controller: AdmissionController, scope: Scope, receive: Receive, sen
         taken = credentials.taken(dict(scope["headers"]))
         if taken or policy.anonymous is not None:
             scope = {**scope, "headers": forwarded_headers(scope["headers"], taken, credentials.added)}
-    endpoint = policy.endpoints.get(route_path(scope))
+    path = route_path(scope)
+    endpoint = policy.endpoints.get(path) or policy.endpoints.get(plain_path(path))
     if endpoint is not None and scope["type"] == "http" and scope["method"] == "POST":
         scope = forwarded_scope(scope, endpoint, scope["headers"])
     return controller.app(scope, receive, send)

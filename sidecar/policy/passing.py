@@ -25,9 +25,7 @@ from sidecar.policy.validate import entries, pool_problems
 
 _LINE = re.compile(rb"""^mode:[ \t]*(["']?)pass\1[ \t]*(#.*)?\r?$""", re.MULTILINE)
 _ENGINES = ("engine", "engines", "models", "forward_key")
-_LEFT_OUT = frozenset(
-    ("capacity", "tenants", "store", "stored_tenants", "usage_days", "tokenizer", "jwt", "gateway", "mode")
-)
+_LEFT_OUT = frozenset(("capacity", "tenants", "store", "stored_tenants", "usage_days", "tokenizer", "jwt", "mode"))
 _log = logging.getLogger("sidecar.policy")
 
 
@@ -73,9 +71,9 @@ def bare(path: str | FilePath) -> Loaded:
 
 
 def _attempts(written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """All that passing can use; then the engines; then nothing of the file."""
+    """All that passing can use; then the engines, and who is known without a key; then nothing of the file."""
     is_open = written.get("anonymous") not in (None, "deny")
-    for kept in ([key for key in written if key not in _LEFT_OUT], _ENGINES, ()):
+    for kept in ([key for key in written if key not in _LEFT_OUT], (*_ENGINES, "gateway"), _ENGINES, ()):
         data = {"engine": "none", "tiers": {"normal": {}}, "usage_days": 0, "mode": Mode.PASS.value}
         data |= {"anonymous": "normal"} if is_open else {}
         data |= {key: written[key] for key in kept if key in written}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Awaitable, Iterable, Iterator
@@ -17,6 +18,7 @@ from sidecar.proxy.proxy import ReverseProxy
 from sidecar.sending import SENT
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.support.each import each
+from tests.support.engine import Connection, raw_engine
 from tests.support.in_process import serving_engine
 from tests.support.middleware import (
     CHAT,
@@ -31,6 +33,7 @@ from tests.support.middleware import (
     start,
     whole_body,
 )
+from tests.support.wire import connected, post
 
 ASK = {"include_usage": True, "continuous_usage_stats": False}
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "dynamo")
@@ -222,6 +225,12 @@ def test_what_is_held_passes_with_the_end_and_a_length_is_not_promised() -> None
     assert shown.head == {b"content-type": b"text/event-stream; charset=utf-8", b"x-a": b"b"}
 
 
+def test_a_message_without_bytes_passes_while_an_event_is_held() -> None:
+    """The server answers it when the client has read enough: so a client that does not read is no silent engine."""
+    shown = Shown([b"data: {", b"", b"}\n\n"], by_chunks=False)
+    assert shown.bodies == [b"", b"", b"data: {}\n\n", b""]
+
+
 @each(
     "head",
     [
@@ -306,6 +315,31 @@ async def test_a_chunk_that_the_proxy_passes_without_a_message_shows_no_usage_ei
     assert answer.body.endswith(b'"finish_reason":"length"}]}\n\ndata: [DONE]\n\n')
     assert b"usage" not in answer.body
     assert settled.output_tokens == 400
+
+
+@pytest.mark.anyio
+async def test_the_head_does_not_wait_for_the_end_of_an_event() -> None:
+    """The engine has sent it together with half of the first one."""
+    seen = asyncio.Event()
+
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 12\r\n\r\n"
+        await connection.send(head + b"data: ")
+        await seen.wait()
+        await connection.send(b"{}\n\n\n\n")
+
+    async with raw_engine(script) as engine:
+        proxy = ReverseProxy(engine.url)
+        async with (
+            guarding(proxy, policy(engine="vllm"), http=BoundedHttpProtocol, access_log=False) as guarded,
+            connected(guarded.port) as (reader, writer),
+        ):
+            writer.write(post(CHAT, json.dumps(chat(stream=True)).encode()))
+            await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
+            seen.set()
+            assert (await asyncio.wait_for(reader.read(), 60)).endswith(b"data: {}\n\n\n\n\r\n0\r\n\r\n")
+        await proxy.close()
 
 
 def text(tokens: int, seed: int) -> list[str]:

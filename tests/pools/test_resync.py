@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from sidecar.policy.store import store_address
-from sidecar.pools.redis import RedisPool, connector, protocol
+from sidecar.pools.redis import RedisPool, connector, protocol, resync
 from sidecar.pools.redis.batch import MOST_OPERATIONS
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S, Reply
 from sidecar.pools.redis.resync import STATED_AT_ONCE
@@ -284,6 +284,30 @@ async def test_a_pool_that_closes_with_more_to_say_than_one_call_may_tells_every
         left = [lease.leave() for lease in leases]
         await pool.close()
         assert len(await asyncio.wait_for(asyncio.gather(*left), 60)) == 1_000
+
+
+@pytest.mark.parametrize("is_displaced", [False, True], ids=["left", "displaced"])
+async def test_a_request_that_ends_before_its_part_of_a_statement_does_not_come_back(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, is_displaced: bool
+) -> None:
+    monkeypatch.setattr(resync, "STATED_AT_ONCE", 1)
+    name = f"ends {is_displaced}"
+    async with replicas(simple(tokens=10, max_waiting=4), [redis_server.url], name=name) as (pool,):
+        leases = await enter_many(pool, 5, tokens=10)
+        before = pool._statement
+        pool.change_rules(pool._sizes.rules)  # all is stated anew
+        while pool._statement is before:  # noqa: ASYNC110  # as soon as its first part is on its way
+            await asyncio.sleep(0)
+        if is_displaced:
+            leases.append(await pool.enter(ask(tokens=10, tenant="another")))
+        else:
+            await leases.pop().leave()
+        await until(lambda: pool._session._statement is None)
+        assert pool.state()["waiting"] == (4 if is_displaced else 3)
+        for lease in leases:
+            if not lease.settle():
+                lease.leave()
+        await nothing_left([pool])
 
 
 async def test_replicas_with_many_waiting_state_them_to_an_empty_store_and_exceed_nothing(tmp_path: Path) -> None:

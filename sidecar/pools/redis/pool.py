@@ -198,7 +198,6 @@ class RedisPool:
         waiting = sum(lease.grant is None for lease in self._leases.values())
         own = {"leases": len(self._leases) - waiting, "waiting": waiting}
         counts = {"leases": last.leases, "waiting": last.waiting} if self._is_shared and last else own
-        shown = pool_state(self._rules(), self._usage(), **counts)
         store = {
             **self.status.state_for_people(),
             "replica": self.name,
@@ -208,7 +207,7 @@ class RedisPool:
             "late_ends": last.late if last else 0,
             "round_trips": self.round_trips,
         }
-        return {**shown, "store": store}
+        return {**pool_state(self._rules(), self._usage(), **counts), "store": store}
 
     def notices(self) -> Sequence[str]:
         """See `Pool.notices`."""
@@ -469,9 +468,10 @@ class RedisPool:
 
     def _refuse_a_place(self, lease_id: int, now_us: int) -> None:
         """The queue had no place for a request, or has none any more."""
-        lease = self._leases.get(lease_id)
-        if lease is not None and lease.grant is None:  # else it is an earlier line, heard of late
-            del self._leases[lease_id]
+        if (lease := self._leases.get(lease_id)) is not None and lease.grant is None:  # else a line is heard of late
+            if lease_id in self._statement.waiting:  # which may put it back after the store gave its place away
+                self.end(lease, None)
+            self._leases.pop(lease_id, None)
             lease.refused(self._places.queue_full(lease.ask, self._tiers[lease.tier].queued, now_us))
 
     def _grant(self, lease: Lease, wait: protocol.WaitReply | None, now_us: int) -> Grant:

@@ -25,8 +25,8 @@ class Statement:
 
     `is_cut_off` says that the replica cannot reach the engine.
 
-    `unjudged` are the requests with limits that the store may have heard of or not: they ask again once it knows the
-    others.
+    `waiting` has the ids of those that wait. `unjudged` are the requests with limits that the store may have heard of
+    or not: they ask again once it knows the others.
     """
 
     def __init__(self, leases: Iterable[Lease], clock: Clock, *, is_cut_off: bool = False) -> None:
@@ -45,6 +45,7 @@ class Statement:
         self.held_tokens = sum(lease.ask.tokens for lease in held)
         self.held_requests = sum(lease.ask.requests for lease in held)
         self._held = frozenset(lease.id for lease in held)
+        self.waiting = frozenset(lease.id for lease in self._tickets)
         self._clock = clock
         self._leases = deque([*held, *self.unjudged])
 
@@ -61,11 +62,12 @@ class Statement:
     def next_slice(self) -> tuple[list[protocol.Argument], list[Lease]]:
         """The next part, as the script's arguments, and the requests that it answers.
 
-        A ticket that has ended meanwhile is stated, too: its end follows, and finds it.
+        A ticket that has ended meanwhile is not stated: the store may have heard of its end already.
         """
         arguments, self._first = self._first, []
         leases = _taken(self._leases, STATED_AT_ONCE)
-        tickets = _taken(self._tickets, STATED_AT_ONCE - len(leases))
+        taken = _taken(self._tickets, STATED_AT_ONCE - len(leases))
+        tickets = [ticket for ticket in taken if not ticket.is_over]
         for lease in leases:
             if lease.id in self._held:
                 arguments += self._stated(lease, None)
