@@ -32,12 +32,11 @@ POLICY = f"""\
 engine: vllm
 capacity: {{tokens: 10k, requests: 2}}
 tiers:
-  high: {{queue: {{max_wait: 5s}}}}
-  low: {{queue: {{max_wait: 5s}}}}
+  high: {{queue: {{max_wait: 60s}}}}
+  low: {{queue: {{max_wait: 60s}}}}
 default_tier: low
 anonymous: high
 max_body: 4MiB
-body_timeout: 1s
 endpoints:
   /v1/chat/completions: {{}}
   /v1/rerank: {{api: generic, tokens: {{base: 100, per_kilobyte: 250}}, cost: {{member: total_tokens}}}}
@@ -215,7 +214,7 @@ class TestUploads:
 
     async def test_while_it_waits_little_of_it_is_read(self, policy: Path) -> None:
         app = App(is_held=True)
-        async with stack(policy, app) as it, httpx2.AsyncClient(base_url=it.url, timeout=20) as client:
+        async with stack(policy, app) as it, httpx2.AsyncClient(base_url=it.url, timeout=60) as client:
             holders = [asyncio.ensure_future(client.post("/v1/rerank", content=b"{}")) for _ in range(2)]
             await eventually(lambda: it.held()[1] == 2)
             body = b"z" * (3 * 2**20)
@@ -231,7 +230,7 @@ class TestUploads:
 
     async def test_a_client_that_leaves_while_a_small_one_waits_is_noticed(self, policy: Path) -> None:
         app = App(is_held=True)
-        async with stack(policy, app) as it, httpx2.AsyncClient(base_url=it.url, timeout=20) as client:
+        async with stack(policy, app) as it, httpx2.AsyncClient(base_url=it.url, timeout=60) as client:
             holders = [asyncio.ensure_future(client.post("/v1/rerank", content=b"{}")) for _ in range(2)]
             await eventually(lambda: it.held()[1] == 2)
             async with connected(it.port) as (_, writer):
@@ -243,6 +242,7 @@ class TestUploads:
             await asyncio.gather(*holders)
 
     async def test_one_that_comes_too_slowly_gives_its_room_back(self, policy: Path) -> None:
+        written(policy, "body_timeout: 1s\n")
         async with stack(policy, App()) as it, connected(it.port) as (reader, writer):
             writer.write(post(UPLOAD, b"x" * 1000, "content-type: audio/wav")[:-900])
             await eventually(lambda: it.held()[1] == 1)
@@ -296,7 +296,7 @@ class TestBeforeTheProxy:
         engine, port = App(), free_port()
         async with (
             stack(policy, ReverseProxy(f"http://127.0.0.1:{port}")) as it,
-            httpx2.AsyncClient(base_url=it.url, timeout=20) as client,
+            httpx2.AsyncClient(base_url=it.url, timeout=60) as client,
         ):
             it.middleware.controller.pool.pause(None)  # admitted all the same
             body = b"s" * 100_000
