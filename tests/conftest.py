@@ -14,6 +14,7 @@ from opentelemetry.util._once import Once
 from sidecar.open_files import raise_limit
 from sidecar.pools.redis import connection, session
 from tests.support import stages
+from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.signals import restore_for_children
 
 IS_CI = "CI" in os.environ
@@ -67,6 +68,15 @@ def patient_stores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, bound, 60.0)
     for call in (connection.StoreConnection.call, connection.StoreConnection.run):
         monkeypatch.setattr(call, "__defaults__", (60.0,))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RedisServer]:
+    """A store of its own for each test: some kill it."""
+    folder = tmp_path / "store"
+    folder.mkdir()
+    with RedisServer(first_binary(), folder) as server:
+        yield server
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from sidecar.secrets import ENGINE_KEY_VARIABLE
 from tests.support.each import each
 from tests.support.in_process import ran, serving_engine, serving_sidecar, start_failure
 from tests.support.middleware import CHAT, App, chat, key, write_policy
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.redis_servers import RedisServer
 from tests.support.serving import serving
 from tests.support.wire import exchange, post
 from tests.test_reload import Reloading, reloading
@@ -27,14 +26,6 @@ from tests.test_reload import Reloading, reloading
 pytestmark = pytest.mark.anyio
 KEPT_ALIVE = "keep_alive: 50ms\n"
 BROKEN = "mode: pass\ntiers: {high: 12\n"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RedisServer]:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    with RedisServer(first_binary(), folder) as server:
-        yield server
 
 
 def pool_file(site: Reloading) -> Path:

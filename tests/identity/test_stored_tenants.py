@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from sidecar.policy.stored_tenants import InvalidTenant, read_record, with_store
 from sidecar.stores import records_of
 from tests.support.each import each
 from tests.support.middleware import App, key, policy, write_policy
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.redis_servers import RedisServer
 from tests.support.serving import serving
 from tests.support.stored_sidecar import Sidecar, sidecar, write
 
@@ -44,15 +44,6 @@ def hashed(text: str) -> str:
 def bulk(**more: Any) -> dict[str, Any]:
     """A tenant's record."""
     return {"tenant": "bulk", "tier": "batch", "max_tier": "normal", "keys": [hashed(BULK_KEY)], **more}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RedisServer]:
-    """A store of its own for each test: some kill it."""
-    folder = tmp_path / "store"
-    folder.mkdir()
-    with RedisServer(first_binary(), folder) as server:
-        yield server
 
 
 @asynccontextmanager

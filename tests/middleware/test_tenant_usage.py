@@ -39,15 +39,6 @@ NOON = datetime(2026, 11, 30, 12, tzinfo=timezone.utc).timestamp()
 DAY_S = 86_400
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RedisServer]:
-    """A store of its own for each test: some kill it."""
-    folder = tmp_path / "store"
-    folder.mkdir()
-    with RedisServer(first_binary(), folder) as server:
-        yield server
-
-
 @pytest.fixture(scope="module")
 def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with RedisServer(first_binary(), tmp_path_factory.mktemp("store")) as server:
