@@ -36,12 +36,14 @@ from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.server import CannotServe
 from sidecar.server.mounted import FailedStart, Lifespan, MountedLifespan, Step, check_processes
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of
+from sidecar.tasks import is_in_event_loop
 from sidecar.tokens import Estimator, TokenizerCounter
 
 if TYPE_CHECKING:
     from sidecar.fleet.mounted_engine import MountedEngine
     from sidecar.fleet.mounted_routing import MountedRouting
     from sidecar.fleet.routing import FleetRouting
+    from sidecar.middleware.app_tenants import TenantOf
     from sidecar.policy.reload import PolicyFiles
     from sidecar.pools.fleet import FleetPool
     from sidecar.pools.redis import RedisFleetPool
@@ -78,6 +80,8 @@ class AdmissionMiddleware:
     as the policy's `engine` says; `files` are where a loaded policy came from: what changes there replaces it while the
     server runs. `is_shown` says that the caller serves `observability.routes` and sets up logs and telemetry, so that
     the environment does not; `is_launched` that the app is an engine's own server, started by one of our launchers;
+    `retry_handlers` that a handler of the app may run twice for one request: where that was preempted; `tenant` names
+    the tenant of a request, by its scope: a name, claims as a token has them, or None (docs/identity.md);
     `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. `environment` is
     the process's. Raises `PolicyError` with every mistake of the files, and ValueError where there are none. In an
     event loop it does not raise: the server reports a failed start, and the middleware has neither a `controller` nor
@@ -97,6 +101,8 @@ class AdmissionMiddleware:
         is_shown: bool = False,
         takes_over_pool: bool = False,
         is_launched: bool = False,
+        retry_handlers: bool = False,
+        tenant: TenantOf | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._environment = environment
@@ -107,14 +113,20 @@ class AdmissionMiddleware:
             is_by_name=policy is None,
             is_shown=is_shown,
             is_launched=is_launched,
+            repeats=retry_handlers,
             takes_over=takes_over_pool,
             environment=environment,
         )
+        self._named: Callable[[AdmissionController, ASGIApp], ASGIApp] | None = None
         try:
+            if tenant is not None:
+                from sidecar.middleware.app_tenants import naming
+
+                self._named = naming(tenant)
             loaded, files = (policy, files) if isinstance(policy, Policy) else policy_of(policy)
             self.controller, self.observability = _passing_or(compose, loaded, files)
         except ValueError as mistake:
-            if not _is_in_event_loop():
+            if not is_in_event_loop():
                 raise
             self._serve: ASGIApp = FailedStart(mistake)
         else:
@@ -136,10 +148,10 @@ class AdmissionMiddleware:
 
     def _serve_first(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """The first scope: a lifespan's, unless the server or an outer app has none for it."""
-        self._begin_serving()
-        self.controller.on_change.append(self._begin_serving)
         if self.controller.pages is not None:
             self.controller.pages.follow(scope)
+        self._begin_serving()
+        self.controller.on_change.append(self._begin_serving)
         if scope["type"] != "lifespan" and not self._is_shown:
             try:
                 policy = self.controller.policy
@@ -156,7 +168,10 @@ class AdmissionMiddleware:
 
     def _begin_serving(self) -> None:
         """Serves as the policy says. Chosen once, so that a request pays nothing for what its policy has not."""
+        self.controller.report_unpreempted()
         cors, serve = self.controller.policy.cors, _serving(self.controller)
+        if self._named is not None:
+            serve = self._named(self.controller, serve)
         if cors is None:
             self._serve = serve
         else:
@@ -219,6 +234,7 @@ def _composed(
     is_by_name: bool,
     is_shown: bool,
     is_launched: bool,
+    repeats: bool,
     takes_over: bool,
     environment: Mapping[str, str],
 ) -> tuple[AdmissionController, Observability]:
@@ -228,7 +244,7 @@ def _composed(
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
     is_shared = store_of(policy, environment) is not None
     refuse_uncounted_budgets(policy, environment)
-    setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over)
+    setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over, repeats=repeats)
     shows = partial(_observed, environment=environment, is_shared=is_shared, is_shown=is_shown)
     if given_app is None and policy.models:
         parts = _models_parts(policy, setup, shows)
@@ -253,13 +269,17 @@ def _composed(
 
 
 class _Setup(NamedTuple):
-    """What a process is made with besides its policy. `dialect` is None where the policy says it."""
+    """What a process is made with besides its policy. `dialect` is None where the policy says it.
+
+    `repeats` says that the app's handlers may run twice for one request.
+    """
 
     environment: Mapping[str, str]
     files: PolicyFiles | None
     engine_key: str | None
     dialect: Engine | None
     takes_over: bool
+    repeats: bool
 
 
 class _Part(NamedTuple):
@@ -300,6 +320,7 @@ def _one_controller(
         estimator=estimator,
         observer=None,
         is_proxied=isinstance(given_app, EngineProxy),
+        repeats=setup.repeats or is_launched or isinstance(given_app, EngineProxy),
         engine_key=setup.engine_key,
         unguarded=_unguarded(given_app, is_launched=is_launched, is_by_name=is_by_name),
         engine_watch=watch,
@@ -577,11 +598,3 @@ def _with_lifespan(parts: Sequence[_Part], *, is_shared: bool, started: Sequence
         return Lifespan(controllers[0].app, opening=open_pages, asking=asking, closing=closing)
     asking = [*started, look_at_engines, *ask]
     return Lifespan(controllers[0].app, opening=[*open_pools, *open_pages], asking=asking, closing=closing)
-
-
-def _is_in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -29,6 +29,7 @@ from sidecar.middleware.credentials import KEY_HEADERS
 from sidecar.middleware.engine_pages import INTERNAL_REQUEST, fetch_page
 from sidecar.payload.decode import Payload
 from sidecar.policy.model import Endpoint
+from sidecar.sending import CLIENT_KEY
 
 LONGEST_LINE = 32 * 2**20
 """Bytes of an answer that are kept until its id is found: it repeats the request's instructions and tools."""
@@ -94,6 +95,7 @@ class BackgroundRequest:
     __slots__ = ("_id", "_is_over", "_pending", "_stream", "ask", "since_s")
 
     def __init__(self, app: ASGIApp, scope: Scope, endpoint: Endpoint, payload: Payload) -> None:
+        scope.pop(CLIENT_KEY, None)  # the app must not abort it when its client leaves
         self.ask = ResponseQuery(app, scope, endpoint)
         self.since_s = time.monotonic()
         self._stream = payload.stream
