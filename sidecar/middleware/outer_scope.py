@@ -16,12 +16,17 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY
 
 _OURS = frozenset(("headers", "path", "raw_path", SCOPE_KEY, CALL_KEY, ENGINE_ID_KEY))
+_LEAST_OURS = 2
+"""Keys that every copy has, and the scope outside has not: the grant and the call."""
 _BEGINNINGS = frozenset(("http.response.start", "websocket.accept", "websocket.http.response.start"))
 
 
-def show_outside(written: Scope | None, scope: Scope) -> None:
-    """Shows in the `scope` of the middlewares around what an app has written into its copy; None: there is no app."""
-    if written is None:
+def show_outside(written: Scope | None, scope: Scope, *, is_shown: bool = False) -> None:
+    """Shows in the `scope` of the middlewares around what an app has written into its copy; None: there is no app.
+
+    Of one that `is_shown` already, as its answer began, only more keys are looked for: hardly any app writes then.
+    """
+    if written is None or (is_shown and len(written) <= len(scope) + _LEAST_OURS):
         return
     for name, value in [*written.items()]:  # at once: a handler's thread may write meanwhile
         if scope.get(name) is not value and name not in _OURS:

@@ -589,7 +589,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             self.stage = _OVER
         elif stage is _RUNNING:
             self._settle(_FAILED, "incomplete_response")
-        show_outside(self._for_app, self._scope)
+        show_outside(self._for_app, self._scope, is_shown=self._status is not None)
         self._client.close()
         self._controller.watchdog.discard(self)
 

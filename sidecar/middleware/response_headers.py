@@ -25,7 +25,6 @@ ANTHROPIC_ID = b"request-id"
 
 _MESSAGES = Api.MESSAGES  # looked up once: an enumeration's attribute costs as much as a call
 _is_valid_id = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
-_UUID_BITS, _UUID4 = ~(0xF << 76 | 0x3 << 62), 0x4 << 76 | 0x2 << 62
 _NO_WAIT = ((b"x-admission-wait-ms", b"0"), (b"server-timing", b"admission;dur=0.0"))
 
 
@@ -37,7 +36,8 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
     own = headers.get(REQUEST_ID)
     if own is not None and _is_valid_id(own):
         return own.decode("ascii")
-    return f"{random.getrandbits(128) & _UUID_BITS | _UUID4:032x}"
+    digits = random.getrandbits(128).to_bytes(16, "big").hex()
+    return f"{digits[:12]}4{digits[13:16]}a{digits[17:]}"
 
 
 def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:
