@@ -1,7 +1,8 @@
 """Records golden programs: `.venv/bin/python tests/scheduling/record_golden.py [new]`.
 
 Without an argument it plays the programs of the file again, and writes the answers of today: the difference in git is
-what changed. With `new` it makes other programs first.
+what changed. With `new` it makes other programs first; then their rows in `rules/differences.txt` are out of date, and
+`test_differences.py` names each.
 """
 
 from __future__ import annotations
