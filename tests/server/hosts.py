@@ -68,7 +68,7 @@ from litestar import Litestar, Request, post
 async def chat(request: Request) -> dict:
     return {"model": (await request.json())["model"]}
 
-app = Litestar([chat])
+app = Litestar([chat], logging_config=None)  # else it configures the logging of the process
 {line}
 """
 QUART = """
