@@ -9,9 +9,10 @@ before it. What a policy closes is closed in each of these readings; what it ope
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.engines.base import plain_path, plain_paths
 from sidecar.policy.model import Endpoint
@@ -24,8 +25,12 @@ def by_path(endpoints: Mapping[str, Endpoint]) -> Mapping[str, Endpoint]:
 
 def endpoint_of(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoint | None:
     """The endpoint (`by_path`) that guards the path of a scope, in any reading; None where none does."""
-    path = route_path(scope) if scope.get("root_path") else scope["path"]
-    return endpoints.get(path) or next((endpoints[one] for one in readings(scope) if one in endpoints), None)
+    exact = _first(endpoints, exact_paths(scope)) if scope.get("root_path") else endpoints.get(scope["path"])
+    return exact or _first(endpoints, readings(scope))
+
+
+def _first(endpoints: Mapping[str, Endpoint], paths: Iterable[str]) -> Endpoint | None:
+    return next((endpoints[path] for path in paths if path in endpoints), None)
 
 
 def route_path(scope: Scope) -> str:
@@ -65,7 +70,7 @@ def path_for_app(scope: Scope, endpoint: Endpoint) -> str:
 
 
 def _divided(scope: Scope) -> Iterator[tuple[str, str]]:
-    """Every plain path that a router may read, after every prefix that may be meant before it; without one first."""
+    """Every plain path that a router may read, with every prefix that may be meant before it. The likely ones first."""
     path: str = scope["path"]
     root: str = scope.get("root_path") or ""
     raw = scope.get("raw_path") or b""
@@ -77,8 +82,8 @@ def _divided(scope: Scope) -> Iterator[tuple[str, str]]:
         whole, own = plain_path(raw.decode("latin-1")), plain_path(path).removeprefix("/")
         if whole.endswith(own):
             prefixes += _tails(whole.removesuffix(own))
-    for prefix in dict.fromkeys(prefixes):
-        for one in routed:
+    for one in routed:
+        for prefix in dict.fromkeys(prefixes):
             yield prefix, one
 
 
@@ -96,3 +101,22 @@ def _joined(prefix: str, path: str) -> str:
 def _begins_with(path: str, prefix: str) -> bool:
     """Whether a path begins with a prefix of whole segments."""
     return bool(prefix) and f"{path}/".startswith(f"{prefix}/")
+
+
+def at_own_root(app: ASGIApp, serve: ASGIApp) -> ASGIApp:
+    """What serves the requests to `app`. FastAPI writes a `root_path` of its own into each scope, so that the router
+    reads the path below it: around such an app, and around the middlewares that it is in, it is written before.
+    """
+    fastapi = sys.modules.get("fastapi")
+    inner: object = app
+    while fastapi is not None and inner is not None and not isinstance(inner, fastapi.FastAPI):
+        inner = getattr(inner, "app", None)
+    root = getattr(inner, "root_path", "")
+    if not root:
+        return serve
+
+    def serve_at_root(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        scope["root_path"] = root
+        return serve(scope, receive, send)
+
+    return serve_at_root

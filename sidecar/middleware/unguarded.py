@@ -53,9 +53,13 @@ _log = logging.getLogger("sidecar.unguarded")
 
 async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> None:
     """Serves one ASGI scope that no endpoint of the policy guards."""
-    if scope["type"] not in ("http", "websocket"):
+    if scope["type"] == "lifespan":
         controller.server = asyncio.current_task()
         await controller.lifespan(scope, receive, send)
+        return
+    if scope["type"] not in ("http", "websocket"):
+        refuse_unknown(controller, scope)
+        await controller.app(scope, receive, send)
         return
     is_observing = controller.is_observing
     refusal: AdmissionError | None = None
@@ -73,6 +77,13 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
     finally:
         if refusal is not None or scope.get("method") not in READING:
             _report(controller, passed, refusal)
+
+
+def refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
+    """Raises NotImplementedError for a protocol of which nothing is known here, where it may run the model."""
+    as_websocket = treatment(mode_of(controller, scope), controller.snapshot, WEBSOCKET, {"path": "", **scope})
+    if as_websocket is Treatment.REFUSED and not controller.is_observing:
+        raise NotImplementedError(f"{scope['type']!r} is not served on a path that the policy guards")
 
 
 def is_refused(controller: AdmissionController, scope: Scope) -> bool:
