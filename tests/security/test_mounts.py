@@ -182,3 +182,54 @@ async def test_a_protocol_that_is_not_known_passes_but_on_guarded_paths() -> Non
     with pytest.raises(NotImplementedError, match="'webtransport' is not served"):
         await Caller(sidecar, type="webtransport", path="/chat").run()
     assert app.others == ["webtransport"]
+
+
+READ_OTHERWISE = [
+    ("/v", "/vchat", ""),  # Django and Quart take the letters of the prefix away, wherever its segment ends
+    ("/v1", "/x/v1/chat", ""),  # Litestar takes away what is before it, too
+    ("/api", "http://a.host/api/chat", ""),  # Quart reads a whole address, which hypercorn and h11 leave in the path
+    ("", "http://a.host/chat", ""),
+    ("", "/chat%23a", ""),
+    ("", "/chat%3Fa/b", ""),
+    ("/a?/v1", "/a%3F/v1/chat/completions", ""),  # a segment that the client chooses, of a mount at `/{tenant}/v1`
+    ("/api%2Fv1", "/chat/completions", ""),
+    ("", "/chat/completions", CHAT),  # a mount of Litestar's: only `raw_path` has the prefix
+    ("", "/chat/completions", "/v1chat/completions"),  # and it does not ask for a slash
+]
+
+
+@each(("root", "path", "raw"), READ_OTHERWISE)
+async def test_a_path_is_guarded_however_a_framework_divides_it(root: str, path: str, raw: str) -> None:
+    sidecar = AdmissionMiddleware(App(), denying("unguarded: allow\n"))
+    assert await answer(sidecar, path, root, raw=raw) == "401"
+
+
+@each(
+    ("root", "path"), [("/api", "/api/users/chat"), ("/llm", "/chat/completions"), ("", "/v1/users"), ("/v1", "/chats")]
+)
+async def test_what_no_reading_names_is_the_apps_own(root: str, path: str) -> None:
+    sidecar = AdmissionMiddleware(App(), denying(""))
+    assert await answer(sidecar, path, root) == '{"ok":true}'
+
+
+@each(
+    ("path", "said"),
+    [
+        ("/v1/models", '{"ok":true}'),
+        ("/v1//models", "401"),
+        ("/v1/models/", "401"),
+        ("/v1/docs", "404"),
+        ("/v1/%64ocs", "404"),
+    ],
+)
+async def test_below_a_mount_a_public_page_is_open_and_an_operators_closed(path: str, said: str) -> None:
+    sidecar = AdmissionMiddleware(App(), denying("unguarded: deny\npublic: [/v1/models]\n"))
+    assert await answer(Starlette(routes=[Mount("/v1", sidecar)]), path, method="GET") == said
+
+
+async def test_a_websocket_on_a_guarded_path_below_a_mount_is_refused() -> None:
+    app = App()
+    caller = Caller(AdmissionMiddleware(app, denying("")), type="websocket", path="/v1/batch/chat", root_path="/v1")
+    caller.incoming.put_nowait({"type": "websocket.connect"})
+    await caller.run()
+    assert ([message["type"] for message in caller.sent], app.others) == (["websocket.close"], [])
