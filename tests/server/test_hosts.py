@@ -153,11 +153,12 @@ async def test_gzip_inside_of_admission(
 
 async def test_a_mounted_sub_app_is_guarded_from_inside_and_from_outside() -> None:
     key = written_policy()
-    inside, outside = Starlette(), Starlette()
+    inside, at_v1, outside = Starlette(), Starlette(), Starlette()
     inside.mount("/llm", AdmissionMiddleware(answering(), policy="policies/"))
+    at_v1.mount("/v1", AdmissionMiddleware(answering("/chat/completions"), policy="policies/"))
     outside.mount("/v1", answering("/chat/completions"))
     outside.add_middleware(AdmissionMiddleware, policy="policies/")
-    for app, path in ((inside, f"/llm{CHAT}"), (outside, CHAT)):
+    for app, path in ((inside, f"/llm{CHAT}"), (at_v1, CHAT), (outside, CHAT)):
         async with serving(app) as served, aiohttp.ClientSession() as client:
             for headers, status in (({}, 401), (bearer(key), 200)):
                 async with client.post(served.url + path, json=BODY, headers=headers) as answer:
