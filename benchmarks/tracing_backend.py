@@ -172,10 +172,12 @@ def problems_of(one: Mapping[str, Stored]) -> list[str]:
     said = admission.attributes
     wait_s, starvation_s = said["admission.queue_wait_s"], said["admission.starvation_s"]
     bars = {"admission.queued": wait_s, "admission.starved": starvation_s}
-    children = [span for name, span in one.items() if name in {"engine", *bars}]
+    children = [span for name, span in one.items() if name in {"engine", "admission.queued"}]
     expectations = {
         "admission hangs below the client's span": admission.parent_id == client.span_id,
         "the others hang below admission": all(span.parent_id == admission.span_id for span in children),
+        "starvation is a part of the wait": "admission.starved" not in one
+        or one["admission.starved"].parent_id == one["admission.queued"].span_id,
         "a bar is there where it waited, or starved": all(
             (name in one) == (length > 0) for name, length in bars.items()
         ),

@@ -22,6 +22,7 @@ from sidecar.middleware.engine_pages import EnginePages
 from sidecar.middleware.engine_watch import EngineCheck, EngineState, EngineWatch
 from sidecar.middleware.middleware import serve_scope
 from sidecar.middleware.models import ModelsController
+from sidecar.middleware.request_path import at_own_root
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.mounted_services import MountedTelemetry, has_admin_port, mounted_services
 from sidecar.observability import Observability
@@ -80,12 +81,11 @@ class AdmissionMiddleware:
     as the policy's `engine` says; `files` are where a loaded policy came from: what changes there replaces it while the
     server runs. `is_shown` says that the caller serves `observability.routes` and sets up logs and telemetry, so that
     the environment does not; `is_launched` that the app is an engine's own server, started by one of our launchers;
-    `retry_handlers` that a handler of the app may run twice for one request: where that was preempted; `tenant` names
-    the tenant of a request, by its scope: a name, claims as a token has them, or None (docs/identity.md);
-    `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. `environment` is
-    the process's. Raises `PolicyError` with every mistake of the files, and ValueError where there are none. In an
-    event loop it does not raise: the server reports a failed start, and the middleware has neither a `controller` nor
-    an `observability`.
+    `retry_handlers` that a handler may run twice for one request, which was preempted; `tenant` names a request's
+    tenant, by its scope (docs/identity.md); `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with
+    other tiers is made anew. `environment` is the process's. Raises `PolicyError` with every mistake of the files, and
+    ValueError where there are none. In an event loop it does not raise: the server reports a failed start, and the
+    middleware has neither a `controller` nor an `observability`.
     """
 
     controller: AdmissionController
@@ -170,8 +170,8 @@ class AdmissionMiddleware:
         """Serves as the policy says. Chosen once, so that a request pays nothing for what its policy has not."""
         self.controller.report_unpreempted()
         cors, serve = self.controller.policy.cors, _serving(self.controller)
-        if self._named is not None:
-            serve = self._named(self.controller, serve)
+        named = serve if self._named is None else self._named(self.controller, serve)
+        serve = at_own_root(self.controller.app, named)
         if cors is None:
             self._serve = serve
         else:

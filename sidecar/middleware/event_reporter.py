@@ -14,6 +14,7 @@ from sidecar.errors import AdmissionError
 from sidecar.events import (
     FIRST_FAILURE,
     Admitted,
+    AppTrace,
     Classified,
     Event,
     ExpectedLength,
@@ -79,6 +80,10 @@ class EventReporter(msgspec.Struct, eq=False):
         """The trace context for the engine."""
         return () if self._observation is None else self._observation.headers()
 
+    def app_trace(self) -> AppTrace | None:
+        """See `Observation.app_trace`."""
+        return None if self._observation is None else self._observation.app_trace()
+
     def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
         """The request was classified at `at_us`, and the pool has said now which tier it charges."""
         if self._unmade is not None:
@@ -92,10 +97,10 @@ class EventReporter(msgspec.Struct, eq=False):
             if not (hears_everything or event.stream or event.preemptible):
                 self._hears_start = False
 
-    def queued(self, obstacle: Callable[[], tuple[Obstacle, str]]) -> None:
+    def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where an observer listens."""
         if self._observation is not None:
-            self._observation.on_event(Queued(self._now_us(), *obstacle()))
+            self._observation.on_event(Queued(self._now_us(), *obstacle(), mark))
 
     def waited_for_store(self, since_us: int) -> None:
         """The pool's first answer admitted the request, but took so long that it counts as a wait."""

@@ -13,6 +13,7 @@ from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
 from sidecar.middleware.header_names import CONTENT_ENCODING
 from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.request_path import path_for_app
 from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove
 from sidecar.policy.model import Endpoint, Policy
@@ -88,12 +89,10 @@ def forwarded_scope(scope: Scope, endpoint: Endpoint, headers: Headers) -> Scope
 
     The scope itself, where nothing changes.
     """
-    path, wanted = scope["path"], endpoint.forward_to or endpoint.path
-    if path == wanted and headers is scope["headers"]:
+    path = path_for_app(scope, endpoint)
+    if path == scope["path"] and headers is scope["headers"]:
         return scope
     copy = {**scope, "headers": headers}
-    if path != wanted:
-        root = scope.get("root_path", "")  # where the app is mounted; some servers leave it out of the path
-        copy["path"] = path = root + wanted if root and path.startswith(f"{root}/") else wanted
-        copy["raw_path"] = quote(path).encode()
+    if path != scope["path"]:
+        copy["path"], copy["raw_path"] = path, quote(path).encode()
     return copy

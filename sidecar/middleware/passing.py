@@ -13,13 +13,12 @@ from collections.abc import Awaitable
 from starlette.types import Receive, Scope, Send
 
 from sidecar.classify import TenantClaims, said_by_app
-from sidecar.engines.base import plain_path
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.forwarding import forwarded_headers, forwarded_scope
 from sidecar.middleware.header_names import CONTENT_ENCODING
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.outer_scope import call_app
-from sidecar.middleware.unguarded import route_path
+from sidecar.middleware.request_path import endpoint_of
 from sidecar.middleware.wait import ClientChannel
 from sidecar.sending import CLIENT_KEY
 
@@ -35,10 +34,10 @@ def _for_app(controller: AdmissionController, scope: Scope) -> Scope:
         taken = credentials.taken(dict(scope["headers"]))
         if taken or policy.anonymous is not None or isinstance(said_by_app.get(), TenantClaims):
             scope = {**scope, "headers": forwarded_headers(scope["headers"], taken, credentials.added)}
-    path = route_path(scope)
-    endpoint = policy.endpoints.get(path) or policy.endpoints.get(plain_path(path))
-    if endpoint is not None and scope["type"] == "http" and scope["method"] == "POST":
-        return forwarded_scope(scope, endpoint, scope["headers"])
+    if scope["type"] == "http" and scope["method"].upper() == "POST":
+        endpoint = endpoint_of(controller.snapshot.named_endpoints, scope)
+        if endpoint is not None:
+            return forwarded_scope(scope, endpoint, scope["headers"])
     return scope
 
 

@@ -64,7 +64,7 @@ _SHARE_KEYS = [field.name for field in fields(Shares) if field.name in TierBody.
 """Keys of a tier that the rules take as they are."""
 _POOL_KEYS = (
     *("engine", "tokenizer", "store", "pool", "on_store_loss", "replicas", "mode", "forward_key", "unguarded"),
-    *("background", "max_choices", "unsized", "order", "fair", "usage", "usage_days"),
+    *("background", "max_choices", "unsized", "order", "fair", "usage", "usage_in_traces", "usage_days"),
 )
 """Keys of the pool's file that the policy takes as they are."""
 
@@ -215,6 +215,7 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         disconnect_grace_s=float(pool.disconnect_grace),
         generation=generation,
         keep_alive_s=_seconds(pool.keep_alive),
+        trace_waits_s=float(pool.trace_waits),
         abort_latency_s=_seconds(pool.abort_latency),
         **{key: getattr(pool, key) for key in _POOL_KEYS},
     )

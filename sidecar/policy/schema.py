@@ -276,6 +276,12 @@ class PoolFile(FileModel):
         "wait for an idle connection. Default: never.",
         "15s",
     )
+    trace_waits: of.Duration = key(
+        "30s",  # waits that are shorter are seen when they end; beyond, someone looks at the trace meanwhile
+        "How often a request that waits says so in its trace, as a span `admission.waiting`, so that a long wait is "
+        "seen before it ends, and also where the process is killed. `0s`: never.",
+        "5m",
+    )
     anonymous: of.AnonymousTier | None = key(
         "deny", "The tier, also the best one, of a request without a key; `deny` refuses it.", "low"
     )
@@ -306,6 +312,13 @@ class PoolFile(FileModel):
         "and the client does not see the answer. `as_sent`: the request is not changed, and the tokens are estimated "
         "from the text. With `engine: none` nothing is asked.",
         "as_sent",
+    )
+    usage_in_traces: of.TracedUsageChoice = key(
+        "once",  # a backend that adds up what the spans of a trace used would count the same tokens twice
+        "Whether the `engine` span has what the request used (`gen_ai.usage`). `once`: unless a mounted app has traced "
+        "its own call of the model with it. `never`: something else traces it, such as the engine. Metrics have it in "
+        "any case.",
+        "never",
     )
     public: of.PathList | None = key(
         None,  # load balancers ask whether the engine lives; nothing else is for who has no key

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from typing import Final
 
+SCOPE: Final = "sidecar"
+"""The instrumentation scope of all that is ours."""
+
 # Spans, and their events.
 ADMISSION: Final = "admission"
 QUEUED: Final = "admission.queued"
 STARVED: Final = "admission.starved"
+WAITING: Final = "admission.waiting"
 ENGINE: Final = "engine"
 FIRST_BYTE: Final = "first_byte"
 REPLAYED: Final = "replayed"
@@ -33,6 +37,8 @@ ADMISSION_EXPLANATION: Final = "admission.explanation"
 ADMISSION_OUTCOME: Final = "admission.outcome"
 ADMISSION_QUEUE_WAIT_S: Final = "admission.queue_wait_s"
 ADMISSION_STARVATION_S: Final = "admission.starvation_s"
+ADMISSION_IS_WAITING: Final = "admission.is_waiting"
+ADMISSION_AHEAD_REQUESTS: Final = "admission.ahead.requests"
 ADMISSION_STARVED_TOO_LONG: Final = "admission.starved_too_long"
 ADMISSION_SERVED_AHEAD_PREFIX: Final = "admission.served_ahead."
 ADMISSION_OVERTAKEN_BY_PREFIX: Final = "admission.overtaken_by."
@@ -57,6 +63,7 @@ OBSERVED_STARVATION_S: Final = "admission.observed.starvation_s"
 ADMISSION_ENGINE: Final = "admission.engine"
 ADMISSION_ENGINE_HIT: Final = "admission.engine.predicted_hit"
 ADMISSION_ENGINE_CLAIMED_S: Final = "admission.engine.claimed_s"
+ADMISSION_SERVED_BY: Final = "admission.served_by"
 ADMISSION_REPLAYS: Final = "admission.replays"
 ADMISSION_REPLAY_REASON: Final = "admission.replay.reason"
 ADMISSION_PREEMPTED: Final = "admission.preempted"

@@ -138,7 +138,7 @@ def test_starvation_is_a_bar_of_its_own_from_the_first_overtaking_to_admission(t
     assert set(spans) == {"admission", "admission.queued", "admission.starved", "engine"}
     bar = spans["admission.starved"]
     assert bar.kind is SpanKind.INTERNAL
-    assert parent_id(bar) == span_id(spans["admission"])
+    assert parent_id(bar) == span_id(spans["admission.queued"])
     assert interval(bar) == (ns(700_000), ns(2_100_000))
     served_ahead = {"admission.served_ahead.high": 900, "admission.served_ahead.normal": 50}
     assert dict(bar.attributes) == {"admission.tier": "batch", **served_ahead}
@@ -328,7 +328,7 @@ def test_a_refusal_that_starved_too_long_is_marked_as_well():
 def test_other_limits_hold_for_requests_from_then_on():
     tracing = Tracing(starvation_limits_s={"batch": 1.0})
     before = tracing.observer.received(received())
-    tracing.tracer.change_limits({"batch": 2.0})
+    tracing.tracer.change({"batch": 2.0}, None)
     starved = admitted(2_100_000, 2_099_950, starvation_us=1_400_000, served_ahead={"high": 900})
 
     for observation in (before, tracing.observer.received(received())):

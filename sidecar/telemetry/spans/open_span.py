@@ -27,6 +27,9 @@ class OpenSpan(Protocol):
     def context(self) -> SpanContext:
         """Its ids, and whether it is sampled."""
 
+    def for_app(self) -> Span:
+        """The span as the app finds it where it is current."""
+
     def child(
         self, name: str, kind: SpanKind, start_ns: int, attributes: Attributes | None, links: Sequence[Link] = ()
     ) -> OpenSpan:
@@ -34,6 +37,9 @@ class OpenSpan(Protocol):
 
     def end(self, at_ns: int, attributes: Attributes, events: Sequence[Moment] = (), error: str | None = None) -> None:
         """Ends it. `error` is the description of its status, None where it is none."""
+
+    def link(self, links: Sequence[Link]) -> None:
+        """Adds links to those that it began with."""
 
 
 @dataclass(slots=True)
@@ -48,6 +54,10 @@ class ApiSpan:
     def context(self) -> SpanContext:
         """See `OpenSpan.context`."""
         return self.span.get_span_context()
+
+    def for_app(self) -> Span:
+        """See `OpenSpan.for_app`."""
+        return self.span
 
     def child(
         self, name: str, kind: SpanKind, start_ns: int, attributes: Attributes | None, links: Sequence[Link] = ()
@@ -66,3 +76,8 @@ class ApiSpan:
         if error is not None:
             self.span.set_status(StatusCode.ERROR, error)
         self.span.end(at_ns)
+
+    def link(self, links: Sequence[Link]) -> None:
+        """See `OpenSpan.link`."""
+        for link in links:
+            self.span.add_link(link.context, link.attributes)
