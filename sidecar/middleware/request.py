@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.apis import Api
-from sidecar.context import SCOPE_KEY, Granted
+from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, Draining, EngineTimeout, QueueFull
 from sidecar.events import Headers, Obstacle, Outcome
@@ -127,13 +127,14 @@ class RequestHandler(msgspec.Struct, eq=False):
                     return
                 scope, receive, send = self._forward(grant)
                 app_call = self._app_call = AppCall(scope[SCOPE_KEY], self._reporter.app_trace())
+                token = current.set(app_call)
                 try:
                     await self._controller.app(scope, receive, send)
                 except Exception as error:
                     if await self._has_failed(error):
                         raise
                 finally:
-                    app_call.returned()
+                    app_call.returned(token)
                 if self._is_over() or not await self._waits_again():
                     return
                 next_grant = self._wait_again
@@ -407,8 +408,8 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _send_last(self, message: Message) -> None:
         """The last bytes of a response, and most often its only ones."""
-        if (body := body_of(message)) is not None:
-            self._read_response(body)
+        if (body := message.get("body")) or message["type"] != "http.response.body":  # what `body_of` does, in line
+            self._read_response(body or b"")
         # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
         has_left = self._client.disconnected_us is not None
         self._call.answered()

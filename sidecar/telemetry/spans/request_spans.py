@@ -202,8 +202,16 @@ class RequestSpans:
         self._admission.end(ended_ns, written, error=error)
 
     def _end_engine(self, record: RequestRecord, admitted: Admitted, event: Settled, ended_ns: int) -> None:
-        written = self._usage(event)
+        written: Attributes = {}
         moments: list[Moment] = []
+        writes_usage, app_trace = self._settings.writes_usage, self.app_trace
+        if writes_usage or (writes_usage is None and (app_trace is None or not app_trace.has_usage)):
+            if event.input_tokens is not None:
+                written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
+            if event.cached_tokens is not None:
+                written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
+            if event.output_tokens is not None:
+                written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
         if record.first_byte is not None:
             moments.append((semconv.FIRST_BYTE, self._wall_ns(record.first_byte.at_us)))
             if self.classified is not None and self.classified.stream:
@@ -211,22 +219,6 @@ class RequestSpans:
                 written[semconv.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = since_admission_s
         error = _failure(event, written, from_status=CLIENTS_ERRORS)
         self._engines[-1].end(ended_ns, written, moments, error)
-
-    def _usage(self, event: Settled) -> Attributes:
-        """What the request used, where this span says it."""
-        written: Attributes = {}
-        writes = self._settings.writes_usage
-        if writes is None:
-            writes = self.app_trace is None or not self.app_trace.has_usage
-        if not writes:
-            return written
-        if event.input_tokens is not None:
-            written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
-        if event.cached_tokens is not None:
-            written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
-        if event.output_tokens is not None:
-            written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
-        return written
 
     def _attributes(self, record: RequestRecord) -> Attributes:
         """The attributes of `admission` that do not depend on its end."""
