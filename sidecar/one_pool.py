@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.middleware import guarded_endpoint
 from sidecar.observability import Observability
-from sidecar.policy.compiler import POOL_FILE
 from sidecar.policy.given import path_of
 from sidecar.policy.model import Mode, Policy
 
@@ -65,6 +64,8 @@ class Source(NamedTuple):
 
 
 def _is_same_file(path: Path, other: Path) -> bool:
+    from sidecar.policy.compiler import POOL_FILE
+
     files = [each / POOL_FILE if each.is_dir() else each for each in (path, other)]
     try:
         return os.path.samefile(*files)
@@ -136,7 +137,8 @@ class OnePool:
         """Whether a middleware that is constructed now is another of the same app: nothing was served yet, or it is
         served in this very event loop. Else it is one of an app made anew.
         """
-        return not self._has_ended and (self._loop is None or self._loop is _running_loop())
+        is_in_use = bool(self.members) and not self._has_ended
+        return is_in_use and (self._loop is None or self._loop is _running_loop())
 
     def is_elsewhere(self) -> bool:
         """Whether an event loop that runs in another thread is served."""

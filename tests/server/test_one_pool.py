@@ -344,6 +344,16 @@ def test_apps_that_are_gone_are_not_kept(tmp_path: Path) -> None:
     assert [one() for one in made] == [None] * 3
 
 
+@pytest.mark.anyio
+async def test_an_app_that_is_gone_leaves_nothing_to_the_next_in_its_loop(tmp_path: Path) -> None:
+    """Tests that share an event loop, without lifespans."""
+    file = limited(tmp_path)
+    for _ in range(3):
+        app = AdmissionMiddleware(App(), file)
+        assert [await asked(app) for _ in range(2)] == [200, 429]
+        del app  # with a framework's app around it, once it is collected
+
+
 # Event loops
 
 
