@@ -89,9 +89,13 @@ class MountedLifespan:
             await end()
 
     async def _begin(self, processes: ServerProcesses) -> None:
-        if not self._open:
-            await self._started.enter_async_context(self._services(processes))
         self._open += 1
+        try:
+            if self._open == 1:
+                await self._started.enter_async_context(self._services(processes))
+        except BaseException:
+            self._open -= 1
+            raise
 
     async def _end(self) -> None:
         self._open -= 1

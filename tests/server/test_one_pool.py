@@ -219,19 +219,22 @@ async def is_open(port: int) -> bool:
 @pytest.mark.anyio
 @each("ends_first", [0, 1, 2])
 async def test_the_last_lifespan_to_end_closes_what_the_first_has_opened(
-    ends_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ends_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port := free_ports(1)))
     file = write_policy(tmp_path)
     apps = [AdmissionMiddleware(Starlette(), file) for _ in range(3)]
+    logging.getLogger("uvicorn.error").addHandler(caplog.handler)
     for _ in range(2):  # and all of it once more
         lifespans = [Lifespans(app) for app in apps]
-        assert [await one.begin() for one in lifespans] == ["lifespan.startup.complete"] * 3
+        assert await asyncio.gather(*(one.begin() for one in lifespans)) == ["lifespan.startup.complete"] * 3
         for at in range(3):
             assert await is_open(port)
             assert len({app.controller for app in apps}) == 1
             assert await lifespans[(ends_first + at) % 3].end() == "lifespan.shutdown.complete"
         assert not await is_open(port)
+    logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
+    assert "another middleware" not in caplog.text  # none asked for the port a second time
 
 
 @pytest.mark.anyio
