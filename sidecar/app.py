@@ -22,6 +22,7 @@ from sidecar.middleware.engine_pages import EnginePages
 from sidecar.middleware.engine_watch import ENGINE_CHECK_VARIABLE, EngineCheck, EngineWatch
 from sidecar.middleware.middleware import serve_scope
 from sidecar.middleware.models import ModelsController
+from sidecar.middleware.request_path import at_own_root
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.mounted_services import MountedTelemetry, Part, has_admin_port, mounted_services, with_lifespan
 from sidecar.observability import Observability
@@ -158,15 +159,15 @@ class AdmissionMiddleware:
         """See `Member`. Chosen once, so that a request pays nothing for what its policy has not."""
         if not self._is_serving:
             return
+        app = self.controller.app if self._app is None else self._app
         cors, serve = self.controller.policy.cors, _serving(self.controller)
         if cors is not None:
             from sidecar.middleware.cors import with_cors
 
             serve = with_cors(serve, cors)
         if self._pool.is_shared:
-            assert self._app is not None
-            serve = partial(self._pool.serve, serve, self._app)
-        self._serve = serve
+            serve = partial(self._pool.serve, serve, app)
+        self._serve = at_own_root(app, serve)
 
     async def _serve_lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -351,7 +351,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         if request.payload.background:
             scope.pop(CLIENT_KEY, None)
             app = self._controller.app if self._route is None else self._route.pinned(self._controller.app)
-            self._background = BackgroundRequest(app, scope, self._endpoint, request.payload)
+            self._background = BackgroundRequest(app, scope, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
         scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
