@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
@@ -37,12 +36,14 @@ from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.server.mounted import FailedStart, MountedLifespan, check_processes
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of
+from sidecar.tasks import is_in_event_loop
 from sidecar.tokens import Estimator, TokenizerCounter
 
 if TYPE_CHECKING:
     from sidecar.fleet.mounted_engine import MountedEngine
     from sidecar.fleet.mounted_routing import MountedRouting
     from sidecar.fleet.routing import FleetRouting
+    from sidecar.middleware.app_tenants import TenantOf
     from sidecar.policy.reload import PolicyFiles
     from sidecar.pools.fleet import FleetPool
     from sidecar.pools.redis import RedisFleetPool
@@ -77,6 +78,8 @@ class AdmissionMiddleware:
     as the policy's `engine` says; `files` are where a loaded policy came from: what changes there replaces it while the
     server runs. `is_shown` says that the caller serves `observability.routes` and sets up logs and telemetry, so that
     the environment does not; `is_launched` that the app is an engine's own server, started by one of our launchers;
+    `retry_handlers` that a handler of the app may run twice for one request: where that was preempted; `tenant` names
+    the tenant of a request, by its scope: a name, claims as a token has them, or None (docs/identity.md);
     `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. `environment` is
     the process's.
 
@@ -99,6 +102,8 @@ class AdmissionMiddleware:
         is_shown: bool = False,
         takes_over_pool: bool = False,
         is_launched: bool = False,
+        retry_handlers: bool = False,
+        tenant: TenantOf | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._app = app
@@ -114,16 +119,23 @@ class AdmissionMiddleware:
             is_by_name=policy is None,
             is_shown=is_shown,
             is_launched=is_launched,
+            repeats=retry_handlers,
             takes_over=takes_over_pool,
             environment=environment,
         )
-        self._source = source_of(policy, files, (dialect, is_launched, takes_over_pool, id(environment)))
+        options = (dialect, is_launched, retry_handlers, takes_over_pool, id(environment))
+        self._source = source_of(policy, files, options)
         self._serve: ASGIApp = self._serve_first
+        self._named: Callable[[AdmissionController, ASGIApp], ASGIApp] | None = None
         try:
+            if tenant is not None:
+                from sidecar.middleware.app_tenants import naming
+
+                self._named = naming(tenant)
             is_apart = is_shown or app is None or isinstance(app, EngineProxy)
             self._use((None if is_apart else pool_of(self._source)) or self._new_pool())
         except ValueError as mistake:
-            if not _is_in_event_loop():
+            if not is_in_event_loop():
                 raise
             self._serve = FailedStart(mistake)
 
@@ -159,8 +171,11 @@ class AdmissionMiddleware:
         """See `Member`. Chosen once, so that a request pays nothing for what its policy has not."""
         if not self._is_serving:
             return
+        self.controller.report_unpreempted()
         app = self.controller.app if self._app is None else self._app
         cors, serve = self.controller.policy.cors, _serving(self.controller)
+        if self._named is not None:
+            serve = self._named(self.controller, serve)
         if cors is not None:
             from sidecar.middleware.cors import with_cors
 
@@ -189,10 +204,10 @@ class AdmissionMiddleware:
             self._pool.begin_serving()
         except ValueError as mistake:
             return self._failed(mistake)(scope, receive, send)
-        self._is_serving = True
-        self.follow()
         if self.controller.pages is not None:
             self.controller.pages.follow(scope)
+        self._is_serving = True
+        self.follow()
         if scope["type"] != "lifespan" and not self._is_shown:
             try:
                 policy = self.controller.policy
@@ -247,6 +262,7 @@ def _composed(
     is_by_name: bool,
     is_shown: bool,
     is_launched: bool,
+    repeats: bool,
     takes_over: bool,
     environment: Mapping[str, str],
 ) -> tuple[AdmissionController, Observability]:
@@ -256,7 +272,7 @@ def _composed(
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
     is_shared = store_of(policy, environment) is not None
     refuse_uncounted_budgets(policy, environment)
-    setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over)
+    setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over, repeats=repeats)
     shows = partial(_observed, environment=environment, is_shared=is_shared, is_shown=is_shown)
     if given_app is None and policy.models:
         parts = _models_parts(policy, setup, shows)
@@ -282,13 +298,17 @@ def _composed(
 
 
 class _Setup(NamedTuple):
-    """What a process is made with besides its policy. `dialect` is None where the policy says it."""
+    """What a process is made with besides its policy. `dialect` is None where the policy says it.
+
+    `repeats` says that the app's handlers may run twice for one request.
+    """
 
     environment: Mapping[str, str]
     files: PolicyFiles | None
     engine_key: str | None
     dialect: Engine | None
     takes_over: bool
+    repeats: bool
 
 
 def _one_controller(
@@ -322,6 +342,7 @@ def _one_controller(
         estimator=estimator,
         observer=None,
         is_proxied=isinstance(given_app, EngineProxy),
+        repeats=setup.repeats or is_launched or isinstance(given_app, EngineProxy),
         engine_key=setup.engine_key,
         unguarded=_unguarded(given_app, is_launched=is_launched, is_by_name=is_by_name),
         engine_watch=watch,
@@ -568,11 +589,3 @@ def _shared_pool(policy: Policy, store: StoreAddress, *, takes_over: bool) -> Po
     metrics = StoreMetrics(policy.pool)
     connect = connector(store, policy.pool, is_by_gain=policy.rules.is_by_gain)
     return RedisPool(policy, connect, observer=metrics, took=metrics.round_trip, takes_over=takes_over)
-
-
-def _is_in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

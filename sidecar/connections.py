@@ -139,7 +139,7 @@ def _middleware(store: str | None, given: str | Path | Policy | None, engine: st
             f"`connect`, in {STORE_VARIABLE}, or as the policy's `store`; code in the server's own process takes its "
             "leases from the middleware's `admission`"
         )
-    return AdmissionMiddleware(_app(policy, engine), policy, files=files, is_shown=True)
+    return AdmissionMiddleware(_app(policy, engine), policy, files=files, is_shown=True, retry_handlers=True)
 
 
 def _app(policy: Policy, engine: str | None) -> ASGIApp | None:

@@ -29,16 +29,18 @@ from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
 from sidecar.middleware.lease_size import LeaseSize
+from sidecar.middleware.outer_scope import show_outside
 from sidecar.middleware.passing import pass_read
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
 from sidecar.middleware.policy_snapshot import PolicySnapshot
-from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
+from sidecar.middleware.preemptible_attempt import PreemptibleAttempt, disconnects_before
 from sidecar.middleware.refusals import refusal_headers, refusal_of
 from sidecar.middleware.request_gain import AnswerReader, RequestGain
-from sidecar.middleware.response_headers import admission_headers, id_headers
+from sidecar.middleware.response_headers import admission_headers, id_for_app, id_headers
 from sidecar.middleware.stages import Stage
 from sidecar.middleware.usage import READ_BYTES, UsageReader
 from sidecar.middleware.wait import (
+    WITHOUT_GRANT,
     ClientChannel,
     ClientDisconnected,
     WaitedTooLong,
@@ -53,8 +55,6 @@ from sidecar.pools import Grant, Lease, LocalPool
 from sidecar.sending import CLIENT_KEY, SENT, SendChunk, chunk_path
 from sidecar.tasks import is_canceled_again
 
-_WITHOUT_GRANT = (ClientDisconnected, WaitedTooLong, AdmissionError)
-"""How a wait ends without a grant."""
 CUT = "CancelledError"
 """`Settled.error` of a request that the server cut off."""
 
@@ -96,6 +96,7 @@ class RequestHandler(msgspec.Struct, eq=False):
     _body: bytes | None = None
     _status: int | None = None
     _attempt: PreemptibleAttempt | None = None
+    _for_app: Scope | None = None
     _cut: Draining | None = None
     _route: EngineRoute | None = None
     _background: BackgroundRequest | None = None
@@ -119,7 +120,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             while True:
                 try:
                     grant = await next_grant()
-                except _WITHOUT_GRANT as end:
+                except WITHOUT_GRANT as end:
                     await self._end_without_grant(end)
                     return
                 scope, receive, send = self._forward(grant)
@@ -296,12 +297,14 @@ class RequestHandler(msgspec.Struct, eq=False):
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
                 attempt.preempt()
+        elif snapshot.policy.rules.is_preemptible(lease.tier):  # what cannot be given back must be no one's victim
+            lease.keep()
         if self._route is not None:
             send = self._route.begin(lease, send)
         if request.expected is not None:
             self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, request.payload.stream)
         self._reader = self._usage if self._gain is None else self._gain.sent(grant.engine, self._usage)
-        scope = self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority))
+        scope = self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority, self._request_id))
         if self._attempt is not None:
             scope.pop(CLIENT_KEY, None)
         return scope, receive, send
@@ -340,7 +343,8 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
         request = self._request
-        added = [*forward.headers, *self._reporter.headers(), *request.added]
+        named = () if self._controller.is_proxied else id_for_app(self._request_id, self._pairs, self._headers)
+        added = [*forward.headers, *self._reporter.headers(), *request.added, *named]
         asked = self._snapshot.asks_usage_of
         options = ask_for_usage(request, asked, self._usage) if asked is None or request.payload.stream else None
         if options is not None:
@@ -349,12 +353,12 @@ class RequestHandler(msgspec.Struct, eq=False):
         headers = headers_for_app(self._pairs, request, body, added)
         scope = forwarded_scope(self._scope, self._endpoint, headers)
         if request.payload.background:
-            scope.pop(CLIENT_KEY, None)
             app = self._controller.app if self._route is None else self._route.pinned(self._controller.app)
             self._background = BackgroundRequest(app, scope, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
         scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
+        self._for_app = None if self._controller.is_proxied else scope
         return scope
 
     async def _receive_for_app(self) -> Message:
@@ -431,6 +435,7 @@ class RequestHandler(msgspec.Struct, eq=False):
     def _response_start(self, message: Message) -> Message:
         """The response's start, with the headers of the admission."""
         self._status = message["status"]
+        show_outside(self._for_app, self._scope)
         headers = message.get("headers", ())
         own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._preemptions)
         named = id_headers(self._request_id, headers, self._endpoint.api)
@@ -461,14 +466,10 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _disconnects_before_abort(self) -> bool:
         """Returns when the engine has aborted a preempted attempt: whether the client disconnected before that."""
-        disconnect = self._client.disconnect()
-        if not disconnect.done():
-            aborted = asyncio.get_running_loop().create_future()
-            self._when_aborted(partial(aborted.set_result, None))
-            await asyncio.wait((disconnect, aborted), return_when=asyncio.FIRST_COMPLETED)
-        if disconnect.done():
+        has_left = await disconnects_before(self._client.disconnect(), self._when_aborted)
+        if has_left:
             self._settle(_CLIENT_LEFT)
-        return disconnect.done()
+        return has_left
 
     async def _wait_again(self) -> Grant:
         """Releases the room, and queues the request at its original place."""
@@ -541,8 +542,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         request, usage, lease, call, size = self._request, self._usage, self._lease, self._call, self._size
         controller, status = self._controller, self._status
         failure = None if call.error is None else call.engine_error()
-        if self._passing is not None:
-            self._passing = self._unread = None
+        self._passing = self._unread = None
         usage.conclude(controller.output_ratios, request.classification.tenant.name, request.payload.model)
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
         is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
@@ -589,6 +589,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             self.stage = _OVER
         elif stage is _RUNNING:
             self._settle(_FAILED, "incomplete_response")
+        show_outside(self._for_app, self._scope)
         self._client.close()
         self._controller.watchdog.discard(self)
 

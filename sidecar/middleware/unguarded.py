@@ -24,7 +24,7 @@ from enum import Enum
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
-from sidecar.classify import api_key
+from sidecar.classify import api_key, said_by_app
 from sidecar.engines import NoEngine
 from sidecar.engines.base import Routes
 from sidecar.engines.discovery import is_engine_server
@@ -35,6 +35,7 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.error_responses import send_error, speaks_anthropic
 from sidecar.middleware.forwarding import forwarded_headers
 from sidecar.middleware.intake import refuse_two_keys
+from sidecar.middleware.outer_scope import call_app
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.request_path import endpoint_of, exact_paths, readings, route_path
 from sidecar.middleware.response_headers import request_id
@@ -74,7 +75,7 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
         await _refuse(scope, receive, send, refusal, named)
         return
     try:
-        await controller.app(scope if is_observing else passed, receive, send)
+        await call_app(controller, scope, scope if is_observing else passed, receive, send)
     finally:
         if refusal is not None or scope.get("method") not in READING:
             _report(controller, passed, refusal)
@@ -89,12 +90,26 @@ def refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
 
 def is_refused(controller: AdmissionController, scope: Scope) -> bool:
     """Whether `pass_or_refuse` refuses an HTTP request: known before a byte of its body is read."""
+    said = said_by_app.get()
     try:
         _checked(controller, scope)
     except KeysNeeded:
         return False  # not known yet
     except AdmissionError:
         return not controller.is_observing
+    finally:
+        said_by_app.set(said)  # for `pass_or_refuse`
+    return False
+
+
+def needs_tenant(controller: AdmissionController, scope: Scope) -> bool:
+    """Whether `pass_or_refuse` refuses a request unless the app names its tenant."""
+    try:
+        _checked(controller, scope)
+    except InvalidApiKey:
+        return True
+    except AdmissionError:
+        pass
     return False
 
 

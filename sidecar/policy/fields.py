@@ -497,7 +497,7 @@ SourceList = Annotated[
 ]
 KeyHashes = Annotated[
     list[Annotated[str, PlainValidator(read_hash), _schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$")]],
-    listed('keys: ["sha256:..."] as `sidecar keys new` prints it'),
+    listed('keys: ["sha256:..."] as `sidecar keys new` prints it', or_empty=True),
 ]
 Thresholds = Annotated[
     dict[TierName, Annotated[float, PlainValidator(units.number), WithJsonSchema({"type": "number"})]],

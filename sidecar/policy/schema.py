@@ -472,7 +472,7 @@ class TenantFile(FileModel):
     keys: of.KeyHashes | None = key(
         None,
         "Hashes of its API keys, from `sidecar keys new`. Never the keys themselves. May be left out where the pool's "
-        "file has `jwt` or `gateway`.",
+        "file has `jwt` or `gateway`; `[]` where the app names the tenant.",
         ["sha256:..."],
     )
     tier: of.TierName = key(..., "The tier of its requests that name none.", "normal")

@@ -126,8 +126,9 @@ def test_the_same_policy_is_the_same_file_by_any_path_or_an_equal_one(
         AdmissionMiddleware(App(), policy("max_choices: 3\n")),
         AdmissionMiddleware(App(), file, environment={}),
         AdmissionMiddleware(App(), file, is_shown=True),
+        AdmissionMiddleware(App(), file, retry_handlers=True),
     ]
-    assert len({each.controller for each in [made[0], loaded[0], *others]}) == 6
+    assert len({each.controller for each in [made[0], loaded[0], *others]}) == 7
 
 
 def test_a_file_that_is_no_longer_a_policy_is_not_read_for_a_further_route(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ from sidecar.middleware.dry_run.shadow import CLIENT_LEFT, ShadowRequest, Shadow
 from sidecar.middleware.event_reporter import reporter_of
 from sidecar.middleware.forwarding import forwarded_scope
 from sidecar.middleware.intake import RequestIntake, SizedRequest
+from sidecar.middleware.outer_scope import call_app
 from sidecar.middleware.request_gain import AnswerReader
 from sidecar.middleware.response_headers import differences, id_headers, request_id
 from sidecar.middleware.usage import UsageReader
@@ -88,7 +89,7 @@ class DryRunRequest:
             scope = self._scope
             if self._endpoint.forward_to is not None:
                 scope = forwarded_scope(scope, self._endpoint, scope["headers"])
-            await self._controller.app(scope, self._receive_for_app, self._send_for_app)
+            await call_app(self._controller, self._scope, scope, self._receive_for_app, self._send_for_app)
         except BaseException as error:
             self._end(error)
             raise
