@@ -25,8 +25,7 @@ from sidecar.middleware.request_path import at_own_root
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.mounted_services import MountedTelemetry, Part, has_admin_port, mounted_services, with_lifespan
 from sidecar.observability import Observability
-from sidecar.one_pool import OnePool, pool_of, source_of
-from sidecar.policy.given import policy_of
+from sidecar.one_pool import OnePool, policy_of, pool_of, source_of
 from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSizedPool, LocalPool, Pool

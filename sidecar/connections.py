@@ -20,7 +20,7 @@ from sidecar.app import AdmissionMiddleware
 from sidecar.leases import Admission, ThreadAdmission
 from sidecar.leases.no_engine import NoEngineHere
 from sidecar.leases.threads import LoopThread
-from sidecar.policy.given import policy_of
+from sidecar.one_pool import policy_of
 from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE, store_address
 from sidecar.proxy.proxy import ReverseProxy

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.middleware import guarded_endpoint
 from sidecar.observability import Observability
-from sidecar.policy.given import path_of
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy import POLICY_VARIABLE
+from sidecar.policy.model import Mode, Policy, is_forced
 
 if TYPE_CHECKING:
     from sidecar.policy.reload import PolicyFiles
@@ -77,8 +77,28 @@ def source_of(given: str | Path | Policy | None, files: PolicyFiles | None, opti
     """The source of a middleware that was given so."""
     if isinstance(given, Policy):
         return Source(None if files is None else files.path, given, options)
-    path = path_of(given)
+    path = _path_of(given)
     return Source(Path(path) if path else None, None, options)
+
+
+def _path_of(given: str | Path | None) -> str | Path:
+    return given or os.environ.get(POLICY_VARIABLE, "")
+
+
+def policy_of(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | None]:
+    """The policy, and its files where it was not loaded before. Without a path SIDECAR_POLICY says where it is.
+
+    Raises ValueError where there is none, PolicyError for its mistakes.
+    """
+    if isinstance(given, Policy):
+        return given, None
+    from sidecar.policy.passing import load_or_pass
+    from sidecar.policy.reload import files_of
+
+    path = _path_of(given)
+    if not path and not is_forced(os.environ):
+        raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
+    return load_or_pass(path, os.environ).policy, files_of(path, os.environ)
 
 
 class Member(Protocol):
