@@ -16,10 +16,11 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message
 
-from sidecar.app import AdmissionMiddleware, policy_of
+from sidecar.app import AdmissionMiddleware
 from sidecar.leases import Admission, ThreadAdmission
 from sidecar.leases.no_engine import NoEngineHere
 from sidecar.leases.threads import LoopThread
+from sidecar.one_pool import policy_of
 from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE, store_address
 from sidecar.proxy.proxy import ReverseProxy

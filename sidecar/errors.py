@@ -238,6 +238,14 @@ class EngineTimeout(AdmissionError):
     kind = "server_error"
 
 
+class NotStarted(AdmissionError):
+    """The middleware could not start: the server, or the environment, is not one that it can serve in."""
+
+    status = 500
+    code = "not_started"
+    kind = "server_error"
+
+
 class TenantNotFound(AdmissionError):
     """The app's function that names the tenants failed."""
 

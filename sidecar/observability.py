@@ -107,6 +107,7 @@ class Observability:
             engines=lambda: () if controller.engines is None else controller.engines.documents(),
             lease_sizes=controller.lease_sizes.documents,
             engine_speeds=lambda: _engine_speeds(controller),
+            loop_blocked_s=lambda: controller.watchdog.blocked_s,
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
         waits = WaitFinder(journal, names, is_shared, partial(_place, pool, names))
@@ -364,7 +365,7 @@ class PoolSampler:
     `aborting` the requests and tokens that are held for requests that have ended, `engine_up` whether the engine can be
     used (1, 0, or None where that is not known), `oldest` the pool's oldest waits, `engines` those of a pool of
     several, `lease_sizes` the leases by engine where output lengths are learned, `engine_speeds` the engines' speeds
-    where service gain is measured.
+    where service gain is measured, `loop_blocked_s` for how long the event loop stood still.
     """
 
     def __init__(
@@ -380,6 +381,7 @@ class PoolSampler:
         engines: Callable[[], Sequence[EngineDocument]] = tuple,
         lease_sizes: Callable[[], Sequence[EngineSizesDocument]] = tuple,
         engine_speeds: Callable[[], Sequence[EngineSpeedDocument]] = tuple,
+        loop_blocked_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._pool = pool
         self._policy = policy
@@ -391,6 +393,7 @@ class PoolSampler:
         self._engines = engines
         self._lease_sizes = lease_sizes
         self._engine_speeds = engine_speeds
+        self._loop_blocked_s = loop_blocked_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._latest: PoolSample | None = None
 
@@ -429,6 +432,7 @@ class PoolSampler:
             replicas=state.get("store", {}).get("replicas"),
             policies_rejected=self._rejected(),
             passing=int(policy.mode is Mode.PASS),
+            loop_blocked_s=self._loop_blocked_s(),
             generations=self._generations() if "store" in state else None,
             aborting_requests=aborting_requests,
             aborting_tokens=aborting_tokens,

@@ -55,7 +55,8 @@ _log = logging.getLogger("sidecar.unguarded")
 async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> None:
     """Serves one ASGI scope that no endpoint of the policy guards."""
     if scope["type"] == "lifespan":
-        controller.server = asyncio.current_task()
+        if controller.server is None or controller.server.done():
+            controller.server = asyncio.current_task()
         await controller.lifespan(scope, receive, send)
         return
     if scope["type"] not in ("http", "websocket"):

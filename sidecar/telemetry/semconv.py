@@ -134,6 +134,7 @@ REPLICAS: Final = "admission.replicas"
 GENERATIONS: Final = "admission.policy.generations"
 PASSING: Final = "admission.passing"
 ENGINE_UP: Final = "admission.engine.up"
+LOOP_BLOCKED: Final = "admission.event_loop.blocked"
 
 # Metrics of a pool of several engines; the gauge of their states is called as its label, `ENGINE_STATE`.
 ENGINE_CAPACITY_TOKENS: Final = "admission.engine.capacity.tokens"
