@@ -58,7 +58,7 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
         await controller.lifespan(scope, receive, send)
         return
     if scope["type"] not in ("http", "websocket"):
-        refuse_unknown(controller, scope)
+        _refuse_unknown(controller, scope)
         await controller.app(scope, receive, send)
         return
     is_observing = controller.is_observing
@@ -79,7 +79,7 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
             _report(controller, passed, refusal)
 
 
-def refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
+def _refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
     """Raises NotImplementedError for a protocol of which nothing is known here, where it may run the model."""
     as_websocket = treatment(mode_of(controller, scope), controller.snapshot, WEBSOCKET, {"path": "", **scope})
     if as_websocket is Treatment.REFUSED and not controller.is_observing:

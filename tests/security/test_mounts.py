@@ -175,6 +175,14 @@ async def test_a_root_path_of_fastapis_own_is_known_also_around_other_middleware
             assert (await answer(wrapped, path, key=KEYS["acme"])) == "admitted"
 
 
+async def test_another_frameworks_root_path_is_no_prefix() -> None:
+    """Quart and Flask call the folder of their code so."""
+    app = App()
+    app.root_path = "/v1"  # type: ignore[attr-defined]
+    assert await answer(AdmissionMiddleware(app, denying("")), "/chat/completions") == '{"ok":true}'
+    assert app.seen[0].scope["root_path"] == ""
+
+
 async def test_a_protocol_that_is_not_known_passes_but_on_guarded_paths() -> None:
     app = App()
     sidecar = AdmissionMiddleware(app, denying(""))
