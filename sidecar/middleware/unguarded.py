@@ -72,11 +72,32 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
         _report(controller, scope, refusal, refused_as=named)
         await _refuse(scope, receive, send, refusal, named)
         return
+    if not is_observing and _may_hide_body(controller, scope):
+        receive = _without_body(receive)
     try:
         await controller.app(scope if is_observing else passed, receive, send)
     finally:
         if refusal is not None or scope.get("method") not in READING:
             _report(controller, passed, refusal)
+
+
+def _may_hide_body(controller: AdmissionController, scope: Scope) -> bool:
+    """Whether a read on a guarded path has no header that says whether it has a body: from HTTP/2 on."""
+    is_read = scope.get("method") in READING and scope.get("http_version", "1.1") >= "2"
+    is_open = mode_of(controller, scope) is Unguarded.ALLOW
+    return is_read and not is_open and _is_guarded(controller.snapshot, scope)
+
+
+def _without_body(receive: Receive) -> Receive:
+    """The client's messages; a body is a disconnect."""
+
+    async def received() -> Message:
+        message = await receive()
+        if message["type"] == "http.request" and (message.get("body") or message.get("more_body")):
+            return {"type": "http.disconnect"}
+        return message
+
+    return received
 
 
 def _refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
@@ -144,6 +165,8 @@ def treatment(mode: Unguarded, snapshot: PolicySnapshot, method: str, scope: Sco
     if mode is Unguarded.ALLOW:
         return Treatment.PASSES
     if method in READING:
+        if _has_body(scope) and _is_guarded(snapshot, scope):  # Django's views ask for no method
+            return Treatment.REFUSED
         return _reading(policy, routes, scope) if mode is Unguarded.DENY else Treatment.PASSES
     if _may_generate(snapshot, method, scope):
         return Treatment.REFUSED
@@ -228,6 +251,13 @@ def _may_generate(snapshot: PolicySnapshot, method: str, scope: Scope) -> bool:
     if _is_guarded(snapshot, scope):
         return True
     return method != "DELETE" and _first(snapshot.routes.generating_route, readings(scope)) is not None
+
+
+def _has_body(scope: Scope) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0 "))
+        for name, value in scope.get("headers", ())
+    )
 
 
 def _is_guarded(snapshot: PolicySnapshot, scope: Scope) -> bool:
