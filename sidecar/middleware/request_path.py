@@ -28,7 +28,8 @@ def by_path(endpoints: Mapping[str, Endpoint]) -> Mapping[str, Endpoint]:
 
 def endpoint_of(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoint | None:
     """The endpoint (`by_path`) that guards the path of a scope, in any reading; None where none does."""
-    exact = _first(endpoints, exact_paths(scope)) if scope.get("root_path") else endpoints.get(scope["path"])
+    path, root = scope["path"], scope.get("root_path")
+    exact = _first(endpoints, (route_path(scope), path, root + path)) if root else endpoints.get(path)
     return exact or _first(endpoints, readings(scope))
 
 
@@ -61,9 +62,11 @@ def path_for_app(scope: Scope, endpoint: Endpoint) -> str:
     Where the endpoint's path begins with segments that the router does not get, they are left out of it.
     """
     path: str = scope["path"]
-    root: str = scope.get("root_path") or ""
     wanted = endpoint.forward_to or endpoint.path
-    if path in (wanted, root + wanted):
+    if path == wanted:
+        return path
+    root: str = scope.get("root_path") or ""
+    if root and (path == root + wanted or root + path == wanted):
         return path
     plain = plain_path(endpoint.path)
     prefix = next((prefix for prefix, below in _divided(scope) if _joined(prefix, below) == plain), "")
