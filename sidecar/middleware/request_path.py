@@ -17,6 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sidecar.engines.base import plain_path, plain_paths
 from sidecar.policy.model import Endpoint
 
+_MOST_AROUND = 32
+"""Middlewares around an app that are looked into."""
+
 
 def by_path(endpoints: Mapping[str, Endpoint]) -> Mapping[str, Endpoint]:
     """A policy's endpoints by their paths, as the policy spells them and as `plain_path` does: see `endpoint_of`."""
@@ -25,7 +28,8 @@ def by_path(endpoints: Mapping[str, Endpoint]) -> Mapping[str, Endpoint]:
 
 def endpoint_of(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoint | None:
     """The endpoint (`by_path`) that guards the path of a scope, in any reading; None where none does."""
-    exact = _first(endpoints, exact_paths(scope)) if scope.get("root_path") else endpoints.get(scope["path"])
+    path, root = scope["path"], scope.get("root_path")
+    exact = _first(endpoints, (route_path(scope), path, root + path)) if root else endpoints.get(path)
     return exact or _first(endpoints, readings(scope))
 
 
@@ -58,9 +62,11 @@ def path_for_app(scope: Scope, endpoint: Endpoint) -> str:
     Where the endpoint's path begins with segments that the router does not get, they are left out of it.
     """
     path: str = scope["path"]
-    root: str = scope.get("root_path") or ""
     wanted = endpoint.forward_to or endpoint.path
-    if path in (wanted, root + wanted):
+    if path == wanted:
+        return path
+    root: str = scope.get("root_path") or ""
+    if root and (path == root + wanted or root + path == wanted):
         return path
     plain = plain_path(endpoint.path)
     prefix = next((prefix for prefix, below in _divided(scope) if _joined(prefix, below) == plain), "")
@@ -78,7 +84,7 @@ def _divided(scope: Scope) -> Iterator[tuple[str, str]]:
     if root:  # Django, Litestar and Quart do not ask whether it ends where a segment ends
         routed += [*plain_paths(path), *(plain_paths(f"/{path.partition(root)[2]}") if root in path else ())]
         prefixes += [*_tails(root), *_tails(plain_path(root))]
-    if raw != path.encode():
+    if raw != path.encode(errors="replace"):
         whole, own = plain_path(raw.decode("latin-1")), plain_path(path).removeprefix("/")
         if whole.endswith(own):
             prefixes += _tails(whole.removesuffix(own))
@@ -106,12 +112,10 @@ def _begins_with(path: str, prefix: str) -> bool:
 def at_own_root(app: ASGIApp, serve: ASGIApp) -> ASGIApp:
     """What serves the requests to `app`. FastAPI writes a `root_path` of its own into each scope, so that the router
     reads the path below it: around such an app, and around the middlewares that it is in, it is written before.
+
+    Only FastAPI's: Quart calls the folder of its code so.
     """
-    fastapi = sys.modules.get("fastapi")
-    inner: object = app
-    while fastapi is not None and inner is not None and not isinstance(inner, fastapi.FastAPI):
-        inner = getattr(inner, "app", None)
-    root = getattr(inner, "root_path", "")
+    root = _fastapi_root(app)
     if not root:
         return serve
 
@@ -120,3 +124,13 @@ def at_own_root(app: ASGIApp, serve: ASGIApp) -> ASGIApp:
         return serve(scope, receive, send)
 
     return serve_at_root
+
+
+def _fastapi_root(app: ASGIApp) -> str:
+    fastapi = sys.modules.get("fastapi")
+    inner: object = app
+    for _ in range(_MOST_AROUND):
+        if fastapi is not None and isinstance(inner, fastapi.FastAPI):
+            return str(inner.root_path)
+        inner = getattr(inner, "app", None)
+    return ""

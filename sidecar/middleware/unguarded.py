@@ -60,7 +60,7 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
         await controller.lifespan(scope, receive, send)
         return
     if scope["type"] not in ("http", "websocket"):
-        refuse_unknown(controller, scope)
+        _refuse_unknown(controller, scope)
         await controller.app(scope, receive, send)
         return
     is_observing = controller.is_observing
@@ -74,6 +74,8 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
         _report(controller, scope, refusal, refused_as=named)
         await _refuse(scope, receive, send, refusal, named)
         return
+    if not is_observing and _may_hide_body(controller, scope):
+        receive = _without_body(receive)
     try:
         await call_app(controller, scope, scope if is_observing else passed, receive, send)
     finally:
@@ -81,7 +83,26 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
             _report(controller, passed, refusal)
 
 
-def refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
+def _may_hide_body(controller: AdmissionController, scope: Scope) -> bool:
+    """Whether a read on a guarded path has no header that says whether it has a body: from HTTP/2 on."""
+    is_read = scope.get("method") in READING and scope.get("http_version", "1.1") >= "2"
+    is_open = mode_of(controller, scope) is Unguarded.ALLOW
+    return is_read and not is_open and _is_guarded(controller.snapshot, scope)
+
+
+def _without_body(receive: Receive) -> Receive:
+    """The client's messages; a body is a disconnect."""
+
+    async def received() -> Message:
+        message = await receive()
+        if message["type"] == "http.request" and (message.get("body") or message.get("more_body")):
+            return {"type": "http.disconnect"}
+        return message
+
+    return received
+
+
+def _refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
     """Raises NotImplementedError for a protocol of which nothing is known here, where it may run the model."""
     as_websocket = treatment(mode_of(controller, scope), controller.snapshot, WEBSOCKET, {"path": "", **scope})
     if as_websocket is Treatment.REFUSED and not controller.is_observing:
@@ -160,6 +181,8 @@ def treatment(mode: Unguarded, snapshot: PolicySnapshot, method: str, scope: Sco
     if mode is Unguarded.ALLOW:
         return Treatment.PASSES
     if method in READING:
+        if _has_body(scope) and _is_guarded(snapshot, scope):  # Django's views ask for no method
+            return Treatment.REFUSED
         return _reading(policy, routes, scope) if mode is Unguarded.DENY else Treatment.PASSES
     if _may_generate(snapshot, method, scope):
         return Treatment.REFUSED
@@ -244,6 +267,13 @@ def _may_generate(snapshot: PolicySnapshot, method: str, scope: Scope) -> bool:
     if _is_guarded(snapshot, scope):
         return True
     return method != "DELETE" and _first(snapshot.routes.generating_route, readings(scope)) is not None
+
+
+def _has_body(scope: Scope) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0 "))
+        for name, value in scope.get("headers", ())
+    )
 
 
 def _is_guarded(snapshot: PolicySnapshot, scope: Scope) -> bool:

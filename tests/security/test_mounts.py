@@ -175,6 +175,14 @@ async def test_a_root_path_of_fastapis_own_is_known_also_around_other_middleware
             assert (await answer(wrapped, path, key=KEYS["acme"])) == "admitted"
 
 
+async def test_another_frameworks_root_path_is_no_prefix() -> None:
+    """Quart and Flask call the folder of their code so."""
+    app = App()
+    app.root_path = "/v1"  # type: ignore[attr-defined]
+    assert await answer(AdmissionMiddleware(app, denying("")), "/chat/completions") == '{"ok":true}'
+    assert app.seen[0].scope["root_path"] == ""
+
+
 async def test_a_protocol_that_is_not_known_passes_but_on_guarded_paths() -> None:
     app = App()
     sidecar = AdmissionMiddleware(app, denying(""))
@@ -233,3 +241,28 @@ async def test_a_websocket_on_a_guarded_path_below_a_mount_is_refused() -> None:
     caller.incoming.put_nowait({"type": "websocket.connect"})
     await caller.run()
     assert ([message["type"] for message in caller.sent], app.others) == (["websocket.close"], [])
+
+
+async def test_a_read_with_a_body_is_none_on_a_guarded_path() -> None:
+    """Django's views, and ASGI apps as endpoints, answer every method."""
+    app = App()
+    sidecar = AdmissionMiddleware(app, denying(""))
+    for method in ("GET", "HEAD", "OPTIONS"):
+        assert await answer(sidecar, "/chat", method=method) == "404"
+        assert await answer(sidecar, "/own", method=method) == '{"ok":true}'
+    caller = Caller(sidecar, b"", path="/chat", method="GET")
+    await caller.run()
+    assert caller.status == 200
+    assert [seen.scope["path"] for seen in app.seen] == ["/own"] * 3 + ["/chat"]
+
+
+async def test_over_http_2_such_a_body_is_not_heard_of() -> None:
+    heard: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heard.append(await receive())
+        await PlainTextResponse("")(scope, receive, send)
+
+    for body in (b"", SMALL):
+        await Caller(AdmissionMiddleware(app, denying("")), body, path="/chat", method="GET", http_version="2").run()
+    assert [message["type"] for message in heard] == ["http.request", "http.disconnect"]
