@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.phoenix import NotInstalled, Phoenix, phoenix, picture_of, program
 from benchmarks.photograph import NoBrowser
-from benchmarks.tracing_backend import by_trace, problems, run_overload, scenario, starved, table
+from benchmarks.tracing_backend import TIERS, by_trace, problems, run_overload, scenario, starved, table
 
 pytestmark = pytest.mark.backend
 
@@ -34,7 +34,7 @@ def test_the_backend_has_every_span_as_it_happened(backend: Phoenix, protocol: s
 
     assert problems(spans) == [], table(starved(by_trace(spans)))
     assert {span.name for span in spans} == {
-        "evaluate", "answer", "admission", "admission.queued", "admission.starved", "engine",
+        *TIERS, "admission", "admission.queued", "admission.starved", "engine",
     }  # fmt: skip
 
 
