@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,6 +25,7 @@ from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.policy.model import Mode, Policy, Tier
 from sidecar.pools import Grant, Pool
+from sidecar.pools.base import QueueMark
 from sidecar.pools.stored_records import StoredRecords
 from sidecar.telemetry.dispatch import EventDispatcher, Fanout
 from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
@@ -35,8 +37,10 @@ from sidecar.telemetry.metrics.engines import EngineSample
 from sidecar.telemetry.metrics.lease_sizes import LeaseSizeSample
 from sidecar.telemetry.metrics.tenants import shown_tenants
 from sidecar.telemetry.recent import Recent
+from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.setup import MetricsEndpoint
-from sidecar.telemetry.spans.links import links_from
+from sidecar.telemetry.spans.links import WaitFinder
+from sidecar.telemetry.spans.long_waits import LongWaits
 from sidecar.telemetry.spans.tracer import RequestTracer
 
 if TYPE_CHECKING:
@@ -104,11 +108,9 @@ class Observability:
             engine_speeds=lambda: _engine_speeds(controller),
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
-        self._spans = RequestTracer(
-            starvation_limits_s=_starvation_limits_s(policy),
-            provider_name=None if policy.engine is NoEngine else policy.engine.name,
-            find_links=links_from(journal),
-        )
+        waits = WaitFinder(journal, names, is_shared, partial(_place, pool, names))
+        self._long_waits = LongWaits(policy.trace_waits_s, waits.so_far, lambda: self.observer.flush())  # noqa: PLW0108
+        self._spans = _tracer(controller, policy, waits, self._long_waits)
         dispatcher = dispatcher_of_pages if is_looked_at else dispatcher_without_pages
         self.observer = dispatcher(self._spans, (metrics, journal, recent), self._log, sampler.note_loop)
         self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
@@ -194,6 +196,7 @@ class Observability:
         if policy.mode is Mode.OBSERVE:
             self._dry_run.begin(policy.generation, self._pool.now_us())
         self._spans.change_limits(_starvation_limits_s(policy))
+        self._long_waits.change_interval(policy.trace_waits_s)
         self._live.share_now()
 
     def _sources(self, controller: AdmissionController, metrics: RequestMetrics, journal: Journal) -> Sources:
@@ -276,6 +279,24 @@ def _notices(controller: AdmissionController) -> Sequence[str]:
     """Those of the live page, whose first sentence is about the engine already."""
     of_engine = controller.engine_watch.readiness()
     return [notice for notice in (*controller.readiness(), *controller.notices()) if notice not in of_engine]
+
+
+def _tracer(controller: AdmissionController, policy: Policy, waits: WaitFinder, long_waits: LongWaits) -> RequestTracer:
+    return RequestTracer(
+        starvation_limits_s=_starvation_limits_s(policy),
+        provider_name=None if policy.engine is NoEngine else policy.engine.name,
+        find_links=waits.ended,
+        served_by="engine" if controller.is_proxied else "app",
+        long_waits=long_waits,
+    )
+
+
+def _place(pool: Pool, tiers: Sequence[str], record: RequestRecord) -> int | None:
+    """How many requests are before one that waits, as its client is told; not known once it was preempted."""
+    mark = None if record.queued is None else record.queued.mark
+    if mark is None or record.tier not in tiers:
+        return None
+    return pool.standing(tiers.index(record.tier), QueueMark(*mark)).ahead
 
 
 def _measured(policy: Policy) -> Sequence[str]:

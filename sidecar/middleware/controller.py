@@ -103,7 +103,7 @@ class AdmissionController:
         self.lifespan = app
         self.pages: EnginePages | None = None
         self.engine_key = None if engine_key is None else engine_key.encode("ascii")
-        self._is_proxied = is_proxied
+        self.is_proxied = is_proxied
         self.identities = Identities()
         self.dialect = dialect
         self.estimator = estimator
@@ -199,7 +199,7 @@ class AdmissionController:
     def _snapshot_of(self, policy: Policy) -> PolicySnapshot:
         tokens = self.identities.verifier(policy.jwt)
         return policy_snapshot(
-            policy, self.dialect, self.estimator, self.engine_key, is_proxied=self._is_proxied, tokens=tokens
+            policy, self.dialect, self.estimator, self.engine_key, is_proxied=self.is_proxied, tokens=tokens
         )
 
     def _room(self) -> Room:

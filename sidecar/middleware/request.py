@@ -195,7 +195,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             if request.expected is not None:
                 lease.size_now = partial(request.expect, controller.lease_sizes, pool)
             self._limit_wait(lease.entered_us, request.longest_wait_s(snapshot.policy))
-            self._reporter.queued(self._obstacle)
+            self._reporter.queued(self._obstacle, pool.mark(lease.tier))
             return await self._wait(lease.wait())
         if grant.queue_wait_us:
             self._reporter.waited_for_store(grant.at_us - grant.queue_wait_us)

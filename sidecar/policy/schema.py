@@ -276,6 +276,12 @@ class PoolFile(FileModel):
         "wait for an idle connection. Default: never.",
         "15s",
     )
+    trace_waits: of.Duration = key(
+        "30s",  # waits that are shorter are seen when they end; beyond, someone looks at the trace meanwhile
+        "How often a request that waits says so in its trace, as a span `admission.waiting`, so that a long wait is "
+        "seen before it ends, and also where the process is killed. `0s`: never.",
+        "5m",
+    )
     anonymous: of.AnonymousTier | None = key(
         "deny", "The tier, also the best one, of a request without a key; `deny` refuses it.", "low"
     )

@@ -14,7 +14,18 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from sidecar.events import Admitted, Classified, Event, Headers, Observation, Preempted, Received, Refused, Settled
+from sidecar.events import (
+    Admitted,
+    Classified,
+    Event,
+    Headers,
+    Observation,
+    Preempted,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
 from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.request_record import KEEPERS, EventHandlers, RequestRecord, TraceIds
 from sidecar.telemetry.sdk_bypass.providers import kept_answer, none_is_set
@@ -236,6 +247,8 @@ class RecordedObservation(RequestObservation):
             self.context = self.spans.admit(self.record, event)  # type: ignore[arg-type]
         elif kind is Preempted:
             self.context = self.spans.context
+        elif kind is Queued:
+            self.spans.queue(self.record)
         super().on_event(event)
 
     def add(self, event: Event | Received) -> None:

@@ -251,7 +251,8 @@ def test_the_trace_of_a_starved_request_is_exactly_these_spans(story: Story) -> 
     )
     assert [span.kind for span in (admission, queued, starved, engine)] == ["SERVER", "INTERNAL", "INTERNAL", "CLIENT"]
     assert admission.parent_id == PARENT
-    assert {span.parent_id for span in (queued, starved, engine)} == {admission.span_id}
+    assert {span.parent_id for span in (queued, engine)} == {admission.span_id}
+    assert starved.parent_id == queued.span_id
     assert admission.start_ns < queued.start_ns < starved.start_ns < starved.end_ns
     assert starved.end_ns == queued.end_ns == engine.start_ns
     assert engine.end_ns == admission.end_ns
@@ -297,11 +298,17 @@ def test_its_attributes_are_exactly_these(story: Story) -> None:
     assert spans["admission.starved"].attributes == {
         "admission.tier": "batch",
         "admission.served_ahead.high": urgent_tokens,
+        "admission.explanation": "1 request of tier high went ahead because high is more important",
         "admission.overtaken_by.high": urgent_tokens,
+        "admission.overtaken_by.high.tokens": urgent_tokens,
+        "admission.overtaken_by.high.requests": 1,
+        "admission.overtaken_by.high.tenants": 1,
+        "admission.overtaken_by.high.because": "high is more important",
         "admission.overtaken_by.high.rules": "level",
     }
     assert spans["engine"].attributes == {
         "gen_ai.provider.name": "vllm",
+        "admission.served_by": "engine",
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "emulated",
         "gen_ai.request.max_tokens": 3,

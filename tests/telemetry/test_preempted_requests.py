@@ -17,7 +17,7 @@ from sidecar.policy.compiler import load
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.recent import Recent
-from sidecar.telemetry.spans.links import links_from
+from sidecar.telemetry.spans.links import WaitFinder
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.middleware import App, Guarded, answer, guarding, whole_body
 from tests.telemetry.measuring import Measuring
@@ -70,7 +70,7 @@ class Watched:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        spans = RequestTracer(provider, find_links=links_from(self.journal))
+        spans = RequestTracer(provider, find_links=WaitFinder(self.journal).ended)
         guarded.sidecar.observer = EventDispatcher(spans, [self.journal, self.recent, self.metrics])
 
     def story(self, request_id: str) -> Any:

@@ -6,7 +6,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.spans.links import MOST_LINKS, links_from
+from sidecar.telemetry.spans.links import MOST_LINKS, WaitFinder
 from tests.telemetry.span_stories import ARRIVAL_NS, Tracing, admitted, classified, queued, settled, span_id
 
 MS = 1000
@@ -19,7 +19,7 @@ class Sidecar:
         self.now_us = 0
         self.asked = 0
         journal = Journal(now_us=lambda: self.now_us)
-        find_links = links_from(journal)
+        find_links = WaitFinder(journal).ended
 
         def counted(*arguments):
             self.asked += 1
@@ -100,8 +100,16 @@ def test_starving_links_to_who_overtook_and_waiting_to_who_went_in_turn():
     (bar,) = sidecar.spans("starved", "admission.starved")
     assert linked(queued) == [{"admission.tier": "batch", "admission.request_id": "first"}]
     assert linked(bar) == [{"admission.tier": "high", "admission.request_id": "urgent", "admission.rule": "level"}]
-    overtaken_by = {name: value for name, value in bar.attributes.items() if "overtaken_by" in name}
-    assert overtaken_by == {"admission.overtaken_by.high": 100, "admission.overtaken_by.high.rules": "level"}
+    assert dict(bar.attributes) == {
+        "admission.tier": "batch",
+        "admission.explanation": "1 request of tier high went ahead because high is more important",
+        "admission.overtaken_by.high": 100,
+        "admission.overtaken_by.high.tokens": 100,
+        "admission.overtaken_by.high.requests": 1,
+        "admission.overtaken_by.high.tenants": 1,
+        "admission.overtaken_by.high.because": "high is more important",
+        "admission.overtaken_by.high.rules": "level",
+    }
     for link, other in ((queued.links[0], "first"), (bar.links[0], "urgent")):
         (admission,) = sidecar.spans(other, "admission")
         assert link.context.trace_id == admission.context.trace_id
@@ -122,14 +130,26 @@ def test_all_that_overtook_are_counted_by_tier_and_rule_however_many_have_links(
     starved.is_admitted(moments[0])
     starved.ends()
     (bar,) = sidecar.spans("starved", "admission.starved")
-    assert {
-        name.removeprefix("admission.overtaken_by."): bar.attributes[name] for name in bar.attributes if "by" in name
-    } == {
+    by_tier = {name.removeprefix("admission.overtaken_by."): bar.attributes[name] for name in bar.attributes}
+    assert by_tier.pop("admission.tier") == "batch"
+    figures = {"tokens": 200 * MOST_LINKS, "requests": 2 * MOST_LINKS, "tenants": 1}
+    because = "16 because high held less than its reserve, 16 because high is more important"
+    assert by_tier == {
+        "admission.explanation": "32 requests of tier normal went ahead because normal is more important; "
+        "so did 33 requests of other tiers",
         "normal": 200 * MOST_LINKS,
+        **{f"normal.{name}": value for name, value in figures.items()},
+        "normal.because": "normal is more important",
         "normal.rules": "level",
         "high": 200 * MOST_LINKS,
+        **{f"high.{name}": value for name, value in figures.items()},
+        "high.because": because,
         "high.rules": "reserve, level",
         "batch": 100,
+        "batch.tokens": 100,
+        "batch.requests": 1,
+        "batch.tenants": 1,
+        "batch.because": "the tenants of batch take turns by their share",
     }
 
 

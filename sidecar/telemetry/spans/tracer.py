@@ -2,12 +2,14 @@
 
     admission               SERVER    arrival to settlement or refusal; child of the client's `traceparent`
       admission.queued      INTERNAL  queued to admission or disconnect; only if it waited
-      admission.starved     INTERNAL  first overtaken to admission or disconnect; only if it starved
+        admission.starved   INTERNAL  first overtaken to admission or disconnect; only if it starved
+        admission.waiting   INTERNAL  a moment in a long wait, exported at once
       engine                CLIENT    admission to settlement; its context is what the engine is sent
 
-Only `admission` is open while a request waits: a waiting request costs nothing. No span is made current: the context
-goes from span to span by argument. All of this runs on the request's path, so nothing raises; the first failure is
-logged, and the request goes on.
+Phases follow one another, and the children of a span lie in it: their durations never add up to more than its own. Only
+`admission` is open while a request waits, but for a long wait, which is reported meanwhile: a short one costs nothing. No
+span is made current: the context goes from span to span by argument. All of this runs on the request's path, so nothing
+raises; the first failure is logged, and the request goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from sidecar.telemetry.sdk_bypass.providers import TRACE, TRACER_PROVIDER
 from sidecar.telemetry.sdk_bypass.providers import tracer_provider as global_provider
 from sidecar.telemetry.sdk_bypass.spans import DirectSpan, SpanBypass, bypass_of
 from sidecar.telemetry.spans.links import FindLinks
+from sidecar.telemetry.spans.long_waits import LongWaits
 from sidecar.telemetry.spans.open_span import ApiSpan, Attributes
 from sidecar.telemetry.spans.propagation import parent_of
 from sidecar.telemetry.spans.request_spans import RequestSpans, SpanSettings
@@ -40,7 +43,8 @@ class RequestTracer:
     `tracer_provider` None means the global one, looked up at each request: an SDK that is installed later is found.
     `starvation_limits_s` has the seconds that a tier promises to starve at most: a request that starved longer is
     marked, so that a Collector can keep its trace whatever it samples. `provider_name` is the engine's name, for
-    `gen_ai.provider.name`. `find_links` finds the links of spans; without it they have none.
+    `gen_ai.provider.name`. `find_links` finds the links of spans; without it they have none. `served_by` is written on
+    `engine`, `long_waits` reports requests that wait for long.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class RequestTracer:
         starvation_limits_s: Mapping[str, float] | None = None,
         provider_name: str | None = None,
         find_links: FindLinks | None = None,
+        served_by: str | None = None,
+        long_waits: LongWaits | None = None,
     ) -> None:
         self._given_provider = tracer_provider
         self.is_global = tracer_provider is None
@@ -58,7 +64,7 @@ class RequestTracer:
         self._bypass: SpanBypass | None = None
         self._is_reported = False
         limits_s = {} if starvation_limits_s is None else dict(starvation_limits_s)
-        self._settings = SpanSettings(self.report, limits_s, provider_name, find_links)
+        self._settings = SpanSettings(self.report, limits_s, provider_name, find_links, served_by, long_waits)
 
     def change_limits(self, starvation_limits_s: Mapping[str, float]) -> None:
         """Follows another policy's promises. Requests that have begun keep those that they began with."""
