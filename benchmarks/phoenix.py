@@ -28,11 +28,11 @@ READY_WITHIN_S = 120.0
 """It takes 10 s on an idle machine with two cores."""
 PROJECT = "default"
 PAGE = 100
-WIDTH, HEIGHT = 1500, 760
+WIDTH, HEIGHT = 1760, 880
 DRAWER = ".drawer"
 """What has the trace, beside the list of all of them."""
 REMEMBERED = {
-    "react-resizable-panels:trace-details-layout": '{"trace-tree":42,"span-details":58}',
+    "react-resizable-panels:trace-details-layout": '{"trace-tree":36,"span-details":64}',
     "arize-phoenix-theme": "light",
 }
 """How the page is laid out: the tree is given room enough to draw each span's time as a bar."""

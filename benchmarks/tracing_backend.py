@@ -57,6 +57,7 @@ FLOOD = 12
 URGENT_FROM_S, URGENT_PER_S, URGENT_FOR_S = 1.5, 6.0, 4.0
 """High arrives half as fast again as it is served."""
 STARVED_AT_LEAST_S = 2.0
+PARENTS = {"admission.queued": "admission", "admission.starved": "admission.queued", "engine": "admission"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +185,11 @@ def problems_of(one: Mapping[str, Stored]) -> list[str]:
     said = admission.attributes
     wait_s, starvation_s = said["admission.queue_wait_s"], said["admission.starvation_s"]
     bars = {"admission.queued": wait_s, "admission.starved": starvation_s}
-    children = [span for name, span in one.items() if name in {"engine", *bars}]
     expectations = {
         "admission hangs below the client's span": is_below(one, admission, client),
-        "the others hang below admission": all(span.parent_id == admission.span_id for span in children),
+        "each bar hangs below its parent": all(
+            one[name].parent_id == one[parent].span_id for name, parent in PARENTS.items() if name in one
+        ),
         "a bar is there where it waited, or starved": all(
             (name in one) == (length > 0) for name, length in bars.items()
         ),
@@ -202,8 +204,8 @@ def problems_of(one: Mapping[str, Stored]) -> list[str]:
         "the tenant and its tier are on it": (said["admission.tenant"], said["admission.tier"])
         == (client.name, TIERS[client.name]),
         "it was answered": said["http.response.status_code"] == 200 and said["admission.outcome"] == "completed",
-        "who starved says who went ahead": (starvation_s > 0) == (said.get("admission.served_ahead.high", 0) > 0)
-        or said["admission.tier"] == "high",
+        "who starved says who went ahead": "admission.starved" not in one
+        or "of tier high went ahead" in one["admission.starved"].attributes["admission.explanation"],
         "starved too long is marked": said.get("admission.starved_too_long", False)
         == (starvation_s > STARVED_AT_LEAST_S and said["admission.tier"] == "batch"),
         "usage is on the engine's span": engine.attributes["gen_ai.usage.output_tokens"] == TOKENS,
@@ -279,7 +281,7 @@ def _look(backend: Phoenix, kept: OtlpFile, args: argparse.Namespace) -> int:
     if args.json is not None:
         args.json.write_text("".join(f"{line}\n" for line in kept.lines_of(trace_id)))
     if args.picture is not None:
-        args.picture.write_bytes(asyncio.run(picture_of(page, "admission.starved", "served_ahead")))
+        args.picture.write_bytes(asyncio.run(picture_of(page, "admission.starved", "went ahead")))
     if args.keep:
         input(f"\n{page}\nEnter ends Phoenix. ")
     return 1 if found else 0
