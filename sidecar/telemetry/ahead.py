@@ -92,12 +92,20 @@ def reasons(of_tier: Sequence[AheadGroup]) -> str:
 
 def groups_of(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Sequence[str]) -> list[AheadGroup]:
     """Those that overtook first, and among them the larger first. `tiers` are the policy's, most important first."""
+    arrived_us, waiting_tier = waiter.arrived_us, waiter.tier or ""
     alike: dict[tuple[str, bool, str, int], list[RequestRecord]] = {}
     for record in ahead:
-        classified, admitted, _ = _tiers(record, waiter)
-        rule = rule_of(record, waiter)
-        level = admitted.level if rule == "level" else 0
-        key = (classified.tier, record.arrived_us > waiter.arrived_us, rule, level)
+        classified, admitted = record.classified, record.admitted
+        if classified is None or admitted is None:
+            continue
+        came_later = classified.at_us > arrived_us
+        if not came_later:
+            rule = TURN
+        elif classified.tier != waiting_tier:
+            rule = admitted.passed.get(waiting_tier, BEHIND)
+        else:
+            rule = rule_of(record, waiter)  # which says the same of the others, at three times the cost
+        key = classified.tier, came_later, rule, admitted.level if rule == "level" else 0
         alike.setdefault(key, []).append(record)
     worded: dict[tuple[str, bool, str, str], list[RequestRecord]] = {}
     for (tier, came_later, rule, _level), records in alike.items():
@@ -109,6 +117,8 @@ def groups_of(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Sequ
 
 def without_own_runs(ahead: Iterable[RequestRecord], record: RequestRecord) -> list[RequestRecord]:
     """Those ahead that were not admitted while the request itself ran, in an attempt that was taken back."""
+    if not record.lost:
+        return [*ahead]
     return [each for each in ahead if each.admitted is None or not record.ran_at(each.admitted.at_us)]
 
 

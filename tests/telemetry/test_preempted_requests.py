@@ -70,7 +70,7 @@ class Watched:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        spans = RequestTracer(provider, find_links=WaitFinder(self.journal).ended)
+        spans = RequestTracer(provider, find_links=WaitFinder(self.journal, ("critical", "batch")).ended)
         guarded.sidecar.observer = EventDispatcher(spans, [self.journal, self.recent, self.metrics])
 
     def story(self, request_id: str) -> Any:
@@ -153,6 +153,7 @@ async def test_a_victim_is_reported_alike_by_every_listener(tmp_path: Any) -> No
     assert admission.attributes["admission.queue_wait_s"] == pytest.approx(story.wait.queue_wait_s)
     (starved,) = sidecar.spans("victim", "admission.starved")
     assert [(link.attributes or {})["admission.request_id"] for link in starved.links] == ["important"]
+    assert str((starved.attributes or {})["admission.explanation"]) in story.conclusion
     assert sidecar.metrics.held() == {}
 
 

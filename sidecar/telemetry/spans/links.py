@@ -121,11 +121,14 @@ def _overtaken_by(overtook: Sequence[RequestRecord], groups: Sequence[AheadGroup
     """By tier: the requests that overtook, their tokens and tenants, and why they did, in words and by rule."""
     tenants: dict[str, set[str]] = {}
     rules: dict[str, dict[str, None]] = {}
-    for record in overtook:
-        if record.classified is not None and record.admitted is not None:
-            tier, rule = record.classified.tier, record.admitted.passed.get(waiter.tier or "")
-            tenants.setdefault(tier, set()).add(record.classified.tenant)
-            rules.setdefault(tier, {}).update({} if rule is None else {rule: None})
+    overtaken = waiter.tier or ""
+    for tier, tenant, rule in dict.fromkeys(
+        (record.classified.tier, record.classified.tenant, record.admitted.passed.get(overtaken))
+        for record in overtook
+        if record.classified is not None and record.admitted is not None
+    ):
+        tenants.setdefault(tier, set()).add(tenant)
+        rules.setdefault(tier, {}).update({} if rule is None else {rule: None})
     found: Attributes = {}
     for tier, of_tier in tenants.items():
         name = semconv.ADMISSION_OVERTAKEN_BY_PREFIX + tier

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentelemetry.trace import SpanContext, SpanKind
 
@@ -64,6 +64,14 @@ class SpanSettings:
     long_waits: LongWaits | None = None
 
 
+class _Reported(NamedTuple):
+    """The `admission.queued` of a wait that was reported before its end, and when that was for the last time."""
+
+    span: OpenSpan
+    started_us: int
+    at_us: int
+
+
 class RequestSpans:
     """Records one request. `admission` is open from the beginning, and one `engine` span from each admission on.
 
@@ -86,7 +94,7 @@ class RequestSpans:
         self._admission = admission
         self._engines: list[OpenSpan] = []
         self._links: Mapping[int, WaitLinks] = _NONE
-        self._queued: Mapping[int, OpenSpan] = _NONE
+        self._queued: Mapping[int, _Reported] = _NONE
         self.classified: Classified | None = None
 
     @property
@@ -108,8 +116,7 @@ class RequestSpans:
                 request = _of_engine_request(self.classified, self._settings)
             if event.engine is not None:
                 request[semconv.ADMISSION_ENGINE] = engine_name(event.engine)
-            before_us = record.lost[-1].preempted.at_us if record.lost else self._received_us
-            start_ns = self._wall_ns(max(before_us, event.at_us))
+            start_ns = self._wall_ns(max(event.at_us, self._before_us(record)))
             engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, start_ns, request)
             self._engines.append(engine)
             return engine.context
@@ -129,11 +136,13 @@ class RequestSpans:
             return
         try:
             at_us, said = so_far(record)
-            since_us = record.lost[-1].preempted.at_us if record.lost else self._received_us
-            number = len(record.lost)
-            span = self._queued.get(number)
-            if span is None:
-                span = self._begin_queued(number, queued, max(since_us, record.arrived_us))
+            number, before_us = len(record.lost), self._before_us(record)
+            reported = self._queued.get(number)
+            if reported is None:
+                started_us = max(before_us, record.arrived_us)
+                reported = _Reported(self._begin_queued(queued, started_us), started_us, started_us)
+            at_us = max(reported.at_us, at_us)
+            self._queued = {**self._queued, number: reported._replace(at_us=at_us)}
             whose: Attributes = {
                 semconv.ADMISSION_IS_WAITING: True,
                 semconv.ADMISSION_REQUEST_ID: record.request_id,
@@ -142,7 +151,7 @@ class RequestSpans:
                 semconv.ADMISSION_OBSTACLE: queued.obstacle.value,
             }
             at_ns = self._wall_ns(at_us)
-            span.child(semconv.WAITING, SpanKind.INTERNAL, at_ns, {**whose, **said}).end(at_ns, {})
+            reported.span.child(semconv.WAITING, SpanKind.INTERNAL, at_ns, {**whose, **said}).end(at_ns, {})
         except Exception:
             self._settings.report()
 
@@ -279,9 +288,12 @@ class RequestSpans:
         if queued is None:
             return ended_us
         started_us = min(max(since_us, end.at_us - end.queue_wait_us), ended_us)
-        span = self._queued.get(number)
-        if span is None:
-            span = self._begin_queued(number, queued, started_us)
+        reported = self._queued.get(number)
+        if reported is None:
+            span = self._begin_queued(queued, started_us)
+        else:
+            span, ended_us = reported.span, max(ended_us, reported.at_us)
+            started_us = reported.started_us
         in_turn, overtook, overtaken_by = self._links.get(number, _NO_LINKS)
         span.link(in_turn)
         overtaken_us = end.overtaken_at_us
@@ -293,15 +305,21 @@ class RequestSpans:
         span.end(self._wall_ns(ended_us), {})
         return ended_us
 
-    def _begin_queued(self, number: int, queued: Queued, start_us: int) -> OpenSpan:
+    def _begin_queued(self, queued: Queued, start_us: int) -> OpenSpan:
         why: Attributes = {
             **self._tier(),
             semconv.ADMISSION_OBSTACLE: queued.obstacle.value,
             semconv.ADMISSION_EXPLANATION: queued.explanation,
         }
-        span = self._admission.child(semconv.QUEUED, SpanKind.INTERNAL, self._wall_ns(start_us), why)
-        self._queued = {**self._queued, number: span}
-        return span
+        return self._admission.child(semconv.QUEUED, SpanKind.INTERNAL, self._wall_ns(start_us), why)
+
+    def _before_us(self, record: RequestRecord) -> int:
+        """The moment before which neither the wait that goes on ended, nor the attempt after it began."""
+        if not record.lost and not self._queued:
+            return self._received_us
+        reported = self._queued.get(len(record.lost))
+        since_us = record.lost[-1].preempted.at_us if record.lost else self._received_us
+        return since_us if reported is None else max(since_us, reported.at_us)
 
     def _tier(self) -> Attributes:
         """The tier is repeated on the bars, so that a search for starved batch requests needs no join."""

@@ -7,9 +7,9 @@
       engine                CLIENT    admission to settlement; its context is what the engine is sent
 
 Phases follow one another, and the children of a span lie in it: their durations never add up to more than its own. Only
-`admission` is open while a request waits, but for a long wait, which is reported meanwhile: a short one costs nothing. No
-span is made current: the context goes from span to span by argument. All of this runs on the request's path, so nothing
-raises; the first failure is logged, and the request goes on.
+`admission` is open while a request waits; a long wait, which is reported meanwhile, has `admission.queued` open, too.
+No span is made current: the context goes from span to span by argument. All of this runs on the request's path, so
+nothing raises; the first failure is logged, and the request goes on.
 """
 
 from __future__ import annotations
