@@ -53,8 +53,8 @@ def trace_of(number: int) -> str:
     return f"{number:032x}"
 
 
-def write_policy(folder: Path, engine: str = "vllm") -> Path:
-    (folder / "policy.yaml").write_text(POLICY.format(engine=engine))
+def write_policy(folder: Path, engine: str = "vllm", more: str = "") -> Path:
+    (folder / "policy.yaml").write_text(POLICY.format(engine=engine) + more)
     shutil.copytree(shipped_policies() / "tenants", folder / "tenants")
     text = (folder / "tenants" / "interactive.yaml").read_text()
     (folder / "tenants" / "interactive.yaml").write_text(text.replace("max_tier: critical", "max_tier: high"))
@@ -122,9 +122,11 @@ class Sidecar:
 
 
 @contextlib.contextmanager
-def running_sidecar(folder: Path, upstream: str, collector: Received, protocol: str) -> Iterator[Sidecar]:
-    served = ("serve", "--upstream", upstream, "--policy", str(write_policy(folder)), "--port", "0")
-    variables = {
+def running_sidecar(
+    folder: Path, upstream: str, collector: Received, protocol: str, *, more: str = "", **variables: str
+) -> Iterator[Sidecar]:
+    served = ("serve", "--upstream", upstream, "--policy", str(write_policy(folder, more=more)), "--port", "0")
+    variables |= {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
         "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
         "OTEL_EXPORTER_OTLP_HEADERS": "x-tenant=lab",
@@ -318,6 +320,18 @@ def test_its_attributes_are_exactly_these(story: Story) -> None:
     }
 
 
+def test_figures_are_sent_as_numbers_and_each_name_has_one_type(story: Story) -> None:
+    types: dict[str, set[type]] = {}
+    for span in story.received.spans:
+        for name, value in span.attributes.items():
+            types.setdefault(name, set()).add(type(value))
+    assert {name for name, found in types.items() if len(found) > 1} == set()
+    numbers = {name: found.pop() for name, found in types.items()}
+    assert {numbers[name] for name in numbers if name.endswith("_s")} == {float}
+    counts = ("tokens", "requests", "tenants", "status_code", "level", ".high")
+    assert {numbers[name] for name in numbers if name.endswith(counts)} == {int}
+
+
 def test_starving_links_to_the_request_that_overtook(story: Story) -> None:
     spans, urgent = story.received.of(trace_of(STARVED)), story.received.of(trace_of(URGENT))
     (link,) = spans["admission.starved"].links
@@ -436,3 +450,33 @@ async def test_the_engine_is_sent_the_engine_spans_context(tmp_path: Path, sampl
     assert parent != PARENT
     if sampled:
         assert parent == spans["engine"].span_id
+
+
+@pytest.mark.long
+def test_a_replica_that_is_killed_leaves_the_last_word_of_those_that_waited(tmp_path: Path) -> None:
+    emulated = ("--engine", "vllm", "--step-ms", "100", "--max-num-seqs", "1", "--context-tokens", "1000")
+    settings = {"more": "trace_waits: 200ms\n", "OTEL_BSP_SCHEDULE_DELAY": "50"}
+    with (
+        otlp_over_http() as received,
+        emulated_engine(*emulated) as engine,
+        running_sidecar(tmp_path, engine, received, "http/protobuf", **settings) as sidecar,
+    ):
+
+        def ask(key: str, trace: int, **asked: Any) -> None:
+            with contextlib.suppress(openai.APIError):
+                sidecar.ask(key, trace, **asked)
+
+        threads = [in_thread(ask, STANDARD, FILLER, tokens=800)]
+        sidecar.until(leases=1, waiting=0)
+        threads.append(in_thread(ask, RESEARCH, STARVED))
+        received.until(lambda received: len(received.spans) > 1)
+        sidecar.process.kill()
+        for thread in threads:
+            thread.join()
+
+    assert {(span.name, span.trace_id) for span in received.spans} == {("admission.waiting", trace_of(STARVED))}
+    assert len({span.parent_id for span in received.spans}) == 1
+    first, second, *_ = (span.attributes for span in sorted(received.spans, key=lambda span: span.start_ns))
+    assert first["admission.request_id"] == f"request-{STARVED}"
+    assert 0.2 <= first["admission.queue_wait_s"] <= second["admission.queue_wait_s"] - 0.2
+    assert "so far: the pool has no room: 1 of 1 requests are held" in second["admission.explanation"]
