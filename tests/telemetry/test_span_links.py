@@ -15,11 +15,11 @@ MS = 1000
 class Sidecar:
     """Tells a journal and the spans what happens, in the order in which it does."""
 
-    def __init__(self, **tracing):
+    def __init__(self, *, is_shared=False, **tracing):
         self.now_us = 0
         self.asked = 0
         journal = Journal(now_us=lambda: self.now_us)
-        find_links = WaitFinder(journal).ended
+        find_links = WaitFinder(journal, is_shared=is_shared).ended
 
         def counted(*arguments):
             self.asked += 1
@@ -51,12 +51,13 @@ class Waiting:
     def __init__(self, sidecar, observation, since_us):
         self.sidecar, self.observation, self.since_us = sidecar, observation, since_us
 
-    def is_admitted(self, overtaken_at_us=None, passed=None):
+    def is_admitted(self, overtaken_at_us=None, passed=None, served_ahead=None):
         self.sidecar.now_us += MS
         now_us = self.sidecar.now_us
         starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
         wait_us = now_us - self.since_us
-        self.observation.on_event(Admitted(now_us, wait_us, starvation_us, overtaken_at_us, {}, 0, None, passed or {}))
+        waited = wait_us, starvation_us, overtaken_at_us, served_ahead or {}
+        self.observation.on_event(Admitted(now_us, *waited, 0, None, passed or {}))
         return now_us
 
     def goes_straight_in(self, passed=None):
@@ -151,6 +152,38 @@ def test_all_that_overtook_are_counted_by_tier_and_rule_however_many_have_links(
         "batch.tenants": 1,
         "batch.because": "the tenants of batch take turns by their share",
     }
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "where"),
+    [(True, "admitted by other replicas of the pool"), (False, "admitted, and gone before they ran")],
+)
+def test_who_is_not_known_here_is_in_the_sentence_by_tier_and_tokens(is_shared, where):
+    sidecar = Sidecar(is_shared=is_shared)
+    starved = sidecar.arrives("starved", "batch")
+    sidecar.now_us += MS
+    starved.is_admitted(sidecar.now_us, served_ahead={"high": 900, "normal": 50})
+    starved.ends()
+
+    (bar,) = sidecar.spans("starved", "admission.starved")
+    assert dict(bar.attributes) == {
+        "admission.tier": "batch",
+        "admission.served_ahead.high": 900,
+        "admission.served_ahead.normal": 50,
+        "admission.explanation": f"900 tokens of tier high and 50 tokens of tier normal went ahead, {where}",
+    }
+
+
+def test_beyond_a_thousand_the_sentence_says_that_there_are_more():
+    sidecar = Sidecar()
+    starved = sidecar.arrives("starved", "batch")
+    moments = [sidecar.arrives(f"{n}", "high").is_admitted(passed={"batch": "level"}) for n in range(1030)]
+    starved.is_admitted(moments[0])
+    starved.ends()
+
+    (bar,) = sidecar.spans("starved", "admission.starved")
+    because = "because high is more important"
+    assert bar.attributes["admission.explanation"] == f"at least 1,024 requests of tier high went ahead {because}"
 
 
 def test_one_that_was_preempted_links_to_who_got_its_room_and_not_to_itself():

@@ -10,9 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace import ReadableSpan
 
-from sidecar.events import Admitted, Event, Obstacle, Outcome, Queued, Refused, Replayed, ReplayReason, Settled
+from sidecar.events import (
+    Admitted,
+    Event,
+    Obstacle,
+    Outcome,
+    Preempted,
+    Queued,
+    Refused,
+    Replayed,
+    ReplayReason,
+    Settled,
+)
 from sidecar.telemetry.spans.links import WaitSoFar
-from tests.telemetry.span_stories import ARRIVAL_US, Tracing, classified, parent_id, preempted, received, span_id
+from tests.telemetry.span_stories import ARRIVAL_US, Tracing, classified, parent_id, received, span_id
 
 REPORT = "a long wait is reported"
 SECONDS = st.integers(0, 5_000_000)
@@ -53,7 +64,8 @@ def stories(draw: st.DrawFn) -> list[tuple[int, Event | str]]:
         passes()
         if draw(st.booleans()):
             heard.append((now_us, Replayed(ARRIVAL_US + now_us, "b#1", draw(st.sampled_from(ReplayReason)))))
-        heard.append((now_us, preempted(now_us, at_us)[0]))
+        is_unreached = draw(st.booleans())
+        heard.append((now_us, Preempted(ARRIVAL_US + now_us, ARRIVAL_US + at_us, 1, is_unreached)))
         waits(Obstacle.PREEMPTED)
         is_waiting = True
     was_admitted = any(isinstance(event, Admitted) for _, event in heard)

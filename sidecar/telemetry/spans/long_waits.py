@@ -61,7 +61,10 @@ class LongWaits:
         """The request waits from now on."""
         if not self._every_s:
             return
-        loop = asyncio.get_running_loop()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # outside of an event loop there is no later
+            return
         if self._loop is not loop:  # what waited in a loop that has ended, waits no more
             self._due.clear()
             self._timer, self._loop = None, loop
