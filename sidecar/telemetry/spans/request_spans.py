@@ -108,16 +108,17 @@ class RequestSpans:
         The record does not have the event yet; where the request waited, it has everything before the event.
         """
         try:
+            start_us = event.at_us
             if event.queue_wait_us:
                 self._wait_is_over()
                 self._find_links(record, event)
+                start_us = max(start_us, self._before_us(record))
             request: Attributes = {}
             if self.classified is not None:
                 request = _of_engine_request(self.classified, self._settings)
             if event.engine is not None:
                 request[semconv.ADMISSION_ENGINE] = engine_name(event.engine)
-            start_ns = self._wall_ns(max(event.at_us, self._before_us(record)))
-            engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, start_ns, request)
+            engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, self._wall_ns(start_us), request)
             self._engines.append(engine)
             return engine.context
         except Exception:
@@ -251,6 +252,8 @@ class RequestSpans:
     def _draw_phases(self, record: RequestRecord) -> int:
         """The waits, and the attempts that were taken back, one after the other. Returns when the last wait ended."""
         since_us = self._received_us
+        if record.queued is None and not record.lost:
+            return since_us
         for number, attempt in enumerate(record.lost):
             since_us = self._draw_wait(number, attempt.queued, since_us, attempt.admitted)
             since_us = max(since_us, attempt.preempted.at_us)
