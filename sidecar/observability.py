@@ -23,7 +23,7 @@ from sidecar.middleware.engine_view import EngineDocument
 from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.middleware.tenant_usage import TenantUsage
-from sidecar.policy.model import Mode, Policy, Tier
+from sidecar.policy.model import Mode, Policy, Tier, UsageInTraces
 from sidecar.pools import Grant, Pool
 from sidecar.pools.base import QueueMark
 from sidecar.pools.stored_records import StoredRecords
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 UNCOUNTED = (
     "tokens_per_day and tokens_per_month do nothing here: the tenants' use is not counted (no store, or usage_days: 0)"
 )
+_WRITES_USAGE = {UsageInTraces.ONCE: None, UsageInTraces.ALWAYS: True, UsageInTraces.NEVER: False}
 REPORTED_WITHIN_S = 0.05
 """Longest delay of metrics, journal and log after a request, unless a page is read before."""
 
@@ -195,7 +196,7 @@ class Observability:
         self._policy = policy
         if policy.mode is Mode.OBSERVE:
             self._dry_run.begin(policy.generation, self._pool.now_us())
-        self._spans.change_limits(_starvation_limits_s(policy))
+        self._spans.change(_starvation_limits_s(policy), _WRITES_USAGE[policy.usage_in_traces])
         self._long_waits.change_interval(policy.trace_waits_s)
         self._live.share_now()
 
@@ -287,6 +288,7 @@ def _tracer(controller: AdmissionController, policy: Policy, waits: WaitFinder, 
         provider_name=None if policy.engine is NoEngine else policy.engine.name,
         find_links=waits.ended,
         served_by="engine" if controller.is_proxied else "app",
+        writes_usage=_WRITES_USAGE[policy.usage_in_traces],
         long_waits=long_waits,
     )
 

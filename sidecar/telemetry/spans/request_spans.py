@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from opentelemetry.trace import SpanContext, SpanKind
+from opentelemetry.trace import Span, SpanContext, SpanKind
 
 from sidecar.events import (
     Admitted,
@@ -31,6 +31,7 @@ from sidecar.telemetry.request_record import (
     engine_name,
     failure_description,
 )
+from sidecar.telemetry.spans.app_trace import AppTrace
 from sidecar.telemetry.spans.links import FindLinks, WaitLinks
 from sidecar.telemetry.spans.long_waits import LongWaits, SoFar
 from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
@@ -53,13 +54,15 @@ class SpanSettings:
     `report` logs the exception being handled. `starvation_limits_s` has the tiers that promise one; `provider_name` is
     the engine's name in the GenAI conventions, None where it is not known; `served_by` says whether the app of this
     process answers or an engine after the proxy; `find_links` is None where spans have no links, `long_waits` where
-    waits are not reported before they end.
+    waits are not reported before they end. `writes_usage` says whether `engine` has what the request used; None: unless
+    the app has traced it itself.
     """
 
     report: Callable[[], None]
     starvation_limits_s: Mapping[str, float]
     provider_name: str | None
     find_links: FindLinks | None
+    writes_usage: bool | None = None
     served_by: str | None = None
     long_waits: LongWaits | None = None
 
@@ -80,11 +83,13 @@ class RequestSpans:
     than the span. Each phase, a wait or an attempt at the engine, begins where the one before it ends, or later.
 
     `classified` is set as soon as it is known, before the record has it. `_links` and `_queued` belong to waits, by
-    their numbers: the first is 0, and each attempt that was taken back is followed by another.
+    their numbers: the first is 0, and each attempt that was taken back is followed by another. `app_trace` is that of
+    the last call of the app, where it has one.
     """
 
     __slots__ = (
         *("_admission", "_engines", "_links", "_queued", "_received_us", "_received_wall_ns", "_settings"),
+        "app_trace",
         "classified",
     )
 
@@ -96,11 +101,16 @@ class RequestSpans:
         self._links: Mapping[int, WaitLinks] = _NONE
         self._queued: Mapping[int, _Reported] = _NONE
         self.classified: Classified | None = None
+        self.app_trace: AppTrace | None = None
 
     @property
     def context(self) -> SpanContext:
         """The context of `admission`."""
         return self._admission.context
+
+    def for_app(self) -> Span:
+        """The span that is current in the app: the last `engine`, in the dry run `admission`."""
+        return (self._engines[-1] if self._engines else self._admission).for_app()
 
     def admit(self, record: RequestRecord, event: Admitted) -> SpanContext:
         """Begins an `engine` span and returns its context, or that of `admission` where this failed.
@@ -192,14 +202,8 @@ class RequestSpans:
         self._admission.end(ended_ns, written, error=error)
 
     def _end_engine(self, record: RequestRecord, admitted: Admitted, event: Settled, ended_ns: int) -> None:
-        written: Attributes = {}
+        written = self._usage(event)
         moments: list[Moment] = []
-        if event.input_tokens is not None:
-            written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
-        if event.cached_tokens is not None:
-            written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
-        if event.output_tokens is not None:
-            written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
         if record.first_byte is not None:
             moments.append((semconv.FIRST_BYTE, self._wall_ns(record.first_byte.at_us)))
             if self.classified is not None and self.classified.stream:
@@ -207,6 +211,22 @@ class RequestSpans:
                 written[semconv.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = since_admission_s
         error = _failure(event, written, from_status=CLIENTS_ERRORS)
         self._engines[-1].end(ended_ns, written, moments, error)
+
+    def _usage(self, event: Settled) -> Attributes:
+        """What the request used, where this span says it."""
+        written: Attributes = {}
+        writes = self._settings.writes_usage
+        if writes is None:
+            writes = self.app_trace is None or not self.app_trace.has_usage
+        if not writes:
+            return written
+        if event.input_tokens is not None:
+            written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
+        if event.cached_tokens is not None:
+            written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
+        if event.output_tokens is not None:
+            written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
+        return written
 
     def _attributes(self, record: RequestRecord) -> Attributes:
         """The attributes of `admission` that do not depend on its end."""
