@@ -56,8 +56,7 @@ from sidecar.pools import Grant, Lease, LocalPool
 from sidecar.sending import CLIENT_KEY, SENT, SendChunk, chunk_path
 from sidecar.tasks import is_canceled_again
 
-CUT = "CancelledError"
-"""`Settled.error` of a request that the server cut off."""
+CUT = "CancelledError"  # `Settled.error` of a request that the server cut off
 
 # Looked up once: an enumeration's attribute costs as much as a call.
 _READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
