@@ -95,7 +95,8 @@ def _divided(scope: Scope) -> Iterator[tuple[str, str]]:
         if whole.endswith(own):
             prefixes += _tails(whole.removesuffix(own))
     for one in dict.fromkeys(plain for written in dict.fromkeys(routed) for plain in plain_paths(written)):
-        for prefix in dict.fromkeys(prefixes):
+        is_named = one.count("/") <= MOST_SEGMENTS
+        for prefix in dict.fromkeys(prefixes) if is_named else ("",):
             yield prefix, one
 
 
