@@ -28,8 +28,8 @@ def show_outside(written: Scope | None, scope: Scope, *, is_shown: bool = False)
     """
     if written is None or (is_shown and len(written) <= len(scope) + _LEAST_OURS):
         return
-    for name, value in [*written.items()]:  # at once: a handler's thread may write meanwhile
-        if scope.get(name) is not value and name not in _OURS:
+    for name, value in {**written}.items():  # at once: a handler's thread may write meanwhile
+        if (name not in scope or scope[name] is not value) and name not in _OURS:  # cheaper than `get`
             scope[name] = value
 
 

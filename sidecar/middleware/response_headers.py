@@ -24,6 +24,9 @@ ANTHROPIC_ID = b"request-id"
 """Header that Anthropic's clients read the request's id from."""
 
 _MESSAGES = Api.MESSAGES  # looked up once: an enumeration's attribute costs as much as a call
+_RANDOM_BITS = 0xFFFFFFFF_FFFF_0FFF_3FFF_FFFFFFFFFFFF
+_VERSION_4 = 0x00000000_0000_4000_8000_000000000000
+"""The bits of a UUID of version 4 (RFC 9562) that are random, and those that say so."""
 _is_valid_id = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 _NO_WAIT = ((b"x-admission-wait-ms", b"0"), (b"server-timing", b"admission;dur=0.0"))
 
@@ -36,8 +39,7 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
     own = headers.get(REQUEST_ID)
     if own is not None and _is_valid_id(own):
         return own.decode("ascii")
-    digits = random.getrandbits(128).to_bytes(16, "big").hex()
-    return f"{digits[:12]}4{digits[13:16]}a{digits[17:]}"
+    return (random.getrandbits(128) & _RANDOM_BITS | _VERSION_4).to_bytes(16, "big").hex()
 
 
 def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sidecar.errors import NotStarted
 from sidecar.middleware.error_responses import send_error, speaks_anthropic
 from sidecar.server import CannotServe
-from sidecar.server.own_limits import report_own_limit
 from sidecar.server.workers import (
     ServerProcesses,
     refuse_separate_pools,
@@ -93,6 +92,8 @@ class MountedLifespan:
         self._open += 1
         try:
             if self._open == 1:
+                from sidecar.server.own_limits import report_own_limit
+
                 await self._started.enter_async_context(self._services(processes))
                 report_own_limit()
         except BaseException:
