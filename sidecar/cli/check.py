@@ -385,14 +385,15 @@ def _paths(policy: Policy) -> str:
     chosen = "deny before an engine's server, generating in an app"
     chosen = chosen if policy.unguarded is None else policy.unguarded.value
     guarded = f"{len(policy.endpoints)} guarded paths; unguarded: {chosen}; background: {policy.background.value}"
-    return guarded if policy.unguarded in {Unguarded.ALLOW, Unguarded.GENERATING} else f"{guarded}\n{_public(policy)}"
+    has_pages = policy.unguarded not in {Unguarded.ALLOW, Unguarded.GENERATING}
+    return f"{guarded}\non an engine's server {_public(policy)}" if has_pages else guarded
 
 
 def _public(policy: Policy) -> str:
     """Who reads which pages of an engine's server."""
     public, pages = policy.public_paths, policy.engine.routes.pages
     if public is None:
-        return f"public: all, an engine's own pages too ({', '.join(pages)}); anonymous: deny, or public, closes those"
+        return f"public: all, its own pages too ({', '.join(pages)}); anonymous: deny, or public, closes those"
     closed = ", ".join(page for page in pages if page not in public)
-    needs = "; all else of an engine's server needs a key" if policy.anonymous is None else ""
+    needs = "; all else needs a key" if policy.anonymous is None else ""
     return f"public: {', '.join(public) or 'nothing'}{needs}; closed to all: {closed}"

@@ -238,7 +238,8 @@ def reporter_of(  # noqa: PLR0917  # names at the call would cost as much as the
         return EventReporter(now_us, intake)
     if observer.only_failures():
         return EventReporter(now_us, intake, None, [], observer, scope, headers, request_id, received_us)
-    wall_ns, method, path = time.time_ns(), scope["method"], scope["path"]
+    # Right after the clock: what the processor did since the request came would be in all of its times.
+    wall_ns, method, path = time.time_ns() - (now_us() - received_us) * 1000, scope["method"], scope["path"]
     received = Received(received_us, wall_ns, method, path, scope["headers"], request_id, headers)
     return EventReporter(now_us, intake, observer.received(received))
 

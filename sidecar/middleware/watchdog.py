@@ -17,7 +17,7 @@ BLOCKED_S = 1.0
 SAID_EVERY_S = 60.0
 _BLOCKED = (
     "the event loop stood still for %.1f s, with %d requests under way: none was admitted, served or timed out "
-    "meanwhile (%d times, %.1f s in all). A blocking call does this: await it, call it with `asyncio.to_thread`, or "
+    "meanwhile (%d times, %.1f s in all). It is mostly a blocking call: await it, call it with `asyncio.to_thread`, or "
     "make the handler a plain `def` where the framework runs those in threads"
 )
 _TWO_LOOPS = (

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from sidecar.events import Classified, Expectation, ExpectedLength, FirstByte
+from sidecar.events import Classified, Expectation, ExpectedLength, FirstByte, Received
+from sidecar.middleware.event_reporter import reporter_of
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
+from sidecar.pools.local import LocalPool
 from tests.support.middleware import App, Caller, Guarded, Story, chat
 
 pytestmark = pytest.mark.anyio
@@ -44,6 +48,18 @@ async def told(policy: Policy, *, everything: bool, tier: bytes = b"high", **mem
     (story,) = guarded.recorder.stories
     story.check()
     return story
+
+
+async def test_a_process_that_was_held_up_as_a_request_came_does_not_shift_its_times(tmp_path: Path) -> None:
+    """The garbage collection of a large process takes half a second, now and then between two lines."""
+    now_us, held_up_us = LocalPool(rules(tmp_path)).now_us, 5_000_000
+    begun: list[Received] = []
+    observer = SimpleNamespace(received=begun.append, only_failures=lambda: False)
+    scope = {"method": "POST", "path": "/v1/chat/completions", "headers": []}
+    before_ns = time.time_ns()
+    reporter_of(observer, scope, {}, "r", now_us() - held_up_us, now_us, None)  # type: ignore[arg-type]
+    (received,) = begun
+    assert before_ns - 1000 <= received.wall_ns + held_up_us * 1000 <= time.time_ns()
 
 
 async def test_the_first_byte_of_a_whole_answer_is_told_to_who_hears_everything(tmp_path: Path) -> None:

@@ -183,9 +183,27 @@ def test_another_interval_is_for_those_that_wait_too():
         reported = len(sidecar.reported())
         sidecar.long_waits.change_interval(0.0)
         await asyncio.sleep(500)
-        return reported, len(sidecar.reported())
+        while_off = len(sidecar.reported())
+        sidecar.long_waits.change_interval(10.0)
+        await asyncio.sleep(15)
+        return reported, while_off, len(sidecar.reported())
 
-    assert run_virtually(waits()) == (2, 2)
+    assert run_virtually(waits()) == (2, 2, 3)
+
+
+def test_switched_on_it_reports_those_that_have_waited_before():
+    async def waits():
+        sidecar = Sidecar(0.0)
+        waiter, gone = sidecar.arrives("waiter"), sidecar.arrives("gone")
+        await asyncio.sleep(100)
+        gone.is_admitted()
+        sidecar.long_waits.change_interval(1.0)
+        await asyncio.sleep(1.5)
+        waiter.is_admitted()
+        await asyncio.sleep(100)
+        return [span.attributes["admission.queue_wait_s"] for span in sidecar.reported()]
+
+    assert run_virtually(waits()) == [101.0]
 
 
 def test_in_a_second_event_loop_those_of_the_first_are_forgotten():

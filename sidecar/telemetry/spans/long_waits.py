@@ -31,7 +31,7 @@ class WaitingSpans(Protocol):
 
 
 class LongWaits:
-    """All recorded requests that wait. `every_s` is how often each is reported, 0 for never.
+    """All recorded requests that wait. `every_s` is how often each is reported, 0 for never: a change may come.
 
     `flush` brings the records up to date, `so_far` finds what is to be reported. Use it from one event loop at a time.
     """
@@ -45,11 +45,11 @@ class LongWaits:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def change_interval(self, every_s: float) -> None:
-        """Follows another policy. One that was off begins with the requests that come from now on."""
+        """Follows another policy, for the requests that wait now, too."""
         if every_s == self._every_s:
             return
         self._every_s = every_s
-        waiting = [(spans, record) for spans, (_, record) in self._due.items()] if every_s else ()
+        waiting = [(spans, record) for spans, (_, record) in self._due.items()]
         self._due.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -59,8 +59,6 @@ class LongWaits:
 
     def add(self, spans: WaitingSpans, record: RequestRecord) -> None:
         """The request waits from now on."""
-        if not self._every_s:
-            return
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:  # outside of an event loop there is no later
@@ -69,7 +67,7 @@ class LongWaits:
             self._due.clear()
             self._timer, self._loop = None, loop
         self._due[spans] = loop.time() + self._every_s, record
-        if self._timer is None:
+        if self._every_s and self._timer is None:
             self._timer = loop.call_later(self._every_s, self._report_due, loop)
 
     def discard(self, spans: WaitingSpans) -> None:
