@@ -77,4 +77,4 @@ def main(a,b):
             if e!=g:
                 bad+=1; print(seed,n,st,"expected",e,"got",g); break
     print(bad,"bad;",adm,"admitted",ch,"chosen; ref s",t0,"mine",t1)
-main(int(sys.argv[1]),int(sys.argv[2]))
+if __name__=="__main__": main(int(sys.argv[1]),int(sys.argv[2]))

@@ -160,7 +160,8 @@ class Call(msgspec.Struct, array_like=True):
     """`ask`: is the store there? `state`: all that I have. `call`: what changed. `bye`: I leave.
 
     `number` goes up by one with each call of a replica `who`. `whole`: the cells are all that there are. `bid_count`, with
-    a heartbeat: bids that it has shown and not seen granted. `knew`: how many replicas it knew last. `replaces`: its rules
+    a heartbeat: bids that it has shown and not seen granted. `leaving`: all sums of leases that are being taken back, if
+    they changed. `knew`: how many replicas it knew last. `replaces`: its rules
     replace others of the same tiers; `takes_over`: also of other tiers.
     """
 
@@ -171,6 +172,7 @@ class Call(msgspec.Struct, array_like=True):
     cells: list[Cell] = []
     whole: bool = False
     bid_count: int | None = None
+    leaving: list[Cell] | None = None
     acks: list[int] = []
     bids: list[Bid] = []
     withdrawn: list[Withdrawn] = []
@@ -242,11 +244,28 @@ class TierHeld(msgspec.Struct, array_like=True, frozen=True):
     finish: dict[str, float]
 
 
+class ShortageTold(msgspec.Struct, array_like=True, frozen=True):
+    """`preemption.Shortage`. The place is the ledger's but for arrivals: it is `order_class`, `before`, `key`.
+
+    `waiting` are the served one, those before it, and the burst, as bids of whoever shows them.
+    """
+
+    engine: str
+    order_class: int
+    before_key: int
+    key: int
+    served: Bid
+    before: list[Bid]
+    burst: list[Bid]
+    closed: list[str]
+
+
 class Reply(msgspec.Struct, array_like=True):
     """`unknown`: state all. `wait`: another layout is in force. `ok`: with the fields that follow.
 
     `grants` are all that are not acknowledged. `next_us`: when time alone changes something. `is_foreign`: the pool has
-    other tiers than the replica. `config`: the engines, if they changed since its last reply.
+    other tiers than the replica. `shortage`: room that this replica is to take back from its
+    leases; `leaving` is what all take back already. `config`: the engines, if they changed since its last reply.
     """
 
     number: int
@@ -259,12 +278,18 @@ class Reply(msgspec.Struct, array_like=True):
     next_us: int | None = None
     held: list[EngineHeld] = []
     tiers: list[TierHeld] = []
+    leaving: list[Cell] = []
+    shortage: ShortageTold | None = None
     config: list[EngineState] | None = None
     drained: list[Drain] | None = None
 
 
 class WakeUp(msgspec.Struct, array_like=True, frozen=True):
-    """Published to one replica, or to all at a new epoch (`to` is empty). A hint that may get lost."""
+    """Published to one replica, or to all at a new epoch (`to` is empty). A hint that may get lost.
+
+    `is_asked`: room is short that this replica may take back; its next call gets the shortage.
+    """
 
     to: str
     grants: list[Granted] = []
+    is_asked: bool = False

@@ -28,7 +28,7 @@ class Tier:
 class Rules:
     """The rules of one pool.
 
-    `promote_after_us`: a waiting ticket rises one level per so long, up to the level `ceiling`; None: tickets do not age.
+    `promote_after_us`: a waiting ticket rises one level per so long, up to the level `ceiling`; None: none ages.
     `affinity_percent`: how much a predicted prefix hit counts in the choice of an engine. `fair`: the part of the
     reserves that is kept by gain (rule 9).
     """

@@ -16,10 +16,14 @@ from sidecar.core.amounts import NOTHING
 from sidecar.core.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
 from sidecar.core.engines import Engine
 from sidecar.core.figures import Rules, Tier
-from sidecar.core.scheduler import PATIENCE_US, Scheduler
+from sidecar.core.preemption import Shortage, shortage
+from sidecar.core.scheduler import PATIENCE_US, Gone, Scheduler
 from sidecar.core.tickets import Gain, Ticket
 
 _PPM = 1_000_000
+
+_ASKED_FOR_US = 1_000_000
+"""So long one replica alone is asked to take room back."""
 
 
 def rules_of(stated: calls.PoolRules) -> Rules:
@@ -71,6 +75,7 @@ class _Member:
     is_new: bool = False
     is_foreign: bool = False
     cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
+    leaving: dict[tuple[str, str], Cell] = field(default_factory=dict)
     outbox: dict[int, tuple[str, _Entry]] = field(default_factory=dict)
     bids: dict[int, Ticket] = field(default_factory=dict)
     view: dict[str, EngineView] = field(default_factory=dict)
@@ -89,6 +94,7 @@ class State:
         self.members: dict[str, _Member] = {}
         self.drained: dict[str, Drain] = {}
         self.views = self.version = 0
+        self.asked: tuple[str, int] | None = None  # whom to take room back, and until when others are not
         self.scheduler = Scheduler(Rules(()))
 
     @property
@@ -198,6 +204,8 @@ class Ledger:
             self._hold(entry.cell(tier), -1)
         for cell in member.cells.values():
             self._hold(cell, -1)
+        if state.asked is not None and state.asked[0] == who:
+            state.asked = None
         del state.members[who]
         self._combine_views()
 
@@ -307,6 +315,11 @@ class Ledger:
             if any(_figures(cell)):
                 member.cells[key] = cell
                 self._hold(cell, 1)
+        if call.leaving is not None:
+            member.leaving = {(cell.tier, cell.engine): cell for cell in call.leaving}
+            asked = self._held().asked
+            if asked is not None and asked[0] == call.who:
+                self._held().asked = None
 
     def _add_bid(self, bid: Bid, who: str, member: _Member, levels: dict[str, int]) -> None:
         state = self._held()
@@ -370,9 +383,7 @@ class Ledger:
             drained = state.drained.get(engine.name)
             engine.takes_new = engine.takes_new and not (drained is not None and drained.is_drained)
             engine.unreachable_for = frozenset(
-                who
-                for who, member in by_age
-                if not (engine.id in member.view and member.view[engine.id].is_reachable)
+                who for who, member in by_age if not (engine.id in member.view and member.view[engine.id].is_reachable)
             )
         state.scheduler.set_engines(table.values())
         state.version += 1
@@ -413,6 +424,83 @@ class Ledger:
             ticket.is_in_floor,
             self._held().last_call - ticket.counted_us,
             entry.finish,
+        )
+
+    # -- rule 7: whom to ask for room
+
+    def _gone(self) -> Gone:
+        state, gone = self._held(), Gone()
+        for member in state.members.values():
+            for cell in member.leaving.values():
+                if cell.tier in state.names:
+                    tokens, requests, prompt, sent, *floor = _figures(cell)
+                    amount, on_floor = (tokens, requests, prompt), (floor[0], floor[1], floor[2])
+                    gone.add(state.names.index(cell.tier), cell.engine, amount, sent, on_floor)
+        return gone
+
+    def _shortage_for(self, caller: str) -> Shortage | None:
+        """The room that the caller is to take back. Another one, which has more to take from, is woken instead."""
+        state = self._held()
+        if state.hold_until or (
+            state.asked is not None and state.asked[0] != caller and state.last_call < state.asked[1]
+        ):
+            return None
+        state.asked = None
+        found = shortage(state.scheduler, state.last_call, self._gone())
+        if found is None:
+            return None
+        most = max(state.members, key=lambda who: (self._takeable(who, found), who == caller, who))
+        if not self._takeable(most, found):
+            return None
+        state.asked = most, state.last_call + _ASKED_FOR_US
+        if most == caller:
+            return found
+        self._wake_ups.append(WakeUp(most, [], True))
+        return None
+
+    def _takeable(self, who: str, found: Shortage) -> int:
+        """The tokens of the leases of a replica that may be taken back for it."""
+        state = self._held()
+        tiers = {
+            tier.name
+            for level, tier in enumerate(state.scheduler.rules.tiers)
+            if level > found.served.tier and tier.preemptible and level not in found.closed
+        }
+        member = state.members[who]
+        held = sum(c.tokens - c.floor_tokens for (t, e), c in member.cells.items() if t in tiers and e == found.engine)
+        return held - sum(c.tokens for (t, e), c in member.leaving.items() if t in tiers and e == found.engine)
+
+    def _told(self, found: Shortage) -> calls.ShortageTold:
+        state = self._held()
+        order_class, before, key, _ = found.place
+        return calls.ShortageTold(
+            found.engine,
+            order_class,
+            before,
+            key,
+            self._bid(found.served),
+            [self._bid(ticket) for ticket in found.before],
+            [self._bid(ticket) for ticket in found.burst],
+            sorted(state.names[level] for level in found.closed),
+        )
+
+    def _bid(self, ticket: Ticket) -> Bid:
+        """A ticket for a replica that is asked. It needs no hint, and of its gain the place in order alone."""
+        return Bid(
+            int(ticket.id),
+            self._held().names[ticket.tier],
+            ticket.tenant,
+            ticket.tokens,
+            ticket.requests,
+            ticket.prompt,
+            ticket.weight,
+            dict(ticket.hits),
+            sorted(ticket.barred),
+            self._held().last_call - ticket.arrived_us,
+            ticket.number,
+            None,
+            ticket.has_returned,
+            None,
         )
 
     def _next_change(self) -> int | None:
@@ -456,6 +544,11 @@ class Ledger:
                 for level, (name, tier) in enumerate(zip(state.names, scheduler.tiers, strict=True))
             ],
         )
+        reply.leaving = [
+            cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
+        ]
+        if (found := self._shortage_for(call.who)) is not None:
+            reply.shortage = self._told(found)
         if member.seen != state.version:
             member.seen = state.version
             reply.config = [

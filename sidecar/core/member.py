@@ -1,19 +1,19 @@
-"""A replica's side of the ledger: its queues and leases, and when it calls. No I/O; its owner carries calls and replies.
+"""A replica's side of the ledger: its bids and leases, and when it calls. No I/O; its owner carries calls and replies.
 
-`poll` gives the next call, `due_us` says when to ask for it. Replies, wake-ups and losses are told; what they change for
-requests comes out of `take_events`.
+`poll` gives the next call, `due_us` says when to ask for it. Replies, wake-ups and losses are told; what they change
+for requests comes out of `take_events`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from sidecar.core import calls
 from sidecar.core.amounts import UNBOUNDED
+from sidecar.core.bids import Bids
 from sidecar.core.calls import (
     ALONE_US,
     BIDS_SHOWN,
@@ -23,21 +23,22 @@ from sidecar.core.calls import (
     Bid,
     Call,
     Cap,
-    Cell,
     Charge,
     Drain,
     EngineView,
-    GainBid,
     Granted,
     Kind,
     Owed,
     PoolRules,
     Reply,
+    ShortageTold,
     WakeUp,
-    Withdrawn,
 )
-from sidecar.core.ledger import Ledger
-from sidecar.core.queue import FairQueue
+from sidecar.core.engines import Engine
+from sidecar.core.ledger import Ledger, rules_of
+from sidecar.core.preemption import Shortage, leases_to_take_back
+from sidecar.core.row import Row
+from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Lease, Ticket
 
 ANSWER_WITHIN_US = 1_500_000
@@ -51,7 +52,7 @@ LAZY_US = 20_000
 
 
 class Mode(Enum):
-    """`JOINING`: was never in the pool. `WAITING`: another layout is in force. `LOST`: no answer, not for ALONE_US yet."""
+    """`JOINING`: was never in the pool. `WAITING`: another layout is in force. `LOST`: no answer, for less than ALONE_US."""
 
     JOINING = "joining"
     WAITING = "waiting"
@@ -67,18 +68,19 @@ class Entered(NamedTuple):
     lease: Lease
 
 
+class TakeBack(NamedTuple):
+    """The room of a lease is needed: it is to be aborted, and to be handed back or kept."""
+
+    lease: Lease
+
+
 class Refused(NamedTuple):
     """The pool has other tiers: a ticket cannot wait here."""
 
     ticket: Ticket
 
 
-@dataclass
-class _Tier:
-    """The waiting tickets of one tier: those not shown in a fair queue, and those shown by their bids."""
-
-    queue: FairQueue
-    shown: dict[int, Ticket] = field(default_factory=dict)
+Event: TypeAlias = Entered | TakeBack | Refused
 
 
 @dataclass
@@ -115,21 +117,19 @@ class Member:
         self.views: dict[str, EngineView] = {}
         self.reply: Reply | None = None
         """The last one with figures."""
-        self._most_bids, self._divides, self._size_now = most_bids, divides, size_now
+        self._divides = divides
         self._replaces, self._takes_over = True, takes_over
-        self._tiers = [_Tier(FairQueue()) for _ in rules.tiers]
-        self._bids: dict[str, int] = {}
-        self._bids_made = self._number = self._entered = 0
-        self._cells: dict[tuple[int, str], list[int]] = {}
-        self._changed: set[tuple[int, str]] = set()
+        self._names = [tier.name for tier in rules.tiers]
+        self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
+        self._number = self._entered = 0
         self._acks: list[int] = []
-        self._withdrawn: list[Withdrawn] = []
         self._told: list[_Told] = []
         self._is_view_new = True
+        self._is_leaving_new = False
         self._config: dict[str, calls.EngineState] = {}
         self._drained: dict[str, Drain] = {}
-        self._own_held: dict[str, list[int]] = {}
-        self._events: list[Entered | Refused] = []
+        self._own_held: dict[str, tuple[int, int, int]] = {}
+        self._events: list[Event] = []
         self._in_flight: Call | None = None
         self._sent_us = self._retry_us = self._last_answer_us = 0
         self._first_failure_us: int | None = None
@@ -146,45 +146,48 @@ class Member:
         if self.is_foreign:
             self._events.append(Refused(ticket))
             return
-        self._wait(ticket)
+        self._bids.add(ticket)
         self._call_by(now_us)
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up."""
-        tier = self._tiers[ticket.tier]
-        bid = self._bids.pop(ticket.id, None)
-        if bid is None:
-            tier.queue.remove(ticket)
-            return
-        del tier.shown[bid]
-        self._withdrawn.append(Withdrawn(bid, self._name(ticket.tier)))
-        self._call_by(now_us)
+        if self._bids.remove(ticket):
+            self._call_by(now_us)
 
     def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
         """A lease holds other tokens; growth is charged to its tenant."""
         ticket = lease.ticket
         if tokens > ticket.tokens:
-            charge = Charge(self._name(ticket.tier), ticket.tenant, tokens - ticket.tokens, ticket.weight)
+            charge = Charge(self._names[ticket.tier], ticket.tenant, tokens - ticket.tokens, ticket.weight)
             self._told.append(_Told(charge))
-        self._count(lease, -1)
+        self._row.add(lease, -1)
         ticket.tokens = tokens
-        self._count(lease, 1)
+        self._row.add(lease, 1)
         self._call_by(now_us + LAZY_US)
 
     def first_byte(self, lease: Lease, now_us: int) -> None:
         """The prompt of a lease counts no longer."""
-        self._count(lease, -1)
+        self._row.add(lease, -1)
         self._owe(lease, lease.first_byte(now_us))
-        self._count(lease, 1)
+        self._row.add(lease, 1)
         self._tell_soon(now_us)
 
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
-        self._count(lease, -1)
+        self._row.add(lease, -1)
+        self._is_leaving_new = self._is_leaving_new or lease.is_chosen
         self._owe(lease, lease.end(now_us))
         del self.leases[lease.ticket.id]
         self._returns.pop(lease.ticket.id, None)
         self._tell_soon(now_us)
+
+    def keep(self, lease: Lease, now_us: int) -> None:
+        """The first byte of a lease is on its way: it is taken back no more."""
+        lease.is_kept = True
+        if lease.is_chosen:
+            lease.is_chosen = False
+            self._is_leaving_new = True
+            self._call_by(now_us)
 
     def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
         """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
@@ -194,7 +197,7 @@ class Member:
         self._returns[lease.ticket.id] = returns
         lease.ticket.come_back()
         lease.ticket.barred |= frozenset(barred)
-        self._wait(lease.ticket)
+        self._bids.add(lease.ticket)
         self._call_by(now_us)
 
     def view(self, engines: Iterable[EngineView], now_us: int) -> None:
@@ -221,9 +224,9 @@ class Member:
 
     def waiting(self) -> int:
         """How many requests wait."""
-        return sum(len(tier.queue) + len(tier.shown) for tier in self._tiers)
+        return len(self._bids)
 
-    def take_events(self) -> list[Entered | Refused]:
+    def take_events(self) -> list[Event]:
         """What happened to requests since the last time."""
         events, self._events = self._events, []
         return events
@@ -277,26 +280,29 @@ class Member:
         if kind == "ask":
             return call
         if kind == "state":
-            self._bids_go_back()
-            self._is_view_new, self._withdrawn, self._acks = True, [], []
+            self._bids.go_back()
+            self._is_view_new, self._acks = True, []
             call.knew, call.rules = self.knew, self.rules
             call.replaces, call.takes_over = self._replaces, self._takes_over
             call.drains = list(self._drained.values())
         elif is_beat:
-            call.bid_count = len(self._bids) + len(self._withdrawn)
+            call.bid_count = len(self._bids.shown) + len(self._bids.withdrawn)
         call.whole = kind == "state" or is_beat
-        keys = self._cells if call.whole else self._changed
-        nothing = [0] * 7
-        call.cells = [Cell(self._name(t), e, *self._cells.get((t, e), nothing)) for t, e in sorted(keys)]
-        call.acks, call.withdrawn = self._acks, self._withdrawn
-        self._changed, self._acks, self._withdrawn = set(), [], []
+        call.cells = self._row.state(call.whole)
+        if self._is_leaving_new or call.whole:
+            call.leaving, self._is_leaving_new = (
+                self._row.of(lease for lease in self.leases.values() if lease.is_chosen),
+                False,
+            )
+        call.acks, call.withdrawn = self._acks, self._bids.withdrawn
+        self._acks, self._bids.withdrawn = [], []
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
         for told in self._told:
             if told.number == 0 or kind == "state":
                 told.number = call.number
                 self._put(call, told.record)
-        call.bids = self._new_bids(now_us)
+        call.bids = self._bids.new(now_us)
         return call
 
     @staticmethod
@@ -310,70 +316,6 @@ class Member:
         else:
             call.caps = [*call.caps, record]
 
-    def _new_bids(self, now_us: int) -> list[Bid]:
-        """The next tickets of every tier that some engine can take, in fair order, as far as the tags are known."""
-        made: list[Bid] = []
-        for level, tier in enumerate(self._tiers):
-            skipped: list[Ticket] = []
-            while len(tier.shown) < self._most_bids and len(made) < BIDS_SHOWN:
-                ticket = tier.queue.next()
-                if ticket is None:
-                    break
-                tier.queue.show(ticket)
-                if not self._can_use(ticket):
-                    skipped.append(ticket)
-                    continue
-                self._size_now(ticket)
-                made.append(self._show(level, ticket, now_us))
-            for ticket in skipped:
-                tier.queue.take_back(ticket)
-        return made
-
-    def _show(self, level: int, ticket: Ticket, now_us: int) -> Bid:
-        """A ticket that bids again has another id, so a grant of its former bid cannot be taken for this one."""
-        is_first = not any(t.tenant == ticket.tenant for t in self._tiers[level].shown.values())
-        self._bids_made += 1
-        self._bids[ticket.id] = self._bids_made
-        self._tiers[level].shown[self._bids_made] = ticket
-        gain = ticket.gain
-        return Bid(
-            self._bids_made,
-            self._name(level),
-            ticket.tenant,
-            ticket.tokens,
-            ticket.requests,
-            ticket.prompt,
-            ticket.weight,
-            dict(ticket.hits),
-            sorted(ticket.barred),
-            now_us - ticket.arrived_us,
-            ticket.number,
-            None if gain is None else GainBid(*dataclasses.astuple(gain)),
-            ticket.has_returned,
-            ticket.start if is_first else None,
-        )
-
-    def _can_use(self, ticket: Ticket) -> bool:
-        """Whether some engine takes new work that this replica reaches, as far as it knows."""
-        return any(
-            view.is_reachable
-            and view.tokens >= ticket.tokens
-            and view.requests >= ticket.requests
-            and view.id.rpartition("#")[0] not in ticket.barred
-            and (view.id not in self._config or self._config[view.id].is_ready)
-            for view in self.views.values()
-        )
-
-    def _wait(self, ticket: Ticket) -> None:
-        self._tiers[ticket.tier].queue.add(ticket)
-
-    def _bids_go_back(self) -> None:
-        for tier in self._tiers:
-            for ticket in tier.shown.values():
-                tier.queue.take_back(ticket)
-            tier.shown.clear()
-        self._bids.clear()
-
     # -- answers
 
     def answered(self, reply: Reply, now_us: int) -> None:
@@ -383,13 +325,13 @@ class Member:
             return
         self._in_flight, self._last_answer_us, self._failures = None, now_us, 0
         if reply.kind == "wait":
-            self._bids_go_back()
+            self._bids.go_back()
             self.mode, self._retry_us = Mode.WAITING, now_us + RETRY_US
             self._call_by(self._retry_us)
         elif reply.kind == "unknown":
             # Until its statement is answered it admits nothing alone.
             self.mode, self._alone = Mode.STATING, None
-            self._bids_go_back()
+            self._bids.go_back()
             self._call_by(now_us)
         elif call.kind == "bye":
             self.is_gone = True
@@ -408,47 +350,83 @@ class Member:
             self._drained = {drain.engine: drain for drain in reply.drained}
         if not reply.on_hold:
             self.knew = reply.alive
-        self._take_tags(reply)
+        self._bids.take_tags(reply.tiers)
         if self.is_foreign:
-            self._refuse_all()
+            self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
         self._take(reply.grants, True, now_us)
-        self._own_held = self._by_engine()
-        self._withdraw_unusable()
+        self._own_held = self._row.by_engine()
+        if reply.shortage is not None and not self._is_leaving_new:
+            self._take_room_back(reply, reply.shortage, now_us)
         if reply.next_us is not None and self.waiting():
             self._call_by(now_us + reply.next_us)
         self._call_if_needed(now_us)
 
-    def _take_tags(self, reply: Reply) -> None:
-        """The tags as the ledger has them, and beyond them what this replica has shown."""
+    def _take_room_back(self, reply: Reply, told: ShortageTold, now_us: int) -> None:
+        """Rule 7, among the leases of this replica, by the sums of the reply."""
         names = {tier.name: level for level, tier in enumerate(self.rules.tiers)}
-        for held in reply.tiers:
-            if held.tier not in names:
-                continue
-            tier = self._tiers[names[held.tier]]
-            tier.queue.virtual = max(tier.queue.virtual, held.virtual)
-            if not tier.queue and not tier.shown:
-                tier.queue.finish.clear()
-            for tenant, finish in held.finish.items():
-                shown = sum(t.tokens / t.weight for t in tier.shown.values() if t.tenant == tenant)
-                tier.queue.finish[tenant] = max(finish, held.virtual) + shown
+        mirror, gone = self.mirror(now_us), Gone()
+        for cell in reply.leaving:
+            amount, floor = (
+                (cell.tokens, cell.requests, cell.prompt),
+                (cell.floor_tokens, cell.floor_requests, cell.floor_prompt),
+            )
+            gone.add(names[cell.tier], cell.engine, amount, cell.sent, floor)
 
-    def _refuse_all(self) -> None:
-        self._bids_go_back()
-        for tier in self._tiers:
-            for ticket in list(tier.queue):
-                tier.queue.remove(ticket)
-                self._events.append(Refused(ticket))
+        def ticket_of(bid: Bid) -> Ticket:
+            ticket = Ticket(
+                "",
+                names[bid.tier],
+                bid.tenant,
+                bid.tokens,
+                bid.requests,
+                bid.prompt,
+                bid.weight,
+                bid.hits,
+                frozenset(bid.barred),
+                now_us - bid.waited_us,
+                "",
+                bid.number,
+            )
+            ticket.engine = told.engine
+            return ticket
+
+        served = ticket_of(told.served)
+        found = Shortage(
+            told.engine,
+            served,
+            (told.order_class, told.before_key, told.key, served.arrival),
+            [ticket_of(bid) for bid in told.before],
+            [ticket_of(bid) for bid in told.burst],
+            frozenset(names[tier] for tier in told.closed),
+        )
+        for lease in leases_to_take_back(mirror, found, list(self.leases.values()), now_us, gone):
+            lease.is_chosen = self._is_leaving_new = True
+            self._events.append(TakeBack(lease))
+
+    def mirror(self, now_us: int) -> Scheduler:
+        """The pool by the last reply, without what waits."""
+        scheduler = Scheduler(rules_of(self.rules))
+        if self.reply is not None:
+            held = {engine.id: engine for engine in self.reply.held}
+            for engine in self._config.values():
+                of = Engine(engine.id, engine.tokens, engine.requests, engine.prefill, engine.speed, engine.is_ready)
+                if (now := held.get(engine.id)) is not None:
+                    of.held, of.sent, of.lined = (now.tokens, now.requests, now.prompt), now.sent, now.lined
+                scheduler.engines[engine.id] = of
+            for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=False):
+                state.on_engines = (tier.tokens, tier.requests, tier.prompt)
+                state.on_floor = (tier.floor_tokens, tier.floor_requests, tier.floor_prompt)
+        scheduler.look(now_us)
+        return scheduler
 
     def _take(self, grants: Iterable[Granted], is_reply: bool, now_us: int) -> None:
         """Only a reply is complete: a grant there for a bid that is gone gives its room back. A wake-up is a hint."""
         for grant in grants:
-            ticket = next((t.shown.pop(grant.bid) for t in self._tiers if grant.bid in t.shown), None)
+            ticket = self._bids.granted(grant.bid)
             if ticket is None and (not is_reply or grant.bid in self._acks):
                 continue
             self._acks.append(grant.bid)
-            self._withdrawn = [gone for gone in self._withdrawn if gone.id != grant.bid]
             if ticket is not None:
-                del self._bids[ticket.id]
                 self._begin(ticket, grant, now_us)
 
     def _begin(self, ticket: Ticket, grant: Granted, now_us: int) -> None:
@@ -458,12 +436,12 @@ class Member:
         self._entered += 1
         lease = Lease(ticket, grant.engine, self._entered, grant.sent, self._returns.get(ticket.id, 0))
         self.leases[ticket.id] = lease
-        self._count(lease, 1)
+        self._row.add(lease, 1)
         self._events.append(Entered(lease))
 
     def woken(self, wake_up: WakeUp, now_us: int) -> None:
         """A hint: grants of this replica, or that an epoch begins."""
-        if not wake_up.to:
+        if not wake_up.to or wake_up.is_asked:
             if self.mode is Mode.SHARED:
                 self._call_by(now_us)
             return
@@ -497,16 +475,16 @@ class Member:
             if now_us < self._first_failure_us + ALONE_US:
                 return
             self.mode, self._alone = Mode.ALONE, Ledger()
-            self._bids_go_back()
+            self._bids.go_back()
         if self.mode is not Mode.ALONE or self._alone is None:
             return
         while True:
             state = Call(0, self.who, self._number, "state", rules=self.rules, replaces=True)
             self._number += 1
             state.number, state.whole, state.engines = self._number, True, self._parts(now_us)
-            state.cells = [Cell(self._name(t), e, *sums) for (t, e), sums in sorted(self._cells.items())]
-            self._bids_go_back()
-            state.bids = self._new_bids(now_us)
+            state.cells = self._row.state(True)
+            self._bids.go_back()
+            state.bids = self._bids.new(now_us)
             reply, _ = self._alone.execute(state, now_us)
             before = len(self.leases)
             self._take(reply.grants, True, now_us)
@@ -527,7 +505,7 @@ class Member:
                 part = size if size == UNBOUNDED else size // alive
                 if now_us < self._last_answer_us + DEAD_US and size != UNBOUNDED:
                     taken = 0 if known is None else (known.tokens, known.requests, known.sent)[d]
-                    part = min(part, self._own_held.get(view.id, [0, 0, 0])[d] + max(0, size - taken) // alive)
+                    part = min(part, self._own_held.get(view.id, (0, 0, 0))[d] + max(0, size - taken) // alive)
                 sizes.append(part)
             is_ready = view.is_reachable and (view.id.rpartition("#")[0] not in self._drained_names())
             parts.append(EngineView(view.id, sizes[0], sizes[1], sizes[2], view.speed, is_ready))
@@ -536,41 +514,9 @@ class Member:
     def _drained_names(self) -> set[str]:
         return {drain.engine for drain in self._drained.values() if drain.is_drained}
 
-    # -- sums
-
-    def _name(self, level: int) -> str:
-        return self.rules.tiers[level].name
-
-    def _count(self, lease: Lease, sign: int) -> None:
-        key = lease.ticket.tier, lease.engine
-        sums = self._cells.setdefault(key, [0] * 7)
-        figures = (*lease.amount, lease.sent, *lease.ticket.on_floor)
-        for i, figure in enumerate(figures):
-            sums[i] += sign * figure
-        if not any(sums):
-            del self._cells[key]
-        self._changed.add(key)
-
-    def _by_engine(self) -> dict[str, list[int]]:
-        """Tokens, requests and sent prompts of this replica."""
-        found: dict[str, list[int]] = {}
-        for (_, engine), sums in self._cells.items():
-            own = found.setdefault(engine, [0, 0, 0])
-            for i, at in enumerate((0, 1, 3)):
-                own[i] += sums[at]
-        return found
-
     def _owe(self, lease: Lease, owed_us: int) -> None:
         if owed_us:
-            self._told.append(_Told(Owed(self._name(lease.ticket.tier), owed_us)))
-
-    def _withdraw_unusable(self) -> None:
-        for level, tier in enumerate(self._tiers):
-            for bid, ticket in list(tier.shown.items()):
-                if not self._can_use(ticket):
-                    del tier.shown[bid], self._bids[ticket.id]
-                    self._withdrawn.append(Withdrawn(bid, self._name(level)))
-                    tier.queue.take_back(ticket)
+            self._told.append(_Told(Owed(self._names[lease.ticket.tier], owed_us)))
 
     def _call_by(self, at_us: int) -> None:
         if self._due_us is None or self._due_us > at_us:
@@ -581,13 +527,10 @@ class Member:
         self._call_by(now_us if someone_waits else now_us + LAZY_US)
 
     def _call_if_needed(self, now_us: int) -> None:
-        if self._changed or self._withdrawn or self._acks or self._is_view_new or any(t.number == 0 for t in self._told):
+        has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new
+        if has_news or any(told.number == 0 for told in self._told):
             self._tell_soon(now_us)
         if self.is_closing and not self.leases and not self.waiting():
             self._call_by(now_us)
-        if self.mode is Mode.SHARED and any(
-            len(tier.queue) and len(tier.shown) < self._most_bids for tier in self._tiers
-        ):
-            first = [tier.queue.next() for tier in self._tiers if len(tier.shown) < self._most_bids]
-            if any(ticket is not None and self._can_use(ticket) for ticket in first):
-                self._call_by(now_us)
+        if self.mode is Mode.SHARED and self._bids.has_more():
+            self._call_by(now_us)

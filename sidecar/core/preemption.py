@@ -32,7 +32,8 @@ def shortage(scheduler: Scheduler, now_us: int, gone: Gone) -> Shortage | None:
         return None
     tiers = scheduler.rules.tiers
     order = scheduler.in_order()
-    for at, (place, ticket, _) in enumerate(order):
+    for n, candidate in enumerate(order):
+        at, place, ticket = n, candidate.place, candidate.ticket
         after_us = tiers[ticket.tier].preempt_after_us
         if after_us is not None and now_us - ticket.arrived_us >= after_us:
             break
@@ -44,7 +45,8 @@ def shortage(scheduler: Scheduler, now_us: int, gone: Gone) -> Shortage | None:
     before = [
         c.ticket
         for c in order[:at]
-        if scheduler.wanted(c.ticket) == engine and (scheduler.fits(c.ticket) or scheduler.holds(c.ticket, c.order_class))
+        if scheduler.wanted(c.ticket) == engine
+        and (scheduler.fits(c.ticket) or scheduler.holds(c.ticket, c.order_class))
     ]
     burst: list[Ticket] = []
     if tiers[ticket.tier].always_first:
@@ -71,9 +73,7 @@ def leases_to_take_back(
 class _Search:
     """Looks for leases on one engine whose room is enough."""
 
-    def __init__(
-        self, scheduler: Scheduler, found: Shortage, leases: Sequence[Lease], now_us: int, gone: Gone
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, found: Shortage, leases: Sequence[Lease], now_us: int, gone: Gone) -> None:
         self._scheduler, self._found, self._now, self._gone = scheduler, found, now_us, gone
         self._engine = scheduler.engines[found.engine]
         on_engine = [lease for lease in leases if lease.engine == found.engine]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from sidecar.core.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
 from sidecar.core.engines import NOTHING_FREED, Engine, Freed
-from sidecar.core.figures import Figures, Rules, figures_of
+from sidecar.core.figures import Rules, figures_of
 from sidecar.core.queue import FairQueue
 from sidecar.core.tickets import Lease, Ticket
 
@@ -90,8 +90,8 @@ NOTHING_GONE = Gone()
 class TierState:
     """What one tier holds, owes and had.
 
-    `on_engines` and `in_line` (for the floor) are U together. `on_floor` and `in_line_on_floor`: the part of them that was
-    let in for the floor (rule 9). `latest`: the number of its last admission.
+    `on_engines` and `in_line` (for the floor) are U together. `on_floor` and `in_line_on_floor`: the part of them that
+    was let in for the floor (rule 9). `latest`: the number of its last admission.
     """
 
     queue: FairQueue
@@ -164,14 +164,14 @@ class Scheduler:
     def set_engines(self, offers: Iterable[Engine]) -> None:
         """The engines from now on. What others hold still counts; a cap ends with its engine (rule 8)."""
         known = {e.id: e for e in offers}
-        for id, old in self.engines.items():
-            if id in known and (old.is_known or old.held != NOTHING):
-                new = known[id]
+        for name, old in self.engines.items():
+            if name in known and (old.is_known or old.held != NOTHING):
+                new = known[name]
                 new.held, new.sent, new.lined = old.held, old.sent, old.lined
                 new.cap_requests, new.cap_until_us = old.cap_requests, old.cap_until_us
-            elif id not in known and old.held != NOTHING:
+            elif name not in known and old.held != NOTHING:
                 old.is_known = False
-                known[id] = old
+                known[name] = old
         self.engines = known
         for ticket in self.line:
             if ticket.engine is not None and ticket.engine not in known:
@@ -219,7 +219,9 @@ class Scheduler:
             joins = not was_in_line and self._has_place(ticket, order_class)
             is_late = was_in_line and self._now >= ticket.in_line_since_us + PATIENCE_US
             wanted = self.wanted(ticket)
-            engine = self._engine_for(ticket, wanted, closed, order_class == FIRST or is_late or not (was_in_line or joins))
+            engine = self._engine_for(
+                ticket, wanted, closed, order_class == FIRST or is_late or not (was_in_line or joins)
+            )
             if engine is not None:
                 grants.append(self._enter(ticket, engine, order_class))
                 return True
@@ -269,7 +271,7 @@ class Scheduler:
         return [first] if small is None else [first, small]
 
     def class_of(self, ticket: Ticket) -> OrderClass:
-        """A floor is for its tier's front only; while the tier owes, also for what is small beside a front that is not."""
+        """A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not."""
         if self.rules.tiers[ticket.tier].always_first:
             return FIRST
         if ticket.is_for_floor:
@@ -416,9 +418,7 @@ class Scheduler:
 
         def is_open(engine: Engine) -> bool:
             return (
-                engine.id not in closed
-                and engine.could_take(ticket, self._now)
-                and engine.has_room(ticket, self._now)
+                engine.id not in closed and engine.could_take(ticket, self._now) and engine.has_room(ticket, self._now)
             )
 
         if wanted is not None and is_open(self.engines[wanted]):
@@ -473,19 +473,18 @@ class Scheduler:
 
     def _choose_again(self) -> None:
         """Those in line for an engine that can take them no more."""
-        gone = [
-            t for t in self.line if t.engine is None or not self.engines[t.engine].could_take(t, self._now)
-        ]
+        gone = [t for t in self.line if t.engine is None or not self.engines[t.engine].could_take(t, self._now)]
         for ticket in gone:
             self._wait_for(ticket, None)
             self._wait_for(ticket, self.wanted(ticket))
 
     def _begin_to_count(self, ticket: Ticket, order_class: OrderClass) -> None:
-        """Rule 5: by a turn, how many whole reserves too much; of the prompt, what is above that until its first byte."""
+        """Rule 5: by a turn, how many whole reserves too much; of the prompt, what is above that."""
         if order_class == TURN:
             after = plus(self.on_floor(ticket.tier), self.need(ticket))
             tokens, requests, prompt = (
-                min(MOST_EXCESS, max(0, (a - r) // r)) for a, r in zip(after, self._figures.reserve[ticket.tier], strict=True)
+                min(MOST_EXCESS, max(0, (a - r) // r))
+                for a, r in zip(after, self._figures.reserve[ticket.tier], strict=True)
             )
             ticket.excess = max(tokens, requests)
             ticket.excess_prompt = max(0, prompt - ticket.excess)

@@ -456,7 +456,8 @@ class World:
         if draw.random() < .6:
             self.rules = (tuple((name, draw.choice((.1, .2, .3))) for name, _ in self.tiers),)
             replica = draw.choice(replicas)
-            replica.rules, _ = self.rules, True
+            if getattr(replica, 'is_other', False):
+                return
             replica.member.change_rules(pool_rules(self.rules[0]), self.now)
             replica.pump()
         else:
@@ -569,9 +570,10 @@ class World:
 
     def execute(self, call):
         """One call, and the check I2 of what it granted."""
+        before = self.outbox(self.store.state)
         reply, wakes = self.store.execute(copy.deepcopy(call), self.now + self.clock)
         state = self.store.state
-        granted = {engine for _, engine in self.newly_granted(state)}
+        granted = {engine for _, engine in self.outbox(state) - before}
         for name in granted:
             engine = state.scheduler.engines[name]
             for replica in self.replicas.values():
@@ -582,12 +584,10 @@ class World:
                 self.fail(f'I2: the store gave {name} more than it has: {engine.held}')
         return reply, wakes
 
-    def newly_granted(self, state):
-        seen, now = getattr(self, 'seen_grants', set()), set()
-        for who, member in state.members.items():
-            now |= {((who, bid), entry.engine) for bid, (_, entry) in member.outbox.items()}
-        self.seen_grants = now
-        return now - seen
+    @staticmethod
+    def outbox(state):
+        members = state.members if state else {}
+        return {((who, bid), entry.engine) for who, member in members.items() for bid, (_, entry) in member.outbox.items()}
 
     @staticmethod
     def row(member):
