@@ -1,0 +1,271 @@
+"""Records golden programs: `.venv/bin/python tests/scheduling/record_golden.py [new]`.
+
+Without an argument it plays the programs of the file again, and writes the answers of today: the difference in git is
+what changed. With `new` it makes other programs first.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from golden_programs import FILE, Program, Step, play, read, write
+from todays_scheduler import ONE, Today
+
+OF_EACH = 75
+STEPS = 25
+WEIGHTS = {"a": 1, "b": 2, "c": 4}
+NAMES = "abcd"
+
+
+def random_tiers(luck: random.Random) -> list[dict[str, Any]]:
+    count = luck.choice([2, 3, 3, 4])
+    has_first, preempts = luck.random() < 0.2, luck.random() < 0.5
+    tiers: list[dict[str, Any]] = []
+    for level in range(count):
+        tier: dict[str, Any] = {"name": f"t{level}", "reserve": luck.choice([0, 0.05, 0.1, 0.2, 0.2, 0.3])}
+        if luck.random() < 0.3:
+            tier["lend"] = luck.choice([0, 0.5])
+        if luck.random() < 0.15:
+            tier["limit"] = luck.choice([0.5, 0.8])
+        if has_first and level == 0:
+            tier |= {"always_first": True, "limit": 0.5}
+        if preempts and level and luck.random() < 0.9:
+            tier |= {"preemptible": True, "reserve": luck.choice([0, 0, 0.05, 0.2])}
+        if preempts and level < count - 1:
+            tier["preempt_after_s"] = luck.choice([0, 0, 2])
+        tiers.append(tier)
+    return tiers
+
+
+def random_engine(luck: random.Random, engine: str, at: float) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": engine, "tokens": luck.choice([12, 30, 30, 60])}
+    optional = {
+        "requests": (luck.choice([1, 3, 4]), 0.5),
+        "prefill": (luck.choice([5, 10, 10, 20]), 0.7),
+        "speed": (luck.choice([500, 1300]), 0.2),
+        "takes_new": (False, 0.05),
+    }
+    found |= {name: value for name, (value, chance) in optional.items() if luck.random() < chance}
+    return found | ({"ramp_s": 10, "since_s": at} if luck.random() < 0.1 else {})
+
+
+def random_header(luck: random.Random, name: str, *, several: bool, by_gain: bool) -> Program:
+    tiers = random_tiers(luck)
+    program: Program = {"name": name, "tiers": tiers}
+    if luck.random() < 0.6:
+        ceiling = luck.choice(tiers)["name"]
+        program["aging"] = {"promote_after_s": luck.choice([2, 4, 20]), "ceiling": ceiling}
+    if any(tier.get("preemptible") for tier in tiers):
+        program["max_preemptions"] = luck.choice([1, 1, 2])
+    if by_gain:
+        program |= {"order": "gain", "fair": luck.choice([0.25, 0.25, 0.5, 1])}
+    if several:
+        program["engines"] = [random_engine(luck, f"{each}#1", 0) for each in NAMES[: luck.choice([1, 2, 2, 3, 4])]]
+    else:
+        program["capacity"] = {"tokens": luck.choice([20, 40, 60])}
+        if luck.random() < 0.5:
+            program["capacity"]["requests"] = luck.choice([3, 5, 7])
+    return program
+
+
+class Author:
+    """Writes one program: it knows of its requests what a client would know."""
+
+    def __init__(self, luck: random.Random, program: Program) -> None:
+        self.luck, self.program = luck, program
+        self.player = Today(program)
+        self.at = 0.0
+        self.count = 0
+        self.engines = {engine["id"]: engine for engine in program.get("engines", ())}
+        self.favored = luck.choices(program["tiers"], k=2)
+        self.waiting: list[str] = []
+        self.running: list[str] = []
+        self.places: dict[str, str] = {}  # the engine of each
+        self.requests: dict[str, int] = {}
+        self.kept: set[str] = set()
+        self.chosen: list[str] = []
+
+    def write(self, steps: int) -> Program:
+        self.program["steps"] = []
+        while len(self.program["steps"]) < steps:
+            if step := self.next():
+                self.take({"at": self.at, **step})
+        return self.program
+
+    def take(self, step: Step) -> None:
+        step["answer"] = play(self.player, step)
+        self.program["steps"].append(step)
+        admitted, _, chosen = step["answer"].partition("! ")
+        places = dict(word.partition("(")[0].partition("@")[::2] for word in admitted.removeprefix("> ").split())
+        self.places |= places
+        entered = list(places)
+        self.waiting = [ticket for ticket in self.waiting if ticket not in entered]
+        self.running += entered
+        self.chosen += chosen.split()
+
+    def next(self) -> dict[str, Any] | None:
+        often: list[tuple[float, Callable[[], dict[str, Any] | None]]] = [
+            (9, self.submit), (5, self.settle), (1, self.cancel), (0.5, self.resize), (0.4, self.charge),
+            (0.5, self.hand_back), (3, self.requeue), (0.3, self.keep), (1.2, self.wait), (0.4, self.change),
+        ]  # fmt: skip
+        if self.engines:
+            often += [(3, self.prefilled), (0.3, self.cap)]
+        (made,) = self.luck.choices([each for _, each in often], [chance for chance, _ in often])
+        if made is not self.wait:
+            self.at += self.luck.choice([0, 0, 0, 0.25, 1])
+        return made()
+
+    def submit(self) -> dict[str, Any]:
+        luck, ticket = self.luck, f"r{self.count}"
+        self.count += 1
+        self.waiting.append(ticket)
+        tokens, tenant = luck.randint(1, max(1, self.largest() * luck.choice([2, 5, 5, 8]) // 10)), luck.choice("abc")
+        tier = luck.choice(self.favored if luck.random() < 0.4 else self.program["tiers"])["name"]
+        step = {
+            "do": "submit",
+            "id": ticket,
+            "tier": tier,
+            "tokens": tokens,
+            "tenant": tenant,
+            "weight": WEIGHTS[tenant],
+        }
+        if luck.random() < 0.2:
+            step["requests"] = 2
+        self.requests[ticket] = step.get("requests", 1)
+        if self.engines or "engines" in self.program:
+            step["prompt"] = luck.randint(0, tokens)
+            ids = luck.sample(sorted(self.engines), luck.randint(0, min(2, len(self.engines))))
+            if ids:
+                step["hits"] = [(engine, luck.randint(0, step["prompt"])) for engine in ids]
+            if luck.random() < 0.05:
+                step["barred"] = [luck.choice(NAMES)]
+        if self.program.get("order") == "gain" and luck.random() < 0.85:
+            start_by = luck.choice([0, 1, 4, 10])
+            step["gain"] = {
+                "weight": luck.choice([1, 2, 4]), "tokens": luck.choice([1, 3, 5, 9, 14]),
+                "cost": luck.choice([0.5, 1, 3, 10]), "deadline": start_by + luck.choice([0, 0.5, 2]),
+                "start_by": start_by, "slack": luck.choice([0.25, 1, 3]),
+            }  # fmt: skip
+        return step
+
+    def largest(self) -> int:
+        """The tokens of the pool, or of its largest engine."""
+        engines = self.engines.values() if "engines" in self.program else [self.program["capacity"]]
+        return max((engine["tokens"] for engine in engines), default=12)
+
+    def leave(self, ticket: str) -> str:
+        self.running.remove(ticket)
+        self.kept.discard(ticket)
+        self.chosen = [each for each in self.chosen if each != ticket]
+        return ticket
+
+    def settle(self) -> dict[str, Any] | None:
+        return {"do": "settle", "id": self.leave(self.luck.choice(self.running))} if self.running else None
+
+    def cancel(self) -> dict[str, Any] | None:
+        if not self.waiting:
+            return None
+        ticket = self.luck.choice(self.waiting)
+        self.waiting.remove(ticket)
+        return {"do": "cancel", "id": ticket}
+
+    def prefilled(self) -> dict[str, Any] | None:
+        return {"do": "prefilled", "id": self.luck.choice(self.running)} if self.running else None
+
+    def keep(self) -> dict[str, Any] | None:
+        if not self.running:
+            return None
+        ticket = self.luck.choice(self.running)
+        self.kept.add(ticket)
+        self.chosen = [each for each in self.chosen if each != ticket]
+        return {"do": "keep", "id": ticket}
+
+    def resize(self) -> dict[str, Any] | None:
+        if not self.running:
+            return None
+        return {"do": "resize", "id": self.luck.choice(self.running), "tokens": self.luck.randint(1, 20)}
+
+    def charge(self) -> dict[str, Any]:
+        tenant = self.luck.choice("abc")
+        tier = self.luck.choice(self.program["tiers"])["name"]
+        return {
+            "do": "charge",
+            "tier": tier,
+            "tenant": tenant,
+            "weight": WEIGHTS[tenant],
+            "tokens": self.luck.choice([1, 7, 30]),
+        }
+
+    def hand_back(self) -> dict[str, Any] | None:
+        free = [ticket for ticket in self.running if ticket not in self.kept]
+        if not free:
+            return None
+        ticket = self.leave(self.luck.choice(free))
+        self.waiting.append(ticket)
+        step: dict[str, Any] = {"do": "hand_back", "id": ticket}
+        if self.engines and self.luck.random() < 0.4:
+            step["barred"] = [self.luck.choice(NAMES)]
+        return step
+
+    def requeue(self) -> dict[str, Any] | None:
+        if not self.chosen:
+            return None
+        ticket = self.leave(self.chosen[0])
+        self.waiting.append(ticket)
+        return {"do": "requeue", "id": ticket}
+
+    def wait(self) -> dict[str, Any]:
+        self.at += self.luck.choice([1, 2, 5.25])
+        return {"do": "wait"}
+
+    def change(self) -> dict[str, Any]:
+        """The engines are others from now on; one engine is larger or smaller."""
+        if "engines" not in self.program:
+            return {
+                "do": "engines",
+                "engines": [{"id": ONE, **self.program["capacity"], "tokens": self.luck.choice([15, 30, 60])}],
+            }
+        name = self.luck.choice(NAMES)
+        known = next((engine for engine in self.engines if engine.startswith(name)), None)
+        if known is None:
+            number = 1 + sum(f'"{name}#' in str(step) for step in self.program["steps"])
+            engine = f"{name}#{number + 1}"
+            self.engines[engine] = random_engine(self.luck, engine, self.at)
+        elif self.luck.random() < 0.4:
+            del self.engines[known]
+        else:
+            self.engines[known] = random_engine(self.luck, known, self.at)
+        return {"do": "engines", "engines": list(self.engines.values())}
+
+    def cap(self) -> dict[str, Any]:
+        """An engine refuses, so it is capped at no more than what it runs."""
+        engine = self.luck.choice(sorted(self.engines))
+        runs = sum(self.requests[ticket] for ticket in self.running if self.places[ticket] == engine)
+        until = self.at + self.luck.choice([1, 5])
+        return {"do": "cap", "engine": engine, "requests": min(runs, self.luck.randint(0, 3)), "until": until}
+
+
+def new_programs() -> list[Program]:
+    found = []
+    for several in (False, True):
+        for by_gain in (False, True):
+            for number in range(OF_EACH):
+                name = f"{'several' if several else 'one'} {'gain' if by_gain else 'level'} {number + 1}"
+                luck = random.Random(name)
+                found.append(Author(luck, random_header(luck, name, several=several, by_gain=by_gain)).write(STEPS))
+    return found
+
+
+def played_again(programs: list[Program]) -> list[Program]:
+    for program in programs:
+        player = Today(program)
+        for step in program["steps"]:
+            step["answer"] = play(player, step)
+    return programs
+
+
+if __name__ == "__main__":
+    write(new_programs() if sys.argv[1:] == ["new"] else played_again(read(FILE)))
