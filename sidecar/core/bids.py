@@ -18,6 +18,7 @@ class _Tier:
     name: str
     queue: FairQueue = field(default_factory=FairQueue)
     shown: dict[int, Ticket] = field(default_factory=dict)
+    afresh: int = 0
 
 
 class Bids:
@@ -101,8 +102,11 @@ class Bids:
             if tier is None:
                 continue
             tier.queue.virtual = max(tier.queue.virtual, held.virtual)
-            if not tier.queue and not tier.shown:
-                tier.queue.finish.clear()
+            if tier.afresh != held.afresh or not (tier.queue or tier.shown):
+                tier.afresh = held.afresh
+                tier.queue.finish = dict.fromkeys((t.tenant for t in tier.shown.values()), held.virtual)
+                for ticket in tier.shown.values():
+                    tier.queue.finish[ticket.tenant] += ticket.tokens / ticket.weight
             for tenant, finish in held.finish.items():
                 shown = sum(t.tokens / t.weight for t in tier.shown.values() if t.tenant == tenant)
                 tier.queue.finish[tenant] = max(finish, held.virtual) + shown

@@ -34,7 +34,7 @@ BIDS_SHOWN = 32
 class Cell(msgspec.Struct, array_like=True, frozen=True):
     """The absolute sums of one tier of one replica on one engine.
 
-    `prompt` is what the pool counts, `sent` what the engine has to prefill. `floor_...`: the part for the floor (by gain).
+    `prompt` is what the pool counts, `sent` what the engine has to prefill. `floor_...`: the part for the floor, by gain.
     """
 
     tier: str
@@ -208,7 +208,10 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EngineHeld(msgspec.Struct, array_like=True, frozen=True):
-    """What an engine holds of all replicas; `lined`: the prompts of those in line for it."""
+    """What an engine holds of all replicas; `lined`: the prompts of those in line for it.
+
+    It may run at most `cap_requests` for the next `cap_for_us` (rule 8).
+    """
 
     id: str
     tokens: int
@@ -216,6 +219,8 @@ class EngineHeld(msgspec.Struct, array_like=True, frozen=True):
     prompt: int
     sent: int
     lined: int
+    cap_requests: int
+    cap_for_us: int
 
 
 class EngineState(msgspec.Struct, array_like=True, frozen=True):
@@ -227,10 +232,14 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     prefill: int
     speed: int
     is_ready: bool
+    age_us: int
+    ramp_us: int
 
 
 class TierHeld(msgspec.Struct, array_like=True, frozen=True):
-    """What a tier holds (U), by gain for its floor; its virtual time; finish tags of tenants of this call's bids."""
+    """What a tier holds (U), by gain for its floor; its virtual time, how often its tags started afresh, and
+    the finish tags of the tenants of this call's bids.
+    """
 
     tier: str
     tokens: int
@@ -241,6 +250,7 @@ class TierHeld(msgspec.Struct, array_like=True, frozen=True):
     floor_prompt: int
     owes_for_us: int
     virtual: float
+    afresh: int
     finish: dict[str, float]
 
 

@@ -531,7 +531,10 @@ class Ledger:
             member.is_foreign,
             sum(len(m.bids) for m in state.members.values()),
             self._next_change(),
-            [calls.EngineHeld(e.id, *e.held, e.sent, e.lined) for e in engines],
+            [
+                calls.EngineHeld(e.id, *e.held, e.sent, e.lined, e.cap_requests, max(0, e.cap_until_us - now))
+                for e in engines
+            ],
             [
                 calls.TierHeld(
                     name,
@@ -539,6 +542,7 @@ class Ledger:
                     *scheduler.on_floor(level),
                     max(0, tier.owes_until_us - now),
                     tier.queue.virtual,
+                    tier.queue.afresh,
                     {t: tier.queue.finish[t] for t in sorted(tenants.get(name, ())) if t in tier.queue.finish},
                 )
                 for level, (name, tier) in enumerate(zip(state.names, scheduler.tiers, strict=True))
@@ -552,7 +556,10 @@ class Ledger:
         if member.seen != state.version:
             member.seen = state.version
             reply.config = [
-                calls.EngineState(e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready) for e in engines
+                calls.EngineState(
+                    e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, now - e.since_us, e.ramp_us
+                )
+                for e in engines
             ]
             reply.drained = [state.drained[name] for name in sorted(state.drained)]
         return reply

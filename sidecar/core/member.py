@@ -131,7 +131,7 @@ class Member:
         self._own_held: dict[str, tuple[int, int, int]] = {}
         self._events: list[Event] = []
         self._in_flight: Call | None = None
-        self._sent_us = self._retry_us = self._last_answer_us = 0
+        self._sent_us = self._retry_us = self._last_answer_us = self._config_us = 0
         self._first_failure_us: int | None = None
         self._failures = 0
         self._due_us: int | None = 0
@@ -345,7 +345,7 @@ class Member:
             self._replaces = self._takes_over = False
         self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
         if reply.config is not None:
-            self._config = {engine.id: engine for engine in reply.config}
+            self._config, self._config_us = {engine.id: engine for engine in reply.config}, now_us
         if reply.drained is not None:
             self._drained = {drain.engine: drain for drain in reply.drained}
         if not reply.on_hold:
@@ -410,8 +410,10 @@ class Member:
             held = {engine.id: engine for engine in self.reply.held}
             for engine in self._config.values():
                 of = Engine(engine.id, engine.tokens, engine.requests, engine.prefill, engine.speed, engine.is_ready)
+                of.since_us, of.ramp_us = self._config_us - engine.age_us, engine.ramp_us
                 if (now := held.get(engine.id)) is not None:
                     of.held, of.sent, of.lined = (now.tokens, now.requests, now.prompt), now.sent, now.lined
+                    of.cap_requests, of.cap_until_us = now.cap_requests, self._last_answer_us + now.cap_for_us
                 scheduler.engines[engine.id] = of
             for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=False):
                 state.on_engines = (tier.tokens, tier.requests, tier.prompt)

@@ -19,6 +19,8 @@ class FairQueue:
     def __init__(self, by_gain: bool = False) -> None:
         self.by_gain = by_gain
         self.virtual = 0.0
+        self.afresh = 0
+        """How often all tags started afresh."""
         self.finish: dict[str, float] = {}
         self.largest = 1
         """The most tokens of a ticket since the queue was empty."""
@@ -136,6 +138,7 @@ class FairQueue:
         if not self._count:
             self.virtual = max([self.virtual, *self.finish.values()])
             self.finish.clear()
+            self.afresh += 1
             self._order.clear()
             self._tops.clear()
             self.largest = 1

@@ -1,5 +1,5 @@
-"""The world around the ledger: a network that loses, delays, repeats and reorders; a store and replicas that fail in every
-way; engines that count what really runs on them; clients that leave. One seed is one run, always the same.
+"""The world around the ledger: a network that loses, delays, repeats and reorders; a store and replicas that fail in
+every way; engines that count what really runs on them; clients that leave. One seed is one run, always the same.
 
 What is checked, at every call that the store executes and at every start of a request:
   I1  the store counts for every replica at least what it runs, but in windows that are named (`uncovered_why`)
@@ -7,19 +7,22 @@ What is checked, at every call that the store executes and at every start of a r
   I3  a request runs at most once at a time, and ends exactly once
   I4  engines never run more than they have; in profiles outside STRICT at most by what a named window let in
   I5  when nothing happens for 4.5 s: the store's figures are the truth, and no bid that fits waits
-  I6  the first of its tenant, and of its tier, is admitted first; nothing that fits and is before in order is passed
   I7  while faults go on: no bid that would be admitted waits for 3 s, and none is kept whose request is gone
   I8  at the end nothing is left: no sum, bid, grant, tag
 """
+
 from __future__ import annotations
 
 import copy
 import heapq
 import random
 
-from tests.core.model_replica import ModelReplica as Replica, Request, pool_rules
+from ledger_replica import ModelReplica as Replica
+from ledger_replica import Request, pool_rules
+
+from sidecar.core.calls import DEAD_US as DEAD
+from sidecar.core.calls import HEARTBEAT_US as BEAT
 from sidecar.core.ledger import Ledger
-from sidecar.core.calls import HEARTBEAT_US as BEAT, DEAD_US as DEAD
 
 SECOND = 1_000_000
 
@@ -28,34 +31,42 @@ def add(total, amount, sign=1):
     for i in range(3):
         total[i] += sign * amount[i]
 
-PROFILES = {   # the faults that a run may have
-    'calm': (),
-    'network': ('lose', 'late', 'repeat', 'wake'),
-    'kill': ('lose', 'wake', 'kill', 'restart'),
-    'engines': ('wake', 'engine', 'unreach', 'drain'),
-    'pause': ('wake', 'pause_store', 'late'),
-    'clock': ('wake', 'clock', 'lose'),
-    'flush': ('wake', 'flush', 'lose'),
-    'flush_only': ('wake', 'flush'),
-    'flush_join': ('wake', 'flush', 'restart'),
-    'flush_stop': ('wake', 'flush', 'sigstop'),
-    'empty_restart': ('wake', 'restart_store'),
-    'empty_quick': ('wake', 'restart_quick'),
-    'old_restart': ('wake', 'restart_old'),
-    'failover': ('wake', 'failover'),
-    'failover_late': ('wake', 'failover', 'late', 'lose'),
-    'lost_bids': ('wake', 'lost_bids'),
-    'sigstop': ('wake', 'sigstop', 'lose'),
-    'stop': ('wake', 'sigstop', 'pause_store'),
-    'cut': ('wake', 'cut'),
-    'growth': ('wake', 'lose', 'growth'),
-    'roll': ('wake', 'roll', 'lose', 'kill'),
-    'rules': ('wake', 'rules', 'lose', 'kill', 'restart'),
+
+PROFILES = {  # the faults that a run may have
+    "calm": (),
+    "network": ("lose", "late", "repeat", "wake"),
+    "kill": ("lose", "wake", "kill", "restart"),
+    "engines": ("wake", "engine", "unreach", "drain"),
+    "pause": ("wake", "pause_store", "late"),
+    "clock": ("wake", "clock", "lose"),
+    "flush": ("wake", "flush", "lose"),
+    "flush_only": ("wake", "flush"),
+    "flush_join": ("wake", "flush", "restart"),
+    "flush_stop": ("wake", "flush", "sigstop"),
+    "empty_restart": ("wake", "restart_store"),
+    "empty_quick": ("wake", "restart_quick"),
+    "old_restart": ("wake", "restart_old"),
+    "failover": ("wake", "failover"),
+    "failover_late": ("wake", "failover", "late", "lose"),
+    "lost_bids": ("wake", "lost_bids"),
+    "sigstop": ("wake", "sigstop", "lose"),
+    "stop": ("wake", "sigstop", "pause_store"),
+    "cut": ("wake", "cut"),
+    "growth": ("wake", "lose", "growth"),
+    "roll": ("wake", "roll", "lose", "kill"),
+    "rules": ("wake", "rules", "lose", "kill", "restart"),
 }
-PROFILES['all'] = tuple(dict.fromkeys(fault for name, faults in PROFILES.items() for fault in faults))
-STRICT = {'calm', 'network', 'kill', 'engines', 'clock', 'flush_only', 'flush_join', 'empty_quick', 'roll', 'rules'}
+PROFILES["all"] = tuple(dict.fromkeys(fault for name, faults in PROFILES.items() for fault in faults))
+STRICT = {"calm", "network", "kill", "engines", "clock", "flush_only", "flush_join", "empty_quick", "roll", "rules"}
 """Profiles in which nothing may ever exceed an engine."""
-IN_THE_NETWORK = ('lose', 'late', 'repeat', 'wake', 'growth', 'roll')   # these happen all the time, or by a plan of their own
+IN_THE_NETWORK = (
+    "lose",
+    "late",
+    "repeat",
+    "wake",
+    "growth",
+    "roll",
+)  # these happen all the time, or by a plan of their own
 
 
 class Violation(Exception):
@@ -63,7 +74,7 @@ class Violation(Exception):
 
 
 class Engine:
-    """What really runs: `runs` by (replica, request) -> amount. `base`: the same without growth that its replica decided."""
+    """What really runs: `runs` by (replica, request). `base`: the same without growth that its replica decided."""
 
     def __init__(self, name, capacity, prefill):
         self.name, self.capacity, self.prefill, self.up = name, capacity, prefill, True
@@ -73,32 +84,42 @@ class Engine:
 class World:
     FAULTS_FROM, FAULTS_TO, FREEZE, STOP, END = 3 * SECOND, 24 * SECOND, 38 * SECOND, 43 * SECOND, 900 * SECOND
 
-    def __init__(self, seed, profile='all', off=frozenset(), skip=frozenset(), trace=False, **fixed):
-        self.random = draw = random.Random(f'{seed} {profile}')
-        self.seed, self.profile, self.off, self.skip, self.trace = seed, profile, frozenset(off), skip, trace
+    def __init__(self, seed, profile="all", skip=frozenset(), **fixed):
+        self.random = draw = random.Random(f"{seed} {profile}")
+        self.seed, self.profile, self.skip = seed, profile, skip
+        self.story = []
         self.faults = PROFILES.get(profile, ())
         self.now, self.heap, self.count, self.is_over, self.is_frozen = 0, [], 0, False, False
         self.store = Ledger()
-        self.store_paused, self.store_down, self.inbox, self.clock, self.store_life, self.saved = False, False, [], 0, 0, None
+        self.store_paused, self.store_down, self.inbox, self.clock, self.store_life, self.saved = (
+            False,
+            False,
+            [],
+            0,
+            0,
+            None,
+        )
         self.replicas, self.names, self.requests, self.plan = {}, 0, {}, []
         self.loss = self.wake_loss = self.late = self.repeat = 0.0
         self.cut, self.links_down, self.beside, self.ghosts = set(), set(), None, set()
-        self.over = {}                  # cause -> [largest part of an engine over, longest]
-        self.stats = {'admitted': 0, 'events': 0, 'alone': 0, 'calls': 0, 'wakes': 0}
-        self.most_bids = fixed.get('most_bids', draw.choice((1, 2, 4, 8)))
-        self.tiers = draw.choice(([('high', .3), ('low', .2)], [('critical', .2), ('high', .3), ('batch', .1)], [('only', .5)]))
+        self.over = {}  # cause -> [largest part of an engine over, longest]
+        self.stats = {"admitted": 0, "events": 0, "alone": 0, "calls": 0, "wakes": 0}
+        self.most_bids = fixed.get("most_bids", draw.choice((1, 2, 4, 8)))
+        self.tiers = draw.choice(
+            ([("high", 0.3), ("low", 0.2)], [("critical", 0.2), ("high", 0.3), ("batch", 0.1)], [("only", 0.5)])
+        )
         self.rules, self.layout = (tuple(self.tiers),), 1
-        sizes = fixed.get('engines', [draw.choice((6, 10, 14)) for _ in range(draw.choice((1, 1, 2, 3)))])
-        prefill = fixed.get('prefill', draw.choice((100, 12)))
-        self.engines = {f'e{i}#1': Engine(f'e{i}#1', size, prefill) for i, size in enumerate(sizes)}
-        self.rate = fixed.get('rate', draw.uniform(.6, 1.6))
-        self.long = fixed.get('long', draw.choice((0, .05, .2)))
-        self.leaving = fixed.get('leaving', .25)
-        for _ in range(fixed.get('replicas', draw.choice((1, 2, 3, 3, 4)))):
+        sizes = fixed.get("engines", [draw.choice((6, 10, 14)) for _ in range(draw.choice((1, 1, 2, 3)))])
+        prefill = fixed.get("prefill", draw.choice((100, 12)))
+        self.engines = {f"e{i}#1": Engine(f"e{i}#1", size, prefill) for i, size in enumerate(sizes)}
+        self.rate = fixed.get("rate", draw.uniform(0.6, 1.6))
+        self.long = fixed.get("long", draw.choice((0, 0.05, 0.2)))
+        self.leaving = fixed.get("leaving", 0.25)
+        for _ in range(fixed.get("replicas", draw.choice((1, 2, 3, 3, 4)))):
             self.add_replica()
-        if not fixed.get('no_plan'):
+        if not fixed.get("no_plan"):
             self.plan_faults()
-        self.mean_gap = 2.0 * 2.5 / (sum(sizes) * self.rate)     # 2.5 tokens, held for 2 s, on average
+        self.mean_gap = 2.0 * 2.5 / (sum(sizes) * self.rate)  # 2.5 tokens, held for 2 s, on average
         self.at(0, self.next_arrival)
         self.at(3 * SECOND, self.probe)
         self.at(500_000, self.save)
@@ -124,23 +145,22 @@ class World:
     def run(self):
         while self.heap and not self.is_over:
             self.now, _, function, args = heapq.heappop(self.heap)
-            self.stats['events'] += 1
+            self.stats["events"] += 1
             function(*args)
         return self
 
     def say(self, *what):
-        if self.trace:
-            print(f'{self.now / 1e6:10.6f}', *what)
+        self.story.append((self.now, *what))
 
     def fail(self, what):
-        raise Violation(f'{what} (seed {self.seed} {self.profile} at {self.now / 1e6:.6f})')
+        raise Violation(f"{what} (seed {self.seed} {self.profile} at {self.now / 1e6:.6f})")
 
     # ---- replicas -------------------------------------------------------------------------------------------------
 
     def add_replica(self, layout=None, rules=None, takes_over=False):
         self.names += 1
-        name = f'r{self.names}'
-        divides = not (self.profile in STRICT and 'lose' in self.faults)
+        name = f"r{self.names}"
+        divides = not (self.profile in STRICT and "lose" in self.faults)
         replica = Replica(self, name, layout or self.layout, rules or self.rules, self.most_bids, divides, takes_over)
         replica.view = {e.name: [e.capacity, e.prefill, e.up] for e in self.engines.values()}
         self.replicas[name] = replica
@@ -148,12 +168,12 @@ class World:
         return replica
 
     def kill(self, replica):
-        self.say('KILL', replica.name)
+        self.say("KILL", replica.name)
         replica.dead = True
         self.replicas.pop(replica.name, None)
         for request in self.requests.values():
             if request.replica is replica and request.outcome is None:
-                request.status, request.outcome = 'done', 'killed'
+                request.status, request.outcome = "done", "killed"
                 self.ended(request)
         for engine in self.engines.values():
             for key in [key for key in engine.runs if key[0] == replica.name]:
@@ -161,14 +181,14 @@ class World:
         self.update_over()
 
     def gone(self, replica):
-        self.say('BYE', replica.name)
+        self.say("BYE", replica.name)
         self.replicas.pop(replica.name, None)
 
     # ---- the network ----------------------------------------------------------------------------------------------
 
     def delay(self):
         draw = self.random
-        return draw.randrange(200, 1500) if draw.random() < .95 else draw.randrange(1500, 60_000)
+        return draw.randrange(200, 1500) if draw.random() < 0.95 else draw.randrange(1500, 60_000)
 
     def send_call(self, replica, call):
         connection, draw = replica.connection, self.random
@@ -188,17 +208,32 @@ class World:
         if self.store_paused:
             self.inbox.append((replica, call, connection, life))
             return
-        self.stats['calls'] += 1
+        self.stats["calls"] += 1
         reply, wakes = self.execute(call)
-        self.say('  store', call.who, call.kind, call.number, 'acks', call.acks, 'cells', call.cells, 'bids', [(b.id, b.tokens) for b in call.bids],
-                 'withdrawn', call.withdrawn, '->', reply.kind, [(g.bid, g.engine) for g in reply.grants])
-        if call.kind == 'state' and reply.kind == 'ok' and call.number == replica.number:
+        self.say(
+            "  store",
+            call.who,
+            call.kind,
+            call.number,
+            "acks",
+            call.acks,
+            "cells",
+            call.cells,
+            "bids",
+            [(b.id, b.tokens) for b in call.bids],
+            "withdrawn",
+            call.withdrawn,
+            "->",
+            reply.kind,
+            [(g.bid, g.engine) for g in reply.grants],
+        )
+        if call.kind == "state" and reply.kind == "ok" and call.number == replica.number:
             replica.covered = True
         self.check_truth()
         if replica.name not in self.cut and self.random.random() >= self.loss:
             self.at(self.delay(), self.for_replica, replica, replica.answered, (copy.deepcopy(reply), connection))
         for wake in wakes:
-            self.stats['wakes'] += 1
+            self.stats["wakes"] += 1
             self.publish(wake)
 
     def publish(self, wake):
@@ -221,9 +256,17 @@ class World:
     def arrive(self, replica):
         draw = self.random
         tokens, prompt = draw.choice((1, 2, 2, 3, 4)), draw.randrange(1, 4)
-        hits = {name: draw.randrange(0, prompt) for name in self.engines if draw.random() < .3}
-        request = Request(len(self.requests) + 1, draw.choice(self.tiers)[0], f't{draw.randrange(3)}', tokens, prompt, hits,
-                          self.now, draw.choice((1, 1, 2)))
+        hits = {name: draw.randrange(0, prompt) for name in self.engines if draw.random() < 0.3}
+        request = Request(
+            len(self.requests) + 1,
+            draw.choice(self.tiers)[0],
+            f"t{draw.randrange(3)}",
+            tokens,
+            prompt,
+            hits,
+            self.now,
+            draw.choice((1, 1, 2)),
+        )
         self.requests[request.id] = request
         request.service = min(8_000_000, int(draw.expovariate(1 / 2.0) * 1e6) + 1000)
         if draw.random() < self.long:
@@ -242,7 +285,7 @@ class World:
     def ended(self, request):
         request.ends += 1
         if request.ends > 1 or not request.outcome:
-            self.fail(f'I3: request {request.id} ended {request.ends} times: {request.outcome}')
+            self.fail(f"I3: request {request.id} ended {request.ends} times: {request.outcome}")
 
     # ---- engines --------------------------------------------------------------------------------------------------
 
@@ -251,9 +294,9 @@ class World:
         request.runs += 1
         key = (replica.name, request.id)
         if request.outcome or any(key in other.runs for other in self.engines.values()):
-            self.fail(f'I3: request {request.id} runs twice, or after its end')
-        self.say('    run', replica.name, request.id, name, request.tokens)
-        self.stats['admitted'] += 1
+            self.fail(f"I3: request {request.id} runs twice, or after its end")
+        self.say("    run", replica.name, request.id, name, request.tokens)
+        self.stats["admitted"] += 1
         if not engine.up or (replica.name, name) in self.links_down:
             self.at(self.delay(), self.for_replica, replica, replica.refused_by_engine, (request, request.runs, name))
             return
@@ -263,7 +306,7 @@ class World:
         run, left = request.runs, request.service
         self.at(min(left - 1, draw.randrange(1000, 200_000)), self.first_byte, replica, request, run, engine)
         self.at(left, self.finish, replica, request, run, engine)
-        if 'growth' in self.faults and draw.random() < .3:
+        if "growth" in self.faults and draw.random() < 0.3:
             self.at(left // 2, self.grow, replica, request, run, engine, draw.choice((-1, 1, 2)))
 
     def is_there(self, replica, request, run, engine):
@@ -288,7 +331,7 @@ class World:
         elif self.is_there(replica, request, run, engine):
             del engine.runs[replica.name, request.id], engine.base[replica.name, request.id]
             self.update_over()
-            self.for_replica(replica, replica.ended_at_engine, (request, run, 'served'))
+            self.for_replica(replica, replica.ended_at_engine, (request, run, "served"))
 
     def engine_stop(self, replica, request):
         engine = self.engines[request.engine]
@@ -297,20 +340,28 @@ class World:
         self.update_over()
 
     def engine_down(self, engine, microseconds):
-        self.say('ENGINE DOWN', engine.name)
+        self.say("ENGINE DOWN", engine.name)
         engine.up = False
         lost, engine.runs, engine.base = list(engine.runs), {}, {}
         for name, number in lost:
             replica, request = self.replicas.get(name), self.requests[number]
-            if replica and self.random.random() < .5:      # before the first byte it is tried again
-                self.at(self.delay(), self.for_replica, replica, replica.refused_by_engine, (request, request.runs, engine.name))
+            if replica and self.random.random() < 0.5:  # before the first byte it is tried again
+                self.at(
+                    self.delay(),
+                    self.for_replica,
+                    replica,
+                    replica.refused_by_engine,
+                    (request, request.runs, engine.name),
+                )
             elif replica:
-                self.at(self.delay(), self.for_replica, replica, replica.ended_at_engine, (request, request.runs, 'broken'))
+                self.at(
+                    self.delay(), self.for_replica, replica, replica.ended_at_engine, (request, request.runs, "broken")
+                )
         self.look(engine)
         self.at(microseconds, self.engine_up, engine)
 
     def engine_up(self, engine):
-        self.say('ENGINE UP', engine.name)
+        self.say("ENGINE UP", engine.name)
         engine.up = True
         self.look(engine)
 
@@ -326,7 +377,12 @@ class World:
 
     def plan_faults(self):
         draw = self.random
-        for kind, name, most in (('lose', 'loss', .06), ('late', 'late', .05), ('repeat', 'repeat', .05), ('wake', 'wake_loss', .3)):
+        for kind, name, most in (
+            ("lose", "loss", 0.06),
+            ("late", "late", 0.05),
+            ("repeat", "repeat", 0.05),
+            ("wake", "wake_loss", 0.3),
+        ):
             if kind in self.faults:
                 setattr(self, name, draw.choice((0, most / 3, most)))
         self.at(self.FAULTS_TO, self.heal)
@@ -339,20 +395,20 @@ class World:
         for i, (at, kind) in enumerate(self.plan):
             if i not in self.skip:
                 self.at(at, self.fault, kind)
-        if 'roll' in self.faults:
+        if "roll" in self.faults:
             self.at(draw.randrange(4 * SECOND, 6 * SECOND), self.roll, 2)
-            if draw.random() < .5:
+            if draw.random() < 0.5:
                 self.at(draw.randrange(10 * SECOND, 14 * SECOND), self.roll, 1)
 
     def fault(self, kind):
-        self.say('FAULT', kind)
+        self.say("FAULT", kind)
         replicas = list(self.replicas.values())
-        getattr(self, f'do_{kind}')(replicas)
+        getattr(self, f"do_{kind}")(replicas)
 
     def do_kill(self, replicas):
         if len(replicas) > 1:
             self.kill(self.random.choice(replicas))
-            if self.random.random() < .7:
+            if self.random.random() < 0.7:
                 self.at(self.random.randrange(3_000_000), self.add_replica)
 
     def do_restart(self, replicas):
@@ -368,30 +424,30 @@ class World:
         if running:
             replica = self.random.choice(running)
             replica.paused = True
-            self.at(int((seconds or self.random.choice((.5, 3, 9, 12))) * SECOND), self.resume, replica)
+            self.at(int((seconds or self.random.choice((0.5, 3, 9, 12))) * SECOND), self.resume, replica)
 
     def do_cut(self, replicas, seconds=None):
         if replicas:
             replica = self.random.choice(replicas)
             self.cut.add(replica.name)
-            self.at(int((seconds or self.random.choice((.3, 2, 5, 13))) * SECOND), self.uncut, replica)
+            self.at(int((seconds or self.random.choice((0.3, 2, 5, 13))) * SECOND), self.uncut, replica)
 
     def do_pause_store(self, replicas, seconds=None):
         if not self.store_paused:
             self.store_paused = True
-            self.at(int((seconds or self.random.choice((.2, 1.2, 2, 3, 6, 12.5))) * SECOND), self.resume_store)
+            self.at(int((seconds or self.random.choice((0.2, 1.2, 2, 3, 6, 12.5))) * SECOND), self.resume_store)
 
     def do_flush(self, replicas):
         self.store.state = None
 
     def do_restart_store(self, replicas, seconds=None):
-        self.stop_store(replicas, None, seconds or self.random.choice((.1, .4, 1.5, 3, 12)))
+        self.stop_store(replicas, None, seconds or self.random.choice((0.1, 0.4, 1.5, 3, 12)))
 
     def do_restart_quick(self, replicas):
-        self.stop_store(replicas, None, self.random.choice((.1, .4, 1.5)))
+        self.stop_store(replicas, None, self.random.choice((0.1, 0.4, 1.5)))
 
     def do_restart_old(self, replicas):
-        self.stop_store(replicas, copy.deepcopy(self.saved), self.random.choice((.1, .4, 1.5, 3, 12)))
+        self.stop_store(replicas, copy.deepcopy(self.saved), self.random.choice((0.1, 0.4, 1.5, 3, 12)))
 
     def stop_store(self, replicas, state, seconds):
         if self.store_down:
@@ -407,17 +463,17 @@ class World:
     def do_failover(self, replicas, seconds=None):
         """Another server goes on with what it had copied: the last writes are lost."""
         if self.store.state is not None:
-            lost = self.random.choice((0, .1, 1)) if seconds is None else seconds
+            lost = self.random.choice((0, 0.1, 1)) if seconds is None else seconds
             self.at(int(lost * SECOND), self.fail_over, copy.deepcopy(self.store.state))
 
     def fail_over(self, state):
         if self.store_down:
             return
-        self.say('FAILOVER')
+        self.say("FAILOVER")
         self.store.state, self.inbox = state, []
         self.store_life += 1
         self.uncover()
-        if self.random.random() < .7:      # else something between hides it from the replicas
+        if self.random.random() < 0.7:  # else something between hides it from the replicas
             for replica in list(self.replicas.values()):
                 self.at(self.delay(), self.for_replica, replica, replica.broken, (replica.connection,))
 
@@ -443,31 +499,31 @@ class World:
 
     def do_drain(self, replicas):
         engine = self.random.choice(list(self.engines.values()))
-        shared = [replica for replica in replicas if replica.mode == 'shared' and not replica.paused]
+        shared = [replica for replica in replicas if replica.mode == "shared" and not replica.paused]
         if len(self.engines) > 1 and shared and engine.up:
             shared[0].drain(engine.name, True)
             self.at(self.random.randrange(1_000_000, 5_000_000), self.undrain, engine)
 
     def do_rules(self, replicas):
-        """A replica brings other shares of the same tiers, or one comes with other tiers, which may take the pool over."""
+        """A replica brings other shares of the same tiers; or one comes with other tiers, and may take the pool over."""
         draw = self.random
         if not replicas:
             return
-        if draw.random() < .6:
-            self.rules = (tuple((name, draw.choice((.1, .2, .3))) for name, _ in self.tiers),)
+        if draw.random() < 0.6:
+            self.rules = (tuple((name, draw.choice((0.1, 0.2, 0.3))) for name, _ in self.tiers),)
             replica = draw.choice(replicas)
-            if getattr(replica, 'is_other', False):
+            if getattr(replica, "is_other", False):
                 return
             replica.member.change_rules(pool_rules(self.rules[0]), self.now)
             replica.pump()
         else:
-            takes_over = draw.random() < .3
-            self.add_replica(rules=((('new', .2), *self.rules[0]),), takes_over=takes_over).is_other = True
+            takes_over = draw.random() < 0.3
+            self.add_replica(rules=((("new", 0.2), *self.rules[0]),), takes_over=takes_over).is_other = True
             if takes_over:
                 self.at(draw.randrange(2_000_000, 4_000_000), self.add_replica, None, None, True)
 
     def undrain(self, engine):
-        shared = [replica for replica in self.replicas.values() if replica.mode == 'shared' and not replica.paused]
+        shared = [replica for replica in self.replicas.values() if replica.mode == "shared" and not replica.paused]
         if shared:
             shared[-1].drain(engine.name, False)
         else:
@@ -480,14 +536,14 @@ class World:
     def resume(self, replica):
         if not replica.paused:
             return
-        self.say('RESUME', replica.name)
+        self.say("RESUME", replica.name)
         replica.paused = False
         backlog, replica.backlog = replica.backlog, []
-        if self.random.random() < .7:      # what the sockets have first, or the timers
-            names = ('send_timer', 'timeout', 'heartbeat', 'admit_alone')
+        if self.random.random() < 0.7:  # what the sockets have first, or the timers
+            names = ("send_timer", "timeout", "heartbeat", "admit_alone")
             timers = [item for item in backlog if item[0].__name__ in names]
             sockets = [item for item in backlog if item[0].__name__ not in names]
-            backlog = sockets + timers if self.random.random() < .5 else timers + sockets
+            backlog = sockets + timers if self.random.random() < 0.5 else timers + sockets
         for function, args in backlog:
             self.for_replica(replica, function, args)
 
@@ -498,7 +554,7 @@ class World:
 
     def resume_store(self):
         if self.store_paused:
-            self.say('STORE RESUMES')
+            self.say("STORE RESUMES")
             self.store_paused = False
             inbox, self.inbox = self.inbox, []
             for item in inbox:
@@ -509,7 +565,7 @@ class World:
 
     def save(self):
         """What a store that writes once a second to its disk has after a crash."""
-        if self.store.state is not None and not self.store_down and 'restart_old' in self.faults:
+        if self.store.state is not None and not self.store_down and "restart_old" in self.faults:
             self.saved = copy.deepcopy(self.store.state)
         if self.now < self.FAULTS_TO:
             self.at(SECOND, self.save)
@@ -518,14 +574,21 @@ class World:
         """The store forgot its last second. It knows it again after one heartbeat of every replica: the bound of I1."""
         self.uncovered = self.now
         for replica in self.replicas.values():
-            replica.covered, replica.uncovered_why = False, 'the store lost its last writes'
+            replica.covered, replica.uncovered_why = False, "the store lost its last writes"
         self.at(BEAT + 200_000, self.cover_again, self.now)
 
     def cover_again(self, since):
         for replica in self.replicas.values():
-            if (since == self.uncovered and not self.store_down and not self.store_paused and replica.mode == 'shared'
-                    and replica.uncovered_why == 'the store lost its last writes' and self.loss == 0
-                    and not replica.paused and replica.name not in self.cut):
+            if (
+                since == self.uncovered
+                and not self.store_down
+                and not self.store_paused
+                and replica.mode == "shared"
+                and replica.uncovered_why == "the store lost its last writes"
+                and self.loss == 0
+                and not replica.paused
+                and replica.name not in self.cut
+            ):
                 replica.covered = True
 
     def roll(self, layout):
@@ -548,7 +611,7 @@ class World:
             self.kill(replica)
 
     def heal(self):
-        self.say('HEAL')
+        self.say("HEAL")
         self.loss = self.wake_loss = self.late = self.repeat = 0.0
         for replica in list(self.replicas.values()):
             self.resume(replica)
@@ -561,7 +624,7 @@ class World:
         self.store_down, self.links_down = False, set()
         for engine in self.engines.values():
             self.look(engine)
-        for replica in [replica for replica in self.replicas.values() if getattr(replica, 'is_other', False)]:
+        for replica in [replica for replica in self.replicas.values() if getattr(replica, "is_other", False)]:
             self.kill(replica)
         if all(replica.closing or replica.is_foreign for replica in self.replicas.values()):
             self.add_replica(takes_over=True)
@@ -581,13 +644,15 @@ class World:
                 if why:
                     self.mark(replica, self.engines[name], why)
             if engine.held[0] > engine.tokens or engine.held[1] > engine.requests:
-                self.fail(f'I2: the store gave {name} more than it has: {engine.held}')
+                self.fail(f"I2: the store gave {name} more than it has: {engine.held}")
         return reply, wakes
 
     @staticmethod
     def outbox(state):
         members = state.members if state else {}
-        return {((who, bid), entry.engine) for who, member in members.items() for bid, (_, entry) in member.outbox.items()}
+        return {
+            ((who, bid), entry.engine) for who, member in members.items() for bid, (_, entry) in member.outbox.items()
+        }
 
     @staticmethod
     def row(member):
@@ -611,30 +676,30 @@ class World:
         for (_, name), amount in self.row(member).items():
             if name == engine.name:
                 add(row, amount)
-        if all(b <= r for b, r in zip(base, row)):
+        if all(b <= r for b, r in zip(base, row, strict=True)):
             return None
         if replica.covered:
-            self.fail(f'I1: {replica.name} runs {base} on {engine.name}, the store counts {row}')
+            self.fail(f"I1: {replica.name} runs {base} on {engine.name}, the store counts {row}")
         return replica.uncovered_why
 
     def why_unknown(self, replica):
         state = self.store.state
-        if replica.mode == 'alone':
+        if replica.mode == "alone":
             return self.why_alone(replica)
         if state is None or (state.is_empty and state.last_call < state.epoch + DEAD):
-            return 'empty store, not stated'
-        return 'dropped as dead'
+            return "empty store, not stated"
+        return "dropped as dead"
 
     def why_alone(self, replica):
         if self.now >= replica.last_answer + DEAD:
-            return 'alone: its whole part, after 10 s'
+            return "alone: its whole part, after 10 s"
         if self.store_down or self.store_paused:
-            return 'alone: by its last figures'
-        return 'alone: others have the store'
+            return "alone: by its last figures"
+        return "alone: others have the store"
 
     def admitted_alone(self, replica, request, engine):
         """The store may count more than that for it: then nothing is uncovered. To be simple the world assumes not."""
-        self.stats['alone'] += 1
+        self.stats["alone"] += 1
         replica.covered, replica.uncovered_why = False, self.why_alone(replica)
 
     def mark(self, replica, engine, why):
@@ -659,7 +724,7 @@ class World:
                 if self.requests[number].cause:
                     causes[self.requests[number].cause] = causes.get(self.requests[number].cause, 0) + amount[0]
             if self.profile in STRICT or over > sum(causes.values()):
-                self.fail(f'I4: {engine.name} runs {total} of {engine.capacity}; explained {causes}')
+                self.fail(f"I4: {engine.name} runs {total} of {engine.capacity}; explained {causes}")
             cause = max(causes, key=causes.get)
             record = self.over.setdefault(cause, [0.0, 0])
             record[0] = max(record[0], over / engine.capacity)
@@ -674,7 +739,7 @@ class World:
             if engine.over_since:
                 self.check_over(engine)
 
-    def granted_by_a_clone(self, without_unusable=False):
+    def granted_by_a_clone(self):
         """Whom the store would grant something if it were called now."""
         clone = Ledger()
         clone.state = state = copy.deepcopy(self.store.state)
@@ -687,51 +752,67 @@ class World:
             return
         self.at(500_000, self.probe)
         state, found = self.store.state, None
-        if state and not self.store_paused and not self.store_down and not state.hold_until and state.names and self.loss == 0:
-            found = self.granted_by_a_clone(without_unusable=True)
-        if self.profile == 'calm':
-            ghosts = {(name, bid) for name, member in state.members.items() for bid in member.bids if name in self.replicas and bid not in self.replicas[name].open}
+        if (
+            state
+            and not self.store_paused
+            and not self.store_down
+            and not state.hold_until
+            and state.names
+            and self.loss == 0
+        ):
+            found = self.granted_by_a_clone()
+        if self.profile == "calm":
+            ghosts = {
+                (name, bid)
+                for name, member in state.members.items()
+                for bid in member.bids
+                if name in self.replicas and bid not in self.replicas[name].open
+            }
             if ghosts & self.ghosts:
-                self.fail(f'I7: the store keeps bids of requests that are gone: {ghosts & self.ghosts}')
+                self.fail(f"I7: the store keeps bids of requests that are gone: {ghosts & self.ghosts}")
             self.ghosts = ghosts
         self.beside = (self.beside or self.now) if found else None
         if found and self.now - self.beside > 3 * SECOND:
-            self.fail(f'I7: {found} wait beside room since {self.beside / 1e6:.1f}')
+            self.fail(f"I7: {found} wait beside room since {self.beside / 1e6:.1f}")
 
     def freeze(self):
-        self.say('FREEZE')
+        self.say("FREEZE")
         self.is_frozen = True
 
     def thaw(self):
-        self.say('THAW')
+        self.say("THAW")
         self.is_frozen = False
 
     def check_frozen(self):
         state = self.store.state
         if set(state.members) != set(self.replicas) or state.hold_until:
-            self.fail(f'I5: members {sorted(state.members)}, alive {sorted(self.replicas)}, on hold until {state.hold_until}')
+            self.fail(
+                f"I5: members {sorted(state.members)}, alive {sorted(self.replicas)}, on hold until {state.hold_until}"
+            )
         for name, replica in self.replicas.items():
             member = state.members[name]
             if replica.is_foreign:
                 continue
-            if replica.mode != 'shared':
-                self.fail(f'I5: {name} is {replica.mode}')
+            if replica.mode != "shared":
+                self.fail(f"I5: {name} is {replica.mode}")
             row, truth = {cell: amount for cell, amount in self.row(member).items() if any(amount)}, {}
             for engine in self.engines.values():
                 for (owner, number), amount in engine.runs.items():
                     if owner == name:
                         add(truth.setdefault((self.requests[number].tier, engine.name), [0, 0, 0]), amount)
             if row != truth or member.outbox:
-                self.fail(f'I5: {name}: row {row}, truth {truth}, unseen grants {member.outbox}')
+                self.fail(f"I5: {name}: row {row}, truth {truth}, unseen grants {member.outbox}")
             if set(member.bids) != set(replica.open):
-                self.fail(f'I5: {name}: bids {sorted(member.bids)} in the store, {sorted(replica.open)} here')
+                self.fail(f"I5: {name}: bids {sorted(member.bids)} in the store, {sorted(replica.open)} here")
             for tier in {request.tier for request in replica.waiting().values()}:
-                waiting = sum(request.tier == tier and replica.can_use(request) for request in replica.waiting().values())
+                waiting = sum(
+                    request.tier == tier and replica.can_use(request) for request in replica.waiting().values()
+                )
                 shown = sum(request.tier == tier for request in replica.open.values())
                 if shown < min(waiting, replica.most_bids):
-                    self.fail(f'I5: {name}: {shown} bids of {waiting} that wait in {tier}')
+                    self.fail(f"I5: {name}: {shown} bids of {waiting} that wait in {tier}")
         if self.granted_by_a_clone():
-            self.fail(f'I5: {self.granted_by_a_clone()} wait beside room')
+            self.fail(f"I5: {self.granted_by_a_clone()} wait beside room")
 
     def poll_end(self):
         if all(request.ends for request in self.requests.values()) or self.now > self.END:
@@ -743,15 +824,18 @@ class World:
         self.is_over = True
         left = [request.id for request in self.requests.values() if request.ends != 1]
         if left:
-            self.fail(f'I8: {len(left)} requests never ended: {left[:5]} {[self.requests[number].status for number in left[:5]]}')
+            self.fail(
+                f"I8: {len(left)} requests never ended: {left[:5]} "
+                f"{[self.requests[number].status for number in left[:5]]}"
+            )
         for member in self.store.state.members.values():
             if any(any(amount) for amount in self.row(member).values()) or member.bids or member.outbox:
-                self.fail(f'I8: a member has {self.row(member)} {member.bids} {member.outbox} at the end')
+                self.fail(f"I8: a member has {self.row(member)} {member.bids} {member.outbox} at the end")
         if self.store.state.scheduler.line or any(len(tier.queue) for tier in self.store.state.scheduler.tiers):
-            self.fail(f'I8: line {self.store.state.scheduler.line}, or tags, are left')
+            self.fail(f"I8: line {self.store.state.scheduler.line}, or tags, are left")
         if any(engine.runs for engine in self.engines.values()):
-            self.fail('I8: an engine runs something')
+            self.fail("I8: an engine runs something")
 
 
-def play(seed, profile='all', off=frozenset(), **fixed):
-    return World(seed, profile, off, **fixed).run()
+def play(seed, profile="all", skip=frozenset()):
+    return World(seed, profile, skip).run()

@@ -44,7 +44,7 @@ def rules_of(scenario):
     )
 
 
-class Player:
+class CorePlayer:
     def __init__(self, scenario):
         self.rules = rules_of(scenario)
         self.names = [t.name for t in self.rules.tiers]
@@ -74,8 +74,8 @@ class Player:
         del self.leases[lease.ticket.id]
 
     def do(self, step, now):
-        what, id = step["do"], step.get("id")
-        lease, ticket = self.leases.get(id), self.tickets.get(id)
+        what, name = step["do"], step.get("id")
+        lease, ticket = self.leases.get(name), self.tickets.get(name)
         tier = self.names.index(step["tier"]) if "tier" in step else 0
         if what == "submit":
             gain = None
@@ -83,7 +83,7 @@ class Player:
                 g = step["gain"]
                 gain = Gain(g["weight"], g["tokens"], us(g["cost"]), us(g["start_by"]), us(g["slack"]))
             ticket = Ticket(
-                id,
+                name,
                 tier,
                 step.get("tenant", ""),
                 step["tokens"],
@@ -98,24 +98,28 @@ class Player:
                 gain,
             )
             self.arrivals.append(ticket)
-            self.tickets[id] = ticket
+            self.tickets[name] = ticket
             ticket.seen = len(self.entered)
             self.scheduler.add(ticket)
         elif what in ("cancel", "settle") and ticket:
             if what == "cancel" or ticket.is_in_line:
-                self.scheduler.remove(self.tickets.pop(id), now)
+                self.scheduler.remove(self.tickets.pop(name), now)
         elif what == "settle" and lease:
             self.release(lease, now)
         elif what == "prefilled" and lease:
             before, sent = lease.amount, lease.sent
             owed = lease.first_byte(now)
             change = minus(lease.amount, before)
-            self.scheduler.hold(lease.ticket.tier, lease.engine, change, -sent, change if lease.ticket.is_in_floor else (0, 0, 0))
+            self.scheduler.hold(
+                lease.ticket.tier, lease.engine, change, -sent, change if lease.ticket.is_in_floor else (0, 0, 0)
+            )
             self.scheduler.owe(lease.ticket.tier, owed, now)
         elif what == "resize" and lease:
             change = (step["tokens"] - lease.ticket.tokens, 0, 0)
             lease.ticket.tokens = step["tokens"]
-            self.scheduler.hold(lease.ticket.tier, lease.engine, change, 0, change if lease.ticket.is_in_floor else (0, 0, 0))
+            self.scheduler.hold(
+                lease.ticket.tier, lease.engine, change, 0, change if lease.ticket.is_in_floor else (0, 0, 0)
+            )
         elif what == "resize" and ticket and ticket.is_in_line:
             self.scheduler.resize(ticket, step["tokens"])
         elif what == "keep" and lease:
@@ -126,8 +130,8 @@ class Player:
             back.come_back()
             if what == "hand_back":
                 back.barred |= frozenset(step.get("barred", ()))
-            self.returns[id] = self.returns.get(id, 0) + 1
-            self.tickets[id] = back
+            self.returns[name] = self.returns.get(name, 0) + 1
+            self.tickets[name] = back
             self.scheduler.add(back)
         elif what == "charge":
             self.scheduler.tiers[tier].queue.charge(step.get("tenant", ""), step["tokens"], step.get("weight", 1))
@@ -136,7 +140,7 @@ class Player:
         elif what == "cap" and step["engine"] in self.scheduler.engines:
             self.scheduler.engines[step["engine"]].set_cap(step["requests"], us(step["until"]), now)
 
-    def decide(self, now):
+    def dispatch(self, now):
         found = []
         for ticket, engine, sent in self.scheduler.decide(now):
             del self.tickets[ticket.id]
@@ -153,12 +157,3 @@ class Player:
         for lease in chosen:
             lease.is_chosen = True
         return [lease.ticket.id for lease in chosen]
-
-
-def answers(scenario):
-    player, found = Player(scenario), []
-    for step in scenario["steps"]:
-        now = us(step["at"])
-        player.do(step, now)
-        found.append({"admitted": player.decide(now), "chosen": player.preempt(now)})
-    return found

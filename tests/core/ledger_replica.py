@@ -1,14 +1,17 @@
 """A replica of the world: a `Member`, with the world's timers, network and engines."""
+
 import copy
 
 from sidecar.core import calls
 from sidecar.core.calls import EngineView
-from sidecar.core.member import Entered, Member, Mode, Refused
+from sidecar.core.member import Member, Refused
 from sidecar.core.tickets import Ticket
 
 
 def pool_rules(tiers):
-    rules = [calls.TierRules(name, round(share * 1e6), 1_000_000, 1_000_000, False, False, None) for name, share in tiers]
+    rules = [
+        calls.TierRules(name, round(share * 1e6), 1_000_000, 1_000_000, False, False, None) for name, share in tiers
+    ]
     return calls.PoolRules(rules, None, 0, 0, 200, False, 1_000_000)
 
 
@@ -16,18 +19,20 @@ class Request:
     def __init__(self, id, tier, tenant, tokens, prompt, hits, arrived, weight=1):
         self.id, self.tier, self.tenant, self.tokens, self.prompt, self.hits = id, tier, tenant, tokens, prompt, hits
         self.arrived, self.weight, self.ticket, self.lease, self.engine = arrived, weight, None, None, None
-        self.status, self.outcome, self.runs, self.sent = 'queued', None, 0, 0
+        self.status, self.outcome, self.runs, self.sent = "queued", None, 0, 0
 
 
 class ModelReplica:
     def __init__(self, world, name, layout, rules, most_bids, divides=True, takes_over=False):
         self.world, self.name, self.layout, self.rules, self.most_bids = world, name, layout, rules, most_bids
-        self.member = Member(name, pool_rules(rules[0]), layout=layout, most_bids=most_bids, divides=divides, takes_over=takes_over)
+        self.member = Member(
+            name, pool_rules(rules[0]), layout=layout, most_bids=most_bids, divides=divides, takes_over=takes_over
+        )
         self.levels = {tier: level for level, (tier, _) in enumerate(rules[0])}
         self.requests, self.connection, self.timer = {}, 0, 0
         self.paused, self.backlog, self.dead = False, [], False
         self.view = {}
-        self.covered, self.uncovered_why = True, ''
+        self.covered, self.uncovered_why = True, ""
 
     mode = property(lambda self: self.member.mode.value)
     number = property(lambda self: self.member._number)
@@ -44,7 +49,7 @@ class ModelReplica:
         self.member.close(self.world.now)
 
     def waiting(self):
-        return {r.id: r for r in self.requests.values() if r.status == 'queued'}
+        return {r.id: r for r in self.requests.values() if r.status == "queued"}
 
     def can_use(self, request):
         return True
@@ -91,12 +96,17 @@ class ModelReplica:
         for event in self.member.take_events():
             if isinstance(event, Refused):
                 request = self.requests[event.ticket.id]
-                request.status, request.outcome = 'done', 'refused'
+                request.status, request.outcome = "done", "refused"
                 self.world.ended(request)
                 continue
             request = self.requests[event.lease.ticket.id]
-            request.status, request.lease, request.engine, request.sent = 'leased', event.lease, event.lease.engine, event.lease.sent
-            if self.mode == 'alone':
+            request.status, request.lease, request.engine, request.sent = (
+                "leased",
+                event.lease,
+                event.lease.engine,
+                event.lease.sent,
+            )
+            if self.mode == "alone":
                 self.world.admitted_alone(self, request, event.lease.engine)
             self.world.engine_start(self, request, event.lease.engine)
 
@@ -117,17 +127,29 @@ class ModelReplica:
 
     def arrive(self, request):
         if self.closing or self.is_foreign:
-            request.status, request.outcome = 'done', 'refused'
+            request.status, request.outcome = "done", "refused"
             self.world.ended(request)
             return
-        request.ticket = Ticket(str(request.id), self.levels[request.tier], request.tenant, request.tokens, 1, request.prompt,
-                                request.weight, request.hits, frozenset(), self.world.now, self.name, request.id)
+        request.ticket = Ticket(
+            str(request.id),
+            self.levels[request.tier],
+            request.tenant,
+            request.tokens,
+            1,
+            request.prompt,
+            request.weight,
+            request.hits,
+            frozenset(),
+            self.world.now,
+            self.name,
+            request.id,
+        )
         self.requests[str(request.id)] = request
         self.member.submit(request.ticket, self.world.now)
         self.pump()
 
     def is_running(self, request, run):
-        return request.runs == run and request.status == 'leased'
+        return request.runs == run and request.status == "leased"
 
     def first_byte(self, request, run):
         if self.is_running(request, run):
@@ -140,7 +162,7 @@ class ModelReplica:
             self.pump()
 
     def release(self, request, outcome):
-        request.status, request.outcome = 'done', outcome
+        request.status, request.outcome = "done", outcome
         self.member.end(request.lease, self.world.now)
         self.world.ended(request)
 
@@ -151,21 +173,21 @@ class ModelReplica:
 
     def refused_by_engine(self, request, run, engine):
         if self.is_running(request, run):
-            request.status = 'queued'
+            request.status = "queued"
             lease = request.lease
-            self.member.hand_back(lease, [engine.rpartition('#')[0]], self.world.now)
+            self.member.hand_back(lease, [engine.rpartition("#")[0]], self.world.now)
             if len(lease.ticket.barred) >= len(self.view):
                 lease.ticket.barred = frozenset()
             self.pump()
 
     def client_left(self, request):
-        if request.status == 'queued' and request.ticket is not None:
+        if request.status == "queued" and request.ticket is not None:
             self.member.cancel(request.ticket, self.world.now)
-            request.status, request.outcome = 'done', 'left'
+            request.status, request.outcome = "done", "left"
             self.world.ended(request)
-        elif request.status == 'leased':
+        elif request.status == "leased":
             self.world.engine_stop(self, request)
-            self.release(request, 'left')
+            self.release(request, "left")
         self.pump()
 
     def engine_seen(self, engine, capacity, prefill, reachable):
@@ -178,5 +200,5 @@ class ModelReplica:
         self.member.view([EngineView(name, c, c, p, 1000, r) for name, (c, p, r) in self.view.items()], self.world.now)
 
     def drain(self, engine, is_drained):
-        self.member.tell(calls.Drain(engine.rpartition('#')[0], is_drained), self.world.now)
+        self.member.tell(calls.Drain(engine.rpartition("#")[0], is_drained), self.world.now)
         self.pump()
