@@ -15,7 +15,7 @@ from tests.support.redis_servers import RedisServer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
 
-from golden_programs import differences, read
+from golden_programs import differences, read, report
 
 
 def could_be_played(program: dict) -> bool:
@@ -38,11 +38,11 @@ def wrong_answers(client: Any, programs: list[dict]) -> list[str]:
 
 def test_the_script_gives_the_recorded_answers(client: Any) -> None:
     found = wrong_answers(client, PROGRAMS[::4])
-    assert not found, "\n".join(found)
+    assert not found, report(found)
 
 
 @pytest.mark.long
 def test_the_script_gives_all_recorded_answers(client: Any) -> None:
     assert len(PROGRAMS) > 200
     found = wrong_answers(client, PROGRAMS)
-    assert not found, "\n".join(found)
+    assert not found, report(found)

@@ -137,6 +137,17 @@ def _value(name: str, value: Any) -> Any:
     return value
 
 
+MOST_SHOWN = 20
+
+
+def report(found: list[str]) -> str:
+    """The first of the differences, for a reviewer."""
+    more = [f"and {len(found) - MOST_SHOWN} programs more"] if len(found) > MOST_SHOWN else []
+    return "\n".join(
+        ["the first other answer of each program (record_golden.py records them anew):", *found[:MOST_SHOWN], *more]
+    )
+
+
 def differences(programs: Iterable[Program], player_of: Callable[[Program], Player]) -> list[str]:
     """The first answer of each program that is not the recorded one, in words for a reviewer."""
     found = []

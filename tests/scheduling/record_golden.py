@@ -1,7 +1,8 @@
 """Records golden programs: `.venv/bin/python tests/scheduling/record_golden.py [new]`.
 
 Without an argument it plays the programs of the file again, and writes the answers of today: the difference in git is
-what changed. With `new` it makes other programs first.
+what changed. With `new` it makes other programs first; then their rows in `rules/differences.txt` are out of date, and
+`test_differences.py` names each.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from todays_scheduler import ONE, Today
 
 OF_EACH = 75
 STEPS = 25
+FILLS, DRAINS = 3, 8
+"""The steps at the beginning that fill the pool, and those at the end that only empty it: all that waits gets in."""
 WEIGHTS = {"a": 1, "b": 2, "c": 4}
 NAMES = "abcd"
 
 
 def random_tiers(luck: random.Random) -> list[dict[str, Any]]:
-    count = luck.choice([2, 3, 3, 4])
+    count = luck.choice([1, 2, 2, 3, 3, 4])
     has_first, preempts = luck.random() < 0.2, luck.random() < 0.5
     tiers: list[dict[str, Any]] = []
     for level in range(count):
@@ -86,12 +89,14 @@ class Author:
         self.places: dict[str, str] = {}  # the engine of each
         self.requests: dict[str, int] = {}
         self.kept: set[str] = set()
+        self.answered: set[str] = set()
+        self.over: list[str] = []
         self.chosen: list[str] = []
 
     def write(self, steps: int) -> Program:
         self.program["steps"] = []
         while len(self.program["steps"]) < steps:
-            if step := self.next():
+            if step := self.next(len(self.program["steps"]), steps):
                 self.take({"at": self.at, **step})
         return self.program
 
@@ -106,28 +111,37 @@ class Author:
         self.running += entered
         self.chosen += chosen.split()
 
-    def next(self) -> dict[str, Any] | None:
+    def next(self, number: int, steps: int) -> dict[str, Any] | None:
+        if number < FILLS:
+            return self.submit(least=3)
+        if number >= steps - DRAINS:
+            self.at += self.luck.choice([0, 0, 0.5, 2])
+            return self.settle() or self.wait()
         often: list[tuple[float, Callable[[], dict[str, Any] | None]]] = [
-            (9, self.submit), (5, self.settle), (1, self.cancel), (0.5, self.resize), (0.4, self.charge),
-            (0.5, self.hand_back), (3, self.requeue), (0.3, self.keep), (1.2, self.wait), (0.4, self.change),
+            (9, self.submit), (2, self.settle), (1, self.cancel), (0.7, self.resize), (1, self.charge),
+            (0.7, self.hand_back), (3, self.requeue), (0.6, self.keep), (0.7, self.wait), (0.4, self.change),
+            (0.3, self.repeat),
         ]  # fmt: skip
-        if self.engines:
-            often += [(3, self.prefilled), (0.3, self.cap)]
+        if "engines" in self.program:
+            often += [(2, self.prefilled), (0.4, self.cap)]
         (made,) = self.luck.choices([each for _, each in often], [chance for chance, _ in often])
         if made is not self.wait:
             self.at += self.luck.choice([0, 0, 0, 0.25, 1])
         return made()
 
-    def submit(self) -> dict[str, Any]:
+    def submit(self, least: int = 0) -> dict[str, Any]:
         luck, ticket = self.luck, f"r{self.count}"
         self.count += 1
         self.waiting.append(ticket)
-        tokens, tenant = luck.randint(1, max(1, self.largest() * luck.choice([2, 5, 5, 8]) // 10)), luck.choice("abc")
-        tier = luck.choice(self.favored if luck.random() < 0.4 else self.program["tiers"])["name"]
+        tier = luck.choice(self.favored if luck.random() < 0.4 else self.program["tiers"])
+        most = int(self.largest() * (1 if luck.random() < 0.1 else tier.get("limit", 1)))
+        tenths = luck.choice([5, 8, 10]) if least else luck.choice([2, 3, 5, 5, 8])
+        tokens = luck.randint(1 + most * least // 10, max(1 + most * least // 10, most * tenths // 10))
+        tenant = luck.choice("aabbc")
         step = {
             "do": "submit",
             "id": ticket,
-            "tier": tier,
+            "tier": tier["name"],
             "tokens": tokens,
             "tenant": tenant,
             "weight": WEIGHTS[tenant],
@@ -135,7 +149,7 @@ class Author:
         if luck.random() < 0.2:
             step["requests"] = 2
         self.requests[ticket] = step.get("requests", 1)
-        if self.engines or "engines" in self.program:
+        if "engines" in self.program:
             step["prompt"] = luck.randint(0, tokens)
             ids = luck.sample(sorted(self.engines), luck.randint(0, min(2, len(self.engines))))
             if ids:
@@ -159,21 +173,37 @@ class Author:
     def leave(self, ticket: str) -> str:
         self.running.remove(ticket)
         self.kept.discard(ticket)
+        self.answered.discard(ticket)
         self.chosen = [each for each in self.chosen if each != ticket]
         return ticket
 
     def settle(self) -> dict[str, Any] | None:
-        return {"do": "settle", "id": self.leave(self.luck.choice(self.running))} if self.running else None
+        if not self.running:
+            return None
+        self.over.append(self.leave(self.luck.choice(self.running)))
+        return {"do": "settle", "id": self.over[-1]}
 
     def cancel(self) -> dict[str, Any] | None:
         if not self.waiting:
             return None
         ticket = self.luck.choice(self.waiting)
         self.waiting.remove(ticket)
+        self.over.append(ticket)
         return {"do": "cancel", "id": ticket}
 
     def prefilled(self) -> dict[str, Any] | None:
-        return {"do": "prefilled", "id": self.luck.choice(self.running)} if self.running else None
+        free = [ticket for ticket in self.running if ticket not in self.answered]
+        if not free:
+            return None
+        ticket = self.luck.choice(free)
+        self.answered.add(ticket)
+        return {"do": "prefilled", "id": ticket}
+
+    def repeat(self) -> dict[str, Any] | None:
+        """An end that came before, or an end of another kind: nothing changes."""
+        if not self.over:
+            return None
+        return {"do": self.luck.choice(["settle", "cancel"]), "id": self.luck.choice(self.over)}
 
     def keep(self) -> dict[str, Any] | None:
         if not self.running:
@@ -189,8 +219,8 @@ class Author:
         return {"do": "resize", "id": self.luck.choice(self.running), "tokens": self.luck.randint(1, 20)}
 
     def charge(self) -> dict[str, Any]:
-        tenant = self.luck.choice("abc")
-        tier = self.luck.choice(self.program["tiers"])["name"]
+        tenant = self.luck.choice("aabbc")
+        tier = self.luck.choice(self.favored)["name"]
         return {
             "do": "charge",
             "tier": tier,

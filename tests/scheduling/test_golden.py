@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from golden_programs import FILE, differences, read, rows
+from golden_programs import FILE, differences, read, report, rows
 from todays_scheduler import Today
 
 PROGRAMS = read()
@@ -19,13 +19,13 @@ def of_a_fleet(program: dict) -> Today:
 def test_the_schedulers_give_the_recorded_answers() -> None:
     assert len(PROGRAMS) == 300
     found = differences(PROGRAMS, Today)
-    assert not found, "\n".join(["first other answers (record_golden.py records them anew):", *found])
+    assert not found, report(found)
 
 
 def test_one_engine_is_a_fleet_of_one() -> None:
     assert len(ONE) == 150
     found = differences(ONE, of_a_fleet)
-    assert not found, "\n".join(found)
+    assert not found, report(found)
 
 
 def test_the_programs_reach_each_word_and_each_reason() -> None:
