@@ -34,7 +34,7 @@ BIDS_SHOWN = 32
 class Cell(msgspec.Struct, array_like=True, frozen=True):
     """The absolute sums of one tier of one replica on one engine.
 
-    `prompt` is what the pool counts, `sent` what the engine has to prefill. `floor_...`: the part for the floor, by gain.
+    `prompt` counts in the pool, `sent` in the engine. `floor_...`: the part that fills the tier's floor, by gain.
     """
 
     tier: str
@@ -157,12 +157,13 @@ Kind = Literal["ask", "state", "call", "bye"]
 
 
 class Call(msgspec.Struct, array_like=True):
-    """`ask`: is the store there? `state`: all that I have. `call`: what changed. `bye`: I leave.
+    """A replica's question or news.
 
-    `number` goes up by one with each call of a replica `who`. `whole`: the cells are all that there are. `bid_count`, with
-    a heartbeat: bids that it has shown and not seen granted. `leaving`: all sums of leases that are being taken back, if
-    they changed. `knew`: how many replicas it knew last. `replaces`: its rules
-    replace others of the same tiers; `takes_over`: also of other tiers.
+    `ask`: is the store there? `state`: all that it has. `call`: the changes. `bye`: it leaves.
+    `number` goes up by one with each call of the replica `who`. `whole`: the cells are all that there are. `bid_count`,
+    with a heartbeat: the bids that it has shown and not seen granted. `leaving`: all sums of leases that are being
+    taken back, if they changed. `knew`: how many replicas it knew last. `replaces`: its rules replace others of the
+    same tiers; `takes_over`: also those of other tiers.
     """
 
     layout: int

@@ -160,7 +160,7 @@ class Ledger:
         return self.state
 
     def _begin_epoch(self) -> None:
-        """While the store was silent replicas may have admitted alone: rows are a floor, bids and line are stated anew."""
+        """Replicas may have admitted alone while the store was silent: rows are a floor, bids are stated anew."""
         state = self._held()
         state.epoch, state.hold_until = state.last_call, state.last_call + HOLD_US
         state.expected, state.is_empty = len(state.members), False
