@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_replica import OneReplica
+
+from sidecar.core import ledger, member
+from tests.support.examples import examples
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scheduling"))
 
@@ -62,8 +66,65 @@ def test_it_gives_the_answers_of_all_golden_programs() -> None:
     assert [found for program in read() if (found := first_difference(program, 32))] == []
 
 
+@settings(max_examples=examples(20))
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, by_gain: bool) -> None:
     luck = random.Random(seed)
     header = random_header(luck, f"seed {seed}", several=several, by_gain=by_gain)
     assert first_difference(Author(luck, header).write(STEPS), 32) is None
+
+
+LOOK_US = 100_000
+
+
+def _history(program: dict[str, Any], calls_always: bool) -> list[tuple[int, str]]:
+    """What entered or was taken back, and when. All times of the program are whole tenths of a second."""
+    one, found, now = OneReplica(program, 32), [], 0
+    for step in [*program["steps"], {"do": "wait", "at": program["steps"][-1]["at"] + 30}]:
+        at = round(step["at"] * 10) * LOOK_US
+        while now < at:
+            due = one.member.due_us()
+            now = min(at, now + LOOK_US if calls_always else at if due is None else max(due, now + 1))
+            if now < at:
+                admitted, chosen = one.pump(now) if calls_always else one.call(now)
+                found += [(now, f"{ticket} enters {engine}") for ticket, engine in admitted]
+                found += [(now, f"{ticket} is taken back") for ticket in sorted(chosen)]
+        one.do({**step, "until": math.ceil(step.get("until", 0) * 10) / 10}, at)
+        admitted, chosen = one.pump(at)
+        found += [(now, f"{ticket} enters {engine}") for ticket, engine in admitted]
+        found += [(now, f"{ticket} is taken back") for ticket in sorted(chosen)]
+    return found
+
+
+def _calls_only_when_it_is_told(program: dict[str, Any]) -> str | None:
+    expected, found = _history(program, True), _history(program, False)
+    if expected == found:
+        return None
+    return f"{program['name']}: {sorted(set(found) ^ set(expected))[:3]}"
+
+
+AGES = {
+    "name": "the idle headroom of a tier is for a ticket that reached its level",
+    "tiers": [{"name": "t0", "reserve": 0.5, "lend": 0}, {"name": "t1"}],
+    "aging": {"promote_after_s": 2, "ceiling": "t0"},
+    "capacity": {"tokens": 10},
+    "steps": [{"at": 0, "do": "submit", "id": f"r{n}", "tier": "t1", "tokens": 5} for n in range(2)],
+}
+
+
+@pytest.fixture
+def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "HEARTBEAT_US", 10**12)
+    monkeypatch.setattr(ledger, "LOST_US", 10**12)
+    monkeypatch.setattr(ledger, "DEAD_US", 10**12)
+
+
+@pytest.mark.usefixtures("no_heartbeats")
+def test_calls_at_next_are_as_good_as_calls_all_the_time() -> None:
+    assert [found for program in [AGES, *read()[::10]] if (found := _calls_only_when_it_is_told(program))] == []
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("no_heartbeats")
+def test_calls_at_next_are_as_good_in_all_golden_programs() -> None:
+    assert [found for program in read() if (found := _calls_only_when_it_is_told(program))] == []
