@@ -540,5 +540,5 @@ class Member:
             self._tell_soon(now_us)
         if self.is_closing and not self.leases and not self.waiting():
             self._call_by(now_us)
-        if self.mode is Mode.SHARED and self._bids.has_more():
+        if self.mode is Mode.SHARED and self._bids.has_more(now_us):
             self._call_by(now_us)

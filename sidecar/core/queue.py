@@ -35,6 +35,13 @@ class FairQueue:
     def __len__(self) -> int:
         return self._count
 
+    def __contains__(self, ticket: Ticket) -> bool:
+        if ticket.has_returned:
+            return ticket in self._returned
+        lane = self._lanes.get(ticket.tenant, ())
+        at = bisect_left(lane, ticket.arrival, key=_arrival)
+        return at < len(lane) and lane[at] is ticket
+
     def __iter__(self) -> Iterator[Ticket]:
         for lane in self._lanes.values():
             yield from lane
@@ -80,10 +87,12 @@ class FairQueue:
     def take_back(self, ticket: Ticket) -> None:
         """A bid waits here again, at its place."""
         if not ticket.has_returned and (lane := self._lanes.get(ticket.tenant)):
-            lane[0].start = None
-            if lane[0].arrival < ticket.arrival:
-                ticket.start = None
-            self._tops.pop(ticket.tenant, None)
+            first = lane[0]
+            if first.arrival > ticket.arrival:
+                first.start = None
+            else:
+                ticket.start, first.start = None, min(first.start or 0.0, self.finish.get(ticket.tenant, 0.0))
+                self._push(first)
         self.add(ticket)
 
     def charge(self, tenant: str, tokens: int, weight: int) -> None:
@@ -107,9 +116,12 @@ class FairQueue:
         """The finish tags of those that are beyond the virtual time."""
         return {t: finish for t in sorted(tenants) if (finish := self.finish.get(t, 0.0)) > self.virtual}
 
-    def is_ahead(self, ticket: Ticket) -> bool:
-        """Rule 9: whether the tenant had so much more than its part that it comes after all others."""
-        ahead = self.finish.get(ticket.tenant, 0.0) - self.virtual
+    def is_ahead(self, ticket: Ticket, uncharged: float = 0.0) -> bool:
+        """Rule 9: whether the tenant had so much more than its part that it comes after all others.
+
+        `uncharged`: what its tag has of bids that wait still.
+        """
+        ahead = self.finish.get(ticket.tenant, 0.0) - uncharged - self.virtual
         return not ticket.has_returned and ahead * ticket.weight > 2 * self.largest
 
     def _charge_for(self, ticket: Ticket) -> None:
@@ -130,6 +142,9 @@ class FairQueue:
 
     def _push(self, ticket: Ticket) -> None:
         assert ticket.start is not None
+        if len(self._order) > 2 * (len(self._lanes) + len(self._returned)) + 64:
+            self._order = [entry for entry in self._order if entry[3].start == entry[0] and self._is_first(entry[3])]
+            heapq.heapify(self._order)
         self._pushes += 1
         heapq.heappush(self._order, (ticket.start, ticket.arrival, self._pushes, ticket))
 

@@ -128,3 +128,27 @@ def test_calls_at_next_are_as_good_as_calls_all_the_time() -> None:
 @pytest.mark.usefixtures("no_heartbeats")
 def test_calls_at_next_are_as_good_in_all_golden_programs() -> None:
     assert [found for program in read() if (found := _calls_only_when_it_is_told(program))] == []
+
+
+def test_by_gain_the_best_is_shown_too() -> None:
+    def submit(number: int, tokens: int, cost: float) -> dict[str, Any]:
+        gain = {"weight": 1, "tokens": 10, "cost": cost, "start_by": 100, "slack": 1}
+        return {
+            "at": 0,
+            "do": "submit",
+            "id": f"r{number}",
+            "tier": "t0",
+            "tenant": "a",
+            "tokens": tokens,
+            "gain": gain,
+        }
+
+    program = {
+        "name": "a small gain, many of them, the largest",
+        "order": "gain",
+        "tiers": [{"name": "t0"}],
+        "capacity": {"tokens": 10},
+        "steps": [*(submit(n, 10, 9) for n in range(9)), submit(9, 10, 3), submit(10, 10, 1)],
+    }
+    program["steps"] += [{"at": 1, "do": "settle", "id": f"r{n}"} for n in (0, 10, 9, 1)]
+    assert first_difference(program, 2) is None

@@ -1,0 +1,60 @@
+"""Rule 10, by gain: the best of the tickets of one tier that are not shown."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from sidecar.core.queue import FairQueue
+from sidecar.core.tickets import Ticket
+
+MOST_LOOKS = 256
+"""So many tickets are looked at in one search; the next goes on. It bounds the time of one call."""
+
+
+class BestByGain:
+    """A heap by what tickets of `queue` earned when they were looked at last: with time they earn only less.
+
+    Entries of those that left the queue are dropped when they come up, or when they are the most.
+    """
+
+    def __init__(self, queue: FairQueue) -> None:
+        self._queue = queue
+        self._heap: list[tuple[int, tuple[int, str, int], int, Ticket]] = []
+        self._pushes = 0
+        self._ahead: dict[str, list[Ticket]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._heap or self._ahead)
+
+    def add(self, ticket: Ticket) -> None:
+        """One that is not shown from now on."""
+        if ticket.gain is not None:
+            self._push(ticket, ticket.gain.earned_after(0))
+
+    def find(self, now_us: int, is_ahead: Callable[[Ticket], bool]) -> Ticket | None:
+        """The best that earns something, and whose tenant is not ahead."""
+        for tenant in [tenant for tenant, tickets in self._ahead.items() if not is_ahead(tickets[0])]:
+            for ticket in self._ahead.pop(tenant):
+                self.add(ticket)
+        for _ in range(MOST_LOOKS):
+            if not self._heap:
+                break
+            less, _, _, ticket = self._heap[0]
+            earned = ticket.earned(now_us)
+            waits = earned > 0 and ticket in self._queue
+            if waits and earned == -less and not is_ahead(ticket):
+                return ticket
+            heapq.heappop(self._heap)
+            if waits and is_ahead(ticket):
+                self._ahead.setdefault(ticket.tenant, []).append(ticket)
+            elif waits:
+                self._push(ticket, earned)
+        return None
+
+    def _push(self, ticket: Ticket, earned: int) -> None:
+        if len(self._heap) > 2 * len(self._queue) + MOST_LOOKS:
+            self._heap = [entry for entry in self._heap if entry[3] in self._queue]
+            heapq.heapify(self._heap)
+        self._pushes += 1
+        heapq.heappush(self._heap, (-earned, ticket.arrival, self._pushes, ticket))
