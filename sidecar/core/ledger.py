@@ -300,12 +300,12 @@ class Ledger:
         for owed in call.owes:
             if owed.tier in levels:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
-        for gone in call.withdrawn:
-            if (ticket := member.bids.pop(gone.id, None)) is not None:
-                state.scheduler.remove(ticket, now)
         if not member.is_foreign:
             for bid in call.bids:
                 self._add_bid(bid, call.who, member, levels)
+        for gone in call.withdrawn:
+            if (ticket := member.bids.pop(gone.id, None)) is not None:
+                state.scheduler.remove(ticket, now)
 
     def _take_cells(self, call: Call, member: _Member) -> None:
         """Absolute: what was stated of these cells before is taken off."""
