@@ -15,17 +15,19 @@ MOST_LOOKS = 256
 class BestByGain:
     """A heap by what tickets of `queue` earned when they were looked at last: with time they earn only less.
 
-    Entries of those that left the queue are dropped when they come up, or when they are the most.
+    Entries of those that left the queue are dropped when they come up. When they may be the most, what is left moves
+    from an `old` heap, four entries a push.
     """
 
     def __init__(self, queue: FairQueue) -> None:
         self._queue = queue
         self._heap: list[tuple[int, tuple[int, str, int], int, Ticket]] = []
+        self._old: list[tuple[int, tuple[int, str, int], int, Ticket]] = []
         self._pushes = 0
         self._ahead: dict[str, list[Ticket]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._heap or self._ahead)
+        return bool(self._heap or self._old or self._ahead)
 
     def add(self, ticket: Ticket) -> None:
         """One that is not shown from now on."""
@@ -38,14 +40,15 @@ class BestByGain:
             for ticket in self._ahead.pop(tenant):
                 self.add(ticket)
         for _ in range(MOST_LOOKS):
-            if not self._heap:
+            heap = min((heap for heap in (self._heap, self._old) if heap), default=None)
+            if heap is None:
                 break
-            less, _, _, ticket = self._heap[0]
+            less, _, _, ticket = heap[0]
             earned = ticket.earned(now_us)
             waits = earned > 0 and ticket in self._queue
             if waits and earned == -less and not is_ahead(ticket):
                 return ticket
-            heapq.heappop(self._heap)
+            heapq.heappop(heap)
             if waits and is_ahead(ticket):
                 self._ahead.setdefault(ticket.tenant, []).append(ticket)
             elif waits:
@@ -53,8 +56,11 @@ class BestByGain:
         return None
 
     def _push(self, ticket: Ticket, earned: int) -> None:
-        if len(self._heap) > 2 * len(self._queue) + MOST_LOOKS:
-            self._heap = [entry for entry in self._heap if entry[3] in self._queue]
-            heapq.heapify(self._heap)
+        if not self._old and len(self._heap) > 2 * len(self._queue) + MOST_LOOKS:
+            self._old, self._heap = self._heap, []
+        for _ in range(min(4, len(self._old))):
+            entry = self._old.pop()
+            if entry[3] in self._queue:
+                heapq.heappush(self._heap, entry)
         self._pushes += 1
         heapq.heappush(self._heap, (-earned, ticket.arrival, self._pushes, ticket))

@@ -30,6 +30,7 @@ class FairQueue:
         # A heap of first tickets; entries that are not true any more are dropped when they come up.
         self._order: list[tuple[float, tuple[int, str, int], int, Ticket]] = []
         self._pushes = 0
+        self._most_tags = 64  # from so many on, tags that are not beyond the virtual time are forgotten
         self._tops: dict[str, Ticket] = {}
 
     def __len__(self) -> int:
@@ -130,6 +131,9 @@ class FairQueue:
         first = self._lanes[ticket.tenant][0]
         finish = max(first.start or 0.0, self.finish.get(ticket.tenant, 0.0)) + ticket.tokens / ticket.weight
         self.finish[ticket.tenant] = finish
+        if len(self.finish) > self._most_tags:
+            self.finish = {t: f for t, f in self.finish.items() if f > self.virtual or t in self._lanes}
+            self._most_tags = 2 * len(self.finish) + 64
         if first is not ticket and (first.start is None or first.start < finish):
             first.start = finish
             self._push(first)
@@ -179,8 +183,8 @@ class FairQueue:
             return
         first = lane[0]
         if first.start is None:
-            virtual, finish = self.virtual, self.finish.get(tenant, 0.0)
-            first.start = max(virtual, finish) if first.hint is None or finish > virtual else first.hint
+            virtual = self.virtual if first.hint is None else first.hint
+            first.start = max(virtual, self.finish.get(tenant, 0.0))
         if self._tops.get(tenant) is not first:
             self._tops[tenant] = first
             self._push(first)

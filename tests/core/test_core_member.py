@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledger_replica import pool_rules
 from one_replica import OneReplica
 
 from sidecar.core import ledger, member
+from sidecar.core.calls import EngineView
+from sidecar.core.tickets import Ticket
 from tests.support.examples import examples
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scheduling"))
@@ -152,3 +155,33 @@ def test_by_gain_the_best_is_shown_too() -> None:
     }
     program["steps"] += [{"at": 1, "do": "settle", "id": f"r{n}"} for n in (0, 10, 9, 1)]
     assert first_difference(program, 2) is None
+
+
+def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_early() -> None:
+    """Three tokens, `min(10 // 2, 0 + (10 - 4) // 2)`. More than the bids of one call are too large for that."""
+    store, second = ledger.Ledger(), 1_000_000
+    rules = pool_rules([("t0", 0.2), ("t1", 0.2)])
+    members = [member.Member(who, rules) for who in ("one", "other")]
+    one, other = members
+
+    def call(of: member.Member, now: int) -> None:
+        while (asked := of.poll(now)) is not None:
+            of.answered(store.execute(asked, now)[0], now)
+
+    for each_one in members:
+        each_one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
+        call(each_one, 0)
+        call(each_one, 3 * second)
+    other.submit(Ticket("big", 0, "", 4), 3 * second)
+    call(other, 3 * second)
+    call(one, 5 * second)
+    for number in range(40):
+        one.submit(Ticket(f"large {number}", 0, "", 4, number=number), 5 * second)
+        one.submit(Ticket(f"small {number}", 1, "", 1, number=100 + number), 5 * second)
+    found = {}
+    for now in range(5 * second, 9 * second, second // 2):
+        if one.poll(now) is not None:
+            one.unanswered(now)
+        found[now / second] = len(one.leases)
+    assert [at for at, leases in found.items() if leases == 0] == [5, 5.5, 6, 6.5, 7]
+    assert [sorted(one.leases), found[8.5]] == [["small 0", "small 1", "small 2"], 3]
