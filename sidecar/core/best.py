@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sidecar.core.queue import FairQueue
 from sidecar.core.tickets import Ticket
 
-MOST_LOOKS = 256
+MOST_LOOKS = 64
 """So many tickets are looked at in one search; the next goes on. It bounds the time of one call."""
 
 
