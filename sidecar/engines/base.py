@@ -156,8 +156,8 @@ class Routes:
 
         Also where it continues: Starlette's mounts, such as vLLM's `/metrics`, serve everything that begins like them.
         """
-        whole = plain_paths(path)[0]
-        return next((page for page in self.pages if page in whole), None)
+        plain = plain_paths(path)
+        return next((page for page in self.pages if any(page in one for one in plain)), None)
 
 
 def plain_path(path: str) -> str:
@@ -168,7 +168,7 @@ def plain_path(path: str) -> str:
 def plain_paths(path: str) -> tuple[str, ...]:
     """The plain path with what comes after a `?` or `#`, and without it: one path, where it has neither.
 
-    A server that decodes once reads an encoded `?` as a part of a segment, and one that decodes again ends the path
+    Before them, where it has dots, the path with them: Starlette's mounts resolve none, and serve `/metrics/..`. A server that decodes once reads an encoded `?` as a part of a segment, and one that decodes again ends the path
     there. A path that does not begin with `/` may be a whole address (RFC 9112, section 3.2.2): Quart takes its path.
     """
     for _ in range(_DECODINGS):
@@ -180,7 +180,8 @@ def plain_paths(path: str) -> tuple[str, ...]:
         path = "".join(character for character in path if character.isprintable())
     path = _ADDRESS.sub("", path.lower().lstrip().replace("\\", "/"))
     cut = _QUERY.split(path, maxsplit=1)[0]
-    return (_normal(path),) if cut == path else (_normal(path), _normal(cut))
+    plain = (_normal(path),) if cut == path else (_normal(path), _normal(cut))
+    return ("/" + path.lstrip("/"), *plain) if "/." in path else plain
 
 
 def _normal(path: str) -> str:

@@ -71,6 +71,7 @@ def _engine() -> Starlette:
 @example(path="/v1/chat/completions", root="/v")
 @example(path="/below/v1/chat/completions", root="/below")
 @example(path="/metrics%0a", root="")
+@example(path="/v/%6detrics/../", root="/v")
 async def test_no_spelling_leads_past_admission(unguarded: str, path: str, root: str) -> None:
     sidecar = AdmissionMiddleware(_engine(), policy=_POLICIES[unguarded])
     for method in ("POST", "GET"):
