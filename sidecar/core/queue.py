@@ -65,6 +65,11 @@ class FairQueue:
         self._charge_for(ticket)
         self._take_out(ticket)
         self._tag(ticket.tenant)
+        ticket.finish = self.finish.get(ticket.tenant, self.virtual)
+
+    def forget(self) -> None:
+        """Tags of tenants that are not ahead, and of whom nobody waits, say nothing."""
+        self.finish = {t: tag for t, tag in self.finish.items() if tag > self.virtual or t in self._lanes}
 
     def show(self, ticket: Ticket) -> None:
         """One that waits elsewhere from now on, as a bid: what waits here comes after it, and no time passes."""

@@ -26,6 +26,7 @@ class Gain:
 @dataclass(eq=False)
 class Ticket:
     """A request that waits. The first block is what its owner says, the second what the scheduler adds.
+    `finish` is its tenant's tag when it left its queue.
 
     `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: engines, without incarnation, that refused it.
     `arrived_us` is when it first came, also if it came back. `hint`: its tier's virtual time when it became the first of
@@ -49,6 +50,7 @@ class Ticket:
     hint: float | None = None
 
     start: float | None = None
+    finish: float = 0.0
     engine: str | None = None
     is_in_line: bool = False
     in_line_since_us: int = 0

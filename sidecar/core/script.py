@@ -1,0 +1,48 @@
+"""The text of the ledger's script for Redis and Valkey: the files of `lua`, one after the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+
+FILES = ("state", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "replies", "write", "ledger")
+LIBRARY, FUNCTION = "admission_ledger", "admission_ledger"
+
+_NAMES = r"[A-Z][A-Z0-9_]*(?:, [A-Z][A-Z0-9_]*)*"
+_PIECE = re.compile(
+    rf"^local (?P<names>{_NAMES}) = (?P<values>\d+(?:, \d+)*)(?= *(?:--.*)?$)"
+    r"|(?P<comment> *--[^\n]*)|'(?:\\.|[^'\\\n])*'|(?P<name>[A-Z][A-Z0-9_]*)\b|\w+",
+    re.MULTILINE,
+)
+"""A declaration of constants, a comment, a text, the name of a constant, or another word."""
+
+
+def texts() -> dict[str, str]:
+    return {name: (files(__package__) / "lua" / f"{name}.lua").read_text(encoding="utf-8") for name in FILES}
+
+
+def joined(parts: Mapping[str, str]) -> str:
+    """One text, with numbers in place of its constants: a script may have 200 locals. Its lines keep their numbers."""
+    constants: dict[str, str] = {}
+
+    def replace(piece: re.Match[str]) -> str:
+        if piece["names"]:
+            constants.update(zip(piece["names"].split(", "), piece["values"].split(", "), strict=True))
+            return ""
+        return "" if piece["comment"] else constants.get(piece["name"] or "", piece[0])
+
+    return _PIECE.sub(replace, "".join(parts[name] for name in FILES))
+
+
+@cache
+def script() -> str:
+    """For EVALSHA, where the server has no functions."""
+    return joined(texts()) + "return execute(KEYS, ARGV)\n"
+
+
+@cache
+def library() -> str:
+    """For FUNCTION LOAD."""
+    return f"#!lua name={LIBRARY}\n{joined(texts())}redis.register_function('{FUNCTION}', execute)\n"
