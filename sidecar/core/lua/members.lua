@@ -159,7 +159,6 @@ local function take_rules(stated)
   end
   local before = {}
   for _, t in ipairs(tiers) do before[t[NAME]] = t end
-  for tier = 1, #tiers do queue_of(tier).is_changed = true end
   tiers, heads, config.rules, rules = {}, {}, stated, stated
   for i, tier in ipairs(stated[R_TIERS]) do
     local t, old = { tier[T_NAME], 0, 0, 1, 0, false, 0, 0, 0 }, before[tier[T_NAME]]

@@ -28,7 +28,7 @@ local function queue_of(tier)
 end
 
 local function packed_queue(tier)
-  if tiers[tier][QUEUED] == 0 then return nil end
+  if not tiers[tier] or tiers[tier][QUEUED] == 0 then return nil end -- a tier that went
   local queue = queues[tier]
   for _, lane in pairs(queue.lanes) do
     for i = 1, #lane do lane[i] = packed_ticket(lane[i]) end
