@@ -22,6 +22,7 @@ from sidecar.middleware.engine_pages import EnginePages
 from sidecar.middleware.engine_watch import EngineCheck, EngineState, EngineWatch
 from sidecar.middleware.middleware import serve_scope
 from sidecar.middleware.models import ModelsController
+from sidecar.middleware.request_path import at_own_root
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.mounted_services import MountedTelemetry, has_admin_port, mounted_services
 from sidecar.observability import Observability
@@ -156,7 +157,7 @@ class AdmissionMiddleware:
 
     def _begin_serving(self) -> None:
         """Serves as the policy says. Chosen once, so that a request pays nothing for what its policy has not."""
-        cors, serve = self.controller.policy.cors, _serving(self.controller)
+        cors, serve = self.controller.policy.cors, at_own_root(self.controller.app, _serving(self.controller))
         if cors is None:
             self._serve = serve
         else:

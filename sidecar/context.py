@@ -6,6 +6,7 @@ The app finds it under `scope["admission"]` or, in any code of the request, as `
 from __future__ import annotations
 
 from contextvars import ContextVar
+from typing import Protocol
 
 import msgspec
 
@@ -28,9 +29,22 @@ class Granted(msgspec.Struct, frozen=True, gc=False):
     tokens: int
 
 
-current: ContextVar[Granted | None] = ContextVar("admission_granted", default=None)
+class Holder(Protocol):
+    """The holder of a request's grant, which every task of the request finds. `granted` is None once it has ended."""
+
+    granted: Granted | None
+
+
+current: ContextVar[Holder | None] = ContextVar("admission_granted", default=None)
 
 
 def granted() -> Granted | None:
-    """The grant of the request that this code runs for; None outside of an admitted request."""
-    return current.get()
+    """The grant of the request that this code runs for; None outside of an admitted request.
+
+    A request is admitted for as long as it holds its room: until the app has sent the last part of its answer, or the
+    request ends before that, with its client for example. After that it is None in whatever the request began: a
+    background task that runs after the answer, a task that goes on, the next request of the same connection. A response
+    with `background: true` holds its room, and its grant, until the engine has ended it.
+    """
+    holder = current.get()
+    return None if holder is None else holder.granted

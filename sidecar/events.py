@@ -13,11 +13,12 @@ times cheaper than a frozen dataclass, and as immutable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
 import msgspec
+from starlette.types import Message, Send
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -344,6 +345,16 @@ class ShadowHolds(msgspec.Struct):
 Event = Classified | Queued | Admitted | Replayed | Preempted | Observed | Refused | FirstByte | Settled
 
 
+class AppTrace(Protocol):
+    """A request's trace, current while its app runs: what the app traces and logs belongs to it."""
+
+    def detach(self) -> None:
+        """The app has returned, in the task in which the trace was made current."""
+
+    def outside(self, send: Send, message: Message) -> Awaitable[None]:
+        """Sends a message in the context that the request came with."""
+
+
 class Observation(Protocol):
     """The receiver of one request's events. Must not raise and must not block: it is called on the request's path.
 
@@ -357,6 +368,9 @@ class Observation(Protocol):
 
     def headers(self) -> Headers:
         """Headers that carry the trace context on to the engine; they replace the client's own of the same names."""
+
+    def app_trace(self) -> AppTrace | None:
+        """Makes the request's trace current in this task, until it is detached. None where there is none."""
 
     def on_event(self, event: Event) -> None:
         """One thing that happened."""

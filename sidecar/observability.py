@@ -22,7 +22,7 @@ from sidecar.middleware.engine_view import EngineDocument
 from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.middleware.tenant_usage import TenantUsage
-from sidecar.policy.model import Mode, Policy, Tier
+from sidecar.policy.model import Mode, Policy, Tier, UsageInTraces
 from sidecar.pools import Grant, Pool
 from sidecar.pools.stored_records import StoredRecords
 from sidecar.telemetry.dispatch import EventDispatcher, Fanout
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 UNCOUNTED = (
     "tokens_per_day and tokens_per_month do nothing here: the tenants' use is not counted (no store, or usage_days: 0)"
 )
+_WRITES_USAGE = {UsageInTraces.ONCE: None, UsageInTraces.ALWAYS: True, UsageInTraces.NEVER: False}
 REPORTED_WITHIN_S = 0.05
 """Longest delay of metrics, journal and log after a request, unless a page is read before."""
 
@@ -108,6 +109,8 @@ class Observability:
             starvation_limits_s=_starvation_limits_s(policy),
             provider_name=None if policy.engine is NoEngine else policy.engine.name,
             find_links=links_from(journal),
+            is_mounted=not controller.is_proxied,
+            writes_usage=_WRITES_USAGE[policy.usage_in_traces],
         )
         dispatcher = dispatcher_of_pages if is_looked_at else dispatcher_without_pages
         self.observer = dispatcher(self._spans, (metrics, journal, recent), self._log, sampler.note_loop)
@@ -193,7 +196,7 @@ class Observability:
         self._policy = policy
         if policy.mode is Mode.OBSERVE:
             self._dry_run.begin(policy.generation, self._pool.now_us())
-        self._spans.change_limits(_starvation_limits_s(policy))
+        self._spans.change(_starvation_limits_s(policy), _WRITES_USAGE[policy.usage_in_traces])
         self._live.share_now()
 
     def _sources(self, controller: AdmissionController, metrics: RequestMetrics, journal: Journal) -> Sources:

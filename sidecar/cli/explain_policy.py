@@ -29,9 +29,9 @@ from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.credentials import KEY_HEADERS
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, is_upload
 from sidecar.middleware.lease_size import LeaseSizes
-from sidecar.middleware.middleware import otherwise_spelled
 from sidecar.middleware.model_list import is_model_list
 from sidecar.middleware.policy_snapshot import policy_snapshot
+from sidecar.middleware.request_path import endpoint_of
 from sidecar.middleware.unguarded import treatment
 from sidecar.middleware.wait import sized_ask
 from sidecar.payload.decode import decode
@@ -116,8 +116,7 @@ class _Explanation:
 
     async def of(self, path: str, pairs: Headers, body: bytes | None) -> Found:
         """All that can be said of a request, as JSON types."""
-        endpoints = self._snapshot.endpoints
-        endpoint = endpoints.get(path) or otherwise_spelled(endpoints, path)
+        endpoint = endpoint_of(self._snapshot.endpoints, {"path": path})
         self._found = {"path": path, "guarded": endpoint is not None, "mode": self._policy.mode.value}
         if endpoint is None:
             self._found["guarded_paths"] = sorted(self._policy.endpoints)
@@ -137,14 +136,14 @@ class _Explanation:
 
     def _unguarded(self, path: str) -> list[Found]:
         """Treatment of requests on an unguarded path, by where the middleware is mounted."""
-        chosen, routes = self._policy.unguarded, self._policy.engine.routes
+        chosen, snapshot = self._policy.unguarded, self._snapshot
         lists_models = bool(self._policy.models) and is_model_list(path)
         modes = [chosen] if chosen is not None else [Unguarded.DENY, Unguarded.GENERATING]
         return [
             {
                 "mode": mode.value,
-                "reading": _LISTS if lists_models else treatment(mode, self._policy, routes, "GET", path).value,
-                "sending": treatment(mode, self._policy, routes, "POST", path).value,
+                "reading": _LISTS if lists_models else treatment(mode, snapshot, "GET", {"path": path}).value,
+                "sending": treatment(mode, snapshot, "POST", {"path": path}).value,
             }
             for mode in modes
         ]

@@ -1,7 +1,8 @@
 """Write a starter policy that fits an engine: one file for the pool, one for each tenant, each tenant with a new key.
 
 Reads what the engine says of itself, and sends it no request that generates. Without --upstream it asks no one, and
-writes a policy for --engine and --requests, or else for `sidecar emulate`. The policy begins with `mode: observe`:
+writes a policy for --engine and --requests, or else for `sidecar emulate`; with --mounted, for the middleware in an app
+of your own. The policy begins with `mode: observe`:
 every request passes. A key is printed once, or written to a file with --keys-to; the policy holds its hash. No file is
 ever overwritten: all files are written, or none.
 
@@ -50,6 +51,7 @@ EXAMPLE = """  sidecar init --upstream http://127.0.0.1:8000
   sidecar init --upstream http://a:8000 --upstream http://b:8000     several engines behind one pool
   sidecar init                       for `sidecar emulate --engine vllm`
   sidecar init policies/ --engine sglang --requests 256     no engine is running yet
+  sidecar init --mounted --requests 8     the middleware in an app of your own, whose engine runs 8 requests at once
   sidecar init --example             the annotated example that is shipped, with keys that everyone knows"""
 
 POOL_FILE, TENANTS = "policy.yaml", "tenants"
@@ -90,6 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group().add_argument
     upstream = "the engine, e.g. http://127.0.0.1:8000; repeat it for several engines"
     source("--upstream", type=server_url, action="append", metavar="URL", help=upstream)
+    source("--mounted", action="store_true", help="for an app of your own that mounts the middleware; needs --requests")
     source("--example", action="store_true", help="copy the shipped example, and nothing else")
     add("folder", nargs="?", metavar="DIR", help="folder for the files; made if missing (default policies/)")
     add("--dir", metavar="DIR", help="the same folder, as an option")
@@ -165,14 +168,15 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
         names = engine_names(args.upstream)
         models = dict(models_of(names, reads))
         capacity = engines_of(args.upstream, names, [_capacity(one, given) for one in reads], models)
-    tiers = tiers_for(args.tiers, at_once, "the engine runs" if len(reads) == 1 else "the engines together run")
+    who = "the engine runs" if len(reads) == 1 else "the engines together run"
+    tiers = tiers_for(args.tiers, at_once, who, preempts=not args.mounted)  # no app expects a request twice
     by_tenant = tier_by_tenant(args.tenants, tiers.bodies)
     if args.anonymous not in (DENY, *tiers.bodies):
         raise ValueError(f"--anonymous: there is no tier {args.anonymous}; write deny, {' or '.join(tiers.bodies)}")
     keys = {name: new_key() for name in by_tenant}
     origin = _origin(args, read, at_once, is_sidecar=is_sidecar)
     files = {f"{TENANTS}/{name}.yaml": tenant_file(name, tier, keys[name]) for name, tier in by_tenant.items()}
-    files[POOL_FILE] = pool_file(origin, read.engine, capacity, tiers, args.anonymous)
+    files[POOL_FILE] = pool_file(origin, read.engine, capacity, tiers, args.anonymous, is_mounted=args.mounted)
     with written_keys(args.keys_to, keys) as key_files:
         written = write_files(folder, files, _check)
     figures = {
@@ -231,14 +235,18 @@ async def _read(args: argparse.Namespace, url: str) -> tuple[Survey, bool]:
 
 def _unasked(args: argparse.Namespace) -> Survey:
     """An engine that is not running yet: it is asked nothing."""
-    engine = ENGINES[args.engine or "vllm"]
-    if not engine.carriers and args.requests is None:
-        raise CannotWrite(f"--engine {engine.name} needs --requests N, the requests that the server runs at once")
+    engine = ENGINES[args.engine or ("none" if args.mounted else "vllm")]
+    if args.requests is None and (args.mounted or not engine.carriers):
+        asking, server = ("--mounted", "engine") if args.mounted else (f"--engine {engine.name}", "server")
+        raise CannotWrite(f"{asking} needs --requests N, the requests that the {server} runs at once")
     return Survey(Identity(engine, "the command line", None), engine, Facts(), Gauges())
 
 
 def _origin(args: argparse.Namespace, read: Survey, at_once: int | None, *, is_sidecar: bool) -> str:
     """What the policy is written for, printable, whatever the engine's pages hold."""
+    if args.mounted:
+        of_kind = f" of {read.engine.title}" if read.engine.carriers else ""
+        return f"the middleware in an app of your own, whose engine{of_kind} runs {at_once:,} requests at once"
     if args.upstream is None and args.engine is None:
         return f"an emulated engine: {_emulate(read.engine.name, at_once)}"
     if args.upstream is None:
@@ -366,6 +374,16 @@ def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> 
     ports = f"{_option('--port', port, CLIENTS_PORT)}{_option('--admin-port', admin, ADMIN_PORT)}"
     several = len(figures["engines"]) > 0
     with_key = "SIDECAR_ENGINE_KEY=... " if args.key or args.key_file else ""
+    runs = (
+        _mounted(args, figures["engine"], port, admin)
+        if args.mounted
+        else [
+            *_engine_first(args, figures["engine"]),
+            f"  {with_key}sidecar serve {serve}{ports}",
+            f"      mode: observe, so every request passes; send your traffic to port {port}",
+            *_or_mounted(args, figures),
+        ]
+    )
     at_admin = "" if admin == ADMIN_PORT else f" --admin http://127.0.0.1:{admin}"
     lines = [
         f"a policy for {origin}",
@@ -381,14 +399,11 @@ def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> 
         *_keys(figures["tenants"]),
         "",
         "next",
-        *_engine_first(args, figures["engine"]),
-        f"  {with_key}sidecar serve {serve}{ports}",
-        f"      mode: observe, so every request passes; send your traffic to port {port}",
-        *_mounted(args, figures),
+        *runs,
         *_observed(figures["models"], admin),
         "      what enforcing would have done",
         f"  sed -i.bak 's/^mode: observe/mode: enforce/' {shlex.quote(str(Path(args.dir, POOL_FILE)))}",
-        "      enforces it; the running sidecar follows within a second",
+        f"      enforces it; the running {'app' if args.mounted else 'sidecar'} follows within a second",
         *(
             [
                 f"  sidecar engines list{at_admin}",
@@ -413,11 +428,33 @@ def _keys(tenants: Sequence[Mapping[str, Any]]) -> list[str]:
     return [title, *(f"  {one['tenant']:<{width}}  {one['tier']:<8}  {one[shown]}" for one in tenants)]
 
 
-def _mounted(args: argparse.Namespace, figures: Mapping[str, Any]) -> list[str]:
+def _mounted(args: argparse.Namespace, engine: str, port: int, admin: int) -> list[str]:
+    """What to write into the app, and how to run it."""
+    folder = shlex.quote(args.dir)
+    examined = [
+        f"  sidecar doctor --upstream http://127.0.0.1:8000 --policy {folder}",
+        f"      whether your {engine}, here on port 8000, serves by priority",
+    ]
+    return [
+        *examined * bool(ENGINES[engine].carriers),
+        f"  sidecar check {folder}",
+        "      what each tier gets back, may hold, and accepts as one request",
+        f"  {_line(args)}",
+        "      FastAPI and Starlette, after `from sidecar import AdmissionMiddleware`; others: docs/mounting.md",
+        f"  SIDECAR_ADMIN_PORT={admin} uvicorn main:app --port {port}",
+        f"      mode: observe, so every request passes; the live page is http://127.0.0.1:{admin}/",
+    ]
+
+
+def _line(args: argparse.Namespace) -> str:
+    return f"app.add_middleware(AdmissionMiddleware, policy={args.dir!r})"
+
+
+def _or_mounted(args: argparse.Namespace, figures: Mapping[str, Any]) -> list[str]:
     """The other way to run the policy. An app of one's own is one engine: with several there is none."""
     if figures["engines"]:
         return []
-    return [f"  or, in an app of your own: app.add_middleware(AdmissionMiddleware, policy={args.dir!r})"]
+    return [f"  or, in an app of your own: {_line(args)}"]
 
 
 def _observed(models: Collection[str], port: int) -> list[str]:

@@ -45,15 +45,16 @@ _TIERS = {
     queue: {max_requests: 10k, max_wait: 30m}
     slo: {starvation: 30m}""",
 }
-_OF_RESERVES = ("reserve:", "preempt")
-_WITHOUT_RESERVES = {
-    name: "\n".join(line for line in _TIERS[name].split("\n") if not line.strip().startswith(_OF_RESERVES))
-    for name in ("high", "normal", "batch")
-}
-_KEYS_OF_A_TIER = """\
+_THREE = ("high", "normal", "batch")
+_PREEMPTION, _RESERVE = "preempt", "reserve:"
+_OF_AN_EMERGENCY = "    reserve: 5%\n"
+"""So small that it is of use only to a tier that takes it back from others."""
+_KEYS_OF_A_RESERVE = """\
 #   reserve   the share of the pool that the tier can always get back
 #   lend      the share of an idle reserve that other tiers may use. Default: all of it, so that nothing stays idle
 #   limit     the largest share of the pool that the tier may hold
+"""
+_KEYS_OF_PREEMPTION = """\
 #   preempt_after   the wait after which a request takes room back from less important tiers that are `preemptible`: of
 #             requests that have sent nothing of their answer. They wait again, and none is lost
 """
@@ -64,11 +65,24 @@ _SLO = """\
 
 
 DENY = "deny"
-_ANONYMOUS = (
-    "The tier of requests without an API key; `deny` refuses them. An unknown key is always refused.",
-    "Requests without an API key get 401, as those with an unknown one; a tier here lets them in. Before an engine, "
-    "other paths need a key, too, but for its liveness page: `public: [/health, /metrics]` opens more.",
+_ANONYMOUS = "The tier of requests without an API key; `deny` refuses them. An unknown key is always refused."
+_DENIED = "Requests without an API key get 401, as those with an unknown one; a tier here lets them in."
+_PUBLIC = (
+    " Before an engine, other paths need a key, too, but for its liveness page: `public: [/health, /metrics]` opens "
+    "more."
 )
+_PATHS = (
+    "The paths on which requests are admitted. Before an engine, other paths pass only if they read, or are known to "
+    "be harmless. Mounted in an app of your own, they pass unless they may run the model."
+)
+_PATHS_OF_AN_APP = (
+    "The paths of your app on which requests are admitted: those that call the engine. Its other routes pass, unless "
+    "they may run the model. A path whose body is not OpenAI's: `/summarize: {api: generic, tokens: 4k}`."
+)
+_ENGINE_OF_AN_APP = """\
+# none: your code calls the engine, and reads tier and priority from `sidecar.granted()`. With vllm, sglang, ... the
+# request that your code gets carries that engine's priority, and your code passes it on.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +93,48 @@ class StarterTiers:
     ceiling: str
     reason: str
 
+    def has(self, key: str) -> bool:
+        """Whether a tier has a key that begins so."""
+        return any(f"\n    {key}" in body for body in self.bodies.values())
 
-def tiers_for(wanted: int | None, at_once: int | None, who: str = "the engine runs") -> StarterTiers:
+
+def tiers_for(
+    wanted: int | None, at_once: int | None, who: str = "the engine runs", *, preempts: bool = True
+) -> StarterTiers:
     """Three or five tiers: as many as wanted, or else what an engine that runs so many requests at once can divide."""
+    left_out = () if preempts else (_PREEMPTION,)
     known = "an unknown number of" if at_once is None else f"{at_once:,}"
     reason = f"{who} {known} requests at once, and five tiers need {FEWEST_FOR_FIVE} or more"
     if wanted is not None:
         reason = "as many as asked for"
     if (wanted or 5) == 5 and (wanted or (at_once or 0) >= FEWEST_FOR_FIVE):
-        return StarterTiers(_TIERS, "normal", reason)
+        return StarterTiers(_bodies(_TIERS, left_out), "normal", reason)
     if at_once is not None and at_once < FEWEST_FOR_RESERVES:
-        return StarterTiers(_WITHOUT_RESERVES, "high", f"{reason}; {known} cannot be divided, so no tier has a reserve")
-    return StarterTiers({name: _TIERS[name] for name in _WITHOUT_RESERVES}, "normal", reason)
+        bodies = _bodies(_THREE, (_PREEMPTION, _RESERVE))
+        return StarterTiers(bodies, "high", f"{reason}; {known} cannot be divided, so no tier has a reserve")
+    return StarterTiers(_bodies(_THREE, left_out), "normal", reason)
 
 
-def pool_file(origin: str, engine: type[Engine], capacity: Recommendation, tiers: StarterTiers, anonymous: str) -> str:
-    """The text of `policy.yaml`. `origin` is what it is written for, printable."""
+def _bodies(names: Collection[str], left_out: tuple[str, ...]) -> Mapping[str, str]:
+    """The YAML of these tiers, without the lines that begin so."""
+    taken = _OF_AN_EMERGENCY if _PREEMPTION in left_out else ""
+    return {
+        name: "\n".join(line for line in body.split("\n") if not line.strip().startswith(left_out))
+        for name, body in ((name, _TIERS[name].replace(taken, "")) for name in names)
+    }
+
+
+def pool_file(
+    origin: str,
+    engine: type[Engine],
+    capacity: Recommendation,
+    tiers: StarterTiers,
+    anonymous: str,
+    *,
+    is_mounted: bool = False,
+) -> str:
+    """The text of `policy.yaml`. `origin` is what it is written for, printable; an app of one's own if `is_mounted`."""
+    runs = "app" if is_mounted else "sidecar"
     number = {3: "Three", 5: "Five"}[len(tiers.bodies)]
     lines = "\n".join(f"  {name}: {body}" for name, body in tiers.bodies.items())
     known = {path: api for path, api in engine.routes.generating.items() if api is not None}  # those that can be sized
@@ -102,14 +142,14 @@ def pool_file(origin: str, engine: type[Engine], capacity: Recommendation, tiers
     endpoints = "".join(f"  {path}: {body}\n" for path, body in bodies.items())
     return f"""\
 {_comment(f"Starter policy, written by `sidecar init` for {origin}.")}
-# Check a change with `sidecar check`. A running sidecar applies it within a second, without a restart.
+# Check a change with `sidecar check`. A running {runs} applies it within a second, without a restart.
 # `sidecar init --example --dir example/` writes a longer example.
 
 # observe: every request passes at once, and `sidecar observed` reports what enforcing would have done.
 # enforce: requests wait, and are refused, as this policy says.
 mode: observe
 
-engine: {engine.name}
+{_ENGINE_OF_AN_APP if is_mounted else ""}engine: {engine.name}
 
 {_comment(f"The size of the pool, in tokens and requests: {capacity.reason}.")}
 {capacity.yaml}
@@ -118,16 +158,15 @@ engine: {engine.name}
 aging: {{promote_after: 5m, ceiling: {tiers.ceiling}}}
 
 {_comment(f"Most important first. {number} tiers: {tiers.reason}.")}
-{"" if tiers.bodies is _WITHOUT_RESERVES else _KEYS_OF_A_TIER}{_SLO}tiers:
+{_KEYS_OF_A_RESERVE * tiers.has(_RESERVE)}{_KEYS_OF_PREEMPTION * tiers.has(_PREEMPTION)}{_SLO}tiers:
 {lines}
 
 default_tier: normal
 
-{_comment(_ANONYMOUS[anonymous == DENY])}
+{_comment(_ANONYMOUS if anonymous != DENY else _DENIED if is_mounted else _DENIED + _PUBLIC)}
 anonymous: {anonymous}
 {_sources(engine, tiers)}
-# The paths on which requests are admitted. Before an engine, other paths pass only if they read, or are known to be
-# harmless. Mounted in an app of your own, they pass unless they may run the model.
+{_comment(_PATHS_OF_AN_APP if is_mounted else _PATHS)}
 endpoints:
 {endpoints}
 # The largest request body. Pictures come in it as base64, a third larger than their files: clients that send several

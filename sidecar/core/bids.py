@@ -67,11 +67,11 @@ class Bids:
         """Whether one waits that could be shown."""
         return any(tier.queue and len(tier.shown) < self._most for tier in self._tiers)
 
-    def new(self, now_us: int) -> list[Bid]:
-        """The next tickets of every tier in fair order, as far as the tags are known."""
+    def new(self, now_us: int, most: int = BIDS_SHOWN) -> list[Bid]:
+        """At most so many of the next tickets of every tier in fair order, as far as the tags are known."""
         made: list[Bid] = []
         for tier in self._tiers:
-            while len(tier.shown) < self._most and len(made) < BIDS_SHOWN and (ticket := tier.queue.next()) is not None:
+            while len(tier.shown) < self._most and len(made) < most and (ticket := tier.queue.next()) is not None:
                 tier.queue.show(ticket)
                 self._size_now(ticket)
                 made.append(self._show(tier, ticket, now_us))

@@ -34,7 +34,7 @@ BIDS_SHOWN = 32
 class Cell(msgspec.Struct, array_like=True, frozen=True):
     """The absolute sums of one tier of one replica on one engine.
 
-    `prompt` is what the pool counts, `sent` what the engine has to prefill. `floor_...`: the part for the floor, by gain.
+    `prompt` counts in the pool, `sent` in the engine. `floor_...`: the part that fills the tier's floor, by gain.
     """
 
     tier: str
@@ -157,12 +157,13 @@ Kind = Literal["ask", "state", "call", "bye"]
 
 
 class Call(msgspec.Struct, array_like=True):
-    """`ask`: is the store there? `state`: all that I have. `call`: what changed. `bye`: I leave.
+    """A replica's question or news.
 
-    `number` goes up by one with each call of a replica `who`. `whole`: the cells are all that there are. `bid_count`, with
-    a heartbeat: bids that it has shown and not seen granted. `leaving`: all sums of leases that are being taken back, if
-    they changed. `knew`: how many replicas it knew last. `replaces`: its rules
-    replace others of the same tiers; `takes_over`: also of other tiers.
+    `ask`: is the store there? `state`: all that it has. `call`: the changes. `bye`: it leaves.
+    `number` goes up by one with each call of the replica `who`. `whole`: the cells are all that there are. `bid_count`,
+    with a heartbeat: the bids that it has shown and not seen granted. `leaving`: all sums of leases that are being
+    taken back, if they changed. `knew`: how many replicas it knew last. `replaces`: its rules replace others of the
+    same tiers; `takes_over`: also those of other tiers.
     """
 
     layout: int
@@ -188,10 +189,7 @@ class Call(msgspec.Struct, array_like=True):
 
 
 class Granted(msgspec.Struct, array_like=True, frozen=True):
-    """A bid that got an engine. It counts since `counted_for_us`; `excess` and `excess_prompt`: rule 5.
-
-    `finish` is the tag of its tenant.
-    """
+    """A bid that got an engine. It counts since `counted_for_us`; `excess` and `excess_prompt`: rule 5."""
 
     bid: int
     tier: str
@@ -204,7 +202,6 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
     excess_prompt: int
     is_in_floor: bool
     counted_for_us: int
-    finish: float
 
 
 class EngineHeld(msgspec.Struct, array_like=True, frozen=True):

@@ -24,9 +24,9 @@ NOTHING_FREED = Freed()
 class Engine:
     """One incarnation of an engine: its sizes, and what it holds.
 
-    `speed` is per mille of the usual. `is_known` and `takes_new`: whether it is there, and open for new work; what it
-    holds counts in any case. `unreachable_for`: the owners whose tickets cannot enter it. `lined`: the prompts of those in
-    line for it. A `ramp_us` after `since_us` is its slow start.
+    `speed` is per mille of the usual. `is_known`: it is there; `takes_new`: it is open for new work; what it holds
+    counts in any case. `unreachable_for`: the owners whose tickets cannot enter it. `lined`: the prompts of those that
+    stand in line for it. Its slow start ends `ramp_us` after `since_us`.
     """
 
     id: str

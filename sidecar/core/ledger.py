@@ -58,7 +58,6 @@ class _Entry:
     tokens: int
     prompt: int
     sent: int
-    finish: float
 
     def cell(self, tier: str) -> Cell:
         floor = (self.tokens, self.ticket.requests, self.prompt) if self.ticket.is_in_floor else NOTHING
@@ -160,7 +159,7 @@ class Ledger:
         return self.state
 
     def _begin_epoch(self) -> None:
-        """While the store was silent replicas may have admitted alone: rows are a floor, bids and line are stated anew."""
+        """Replicas may have admitted alone while the store was silent: rows are a floor, bids are stated anew."""
         state = self._held()
         state.epoch, state.hold_until = state.last_call, state.last_call + HOLD_US
         state.expected, state.is_empty = len(state.members), False
@@ -405,7 +404,7 @@ class Ledger:
             member = state.members[ticket.owner]
             bid = int(ticket.id)
             del member.bids[bid]
-            entry = _Entry(ticket, engine, ticket.tokens, ticket.count, sent, ticket.finish)
+            entry = _Entry(ticket, engine, ticket.tokens, ticket.count, sent)
             tier = state.names[ticket.tier]
             member.outbox[bid] = tier, entry
             granted.setdefault(ticket.owner, []).append(self._granted(bid, tier, entry))
@@ -427,7 +426,6 @@ class Ledger:
             ticket.excess_prompt,
             ticket.is_in_floor,
             self._held().last_call - ticket.counted_us,
-            entry.finish,
         )
 
     # -- rule 7: whom to ask for room

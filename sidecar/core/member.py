@@ -52,7 +52,11 @@ LAZY_US = 20_000
 
 
 class Mode(Enum):
-    """`JOINING`: was never in the pool. `WAITING`: another layout is in force. `LOST`: no answer, for less than ALONE_US."""
+    """A replica's relation to its pool.
+
+    `JOINING`: it was never in. `WAITING`: another layout is in force. `STATING`: the ledger does not know what it has.
+    `LOST`: it has no answer, for less than ALONE_US.
+    """
 
     JOINING = "joining"
     WAITING = "waiting"
@@ -481,12 +485,12 @@ class Member:
         if self.mode is not Mode.ALONE or self._alone is None:
             return
         while True:
-            state = Call(0, self.who, self._number, "state", rules=self.rules, replaces=True)
             self._number += 1
-            state.number, state.whole, state.engines = self._number, True, self._parts(now_us)
+            state = Call(0, self.who, self._number, "state", whole=True, rules=self.rules, replaces=True, knew=1)
+            state.engines = self._parts(now_us)
             state.cells = self._row.state(True)
             self._bids.go_back()
-            state.bids = self._bids.new(now_us)
+            state.bids = self._bids.new(now_us, UNBOUNDED)
             reply, _ = self._alone.execute(state, now_us)
             before = len(self.leases)
             self._take(reply.grants, True, now_us)

@@ -13,8 +13,8 @@ from sidecar.core.tickets import Lease, Ticket
 class Shortage:
     """A ticket that is to be `served` on an engine, at its place in order.
 
-    `before`: those that come before it, want the same engine, and fit or hold their place. `burst`: of an always_first
-    tier, what else waits. `closed`: levels whose leases are not taken, because a head of theirs in class 4 comes before it.
+    `before`: those that come before it, want the same engine, and fit or hold their place. `burst`: what else waits of
+    an always_first tier. `closed`: levels whose leases stay, because a head of theirs in class 4 comes before it.
     """
 
     engine: str

@@ -65,7 +65,6 @@ class FairQueue:
         self._charge_for(ticket)
         self._take_out(ticket)
         self._tag(ticket.tenant)
-        ticket.finish = self.finish.get(ticket.tenant, self.virtual)
 
     def forget(self) -> None:
         """Tags of tenants that are not ahead, and of whom nobody waits, say nothing."""

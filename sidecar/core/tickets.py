@@ -12,8 +12,8 @@ from sidecar.core.amounts import NOTHING, Amount
 class Gain:
     """What a request earns in time (rule 9).
 
-    `tokens`: its expected tokens that are in time if it enters before `start_by_us` after its arrival; one less for each
-    whole `slack_us` later. `cost_us`: the engine's time for it.
+    `tokens`: its expected tokens that are in time if it enters `start_by_us` after its arrival or before; one less for
+    each whole `slack_us` later. `cost_us`: the engine's time for it.
     """
 
     weight: int
@@ -25,12 +25,10 @@ class Gain:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request that waits. The first block is what its owner says, the second what the scheduler adds.
-    `finish` is its tenant's tag when it left its queue.
+    """A request that waits. Its owner fills the first block, the scheduler the second.
 
-    `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: engines, without incarnation, that refused it.
-    `arrived_us` is when it first came, also if it came back. `hint`: its tier's virtual time when it became the first of
-    its tenant, where only its owner saw that.
+    `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: names of engines that refused it.
+    `arrived_us`: when it first came, also if it came back. `hint`: its start tag as its owner saw it.
     """
 
     id: str
@@ -50,7 +48,6 @@ class Ticket:
     hint: float | None = None
 
     start: float | None = None
-    finish: float = 0.0
     engine: str | None = None
     is_in_line: bool = False
     in_line_since_us: int = 0

@@ -67,6 +67,9 @@ _SEGMENT = r"[A-Za-z0-9_-]{1,256}"
 """An identifier in a path: no dot, slash or percent sign, so that no server reads another path out of it."""
 _DECODINGS = 4
 """No engine routes a path that is encoded more often than this."""
+_ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*:(//[^/?#]*)?")
+_QUERY = re.compile(r"[?#]")
+_PARAMETERS = re.compile(r"[;?#]")
 _UNMISTAKABLE = ("/v1/", "/v2/", "/inference/")
 """Beginnings of paths that no app uses for anything else. They are found below a mount's prefix, too."""
 
@@ -138,29 +141,47 @@ class Routes:
         More spellings are found than any engine routes: other letter case, encoded characters, doubled slashes,
         dots, parameters, a mount's prefix. It is safe to find too much here, and not too little.
         """
-        plain = plain_path(path)
-        if plain in self.generating or plain in self.websockets:
-            return plain
-        return next((route for route in self._endings if plain.endswith(route)), None)
+        for plain in plain_paths(path):
+            if plain in self.generating or plain in self.websockets:
+                return plain
+            for route in self._endings:
+                if plain.endswith(route):
+                    return route
+        return None
 
     def operators_page(self, path: str) -> str | None:
         """The entry of `pages` that some server may read `path` as, in the same spellings; None where there is none.
 
         Also where it continues: Starlette's mounts, such as vLLM's `/metrics`, serve everything that begins like them.
         """
-        plain = plain_path(path)
-        return next((page for page in self.pages if page in plain), None)
+        whole = plain_paths(path)[0]
+        return next((page for page in self.pages if page in whole), None)
 
 
 def plain_path(path: str) -> str:
-    """A path without its disguises: decoded, in lower case, without parameters, doubled slashes and dots."""
+    """A path without its disguises: decoded, in lower case, without parameters, query, doubled slashes and dots."""
+    return plain_paths(path)[-1]
+
+
+def plain_paths(path: str) -> tuple[str, ...]:
+    """The plain path with what comes after a `?` or `#`, and without it: one path, where it has neither.
+
+    A server that decodes once reads an encoded `?` as a part of a segment, and one that decodes again ends the path
+    there. A path that does not begin with `/` may be a whole address (RFC 9112, section 3.2.2): Quart takes its path.
+    """
     for _ in range(_DECODINGS):
         decoded = unquote(path)
         if decoded == path:
             break
         path = decoded
     path = "".join(character for character in path if character.isprintable()).replace("\\", "/").lower()
-    segments = [segment.partition(";")[0].strip() for segment in path.partition("?")[0].split("/")]
+    path = _ADDRESS.sub("", path)
+    cut = _QUERY.split(path, maxsplit=1)[0]
+    return (_normal(path),) if cut == path else (_normal(path), _normal(cut))
+
+
+def _normal(path: str) -> str:
+    segments = [_PARAMETERS.split(segment, maxsplit=1)[0].strip() for segment in path.split("/")]
     return posixpath.normpath("/" + "/".join(segments).lstrip("/"))
 
 

@@ -28,7 +28,6 @@ from sidecar.events import Outcome
 from sidecar.middleware.credentials import KEY_HEADERS
 from sidecar.middleware.engine_pages import INTERNAL_REQUEST, fetch_page
 from sidecar.payload.decode import Payload
-from sidecar.policy.model import Endpoint
 
 LONGEST_LINE = 32 * 2**20
 """Bytes of an answer that are kept until its id is found: it repeats the request's instructions and tools."""
@@ -93,8 +92,8 @@ class BackgroundRequest:
 
     __slots__ = ("_id", "_is_over", "_pending", "_stream", "ask", "since_s")
 
-    def __init__(self, app: ASGIApp, scope: Scope, endpoint: Endpoint, payload: Payload) -> None:
-        self.ask = ResponseQuery(app, scope, endpoint)
+    def __init__(self, app: ASGIApp, scope: Scope, payload: Payload) -> None:
+        self.ask = ResponseQuery(app, scope)
         self.since_s = time.monotonic()
         self._stream = payload.stream
         self._id: str | None = None
@@ -146,12 +145,10 @@ class BackgroundRequest:
 
 
 class ResponseQuery:
-    """Asks the app for one background response, with the headers of the client that began it."""
+    """Asks the app for one background response, with the headers of the client that began it, in the app's `scope`."""
 
-    def __init__(self, app: ASGIApp, scope: Scope, endpoint: Endpoint) -> None:
-        root = scope.get("root_path", "")
-        mounted = root if root and scope["path"].startswith(root) else ""
-        self._path = mounted + (endpoint.forward_to or endpoint.path).rstrip("/")
+    def __init__(self, app: ASGIApp, scope: Scope) -> None:
+        self._path = scope["path"].rstrip("/")
         self._app = app
         self._scope = {key: value for key, value in scope.items() if key != SCOPE_KEY}
         kept = [(name, value) for name, value in scope["headers"] if name in _KEPT_HEADERS]

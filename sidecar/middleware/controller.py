@@ -24,11 +24,13 @@ from sidecar.middleware.engine_pages import EnginePages
 from sidecar.middleware.engine_route import EngineHealth, EngineRouting
 from sidecar.middleware.engine_view import EngineView
 from sidecar.middleware.engine_watch import EngineCheck, EngineWatch
+from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.pending_aborts import PendingAborts
 from sidecar.middleware.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.middleware.request_gain import GainMeter
 from sidecar.middleware.tenant_usage import TenantUsage
+from sidecar.middleware.usage import UsageReader
 from sidecar.middleware.wait import Appraise
 from sidecar.middleware.watchdog import Watchdog
 from sidecar.policy.model import Mode, Policy, Unguarded
@@ -103,7 +105,7 @@ class AdmissionController:
         self.lifespan = app
         self.pages: EnginePages | None = None
         self.engine_key = None if engine_key is None else engine_key.encode("ascii")
-        self._is_proxied = is_proxied
+        self.is_proxied = is_proxied
         self.identities = Identities()
         self.dialect = dialect
         self.estimator = estimator
@@ -199,7 +201,7 @@ class AdmissionController:
     def _snapshot_of(self, policy: Policy) -> PolicySnapshot:
         tokens = self.identities.verifier(policy.jwt)
         return policy_snapshot(
-            policy, self.dialect, self.estimator, self.engine_key, is_proxied=self._is_proxied, tokens=tokens
+            policy, self.dialect, self.estimator, self.engine_key, is_proxied=self.is_proxied, tokens=tokens
         )
 
     def _room(self) -> Room:
@@ -207,6 +209,23 @@ class AdmissionController:
         state: Mapping[str, Any] = self.pool.state()
         replicas = state["store"].get("replicas") if "store" in state else None
         return Room(state["capacity"]["tokens"], state["capacity"]["requests"], replicas or 1)
+
+    def learn(  # noqa: PLR0917  # names at the call would cost as much as the rest
+        self,
+        request: SizedRequest,
+        policy: Policy,
+        usage: UsageReader,
+        status: int | None,
+        is_complete: bool,
+        is_failure: bool,
+    ) -> None:
+        """Learns from a request's answer, and counts what its tenant used. `is_failure`: the engine gave no answer."""
+        if request.expected is not None and not is_failure and (status or 0) < 400:
+            self.lease_sizes.learn(request.expected, usage, is_complete)
+        if usage.input_tokens is not None:
+            self.estimator.learn(request.payload, request.classification.tenant.name, usage.input_tokens)
+        if self.usage is not None and not is_failure:
+            self.usage.count(request, policy, usage, status)
 
     def drain(self, within_s: float | None = None) -> None:
         """Refuses every new request from now on; requests that wait or run are served to their end.

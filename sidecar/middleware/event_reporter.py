@@ -14,6 +14,7 @@ from sidecar.errors import AdmissionError
 from sidecar.events import (
     FIRST_FAILURE,
     Admitted,
+    AppTrace,
     Classified,
     Event,
     ExpectedLength,
@@ -78,6 +79,10 @@ class EventReporter(msgspec.Struct, eq=False):
     def headers(self) -> Headers:
         """The trace context for the engine."""
         return () if self._observation is None else self._observation.headers()
+
+    def app_trace(self) -> AppTrace | None:
+        """See `Observation.app_trace`."""
+        return None if self._observation is None else self._observation.app_trace()
 
     def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
         """The request was classified at `at_us`, and the pool has said now which tier it charges."""

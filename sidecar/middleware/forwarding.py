@@ -13,6 +13,7 @@ from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
 from sidecar.middleware.header_names import CONTENT_ENCODING
 from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.request_path import path_for_app
 from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove
 from sidecar.policy.model import Endpoint, Policy
@@ -86,9 +87,7 @@ def _without(added: Headers, connection: bytes) -> bytes:
 def forwarded_scope(scope: Scope, endpoint: Endpoint, headers: Headers) -> Scope:
     """A copy of the scope, with these headers and the path that the engine knows, however the client has spelled it."""
     copy = {**scope, "headers": headers}
-    path, wanted = scope["path"], endpoint.forward_to or endpoint.path
-    if path != wanted:
-        root = scope.get("root_path", "")  # where the app is mounted; some servers leave it out of the path
-        copy["path"] = path = root + wanted if root and path.startswith(f"{root}/") else wanted
-        copy["raw_path"] = quote(path).encode()
+    path = path_for_app(scope, endpoint)
+    if path != scope["path"]:
+        copy["path"], copy["raw_path"] = path, quote(path).encode()
     return copy

@@ -19,11 +19,12 @@ from sidecar.context import Granted
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, EngineUnreachable
 from sidecar.events import Outcome
+from sidecar.middleware.app_call import without_files
 from sidecar.middleware.error_responses import discard_body
 from sidecar.middleware.intake import is_upload
 from sidecar.middleware.stages import Stage
 from sidecar.middleware.timed_request import TimedRequest
-from sidecar.middleware.wait import ClientChannel
+from sidecar.middleware.wait import ClientChannel, unobserved
 from sidecar.policy.model import CostPlace
 from sidecar.pools import Grant
 from sidecar.sending import CLIENT_KEY, SendChunk
@@ -113,14 +114,15 @@ class UploadChannel(ClientChannel):
         self._changed.set()
         return message
 
-    async def _next_message(self) -> Message:
+    async def _watched(self) -> Message:
         """Reads ahead until the client disconnects."""
         try:
             while True:
                 while self._ahead_bytes >= READ_AHEAD:
                     self._changed.clear()
                     await self._changed.wait()
-                message = await super()._next_message()
+                receive = unobserved(self._receive) if self.is_complete else self._receive
+                message = await self._next_message(receive)
                 if message["type"] != "http.request":
                     return message
                 self.is_complete = not message.get("more_body", False)
@@ -195,6 +197,8 @@ class GenericRequest(TimedRequest):
         if self._upload is not None:
             self._body = None  # it comes from the client
             scope.pop(CLIENT_KEY, None)
+        if self._endpoint.cost is not None and self._endpoint.cost.member is not None:
+            scope["extensions"] = without_files(scope)
         return scope
 
     async def _wait_again(self) -> Grant:

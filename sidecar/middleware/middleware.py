@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from sidecar.engines.base import plain_path
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest
 from sidecar.middleware.event_reporter import reporter_of
@@ -17,10 +16,11 @@ from sidecar.middleware.intake import RequestIntake
 from sidecar.middleware.passing import pass_on
 from sidecar.middleware.pending_aborts import EngineCall
 from sidecar.middleware.request import RequestHandler
+from sidecar.middleware.request_path import endpoint_of
 from sidecar.middleware.response_headers import request_id
 from sidecar.middleware.self_view import is_self_view, send_self_view
 from sidecar.middleware.timed_request import TimedRequest
-from sidecar.middleware.unguarded import pass_or_refuse, route_path
+from sidecar.middleware.unguarded import pass_or_refuse
 from sidecar.middleware.usage import UsageReader
 from sidecar.middleware.wait import ClientChannel
 from sidecar.policy.model import Endpoint
@@ -48,18 +48,9 @@ def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive,
 
 def guarded_endpoint(controller: AdmissionController, scope: Scope) -> Endpoint | None:
     """The policy's endpoint for a request; None where none guards it."""
-    if scope["type"] != "http" or scope["method"] != "POST":
+    if scope["type"] != "http" or scope["method"].upper() != "POST":
         return None
-    path = route_path(scope) if scope.get("root_path") else scope["path"]
-    endpoints = controller.snapshot.endpoints
-    return endpoints.get(path) or otherwise_spelled(endpoints, path)
-
-
-def otherwise_spelled(endpoints: Mapping[str, Endpoint], path: str) -> Endpoint | None:
-    """The endpoint whose path a server after this one may read: nginx merges slashes and resolves dots, Starlette drops
-    a line's end.
-    """
-    return endpoints.get(plain_path(path))
+    return endpoint_of(controller.snapshot.endpoints, scope)
 
 
 def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to

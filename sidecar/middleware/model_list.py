@@ -15,8 +15,9 @@ from starlette.types import Scope, Send
 from sidecar.errors import AdmissionError
 from sidecar.middleware.error_responses import send_error
 from sidecar.middleware.models import ModelsController
+from sidecar.middleware.request_path import exact_paths
 from sidecar.middleware.response_headers import REQUEST_ID, request_id
-from sidecar.middleware.unguarded import route_path, with_engine_key
+from sidecar.middleware.unguarded import is_public, with_engine_key
 
 PATH = "/v1/models"
 _ANTHROPIC = b"anthropic-version"
@@ -57,8 +58,8 @@ def asked_model(scope: Scope) -> str | None:
     """The model that a request asks about, empty for the list of all; None for another request."""
     if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
         return None
-    path = route_path(scope)
-    return path.removeprefix(PATH).removeprefix("/") if is_model_list(path) else None
+    path = next(filter(is_model_list, exact_paths(scope)), None)
+    return None if path is None else path.removeprefix(PATH).removeprefix("/")
 
 
 async def send_models(front: ModelsController, asked: str, scope: Scope, send: Send) -> None:
@@ -69,7 +70,7 @@ async def send_models(front: ModelsController, asked: str, scope: Scope, send: S
     headers = dict(scope["headers"])
     named = request_id(headers)
     try:
-        if not front.passes_all and route_path(scope) not in (front.policy.public_paths or ()):
+        if not front.passes_all and not is_public(front.policy, scope):
             with_engine_key(front, scope)
         body = msgspec.json.encode(_one(front, asked) if asked else _all(front))
     except AdmissionError as refusal:

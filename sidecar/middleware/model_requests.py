@@ -22,9 +22,10 @@ from sidecar.middleware.middleware import guarded_endpoint, handler_of
 from sidecar.middleware.model_list import asked_model, send_models
 from sidecar.middleware.models import ModelsController
 from sidecar.middleware.passing import pass_on
+from sidecar.middleware.request_path import exact_paths
 from sidecar.middleware.self_view import is_self_view, send_self_view
 from sidecar.middleware.timed_request import TimedRequest
-from sidecar.middleware.unguarded import is_refused, pass_or_refuse, route_path
+from sidecar.middleware.unguarded import is_refused, pass_or_refuse
 from sidecar.payload.content_codings import packed_body
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Endpoint
@@ -56,7 +57,7 @@ async def serve_models(front: ModelsController, scope: Scope, receive: Receive, 
 def _is_harmless(front: ModelsController, scope: Scope) -> bool:
     """Whether a request asks an engine something that generates nothing, such as `/tokenize`."""
     is_post = scope["type"] == "http" and scope["method"] == "POST"
-    return is_post and front.snapshot.routes.harmless_route(route_path(scope)) is not None
+    return is_post and any(map(front.snapshot.routes.harmless_route, exact_paths(scope)))
 
 
 async def _by_model(front: ModelsController, scope: Scope, receive: Receive) -> tuple[AdmissionController, Receive]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from starlette.types import ASGIApp
 
 from sidecar.engines.base import Engine
-from sidecar.events import Classified, Event, Headers, Observation, Observer, Received
+from sidecar.events import AppTrace, Classified, Event, Headers, Observation, Observer, Received
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import EngineHealth
 from sidecar.middleware.engine_watch import EngineState
@@ -270,6 +270,10 @@ class _ModelObservation:
     def headers(self) -> Headers:
         """See `Observation`."""
         return () if self._observation is None else self._observation.headers()
+
+    def app_trace(self) -> AppTrace | None:
+        """See `Observation`."""
+        return None if self._observation is None else self._observation.app_trace()
 
     def on_event(self, event: Event) -> None:
         """See `Observation`."""

@@ -12,12 +12,11 @@ from collections.abc import Awaitable
 
 from starlette.types import Receive, Scope, Send
 
-from sidecar.engines.base import plain_path
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.forwarding import forwarded_headers, forwarded_scope
 from sidecar.middleware.header_names import CONTENT_ENCODING
 from sidecar.middleware.intake import SizedRequest
-from sidecar.middleware.unguarded import route_path
+from sidecar.middleware.request_path import endpoint_of
 from sidecar.middleware.wait import ClientChannel
 from sidecar.sending import CLIENT_KEY
 
@@ -29,10 +28,10 @@ def pass_on(controller: AdmissionController, scope: Scope, receive: Receive, sen
         taken = credentials.taken(dict(scope["headers"]))
         if taken or policy.anonymous is not None:
             scope = {**scope, "headers": forwarded_headers(scope["headers"], taken, credentials.added)}
-    path = route_path(scope)
-    endpoint = policy.endpoints.get(path) or policy.endpoints.get(plain_path(path))
-    if endpoint is not None and scope["type"] == "http" and scope["method"] == "POST":
-        scope = forwarded_scope(scope, endpoint, scope["headers"])
+    if scope["type"] == "http" and scope["method"].upper() == "POST":
+        endpoint = endpoint_of(controller.snapshot.named_endpoints, scope)
+        if endpoint is not None:
+            scope = forwarded_scope(scope, endpoint, scope["headers"])
     return controller.app(scope, receive, send)
 
 

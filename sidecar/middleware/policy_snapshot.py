@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sidecar.classify import Classifier
-from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency, plain_path
+from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
 from sidecar.gain.token_deadlines import Objective
 from sidecar.identity.tokens import TokenVerifier
 from sidecar.middleware.credentials import Credentials
 from sidecar.middleware.header_names import NamesRead
+from sidecar.middleware.request_path import by_path
 from sidecar.policy.model import Endpoint, Mode, Policy, StreamUsage, Tier
 from sidecar.tokens import Estimator
 
@@ -23,7 +24,7 @@ from sidecar.tokens import Estimator
 class PolicySnapshot:
     """A policy and everything that is computed from it once. Lists by level begin with the most important tier.
 
-    `endpoints` has them by their paths, as the policy spells them and as `plain_path` does.
+    `endpoints` are those that are guarded, `named_endpoints` all of them, as `request_path.endpoint_of` takes them.
     `priorities` are the values that the engine gets, `tier_names` are header values. `are_preemptible` says whose
     requests' room may be taken back before their first byte. `abort_latency` is how long the
     engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
@@ -35,6 +36,7 @@ class PolicySnapshot:
 
     policy: Policy
     endpoints: Mapping[str, Endpoint]
+    named_endpoints: Mapping[str, Endpoint]
     classifier: Classifier
     estimator: Estimator
     credentials: Credentials
@@ -66,12 +68,13 @@ def policy_snapshot(
     `tokens` verifies the signed tokens of tenants.
     """
     objectives = tuple(objective_of(tier) for tier in policy.tiers)
-    endpoints = {} if policy.mode is Mode.PASS else policy.endpoints
+    named_endpoints = by_path(policy.endpoints)
     credentials = Credentials(policy.forward_key, engine_key, () if policy.gateway is None else policy.gateway.headers)
     upload_bytes = policy.max_body_bytes if policy.max_upload_bytes is None else policy.max_upload_bytes
     return PolicySnapshot(
         policy=policy,
-        endpoints={**{plain_path(path): found for path, found in endpoints.items()}, **endpoints},
+        endpoints={} if policy.mode is Mode.PASS else named_endpoints,
+        named_endpoints=named_endpoints,
         classifier=Classifier(policy, dialect, tokens),
         estimator=estimator,
         credentials=credentials,

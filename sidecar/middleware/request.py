@@ -14,11 +14,12 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.apis import Api
-from sidecar.context import SCOPE_KEY, Granted, current
+from sidecar.context import SCOPE_KEY, Granted
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, Draining, EngineTimeout, QueueFull
 from sidecar.events import Headers, Obstacle, Outcome
 from sidecar.identity.issuer_keys import KeysNeeded
+from sidecar.middleware.app_call import BODIES, AppCall, body_of, without_files
 from sidecar.middleware.asked_usage import ask_for_usage
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
@@ -96,6 +97,7 @@ class RequestHandler(msgspec.Struct, eq=False):
     _body: bytes | None = None
     _status: int | None = None
     _attempt: PreemptibleAttempt | None = None
+    _app_call: AppCall = _NOT_YET
     _cut: Draining | None = None
     _route: EngineRoute | None = None
     _background: BackgroundRequest | None = None
@@ -123,14 +125,14 @@ class RequestHandler(msgspec.Struct, eq=False):
                     await self._end_without_grant(end)
                     return
                 scope, receive, send = self._forward(grant)
-                granted = current.set(scope[SCOPE_KEY])
+                app_call = self._app_call = AppCall(scope[SCOPE_KEY], self._reporter.app_trace())
                 try:
                     await self._controller.app(scope, receive, send)
                 except Exception as error:
                     if await self._has_failed(error):
                         raise
                 finally:
-                    current.reset(granted)
+                    app_call.returned()
                 if self._is_over() or not await self._waits_again():
                     return
                 next_grant = self._wait_again
@@ -348,10 +350,12 @@ class RequestHandler(msgspec.Struct, eq=False):
         self._body = body = forwarded_body(request.capped_body(), request.payload, forward, options)
         headers = headers_for_app(self._pairs, request, body, added)
         scope = forwarded_scope(self._scope, self._endpoint, headers)
+        if self._client.keepalive is not None:
+            scope["extensions"] = without_files(scope)
         if request.payload.background:
             scope.pop(CLIENT_KEY, None)
             app = self._controller.app if self._route is None else self._route.pinned(self._controller.app)
-            self._background = BackgroundRequest(app, scope, self._endpoint, request.payload)
+            self._background = BackgroundRequest(app, scope, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
         scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
@@ -377,7 +381,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             if self._background is None:
                 if message["type"] == "http.response.start":
                     return self._client.send(self._response_start(message))
-                if message["type"] == "http.response.body" and not message.get("more_body"):
+                if message["type"] in BODIES and not message.get("more_body"):
                     return self._send_last(message)
             return self._send_other(message)
         unread = self._unread
@@ -399,12 +403,12 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _send_last(self, message: Message) -> None:
         """The last bytes of a response, and most often its only ones."""
-        if body := message.get("body"):
+        if (body := body_of(message)) is not None:
             self._read_response(body)
         # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
         has_left = self._client.disconnected_us is not None
         self._call.answered()
-        await self._client.send(message)
+        await self._app_call.send_last(self._client.send, message)
         self._settle_answered(_CLIENT_LEFT if has_left else _COMPLETED)
 
     async def _send_other(self, message: Message) -> None:
@@ -412,10 +416,10 @@ class RequestHandler(msgspec.Struct, eq=False):
         kind, background, is_end = message["type"], self._background, False
         if kind == "http.response.start":
             message = self._response_start(message)
-        elif kind == "http.response.body":
+        elif kind in BODIES:
             if is_end := background is not None and not message.get("more_body"):
                 self._call.answered()
-            if body := message.get("body"):
+            if (body := body_of(message)) is not None:
                 self._read_response(body)
                 if background is None and self.stage is _RUNNING:
                     self._passing, self._unread = self._reader, None if self._gain else self._usage.unread()
@@ -541,6 +545,8 @@ class RequestHandler(msgspec.Struct, eq=False):
         request, usage, lease, call, size = self._request, self._usage, self._lease, self._call, self._size
         controller, status = self._controller, self._status
         failure = None if call.error is None else call.engine_error()
+        if self._app_call is not _NOT_YET:
+            self._app_call.granted = None
         if self._passing is not None:
             self._passing = self._unread = None
         usage.conclude(controller.output_ratios, request.classification.tenant.name, request.payload.model)
@@ -559,13 +565,8 @@ class RequestHandler(msgspec.Struct, eq=False):
             outcome, error = _CLIENT_LEFT, None  # the disconnect is why the app failed
         if self._route is not None:
             self._route.ended()
-        if request.expected is not None and failure is None and (status or 0) < 400:
-            controller.lease_sizes.learn(request.expected, usage, outcome is _COMPLETED)
-        if (prompt := usage.input_tokens) is not None:
-            controller.estimator.learn(request.payload, request.classification.tenant.name, prompt)
-        if controller.usage is not None and failure is None:
-            controller.usage.count(request, self._snapshot.policy, usage, status)
-        used = tokens, prompt, usage.output_tokens, usage.cached_tokens
+        controller.learn(request, self._snapshot.policy, usage, status, outcome is _COMPLETED, failure is not None)
+        used = tokens, usage.input_tokens, usage.output_tokens, usage.cached_tokens
         said = None if failure is None else failure.message
         self._reporter.settled(outcome, status, used, error, said, size)
 

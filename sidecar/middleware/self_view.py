@@ -17,9 +17,9 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.error_responses import send_error
 from sidecar.middleware.intake import refuse_two_keys
 from sidecar.middleware.models import ModelsController
+from sidecar.middleware.request_path import exact_paths
 from sidecar.middleware.response_headers import REQUEST_ID, request_id
 from sidecar.middleware.tenant_usage import BudgetView
-from sidecar.middleware.unguarded import route_path
 from sidecar.policy.model import Tenant
 from sidecar.pools import LocalPool
 from sidecar.pools.base import TenantUse
@@ -90,7 +90,7 @@ class SelfView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def is_self_view(scope: Scope) -> bool:
     """Whether a request asks for this page."""
-    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and route_path(scope) == PATH
+    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and PATH in exact_paths(scope)
 
 
 async def send_self_view(controller: AdmissionController, scope: Scope, send: Send) -> None:

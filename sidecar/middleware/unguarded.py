@@ -9,8 +9,8 @@ In `mode: observe` everything passes, and the count shows what enforcing would r
 A WebSocket on a guarded path gets a 426, after which clients such as Codex use HTTP at once; any other status they take
 for a failure to try again after.
 
-A path passes only in the exact spelling that the app gets. In `generating` a path is refused in every spelling that
-some server might read as a generating path.
+A path passes only in its exact spelling. In `generating` a path is refused in every spelling that some server might
+read as a generating path, and below any mount (`request_path`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 from starlette.types import Message, Receive, Scope, Send
@@ -25,7 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
 from sidecar.classify import api_key
 from sidecar.engines import NoEngine
-from sidecar.engines.base import Routes, plain_path
+from sidecar.engines.base import Routes
 from sidecar.engines.discovery import is_engine_server
 from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded, UpgradeRequired
 from sidecar.events import UnguardedRequest
@@ -34,6 +35,8 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.error_responses import send_error, speaks_anthropic
 from sidecar.middleware.forwarding import forwarded_headers
 from sidecar.middleware.intake import refuse_two_keys
+from sidecar.middleware.policy_snapshot import PolicySnapshot
+from sidecar.middleware.request_path import endpoint_of, exact_paths, readings, route_path
 from sidecar.middleware.response_headers import request_id
 from sidecar.policy.model import Policy, Unguarded
 
@@ -50,9 +53,13 @@ _log = logging.getLogger("sidecar.unguarded")
 
 async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> None:
     """Serves one ASGI scope that no endpoint of the policy guards."""
-    if scope["type"] not in ("http", "websocket"):
+    if scope["type"] == "lifespan":
         controller.server = asyncio.current_task()
         await controller.lifespan(scope, receive, send)
+        return
+    if scope["type"] not in ("http", "websocket"):
+        refuse_unknown(controller, scope)
+        await controller.app(scope, receive, send)
         return
     is_observing = controller.is_observing
     refusal: AdmissionError | None = None
@@ -72,6 +79,13 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
             _report(controller, passed, refusal)
 
 
+def refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
+    """Raises NotImplementedError for a protocol of which nothing is known here, where it may run the model."""
+    as_websocket = treatment(mode_of(controller, scope), controller.snapshot, WEBSOCKET, {"path": "", **scope})
+    if as_websocket is Treatment.REFUSED and not controller.is_observing:
+        raise NotImplementedError(f"{scope['type']!r} is not served on a path that the policy guards")
+
+
 def is_refused(controller: AdmissionController, scope: Scope) -> bool:
     """Whether `pass_or_refuse` refuses an HTTP request: known before a byte of its body is read."""
     try:
@@ -83,22 +97,18 @@ def is_refused(controller: AdmissionController, scope: Scope) -> bool:
     return False
 
 
-def route_path(scope: Scope) -> str:
-    """The path as the app's router reads it: without the prefix under which the app is mounted (Starlette's rule)."""
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "")
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
-
-
-def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
+def not_guarded(method: str, scope: Scope, routes: Routes) -> NotGuarded:
     """The refusal of a path, with the lines of the policy that would change it."""
-    page = routes.operators_page(path) if method in READING else None
+    path, *others = *exact_paths(scope), *readings(scope)
+    page = _first(routes.operators_page, readings(scope)) if method in READING else None
     if page is not None and path not in routes.changing_reads:
         return NotGuarded(
             f"{page} is the engine's own page, and is not shown to clients. For the operator: read it at the engine's "
             "own port, or name it under `public:` in the policy, for everyone."
         )
-    route = routes.generating_route(path)
+    route = _first(routes.generating_route, readings(scope))
+    if route in others:
+        path = route
     # An unknown path may contain a key, and the message goes into the log: such a path is never repeated.
     is_known = path == route or path in routes.changing_reads
     shown = path if is_known or path in STANDARD_PATHS else "PATH"
@@ -128,28 +138,41 @@ class Treatment(Enum):
     REFUSED = "refused"
 
 
-def treatment(mode: Unguarded, policy: Policy, routes: Routes, method: str, path: str) -> Treatment:
-    """How `mode` treats a request, or a WebSocket. The path is the one of the app's router."""
+def treatment(mode: Unguarded, snapshot: PolicySnapshot, method: str, scope: Scope) -> Treatment:
+    """How `mode` treats a request with the path of `scope`, or a WebSocket."""
+    policy, routes = snapshot.policy, snapshot.routes
     if mode is Unguarded.ALLOW:
         return Treatment.PASSES
     if method in READING:
-        return _reading(policy, routes, path) if mode is Unguarded.DENY else Treatment.PASSES
-    if method != WEBSOCKET and routes.harmless_route(path) is not None:
-        is_open = mode is Unguarded.DENY and path in (policy.public_paths or ())
+        return _reading(policy, routes, scope) if mode is Unguarded.DENY else Treatment.PASSES
+    if _may_generate(snapshot, method, scope):
+        return Treatment.REFUSED
+    paths = exact_paths(scope) if mode is Unguarded.DENY else (route_path(scope), *readings(scope))
+    if method != WEBSOCKET and _first(routes.harmless_route, paths) is not None:
+        is_open = mode is Unguarded.DENY and is_public(policy, scope)
         is_engines = mode is Unguarded.DENY or policy.engine is not NoEngine  # else it is the app's own
         return Treatment.NEEDS_KEY if is_engines and not is_open else Treatment.PASSES
-    if mode is Unguarded.DENY or _may_generate(policy, routes, method, path):
-        return Treatment.REFUSED
-    return Treatment.PASSES
+    return Treatment.REFUSED if mode is Unguarded.DENY else Treatment.PASSES
 
 
-def _reading(policy: Policy, routes: Routes, path: str) -> Treatment:
-    public = policy.public_paths
-    if public is not None and path in public:
+def is_public(policy: Policy, scope: Scope) -> bool:
+    """Whether the policy names the path, exactly as it is written here, as one that is for everyone."""
+    return not frozenset(exact_paths(scope)).isdisjoint(policy.public_paths or ())
+
+
+def _reading(policy: Policy, routes: Routes, scope: Scope) -> Treatment:
+    if is_public(policy, scope):
         return Treatment.PASSES
-    if plain_path(path) in routes.changing_reads or (public is not None and routes.operators_page(path) is not None):
+    paths = readings(scope)
+    is_page = policy.public_paths is not None and _first(routes.operators_page, paths) is not None
+    if is_page or not routes.changing_reads.isdisjoint(paths):
         return Treatment.REFUSED
     return Treatment.NEEDS_KEY if policy.anonymous is None else Treatment.PASSES
+
+
+def _first(find: Callable[[str], str | None], paths: Iterable[str]) -> str | None:
+    """What `find` says of the first path of which it says something."""
+    return next((found for found in map(find, paths) if found is not None), None)
 
 
 def mode_of(controller: AdmissionController, scope: Scope) -> Unguarded:
@@ -185,34 +208,37 @@ async def _checked_with_keys(controller: AdmissionController, scope: Scope) -> S
 
 def _checked(controller: AdmissionController, scope: Scope) -> Scope:
     """The scope for the app. Raises NotGuarded, UpgradeRequired, or InvalidApiKey where a key is needed."""
-    policy, routes, path = controller.policy, controller.snapshot.routes, route_path(scope)
-    is_websocket = scope["type"] == "websocket" or _offers_websocket(policy, scope)
+    snapshot = controller.snapshot
+    is_websocket = scope["type"] == "websocket" or _offers_websocket(snapshot, scope)
     method: str = WEBSOCKET if is_websocket else scope["method"]
-    treated = treatment(mode_of(controller, scope), policy, routes, method, path)
+    treated = treatment(mode_of(controller, scope), snapshot, method, scope)
     if treated is Treatment.REFUSED:
-        if is_websocket and _is_guarded(policy, path):
+        if is_websocket and _is_guarded(snapshot, scope):
             raise UpgradeRequired(_OVER_HTTP)
-        raise not_guarded(method, path, routes)
+        raise not_guarded(method, scope, snapshot.routes)
     if treated is Treatment.PASSES or _is_preflight(scope):
         return scope
     return with_engine_key(controller, scope)
 
 
-def _may_generate(policy: Policy, routes: Routes, method: str, path: str) -> bool:
-    """Whether a request may run the model. Any method on a guarded path may: SGLang also answers PUT."""
-    if method == "DELETE":
-        return False
-    return _is_guarded(policy, path) or routes.generating_route(path) is not None
+def _may_generate(snapshot: PolicySnapshot, method: str, scope: Scope) -> bool:
+    """Whether a request may run the model. Any method on a guarded path may: SGLang also answers PUT, and an app's
+    route may ask for no method.
+    """
+    if _is_guarded(snapshot, scope):
+        return True
+    return method != "DELETE" and _first(snapshot.routes.generating_route, readings(scope)) is not None
 
 
-def _is_guarded(policy: Policy, path: str) -> bool:
-    return path in policy.endpoints or plain_path(path) in policy.endpoints
+def _is_guarded(snapshot: PolicySnapshot, scope: Scope) -> bool:
+    return endpoint_of(snapshot.named_endpoints, scope) is not None
 
 
-def _offers_websocket(policy: Policy, scope: Scope) -> bool:
+def _offers_websocket(snapshot: PolicySnapshot, scope: Scope) -> bool:
     """Whether an HTTP request asks for a WebSocket on a guarded path: the server has left it to its app to decline."""
-    is_get = scope["type"] == "http" and scope["method"] == "GET" and _is_guarded(policy, route_path(scope))
-    return is_get and any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"])
+    is_get = scope["type"] == "http" and scope["method"] == "GET"
+    is_offer = is_get and any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"])
+    return is_offer and _is_guarded(snapshot, scope)
 
 
 def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
@@ -271,10 +297,10 @@ def _report(
 
 def _label(routes: Routes, scope: Scope) -> str:
     """One of a bounded number of labels: clients choose paths, and every label takes memory for good."""
-    path = route_path(scope)
-    known = routes.harmless_route(path) or routes.generating_route(path)
+    paths = readings(scope)
+    known = _first(routes.harmless_route, exact_paths(scope)) or _first(routes.generating_route, paths)
     if known is None and scope.get("method") in READING:
-        known = routes.operators_page(path)
+        known = _first(routes.operators_page, paths)
     if known is not None:
         return known
     template = getattr(scope.get("route"), "path", None)  # FastAPI leaves the route that it found

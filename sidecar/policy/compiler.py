@@ -64,7 +64,7 @@ _SHARE_KEYS = [field.name for field in fields(Shares) if field.name in TierBody.
 """Keys of a tier that the rules take as they are."""
 _POOL_KEYS = (
     *("engine", "tokenizer", "store", "pool", "on_store_loss", "replicas", "mode", "forward_key", "unguarded"),
-    *("background", "max_choices", "unsized", "order", "fair", "usage", "usage_days"),
+    *("background", "max_choices", "unsized", "order", "fair", "usage", "usage_in_traces", "usage_days"),
 )
 """Keys of the pool's file that the policy takes as they are."""
 

@@ -35,6 +35,7 @@ from sidecar.policy.model import (
     StreamUsage,
     Unguarded,
     Unsized,
+    UsageInTraces,
 )
 from sidecar.policy.problems import printable, quoted, suggestion, unknown
 from sidecar.policy.rules import UNLIMITED
@@ -489,6 +490,7 @@ StoreLossChoice = Annotated[StoreLoss, PlainValidator(_choice(StoreLoss, "choice
 UnguardedChoice = Annotated[Unguarded, PlainValidator(_choice(Unguarded, "choice")), _enum(Unguarded)]
 BackgroundChoice = Annotated[Background, PlainValidator(_choice(Background, "choice")), _enum(Background)]
 UsageChoice = Annotated[StreamUsage, PlainValidator(_choice(StreamUsage, "choice")), _enum(StreamUsage)]
+TracedUsageChoice = Annotated[UsageInTraces, PlainValidator(_choice(UsageInTraces, "choice")), _enum(UsageInTraces)]
 UnsizedChoice = Annotated[Unsized, PlainValidator(_choice(Unsized, "choice")), _enum(Unsized)]
 SourceList = Annotated[
     list[Annotated[Source, PlainValidator(_choice(Source, "source")), _enum(Source)]],

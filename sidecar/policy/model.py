@@ -77,6 +77,14 @@ class StreamUsage(str, Enum):
     AS_SENT = "as_sent"
 
 
+class UsageInTraces(str, Enum):
+    """Whether our `engine` span has what a request used: always, never, or unless the app has traced it itself."""
+
+    ONCE = "once"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class Background(str, Enum):
     """Treatment of a response that runs on after its request is answered: refused, or followed with its lease."""
 
@@ -330,6 +338,7 @@ class Policy:
     keyless: tuple[Tenant, ...] = ()
     stored_tenants: StoredTenants = StoredTenants.NONE
     usage: StreamUsage = StreamUsage.ASK
+    usage_in_traces: UsageInTraces = UsageInTraces.ONCE
     usage_days: int = 62
     max_upload_bytes: int | None = None
     cors: Cors | None = None

@@ -307,6 +307,13 @@ class PoolFile(FileModel):
         "from the text. With `engine: none` nothing is asked.",
         "as_sent",
     )
+    usage_in_traces: of.TracedUsageChoice = key(
+        "once",  # a backend that adds up what the spans of a trace used would count the same tokens twice
+        "Whether the `engine` span has what the request used (`gen_ai.usage`). `once`: unless a mounted app has traced "
+        "its own call of the model with it. `never`: something else traces it, such as the engine. Metrics have it in "
+        "any case.",
+        "never",
+    )
     public: of.PathList | None = key(
         None,  # load balancers ask whether the engine lives; nothing else is for who has no key
         "With `unguarded: deny`, the paths that may be read without a key, where others need one (`anonymous: deny`). "

@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.server import CannotServe
+from sidecar.server.own_limits import report_own_limit
 from sidecar.server.workers import (
     ServerProcesses,
     refuse_separate_pools,
@@ -66,6 +67,7 @@ class MountedLifespan:
                     scope, self._environment, is_shared=self._is_shared, is_engine=self._is_engine
                 )
                 await started.enter_async_context(self._services(processes))
+                report_own_limit()
             except (CannotServe, ValueError) as mistake:
                 await send(startup_failed(mistake))
                 raise

@@ -98,15 +98,19 @@ def _of_multiprocessing() -> ServerProcesses | None:
 
 
 def _of_stack() -> ServerProcesses | None:
+    supervisor = supervisor_on_stack()
+    workers = getattr(supervisor, "num_workers" if _package(supervisor) == "gunicorn" else "workers", None)
+    return ServerProcesses(max(1, workers), _package(supervisor)) if isinstance(workers, int) else None
+
+
+def supervisor_on_stack() -> object | None:
     """Gunicorn and granian fork in the middle of their supervisor, which is still on the stack of the main thread."""
     if "gunicorn.arbiter" not in sys.modules and "granian.server" not in sys.modules:
         return None
-    for owner in _owners(sys._current_frames().get(threading.main_thread().ident or 0)):
-        package, module = _package(owner), type(owner).__module__
-        workers = getattr(owner, "num_workers", None) if package == "gunicorn" else getattr(owner, "workers", None)
-        if module.startswith(("gunicorn.arbiter", "granian.server")) and isinstance(workers, int):
-            return ServerProcesses(max(1, workers), package)
-    return None
+    owners = _owners(sys._current_frames().get(threading.main_thread().ident or 0))
+    return next(
+        (one for one in owners if type(one).__module__.startswith(("gunicorn.arbiter", "granian.server"))), None
+    )
 
 
 def _owners(frame: FrameType | None) -> Iterator[Any]:
@@ -119,14 +123,26 @@ def _owners(frame: FrameType | None) -> Iterator[Any]:
 
 def _of_command() -> ServerProcesses | None:
     """Granian where it does not fork: the new process has the command line of its supervisor, and its environment."""
-    if multiprocessing.current_process().name != "granian-worker":
+    if not _is_granians():
         return None
-    written = os.environ.get("GRANIAN_WORKERS", "1")
-    for option, value in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
-        name, _, attached = option.partition("=")
-        if name == "--workers":
-            written = attached or value
+    written = written_for_granian("workers") or "1"
     return ServerProcesses(max(1, int(written)) if written.isdecimal() else 1, "granian")
+
+
+def _is_granians() -> bool:
+    return multiprocessing.current_process().name == "granian-worker"
+
+
+def written_for_granian(name: str) -> str | None:
+    """An option of granian's command line, or of its environment; None where there is none, and in other processes."""
+    if not _is_granians():
+        return None
+    written = os.environ.get(f"GRANIAN_{name.upper()}")
+    for option, value in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        left, _, attached = option.partition("=")
+        if left == f"--{name}":
+            written = attached or value
+    return written
 
 
 def _package(owner: object) -> str:

@@ -7,18 +7,21 @@ goes on.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
-from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.context import Context
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags
 
 from sidecar.events import Admitted, Classified, Event, Headers, Observation, Preempted, Received, Refused, Settled
 from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.request_record import KEEPERS, EventHandlers, RequestRecord, TraceIds
 from sidecar.telemetry.sdk_bypass.providers import kept_answer, none_is_set
 from sidecar.telemetry.setup import has_no_meter_provider
+from sidecar.telemetry.spans.app_trace import AppTrace
 from sidecar.telemetry.spans.propagation import client_trace, injected
 from sidecar.telemetry.spans.request_spans import RequestSpans
 from sidecar.telemetry.spans.tracer import RequestTracer
@@ -101,17 +104,18 @@ class EventDispatcher:
         begun = self.tracer.begin(event)
         if begun is None:
             return self._untraced(event)
-        context, spans = begun
+        context, parent, spans = begun
         trace_id, span_id, _, flags, _, _ = context  # each of its properties is a call
         is_sampled = spans is not None and flags & _SAMPLED == _SAMPLED
         ids = TraceIds(trace_id, span_id, is_sampled)
         record = RequestRecord(event.request_id, ids, event.method, event.path, event.at_us, event.wall_ns)
         observation: RequestObservation
         if spans is None:
-            observation = RequestObservation(self, self._reactions, event, record, context, self._hears_everything)
+            hears = self._hears_everything
+            observation = RequestObservation(self, self._reactions, event, record, context, parent, hears)
         else:
             reactions = self._reactions_to_recorded if is_sampled else self._reactions_to_unsampled
-            observation = RecordedObservation(self, reactions, event, record, context, True, spans)
+            observation = RecordedObservation(self, reactions, event, record, context, parent, True, spans)
         if Received in observation.reactions:
             observation.on_event(event)
         return observation
@@ -123,7 +127,7 @@ class EventDispatcher:
             return None
         # No spans: the request is found by the client's own trace.
         record = RequestRecord.of(event, client_trace(event))
-        observation = RequestObservation(self, self._reactions, event, record, None, self._hears_everything)
+        observation = RequestObservation(self, self._reactions, event, record, None, None, self._hears_everything)
         if Received in observation.reactions:
             observation.on_event(event)
         return observation
@@ -140,7 +144,8 @@ class EventDispatcher:
         if not self._delay_s:
             self.flush()
         else:
-            self.timer = loop.call_later(self._delay_s, self.flush)
+            # In no request's context: events of many are dispatched, and would count as that one's.
+            self.timer = loop.call_later(self._delay_s, self.flush, context=contextvars.Context())
 
     def flush(self) -> None:
         """Dispatches everything that has happened so far."""
@@ -188,13 +193,17 @@ def _reactions(listeners: Sequence[Listener], *, has_spans: bool) -> Reactions:
 
 
 class RequestObservation(msgspec.Struct, eq=False):
-    """One request that is dispatched, and its record. `context` is sent to the engine; None where nothing traces."""
+    """One request that is dispatched, and its record. `context` is sent to the engine; None where nothing traces.
+
+    `parent` is the context that the request came with.
+    """
 
     _dispatcher: EventDispatcher
     reactions: Reactions
     received: Received
     record: RequestRecord
     context: SpanContext | None
+    parent: Context | None
     hears_everything: bool
 
     def headers(self) -> Headers:
@@ -206,6 +215,20 @@ class RequestObservation(msgspec.Struct, eq=False):
         except Exception:
             self._dispatcher.tracer.report()
             return ()
+
+    def app_trace(self) -> AppTrace | None:
+        """See `Observation`. Where the request is not recorded, neither is what its app traces."""
+        if self.context is None or self.parent is None or not self._dispatcher.tracer.is_mounted:
+            return None
+        try:
+            return AppTrace(self._for_app(), self.parent)
+        except Exception:
+            self._dispatcher.tracer.report()
+            return None
+
+    def _for_app(self) -> Span:
+        assert self.context is not None
+        return NonRecordingSpan(self.context)
 
     def on_event(self, event: Event | Received) -> None:
         """Has the event dispatched with those that come next."""
@@ -224,6 +247,14 @@ class RecordedObservation(RequestObservation):
     """One request with spans; the last event ends them."""
 
     spans: RequestSpans
+
+    def app_trace(self) -> AppTrace | None:
+        """See `Observation`."""
+        self.spans.app_trace = trace = super().app_trace()
+        return trace
+
+    def _for_app(self) -> Span:
+        return self.spans.for_app()
 
     def on_event(self, event: Event | Received) -> None:
         """Has the event dispatched. Of an admission the spans know at once, as the engine is sent their context."""
@@ -262,6 +293,9 @@ class _FailureObservation:
     def headers(self) -> Headers:
         """Nothing is added to the client's headers."""
         return ()
+
+    def app_trace(self) -> None:
+        """Nothing traces."""
 
     def on_event(self, event: Event) -> None:
         """Keeps the event; the last one is logged where the request failed."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from typing import Final
 
+SCOPE: Final = "sidecar"
+"""The instrumentation scope of all that is ours."""
+
 # Spans, and their events.
 ADMISSION: Final = "admission"
 QUEUED: Final = "admission.queued"

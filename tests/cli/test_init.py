@@ -473,6 +473,7 @@ def test_a_file_in_the_folders_place_is_said(tmp_path: Path, capsys: pytest.Capt
         (["--requests", "9" * 5000], "is no number of requests"),
         (["--upstream", "ftp://engine"], "is no server's address"),
         (["--upstream", NO_ONE, "--example"], "not allowed with argument"),
+        (["--upstream", NO_ONE, "--mounted"], "not allowed with argument"),
         (["--example", "--keys-to", "k"], "--keys-to does not go with --example, whose keys everyone knows"),
     ],
 )
@@ -489,6 +490,7 @@ def test_a_wrong_command_line_is_a_two(
     ("arguments", "said"),
     [
         (["--upstream", NO_ONE], "cannot reach http://127.0.0.1:9"),
+        (["--mounted"], "--mounted needs --requests N, the requests that the engine runs at once"),
         (["--tenants", "chat=critical"], "tenant chat: there is no tier critical; the tiers are high, normal, batch"),
         (
             ["--tiers", "5", "--requests", "2"],
@@ -599,6 +601,28 @@ def test_the_tiers_fit_any_number_of_requests(tmp_path: Path) -> None:
         assert (requests, requests == 1 or warnings(policy)) == (requests, requests == 1 or ())
         assert (requests, len(policy.tiers)) == (requests, 5 if requests >= 20 else 3)
         assert (requests, all(shares.reserve for shares in policy.shares)) == (requests, requests >= 4)
+
+
+def test_an_app_of_ones_own_gets_a_policy_and_steps_that_speak_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No handler expects a request twice, so nothing is preempted."""
+    for requests, engine in ((1, "none"), (4, "sglang"), (19, "none"), (20, "vllm"), (256, "none")):
+        folder = tmp_path / str(requests)
+        chosen = [] if engine == "none" else ["--engine", engine]
+        assert main(["init", str(folder), "--mounted", "--requests", str(requests), *chosen]) == 0
+        printed = capsys.readouterr().out
+        assert f"\n  app.add_middleware(AdmissionMiddleware, policy={str(folder)!r})\n" in printed
+        assert re.search(r"\n  SIDECAR_ADMIN_PORT=\d+ uvicorn main:app --port \d+\n", printed)
+        assert f"\n  sidecar check {folder}\n" in printed
+        assert ("sidecar doctor" in printed, "sidecar serve" in printed) == (engine != "none", False)
+        policy = load_files(folder).policy
+        assert (policy.engine.name, policy.mode, policy.rules.requests) == (engine, Mode.OBSERVE, requests)
+        assert not any(tier.preemptible or tier.preempt_after_us for tier in policy.rules.tiers)
+        if requests > 1:
+            check(folder, capsys)
+        text = (folder / "policy.yaml").read_text()
+        assert ("preempt" in text, "Before an engine" in text, "in an app of your own" in text) == (False, False, True)
 
 
 def test_json_on_standard_output_has_the_keys_and_a_file_has_not(

@@ -16,14 +16,21 @@ def pool_rules(tiers):
 
 
 class Request:
-    def __init__(self, id, tier, tenant, tokens, prompt, hits, arrived, weight=1):
-        self.id, self.tier, self.tenant, self.tokens, self.prompt, self.hits = id, tier, tenant, tokens, prompt, hits
+    def __init__(self, number, tier, tenant, *, tokens, prompt, hits, arrived, weight):
+        self.id, self.tier, self.tenant, self.tokens, self.prompt, self.hits = (
+            number,
+            tier,
+            tenant,
+            tokens,
+            prompt,
+            hits,
+        )
         self.arrived, self.weight, self.ticket, self.lease, self.engine = arrived, weight, None, None, None
         self.status, self.outcome, self.runs, self.sent = "queued", None, 0, 0
 
 
 class ModelReplica:
-    def __init__(self, world, name, layout, rules, most_bids, divides=True, takes_over=False):
+    def __init__(self, world, name, layout, rules, *, most_bids, divides, takes_over):
         self.world, self.name, self.layout, self.rules, self.most_bids = world, name, layout, rules, most_bids
         self.member = Member(
             name, pool_rules(rules[0]), layout=layout, most_bids=most_bids, divides=divides, takes_over=takes_over

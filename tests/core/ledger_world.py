@@ -161,7 +161,15 @@ class World:
         self.names += 1
         name = f"r{self.names}"
         divides = not (self.profile in STRICT and "lose" in self.faults)
-        replica = Replica(self, name, layout or self.layout, rules or self.rules, self.most_bids, divides, takes_over)
+        replica = Replica(
+            self,
+            name,
+            layout or self.layout,
+            rules or self.rules,
+            most_bids=self.most_bids,
+            divides=divides,
+            takes_over=takes_over,
+        )
         replica.view = {e.name: [e.capacity, e.prefill, e.up] for e in self.engines.values()}
         self.replicas[name] = replica
         replica.start()
@@ -261,11 +269,11 @@ class World:
             len(self.requests) + 1,
             draw.choice(self.tiers)[0],
             f"t{draw.randrange(3)}",
-            tokens,
-            prompt,
-            hits,
-            self.now,
-            draw.choice((1, 1, 2)),
+            tokens=tokens,
+            prompt=prompt,
+            hits=hits,
+            arrived=self.now,
+            weight=draw.choice((1, 1, 2)),
         )
         self.requests[request.id] = request
         request.service = min(8_000_000, int(draw.expovariate(1 / 2.0) * 1e6) + 1000)
@@ -505,7 +513,7 @@ class World:
             self.at(self.random.randrange(1_000_000, 5_000_000), self.undrain, engine)
 
     def do_rules(self, replicas):
-        """A replica brings other shares of the same tiers; or one comes with other tiers, and may take the pool over."""
+        """A replica brings other shares of the same tiers. Or one has other tiers, and may take the pool over."""
         draw = self.random
         if not replicas:
             return

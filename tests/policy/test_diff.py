@@ -83,6 +83,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("engine: none", "engine: none\nmode: observe", "mode enforce -> observe"),
         ("engine: none", "engine: none\nkeep_alive: 15s", "keep_alive none -> 15s"),
         ("engine: none", "engine: none\nusage: as_sent", "usage ask -> as_sent"),
+        ("engine: none", "engine: none\nusage_in_traces: never", "usage_in_traces once -> never"),
         ("engine: none", "engine: none\nabort_latency: 4s", "abort_latency none -> 4s"),
         ("engine: none", "engine: none\nmax_preemptions: 1", "max_preemptions 2 -> 1"),
         ("engine: none", "engine: none\nmax_choices: 4", "max_choices 8 -> 4"),

@@ -17,12 +17,13 @@ import aiohttp
 import pytest
 
 from tests.real.lab import MODEL, READY_WITHIN_S, ROOT, Engine, installed_in, script, skip_without, vllm, vllm_process
+from tests.server.hosts import line_of
 from tests.support.ports import free_ports
 from tests.support.redis_servers import RedisServer, first_binary, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 
-MIDDLEWARE = "sidecar.AdmissionMiddleware"
+_, MIDDLEWARE = line_of("vLLM").split(" --middleware ")
 ENGINE_KEY, TENANT_KEY = "sk-engine", "sk-tenant"
 POLICY = """\
 engine: vllm

@@ -127,6 +127,15 @@ async def test_a_server_of_two_processes_fails_the_start() -> None:
     assert said in str(await start_failure(app))
 
 
+async def test_a_limit_of_the_servers_own_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    for settings in ({}, {"limit_concurrency": 7}):
+        async with serving(guarded(), **settings):
+            pass
+    (line,) = (record.getMessage() for record in caplog.records if "own limit" in record.getMessage())
+    assert "(limit_concurrency=7) acts before admission and knows no tier" in line
+    assert "beyond 7 connections or requests uvicorn answers 503" in line
+
+
 def test_a_port_that_is_taken_ends_the_server_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

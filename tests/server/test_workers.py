@@ -207,3 +207,26 @@ def test_granian_that_does_not_fork_is_read_from_its_command_line(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert server_processes({}, {}) == ServerProcesses(number, "granian")
+
+
+# -- a limit of the server's own
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((*UVICORN, "--limit-concurrency", "7"), "limit_concurrency=7"),
+        ((*GUNICORN, "worker.Limited"), "limit_concurrency=7"),
+        ((*GRANIAN, "--backpressure", "7"), "backpressure=7"),
+    ],
+)
+def test_a_limit_of_the_servers_own_is_found(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    write_app(tmp_path)
+    (tmp_path / "worker.py").write_text(
+        "from uvicorn_worker import UvicornWorker\n"
+        "class Limited(UvicornWorker):\n"
+        "    CONFIG_KWARGS = {'limit_concurrency': 7}\n"
+    )
+    with running(tmp_path, *command(arguments), SIDECAR_LOG_FORMAT="text") as server:
+        server.until(rf"own limit \({said}\)")

@@ -30,6 +30,19 @@ def anchors(markdown: Path) -> list[str]:
     return found
 
 
+def section(markdown: Path, heading: str) -> str:
+    """The text below a heading, without its smaller ones' sections."""
+    text = markdown.read_text(encoding="utf-8")
+    return re.split(r"^#{1,6} ", text.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def table(markdown: Path, heading: str) -> list[list[str]]:
+    """The rows of the first table below a heading, each a list of its cells as written."""
+    lines = (line for line in section(markdown, heading).splitlines() if line.startswith("|"))
+    _, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return rows
+
+
 def links(markdown: Path) -> list[str]:
     """Where its links and pictures lead, as written. Links inside of a link's text, as a picture's, count too."""
     text = _CODE.sub("", prose(markdown.read_text(encoding="utf-8")))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sidecar.events import Admitted, Classified, Event, Headers, Queued, Received, Refused, Settled
+from sidecar.events import Admitted, AppTrace, Classified, Event, Headers, Queued, Received, Refused, Settled
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.middleware import serve_scope
 from sidecar.policy.compiler import load
@@ -108,6 +108,9 @@ class Story:
 
     def headers(self) -> Headers:
         return ()
+
+    def app_trace(self) -> AppTrace | None:
+        return None
 
     def on_event(self, event: Event) -> None:
         self.events.append(event)

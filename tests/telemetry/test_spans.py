@@ -328,7 +328,7 @@ def test_a_refusal_that_starved_too_long_is_marked_as_well():
 def test_other_limits_hold_for_requests_from_then_on():
     tracing = Tracing(starvation_limits_s={"batch": 1.0})
     before = tracing.observer.received(received())
-    tracing.tracer.change_limits({"batch": 2.0})
+    tracing.tracer.change({"batch": 2.0}, None)
     starved = admitted(2_100_000, 2_099_950, starvation_us=1_400_000, served_ahead={"high": 900})
 
     for observation in (before, tracing.observer.received(received())):

@@ -61,7 +61,7 @@ end
 local function add_bid(member, bid)
   local tier = tier_of(bid[TIER])
   if not tier then return end
-  bid[TIER], bid[ARRIVED], bid[OWNER], bid[START], bid[FINISH], bid[ENGINE] = tier, max(0, now - bid[ARRIVED]), who, false, 0, false
+  bid[TIER], bid[ARRIVED], bid[OWNER], bid[START], bid[ENGINE] = tier, max(0, now - bid[ARRIVED]), who, false, false
   bid[IN_LINE_SINCE], bid[COUNT], bid[COUNTED], bid[ADMISSION], bid[EXCESS], bid[EXCESS_PROMPT] = false, 0, 0, 0, 0, 0
   bid[IS_IN_FLOOR] = false
   member[BIDS] = member[BIDS] + 1
@@ -119,7 +119,7 @@ local function grant_all()
     local ticket = it.ticket
     local member, owner = members[ticket[OWNER]], ticket[OWNER]
     local packed = pack({ ticket[ID], tiers[ticket[TIER]][NAME], it.engine, ticket[TOKENS], ticket[REQUESTS], ticket[COUNT], it.sent,
-      ticket[EXCESS], ticket[EXCESS_PROMPT], ticket[IS_IN_FLOOR], ticket[COUNTED], ticket[FINISH] })
+      ticket[EXCESS], ticket[EXCESS_PROMPT], ticket[IS_IN_FLOOR], ticket[COUNTED] })
     member[BIDS], member[OUTBOX][#member[OUTBOX] + 1] = member[BIDS] - 1, packed
     local wake_up = of_owner[owner]
     if not wake_up and owner ~= who then

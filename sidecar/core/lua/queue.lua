@@ -148,7 +148,6 @@ local function queue_leave(ticket)
   end
   take_out(queue, ticket)
   tag(tier, tenant)
-  ticket[FINISH] = queue.finish[tenant] or t[VIRTUAL]
 end
 
 -- Growth of a tenant's lease, while others of the tier wait.

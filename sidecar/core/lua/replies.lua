@@ -18,7 +18,8 @@ local function packed_cell(cell) return '\153' .. pack(unpack(cell, 1, CELL_FIGU
 
 local function packed_grant(grant)
   local g = unpacked(grant)
-  return '\156' .. pack(unpack(g, 1, GRANT_COUNTED - 1)) .. pack(now - g[GRANT_COUNTED]) .. packed_float(g[GRANT_FINISH])
+  g[GRANT_COUNTED] = now - g[GRANT_COUNTED]
+  return pack(g)
 end
 
 local function packed_grants(grants)

@@ -23,11 +23,11 @@ local ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR = 9, 12, 15, 18
 local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING = 1, 2, 3, 4, 5, 6, 7, 8, 9
 -- A ticket: what its replica said (`calls.Bid`), then what the ledger adds.
 local ID, TIER, TENANT, TOKENS, REQUESTS, PROMPT, WEIGHT, HITS, BARRED = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local ARRIVED, NUMBER, GAIN, HAS_RETURNED, HINT, OWNER, START, FINISH = 10, 11, 12, 13, 14, 15, 16, 17
-local ENGINE, IN_LINE_SINCE, COUNT, COUNTED, ADMISSION, EXCESS, EXCESS_PROMPT, IS_IN_FLOOR = 18, 19, 20, 21, 22, 23, 24, 25
+local ARRIVED, NUMBER, GAIN, HAS_RETURNED, HINT, OWNER, START = 10, 11, 12, 13, 14, 15, 16
+local ENGINE, IN_LINE_SINCE, COUNT, COUNTED, ADMISSION, EXCESS, EXCESS_PROMPT, IS_IN_FLOOR = 17, 18, 19, 20, 21, 22, 23, 24
 local GAIN_WEIGHT, GAIN_TOKENS, GAIN_COST, GAIN_START_BY, GAIN_SLACK = 1, 2, 3, 4, 5
 -- A grant in an outbox: `calls.Granted`, but for when it began to count.
-local GRANT_BID, GRANT_TIER, GRANT_ENGINE, GRANT_COUNTED, GRANT_FINISH = 1, 2, 3, 11, 12
+local GRANT_BID, GRANT_TIER, GRANT_ENGINE, GRANT_COUNTED = 1, 2, 3, 11
 -- A cell, as it is told.
 local CELL_TIER, CELL_ENGINE, CELL_FIGURES, FIGURES = 1, 2, 2, 7
 -- An engine in `config`, sorted by name and incarnation, and the words in `held`, as many of each engine.

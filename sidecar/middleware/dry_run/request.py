@@ -45,7 +45,8 @@ import asyncio
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
-from sidecar.events import Headers, Observed, Outcome, Verdict
+from sidecar.events import AppTrace, Headers, Observed, Outcome, Verdict
+from sidecar.middleware.app_call import BODIES, AppCall, body_of
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.engine_times import SentRequest
 from sidecar.middleware.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowResult
@@ -68,7 +69,7 @@ _NO_WAIT = Grant(0, 0, 0, None, {}, 0)
 class DryRunRequest:
     """Passes one request to a guarded endpoint, and shows it to a `RequestWatcher`. `run` is called once."""
 
-    __slots__ = ("_controller", "_endpoint", "_receive", "_scope", "_send", "_watcher")
+    __slots__ = ("_app_call", "_controller", "_endpoint", "_receive", "_scope", "_send", "_watcher")
 
     def __init__(
         self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
@@ -79,6 +80,7 @@ class DryRunRequest:
         self._receive = receive
         self._send = send
         self._watcher: RequestWatcher | None = None
+        self._app_call: AppCall | None = None
 
     async def run(self) -> None:
         """Calls the app. Raises only what the app raises."""
@@ -88,7 +90,11 @@ class DryRunRequest:
             scope = self._scope
             if self._endpoint.forward_to is not None:
                 scope = forwarded_scope(scope, self._endpoint, scope["headers"])
-            await self._controller.app(scope, self._receive_for_app, self._send_for_app)
+            app_call = self._app_call = AppCall(None, None if self._watcher is None else self._watcher.app_trace())
+            try:
+                await self._controller.app(scope, self._receive_for_app, self._send_for_app)
+            finally:
+                app_call.returned()
         except BaseException as error:
             self._end(error)
             raise
@@ -114,9 +120,12 @@ class DryRunRequest:
     async def _send_for_app(self, message: Message) -> None:
         if self._watcher is not None:
             message = self._with_headers(self._watcher, message)
-        await self._send(message)
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._end(None, is_complete=True)
+        if message["type"] not in BODIES or message.get("more_body", False):
+            await self._send(message)
+            return
+        assert self._app_call is not None
+        await self._app_call.send_last(self._send, message)
+        self._end(None, is_complete=True)
 
     def _with_headers(self, watcher: RequestWatcher, message: Message) -> Message:
         added: Headers = ()
@@ -195,6 +204,10 @@ class RequestWatcher:
         except AdmissionError as refusal:
             self._refuse(refusal)
 
+    def app_trace(self) -> AppTrace | None:
+        """See `Observation.app_trace`: the request is admitted while the app runs, so it is that of `admission`."""
+        return self._reporter.app_trace()
+
     def on_request(self, message: Message) -> None:
         """The app is about to get this message."""
         if message["type"] == "http.disconnect":
@@ -212,8 +225,8 @@ class RequestWatcher:
         """The client is about to get this message."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
-        elif message["type"] == "http.response.body":
-            if body := message.get("body", b""):
+        elif message["type"] in BODIES:
+            if (body := body_of(message)) is not None:
                 if not self._usage.has_begun:
                     self._usage.has_begun = True
                     self._reporter.first_byte(self._status)
@@ -248,16 +261,12 @@ class RequestWatcher:
             usage.conclude(self._controller.output_ratios, tenant, payload.model)
             prompt_tokens = self._found.prompt_tokens
             charged = usage.charged_tokens(prompt_tokens, self._status)
-            if usage.input_tokens is not None:
-                self._controller.estimator.learn(payload, tenant, usage.input_tokens)
         if self._sent is not None:
             self._end_sent(self._sent, outcome, charged)
-        expected = self._found.expected if isinstance(self._found, SizedRequest) else None
-        if expected is not None and (self._status or 0) < 400:
-            self._controller.lease_sizes.learn(expected, usage, is_complete=outcome is Outcome.COMPLETED)
+        if isinstance(self._found, SizedRequest):
+            is_complete = outcome is Outcome.COMPLETED
+            self._controller.learn(self._found, self._snapshot.policy, usage, self._status, is_complete, False)
         used = usage.used_tokens(prompt_tokens), usage.input_tokens, usage.output_tokens, usage.cached_tokens
-        if self._controller.usage is not None and isinstance(self._found, SizedRequest):
-            self._controller.usage.count(self._found, self._snapshot.policy, usage, self._status)
         self._reporter.settled(outcome, status=self._status, used=used, error=code)
 
     def release(self) -> None:

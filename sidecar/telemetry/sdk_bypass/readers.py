@@ -17,10 +17,9 @@ from sidecar.telemetry import sdk_bypass
 from sidecar.telemetry.metrics.histograms import DURATIONS, HAS_CONTEXT, DurationMetric
 from sidecar.telemetry.metrics.views import HAS_EXEMPLARS
 from sidecar.telemetry.sdk_bypass.histograms import DurationExemplar, Series, Sums
-from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
+from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID, SCOPE
 from sidecar.version import __version__
 
-SCOPE: Final = "sidecar"
 _BUCKETED: Final = (view.DefaultAggregation, view.ExplicitBucketHistogramAggregation)
 _TRACE_BASED: Final = "trace_based"
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer, TraceState
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer, TraceState
 
 from sidecar.telemetry import sdk_bypass
-from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
+from sidecar.telemetry.sdk_bypass.app_span import AppSpan
+from sidecar.telemetry.spans.open_span import ApiSpan, Attributes, Moment, OpenSpan
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanLimits, SpanProcessor
@@ -79,9 +80,12 @@ class SpanBypass:
     def __init__(self, tracer: SdkTracer, bounds: SamplingBounds) -> None:
         from opentelemetry.sdk.trace import Event, ReadableSpan
 
+        from sidecar.telemetry.sdk_bypass.app_usage import AppUsage
+
         self.event, self.record = Event, ReadableSpan
         self.resource, self.scope = tracer.resource, tracer._instrumentation_scope
         self.processors = _processors(tracer)
+        self.exporting = [processor for processor in self.processors if type(processor) is not AppUsage]
         self._random = _RANDOM if hasattr(tracer.id_generator, "is_trace_id_random") else 0
         self.tracer = tracer
         self._sampler = tracer.sampler
@@ -113,7 +117,10 @@ class SpanBypass:
 
 @dataclass(slots=True, eq=False)
 class DirectSpan:
-    """A span that becomes a record when it ends. `above` is its parent's context."""
+    """A span that becomes a record when it ends. `above` is its parent's context.
+
+    `written` is the SDK's own span, where the app has written something to it. `ended_ns` is None before the end.
+    """
 
     bypass: SpanBypass
     name: str
@@ -123,6 +130,12 @@ class DirectSpan:
     start_ns: int
     attributes: Attributes | None
     links: Sequence[Link]
+    written: ApiSpan | None = None
+    ended_ns: int | None = None
+
+    def for_app(self) -> Span:
+        """See `OpenSpan.for_app`."""
+        return AppSpan(self)
 
     def child(
         self, name: str, kind: SpanKind, start_ns: int, attributes: Attributes | None, links: Sequence[Link] = ()
@@ -134,6 +147,10 @@ class DirectSpan:
 
     def end(self, at_ns: int, attributes: Attributes, events: Sequence[Moment] = (), error: str | None = None) -> None:
         """See `OpenSpan.end`."""
+        self.ended_ns = at_ns
+        if self.written is not None:
+            self.written.end(at_ns, attributes, events, error)
+            return
         bypass = self.bypass
         record = bypass.record(
             name=self.name,
@@ -149,8 +166,33 @@ class DirectSpan:
             end_time=at_ns,
             instrumentation_scope=bypass.scope,
         )
-        for processor in bypass.processors:
+        for processor in bypass.exporting:
             processor.on_end(record)
+
+    def of_sdk(self) -> Span:
+        """The same span as the SDK makes it, which has begun. After the end, one that takes nothing."""
+        if self.written is None and self.ended_ns is not None:
+            return trace.INVALID_SPAN
+        if self.written is None:
+            from opentelemetry.sdk.trace import _Span
+
+            bypass, tracer = self.bypass, self.bypass.tracer
+            span = _Span(
+                name=self.name,
+                context=self.context,
+                parent=self.above,
+                sampler=tracer.sampler,
+                resource=bypass.resource,
+                attributes=self.attributes,
+                span_processor=tracer.span_processor,
+                kind=self.kind,
+                links=self.links,
+                limits=tracer._span_limits,
+                instrumentation_scope=bypass.scope,
+            )
+            span.start(self.start_ns)
+            self.written = ApiSpan(tracer, span, Context())
+        return self.written.span
 
 
 def _is_unmodified(tracer: SdkTracer) -> bool:
@@ -158,9 +200,12 @@ def _is_unmodified(tracer: SdkTracer) -> bool:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
+    from sidecar.telemetry.sdk_bypass.app_usage import AppUsage
+
+    known = {BatchSpanProcessor, SimpleSpanProcessor, AppUsage}
     return (
         type(tracer.span_processor) is SynchronousMultiSpanProcessor
-        and all(type(processor) in {BatchSpanProcessor, SimpleSpanProcessor} for processor in _processors(tracer))
+        and all(type(processor) in known for processor in _processors(tracer))
         and type(tracer.id_generator) is RandomIdGenerator
         and _is_ample(tracer._span_limits)
         and not _counts_spans(tracer)

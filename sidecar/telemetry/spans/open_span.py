@@ -27,6 +27,9 @@ class OpenSpan(Protocol):
     def context(self) -> SpanContext:
         """Its ids, and whether it is sampled."""
 
+    def for_app(self) -> Span:
+        """The span as the app finds it where it is current."""
+
     def child(
         self, name: str, kind: SpanKind, start_ns: int, attributes: Attributes | None, links: Sequence[Link] = ()
     ) -> OpenSpan:
@@ -48,6 +51,10 @@ class ApiSpan:
     def context(self) -> SpanContext:
         """See `OpenSpan.context`."""
         return self.span.get_span_context()
+
+    def for_app(self) -> Span:
+        """See `OpenSpan.for_app`."""
+        return self.span
 
     def child(
         self, name: str, kind: SpanKind, start_ns: int, attributes: Attributes | None, links: Sequence[Link] = ()

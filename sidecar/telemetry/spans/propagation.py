@@ -19,6 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from sidecar.events import Headers, Received
 from sidecar.telemetry.request_record import TraceIds
 from sidecar.telemetry.sdk_bypass.spans import NO_STATE
+from sidecar.telemetry.spans.app_trace import is_inherited
 from sidecar.telemetry.spans.propagators import propagate
 
 
@@ -61,11 +62,13 @@ def parent_of(received: Received) -> tuple[Context, SpanKind]:
     headers: then we are a part of it (INTERNAL). Otherwise the parent is what the client sent, if anything.
     """
     current = otel_context.get_current()
-    if current and trace.get_current_span(current).get_span_context().is_valid:
-        return current, _INTERNAL
+    if current and (above := trace.get_current_span(current)).get_span_context().is_valid:
+        if not is_inherited(current, above):
+            return current, _INTERNAL
+        current = _NO_PARENT
     if _fields_of(propagate.get_global_textmap()).isdisjoint(received.by_name or received.header_names()):
-        return _NO_PARENT, _SERVER
-    return propagate.extract(received.headers, _NO_PARENT, _GETTER), _SERVER
+        return current, _SERVER
+    return propagate.extract(received.headers, current, _GETTER), _SERVER
 
 
 def client_trace(received: Received) -> TraceIds | None:

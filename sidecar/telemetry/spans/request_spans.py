@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from opentelemetry.trace import Link, SpanContext, SpanKind
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind
 
 from sidecar.events import (
     Admitted,
@@ -30,6 +30,7 @@ from sidecar.telemetry.request_record import (
     engine_name,
     failure_description,
 )
+from sidecar.telemetry.spans.app_trace import AppTrace
 from sidecar.telemetry.spans.links import FindLinks, WaitLinks
 from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
 
@@ -49,13 +50,14 @@ class SpanSettings:
 
     `report` logs the exception being handled. `starvation_limits_s` has the tiers that promise one; `provider_name` is
     the engine's name in the GenAI conventions, None where it is not known; `find_links` is None where spans have no
-    links.
+    links. `writes_usage` says whether `engine` has what the request used; None: unless the app has traced it itself.
     """
 
     report: Callable[[], None]
     starvation_limits_s: Mapping[str, float]
     provider_name: str | None
     find_links: FindLinks | None
+    writes_usage: bool | None
 
 
 class RequestSpans:
@@ -65,10 +67,20 @@ class RequestSpans:
     together, and a Collector that decides some seconds after a trace's first span sees how this request ended.
     Attributes are gathered in one dict and written once: a call per attribute costs more than the span.
 
-    `classified` is set as soon as it is known, before the record has it.
+    `classified` is set as soon as it is known, before the record has it. `app_trace` is that of the last call of the
+    app, where it has one.
     """
 
-    __slots__ = ("_admission", "_engines", "_links", "_received_us", "_received_wall_ns", "_settings", "classified")
+    __slots__ = (
+        "_admission",
+        "_engines",
+        "_links",
+        "_received_us",
+        "_received_wall_ns",
+        "_settings",
+        "app_trace",
+        "classified",
+    )
 
     def __init__(self, settings: SpanSettings, received: Received, admission: OpenSpan) -> None:
         self._settings = settings
@@ -77,11 +89,16 @@ class RequestSpans:
         self._engines: list[OpenSpan] = []
         self._links = _NO_LINKS
         self.classified: Classified | None = None
+        self.app_trace: AppTrace | None = None
 
     @property
     def context(self) -> SpanContext:
         """The context of `admission`."""
         return self._admission.context
+
+    def for_app(self) -> Span:
+        """The span that is current in the app: the last `engine`, in the dry run `admission`."""
+        return (self._engines[-1] if self._engines else self._admission).for_app()
 
     def admit(self, record: RequestRecord, event: Admitted) -> SpanContext:
         """Begins an `engine` span and returns its context, or that of `admission` where this failed.
@@ -138,14 +155,8 @@ class RequestSpans:
         self._admission.end(ended_ns, written, error=error)
 
     def _end_engine(self, record: RequestRecord, admitted: Admitted, event: Settled) -> None:
-        written: Attributes = {}
+        written = self._usage(event)
         moments: list[Moment] = []
-        if event.input_tokens is not None:
-            written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
-        if event.cached_tokens is not None:
-            written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
-        if event.output_tokens is not None:
-            written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
         if record.first_byte is not None:
             moments.append((semconv.FIRST_BYTE, self._wall_ns(record.first_byte.at_us)))
             if self.classified is not None and self.classified.stream:
@@ -153,6 +164,22 @@ class RequestSpans:
                 written[semconv.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = since_admission_s
         error = _failure(event, written, from_status=CLIENTS_ERRORS)
         self._engines[-1].end(self._wall_ns(event.at_us), written, moments, error)
+
+    def _usage(self, event: Settled) -> Attributes:
+        """What the request used, where this span says it."""
+        written: Attributes = {}
+        writes = self._settings.writes_usage
+        if writes is None:
+            writes = self.app_trace is None or not self.app_trace.has_usage
+        if not writes:
+            return written
+        if event.input_tokens is not None:
+            written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
+        if event.cached_tokens is not None:
+            written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
+        if event.output_tokens is not None:
+            written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
+        return written
 
     def _attributes(self, record: RequestRecord) -> Attributes:
         """The attributes of `admission` that do not depend on its end."""

@@ -5,9 +5,9 @@
       admission.starved     INTERNAL  first overtaken to admission or disconnect; only if it starved
       engine                CLIENT    admission to settlement; its context is what the engine is sent
 
-Only `admission` is open while a request waits: a waiting request costs nothing. No span is made current: the context
-goes from span to span by argument. All of this runs on the request's path, so nothing raises; the first failure is
-logged, and the request goes on.
+Only `admission` is open while a request waits: a waiting request costs nothing. The context goes from span to span by
+argument. In a mounted app's own code `engine` is current, and in the dry run `admission` (`app_trace`). All of this
+runs on the request's path, so nothing raises; the first failure is logged, and the request goes on.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from sidecar.version import __version__
 
 logger = logging.getLogger(__name__)
 
+Begun = tuple[SpanContext, Context, RequestSpans | None]
+
 
 class RequestTracer:
     """Begins the spans of every request. One per process; holds nothing of any request.
@@ -41,6 +43,8 @@ class RequestTracer:
     `starvation_limits_s` has the seconds that a tier promises to starve at most: a request that starved longer is
     marked, so that a Collector can keep its trace whatever it samples. `provider_name` is the engine's name, for
     `gen_ai.provider.name`. `find_links` finds the links of spans; without it they have none.
+    `is_mounted` says that the engine is an app of this process, whose own code may trace. Of `writes_usage` see
+    `SpanSettings`.
     """
 
     def __init__(
@@ -50,19 +54,24 @@ class RequestTracer:
         starvation_limits_s: Mapping[str, float] | None = None,
         provider_name: str | None = None,
         find_links: FindLinks | None = None,
+        is_mounted: bool = False,
+        writes_usage: bool | None = None,
     ) -> None:
         self._given_provider = tracer_provider
         self.is_global = tracer_provider is None
+        self.is_mounted = is_mounted
         self._provider: trace.TracerProvider | None = None
         self._tracer: trace.Tracer | None = None
         self._bypass: SpanBypass | None = None
         self._is_reported = False
         limits_s = {} if starvation_limits_s is None else dict(starvation_limits_s)
-        self._settings = SpanSettings(self.report, limits_s, provider_name, find_links)
+        self._settings = SpanSettings(self.report, limits_s, provider_name, find_links, writes_usage)
 
-    def change_limits(self, starvation_limits_s: Mapping[str, float]) -> None:
-        """Follows another policy's promises. Requests that have begun keep those that they began with."""
-        self._settings = replace(self._settings, starvation_limits_s=dict(starvation_limits_s))
+    def change(self, starvation_limits_s: Mapping[str, float], writes_usage: bool | None) -> None:
+        """Follows another policy. Requests that have begun keep what they began with."""
+        limits_s = dict(starvation_limits_s)
+        self._settings = replace(self._settings, starvation_limits_s=limits_s, writes_usage=writes_usage)
+        self._provider = None
 
     def is_active(self) -> bool:
         """Whether there is an SDK that may record, as one may that failed now: the next request asks it again."""
@@ -72,8 +81,8 @@ class RequestTracer:
             self.report()
             return True
 
-    def begin(self, event: Received) -> tuple[SpanContext, RequestSpans | None] | None:
-        """Starts `admission`: its context, and the request's spans where they are recorded.
+    def begin(self, event: Received) -> Begun | None:
+        """Starts `admission`: its context, its parent, and the request's spans where they are recorded.
 
         None without an SDK, or where tracing failed: the client's headers then pass unchanged. A request that is not
         recorded has a context all the same, so that the engine does not record it either.
@@ -91,9 +100,9 @@ class RequestTracer:
                 return self._begun_by_api(tracer, event, parent, kind)
             context, above, is_sampled = begun
             if not is_sampled:
-                return context, None
+                return context, parent, None
             span = DirectSpan(bypass, semconv.ADMISSION, context, above, kind, event.wall_ns, _of_request(event), ())
-            return context, RequestSpans(self._settings, event, span)
+            return context, parent, RequestSpans(self._settings, event, span)
         except Exception:
             self.report()
             return None
@@ -109,19 +118,21 @@ class RequestTracer:
         provider = self._given_provider or TRACE.get(TRACER_PROVIDER) or global_provider()
         if provider is not self._provider:
             self._tracer = _tracer_of(provider)
+            if self.is_mounted and self._settings.writes_usage is None and hasattr(provider, "add_span_processor"):
+                from sidecar.telemetry.sdk_bypass.app_usage import follow_app_usage
+
+                follow_app_usage(provider)
             self._bypass = None if self._tracer is None else bypass_of(self._tracer)
             self._provider = provider
         return self._tracer
 
-    def _begun_by_api(
-        self, tracer: trace.Tracer, event: Received, parent: Context, kind: SpanKind
-    ) -> tuple[SpanContext, RequestSpans | None] | None:
+    def _begun_by_api(self, tracer: trace.Tracer, event: Received, parent: Context, kind: SpanKind) -> Begun | None:
         attributes, start_ns = _of_request(event), event.wall_ns
         started = tracer.start_span(semconv.ADMISSION, parent, kind, attributes, start_time=start_ns)
         context = started.get_span_context()
         if not started.is_recording():
-            return (context, None) if context.is_valid else None
-        return context, RequestSpans(self._settings, event, ApiSpan(tracer, started, parent))
+            return (context, parent, None) if context.is_valid else None
+        return context, parent, RequestSpans(self._settings, event, ApiSpan(tracer, started, parent))
 
 
 def _of_request(event: Received) -> Attributes:
@@ -136,5 +147,5 @@ def _tracer_of(provider: trace.TracerProvider) -> trace.Tracer | None:
     """The provider's tracer, or None where it records nothing (no SDK, or an SDK switched off by OTEL_SDK_DISABLED)."""
     if isinstance(provider, ProxyTracerProvider | NoOpTracerProvider):
         return None
-    tracer = provider.get_tracer("sidecar", __version__)
+    tracer = provider.get_tracer(semconv.SCOPE, __version__)
     return None if isinstance(tracer, NoOpTracer) else tracer

@@ -1,0 +1,122 @@
+"""Path of a request: what the app's router may read it as. The one place that decides whether a path is guarded.
+
+A policy names paths as clients write them. The app may be mounted below a prefix (`root_path`) that the policy's path
+has and the router's has not, or the other way round, and servers and frameworks differ in whether `path` begins with
+it: it does from uvicorn and in Starlette since 0.33, it does not from hypercorn, granian and in older ones. Litestar's
+mounts leave it in `raw_path` alone. So the router's path is read with none, some and all whole segments of the prefix
+before it. What a policy closes is closed in each of these readings; what it opens, in the exact spelling alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sidecar.engines.base import plain_path, plain_paths
+from sidecar.policy.model import Endpoint
+
+
+def by_path(endpoints: Mapping[str, Endpoint]) -> Mapping[str, Endpoint]:
+    """A policy's endpoints by their paths, as the policy spells them and as `plain_path` does: see `endpoint_of`."""
+    return {**{plain_path(path): found for path, found in endpoints.items()}, **endpoints}
+
+
+def endpoint_of(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoint | None:
+    """The endpoint (`by_path`) that guards the path of a scope, in any reading; None where none does."""
+    exact = _first(endpoints, exact_paths(scope)) if scope.get("root_path") else endpoints.get(scope["path"])
+    return exact or _first(endpoints, readings(scope))
+
+
+def _first(endpoints: Mapping[str, Endpoint], paths: Iterable[str]) -> Endpoint | None:
+    return next((endpoints[path] for path in paths if path in endpoints), None)
+
+
+def route_path(scope: Scope) -> str:
+    """The path as the app's router reads it: without the prefix under which the app is mounted (Starlette's rule)."""
+    path: str = scope["path"]
+    root: str | None = scope.get("root_path")
+    return path[len(root) :] if root and f"{path}/".startswith(f"{root}/") else path
+
+
+def exact_paths(scope: Scope) -> tuple[str, str]:
+    """The path as the app's router reads it and as the client wrote it, each decoded once: where no prefix is, twice
+    the same.
+    """
+    return route_path(scope), scope["path"]
+
+
+def readings(scope: Scope) -> tuple[str, ...]:
+    """Every plain path that a path may stand for, the router's own first."""
+    return tuple(dict.fromkeys(_joined(prefix, path) for prefix, path in _divided(scope)))
+
+
+def path_for_app(scope: Scope, endpoint: Endpoint) -> str:
+    """The path that the app is asked for: the endpoint's, or its `forward_to`, however the client has spelled it.
+
+    Where the endpoint's path begins with segments that the router does not get, they are left out of it.
+    """
+    path: str = scope["path"]
+    root: str = scope.get("root_path") or ""
+    wanted = endpoint.forward_to or endpoint.path
+    if path in (wanted, root + wanted):
+        return path
+    plain = plain_path(endpoint.path)
+    prefix = next((prefix for prefix, below in _divided(scope) if _joined(prefix, below) == plain), "")
+    if prefix and _begins_with(plain_path(wanted), prefix):
+        wanted = "/" + "/".join(wanted.split("/")[prefix.count("/") + 1 :])
+    return root + wanted if _begins_with(path, root) else wanted
+
+
+def _divided(scope: Scope) -> Iterator[tuple[str, str]]:
+    """Every plain path that a router may read, with every prefix that may be meant before it. The likely ones first."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path") or ""
+    raw = scope.get("raw_path") or b""
+    routed, prefixes = [*plain_paths(route_path(scope))], [""]
+    if root:  # Django, Litestar and Quart do not ask whether it ends where a segment ends
+        routed += [*plain_paths(path), *(plain_paths(f"/{path.partition(root)[2]}") if root in path else ())]
+        prefixes += [*_tails(root), *_tails(plain_path(root))]
+    if raw != path.encode():
+        whole, own = plain_path(raw.decode("latin-1")), plain_path(path).removeprefix("/")
+        if whole.endswith(own):
+            prefixes += _tails(whole.removesuffix(own))
+    for one in routed:
+        for prefix in dict.fromkeys(prefixes):
+            yield prefix, one
+
+
+def _tails(root: str) -> list[str]:
+    """The last segments of a prefix, plain: one, two, and so on to all of them."""
+    segments = [segment for segment in root.split("/") if segment]
+    found = [plain_path("/" + "/".join(segments[at:])) for at in reversed(range(len(segments)))]
+    return [tail for tail in found if tail != "/"]
+
+
+def _joined(prefix: str, path: str) -> str:
+    return prefix if prefix and path == "/" else prefix + path
+
+
+def _begins_with(path: str, prefix: str) -> bool:
+    """Whether a path begins with a prefix of whole segments."""
+    return bool(prefix) and f"{path}/".startswith(f"{prefix}/")
+
+
+def at_own_root(app: ASGIApp, serve: ASGIApp) -> ASGIApp:
+    """What serves the requests to `app`. FastAPI writes a `root_path` of its own into each scope, so that the router
+    reads the path below it: around such an app, and around the middlewares that it is in, it is written before.
+    """
+    fastapi = sys.modules.get("fastapi")
+    inner: object = app
+    while fastapi is not None and inner is not None and not isinstance(inner, fastapi.FastAPI):
+        inner = getattr(inner, "app", None)
+    root = getattr(inner, "root_path", "")
+    if not root:
+        return serve
+
+    def serve_at_root(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        scope["root_path"] = root
+        return serve(scope, receive, send)
+
+    return serve_at_root

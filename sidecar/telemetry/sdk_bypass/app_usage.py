@@ -1,0 +1,36 @@
+"""What an app traces of its own calls of a model, seen as its spans end."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from weakref import WeakSet
+
+from opentelemetry import context as otel_context
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+
+from sidecar.telemetry.semconv import SCOPE
+from sidecar.telemetry.spans.app_trace import APP_TRACE, AppTrace
+
+_USAGE: Final = ("gen_ai.usage.", "llm.usage.", "llm.token_count.")
+"""How the names of attributes with a usage begin: OpenTelemetry's, OpenLLMetry's and OpenInference's."""
+
+
+class AppUsage(SpanProcessor):
+    """Notes where an app's own span has a usage. It exports nothing, and changes no span."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """See `SpanProcessor`. Called in the app's context, which says whose call that was."""
+        call = otel_context.get_value(APP_TRACE)
+        if isinstance(call, AppTrace) and any(name.startswith(_USAGE) for name in span.attributes or ()):
+            scope = span.instrumentation_scope
+            call.has_usage |= scope is None or scope.name != SCOPE
+
+
+_followed: WeakSet[Any] = WeakSet()
+
+
+def follow_app_usage(provider: Any) -> None:
+    """Looks at the spans of a provider from now on, once for a process."""
+    if provider not in _followed:
+        _followed.add(provider)
+        provider.add_span_processor(AppUsage())
