@@ -14,9 +14,9 @@ local function is_engine(value)
   return incarnation ~= nil and incarnation <= UNBOUNDED
 end
 
--- The kinds of fields, one letter each; a capital: it may be missing.
+-- The kinds of fields, one letter each; a capital: it may be missing, and is false then, or 0 (N, A).
 local function is_of_kind(kind, value)
-  if kind == 'n' then return is_whole(value, 0), 'a whole number' end
+  if kind == 'n' or kind == 'o' then return is_whole(value, 0), 'a whole number' end
   if kind == 'p' then return is_whole(value, 1), 'a whole number above 0' end
   if kind == 'm' then return is_whole(value, 0, PPM), 'a share in millionths' end
   if kind == 'a' then return is_whole(value, -UNBOUNDED), 'a time' end
@@ -72,7 +72,7 @@ end
 local function check_rules(stated)
   check_record(stated, 'xPnnnbm', 'rules')
   local names = {}
-  for _, tier in ipairs(checked_list(stated[R_TIERS], 'tmmmbbN', 'rules.tiers')) do names[tier[T_NAME]] = true end
+  for _, tier in ipairs(checked_list(stated[R_TIERS], 'tmmmbbO', 'rules.tiers')) do names[tier[T_NAME]] = true end
   if #stated[R_TIERS] == 0 or #sorted_keys(names) ~= #stated[R_TIERS] then wrong('rules.tiers', 'tiers of different names') end
   if stated[R_CEILING] >= #stated[R_TIERS] then wrong('rules.ceiling', 'a level') end
 end
