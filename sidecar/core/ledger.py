@@ -27,6 +27,7 @@ _ASKED_FOR_US = 1_000_000
 
 
 def rules_of(stated: calls.PoolRules) -> Rules:
+    """The rules that a replica stated."""
     return Rules(
         tuple(
             Tier(
@@ -98,6 +99,7 @@ class State:
 
     @property
     def names(self) -> list[str]:
+        """The tiers, by level."""
         return [tier.name for tier in self.scheduler.rules.tiers]
 
 
@@ -239,6 +241,9 @@ class Ledger:
             state.expected = max(state.expected, call.knew)
         member.stated, member.seen = state.epoch, -1
         member.is_foreign = [t.name for t in call.rules.tiers] != state.names
+        if not member.is_foreign:
+            for of, virtual in zip(state.scheduler.tiers, call.virtual, strict=False):
+                of.queue.virtual = max(of.queue.virtual, virtual)
         return member
 
     def _take_rules(self, call: Call, stated: calls.PoolRules) -> None:
@@ -349,9 +354,6 @@ class Ledger:
             hint=bid.hint,
         )
         member.bids[bid.id] = ticket
-        queue = state.scheduler.tiers[ticket.tier].queue
-        if not queue and bid.hint is not None:
-            queue.virtual = max(queue.virtual, bid.hint)
         state.scheduler.add(ticket)
 
     def _drop_bids(self, member: _Member) -> None:
@@ -545,11 +547,16 @@ class Ledger:
                     max(0, tier.owes_until_us - now),
                     tier.queue.virtual,
                     tier.queue.afresh,
-                    {t: tier.queue.finish[t] for t in sorted(tenants.get(name, ())) if t in tier.queue.finish},
+                    tier.queue.ahead(tenants.get(name, ())),
                 )
                 for level, (name, tier) in enumerate(zip(state.names, scheduler.tiers, strict=True))
             ],
         )
+        reply.lined = [
+            calls.Lined(int(t.id), t.engine or "", now - t.in_line_since_us)
+            for t in scheduler.line
+            if t.owner == call.who
+        ]
         reply.leaving = [
             cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
         ]

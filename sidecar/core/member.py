@@ -164,6 +164,7 @@ class Member:
         if tokens > ticket.tokens:
             charge = Charge(self._names[ticket.tier], ticket.tenant, tokens - ticket.tokens, ticket.weight)
             self._told.append(_Told(charge))
+            self._bids.charge(ticket.tier, ticket.tenant, tokens - ticket.tokens, ticket.weight)
         self._row.add(lease, -1)
         ticket.tokens = tokens
         self._row.add(lease, 1)
@@ -286,7 +287,7 @@ class Member:
         if kind == "state":
             self._bids.go_back()
             self._is_view_new, self._acks = True, []
-            call.knew, call.rules = self.knew, self.rules
+            call.knew, call.rules, call.virtual = self.knew, self.rules, self._bids.virtual()
             call.replaces, call.takes_over = self._replaces, self._takes_over
             call.drains = list(self._drained.values())
         elif is_beat:
@@ -354,10 +355,10 @@ class Member:
             self._drained = {drain.engine: drain for drain in reply.drained}
         if not reply.on_hold:
             self.knew = reply.alive
-        self._bids.take_tags(reply.tiers)
+        self._take(reply.grants, True, now_us)
+        self._bids.take_tags(reply)
         if self.is_foreign:
             self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
-        self._take(reply.grants, True, now_us)
         self._own_held = self._row.by_engine()
         if reply.shortage is not None and not self._is_leaving_new:
             self._take_room_back(reply, reply.shortage, now_us)
@@ -487,6 +488,7 @@ class Member:
         while True:
             self._number += 1
             state = Call(0, self.who, self._number, "state", whole=True, rules=self.rules, replaces=True, knew=1)
+            state.virtual = self._bids.virtual()
             state.engines = self._parts(now_us)
             state.cells = self._row.state(True)
             self._bids.go_back()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from bisect import insort
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
 
 from sidecar.core.tickets import Ticket
 
@@ -76,12 +76,18 @@ class FairQueue:
         self._take_out(ticket)
         self._tag_first(ticket.tenant)
 
+    def give_back(self, ticket: Ticket) -> None:
+        """The charge of a bid that was taken out before it was let in."""
+        if not ticket.has_returned and ticket.tenant in self.finish:
+            self.finish[ticket.tenant] -= ticket.tokens / ticket.weight
+
     def take_back(self, ticket: Ticket) -> None:
-        """A bid that waits here again, as if it never had been shown."""
-        if not ticket.has_returned:
-            finish = self.finish.get(ticket.tenant, self.virtual)
-            self.finish[ticket.tenant] = finish - ticket.tokens / ticket.weight
-            ticket.start = None
+        """A bid waits here again, at its place."""
+        if not ticket.has_returned and (lane := self._lanes.get(ticket.tenant)):
+            lane[0].start = None
+            if lane[0].arrival < ticket.arrival:
+                ticket.start = None
+            self._tops.pop(ticket.tenant, None)
         self.add(ticket)
 
     def charge(self, tenant: str, tokens: int, weight: int) -> None:
@@ -100,6 +106,10 @@ class FairQueue:
                 return ticket
             heapq.heappop(self._order)
         return None
+
+    def ahead(self, tenants: Iterable[str]) -> dict[str, float]:
+        """The finish tags of those that are beyond the virtual time."""
+        return {t: finish for t in sorted(tenants) if (finish := self.finish.get(t, 0.0)) > self.virtual}
 
     def is_ahead(self, ticket: Ticket) -> bool:
         """Rule 9: whether the tenant had so much more than its part that it comes after all others."""
@@ -133,7 +143,7 @@ class FairQueue:
             self._returned.remove(ticket)
             return
         lane = self._lanes[ticket.tenant]
-        lane.remove(ticket)
+        del lane[bisect_left(lane, ticket.arrival, key=_arrival)]
         if not lane:
             del self._lanes[ticket.tenant]
 
@@ -158,8 +168,8 @@ class FairQueue:
             return
         first = lane[0]
         if first.start is None:
-            virtual = self.virtual if first.hint is None else first.hint
-            first.start = max(virtual, self.finish.get(tenant, 0.0))
+            virtual, finish = self.virtual, self.finish.get(tenant, 0.0)
+            first.start = max(virtual, finish) if first.hint is None or finish > virtual else first.hint
         if self._tops.get(tenant) is not first:
             self._tops[tenant] = first
             self._push(first)

@@ -60,6 +60,7 @@ class Gone:
         self._engines: dict[str, Freed] = {}
 
     def add(self, tier: int, engine: str, amount: Amount, sent: int, on_floor: Amount = NOTHING) -> None:
+        """Leases of one tier on one engine. `on_floor`: the part of them that fills its floor by gain."""
         self.total = plus(self.total, amount)
         held, floor = self._tiers.get(tier, (NOTHING, NOTHING))
         self._tiers[tier] = plus(held, amount), plus(floor, on_floor)

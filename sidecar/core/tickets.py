@@ -28,7 +28,8 @@ class Ticket:
     """A request that waits. Its owner fills the first block, the scheduler the second.
 
     `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: names of engines that refused it.
-    `arrived_us`: when it first came, also if it came back. `hint`: its start tag as its owner saw it.
+    `arrived_us`: when it first came, also if it came back. `hint`: its start tag where it waited
+    at its owner while the virtual time went on.
     """
 
     id: str
@@ -107,6 +108,7 @@ class Lease:
 
     @property
     def amount(self) -> Amount:
+        """Its part of what the tier holds."""
         return self.ticket.amount
 
     def first_byte(self, now_us: int) -> int:
