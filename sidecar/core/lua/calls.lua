@@ -86,7 +86,7 @@ local function read_call(packed)
   if not (f[4] == 'ask' or f[4] == 'state' or f[4] == 'call' or f[4] == 'bye') then wrong('kind', 'ask, state, call or bye') end
   local read = {
     layout = f[1], who = f[2], number = f[3], kind = f[4], whole = f[6], bid_count = f[7], replaces = f[18], takes_over = f[19],
-    knew = f[20] or 0, rules = f[17],
+    knew = f[20] or 0, virtual = checked_list(f[21], 'f', 'virtual'), rules = f[17],
     cells = checked_list(f[5], 'teNNNNNNN', 'cells'), leaving = f[8] and checked_list(f[8], 'teNNNNNNN', 'leaving'),
     acks = checked_list(f[9], 'n', 'acks'), bids = checked_list(f[10], 'nttnnnpxxnnxBF', 'bids'),
     withdrawn = checked_list(f[11], 'nt', 'withdrawn'), charges = checked_list(f[12], 'ttnp', 'charges'),

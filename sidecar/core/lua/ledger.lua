@@ -65,7 +65,6 @@ local function add_bid(member, bid)
   bid[IN_LINE_SINCE], bid[COUNT], bid[COUNTED], bid[ADMISSION], bid[EXCESS], bid[EXCESS_PROMPT] = false, 0, 0, 0, 0, 0
   bid[IS_IN_FLOOR] = false
   member[BIDS] = member[BIDS] + 1
-  if tiers[tier][QUEUED] == 0 then tiers[tier][VIRTUAL] = max(tiers[tier][VIRTUAL], bid[HINT] or 0) end
   queue_add(bid)
 end
 
@@ -167,7 +166,10 @@ local function tiers_held()
   for tier, t in ipairs(tiers) do
     local finish = {}
     if tenants[tier] and t[QUEUED] > 0 then
-      for tenant in pairs(tenants[tier]) do finish[tenant] = queue_of(tier).finish[tenant] end
+      for tenant in pairs(tenants[tier]) do
+        local tag = queue_of(tier).finish[tenant]
+        if tag and tag > t[VIRTUAL] then finish[tenant] = tag end
+      end
     end
     found[tier] = '\155' .. pack(t[NAME], used(tier, 1), used(tier, 2), used(tier, 3), on_floor(tier, 1), on_floor(tier, 2),
       on_floor(tier, 3), max(0, t[OWES_UNTIL] - now)) .. packed_float(t[VIRTUAL]) .. pack(t[AFRESH]) .. packed_map(finish, packed_float)
@@ -181,6 +183,17 @@ local function leaving_of_all()
     local cells = {}
     for _, cell in ipairs(members[name][LEAVING]) do cells[field_of(cell[CELL_TIER], cell[CELL_ENGINE])] = cell end
     for _, field in ipairs(sorted_keys(cells)) do found[#found + 1] = packed_cell(cells[field]) end
+  end
+  return packed_list(found)
+end
+
+local function lined_of_caller()
+  local found = {}
+  for i = 1, #line do
+    local ticket = ticket_at(line, i)
+    if ticket[OWNER] == who then
+      found[#found + 1] = '\147' .. pack(ticket[ID], ticket[ENGINE] or '', now - ticket[IN_LINE_SINCE])
+    end
   end
   return packed_list(found)
 end
@@ -206,7 +219,7 @@ local function reply(member, is_paused)
   for _, other in pairs(members) do alive, waiting = alive + 1, waiting + other[BIDS] end
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
   local parts = {
-    '\158', pack(call.number, 'ok'), packed_grants(member[OUTBOX]),
+    '\159', pack(call.number, 'ok'), packed_grants(member[OUTBOX]),
     pack(max(alive, 1), is_paused or state[HOLD_UNTIL] > 0, member[IS_FOREIGN], waiting, next_change(waiting)),
     engines_held(), tiers_held(), leaving_of_all(),
   }
@@ -218,6 +231,7 @@ local function reply(member, is_paused)
   else
     parts[9] = '\192\192'
   end
+  parts[#parts + 1] = lined_of_caller()
   return table.concat(parts)
 end
 

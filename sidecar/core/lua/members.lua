@@ -187,4 +187,7 @@ local function take_statement()
   drop_outbox(member)
   if state[IS_EMPTY] and now < state[EPOCH] + DEAD_US then state[EXPECTED] = max(state[EXPECTED], call.knew) end
   member[STATED], member[SEEN], member[IS_FOREIGN] = state[EPOCH], -1, not has_tiers(call.rules)
+  for i = 1, member[IS_FOREIGN] and 0 or min(#tiers, #call.virtual) do
+    tiers[i][VIRTUAL] = max(tiers[i][VIRTUAL], call.virtual[i])
+  end
 end

@@ -81,7 +81,10 @@ local function tag_first(tier, queue, tenant)
   local lane = queue.lanes[tenant]
   if not lane then return end
   local first = ticket_at(lane, 1)
-  if not first[START] then start_at(queue, first, max(first[HINT] or tiers[tier][VIRTUAL], queue.finish[tenant] or 0)) end
+  if not first[START] then
+    local virtual, finish = tiers[tier][VIRTUAL], queue.finish[tenant] or 0
+    start_at(queue, first, finish > virtual and finish or first[HINT] or virtual)
+  end
   queue.starts[tenant] = first[START]
 end
 
