@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from importlib.resources import files
 
-FILES = ("state", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "replies", "write", "ledger")
+FILES = (
+    "state", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "replies", "write", "ledger",
+)  # fmt: skip
 LIBRARY, FUNCTION = "admission_ledger", "admission_ledger"
 
 _NAMES = r"[A-Z][A-Z0-9_]*(?:, [A-Z][A-Z0-9_]*)*"
@@ -20,6 +21,7 @@ _PIECE = re.compile(
 
 
 def texts() -> dict[str, str]:
+    """The files, by name."""
     return {name: (files(__package__) / "lua" / f"{name}.lua").read_text(encoding="utf-8") for name in FILES}
 
 
@@ -36,13 +38,11 @@ def joined(parts: Mapping[str, str]) -> str:
     return _PIECE.sub(replace, "".join(parts[name] for name in FILES))
 
 
-@cache
-def script() -> str:
+def script(parts: Mapping[str, str]) -> str:
     """For EVALSHA, where the server has no functions."""
-    return joined(texts()) + "return execute(KEYS, ARGV)\n"
+    return joined(parts) + "return execute(KEYS, ARGV)\n"
 
 
-@cache
-def library() -> str:
+def library(parts: Mapping[str, str]) -> str:
     """For FUNCTION LOAD."""
-    return f"#!lua name={LIBRARY}\n{joined(texts())}redis.register_function('{FUNCTION}', execute)\n"
+    return f"#!lua name={LIBRARY}\n{joined(parts)}redis.register_function('{FUNCTION}', execute)\n"

@@ -182,7 +182,9 @@ class LedgerPlayer:
     def mirror(self, now: int) -> Scheduler:
         scheduler = Scheduler(self.rules)
         for e, held in zip(self.config.values(), self.reply.held, strict=False):
-            engine = Engine(e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, self.config_us - e.age_us, e.ramp_us)
+            engine = Engine(
+                e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, self.config_us - e.age_us, e.ramp_us
+            )
             engine.held, engine.sent = (held.tokens, held.requests, held.prompt), held.sent
             engine.cap_requests, engine.cap_until_us = held.cap_requests, now + held.cap_for_us
             scheduler.engines[e.id] = engine

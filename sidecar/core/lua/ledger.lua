@@ -284,6 +284,7 @@ end
 
 local function execute(keys, arguments)
   redis_call, pack, unpacked, struct_pack, struct_unpack = redis.call, cmsgpack.pack, cmsgpack.unpack, struct.pack, struct.unpack
+  max, min, floor, ceil, char = math.max, math.min, math.floor, math.ceil, string.char
   root = keys[1]
   local is_read, read = pcall(read_call, arguments[1])
   if not is_read then return redis.error_reply('ERR this is no call of the ledger: ' .. tostring(read)) end

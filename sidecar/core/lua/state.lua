@@ -7,10 +7,14 @@
 -- queue (queue.lua). Beside it, with the moment of the root in their names: `c:WHO`, a replica's cells, and `v`, its view.
 -- All is read as it is needed, changed in memory, and written at the end: a call that fails has written nothing.
 
-local redis_call, pack, unpacked, struct_pack, struct_unpack
-local max, min, floor, ceil, char = math.max, math.min, math.floor, math.ceil, string.char
+-- Set by each call: while a function is loaded the server has no libraries.
+local redis_call, pack, unpacked, struct_pack, struct_unpack, max, min, floor, ceil, char
 
-local LOST_US, HOLD_US, DEAD_US, PATIENCE_US, ASKED_FOR_US = 2200000, 2200000, 10000000, 5000000, 1000000
+local LOST_US = 2200000
+local HOLD_US = 2200000
+local DEAD_US = 10000000
+local PATIENCE_US = 5000000
+local ASKED_FOR_US = 1000000
 local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE = 9007199254740991, 1000, 1000000, 3600000, 1000
 
 -- Positions in packed arrays. `state`: these, then the tiers, the members, and the line (tickets as they joined).
