@@ -1,5 +1,9 @@
 -- The records of `calls.py` that are read: a call is checked before anything happens.
 
+local read_call
+
+do -- a script has at most 200 locals
+
 local function wrong(where, what) error(where .. ' is not ' .. what, 0) end
 
 local function is_whole(value, least, most)
@@ -78,7 +82,7 @@ local function check_rules(stated)
 end
 
 -- `calls.Call`, by name.
-local function read_call(packed)
+function read_call(packed)
   local values = { unpacked(packed) }
   local f = values[1]
   if #values ~= 1 then wrong('a call', 'one record') end
@@ -88,7 +92,7 @@ local function read_call(packed)
     layout = f[1], who = f[2], number = f[3], kind = f[4], whole = f[6], bid_count = f[7], replaces = f[18], takes_over = f[19],
     knew = f[20] or 0, virtual = checked_list(f[21], 'f', 'virtual'), rules = f[17],
     cells = checked_list(f[5], 'teNNNNNNN', 'cells'), leaving = f[8] and checked_list(f[8], 'teNNNNNNN', 'leaving'),
-    acks = checked_list(f[9], 'n', 'acks'), bids = checked_list(f[10], 'nttnnnpxxnnxBF', 'bids'),
+    acks = checked_list(f[9], 'n', 'acks'), bids = checked_list(f[10], 'nttnpnpxxnnxBF', 'bids'),
     withdrawn = checked_list(f[11], 'nt', 'withdrawn'), charges = checked_list(f[12], 'ttnp', 'charges'),
     owes = checked_list(f[13], 'tn', 'owes'), engines = f[14] and checked_list(f[14], 'ennnpbAN', 'engines'),
     caps = checked_list(f[15], 'enn', 'caps'), drains = checked_list(f[16], 'tbN', 'drains'),
@@ -96,4 +100,6 @@ local function read_call(packed)
   for i, bid in ipairs(read.bids) do check_bid(bid, 'bids[' .. i .. ']') end
   if read.rules or read.kind == 'state' then check_rules(read.rules) end
   return read
+end
+
 end

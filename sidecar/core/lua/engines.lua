@@ -68,9 +68,11 @@ local function set_engines(offers)
     end
   end
   set_table(engines, found)
-  for i = 1, #line do
+  for i = 1, #load_line() do
     local ticket = ticket_at(line, i)
-    if ticket[ENGINE] and not known[ticket[ENGINE]] then ticket[ENGINE], ticket.packed = false, nil end
+    if ticket[ENGINE] and not known[ticket[ENGINE]] then
+      ticket[ENGINE], ticket.packed, is_line_changed, is_line_written = false, nil, true, true
+    end
   end
 end
 

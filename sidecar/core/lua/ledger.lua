@@ -50,7 +50,7 @@ local function withdraw(member, id, tier_name)
   end
   local tier = tier_of(tier_name)
   if not tier then return end
-  for i = 1, #line do look_at(ticket_at(line, i)) end
+  for i = 1, stands_in_line(who, id) and #load_line() or 0 do look_at(ticket_at(line, i)) end
   if not found then for_queue(tier, look_at) end
   if found and found[TIER] == tier then
     remove(found)
@@ -111,7 +111,9 @@ end
 
 local function grant_all()
   granted = {}
-  if state[HOLD_UNTIL] > 0 or not rules then return end
+  local waits = false
+  for _, member in pairs(members) do waits = waits or member[BIDS] > 0 end
+  if state[HOLD_UNTIL] > 0 or not waits then return end
   decide()
   local of_owner = {}
   for _, it in ipairs(granted) do
@@ -137,7 +139,8 @@ local function next_change(waiting)
     if at > now and not (soonest and soonest <= at) then soonest = at end
   end
   consider(state[HOLD_UNTIL])
-  for i = 1, #line do consider(ticket_at(line, i)[IN_LINE_SINCE] + PATIENCE_US) end
+  local now_lined = lined_now()
+  for i = LINED_SINCE, #now_lined, LINED_WORDS do consider(now_lined[i] + PATIENCE_US) end
   for _, t in ipairs(tiers) do
     if t[QUEUED] > 0 then consider(t[OWES_UNTIL]) end
   end
@@ -189,10 +192,10 @@ end
 
 local function lined_of_caller()
   local found = {}
-  for i = 1, #line do
-    local ticket = ticket_at(line, i)
-    if ticket[OWNER] == who then
-      found[#found + 1] = '\147' .. pack(ticket[ID], ticket[ENGINE] or '', now - ticket[IN_LINE_SINCE])
+  local now_lined = lined_now()
+  for at = 0, #now_lined - LINED_WORDS, LINED_WORDS do
+    if now_lined[at + LINED_OWNER] == who then
+      found[#found + 1] = '\147' .. pack(now_lined[at + LINED_BID], now_lined[at + LINED_ENGINE], now - now_lined[at + LINED_SINCE])
     end
   end
   return packed_list(found)
@@ -240,6 +243,7 @@ end
 -- Time never goes back, whichever server answers. Returns for how long the store was silent.
 local function begin(server_us)
   queues, rows, heads, views, changed_views, wake_ups, is_config_new, is_made = {}, {}, {}, nil, {}, {}, false, false
+  line, is_line_changed, is_line_written = nil, false, false
   local found = redis_call('HMGET', root, 'layout', 'state', 'held', 'config')
   if not found[1] then
     now = server_us

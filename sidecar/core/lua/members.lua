@@ -30,7 +30,7 @@ local function drop_bids(name)
   local function take(ticket)
     if ticket[OWNER] == name then own[#own + 1] = ticket end
   end
-  for i = 1, #line do take(ticket_at(line, i)) end
+  for i = 1, stands_in_line(name) and #load_line() or 0 do take(ticket_at(line, i)) end
   for tier = 1, #tiers do for_queue(tier, take) end
   table.sort(own, function(a, b)
     if a[TIER] ~= b[TIER] then return a[TIER] < b[TIER] end

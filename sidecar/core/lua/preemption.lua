@@ -1,5 +1,9 @@
 -- Rule 7: room that is taken back for the first in order that has waited long enough (`preemption.py`).
 
+local shortage_for_caller
+
+do
+
 -- What is as good as given free: sums of leases that are taken back, by tier and by engine.
 local function taken_back()
   local gone = { total = { 0, 0, 0 }, tiers = {}, engines = {} }
@@ -94,7 +98,7 @@ local function takeable(name, found)
 end
 
 -- The room that the caller is to take back. Another one, which has more to take from, is woken instead.
-local function shortage_for_caller()
+function shortage_for_caller()
   if state[HOLD_UNTIL] > 0 or (state[ASKED] and state[ASKED] ~= who and now < state[ASKED_UNTIL]) then return nil end
   state[ASKED] = false
   local found = shortage()
@@ -111,4 +115,6 @@ local function shortage_for_caller()
   if most == who then return found end
   wake_ups[#wake_ups + 1] = { most, is_asked = true }
   return nil
+end
+
 end

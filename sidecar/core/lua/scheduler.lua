@@ -34,6 +34,7 @@ local function hold(tier, id, sign, tokens, requests, prompt, sent, floor_tokens
 end
 
 local function hold_in_line(ticket, sign)
+  is_line_written = true
   add_sums(ticket[TIER], IN_LINE, sign, ticket[TOKENS], ticket[REQUESTS], ticket[COUNT])
   if ticket[IS_IN_FLOOR] then
     add_sums(ticket[TIER], IN_LINE_ON_FLOOR, sign, ticket[TOKENS], ticket[REQUESTS], ticket[COUNT])
@@ -223,16 +224,18 @@ local function best_in_queue(tier)
   return best and best.ticket
 end
 
--- The candidates: those in line, the heads of all tiers, by gain the best of each tier.
-local function in_order()
-  local found, fronts = {}, {}
+-- The candidates: those in line, the heads of all tiers, by gain the best of each tier; those of class 4 by themselves.
+local function candidates()
+  local early, others, fronts = {}, {}, {}
   local function consider(ticket, is_head)
     local tier = ticket[TIER]
     if is_for_floor(ticket) or rules[R_TIERS][tier][T_LIMIT] >= PPM or is_within(tier, need(ticket), figures.L[tier], used) then
-      found[#found + 1] = place_of(ticket, class_of(ticket, fronts[tier], is_head))
+      local place = place_of(ticket, class_of(ticket, fronts[tier], is_head))
+      local list = place.class == OTHER and others or early
+      list[#list + 1] = place
     end
   end
-  for i = 1, #line do
+  for i = 1, #load_line() do
     local ticket = ticket_at(line, i)
     if not fronts[ticket[TIER]] and not is_for_floor(ticket) then fronts[ticket[TIER]] = ticket end
   end
@@ -246,7 +249,14 @@ local function in_order()
       if best ~= first and best ~= small then consider(best, false) end
     end
   end
-  table.sort(found, is_place_before)
+  table.sort(early, is_place_before)
+  return early, others
+end
+
+local function in_order()
+  local found, others = candidates()
+  table.sort(others, is_place_before)
+  for i = 1, #others do found[#found + 1] = others[i] end
   return found
 end
 
@@ -257,6 +267,7 @@ local function wait_for(ticket, slot)
   if own then add_held(own, H_LINED, -ticket[PROMPT]) end
   if slot then add_held(slot, H_LINED, ticket[PROMPT]) end
   ticket[ENGINE], ticket.packed = slot and config.engines[slot][E_ID] or false, nil
+  is_line_changed, is_line_written = true, true
 end
 
 local function leave_line(ticket)
@@ -267,6 +278,7 @@ local function leave_line(ticket)
     end
   end
   tiers[ticket[TIER]][LINED] = tiers[ticket[TIER]][LINED] - 1
+  if #line == 0 then state[LEAST] = UNBOUNDED end
   wait_for(ticket, nil)
   if is_for_floor(ticket) then hold_in_line(ticket, -1) end
   ticket[IN_LINE_SINCE] = false
@@ -283,7 +295,7 @@ end
 -- Those in line for an engine that can take them no more.
 local function choose_again()
   local gone = {}
-  for i = 1, #line do
+  for i = 1, #load_line() do
     local ticket = ticket_at(line, i)
     local own = ticket[ENGINE] and slot_of(ticket[ENGINE])
     if not own or not could_take(ticket, own) then gone[#gone + 1] = ticket end
@@ -330,57 +342,118 @@ end
 local function join(ticket, slot)
   queue_leave(ticket)
   tiers[ticket[TIER]][LINED] = tiers[ticket[TIER]][LINED] + 1
-  ticket[IN_LINE_SINCE] = now
+  ticket[IN_LINE_SINCE], state[LEAST] = now, min(state[LEAST], ticket[TOKENS])
   line[#line + 1] = ticket
   wait_for(ticket, slot)
 end
 
--- The engine that it enters now: the one that it wants, or the best other one without less of its prompt.
-local function engine_for(ticket, own, closed, takes_any)
-  local function is_open(slot)
-    return not closed[slot] and could_take(ticket, slot) and has_room(ticket, slot, NOBODY)
+-- The engines with room for the smallest that waits. Beside them nobody can enter.
+local function find_open()
+  local least, open = rules[R_BY_GAIN] and 0 or state[LEAST], {}
+  for tier = 1, #tiers do
+    if owes(tier) then least = 0 end -- a small head may be smaller than the first
+    local head = least > 0 and next_of(tier)
+    if head then least = min(least, head[TOKENS]) end
   end
-  if own and is_open(own) then return own end
-  local other = best_of(ticket, is_open)
+  for slot, engine in ipairs(config.engines) do
+    local tokens, requests, prefill = size_of(engine)
+    local at = (slot - 1) * HELD
+    local sent = held[at + H_SENT]
+    if is_ready(engine) and held[at + H_TOKENS] + least <= tokens and held[at + H_REQUESTS] < min(requests, cap_of(slot))
+      and (sent == 0 or sent < prefill) then
+      open[#open + 1] = slot
+    end
+  end
+  return open
+end
+
+local function close(open, slot)
+  for i = #open, 1, -1 do
+    if open[i] == slot then table.remove(open, i) end
+  end
+end
+
+-- The engine that it enters now: the one that it wants, or the best other one without less of its prompt.
+local function engine_for(ticket, own, open, takes_any)
+  local other, least
+  for i = 1, #open do
+    local slot = open[i]
+    if could_take(ticket, slot) and has_room(ticket, slot, NOBODY) then
+      if slot == own then return own end
+      local points = score(ticket, slot)
+      if not least or points < least then other, least = slot, points end
+    end
+  end
   if not other or takes_any then return other end
   local hits = ticket[HITS]
   local hit, own_hit = hits[config.engines[other][E_ID]] or 0, own and hits[config.engines[own][E_ID]] or 0
   return hit >= own_hit and other or nil
 end
 
+-- Each tier has as many places in line as there are ready engines; class 0 has always one.
+local function has_place(tier) return tiers[tier][LINED] < places or rules[R_TIERS][tier][T_FIRST] end
+
+local function someone_may_join()
+  for tier = 1, #tiers do
+    if tiers[tier][QUEUED] > 0 and has_place(tier) then return true end
+  end
+end
+
+-- Whether one in line may be in class 0, 2 or 3, and not for the floor yet.
+local function front_may_stand_for_floor()
+  for tier = 1, #tiers do
+    local reserve = figures.R[tier]
+    if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST]
+      or (on_floor(tier, 1) <= reserve[1] and on_floor(tier, 2) < reserve[2] and on_floor(tier, 3) <= reserve[3])) then
+      return true
+    end
+  end
+end
+
+-- What one candidate does: true where that is a step, false where it stops all after it.
+local function visit(place, open)
+  local ticket, class = place.ticket, place.class
+  if class == OTHER and open.is_stopped then return nil end
+  if not fits(ticket, NOBODY) then
+    if holds(ticket, class) then return false end
+    return nil
+  end
+  local was_in_line = ticket[IN_LINE_SINCE]
+  local joins = not was_in_line and has_place(ticket[TIER])
+  local is_late = was_in_line and now >= was_in_line + PATIENCE_US
+  local own = wanted(ticket)
+  local slot = engine_for(ticket, own, open, class == FIRST or is_late or not (was_in_line or joins))
+  if slot then
+    enter(ticket, slot, class)
+    return true
+  end
+  if joins then join(ticket, own) end
+  if ticket[IN_LINE_SINCE] and not is_for_floor(ticket) and own and class ~= OTHER then
+    begin_to_count(ticket, class)
+    hold_in_line(ticket, 1)
+    return true
+  end
+  if joins then return true end
+  if own then
+    close(open, own)
+    open.is_stopped = open.is_stopped or (is_late and is_small(ticket)) -- a small one has stood in line for 5 s
+  end
+end
+
 -- The next step, one enters an engine or comes to stand in line. False where there is none.
 local function step()
-  choose_again()
-  local closed, is_stopped = {}, false -- engines that those before want; a small one before it has stood in line for 5 s
-  for _, place in ipairs(in_order()) do
-    local ticket, class = place.ticket, place.class
-    if class == OTHER and is_stopped then
-      -- it is left out
-    elseif not fits(ticket, NOBODY) then
-      if holds(ticket, class) then return false end
-    else
-      local was_in_line = ticket[IN_LINE_SINCE]
-      -- Each tier has as many places in line as there are ready engines; class 0 has always one.
-      local joins = not was_in_line and (class == FIRST or tiers[ticket[TIER]][LINED] < places)
-      local is_late = was_in_line and now >= was_in_line + PATIENCE_US
-      local own = wanted(ticket)
-      local slot = engine_for(ticket, own, closed, class == FIRST or is_late or not (was_in_line or joins))
-      if slot then
-        enter(ticket, slot, class)
-        return true
-      end
-      if joins then join(ticket, own) end
-      if ticket[IN_LINE_SINCE] and not is_for_floor(ticket) and own and class ~= OTHER then
-        begin_to_count(ticket, class)
-        hold_in_line(ticket, 1)
-        return true
-      end
-      if joins then return true end
-      if own then
-        closed[own] = true
-        is_stopped = is_stopped or (is_late and is_small(ticket))
-      end
-    end
+  local open = find_open()
+  if #open == 0 and not someone_may_join() and not front_may_stand_for_floor() then return false end
+  local early, others = candidates()
+  for i = 1, #early do
+    local is_step = visit(early[i], open)
+    if is_step ~= nil then return is_step end
+  end
+  if open.is_stopped or (#open == 0 and not someone_may_join()) then return false end
+  table.sort(others, is_place_before)
+  for i = 1, #others do
+    local is_step = visit(others[i], open)
+    if is_step ~= nil then return is_step end
   end
   return false
 end
@@ -389,5 +462,12 @@ end
 local function decide()
   look()
   if places == 0 then return end
-  while step() do end
+  if is_config_new or state[IS_CAPPED] then
+    choose_again()
+    state[IS_CAPPED] = false
+    for slot = 1, #config.engines do state[IS_CAPPED] = state[IS_CAPPED] or now < held_at(slot, H_CAP_UNTIL) end
+  end
+  while step() do
+    if state[IS_CAPPED] then choose_again() end
+  end
 end

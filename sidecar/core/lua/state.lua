@@ -3,8 +3,8 @@
 -- KEYS[1]: the root; KEYS[2] and so on: pools of the layouts before. ARGV[1]: the call. ARGV[2]: the time, for tests.
 -- Answers a packed `calls.Reply`. Publishes each `calls.WakeUp`: to all at the root's name, to one at `ROOT:WHO`.
 --
--- The root is a hash: `layout`, `state`, `held` and `config` (all in this file), and `q:TIER`, what waits in the tier's
--- queue (queue.lua). Beside it, with the moment of the root in their names: `c:WHO`, a replica's cells, and `v`, its view.
+-- The root is a hash: `layout`, `state`, `held` and `config` (all in this file), `line`, the tickets in line, and `q:TIER`,
+-- what waits in the tier's queue (queue.lua). Beside it, with the moment of the root in their names: `c:WHO`, a replica's cells, and `v`, its view.
 -- All is read as it is needed, changed in memory, and written at the end: a call that fails has written nothing.
 
 -- Set by each call: while a function is loaded the server has no libraries.
@@ -17,9 +17,9 @@ local PATIENCE_US = 5000000
 local ASKED_FOR_US = 1000000
 local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE = 9007199254740991, 1000, 1000000, 3600000, 1000
 
--- Positions in packed arrays. `state`: these, then the tiers, the members, and the line (tickets as they joined).
+-- Positions in packed arrays. `state`: these, then the tiers, the members, and of each in line, as they joined, the owner, bid, engine and since when.
 local OFFSET, LAST_CALL, EPOCH, HOLD_UNTIL, EXPECTED, IS_EMPTY, VIEWS, VERSION = 1, 2, 3, 4, 5, 6, 7, 8
-local ASKED, ASKED_UNTIL, ADMISSIONS, MADE, IS_CAPPED = 9, 10, 11, 12, 13
+local ASKED, ASKED_UNTIL, ADMISSIONS, MADE, IS_CAPPED, LEAST = 9, 10, 11, 12, 13, 14 -- LEAST: nobody in line has fewer tokens
 -- A tier: of its queue the figures and the head; what it holds in three dimensions, at the name plus 1, 2 and 3.
 local NAME, VIRTUAL, AFRESH, LARGEST, QUEUED, HEAD, OWES_UNTIL, LATEST, LINED = 1, 2, 3, 4, 5, 6, 7, 8, 9
 local ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR = 9, 12, 15, 18
@@ -43,7 +43,8 @@ local T_NAME, T_RESERVE, T_LEND, T_LIMIT, T_FIRST, T_PREEMPTIBLE, T_PREEMPT_AFTE
 
 -- Of one call:
 local root, call, who, now
-local state, tiers, members, line, held, config, rules
+local state, tiers, members, lined, held, config, rules
+local line, is_line_changed, is_line_written -- the tickets in line, once they were looked for
 local is_config_new, is_made, packed_config
 local kept_text, kept_config -- where the script is a function: the config of the call before
 local queues, rows, views, changed_views -- what was read of the other fields and keys
@@ -75,14 +76,14 @@ local function tier_of(name)
 end
 
 local function create(offset)
-  state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, now, false }
-  tiers, members, line, held, config = {}, {}, {}, {}, { engines = {}, drained = {} }
+  state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, now, false, UNBOUNDED }
+  tiers, members, lined, held, config = {}, {}, {}, {}, { engines = {}, drained = {} }
   queues, rows, views, changed_views, rules, is_config_new, is_made = {}, {}, {}, {}, nil, true, true
   wake_ups[#wake_ups + 1] = { '' }
 end
 
 local function load(found)
-  state, tiers, members, line = unpacked(found[2])
+  state, tiers, members, lined = unpacked(found[2])
   held, packed_config = unpacked(found[3]), found[4]
   config = kept_text == packed_config and kept_config or unpacked(packed_config)
   rules, kept_text = config.rules, nil -- a call that fails may have changed it
@@ -153,6 +154,33 @@ local function ticket_at(list, i)
     list[i] = ticket
   end
   return ticket
+end
+
+local LINED_OWNER, LINED_BID, LINED_ENGINE, LINED_SINCE, LINED_WORDS = 1, 2, 3, 4, 4
+
+local function load_line()
+  line = line or (#lined > 0 and unpacked(redis_call('HGET', root, 'line')) or {})
+  return line
+end
+
+-- `lined`, as it is now.
+local function lined_now()
+  if not is_line_changed then return lined end
+  lined, is_line_changed = {}, false
+  for i = 1, #line do
+    local ticket, at = ticket_at(line, i), (i - 1) * LINED_WORDS
+    lined[at + LINED_OWNER], lined[at + LINED_BID] = ticket[OWNER], ticket[ID]
+    lined[at + LINED_ENGINE], lined[at + LINED_SINCE] = ticket[ENGINE] or '', ticket[IN_LINE_SINCE]
+  end
+  return lined
+end
+
+-- Whether a replica has a bid in line; `id`: this one.
+local function stands_in_line(name, id)
+  local now_lined = lined_now()
+  for at = 0, #now_lined - LINED_WORDS, LINED_WORDS do
+    if now_lined[at + LINED_OWNER] == name and (not id or now_lined[at + LINED_BID] == id) then return true end
+  end
 end
 
 local function is_before(a, b) -- by arrival

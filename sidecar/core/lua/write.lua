@@ -16,11 +16,12 @@ local function write_fields(of, changed, value_of)
 end
 
 local function write()
-  for i = 1, #line do line[i] = packed_ticket(line[i]) end
+  lined = lined_now()
+  for i = 1, is_line_written and #line or 0 do line[i] = packed_ticket(line[i]) end
   if is_config_new then packed_config = pack(config) end
-  local fields = { state = pack(state, tiers, members, line), held = pack(held), layout = is_config_new and call.layout,
-    config = is_config_new and packed_config }
-  local changed = { state = true, held = true, layout = is_config_new or nil, config = is_config_new or nil }
+  local fields = { state = pack(state, tiers, members, lined), held = pack(held), layout = is_config_new and call.layout,
+    config = is_config_new and packed_config, line = is_line_written and #line > 0 and pack(line) }
+  local changed = { state = true, held = true, layout = is_config_new or nil, config = is_config_new or nil, line = is_line_written or nil }
   for tier, queue in pairs(queues) do
     local packed = queue.is_changed and packed_queue(tier)
     fields['q:' .. tier] = packed
