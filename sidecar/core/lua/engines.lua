@@ -22,14 +22,15 @@ local function held_at(slot, what) return held[(slot - 1) * HELD + what] end
 
 local function add_held(slot, what, amount)
   local at = (slot - 1) * HELD + what
-  held[at] = held[at] + amount
+  held[at], told[slot] = held[at] + amount, false
 end
 
 -- Sorts the engines, each with what it holds.
 local function set_table(engines, held_of)
   table.sort(engines, is_engine_before)
-  config.engines, held = engines, {}
-  for _, engine in ipairs(engines) do
+  config.engines, held, told = engines, {}, {}
+  for slot, engine in ipairs(engines) do
+    told[slot] = false
     local figures_of_it = held_of[engine] or { 0, 0, 0, 0, 0, UNBOUNDED, 0 }
     for i = 1, HELD do held[#held + 1] = figures_of_it[i] end
   end
@@ -102,6 +103,7 @@ local function set_cap(slot, requests, until_us)
   end
   local at = (slot - 1) * HELD
   held[at + H_CAP], held[at + H_CAP_UNTIL], state[IS_CAPPED] = requests, until_us, true
+  told[slot] = false
 end
 
 -- Whether it is ready, not barred, large enough, and its cap is not reached by the ticket.

@@ -151,8 +151,13 @@ end
 local function engines_held()
   local found = {}
   for slot, engine in ipairs(config.engines) do
-    local at = (slot - 1) * HELD
-    found[slot] = '\152' .. pack(engine[E_ID], unpack(held, at + 1, at + H_CAP)) .. pack(max(0, held[at + H_CAP_UNTIL] - now))
+    found[slot] = told[slot]
+    if not found[slot] then
+      local at = (slot - 1) * HELD
+      local cap_for_us = max(0, held[at + H_CAP_UNTIL] - now)
+      found[slot] = '\152' .. pack(engine[E_ID], unpack(held, at + 1, at + H_CAP)) .. pack(cap_for_us)
+      told[slot] = cap_for_us == 0 and found[slot] -- else it changes with time
+    end
   end
   return packed_list(found)
 end

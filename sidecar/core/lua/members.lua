@@ -168,6 +168,7 @@ local function take_rules(stated)
   end
   for slot = 1, #config.engines do
     for i = H_TOKENS, H_SENT do held[(slot - 1) * HELD + i] = 0 end
+    told[slot] = false
   end
   for name, member in pairs(members) do
     for_cells(name, function(cell) hold_cell(cell, 1) end)

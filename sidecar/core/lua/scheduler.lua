@@ -28,7 +28,9 @@ local function hold(tier, id, sign, tokens, requests, prompt, sent, floor_tokens
     add_sums(tier, ON_ENGINES, sign, tokens, requests, prompt)
     add_sums(tier, ON_FLOOR, sign, floor_tokens, floor_requests, floor_prompt)
   end
-  local at = ((slot_of(id) or add_unknown(id)) - 1) * HELD
+  local slot = slot_of(id) or add_unknown(id)
+  local at = (slot - 1) * HELD
+  told[slot] = false
   held[at + H_TOKENS], held[at + H_REQUESTS] = held[at + H_TOKENS] + sign * tokens, held[at + H_REQUESTS] + sign * requests
   held[at + H_PROMPT], held[at + H_SENT] = held[at + H_PROMPT] + sign * prompt, held[at + H_SENT] + sign * sent
 end
@@ -403,8 +405,9 @@ end
 local function front_may_stand_for_floor()
   for tier = 1, #tiers do
     local reserve = figures.R[tier]
+    local least = owes(tier) and state[LEAST] or 0
     if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST]
-      or (on_floor(tier, 1) <= reserve[1] and on_floor(tier, 2) < reserve[2] and on_floor(tier, 3) <= reserve[3])) then
+      or (on_floor(tier, 1) + least <= reserve[1] and on_floor(tier, 2) < reserve[2] and on_floor(tier, 3) <= reserve[3])) then
       return true
     end
   end

@@ -44,6 +44,7 @@ local T_NAME, T_RESERVE, T_LEND, T_LIMIT, T_FIRST, T_PREEMPTIBLE, T_PREEMPT_AFTE
 -- Of one call:
 local root, call, who, now
 local state, tiers, members, lined, held, config, rules
+local told -- of each engine what a reply says of `held`, packed, or false
 local line, is_line_changed, is_line_written -- the tickets in line, once they were looked for
 local is_config_new, is_made, packed_config
 local kept_text, kept_config -- where the script is a function: the config of the call before
@@ -77,14 +78,15 @@ end
 
 local function create(offset)
   state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, now, false, UNBOUNDED }
-  tiers, members, lined, held, config = {}, {}, {}, {}, { engines = {}, drained = {} }
+  tiers, members, lined, held, told, config = {}, {}, {}, {}, {}, { engines = {}, drained = {} }
   queues, rows, views, changed_views, rules, is_config_new, is_made = {}, {}, {}, {}, nil, true, true
   wake_ups[#wake_ups + 1] = { '' }
 end
 
 local function load(found)
   state, tiers, members, lined = unpacked(found[2])
-  held, packed_config = unpacked(found[3]), found[4]
+  held, told = unpacked(found[3])
+  packed_config = found[4]
   config = kept_text == packed_config and kept_config or unpacked(packed_config)
   rules, kept_text = config.rules, nil -- a call that fails may have changed it
 end
