@@ -405,9 +405,10 @@ end
 local function front_may_stand_for_floor()
   for tier = 1, #tiers do
     local reserve = figures.R[tier]
-    local least = owes(tier) and state[LEAST] or 0
-    if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST]
-      or (on_floor(tier, 1) + least <= reserve[1] and on_floor(tier, 2) < reserve[2] and on_floor(tier, 3) <= reserve[3])) then
+    local tokens, prompt = on_floor(tier, 1), on_floor(tier, 3)
+    local has_floor = on_floor(tier, 2) < reserve[2]
+      and ((tokens + state[LEAST] <= reserve[1] and prompt <= reserve[3]) or (not owes(tier) and tokens < reserve[1] and prompt < reserve[3]))
+    if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST] or has_floor) then
       return true
     end
   end
