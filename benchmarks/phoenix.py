@@ -28,10 +28,12 @@ READY_WITHIN_S = 120.0
 """It takes 10 s on an idle machine with two cores."""
 PROJECT = "default"
 PAGE = 100
-WIDTH, HEIGHT = 1500, 620
+WIDTH, HEIGHT = 1760, 880
+DRAWER = ".drawer"
+"""What has the trace, beside the list of all of them."""
 REMEMBERED = {
-    "react-resizable-panels:trace-details-layout": '{"trace-tree":60,"span-details":40}',
-    "arize-phoenix-preferences": '{"state":{"isSideNavExpanded":false},"version":0}',
+    "react-resizable-panels:trace-details-layout": '{"trace-tree":36,"span-details":64}',
+    "arize-phoenix-theme": "light",
 }
 """How the page is laid out: the tree is given room enough to draw each span's time as a bar."""
 WIDEN = """
@@ -146,7 +148,7 @@ def phoenix() -> Iterator[Phoenix]:
 
 
 async def picture_of(page: str, span: str, shown: str) -> bytes:
-    """What a browser shows of a trace's page with the span called `span` chosen, as PNG.
+    """A trace as its page shows it, with the span called `span` chosen, as PNG.
 
     It is taken when the text `shown` is there. Raises NoBrowser, or TimeoutError where the page does not come to that.
     """
@@ -162,7 +164,7 @@ async def picture_of(page: str, span: str, shown: str) -> bytes:
         await tab.run(f"{row}.click()")
         await tab.until(f"document.body.innerText.includes({json.dumps(shown)})")
         await asyncio.sleep(SETTLES_S)
-        return await tab.photograph()
+        return await tab.photograph(DRAWER)
 
 
 def _names(span: str) -> str:

@@ -53,9 +53,11 @@ class Page:
                 raise TimeoutError(f"not so within {WITHIN_S:g} s: {script}")
             await asyncio.sleep(0.1)
 
-    async def photograph(self) -> bytes:
-        """What it shows, as PNG."""
-        shot = await self._call("Page.captureScreenshot", format="png")
+    async def photograph(self, selector: str) -> bytes:
+        """What it shows of an element, as PNG."""
+        box = await self.run(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
+        clip = {**{name: box[name] for name in ("x", "y", "width", "height")}, "scale": 1}
+        shot = await self._call("Page.captureScreenshot", format="png", clip=clip)
         return base64.b64decode(shot["data"])
 
     async def _call(self, method: str, **parameters: Any) -> Any:

@@ -1,10 +1,12 @@
 """What a real tracing backend makes of our spans: an overload, the spans that Phoenix stored of it, and a picture.
 
-    python -m benchmarks.tracing_backend [--picture docs/pictures/trace.png] [--protocol http/protobuf|grpc] [--keep]
+    python -m benchmarks.tracing_backend [--mounted] [--picture FILE] [--json FILE] [--protocol P] [--keep]
 
-`sidecar emulate`, `sidecar serve` and two clients with traces of their own run as processes and services of their own,
-all of them sending to Phoenix. Batch floods the engine; then high comes, for some seconds, faster than it is served, so
-that batch starves. The command fails where what Phoenix has stored is not what happened.
+`sidecar emulate`, `sidecar serve` and three clients with traces of their own run as processes and services of their
+own, all of them sending to Phoenix. With `--mounted` an app with the middleware stands in place of the proxy. Batch
+floods the engine; then high comes, for some seconds, faster than it is served, so that batch starves. The command fails
+where what Phoenix has stored is not what happened. `--json` keeps the starved request's spans as a Collector's file
+exporter writes them.
 """
 
 from __future__ import annotations
@@ -12,14 +14,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
-import re
-import signal
-import subprocess
+import hashlib
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -30,8 +30,11 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind
 
+from benchmarks.otlp_file import OtlpFile, otlp_file
 from benchmarks.phoenix import NotInstalled, Phoenix, Stored, phoenix, picture_of
 from benchmarks.photograph import NoBrowser
+from benchmarks.processes import command
+from benchmarks.tracing_app import MODEL_CALL
 
 POLICY = """\
 engine: vllm
@@ -41,11 +44,12 @@ tiers:
   high: {slo: {queue_wait: 2s}}
   batch: {slo: {starvation: 2s}}
 default_tier: batch
-anonymous: high
-sources: [header]
+tenants: tenants/*.yaml
 endpoints:
   /v1/chat/completions: {}
 """
+TIERS = {"nightly-eval": "batch", "chat-ui": "high", "support-bot": "high"}
+"""Each tenant is a service of its own, and its name is its key."""
 TOKENS = 50
 """At 20 ms each, a second for each request: 4 a second in all."""
 FLOOD = 12
@@ -53,6 +57,8 @@ FLOOD = 12
 URGENT_FROM_S, URGENT_PER_S, URGENT_FOR_S = 1.5, 6.0, 4.0
 """High arrives half as fast again as it is served."""
 STARVED_AT_LEAST_S = 2.0
+EXPLANATION = "admission.explanation"
+PARENTS = {"admission.queued": "admission", "admission.starved": "admission.queued", "engine": "admission"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,38 +66,24 @@ class Asked:
     """One request of the scenario."""
 
     at_s: float
-    tier: str
+    tenant: str
 
 
 def scenario() -> Sequence[Asked]:
     """Batch first, then high, one after the other."""
-    flood = [Asked(number * 0.02, "batch") for number in range(FLOOD)]
     return [
-        *flood,
-        *(Asked(URGENT_FROM_S + number / URGENT_PER_S, "high") for number in range(int(URGENT_PER_S * URGENT_FOR_S))),
+        *(Asked(number * 0.02, "nightly-eval") for number in range(FLOOD)),
+        *(
+            Asked(URGENT_FROM_S + number / URGENT_PER_S, ("chat-ui", "support-bot")[number % 2])
+            for number in range(int(URGENT_PER_S * URGENT_FOR_S))
+        ),
     ]
 
 
 # -- the servers and the clients
 
 
-@contextlib.contextmanager
-def command(*arguments: str, **variables: str) -> Iterator[str]:
-    """`sidecar ...` until the block ends; the address that it prints first. SIGTERM lets it send what it holds."""
-    line = [sys.executable, "-m", "sidecar.cli", *arguments, "--port", "0"]
-    with subprocess.Popen(line, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            said = process.stdout.readline()
-            if (address := re.search(r"http://\S+:\d+", said)) is None:
-                raise RuntimeError(f"`sidecar {arguments[0]}` did not start")
-            yield address[0]
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-
-
-def run_overload(backend: Phoenix, protocol: str) -> None:
+def run_overload(backend: Phoenix, protocol: str, *, is_mounted: bool = False) -> None:
     """Plays the scenario; when it returns, everything has been sent."""
     variables = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": backend.url if protocol == "http/protobuf" else backend.grpc_url,
@@ -99,45 +91,67 @@ def run_overload(backend: Phoenix, protocol: str) -> None:
         "OTEL_METRICS_EXPORTER": "none",
     }
     with tempfile.TemporaryDirectory() as folder:
-        policy = Path(folder) / "policy.yaml"
-        policy.write_text(POLICY)
-        emulated = ("emulate", "--engine", "vllm", "--max-num-seqs", "4", "--step-ms", "20")
+        policy = write_policy(Path(folder))
+        emulated = ("emulate", "--engine", "vllm", "--max-num-seqs", "4", "--step-ms", "20", "--port", "0")
         with (
-            command(*emulated) as engine,
-            command("serve", "--upstream", engine, "--policy", str(policy), "--admin-port", "0", **variables) as proxy,
+            command(*emulated) as [engine],
+            guarded(engine, policy, variables, is_mounted=is_mounted) as [address, *_],
             client_tracers(backend) as tracers,
         ):
-            asyncio.run(play(scenario(), proxy, tracers))
+            asyncio.run(play(scenario(), address, tracers))
+
+
+def write_policy(folder: Path) -> Path:
+    """The policy and its tenants."""
+    (folder / "tenants").mkdir()
+    for tenant, tier in TIERS.items():
+        digest = hashlib.sha256(tenant.encode()).hexdigest()
+        (folder / "tenants" / f"{tenant}.yaml").write_text(
+            f'tenant: {tenant}\nkeys: ["sha256:{digest}"]\ntier: {tier}\n'
+        )
+    policy = folder / "policy.yaml"
+    policy.write_text(POLICY)
+    return policy
+
+
+def guarded(
+    engine: str, policy: Path, variables: Mapping[str, str], *, is_mounted: bool
+) -> AbstractContextManager[Sequence[str]]:
+    """What the clients ask, before the engine: `sidecar serve`, or an app with the middleware. Its address is first."""
+    if is_mounted:
+        return command(engine, module="benchmarks.tracing_app", SIDECAR_POLICY=str(policy), **variables)
+    served = ("serve", "--upstream", engine, "--policy", str(policy), "--port", "0", "--admin-port", "0")
+    return command(*served, **variables)
 
 
 @contextlib.contextmanager
 def client_tracers(backend: Phoenix) -> Iterator[Mapping[str, trace.Tracer]]:
-    """For each tier the tracer of the service that asks for it, with a process's own resource."""
+    """For each tenant the tracer of its service, with a process's own resource."""
     providers = {
-        tier: TracerProvider(resource=Resource.create({SERVICE_NAME: service}), shutdown_on_exit=False)
-        for tier, service in (("high", "chat-ui"), ("batch", "nightly-eval"))
+        tenant: TracerProvider(resource=Resource.create({SERVICE_NAME: tenant}), shutdown_on_exit=False)
+        for tenant in TIERS
     }
     for provider in providers.values():
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{backend.url}/v1/traces")))
     try:
-        yield {tier: provider.get_tracer("client") for tier, provider in providers.items()}
+        yield {tenant: provider.get_tracer("client") for tenant, provider in providers.items()}
     finally:
         for provider in providers.values():
             provider.shutdown()
 
 
-async def play(asked: Sequence[Asked], proxy: str, tracers: Mapping[str, trace.Tracer]) -> None:
+async def play(asked: Sequence[Asked], address: str, tracers: Mapping[str, trace.Tracer]) -> None:
     """Sends every request when its time has come. Raises where one is not answered with 200."""
-    async with aiohttp.ClientSession(proxy) as session:
-        await asyncio.gather(*(_ask(one, session, tracers[one.tier]) for one in asked))
+    async with aiohttp.ClientSession(address) as session:
+        await asyncio.gather(*(_ask(one, session, tracers[one.tenant]) for one in asked))
 
 
 async def _ask(asked: Asked, session: aiohttp.ClientSession, tracer: trace.Tracer) -> None:
     await asyncio.sleep(asked.at_s)
-    span = tracer.start_span("evaluate" if asked.tier == "batch" else "answer", kind=SpanKind.CLIENT)
+    span = tracer.start_span(asked.tenant, kind=SpanKind.CLIENT)
     context = span.get_span_context()
     headers = {
-        "x-priority": asked.tier,
+        "authorization": f"Bearer {asked.tenant}",
         "traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}",
     }
     body = {"model": "emulated", "max_tokens": TOKENS, "messages": [{"role": "user", "content": "hello"}]}
@@ -165,17 +179,18 @@ def problems(spans: Sequence[Stored]) -> list[str]:
 
 def problems_of(one: Mapping[str, Stored]) -> list[str]:
     """The same of one request's trace: its tree, its bars, its attributes."""
-    client = one.get("evaluate") or one.get("answer")
+    client = next((one[tenant] for tenant in TIERS if tenant in one), None)
     if client is None or not {"admission", "engine"} <= one.keys():
         return [f"a trace of {sorted(one)}"]
     admission, engine = one["admission"], one["engine"]
     said = admission.attributes
     wait_s, starvation_s = said["admission.queue_wait_s"], said["admission.starvation_s"]
     bars = {"admission.queued": wait_s, "admission.starved": starvation_s}
-    children = [span for name, span in one.items() if name in {"engine", *bars}]
     expectations = {
-        "admission hangs below the client's span": admission.parent_id == client.span_id,
-        "the others hang below admission": all(span.parent_id == admission.span_id for span in children),
+        "admission hangs below the client's span": is_below(one, admission, client),
+        "each bar hangs below its parent": all(
+            one[name].parent_id == one[parent].span_id for name, parent in PARENTS.items() if name in one
+        ),
         "a bar is there where it waited, or starved": all(
             (name in one) == (length > 0) for name, length in bars.items()
         ),
@@ -186,15 +201,28 @@ def problems_of(one: Mapping[str, Stored]) -> list[str]:
             abs(one[name].end_s - engine.start_s) < 1e-5 for name in bars if name in one
         ),
         "admission ends with the engine": abs(admission.end_s - engine.end_s) < 1e-5,
-        "the tier is on it": said["admission.tier"] == ("batch" if "evaluate" in one else "high"),
+        "the app's own span hangs below the engine's": MODEL_CALL not in one or is_below(one, one[MODEL_CALL], engine),
+        "the tenant and its tier are on it": (said["admission.tenant"], said["admission.tier"])
+        == (client.name, TIERS[client.name]),
         "it was answered": said["http.response.status_code"] == 200 and said["admission.outcome"] == "completed",
-        "who starved says who went ahead": (starvation_s > 0) == (said.get("admission.served_ahead.high", 0) > 0)
-        or said["admission.tier"] == "high",
+        "who starved says who went ahead": "admission.starved" not in one
+        or all(
+            "of tier high went ahead" in span.attributes[EXPLANATION] for span in (admission, one["admission.starved"])
+        ),
         "starved too long is marked": said.get("admission.starved_too_long", False)
         == (starvation_s > STARVED_AT_LEAST_S and said["admission.tier"] == "batch"),
         "usage is on the engine's span": engine.attributes["gen_ai.usage.output_tokens"] == TOKENS,
     }
     return [f"trace {admission.trace_id}: not so: {name}" for name, is_so in expectations.items() if not is_so]
+
+
+def is_below(one: Mapping[str, Stored], lower: Stored, upper: Stored) -> bool:
+    """Whether one span of a trace is a descendant of another. A server that traces itself has spans between them."""
+    parents = {span.span_id: span.parent_id for span in one.values()}
+    above = lower.parent_id
+    while above not in {None, upper.span_id}:
+        above = parents.get(above or "")
+    return above is not None
 
 
 def by_trace(spans: Sequence[Stored]) -> Mapping[str, Mapping[str, Stored]]:
@@ -226,33 +254,38 @@ def table(one: Mapping[str, Stored]) -> str:
 def main() -> int:
     """Parses the command line and runs. Returns 1 where something is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mounted", action="store_true", help="an app with the middleware, not the proxy")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="also photograph the trace that starved longest")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also keep its spans, a line of OTLP JSON an export")
     parser.add_argument("--protocol", choices=["http/protobuf", "grpc"], default="http/protobuf")
     parser.add_argument("--keep", action="store_true", help="leave Phoenix running until Enter is pressed")
     args = parser.parse_args()
+    if args.protocol == "grpc" and (args.json or args.mounted):
+        parser.error("--json and --mounted need http/protobuf")
     try:
-        with phoenix() as backend:
-            run_overload(backend, args.protocol)
-            return _look(backend, args.picture, keep=args.keep)
+        with phoenix() as backend, otlp_file(backend.url) as kept:
+            run_overload(replace(backend, url=kept.url), args.protocol, is_mounted=args.mounted)
+            return _look(backend, kept, args)
     except (NotInstalled, NoBrowser) as missing:
         print(f"tracing_backend: {missing}", file=sys.stderr)
         return 1
 
 
-def _look(backend: Phoenix, picture: Path | None, *, keep: bool) -> int:
-    spans = backend.settled_spans(3 * len(scenario()))
+def _look(backend: Phoenix, kept: OtlpFile, args: argparse.Namespace) -> int:
+    spans = backend.settled_spans(max(kept.spans, 3 * len(scenario())))
     traces = by_trace(spans)
     print(f"Phoenix stored {len(spans)} spans in {len(traces)} traces. The one that starved longest:\n")
     worst = starved(traces)
     print(table(worst))
     found = problems(spans)
     print("\n" + ("\n".join(found) if found else "All of them are as it happened."))
-    page = backend.page_of(worst["admission"].trace_id)
-    if picture is not None:
-        shot = asyncio.run(picture_of(page, "admission.starved", "served_ahead"))
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_bytes(shot)
-    if keep:
+    trace_id = worst["admission"].trace_id
+    page = backend.page_of(trace_id)
+    if args.json is not None:
+        args.json.write_text("".join(f"{line}\n" for line in kept.lines_of(trace_id)))
+    if args.picture is not None:
+        args.picture.write_bytes(asyncio.run(picture_of(page, "admission.starved", "went ahead")))
+    if args.keep:
         input(f"\n{page}\nEnter ends Phoenix. ")
     return 1 if found else 0
 

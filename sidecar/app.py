@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,38 +18,37 @@ from sidecar.leases import Admission
 from sidecar.leases.no_engine import NoEngineHere
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_pages import EnginePages
-from sidecar.middleware.engine_watch import EngineCheck, EngineState, EngineWatch
+from sidecar.middleware.engine_watch import ENGINE_CHECK_VARIABLE, EngineCheck, EngineWatch
 from sidecar.middleware.middleware import serve_scope
 from sidecar.middleware.models import ModelsController
 from sidecar.middleware.request_path import at_own_root
 from sidecar.middleware.tenant_usage import TenantUsage
-from sidecar.mounted_services import MountedTelemetry, has_admin_port, mounted_services
+from sidecar.mounted_services import MountedTelemetry, Part, has_admin_port, mounted_services, with_lifespan
 from sidecar.observability import Observability
-from sidecar.policy import POLICY_VARIABLE
-from sidecar.policy.model import Mode, Policy, Unguarded, is_forced
+from sidecar.one_pool import OnePool, policy_of, pool_here, pool_of, source_of
+from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.pools.local import LimitsPool
 from sidecar.proxy import EngineProxy
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
-from sidecar.server import CannotServe
-from sidecar.server.mounted import FailedStart, Lifespan, MountedLifespan, Step, check_processes
+from sidecar.server.mounted import FailedStart, MountedLifespan, check_processes
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of
+from sidecar.tasks import is_in_event_loop
 from sidecar.tokens import Estimator, TokenizerCounter
 
 if TYPE_CHECKING:
     from sidecar.fleet.mounted_engine import MountedEngine
     from sidecar.fleet.mounted_routing import MountedRouting
     from sidecar.fleet.routing import FleetRouting
+    from sidecar.middleware.app_tenants import TenantOf
     from sidecar.policy.reload import PolicyFiles
     from sidecar.pools.fleet import FleetPool
     from sidecar.pools.redis import RedisFleetPool
 
 STATE_KEY = "admission"
 """In the lifespan's state."""
-ENGINE_CHECK_VARIABLE = "SIDECAR_ENGINE_CHECK"
-"""`on`, `alive` (any engine may answer) or `off` (the engine is not asked at all). See docs/how-it-works.md."""
 
 _OPEN_ENGINE = (
     f"the engine's key ({ENGINE_KEY_VARIABLE}) is shown for requests without any key, too, which the policy's "
@@ -79,14 +77,18 @@ class AdmissionMiddleware:
     as the policy's `engine` says; `files` are where a loaded policy came from: what changes there replaces it while the
     server runs. `is_shown` says that the caller serves `observability.routes` and sets up logs and telemetry, so that
     the environment does not; `is_launched` that the app is an engine's own server, started by one of our launchers;
-    `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. `environment` is
-    the process's. Raises `PolicyError` with every mistake of the files, and ValueError where there are none. In an
-    event loop it does not raise: the server reports a failed start, and the middleware has neither a `controller` nor
-    an `observability`.
-    """
+    `retry_handlers` that a handler may run twice for one request, which was preempted; `tenant` names a request's
+    tenant, by its scope (docs/identity.md); `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with
+    other tiers is made anew. `environment` is the process's.
 
-    controller: AdmissionController
-    observability: Observability
+    One policy is one pool in a process. Middlewares of the same policy file, by whatever path, or of equal loaded
+    policies share pool, monitor, admin port and background tasks: those that are constructed before the first of them
+    serves, or in the event loop where it serves. The first of their lifespans opens what the last one closes, and a
+    lifespan that begins when all have ended begins anew (`sidecar.one_pool`). Another policy has a pool of its own.
+
+    Raises `PolicyError` with every mistake of the files, and ValueError where there are none. In an event loop it does
+    not raise: the server reports a failed start, and the middleware has neither a `controller` nor an `observability`.
+    """
 
     def __init__(
         self,
@@ -98,29 +100,52 @@ class AdmissionMiddleware:
         is_shown: bool = False,
         takes_over_pool: bool = False,
         is_launched: bool = False,
+        retry_handlers: bool = False,
+        tenant: TenantOf | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
+        self._app = app
         self._environment = environment
-        compose = partial(
+        self._is_shown = is_shown
+        self._is_serving = False
+        self._failure: FailedStart | None = None
+        self._given = policy, files
+        self._compose = partial(
             _composed,
             app,
             dialect=dialect,
             is_by_name=policy is None,
             is_shown=is_shown,
             is_launched=is_launched,
+            repeats=retry_handlers,
             takes_over=takes_over_pool,
             environment=environment,
         )
+        options = (dialect, is_launched, retry_handlers, takes_over_pool, id(environment))
+        self._source = source_of(policy, files, options)
+        self._serve: ASGIApp = self._serve_first
+        self._named: Callable[[AdmissionController, ASGIApp], ASGIApp] | None = None
         try:
-            loaded, files = (policy, files) if isinstance(policy, Policy) else policy_of(policy)
-            self.controller, self.observability = _passing_or(compose, loaded, files)
+            if tenant is not None:
+                from sidecar.middleware.app_tenants import naming
+
+                self._named = naming(tenant)
+            self._is_apart = is_shown or app is None or isinstance(app, EngineProxy)
+            self._use((None if self._is_apart else pool_of(self._source)) or self._new_pool())
         except ValueError as mistake:
-            if not _is_in_event_loop():
+            if not is_in_event_loop():
                 raise
-            self._serve: ASGIApp = FailedStart(mistake)
-        else:
-            self._is_shown = is_shown
-            self._serve = self._serve_first
+            self._serve = FailedStart(mistake)
+
+    @property
+    def controller(self) -> AdmissionController:
+        """The controller of the policy's pool. It is another in a lifespan that begins after one has ended."""
+        return self._pool.controller
+
+    @property
+    def observability(self) -> Observability:
+        """The controller's monitor."""
+        return self._pool.observability
 
     @property
     def admission(self) -> Admission:
@@ -131,16 +156,56 @@ class AdmissionMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one ASGI scope."""
-        if scope["type"] == "lifespan" and "state" in scope and hasattr(self, "controller"):
-            scope["state"][STATE_KEY] = self.admission
-        await self._serve(scope, receive, send)
+        if scope["type"] == "lifespan" and hasattr(self, "_pool"):
+            await self._serve_lifespan(scope, receive, send)
+        else:
+            await self._serve(scope, receive, send)
+
+    def begin_anew(self) -> None:
+        """See `Member`."""
+        self._is_serving, self._serve = False, self._serve_first
+
+    def follow(self) -> None:
+        """See `Member`. Chosen once, so that a request pays nothing for what its policy has not."""
+        if not self._is_serving:
+            return
+        self.controller.report_unpreempted()
+        app = self.controller.app if self._app is None else self._app
+        cors, serve = self.controller.policy.cors, _serving(self.controller)
+        if self._named is not None:
+            serve = self._named(self.controller, serve)
+        if cors is not None:
+            from sidecar.middleware.cors import with_cors
+
+            serve = with_cors(serve, cors)
+        if self._pool.is_shared:
+            serve = partial(self._pool.serve, serve, app)
+        self._serve = at_own_root(app, serve)
+
+    async def _serve_lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._choose_pool()
+            self._pool.begin_lifespan()
+        except ValueError as mistake:
+            await self._failed(mistake)(scope, receive, send)
+        try:
+            if "state" in scope:
+                scope["state"][STATE_KEY] = self.admission
+            await self._serve(scope, receive, send)
+        finally:
+            self._pool.end_lifespan()
 
     def _serve_first(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """The first scope: a lifespan's, unless the server or an outer app has none for it."""
-        self._begin_serving()
-        self.controller.on_change.append(self._begin_serving)
+        try:
+            self._choose_pool()
+            self._pool.begin_serving()
+        except ValueError as mistake:
+            return self._failed(mistake)(scope, receive, send)
         if self.controller.pages is not None:
             self.controller.pages.follow(scope)
+        self._is_serving = True
+        self.follow()
         if scope["type"] != "lifespan" and not self._is_shown:
             try:
                 policy = self.controller.policy
@@ -149,21 +214,39 @@ class AdmissionMiddleware:
                 is_engine = policy.engines is not None
                 check_processes(scope, environment, is_shared=is_shared, is_engine=is_engine)
             except ValueError as mistake:
-                self._serve = FailedStart(mistake)
+                self._is_serving, self._serve = False, FailedStart(mistake)
             else:
-                if has_admin_port(self._environment):
+                if has_admin_port(self._environment) and not self._pool.has_lifespan:
                     _log.warning("%s", _NO_LIFESPAN, extra={"event": "no_lifespan"})
         return self._serve(scope, receive, send)
 
-    def _begin_serving(self) -> None:
-        """Serves as the policy says. Chosen once, so that a request pays nothing for what its policy has not."""
-        cors, serve = self.controller.policy.cors, at_own_root(self.controller.app, _serving(self.controller))
-        if cors is None:
-            self._serve = serve
-        else:
-            from sidecar.middleware.cors import with_cors
+    def _failed(self, mistake: Exception) -> FailedStart:
+        """The same for as long as the mistake is: it is logged once."""
+        if self._failure is None or str(self._failure.mistake) != str(mistake):
+            self._failure = FailedStart(mistake)
+        return self._failure
 
-            self._serve = with_cors(serve, cors)
+    def _choose_pool(self) -> None:
+        """The pool that serves the policy in this event loop, of whichever thread the middleware was constructed in.
+
+        Where only another event loop has one, this middleware has a pool of its own.
+        """
+        if self._is_serving:
+            return
+        here = None if self._is_apart else pool_here(self._source)
+        if here is not self._pool and (here is not None or self._pool.is_elsewhere()):
+            self._pool.leave(self)
+            self._use(here or self._new_pool())
+
+    def _use(self, pool: OnePool) -> None:
+        self._pool = pool
+        pool.join(self)
+
+    def _new_pool(self) -> OnePool:
+        """Raises ValueError for a policy that cannot be used."""
+        given, files = self._given
+        policy, files = (given, files) if isinstance(given, Policy) else policy_of(given)
+        return OnePool(self._source, self._app, self._compose, policy, files, is_kept=self._is_shown)
 
 
 def _serving(controller: AdmissionController) -> ASGIApp:
@@ -172,43 +255,6 @@ def _serving(controller: AdmissionController) -> ASGIApp:
 
         return partial(serve_models, controller)
     return partial(serve_scope, controller)
-
-
-def policy_of(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | None]:
-    """The policy, and its files where it was not loaded before. Without a path SIDECAR_POLICY says where it is.
-
-    Raises ValueError where there is none, PolicyError for its mistakes.
-    """
-    if isinstance(given, Policy):
-        return given, None
-    from sidecar.policy.passing import load_or_pass
-    from sidecar.policy.reload import files_of
-
-    path = given or os.environ.get(POLICY_VARIABLE, "")
-    if not path and not is_forced(os.environ):
-        raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
-    return load_or_pass(path, os.environ).policy, files_of(path, os.environ)
-
-
-Compose = Callable[[Policy, "PolicyFiles | None"], tuple[AdmissionController, Observability]]
-
-
-def _passing_or(
-    compose: Compose, policy: Policy, files: PolicyFiles | None
-) -> tuple[AdmissionController, Observability]:
-    """The parts of the policy. In `mode: pass`, where they cannot be had, those of a bare one."""
-    try:
-        controller, observability = compose(policy, files)
-    except Exception as mistake:
-        if policy.mode is not Mode.PASS or policy.is_bare or files is None:
-            raise
-        from sidecar.policy.passing import bare
-
-        said = "what the policy asks for cannot be had, and is passed over: %s"
-        _log.error(said, mistake, extra={"event": "policy_rejected"})
-        controller, observability = compose(bare(files.path).policy, files)
-    controller.report_passing(was_passing=False)
-    return controller, observability
 
 
 def _composed(
@@ -220,6 +266,7 @@ def _composed(
     is_by_name: bool,
     is_shown: bool,
     is_launched: bool,
+    repeats: bool,
     takes_over: bool,
     environment: Mapping[str, str],
 ) -> tuple[AdmissionController, Observability]:
@@ -229,19 +276,20 @@ def _composed(
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
     is_shared = store_of(policy, environment) is not None
     refuse_uncounted_budgets(policy, environment)
-    setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over)
+    setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over, repeats=repeats)
     shows = partial(_observed, environment=environment, is_shared=is_shared, is_shown=is_shown)
     if given_app is None and policy.models:
         parts = _models_parts(policy, setup, shows)
     else:
         controller = _one_controller(given_app, policy, setup, is_by_name=is_by_name, is_launched=is_launched)
-        parts = [_Part(controller, shows(controller, policy, files))]
+        parts = [Part(controller, shows(controller, policy, files))]
     controller, observability = parts[0]
     if is_shown:
-        controller.lifespan = _with_lifespan(parts, is_shared=is_shared)
+        controller.lifespan = with_lifespan(parts, is_shared=is_shared)
     else:
         telemetry = MountedTelemetry(observability, environment, is_by_name=is_by_name)
-        inner = _with_lifespan(parts, is_shared=is_shared, started=[telemetry.begin_after_app])
+        started, ended = [telemetry.begin_after_app], [telemetry.flush_hosts]
+        inner = with_lifespan(parts, is_shared=is_shared, started=started, ended=ended)
         services = partial(mounted_services, controller, observability, telemetry, environment)
         controller.lifespan = MountedLifespan(
             inner,
@@ -254,20 +302,17 @@ def _composed(
 
 
 class _Setup(NamedTuple):
-    """What a process is made with besides its policy. `dialect` is None where the policy says it."""
+    """What a process is made with besides its policy. `dialect` is None where the policy says it.
+
+    `repeats` says that the app's handlers may run twice for one request.
+    """
 
     environment: Mapping[str, str]
     files: PolicyFiles | None
     engine_key: str | None
     dialect: Engine | None
     takes_over: bool
-
-
-class _Part(NamedTuple):
-    """A controller and its monitor. A process has one, or the front of several models and then one for each."""
-
-    controller: AdmissionController
-    observability: Observability
+    repeats: bool
 
 
 def _one_controller(
@@ -301,6 +346,7 @@ def _one_controller(
         estimator=estimator,
         observer=None,
         is_proxied=isinstance(given_app, EngineProxy),
+        repeats=setup.repeats or is_launched or isinstance(given_app, EngineProxy),
         engine_key=setup.engine_key,
         unguarded=_unguarded(given_app, is_launched=is_launched, is_by_name=is_by_name),
         engine_watch=watch,
@@ -352,7 +398,7 @@ def _models_parts(
     policy: Policy,
     setup: _Setup,
     shows: Callable[[AdmissionController, Policy, PolicyFiles | None], Observability],
-) -> list[_Part]:
+) -> list[Part]:
     """The front of the models' pools, and then each of them."""
     from sidecar.fleet.app import FleetApp, FleetsApp
 
@@ -373,13 +419,13 @@ def _models_parts(
         estimator=estimator,
         engine_key=setup.engine_key,
     )
-    of_models = [_Part(one, shows(one, one.policy, None)) for one in controllers.values()]
+    of_models = [Part(one, shows(one, one.policy, None)) for one in controllers.values()]
     observability = shows(front, policy, setup.files)
     front.observe_requests(observability.observer)
     for one in controllers.values():
         one.usage = front.usage
     if not observability.routes:
-        return [_Part(front, observability), *of_models]
+        return [Part(front, observability), *of_models]
     from sidecar.admin.model_routes import model_routes
 
     routes = {name: part.observability.routes for name, part in zip(controllers, of_models, strict=True)}
@@ -389,7 +435,7 @@ def _models_parts(
             part.observability.observer.flush()
 
     observability.routes = model_routes(front, observability.routes, routes, flush)
-    return [_Part(front, observability), *of_models]
+    return [Part(front, observability), *of_models]
 
 
 def _observed(
@@ -547,42 +593,3 @@ def _shared_pool(policy: Policy, store: StoreAddress, *, takes_over: bool) -> Po
     metrics = StoreMetrics(policy.pool)
     connect = connector(store, policy.pool, is_by_gain=policy.rules.is_by_gain)
     return RedisPool(policy, connect, observer=metrics, took=metrics.round_trip, takes_over=takes_over)
-
-
-def _with_lifespan(parts: Sequence[_Part], *, is_shared: bool, started: Sequence[Step] = ()) -> ASGIApp:
-    """The app, with the steps of the server's start and end. `started` are further ones after the app's own start."""
-    controllers = [part.controller for part in parts]
-
-    async def look_at_engines() -> None:
-        await asyncio.gather(*(controller.engine_watch.open() for controller in controllers))
-        for controller in controllers:
-            watch = controller.engine_watch
-            if watch.state is EngineState.MISMATCH and not controller.passes_all:
-                raise CannotServe(f"{watch.reason} ({ENGINE_CHECK_VARIABLE}=alive starts all the same)")
-
-    async def end_leases() -> None:
-        for controller in controllers:
-            await controller.engine_watch.close()
-            await controller.background.close()
-            await controller.shadows.close()
-        # Other replicas of a shared pool would fill the room before the engine has it.
-        await asyncio.gather(*(controller.pending_aborts.close(waits=is_shared) for controller in controllers))
-
-    observing = [part.observability for part in parts]
-    open_pools, ask = [one.pool.open for one in controllers], [one.dialect.ask for one in controllers]
-    open_pages = [one.open for one in observing]
-    # What the pools say last is logged.
-    closing = [end_leases, *(one.close for one in observing), *(one.pool.close for one in controllers)]
-    if isinstance(controllers[0].pool, EngineSizedPool):
-        asking = [*started, look_at_engines, *open_pools, *ask]
-        return Lifespan(controllers[0].app, opening=open_pages, asking=asking, closing=closing)
-    asking = [*started, look_at_engines, *ask]
-    return Lifespan(controllers[0].app, opening=[*open_pools, *open_pages], asking=asking, closing=closing)
-
-
-def _is_in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

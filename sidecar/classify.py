@@ -12,11 +12,12 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from enum import Enum
 from math import floor
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -49,6 +50,18 @@ _UNREAD = (
     "send `Authorization: Bearer KEY`, `x-api-key: KEY` or `api-key: KEY`"
 )
 _log = logging.getLogger("sidecar.keys")
+
+
+class TenantClaims(NamedTuple):
+    """A tenant by its name, and the tier that it asks for, None where it names none."""
+
+    tenant: str
+    tier: str | None
+
+
+SaidByApp: TypeAlias = "TenantClaims | AdmissionError | None"
+said_by_app: ContextVar[SaidByApp] = ContextVar("admission_said_by_app", default=None)
+"""What the app around the middleware says of the request's tenant, or why it cannot. It counts once."""
 
 
 class Fallback(str, Enum):
@@ -118,7 +131,6 @@ class Classifier:
     def __init__(self, policy: Policy, dialect: Engine, tokens: TokenVerifier | None = None) -> None:
         self._tokens = tokens
         self._gateway = policy.gateway
-        self._named = {} if tokens is None and policy.gateway is None else policy.named
         self._of_claims: dict[tuple[str, str], Tenant] = {}
         self._of_authorization: dict[bytes | None, Tenant] = {}
         self._logged: set[tuple[str, str]] = set()
@@ -141,12 +153,14 @@ class Classifier:
     def tenant(
         self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any] = _NO_SCOPE, pairs: Headers = ()
     ) -> Tenant:
-        """The tenant that the gateway names, or whose key or token the request carries.
+        """The tenant that the app or the gateway names, or whose key or token the request carries.
 
         The server's `scope` says from which address it came, and `pairs` are the headers as they came. Raises
         InvalidApiKey, which says nothing of the key itself, and what `TokenVerifier.claims` raises.
         """
-        gateway = self._gateway
+        said, gateway = said_by_app.get(), self._gateway
+        if said is not None:
+            return self._of_app(said)
         if gateway is not None and gateway.tenant_header in headers and gateway.sent(scope.get("client"), pairs):
             return self._of_gateway(gateway, headers)
         # A digest is looked up, not the key: timing could only reveal a hash, which no one can invert.
@@ -202,33 +216,30 @@ class Classifier:
         if self._tokens is None or not is_token(key):
             raise self._unknown(InvalidApiKey("this API key is not known here; ask the operator for one"))
         claims = self._tokens.claims(key, hashlib.sha256(key).digest())
-        tenant = self._named.get(claims.tenant)
-        if tenant is None:
-            raise self._unknown(
-                InvalidToken("the token names a tenant that is not known here; ask the operator to add it")
-            )
-        if claims.tier is None:
-            return tenant
-        asked = self._asking(tenant, claims.tier)
-        if asked is None:
-            raise InvalidToken("the token names a tier that the policy does not have; ask the operator which there are")
-        return asked
+        return self._by_name(claims.tenant, claims.tier, "token", InvalidToken)
 
     def _of_gateway(self, gateway: GatewayPolicy, headers: Mapping[bytes, bytes]) -> Tenant:
         """The tenant that the gateway names, which asks for the tier that it names, where it names one."""
-        tenant = self._named.get(headers[gateway.tenant_header].decode("latin-1"))
-        if tenant is None:
-            raise self._unknown(
-                UnknownTenant("the gateway names a tenant that is not known here; ask the operator to add it")
-            )
         tier = None if gateway.tier_header is None else headers.get(gateway.tier_header)
+        named = headers[gateway.tenant_header].decode("latin-1")
+        return self._by_name(named, None if tier is None else tier.decode("latin-1"), "gateway", UnknownTenant)
+
+    def _of_app(self, said: TenantClaims | AdmissionError) -> Tenant:
+        said_by_app.set(None)  # the app, which may have another admission controller in it, is called with this context
+        if isinstance(said, AdmissionError):
+            raise said
+        return self._by_name(said.tenant, said.tier, "app", UnknownTenant)
+
+    def _by_name(self, named: str, tier: str | None, by: str, refusal: type[InvalidApiKey]) -> Tenant:
+        """The tenant of this name. It asks for the tier, where one is named."""
+        tenant = self._policy.named.get(named)
+        if tenant is None:
+            raise self._unknown(refusal(f"the {by} names a tenant that is not known here; ask the operator to add it"))
         if tier is None:
             return tenant
-        asked = self._asking(tenant, tier.decode("latin-1"))
+        asked = self._asking(tenant, tier)
         if asked is None:
-            raise UnknownTenant(
-                "the gateway names a tier that the policy does not have; ask the operator which there are"
-            )
+            raise refusal(f"the {by} names a tier that the policy does not have; ask the operator which there are")
         return asked
 
     def _unknown(self, refusal: InvalidApiKey) -> AdmissionError:

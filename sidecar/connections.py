@@ -16,10 +16,11 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message
 
-from sidecar.app import AdmissionMiddleware, policy_of
+from sidecar.app import AdmissionMiddleware
 from sidecar.leases import Admission, ThreadAdmission
 from sidecar.leases.no_engine import NoEngineHere
 from sidecar.leases.threads import LoopThread
+from sidecar.one_pool import policy_of
 from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE, store_address
 from sidecar.proxy.proxy import ReverseProxy
@@ -138,7 +139,7 @@ def _middleware(store: str | None, given: str | Path | Policy | None, engine: st
             f"`connect`, in {STORE_VARIABLE}, or as the policy's `store`; code in the server's own process takes its "
             "leases from the middleware's `admission`"
         )
-    return AdmissionMiddleware(_app(policy, engine), policy, files=files, is_shown=True)
+    return AdmissionMiddleware(_app(policy, engine), policy, files=files, is_shown=True, retry_handlers=True)
 
 
 def _app(policy: Policy, engine: str | None) -> ASGIApp | None:

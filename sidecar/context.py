@@ -17,7 +17,7 @@ class Granted(msgspec.Struct, frozen=True, gc=False):
     """A request's grant. `engine_priority` is in the engine's own range and direction, whether it is sent or not.
 
     `level` is the aged level (0 is the most important), `tier` the tier that is charged. `tokens` is what the request
-    holds.
+    holds. `request_id` is the one that the client gets, and that log, trace and `sidecar explain` know it by.
     """
 
     tier: str
@@ -27,6 +27,7 @@ class Granted(msgspec.Struct, frozen=True, gc=False):
     queue_wait_s: float
     starvation_s: float
     tokens: int
+    request_id: str
 
 
 class Holder(Protocol):

@@ -145,7 +145,7 @@ class InvalidToken(InvalidApiKey):
 
 
 class UnknownTenant(InvalidApiKey):
-    """The gateway before the sidecar named a tenant, or a tier, that the policy does not have."""
+    """The gateway before the sidecar, or the app around it, named a tenant or a tier that the policy does not have."""
 
     code = "unknown_tenant"
 
@@ -235,6 +235,22 @@ class EngineTimeout(AdmissionError):
 
     status = 504
     code = "engine_timeout"
+    kind = "server_error"
+
+
+class NotStarted(AdmissionError):
+    """The middleware could not start: the server, or the environment, is not one that it can serve in."""
+
+    status = 500
+    code = "not_started"
+    kind = "server_error"
+
+
+class TenantNotFound(AdmissionError):
+    """The app's function that names the tenants failed."""
+
+    status = 500
+    code = "tenant_failed"
     kind = "server_error"
 
 

@@ -124,11 +124,15 @@ class Obstacle(str, Enum):
 
 
 class Queued(msgspec.Struct, frozen=True, gc=False):
-    """The request did not fit at once and waits. `explanation` says the obstacle in a sentence, with its figures."""
+    """The request did not fit at once and waits. `explanation` says the obstacle in a sentence, with its figures.
+
+    `mark` is where it stands in its tier, for `Pool.standing`; None where it had been admitted before.
+    """
 
     at_us: int
     obstacle: Obstacle
     explanation: str
+    mark: tuple[int, int] | None = None
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):

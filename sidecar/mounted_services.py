@@ -1,20 +1,36 @@
-"""What runs beside a mounted app as long as its server does: logs, telemetry and admin pages, by the environment."""
+"""What runs beside an app as long as its server does: its pool and its watches, and mounted also logs, telemetry and
+admin pages, by the environment.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin import PORT_VARIABLE
 from sidecar.middleware.controller import AdmissionController
+from sidecar.middleware.engine_watch import ENGINE_CHECK_VARIABLE, EngineState
 from sidecar.observability import Observability
+from sidecar.pools import EngineSizedPool
+from sidecar.server import CannotServe
+from sidecar.server.mounted import Lifespan, Step
 from sidecar.server.workers import ServerProcesses
 from sidecar.telemetry.logs.setup import mounted_logging
-from sidecar.telemetry.setup import TelemetryError, configure_from_environment
+from sidecar.telemetry.setup import TelemetryError, flush_providers, prepare_from_environment
 
 _log = logging.getLogger("sidecar.app")
+
+
+class Part(NamedTuple):
+    """A controller and its monitor. A process has one, or the front of several models and then one for each."""
+
+    controller: AdmissionController
+    observability: Observability
 
 
 def has_admin_port(environment: Mapping[str, str]) -> bool:
@@ -25,38 +41,41 @@ def has_admin_port(environment: Mapping[str, str]) -> bool:
 class MountedTelemetry:
     """Telemetry by `OTEL_*` in a process that is not ours; a process that has an SDK of its own keeps it.
 
-    By name, it begins before the app, whose engine takes minutes: a mistake fails the start. With a policy, the app's
-    owner may install an SDK while the app starts, so that ours begins after that, and only where `SIDECAR_ADMIN_PORT`
-    asks for metrics; a mistake is logged.
+    It begins after the app, whose owner may install an SDK while it starts: what we install has a resource of ours,
+    which the host's spans must not have. By name, a mistake fails the start before the app, whose engine takes minutes.
+    With a policy it begins only where `SIDECAR_ADMIN_PORT` asks for metrics, and a mistake is logged. A provider is
+    never shut down: another lifespan of the process may follow, and OpenTelemetry takes no second one.
     """
 
     def __init__(self, observability: Observability, environment: Mapping[str, str], *, is_by_name: bool) -> None:
         self._scrape = observability.scrape if has_admin_port(environment) else None
         self._is_by_name = is_by_name
-        self._send_the_rest: Callable[[], None] | None = None
+        self._install: Callable[[], object] | None = None
 
-    def begin_before_app(self) -> None:
-        """Begins where the middleware was constructed by name. Raises TelemetryError."""
+    def prepare_before_app(self) -> None:
+        """Looks for mistakes where the middleware was constructed by name. Raises TelemetryError."""
         if self._is_by_name:
-            self._begin()
+            self._install = prepare_from_environment(scrape=self._scrape)
 
     async def begin_after_app(self) -> None:
-        """Begins where the environment asks for metrics, and nothing has begun."""
-        if self._scrape is None or self._send_the_rest is not None:
-            return
+        """Begins where the environment asks for it."""
         try:
-            self._begin()
+            if self._install is None and self._scrape is not None:
+                self._install = prepare_from_environment(scrape=self._scrape)
         except TelemetryError as mistake:
+            assert self._scrape is not None
             self._scrape.close(str(mistake))
             _log.warning("%s", mistake, extra={"event": "telemetry_missing"})
+        if self._install is not None:
+            self._install()
+
+    async def flush_hosts(self) -> None:
+        """Sends what the host's own providers hold of the last requests, before the host ends them."""
+        await asyncio.to_thread(flush_providers, are_ours=False)
 
     async def end(self) -> None:
         """Sends the rest."""
-        if self._send_the_rest is not None:
-            await asyncio.to_thread(self._send_the_rest)
-
-    def _begin(self) -> None:
-        self._send_the_rest = configure_from_environment(scrape=self._scrape)
+        await asyncio.to_thread(flush_providers, are_ours=True)
 
 
 @asynccontextmanager
@@ -69,7 +88,7 @@ async def mounted_services(
 ) -> AsyncIterator[None]:
     """Logs, telemetry and admin pages by the environment, while the block runs."""
     with mounted_logging(environment):
-        telemetry.begin_before_app()
+        telemetry.prepare_before_app()
         try:
             async with _pages(controller, observability, environment, processes):
                 yield
@@ -93,3 +112,41 @@ def _pages(
         state=controller.state, readiness=controller.readiness, notices=controller.notices, routes=observability.routes
     )
     return admin_pages(pages, environment, processes, pool=controller.policy.pool)
+
+
+def with_lifespan(
+    parts: Sequence[Part], *, is_shared: bool, started: Sequence[Step] = (), ended: Sequence[Step] = ()
+) -> ASGIApp:
+    """The app, with the steps of the server's start and end. `started` are further ones after the app's own start,
+    `ended` after all others of the end.
+    """
+    controllers = [part.controller for part in parts]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await controllers[0].app(scope, receive, send)  # another, once several middlewares share it
+
+    async def look_at_engines() -> None:
+        await asyncio.gather(*(controller.engine_watch.open() for controller in controllers))
+        for controller in controllers:
+            watch = controller.engine_watch
+            if watch.state is EngineState.MISMATCH and not controller.passes_all:
+                raise CannotServe(f"{watch.reason} ({ENGINE_CHECK_VARIABLE}=alive starts all the same)")
+
+    async def end_leases() -> None:
+        for controller in controllers:
+            await controller.engine_watch.close()
+            await controller.background.close()
+            await controller.shadows.close()
+        # Other replicas of a shared pool would fill the room before the engine has it.
+        await asyncio.gather(*(controller.pending_aborts.close(waits=is_shared) for controller in controllers))
+
+    observing = [part.observability for part in parts]
+    open_pools, ask = [one.pool.open for one in controllers], [one.dialect.ask for one in controllers]
+    open_pages = [one.open for one in observing]
+    # What the pools say last is logged.
+    closing = [end_leases, *(one.close for one in observing), *(one.pool.close for one in controllers), *ended]
+    if isinstance(controllers[0].pool, EngineSizedPool):
+        asking = [*started, look_at_engines, *open_pools, *ask]
+        return Lifespan(app, opening=open_pages, asking=asking, closing=closing)
+    asking = [*started, look_at_engines, *ask]
+    return Lifespan(app, opening=[*open_pools, *open_pages], asking=asking, closing=closing)

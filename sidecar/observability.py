@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,6 +25,7 @@ from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.policy.model import Mode, Policy, Tier, UsageInTraces
 from sidecar.pools import Grant, Pool
+from sidecar.pools.base import QueueMark
 from sidecar.pools.stored_records import StoredRecords
 from sidecar.telemetry.dispatch import EventDispatcher, Fanout
 from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
@@ -35,8 +37,10 @@ from sidecar.telemetry.metrics.engines import EngineSample
 from sidecar.telemetry.metrics.lease_sizes import LeaseSizeSample
 from sidecar.telemetry.metrics.tenants import shown_tenants
 from sidecar.telemetry.recent import Recent
+from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.setup import MetricsEndpoint
-from sidecar.telemetry.spans.links import links_from
+from sidecar.telemetry.spans.links import WaitFinder
+from sidecar.telemetry.spans.long_waits import LongWaits
 from sidecar.telemetry.spans.tracer import RequestTracer
 
 if TYPE_CHECKING:
@@ -103,15 +107,12 @@ class Observability:
             engines=lambda: () if controller.engines is None else controller.engines.documents(),
             lease_sizes=controller.lease_sizes.documents,
             engine_speeds=lambda: _engine_speeds(controller),
+            loop_blocked_s=lambda: controller.watchdog.blocked_s,
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
-        self._spans = RequestTracer(
-            starvation_limits_s=_starvation_limits_s(policy),
-            provider_name=None if policy.engine is NoEngine else policy.engine.name,
-            find_links=links_from(journal),
-            is_mounted=not controller.is_proxied,
-            writes_usage=_WRITES_USAGE[policy.usage_in_traces],
-        )
+        waits = WaitFinder(journal, names, is_shared, partial(_place, pool, names))
+        self._long_waits = LongWaits(policy.trace_waits_s, waits.so_far, lambda: self.observer.flush())  # noqa: PLW0108
+        self._spans = _tracer(controller, policy, waits, self._long_waits)
         dispatcher = dispatcher_of_pages if is_looked_at else dispatcher_without_pages
         self.observer = dispatcher(self._spans, (metrics, journal, recent), self._log, sampler.note_loop)
         self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
@@ -197,6 +198,7 @@ class Observability:
         if policy.mode is Mode.OBSERVE:
             self._dry_run.begin(policy.generation, self._pool.now_us())
         self._spans.change(_starvation_limits_s(policy), _WRITES_USAGE[policy.usage_in_traces])
+        self._long_waits.change_interval(policy.trace_waits_s)
         self._live.share_now()
 
     def _sources(self, controller: AdmissionController, metrics: RequestMetrics, journal: Journal) -> Sources:
@@ -281,6 +283,25 @@ def _notices(controller: AdmissionController) -> Sequence[str]:
     return [notice for notice in (*controller.readiness(), *controller.notices()) if notice not in of_engine]
 
 
+def _tracer(controller: AdmissionController, policy: Policy, waits: WaitFinder, long_waits: LongWaits) -> RequestTracer:
+    return RequestTracer(
+        starvation_limits_s=_starvation_limits_s(policy),
+        provider_name=None if policy.engine is NoEngine else policy.engine.name,
+        find_links=waits.ended,
+        served_by="engine" if controller.is_proxied else "app",
+        writes_usage=_WRITES_USAGE[policy.usage_in_traces],
+        long_waits=long_waits,
+    )
+
+
+def _place(pool: Pool, tiers: Sequence[str], record: RequestRecord) -> int | None:
+    """How many requests are before one that waits, as its client is told; not known once it was preempted."""
+    mark = None if record.queued is None else record.queued.mark
+    if mark is None or record.tier not in tiers:
+        return None
+    return pool.standing(tiers.index(record.tier), QueueMark(*mark)).ahead
+
+
 def _measured(policy: Policy) -> Sequence[str]:
     """The tiers whose service gain is measured."""
     return [tier.name for tier in policy.tiers if objective_of(tier) is not None]
@@ -344,7 +365,7 @@ class PoolSampler:
     `aborting` the requests and tokens that are held for requests that have ended, `engine_up` whether the engine can be
     used (1, 0, or None where that is not known), `oldest` the pool's oldest waits, `engines` those of a pool of
     several, `lease_sizes` the leases by engine where output lengths are learned, `engine_speeds` the engines' speeds
-    where service gain is measured.
+    where service gain is measured, `loop_blocked_s` for how long the event loop stood still.
     """
 
     def __init__(
@@ -360,6 +381,7 @@ class PoolSampler:
         engines: Callable[[], Sequence[EngineDocument]] = tuple,
         lease_sizes: Callable[[], Sequence[EngineSizesDocument]] = tuple,
         engine_speeds: Callable[[], Sequence[EngineSpeedDocument]] = tuple,
+        loop_blocked_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._pool = pool
         self._policy = policy
@@ -371,6 +393,7 @@ class PoolSampler:
         self._engines = engines
         self._lease_sizes = lease_sizes
         self._engine_speeds = engine_speeds
+        self._loop_blocked_s = loop_blocked_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._latest: PoolSample | None = None
 
@@ -409,6 +432,7 @@ class PoolSampler:
             replicas=state.get("store", {}).get("replicas"),
             policies_rejected=self._rejected(),
             passing=int(policy.mode is Mode.PASS),
+            loop_blocked_s=self._loop_blocked_s(),
             generations=self._generations() if "store" in state else None,
             aborting_requests=aborting_requests,
             aborting_tokens=aborting_tokens,

@@ -1,4 +1,4 @@
-"""Cancellation of tasks, and waits that have an end."""
+"""Event loops: cancellation of tasks, and waits that have an end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ def is_canceled_again(task: asyncio.Task[object] | None) -> bool:
     """Whether a task that was canceled by its own doing was canceled by another, too: a server that stops."""
     # 3.10 does not count cancellations: the server's in the same instant is taken for our own.
     return sys.version_info >= (3, 11) and task is not None and task.uncancel() > 0
+
+
+def is_in_event_loop() -> bool:
+    """Whether an event loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def end(task: asyncio.Task[object]) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidecar.durations import exact_duration, policy_duration
-from sidecar.explain.phrases import counted
 from sidecar.gain.engine_speed import DEFAULTS, Coefficients
 from sidecar.gain.token_deadlines import Objective
 from sidecar.middleware.policy_snapshot import objective_of
@@ -19,6 +18,7 @@ from sidecar.middleware.slo_headers import asked_slo
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, TierRules
 from sidecar.scheduling.gain import GainFigures, density
+from sidecar.telemetry.ahead import counted
 
 Found = dict[str, Any]
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from sidecar.core.best import BestByGain
 from sidecar.core.calls import BIDS_SHOWN, Bid, GainBid, Reply, TierHeld, Withdrawn
 from sidecar.core.queue import FairQueue
 from sidecar.core.tickets import Ticket
@@ -15,18 +16,34 @@ from sidecar.core.tickets import Ticket
 class _Tier:
     """Tickets of one tier.
 
-    `queue`: those not shown, in fair order by the tags of the last reply. `shown`: by bid, in the order of showing.
-    `afresh`: how often the ledger's tags had started afresh.
+    `queue`: those not shown, in fair order by the tags of the last reply; `by_gain`: the same. `shown`: by bid, in the
+    order of showing; `best`: the one of them that is shown for its gain, beyond fair order. `afresh`: how often the
+    ledger's tags had started afresh.
     """
 
     name: str
     queue: FairQueue = field(default_factory=FairQueue)
+    by_gain: BestByGain = field(init=False)
     shown: dict[int, Ticket] = field(default_factory=dict)
+    best: int | None = None
     afresh: int = -1
+
+    def __post_init__(self) -> None:
+        self.by_gain = BestByGain(self.queue)
+
+    def wait(self, ticket: Ticket) -> None:
+        """One that came, or came back."""
+        self.queue.add(ticket)
+        self.by_gain.add(ticket)
+
+    def wait_again(self, ticket: Ticket) -> None:
+        """A bid that is shown no more."""
+        self.queue.take_back(ticket)
+        self.by_gain.add(ticket)
 
 
 class Bids:
-    """Rule 10: of each tier at most `most` tickets are shown, the next in fair order.
+    """Rule 10: of each tier at most `most` tickets are shown, the next in fair order, and the best by gain.
 
     `size_now` is called with each that is about to be shown.
     """
@@ -53,7 +70,7 @@ class Bids:
 
     def add(self, ticket: Ticket) -> None:
         """One that waits from now on."""
-        self._tiers[ticket.tier].queue.add(ticket)
+        self._tiers[ticket.tier].wait(ticket)
 
     def remove(self, ticket: Ticket) -> bool:
         """One that is given up. Returns whether it was shown, so that the ledger must hear of it."""
@@ -80,28 +97,30 @@ class Bids:
         if held.queue or not self._lined.issuperset(held.shown):
             held.queue.charge(tenant, tokens, weight)
 
-    def has_more(self) -> bool:
+    def has_more(self, now_us: int) -> bool:
         """Whether one waits that is to be shown."""
-        return any(self._is_next(tier) for tier in self._tiers)
+        return any(self._is_next(tier) or self._better(tier, now_us) for tier in self._tiers)
 
     def new(self, now_us: int, most: int = BIDS_SHOWN) -> list[Bid]:
         """At most so many more bids. One that comes before the last that is shown takes its place."""
         made: list[Bid] = []
         for tier in self._tiers:
             while len(made) < most and self._is_next(tier) and (ticket := tier.queue.next()) is not None:
-                if len(tier.shown) >= self._most and (last := self._last(tier)) is not None:
-                    tier.queue.take_back(self._withdraw(tier, last))
-                self._size_now(ticket)
-                tier.queue.show(ticket)
+                if self._is_full(tier) and (last := self._last(tier)) is not None:
+                    tier.wait_again(self._withdraw(tier, last))
                 made.append(self._show(tier, ticket, now_us))
+            if len(made) < most and (ticket := self._better(tier, now_us)) is not None:
+                if tier.best in tier.shown:
+                    tier.wait_again(self._withdraw(tier, tier.best))
+                made.append(self._show(tier, ticket, now_us))
+                tier.best = self._made
         return made
 
     def go_back(self) -> None:
         """The ledger knows none of them any more."""
         for tier in self._tiers:
-            for ticket in reversed(tier.shown.values()):
-                tier.queue.take_back(ticket)
-            tier.shown.clear()
+            for bid in reversed(list(tier.shown)):
+                tier.wait_again(self._withdraw(tier, bid))
             tier.afresh = -1
         self._bids.clear()
         self._lined.clear()
@@ -111,8 +130,7 @@ class Bids:
         """Gives up all that wait."""
         self.go_back()
         tickets = [ticket for tier in self._tiers for ticket in tier.queue]
-        for tier in self._tiers:
-            tier.queue = FairQueue()
+        self._tiers = [_Tier(tier.name) for tier in self._tiers]
         return tickets
 
     def take_tags(self, reply: Reply) -> None:
@@ -126,26 +144,46 @@ class Bids:
     def _tag(self, tier: _Tier, held: TierHeld) -> None:
         queue = tier.queue
         queue.virtual = max(queue.virtual, held.virtual)
-        shown: dict[str, float] = {}
-        for bid, ticket in tier.shown.items():
-            if bid not in self._lined and not ticket.has_returned:
-                shown[ticket.tenant] = shown.get(ticket.tenant, 0.0) + ticket.tokens / ticket.weight
+        shown = self._uncharged(tier)
         if tier.afresh != held.afresh:
             tier.afresh = held.afresh
             queue.finish = {tenant: held.virtual + more for tenant, more in shown.items()}
         for tenant, finish in held.finish.items():
             queue.finish[tenant] = finish + shown.get(tenant, 0.0)
 
+    def _uncharged(self, tier: _Tier) -> dict[str, float]:
+        """What each tenant will be charged for its bids. Those in line were charged."""
+        found: dict[str, float] = {}
+        for bid, ticket in tier.shown.items():
+            if bid not in self._lined and not ticket.has_returned:
+                found[ticket.tenant] = found.get(ticket.tenant, 0.0) + ticket.tokens / ticket.weight
+        return found
+
+    def _better(self, tier: _Tier, now_us: int) -> Ticket | None:
+        """One that earns more than the best that is shown."""
+        if not tier.by_gain:
+            return None
+        uncharged = self._uncharged(tier)
+        ticket = tier.by_gain.find(now_us, lambda t: tier.queue.is_ahead(t, uncharged.get(t.tenant, 0.0)))
+        shown = tier.shown.get(tier.best) if tier.best is not None else None
+        if ticket is None or shown is None:
+            return ticket
+        is_free = tier.best not in self._lined
+        return ticket if is_free and ticket.earned(now_us) > shown.earned(now_us) else None
+
+    def _is_full(self, tier: _Tier) -> bool:
+        return len(tier.shown) - (tier.best in tier.shown) >= self._most
+
     def _is_next(self, tier: _Tier) -> bool:
         """Whether the next of a tier's queue is to be shown."""
-        if not tier.queue or len(tier.shown) < self._most:
+        if not tier.queue or not self._is_full(tier):
             return bool(tier.queue)
         last, ticket = self._last(tier), tier.queue.next()
         return last is not None and ticket is not None and _order(ticket) < _order(tier.shown[last])
 
     def _last(self, tier: _Tier) -> int | None:
-        """The bid that is last in fair order, of those that do not stand in line."""
-        waiting = [bid for bid in tier.shown if bid not in self._lined]
+        """The bid that is last in fair order, of those that are shown for it and do not stand in line."""
+        waiting = [bid for bid in tier.shown if bid not in self._lined and bid != tier.best]
         return max(waiting, key=lambda bid: _order(tier.shown[bid]), default=None)
 
     def _withdraw(self, tier: _Tier, bid: int) -> Ticket:
@@ -158,6 +196,8 @@ class Bids:
 
     def _show(self, tier: _Tier, ticket: Ticket, now_us: int) -> Bid:
         """One that is shown again has another id, so that a grant of its former bid cannot be taken for this one."""
+        self._size_now(ticket)
+        tier.queue.show(ticket)
         self._made += 1
         self._bids[ticket.id] = self._made
         tier.shown[self._made] = ticket

@@ -17,8 +17,9 @@ from sidecar.core.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain
 from sidecar.core.engines import Engine
 from sidecar.core.figures import Rules, Tier
 from sidecar.core.preemption import Shortage, shortage
-from sidecar.core.scheduler import PATIENCE_US, Gone, Scheduler
+from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Gain, Ticket
+from sidecar.core.time_alone import next_change
 
 _PPM = 1_000_000
 
@@ -300,17 +301,14 @@ class Ledger:
         for owed in call.owes:
             if owed.tier in levels:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
+        if not member.is_foreign:
+            for bid in call.bids:
+                self._add_bid(bid, call.who, member, levels)
         for gone in call.withdrawn:
             ticket = member.bids.get(gone.id)
             if ticket is not None and ticket.tier == levels.get(gone.tier):
                 del member.bids[gone.id]
                 state.scheduler.remove(ticket, now)
-        if not member.is_foreign:
-            for bid in call.bids:
-                self._add_bid(bid, call.who, member, levels)
-        if call.whole:
-            for tier in state.scheduler.tiers:
-                tier.queue.forget()
 
     def _take_cells(self, call: Call, member: _Member) -> None:
         """Absolute: what was stated of these cells before is taken off."""
@@ -512,11 +510,8 @@ class Ledger:
         state, now = self._held(), self._held().last_call
         if not any(m.bids for m in state.members.values()):
             return None
-        times = [state.hold_until, *(t.in_line_since_us + PATIENCE_US for t in state.scheduler.line)]
-        times += [t.owes_until_us for t in state.scheduler.tiers if t.queue]
-        times += [e.cap_until_us for e in state.scheduler.engines.values()]
-        later = [at for at in times if at > now]
-        return max(1_000, min(later) - now) if later else None
+        at = state.hold_until or next_change(state.scheduler, now)
+        return None if at is None else max(1_000, at - now)
 
     def _reply(self, call: Call, member: _Member) -> Reply:
         state, scheduler = self._held(), self._held().scheduler

@@ -141,6 +141,7 @@ class Member:
         self._due_us: int | None = 0
         self._heartbeat_us = 0
         self._alone: Ledger | None = None
+        self._alone_number = 0
         self._returns: dict[str, int] = {}
 
     # -- requests
@@ -299,8 +300,7 @@ class Member:
                 self._row.of(lease for lease in self.leases.values() if lease.is_chosen),
                 False,
             )
-        call.acks, call.withdrawn = self._acks, self._bids.withdrawn
-        self._acks, self._bids.withdrawn = [], []
+        call.acks, self._acks = self._acks, []
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
         for told in self._told:
@@ -308,6 +308,7 @@ class Member:
                 told.number = call.number
                 self._put(call, told.record)
         call.bids = self._bids.new(now_us)
+        call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
 
     @staticmethod
@@ -481,24 +482,37 @@ class Member:
         if self.mode is Mode.LOST and self._first_failure_us is not None:
             if now_us < self._first_failure_us + ALONE_US:
                 return
-            self.mode, self._alone = Mode.ALONE, Ledger()
-            self._bids.go_back()
+            self._begin_alone()
         if self.mode is not Mode.ALONE or self._alone is None:
             return
-        while True:
-            self._number += 1
-            state = Call(0, self.who, self._number, "state", whole=True, rules=self.rules, replaces=True, knew=1)
-            state.virtual = self._bids.virtual()
-            state.engines = self._parts(now_us)
-            state.cells = self._row.state(True)
-            self._bids.go_back()
-            state.bids = self._bids.new(now_us, UNBOUNDED)
-            reply, _ = self._alone.execute(state, now_us)
+        is_done = False
+        while not is_done:
+            call = self._compose_alone(now_us)
+            reply, _ = self._alone.execute(call, now_us)
+            if reply.kind == "unknown":  # no call for LOST_US
+                self._begin_alone()
+                continue
             before = len(self.leases)
             self._take(reply.grants, True, now_us)
-            self._acks.clear()
-            if len(self.leases) == before:
-                break
+            self._bids.take_tags(reply)
+            is_done = len(self.leases) == before
+
+    def _begin_alone(self) -> None:
+        self.mode, self._alone, self._alone_number = Mode.ALONE, Ledger(), 0
+        self._acks = []
+        self._bids.go_back()
+
+    def _compose_alone(self, now_us: int) -> Call:
+        self._alone_number += 1
+        is_first = self._alone_number == 1
+        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call", whole=is_first)
+        if is_first:
+            call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
+        call.engines, call.cells = self._parts(now_us), self._row.state(is_first)
+        call.acks, self._acks = self._acks, []
+        call.bids = self._bids.new(now_us, UNBOUNDED)
+        call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
+        return call
 
     def _parts(self, now_us: int) -> list[EngineView]:
         alive, parts = max(1, self.knew), []
@@ -540,5 +554,5 @@ class Member:
             self._tell_soon(now_us)
         if self.is_closing and not self.leases and not self.waiting():
             self._call_by(now_us)
-        if self.mode is Mode.SHARED and self._bids.has_more():
+        if self.mode is Mode.SHARED and self._bids.has_more(now_us):
             self._call_by(now_us)

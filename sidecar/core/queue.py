@@ -30,10 +30,18 @@ class FairQueue:
         # A heap of first tickets; entries that are not true any more are dropped when they come up.
         self._order: list[tuple[float, tuple[int, str, int], int, Ticket]] = []
         self._pushes = 0
+        self._most_tags = 64  # from so many on, tags that are not beyond the virtual time are forgotten
         self._tops: dict[str, Ticket] = {}
 
     def __len__(self) -> int:
         return self._count
+
+    def __contains__(self, ticket: Ticket) -> bool:
+        if ticket.has_returned:
+            return ticket in self._returned
+        lane = self._lanes.get(ticket.tenant, ())
+        at = bisect_left(lane, ticket.arrival, key=_arrival)
+        return at < len(lane) and lane[at] is ticket
 
     def __iter__(self) -> Iterator[Ticket]:
         for lane in self._lanes.values():
@@ -66,10 +74,6 @@ class FairQueue:
         self._take_out(ticket)
         self._tag(ticket.tenant)
 
-    def forget(self) -> None:
-        """Tags of tenants that are not ahead, and of whom nobody waits, say nothing."""
-        self.finish = {t: tag for t, tag in self.finish.items() if tag > self.virtual or t in self._lanes}
-
     def show(self, ticket: Ticket) -> None:
         """One that waits elsewhere from now on, as a bid: what waits here comes after it, and no time passes."""
         self._charge_for(ticket)
@@ -84,10 +88,12 @@ class FairQueue:
     def take_back(self, ticket: Ticket) -> None:
         """A bid waits here again, at its place."""
         if not ticket.has_returned and (lane := self._lanes.get(ticket.tenant)):
-            lane[0].start = None
-            if lane[0].arrival < ticket.arrival:
-                ticket.start = None
-            self._tops.pop(ticket.tenant, None)
+            first = lane[0]
+            if first.arrival > ticket.arrival:
+                first.start = None
+            else:
+                ticket.start, first.start = None, min(first.start or 0.0, self.finish.get(ticket.tenant, 0.0))
+                self._push(first)
         self.add(ticket)
 
     def charge(self, tenant: str, tokens: int, weight: int) -> None:
@@ -111,9 +117,12 @@ class FairQueue:
         """The finish tags of those that are beyond the virtual time."""
         return {t: finish for t in sorted(tenants) if (finish := self.finish.get(t, 0.0)) > self.virtual}
 
-    def is_ahead(self, ticket: Ticket) -> bool:
-        """Rule 9: whether the tenant had so much more than its part that it comes after all others."""
-        ahead = self.finish.get(ticket.tenant, 0.0) - self.virtual
+    def is_ahead(self, ticket: Ticket, uncharged: float = 0.0) -> bool:
+        """Rule 9: whether the tenant had so much more than its part that it comes after all others.
+
+        `uncharged`: what its tag has of bids that wait still.
+        """
+        ahead = self.finish.get(ticket.tenant, 0.0) - uncharged - self.virtual
         return not ticket.has_returned and ahead * ticket.weight > 2 * self.largest
 
     def _charge_for(self, ticket: Ticket) -> None:
@@ -122,6 +131,9 @@ class FairQueue:
         first = self._lanes[ticket.tenant][0]
         finish = max(first.start or 0.0, self.finish.get(ticket.tenant, 0.0)) + ticket.tokens / ticket.weight
         self.finish[ticket.tenant] = finish
+        if len(self.finish) > self._most_tags:
+            self.finish = {t: f for t, f in self.finish.items() if f > self.virtual or t in self._lanes}
+            self._most_tags = 2 * len(self.finish) + 64
         if first is not ticket and (first.start is None or first.start < finish):
             first.start = finish
             self._push(first)
@@ -134,6 +146,9 @@ class FairQueue:
 
     def _push(self, ticket: Ticket) -> None:
         assert ticket.start is not None
+        if len(self._order) > 2 * (len(self._lanes) + len(self._returned)) + 64:
+            self._order = [entry for entry in self._order if entry[3].start == entry[0] and self._is_first(entry[3])]
+            heapq.heapify(self._order)
         self._pushes += 1
         heapq.heappush(self._order, (ticket.start, ticket.arrival, self._pushes, ticket))
 
@@ -168,8 +183,8 @@ class FairQueue:
             return
         first = lane[0]
         if first.start is None:
-            virtual, finish = self.virtual, self.finish.get(tenant, 0.0)
-            first.start = max(virtual, finish) if first.hint is None or finish > virtual else first.hint
+            virtual = self.virtual if first.hint is None else first.hint
+            first.start = max(virtual, self.finish.get(tenant, 0.0))
         if self._tops.get(tenant) is not first:
             self._tops[tenant] = first
             self._push(first)

@@ -324,14 +324,10 @@ class Scheduler:
 
     def _gain_key(self, ticket: Ticket) -> tuple[int, int]:
         """Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level."""
-        gain = ticket.gain
-        waits_in_queue = not ticket.is_in_line and ticket.admission == 0
-        if gain is None or (waits_in_queue and self.tiers[ticket.tier].queue.is_ahead(ticket)):
+        earned, waits_in_queue = ticket.earned(self._now), not ticket.is_in_line and ticket.admission == 0
+        if not earned or (waits_in_queue and self.tiers[ticket.tier].queue.is_ahead(ticket)):
             return 1, self.aged_level(ticket)
-        lost = max(0, self._now - ticket.arrived_us - gain.start_by_us) // gain.slack_us
-        share = max(0, gain.tokens - lost) * 1_000 // gain.tokens
-        earned = gain.weight * share * 1_000_000 // gain.cost_us
-        return (0, -earned) if earned else (1, self.aged_level(ticket))
+        return 0, -earned
 
     # -- rule 4: room
 

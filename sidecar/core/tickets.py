@@ -22,6 +22,12 @@ class Gain:
     start_by_us: int
     slack_us: int
 
+    def earned_after(self, waited_us: int) -> int:
+        """Weight for time: what the tokens that are still in time are worth for a second of the engine."""
+        lost = max(0, waited_us - self.start_by_us) // self.slack_us
+        share = max(0, self.tokens - lost) * 1_000 // self.tokens
+        return self.weight * share * 1_000_000 // self.cost_us
+
 
 @dataclass(eq=False)
 class Ticket:
@@ -73,6 +79,10 @@ class Ticket:
     def on_floor(self) -> Amount:
         """The part of it that counts where U is compared with R by gain (rule 9)."""
         return self.amount if self.is_in_floor else NOTHING
+
+    def earned(self, now_us: int) -> int:
+        """Rule 9: what it earns if it enters now."""
+        return 0 if self.gain is None else self.gain.earned_after(now_us - self.arrived_us)
 
     def come_back(self) -> None:
         """It waits again, and does not count any more."""

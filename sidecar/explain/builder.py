@@ -12,7 +12,6 @@ from sidecar.events import Admitted, Expectation
 from sidecar.explain.document import (
     AdmissionDetails,
     AdmittedAhead,
-    AheadGroup,
     AttemptDetails,
     DryRunDetails,
     Ending,
@@ -23,20 +22,15 @@ from sidecar.explain.document import (
     RefusalDetails,
     RequestFacts,
     SizeDetails,
-    UnknownAhead,
     WaitDetails,
 )
-from sidecar.explain.phrases import aged_to, because, conclusion, rule_of
+from sidecar.explain.phrases import conclusion
+from sidecar.telemetry.ahead import aged_to, because, groups_of, rule_of, unseen, without_own_runs
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.request_record import JITTER_US, RequestRecord, engine_name, engine_time_us
 
 MOST_LISTED = 64
 """Most of those ahead that are listed one by one; the groups count them all."""
-
-OTHER_REPLICAS = "admitted by other replicas of the pool"
-NOT_KEPT = "admitted so long ago that they are not kept any more"
-ELSEWHERE = "admitted by other replicas of the pool, or so long ago that they are not kept any more"
-GONE = "admitted, and gone before they ran"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +96,7 @@ class ExplanationBuilder:
         if record.classified is None or (record.queued is None if waited is None else not waited.queue_wait_us):
             return None
         counted = self.journal.ahead_of(record)
-        records = [each for each in counted if each.admitted is None or not record.ran_at(each.admitted.at_us)]
-        ahead = [self._ahead(each, record) for each in records]
+        records = without_own_runs(counted, record)
         if waited is not None:
             wait_us, starvation_us, overtaken_us = waited.queue_wait_us, waited.starvation_us, waited.overtaken_at_us
         else:
@@ -115,10 +108,10 @@ class ExplanationBuilder:
             queue_wait_s=wait_us / 1e6,
             starvation_s=starvation_us / 1e6,
             overtaken_at_s=None if overtaken_us is None else record.wall_s(overtaken_us),
-            overtaken_by=_overtaken_by(records, ahead, overtaken_us),
-            groups=_groups(ahead),
-            unseen=self._unseen(record, counted),
-            first=ahead[:MOST_LISTED],
+            overtaken_by=self._overtaken_by(records, record, overtaken_us),
+            groups=groups_of(records, record, self.tiers()),
+            unseen=[] if waited is None else unseen(waited, counted, self.journal, is_shared=self.is_shared),
+            first=[self._ahead(each, record) for each in records[:MOST_LISTED]],
         )
 
     def _ahead(self, ahead: RequestRecord, record: RequestRecord) -> AdmittedAhead:
@@ -139,28 +132,14 @@ class ExplanationBuilder:
             admitted_at_s=ahead.wall_s(admitted.at_us),
         )
 
-    def _unseen(self, record: RequestRecord, ahead: Sequence[RequestRecord]) -> list[UnknownAhead]:
-        """Tokens that the pool counted beyond the records kept here.
-
-        While it still waits, the pool has not reported it.
-        """
-        waited = record.waited
-        if waited is None:
-            return []
-        counted: dict[str, int] = {}
-        for known in (each.classified for each in ahead):
-            if known is not None:
-                counted[known.tier] = counted.get(known.tier, 0) + known.tokens
-        missing = {tier: tokens - counted.get(tier, 0) for tier, tokens in waited.served_ahead.items()}
-        where = self._where(waited.at_us - waited.queue_wait_us)
-        return [UnknownAhead(tier, tokens, where) for tier, tokens in missing.items() if tokens > 0]
-
-    def _where(self, since_us: int) -> str:
-        dropped_us = self.journal.knows_since_us
-        is_kept = dropped_us is None or since_us >= dropped_us
-        if self.is_shared:
-            return OTHER_REPLICAS if is_kept else ELSEWHERE
-        return GONE if is_kept else NOT_KEPT
+    def _overtaken_by(
+        self, records: Sequence[RequestRecord], record: RequestRecord, overtaken_us: int | None
+    ) -> AdmittedAhead | None:
+        """The first that had come later, if it was here: at another replica, or too long ago, it may not have been."""
+        first = next((each for each in records if each.arrived_us > record.arrived_us), None)
+        if first is None or first.admitted is None or overtaken_us is None:
+            return None
+        return self._ahead(first, record) if first.admitted.at_us <= overtaken_us + JITTER_US else None
 
 
 def _engine(admitted: Admitted) -> EngineChoice | None:
@@ -194,27 +173,6 @@ def state_of(record: RequestRecord) -> str:
     if record.admitted is not None:
         return "running"
     return "arriving" if record.queued is None else "waiting"
-
-
-def _overtaken_by(
-    records: Sequence[RequestRecord], ahead: Sequence[AdmittedAhead], overtaken_us: int | None
-) -> AdmittedAhead | None:
-    """The first that had come later, if it was here: at another replica, or too long ago, it may not have been."""
-    for record, entry in zip(records, ahead, strict=True):
-        if entry.came_later and record.admitted is not None and overtaken_us is not None:
-            return entry if record.admitted.at_us <= overtaken_us + JITTER_US else None
-    return None
-
-
-def _groups(ahead: Sequence[AdmittedAhead]) -> list[AheadGroup]:
-    """Those that overtook first, and among them the larger first."""
-    counts: dict[tuple[str, bool, str, str], tuple[int, int]] = {}
-    for each in ahead:
-        key = (each.tier, each.came_later, each.rule, each.because)
-        requests, tokens = counts.get(key, (0, 0))
-        counts[key] = (requests + 1, tokens + each.tokens)
-    groups = [AheadGroup(*key, *count) for key, count in counts.items()]
-    return sorted(groups, key=lambda group: (not group.came_later, -group.requests))
 
 
 def _gave_way(record: RequestRecord, now_us: int) -> list[AttemptDetails]:

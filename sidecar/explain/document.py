@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from sidecar.telemetry.ahead import AheadGroup, UnknownAhead
+
 
 class RequestFacts(msgspec.Struct, frozen=True):
     """The tenant and the request: the granted tier, its source, and the tokens that the request holds."""
@@ -65,25 +67,6 @@ class AdmittedAhead(msgspec.Struct, frozen=True):
     because: str
     arrived_at_s: float
     admitted_at_s: float
-
-
-class AheadGroup(msgspec.Struct, frozen=True):
-    """All of them that have their tier and the reason in common."""
-
-    tier: str
-    came_later: bool
-    rule: str
-    because: str
-    requests: int
-    tokens: int
-
-
-class UnknownAhead(msgspec.Struct, frozen=True):
-    """Tokens of a tier that went ahead, too, by requests that this process does not know."""
-
-    tier: str
-    tokens: int
-    where: str
 
 
 class WaitDetails(msgspec.Struct, frozen=True):

@@ -1,23 +1,19 @@
-"""Wording of an explanation: its conclusion, the rule by which another request went first, and what failed."""
+"""Wording of an explanation: its conclusion, the attempts that were taken back, and what failed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sidecar.durations import exact_duration
-from sidecar.events import Admitted, Classified, Outcome, Verdict
+from sidecar.events import Outcome, Verdict
 from sidecar.explain.document import (
-    AheadGroup,
     AttemptDetails,
     DryRunDetails,
     Ending,
     EngineChoice,
     Explanation,
-    ObstacleDetails,
     RefusalDetails,
-    WaitDetails,
 )
-from sidecar.telemetry.request_record import RequestRecord, failure_description
+from sidecar.telemetry.ahead import went_ahead, why_it_waited
+from sidecar.telemetry.request_record import failure_description
 
 
 def conclusion(story: Explanation) -> str:
@@ -31,10 +27,11 @@ def _waited(story: Explanation) -> str:
     wait = story.wait
     if wait is None:
         return _without_wait(story)
-    has = "has waited" if story.state == "waiting" else "waited"
-    so_far = " so far" if story.state == "waiting" else ""
+    obstacle = None if story.in_the_way is None else story.in_the_way.explanation
+    reason = why_it_waited(obstacle, wait.groups, wait.unseen, is_starved=wait.starvation_s > 0)
+    has, so_far = ("has waited", " so far") if story.state == "waiting" else ("waited", "")
     starved = f", of which {exact_duration(wait.starvation_s)} starved" if wait.starvation_s else ""
-    sentence = f"{has} {exact_duration(wait.queue_wait_s)}{so_far}{starved}: {_reason(story.in_the_way, wait)}"
+    sentence = f"{has} {exact_duration(wait.queue_wait_s)}{so_far}{starved}: {reason}"
     if story.admitted is not None and story.admitted.engine is not None and story.admitted.engine.claimed_s:
         sentence += f"; for {exact_duration(story.admitted.engine.claimed_s)} of it, it waited for its own engine"
     return sentence if story.refused is None else f"{sentence}; then {_turned_away(story.refused)}"
@@ -81,7 +78,7 @@ def _preempted(story: Explanation) -> str:
     )
     overtook = [] if story.wait is None else [group for group in story.wait.groups if group.came_later]
     if overtook:
-        parts.append(_went_ahead(overtook))
+        parts.append(went_ahead(overtook))
     if story.refused is not None:
         parts.append(f"then {_turned_away(story.refused)}")
     return "; ".join(parts)
@@ -144,37 +141,6 @@ def _turned_away(refused: RefusalDetails, *, at_once: bool = False) -> str:
     return f"refused{' at once' if at_once else ''} with {refused.status} {refused.code}: {refused.message}"
 
 
-def _reason(in_the_way: ObstacleDetails | None, wait: WaitDetails) -> str:
-    overtook = [group for group in wait.groups if group.came_later]
-    if overtook:
-        return _went_ahead(overtook)
-    if wait.starvation_s:
-        unseen = " and ".join(f"{each.tokens:,} tokens of tier {each.tier}" for each in wait.unseen)
-        return f"{unseen or 'others'} went ahead, {wait.unseen[0].where}" if wait.unseen else "others went ahead"
-    came_first = sum(group.requests for group in wait.groups)
-    way = "there was no room" if in_the_way is None else in_the_way.explanation
-    tokens = sum(each.tokens for each in wait.unseen)
-    if tokens:  # `unseen` has one place for all its tiers
-        seen = f"{counted(came_first, 'request')} known here and " if came_first else ""
-        return f"{way}; no request overtook it; {seen}{tokens:,} tokens went first, {wait.unseen[0].where}"
-    if came_first:
-        return f"{way}; no request overtook it, {counted(came_first, 'request')} that had come earlier went first"
-    return f"{way}; no request went ahead of it"
-
-
-def _went_ahead(overtook: Sequence[AheadGroup]) -> str:
-    most = overtook[0]
-    of_tier = [group for group in overtook if group.tier == most.tier]
-    others = sum(group.requests for group in overtook if group.tier != most.tier)
-    requests = counted(sum(group.requests for group in of_tier), "request")
-    if len(of_tier) == 1:
-        reasons = f" because {most.because}"
-    else:
-        reasons = ": " + ", ".join(f"{group.requests:,} because {group.because}" for group in of_tier)
-    also = f"; so did {counted(others, 'request')} of other tiers" if others else ""
-    return f"{requests} of tier {most.tier} went ahead{reasons}{also}"
-
-
 def failure(story: Explanation) -> str | None:
     """Half a sentence; None where nothing went wrong, or where the request was refused."""
     ended = story.ended
@@ -190,74 +156,3 @@ def _what(ended: Ending) -> str | None:
     if ended.outcome == Outcome.CLIENT_LEFT:
         return "the client disconnected"
     return failure_description(ended.outcome, ended.status, ended.error)
-
-
-CLAIM = "claim"
-TURN, FAIR_SHARE, BEHIND = "turn", "fair_share", "behind"
-"""Rules that no event reports: it came earlier; the tenants of one tier take turns; others of its tier were first."""
-
-
-def rule_of(ahead: RequestRecord, waiter: RequestRecord) -> str:
-    """The rule by which `ahead` was admitted before `waiter`: one of the scheduler's, or one of the three here.
-
-    The scheduler reports no rule within one tier. There its tenants take turns; but of several engines a request that
-    has claimed one takes part in no turn, and of one tenant's requests only a claim lets a later one go first.
-    """
-    classified, admitted, waiting = _tiers(ahead, waiter)
-    if ahead.arrived_us <= waiter.arrived_us:
-        return TURN
-    if classified.tier == waiting.tier:
-        is_claim = classified.tenant == waiting.tenant or _had_claimed(waiter, admitted.at_us)
-        return CLAIM if admitted.engine is not None and is_claim else FAIR_SHARE
-    return admitted.passed.get(waiting.tier, BEHIND)
-
-
-def _had_claimed(waiter: RequestRecord, at_us: int) -> bool:
-    """Whether it waited for an engine that it had claimed then. Not known before it is admitted."""
-    admitted = waiter.admitted
-    if admitted is None or admitted.placed is None or not admitted.placed.claimed_us:
-        return False
-    return admitted.at_us - admitted.placed.claimed_us <= at_us
-
-
-def because(rule: str, ahead: RequestRecord, waiter: RequestRecord, tiers: Sequence[str]) -> str:
-    """The rule as half a sentence. `tiers` are the names of the policy's, most important first."""
-    classified, admitted, waiting = _tiers(ahead, waiter)
-    by, tier = classified.tier, waiting.tier
-    return {
-        TURN: f"{by} came earlier" if by != tier else "they came earlier",
-        FAIR_SHARE: f"the tenants of {tier} take turns by their share",
-        BEHIND: f"others of {tier} stood before it, and had come later than {by}",
-        "always_first": f"{by} always goes first",
-        "reserve": f"{by} held less than its reserve",
-        "reserve_turn": f"{by} held less than its reserve, and it was its turn",
-        "gain": f"{by} earned more in that time, or its deadline was nearer",
-        "level": _rank(by, tier, admitted.level, tiers),
-        "limit": f"{tier} was at its limit",
-        "passed_over": f"{tier} asked for more than the reserves of the others leave",
-        CLAIM: f"{tier if by != tier else 'it'} waited for its own engine",
-    }.get(rule, f"of the rule {rule}")
-
-
-def aged_to(tier: str, level: int, tiers: Sequence[str]) -> str | None:
-    """The tier with which a request of `tier` ranked by the time it had waited, None where that is its own."""
-    return tiers[max(level, 0)] if tier in tiers and level < tiers.index(tier) else None
-
-
-def _rank(by: str, tier: str, level: int, tiers: Sequence[str]) -> str:
-    risen_to = aged_to(by, level, tiers)
-    if tier in tiers and by in tiers and tiers.index(by) > tiers.index(tier) and risen_to is not None:
-        return f"{by} had waited so long that it ranked with {risen_to}"
-    return f"{by} is more important"
-
-
-def _tiers(ahead: RequestRecord, waiter: RequestRecord) -> tuple[Classified, Admitted, Classified]:
-    assert ahead.classified is not None
-    assert ahead.admitted is not None
-    assert waiter.classified is not None
-    return ahead.classified, ahead.admitted, waiter.classified
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun in the singular or the plural."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sidecar.explain.document import Explanation, RequestFacts, SizeDetails
-from sidecar.explain.phrases import counted
+from sidecar.telemetry.ahead import counted
 
 MAXIMUM = "maximum"
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from sidecar.durations import exact_duration
 from sidecar.explain.document import AdmittedAhead, Explanation, WaitDetails
-from sidecar.explain.phrases import chosen, counted, not_served
+from sidecar.explain.phrases import chosen, not_served
 from sidecar.explain.sizes import entered, moved
+from sidecar.telemetry.ahead import counted
 from sidecar.telemetry.request_record import failure_description
 
 Clock = Callable[[float], str]

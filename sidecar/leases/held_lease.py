@@ -245,7 +245,7 @@ class HeldLease:
             lease.on_preempt = self._preempt
         if lease.grant is not None:
             return lease.grant
-        self._report(Queued(self._now_us(), *controller.pool.obstacle(ask)))
+        self._report(Queued(self._now_us(), *controller.pool.obstacle(ask), controller.pool.mark(lease.tier)))
         return await self._wait(lease, lease.wait(), self._most_wait_s())
 
     async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from contextvars import Token
 from typing import Any
 
+import msgspec
 from starlette.types import Message, Scope, Send
 
-from sidecar.context import Granted, current
+from sidecar.context import Granted, Holder, current
 from sidecar.events import AppTrace
 
 BODIES = frozenset(("http.response.body", "http.response.pathsend", "http.response.zerocopysend"))
@@ -25,22 +27,18 @@ def without_files(scope: Scope) -> dict[str, Any]:
     return {name: value for name, value in (scope.get("extensions") or {}).items() if name not in BODIES}
 
 
-class AppCall:
-    """One call of the app, in the context of this task from now on. `granted` is None from the request's end on.
+class AppCall(msgspec.Struct, eq=False, gc=False):
+    """One call of the app: between `current.set` and `returned` in the context of its task.
 
-    `trace` is the request's trace, where there is one.
+    `granted` is None from the request's end on. `trace` is the request's trace, where there is one.
     """
 
-    __slots__ = ("_token", "_trace", "granted")
+    granted: Granted | None
+    _trace: AppTrace | None
 
-    def __init__(self, granted: Granted | None, trace: AppTrace | None) -> None:
-        self.granted = granted
-        self._trace = trace
-        self._token = current.set(self)
-
-    def returned(self) -> None:
+    def returned(self, token: Token[Holder | None]) -> None:
         """The app has returned."""
-        current.reset(self._token)
+        current.reset(token)
         if self._trace is not None:
             self._trace.detach()
 

@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from sidecar.engines.base import Engine
+from sidecar.engines.discovery import is_engine_server
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
 from sidecar.identity.identities import Identities
 from sidecar.lengths.estimator import LengthEstimator
@@ -49,6 +50,10 @@ _UVICORN_CUTS = "Task cancelled, timeout graceful shutdown exceeded"
 """Uvicorn's message when it cancels the requests that outlast its grace (`server.py`, 0.22 to 0.54)."""
 OBSERVES = "mode: observe: requests pass at once, the pool shows what enforcing would do"
 PASSES = "mode: pass: every request passes untouched; nothing is checked, held, counted or limited"
+KEEPS_ROOM = (
+    "preemptible: requests of %s keep their room until they end, because the app's handlers would run a second time; "
+    "AdmissionMiddleware(..., retry_handlers=True) says that they may"
+)
 
 _log = logging.getLogger("sidecar.policy")
 
@@ -70,13 +75,14 @@ class AdmissionController:
     """Decides on requests to `app`, by a policy that may change.
 
     `engine_key` is the engine's own API key: it replaces the tenant's. `is_proxied` says that the app is a reverse
-    proxy, and the engine is another process. `unguarded` applies to other paths where the policy does not say; None
-    lets the app decide, at its first request. `engine_watch` knows whether the engine can be used. `routing` is there
-    where the pool has several engines, behind the app. `lifespan` serves the server's lifespan: the app, with what the
-    server's start and end need around it. `pages` are those of an app in this process, to be told of the first scope;
-    None elsewhere. `server` is the task of that lifespan, None before it begins. `self_views`
-    are what tenants were last shown of themselves, by name and level, and when (`self_view`). `usage` counts what the
-    tenants use, None where that is not kept. `on_change` are called after every change of the policy.
+    proxy, and the engine is another process. `repeats` says that the app may be called twice for one request, the first
+    time being preempted. `unguarded` applies to other paths where the policy does not say; None lets the app decide, at
+    its first request. `engine_watch` knows whether the engine can be used. `routing` is there where the pool has
+    several engines, behind the app. `lifespan` serves the server's lifespan: the app, with what the server's start and
+    end need around it. `pages` are those of an app in this process, to be told of the first scope; None elsewhere.
+    `server` is the task of that lifespan, None before it begins. `self_views` are what tenants were last shown of
+    themselves, by name and level, and when (`self_view`). `usage` counts what the tenants use, None where that is not
+    kept. `on_change` are called after every change of the policy.
     """
 
     def __init__(
@@ -91,6 +97,7 @@ class AdmissionController:
         observer: Observer | None,
         observed: ObservedObserver | None = None,
         is_proxied: bool = False,
+        repeats: bool = True,
         engine_key: str | None = None,
         unguarded: Unguarded | None = Unguarded.GENERATING,
         unguarded_observer: UnguardedObserver | None = None,
@@ -106,6 +113,8 @@ class AdmissionController:
         self.pages: EnginePages | None = None
         self.engine_key = None if engine_key is None else engine_key.encode("ascii")
         self.is_proxied = is_proxied
+        self._repeats = repeats
+        self._said_unpreempted: Sequence[str] = ()
         self.identities = Identities()
         self.dialect = dialect
         self.estimator = estimator
@@ -193,6 +202,23 @@ class AdmissionController:
             said = PASSES if self.is_passing else f"mode: {self.policy.mode.value}: requests no longer pass untouched"
             _log.warning("%s", said, extra={"event": "passing" if self.is_passing else "passing_ended"})
 
+    def report_unpreempted(self) -> None:
+        """Logs which tiers are preemptible by the policy, and keep their room in this app. An engine's own server may
+        be called twice for one request: it ends the first call, and does nothing else for its client.
+        """
+        host = None if self.pages is None else self.pages.host
+        if self._unpreempted() and is_engine_server(host):
+            self._repeats = True
+            self.snapshot = self._snapshot_of(self.policy)
+        names, said = self._unpreempted(), self._said_unpreempted
+        self._said_unpreempted = names
+        if names and names != said and not self.is_passing:
+            _log.warning(KEEPS_ROOM, ", ".join(names), extra={"event": "not_preempted"})
+
+    def _unpreempted(self) -> Sequence[str]:
+        rules, repeats = self.policy.rules, self._repeats
+        return [tier.name for tier in self.policy.tiers if rules.is_preemptible(tier.level) and not repeats]
+
     def share_identities(self, identities: Identities) -> None:
         """Believes the tokens that another controller believes: both use the same keys of the issuer."""
         self.identities = identities
@@ -201,7 +227,13 @@ class AdmissionController:
     def _snapshot_of(self, policy: Policy) -> PolicySnapshot:
         tokens = self.identities.verifier(policy.jwt)
         return policy_snapshot(
-            policy, self.dialect, self.estimator, self.engine_key, is_proxied=self.is_proxied, tokens=tokens
+            policy,
+            self.dialect,
+            self.estimator,
+            self.engine_key,
+            is_proxied=self.is_proxied,
+            repeats=self._repeats,
+            tokens=tokens,
         )
 
     def _room(self) -> Room:

@@ -71,6 +71,10 @@ class Cause(str, Enum):
     MISMATCH = "mismatch"
 
 
+ENGINE_CHECK_VARIABLE = "SIDECAR_ENGINE_CHECK"
+"""`on`, `alive` (any engine may answer) or `off` (the engine is not asked at all). See docs/how-it-works.md."""
+
+
 class EngineCheck(str, Enum):
     """What the watch does: liveness and identity, liveness alone, or nothing."""
 

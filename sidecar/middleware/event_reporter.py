@@ -97,10 +97,10 @@ class EventReporter(msgspec.Struct, eq=False):
             if not (hears_everything or event.stream or event.preemptible):
                 self._hears_start = False
 
-    def queued(self, obstacle: Callable[[], tuple[Obstacle, str]]) -> None:
+    def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where an observer listens."""
         if self._observation is not None:
-            self._observation.on_event(Queued(self._now_us(), *obstacle()))
+            self._observation.on_event(Queued(self._now_us(), *obstacle(), mark))
 
     def waited_for_store(self, since_us: int) -> None:
         """The pool's first answer admitted the request, but took so long that it counts as a wait."""

@@ -37,12 +37,12 @@ def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: l
     return [*kept.items()]
 
 
-def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float) -> Granted:
+def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:
     """The grant for an app in the same process."""
     classification = request.classification
     tier, tenant = policy.tiers[classification.level].name, classification.tenant.name
     waited_s, starved_s = grant.queue_wait_us / 1e6, grant.starvation_us / 1e6
-    return Granted(tier, tenant, grant.level, priority, waited_s, starved_s, request.tokens)
+    return Granted(tier, tenant, grant.level, priority, waited_s, starved_s, request.tokens, request_id)
 
 
 def forwarded_body(body: bytes, payload: Payload, forward: Forward, stream_options: bytes | None = None) -> bytes:
@@ -85,9 +85,14 @@ def _without(added: Headers, connection: bytes) -> bytes:
 
 
 def forwarded_scope(scope: Scope, endpoint: Endpoint, headers: Headers) -> Scope:
-    """A copy of the scope, with these headers and the path that the engine knows, however the client has spelled it."""
-    copy = {**scope, "headers": headers}
+    """A copy of the scope, with these headers and the path that the engine knows, however the client has spelled it.
+
+    The scope itself, where nothing changes.
+    """
     path = path_for_app(scope, endpoint)
+    if path == scope["path"] and headers is scope["headers"]:
+        return scope
+    copy = {**scope, "headers": headers}
     if path != scope["path"]:
         copy["path"], copy["raw_path"] = path, quote(path).encode()
     return copy

@@ -79,6 +79,11 @@ class UploadChannel(ClientChannel):
     _changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     is_complete: bool = False
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether its messages are read already: `receive` alone has them."""
+        return self._disconnect is not None
+
     def cut(self) -> None:
         """See `ClientChannel.cut`. What comes of the upload is still read."""
         self.cut_us = self._now_us()

@@ -2,8 +2,8 @@
 
 Two changes are necessary. A path that the policy maps with `forward_to` is mapped, because the engine need not know it.
 And the engine's own key, where there is one, replaces the client's, which the engine would refuse. A request without a
-key gets it only where the policy has a tier for such requests, or a gateway names its tenant: else everyone would have
-the engine.
+key gets it only where the policy has a tier for such requests, or a gateway or the app names its tenant: else everyone
+would have the engine.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Awaitable
 
 from starlette.types import Receive, Scope, Send
 
+from sidecar.classify import TenantClaims, said_by_app
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.forwarding import forwarded_headers, forwarded_scope
 from sidecar.middleware.header_names import CONTENT_ENCODING
 from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.outer_scope import call_app
 from sidecar.middleware.request_path import endpoint_of
 from sidecar.middleware.wait import ClientChannel
 from sidecar.sending import CLIENT_KEY
@@ -23,23 +25,28 @@ from sidecar.sending import CLIENT_KEY
 
 def pass_on(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
     """Serves an ASGI scope, other than a lifespan's, with the app alone."""
+    return call_app(controller, scope, _for_app(controller, scope), receive, send)
+
+
+def _for_app(controller: AdmissionController, scope: Scope) -> Scope:
     policy, credentials = controller.policy, controller.snapshot.credentials
     if credentials.added:
-        taken = credentials.taken(dict(scope["headers"]))
-        if taken or policy.anonymous is not None:
+        taken, said = credentials.taken(dict(scope["headers"])), said_by_app.get()
+        said_by_app.set(None)  # the app may have another admission controller in it
+        if taken or policy.anonymous is not None or isinstance(said, TenantClaims):
             scope = {**scope, "headers": forwarded_headers(scope["headers"], taken, credentials.added)}
     if scope["type"] == "http" and scope["method"].upper() == "POST":
         endpoint = endpoint_of(controller.snapshot.named_endpoints, scope)
         if endpoint is not None:
-            scope = forwarded_scope(scope, endpoint, scope["headers"])
-    return controller.app(scope, receive, send)
+            return forwarded_scope(scope, endpoint, scope["headers"])
+    return scope
 
 
 def pass_read(
     controller: AdmissionController, scope: Scope, request: SizedRequest, receive: Receive, client: ClientChannel
 ) -> Awaitable[None]:
     """The same of a `request` that was read, and may have waited. `receive` begins with its body again."""
-    scope = {name: value for name, value in scope.items() if name != CLIENT_KEY}  # the client is watched already
+    for_app = {name: value for name, value in scope.items() if name != CLIENT_KEY}  # the client is watched already
     taken, added = [], []
     if client.keepalive is not None:  # comments have begun the answer, as plain text
         taken.append(b"accept-encoding")
@@ -48,5 +55,5 @@ def pass_read(
         if b"content-length" in request.headers:
             added.append((b"content-length", b"%d" % len(request.body)))
     if taken:
-        scope["headers"] = forwarded_headers(scope["headers"], taken, added)
-    return pass_on(controller, scope, receive, client.send)
+        for_app["headers"] = forwarded_headers(scope["headers"], taken, added)
+    return call_app(controller, scope, _for_app(controller, for_app), receive, client.send)

@@ -60,12 +60,13 @@ def policy_snapshot(
     engine_key: bytes | None,
     *,
     is_proxied: bool = False,
+    repeats: bool = True,
     tokens: TokenVerifier | None = None,
 ) -> PolicySnapshot:
     """Compiles a policy. Raises whatever is wrong with it, before a request has seen it.
 
     `engine_key` replaces the tenant's key. `is_proxied` says that the engine is another process, after a reverse proxy.
-    `tokens` verifies the signed tokens of tenants.
+    `repeats` says that the app may be called twice for one request. `tokens` verifies the signed tokens of tenants.
     """
     objectives = tuple(objective_of(tier) for tier in policy.tiers)
     named_endpoints = by_path(policy.endpoints)
@@ -80,7 +81,7 @@ def policy_snapshot(
         credentials=credentials,
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
         tier_names=tuple(tier.name.encode() for tier in policy.tiers),
-        are_preemptible=tuple(policy.rules.is_preemptible(tier.level) for tier in policy.tiers),
+        are_preemptible=tuple(repeats and policy.rules.is_preemptible(tier.level) for tier in policy.tiers),
         abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
         routes=policy.engine.routes,
         names_read=NamesRead(policy, credentials),

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.types import Message, Receive, Send
 
 from sidecar.pools import Lease
 from sidecar.sending import SendChunk, chunk_path
+
+
+async def disconnects_before(
+    disconnect: asyncio.Task[Message], when_ended: Callable[[Callable[[], object]], None]
+) -> bool:
+    """Returns when `when_ended` calls back, or a client disconnects: whether it has by then."""
+    if not disconnect.done():
+        ended = asyncio.get_running_loop().create_future()
+        when_ended(partial(ended.set_result, None))
+        await asyncio.wait((disconnect, ended), return_when=asyncio.FIRST_COMPLETED)
+    return disconnect.done()
 
 
 class PreemptibleAttempt:

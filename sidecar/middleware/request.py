@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.apis import Api
-from sidecar.context import SCOPE_KEY, Granted
+from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, Draining, EngineTimeout, QueueFull
 from sidecar.events import Headers, Obstacle, Outcome
@@ -30,16 +30,18 @@ from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
 from sidecar.middleware.lease_size import LeaseSize
+from sidecar.middleware.outer_scope import show_outside
 from sidecar.middleware.passing import pass_read
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
 from sidecar.middleware.policy_snapshot import PolicySnapshot
-from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
+from sidecar.middleware.preemptible_attempt import PreemptibleAttempt, disconnects_before
 from sidecar.middleware.refusals import refusal_headers, refusal_of
 from sidecar.middleware.request_gain import AnswerReader, RequestGain
-from sidecar.middleware.response_headers import admission_headers, id_headers
+from sidecar.middleware.response_headers import admission_headers, id_for_app, id_headers
 from sidecar.middleware.stages import Stage
 from sidecar.middleware.usage import READ_BYTES, UsageReader
 from sidecar.middleware.wait import (
+    WITHOUT_GRANT,
     ClientChannel,
     ClientDisconnected,
     WaitedTooLong,
@@ -54,10 +56,7 @@ from sidecar.pools import Grant, Lease, LocalPool
 from sidecar.sending import CLIENT_KEY, SENT, SendChunk, chunk_path
 from sidecar.tasks import is_canceled_again
 
-_WITHOUT_GRANT = (ClientDisconnected, WaitedTooLong, AdmissionError)
-"""How a wait ends without a grant."""
-CUT = "CancelledError"
-"""`Settled.error` of a request that the server cut off."""
+CUT = "CancelledError"  # `Settled.error` of a request that the server cut off
 
 # Looked up once: an enumeration's attribute costs as much as a call.
 _READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
@@ -97,6 +96,7 @@ class RequestHandler(msgspec.Struct, eq=False):
     _body: bytes | None = None
     _status: int | None = None
     _attempt: PreemptibleAttempt | None = None
+    _for_app: Scope | None = None
     _app_call: AppCall = _NOT_YET
     _cut: Draining | None = None
     _route: EngineRoute | None = None
@@ -121,18 +121,19 @@ class RequestHandler(msgspec.Struct, eq=False):
             while True:
                 try:
                     grant = await next_grant()
-                except _WITHOUT_GRANT as end:
+                except WITHOUT_GRANT as end:
                     await self._end_without_grant(end)
                     return
                 scope, receive, send = self._forward(grant)
                 app_call = self._app_call = AppCall(scope[SCOPE_KEY], self._reporter.app_trace())
+                token = current.set(app_call)
                 try:
                     await self._controller.app(scope, receive, send)
                 except Exception as error:
                     if await self._has_failed(error):
                         raise
                 finally:
-                    app_call.returned()
+                    app_call.returned(token)
                 if self._is_over() or not await self._waits_again():
                     return
                 next_grant = self._wait_again
@@ -197,7 +198,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             if request.expected is not None:
                 lease.size_now = partial(request.expect, controller.lease_sizes, pool)
             self._limit_wait(lease.entered_us, request.longest_wait_s(snapshot.policy))
-            self._reporter.queued(self._obstacle)
+            self._reporter.queued(self._obstacle, pool.mark(lease.tier))
             return await self._wait(lease.wait())
         if grant.queue_wait_us:
             self._reporter.waited_for_store(grant.at_us - grant.queue_wait_us)
@@ -298,12 +299,14 @@ class RequestHandler(msgspec.Struct, eq=False):
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
                 attempt.preempt()
+        elif snapshot.policy.rules.is_preemptible(lease.tier):  # what cannot be given back must be no one's victim
+            lease.keep()
         if self._route is not None:
             send = self._route.begin(lease, send)
         if request.expected is not None:
             self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, request.payload.stream)
         self._reader = self._usage if self._gain is None else self._gain.sent(grant.engine, self._usage)
-        scope = self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority))
+        scope = self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority, self._request_id))
         if self._attempt is not None:
             scope.pop(CLIENT_KEY, None)
         return scope, receive, send
@@ -342,7 +345,8 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
         request = self._request
-        added = [*forward.headers, *self._reporter.headers(), *request.added]
+        named = () if self._controller.is_proxied else id_for_app(self._request_id, self._pairs, self._headers)
+        added = [*forward.headers, *self._reporter.headers(), *request.added, *named]
         asked = self._snapshot.asks_usage_of
         options = ask_for_usage(request, asked, self._usage) if asked is None or request.payload.stream else None
         if options is not None:
@@ -353,12 +357,12 @@ class RequestHandler(msgspec.Struct, eq=False):
         if self._client.keepalive is not None:
             scope["extensions"] = without_files(scope)
         if request.payload.background:
-            scope.pop(CLIENT_KEY, None)
             app = self._controller.app if self._route is None else self._route.pinned(self._controller.app)
             self._background = BackgroundRequest(app, scope, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
         scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
+        self._for_app = None if self._controller.is_proxied else scope
         return scope
 
     async def _receive_for_app(self) -> Message:
@@ -403,8 +407,8 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _send_last(self, message: Message) -> None:
         """The last bytes of a response, and most often its only ones."""
-        if (body := body_of(message)) is not None:
-            self._read_response(body)
+        if (body := message.get("body")) or message["type"] != "http.response.body":  # what `body_of` does, in line
+            self._read_response(body or b"")
         # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
         has_left = self._client.disconnected_us is not None
         self._call.answered()
@@ -435,6 +439,7 @@ class RequestHandler(msgspec.Struct, eq=False):
     def _response_start(self, message: Message) -> Message:
         """The response's start, with the headers of the admission."""
         self._status = message["status"]
+        show_outside(self._for_app, self._scope)
         headers = message.get("headers", ())
         own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._preemptions)
         named = id_headers(self._request_id, headers, self._endpoint.api)
@@ -465,14 +470,9 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     async def _disconnects_before_abort(self) -> bool:
         """Returns when the engine has aborted a preempted attempt: whether the client disconnected before that."""
-        disconnect = self._client.disconnect()
-        if not disconnect.done():
-            aborted = asyncio.get_running_loop().create_future()
-            self._when_aborted(partial(aborted.set_result, None))
-            await asyncio.wait((disconnect, aborted), return_when=asyncio.FIRST_COMPLETED)
-        if disconnect.done():
+        if has_left := await disconnects_before(self._client.disconnect(), self._when_aborted):
             self._settle(_CLIENT_LEFT)
-        return disconnect.done()
+        return has_left
 
     async def _wait_again(self) -> Grant:
         """Releases the room, and queues the request at its original place."""
@@ -547,8 +547,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         failure = None if call.error is None else call.engine_error()
         if self._app_call is not _NOT_YET:
             self._app_call.granted = None
-        if self._passing is not None:
-            self._passing = self._unread = None
+        self._passing = self._unread = None
         usage.conclude(controller.output_ratios, request.classification.tenant.name, request.payload.model)
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
         is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
@@ -590,6 +589,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             self.stage = _OVER
         elif stage is _RUNNING:
             self._settle(_FAILED, "incomplete_response")
+        show_outside(self._for_app, self._scope, is_shown=self._status is not None)
         self._client.close()
         self._controller.watchdog.discard(self)
 

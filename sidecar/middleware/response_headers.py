@@ -29,11 +29,23 @@ _NO_WAIT = ((b"x-admission-wait-ms", b"0"), (b"server-timing", b"admission;dur=0
 
 
 def request_id(headers: Mapping[bytes, bytes]) -> str:
-    """The client's own id of the request, up to 128 visible ASCII characters; else a random one."""
+    """The client's own id of the request, up to 128 visible ASCII characters; else a random one.
+
+    That is a UUID of version 4: apps check ids that they are given.
+    """
     own = headers.get(REQUEST_ID)
     if own is not None and _is_valid_id(own):
         return own.decode("ascii")
-    return random.getrandbits(128).to_bytes(16, "big").hex()
+    digits = random.getrandbits(128).to_bytes(16, "big").hex()
+    return f"{digits[:12]}4{digits[13:16]}a{digits[17:]}"
+
+
+def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:
+    """The request's id as a header for the app, where the client has sent none, one that is not used, or several."""
+    sent = headers.get(REQUEST_ID)
+    if sent is not None and len(headers) == len(pairs) and sent.decode("latin-1") == request_id:
+        return ()
+    return ((REQUEST_ID, request_id.encode("ascii")),)
 
 
 def id_headers(request_id: str, headers: Headers, api: Api) -> list[tuple[bytes, bytes]]:

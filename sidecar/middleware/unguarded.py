@@ -24,7 +24,7 @@ from enum import Enum
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
-from sidecar.classify import api_key
+from sidecar.classify import api_key, said_by_app
 from sidecar.engines import NoEngine
 from sidecar.engines.base import Routes
 from sidecar.engines.discovery import is_engine_server
@@ -35,6 +35,7 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.error_responses import send_error, speaks_anthropic
 from sidecar.middleware.forwarding import forwarded_headers
 from sidecar.middleware.intake import refuse_two_keys
+from sidecar.middleware.outer_scope import call_app
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.request_path import endpoint_of, exact_paths, readings, route_path
 from sidecar.middleware.response_headers import request_id
@@ -54,11 +55,12 @@ _log = logging.getLogger("sidecar.unguarded")
 async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> None:
     """Serves one ASGI scope that no endpoint of the policy guards."""
     if scope["type"] == "lifespan":
-        controller.server = asyncio.current_task()
+        if controller.server is None or controller.server.done():
+            controller.server = asyncio.current_task()
         await controller.lifespan(scope, receive, send)
         return
     if scope["type"] not in ("http", "websocket"):
-        refuse_unknown(controller, scope)
+        _refuse_unknown(controller, scope)
         await controller.app(scope, receive, send)
         return
     is_observing = controller.is_observing
@@ -72,14 +74,35 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
         _report(controller, scope, refusal, refused_as=named)
         await _refuse(scope, receive, send, refusal, named)
         return
+    if not is_observing and _may_hide_body(controller, scope):
+        receive = _without_body(receive)
     try:
-        await controller.app(scope if is_observing else passed, receive, send)
+        await call_app(controller, scope, scope if is_observing else passed, receive, send)
     finally:
         if refusal is not None or scope.get("method") not in READING:
             _report(controller, passed, refusal)
 
 
-def refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
+def _may_hide_body(controller: AdmissionController, scope: Scope) -> bool:
+    """Whether a read on a guarded path has no header that says whether it has a body: from HTTP/2 on."""
+    is_read = scope.get("method") in READING and scope.get("http_version", "1.1") >= "2"
+    is_open = mode_of(controller, scope) is Unguarded.ALLOW
+    return is_read and not is_open and _is_guarded(controller.snapshot, scope)
+
+
+def _without_body(receive: Receive) -> Receive:
+    """The client's messages; a body is a disconnect."""
+
+    async def received() -> Message:
+        message = await receive()
+        if message["type"] == "http.request" and (message.get("body") or message.get("more_body")):
+            return {"type": "http.disconnect"}
+        return message
+
+    return received
+
+
+def _refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
     """Raises NotImplementedError for a protocol of which nothing is known here, where it may run the model."""
     as_websocket = treatment(mode_of(controller, scope), controller.snapshot, WEBSOCKET, {"path": "", **scope})
     if as_websocket is Treatment.REFUSED and not controller.is_observing:
@@ -88,12 +111,26 @@ def refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
 
 def is_refused(controller: AdmissionController, scope: Scope) -> bool:
     """Whether `pass_or_refuse` refuses an HTTP request: known before a byte of its body is read."""
+    said = said_by_app.get()
     try:
         _checked(controller, scope)
     except KeysNeeded:
         return False  # not known yet
     except AdmissionError:
         return not controller.is_observing
+    finally:
+        said_by_app.set(said)  # for `pass_or_refuse`
+    return False
+
+
+def needs_tenant(controller: AdmissionController, scope: Scope) -> bool:
+    """Whether `pass_or_refuse` refuses a request unless the app names its tenant."""
+    try:
+        _checked(controller, scope)
+    except InvalidApiKey:
+        return True
+    except AdmissionError:
+        pass
     return False
 
 
@@ -144,6 +181,8 @@ def treatment(mode: Unguarded, snapshot: PolicySnapshot, method: str, scope: Sco
     if mode is Unguarded.ALLOW:
         return Treatment.PASSES
     if method in READING:
+        if _has_body(scope) and _is_guarded(snapshot, scope):  # Django's views ask for no method
+            return Treatment.REFUSED
         return _reading(policy, routes, scope) if mode is Unguarded.DENY else Treatment.PASSES
     if _may_generate(snapshot, method, scope):
         return Treatment.REFUSED
@@ -228,6 +267,13 @@ def _may_generate(snapshot: PolicySnapshot, method: str, scope: Scope) -> bool:
     if _is_guarded(snapshot, scope):
         return True
     return method != "DELETE" and _first(snapshot.routes.generating_route, readings(scope)) is not None
+
+
+def _has_body(scope: Scope) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0 "))
+        for name, value in scope.get("headers", ())
+    )
 
 
 def _is_guarded(snapshot: PolicySnapshot, scope: Scope) -> bool:

@@ -49,6 +49,10 @@ class WaitedTooLong(Exception):
         self.refusal = refusal
 
 
+WITHOUT_GRANT = (ClientDisconnected, WaitedTooLong, AdmissionError)
+"""How a wait ends without a grant."""
+
+
 class Comments(NamedTuple):
     """Comments for a streaming client while it waits in a pool, one every `every_s` seconds.
 

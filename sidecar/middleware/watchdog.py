@@ -1,14 +1,30 @@
 """Watchdog: one timer that checks all requests of a process.
 
 It finds bodies that do not arrive, and disconnects that the app does not listen for. A timer for each request would
-cost 2 to 3 microseconds, and hardly any request needs one.
+cost 2 to 3 microseconds, and hardly any request needs one. Where the timer comes seconds late, something has blocked
+the event loop: it is said, because nothing of ours could be done meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Protocol
+
+BLOCKED_S = 1.0
+"""How late the timer must come to be counted: a garbage collection, or a busy machine, holds it up for less."""
+SAID_EVERY_S = 60.0
+_BLOCKED = (
+    "the event loop stood still for %.1f s, with %d requests under way: none was admitted, served or timed out "
+    "meanwhile (%d times, %.1f s in all). A blocking call does this: await it, call it with `asyncio.to_thread`, or "
+    "make the handler a plain `def` where the framework runs those in threads"
+)
+_TWO_LOOPS = (
+    "requests of two event loops of this process are under way at once in one pool, which belongs to one: a wait may "
+    "end late; construct app and middleware once for each loop"
+)
+_log = logging.getLogger("sidecar.watchdog")
 
 
 class Watched(Protocol):
@@ -24,15 +40,21 @@ class Watched(Protocol):
 class Watchdog:
     """All requests under way. The timer runs only while there are any.
 
-    `on_armed` is called whenever the timer starts, on its event loop.
+    `blocked_s` is for how long the event loop stood still in all, as far as it was noticed. `on_armed` is called
+    whenever the timer starts, on its event loop.
     """
 
     def __init__(self, interval_s: float, on_armed: Callable[[], None] = lambda: None) -> None:
         self.interval_s = interval_s
+        self.blocked_s = 0.0
         self._on_armed = on_armed
         self._watched: set[Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._due_s = 0.0
+        self._blocked_times = 0
+        self._said_s: float | None = None
+        self._knows_two_loops = False
         self._emptied: asyncio.Event | None = None
 
     def __len__(self) -> int:
@@ -64,14 +86,35 @@ class Watchdog:
             await self._emptied.wait()
 
     def _arm(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(self.interval_s, self._check_all)
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and self._loop is not loop and self._loop.is_running():
+            self._report_two_loops()
+        self._loop, self._due_s = loop, loop.time() + self.interval_s
+        self._timer = loop.call_at(self._due_s, self._check_all)
         self._on_armed()
 
     def _check_all(self) -> None:
         self._timer = None
         if not self._watched:
             return
+        self._note_lateness()
         self._arm()
         for watched in tuple(self._watched):
             watched.check()
+
+    def _note_lateness(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        late_s = now_s - self._due_s
+        if late_s < BLOCKED_S:
+            return
+        self.blocked_s += late_s
+        self._blocked_times += 1
+        if self._said_s is None or now_s - self._said_s >= SAID_EVERY_S:
+            self._said_s = now_s
+            figures = (late_s, len(self._watched), self._blocked_times, self.blocked_s)
+            _log.warning(_BLOCKED, *figures, extra={"event": "loop_blocked"})
+
+    def _report_two_loops(self) -> None:
+        if len(self._watched) > 1 and not self._knows_two_loops:
+            self._knows_two_loops = True
+            _log.warning(_TWO_LOOPS, extra={"event": "two_loops"})

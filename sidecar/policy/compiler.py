@@ -215,6 +215,7 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         disconnect_grace_s=float(pool.disconnect_grace),
         generation=generation,
         keep_alive_s=_seconds(pool.keep_alive),
+        trace_waits_s=float(pool.trace_waits),
         abort_latency_s=_seconds(pool.abort_latency),
         **{key: getattr(pool, key) for key in _POOL_KEYS},
     )

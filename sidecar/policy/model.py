@@ -282,15 +282,16 @@ class Policy:
     `replicas` is into how many parts a replica divides the pool that has not reached the store since its start.
     `engine_capacity` is None where the policy itself says how large the pool is; otherwise the pool's size is what the
     engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. `keep_alive_s` is
-    how often a streaming client that queues is sent a comment, None for never. With `forward_key` the tenant's key
-    reaches the engine, too. `abort_latency_s` is how long the engine may compute on after a disconnect, None for the
-    engine's own figure. `unguarded` is None where it depends on what the middleware stands before. `public` is None
-    where the policy does not name the paths that need no key: see `public_paths`. `max_choices` bounds
-    the choices of a prompt that one request may ask for, and `unsized` says what becomes of one whose
-    prompt cannot be sized. `engines` is None where the pool has one engine, which the policy does not name; with
-    engines, `rules` are those of the sum of their written capacities. `models` are those with pools of their own, by
-    name; empty where all models share the pool. `learn` says how far leases follow the output lengths that were
-    learned. With the order `gain`, `fair` is the part of each reserve that is its tier's floor.
+    how often a streaming client that queues is sent a comment, None for never. `trace_waits_s` is how often a request
+    that waits says so in its trace, 0 for never. With `forward_key` the tenant's key reaches the engine, too.
+    `abort_latency_s` is how long the engine may compute on after a disconnect, None for the engine's own figure.
+    `unguarded` is None where it depends on what the middleware stands before. `public` is None where the policy does
+    not name the paths that need no key: see `public_paths`. `max_choices` bounds the choices of a prompt that one
+    request may ask for, and `unsized` says what becomes of one whose prompt cannot be sized. `engines` is None where
+    the pool has one engine, which the policy does not name; with engines, `rules` are those of the sum of their written
+    capacities. `models` are those with pools of their own, by name; empty where all models share the pool. `learn` says
+    how far leases follow the output lengths that were learned. With the order `gain`, `fair` is the part of each
+    reserve that is its tier's floor.
     `jwt` is None where no tokens are accepted, `gateway` where no gateway names tenants; `keyless` are the tenants that
     have no API key. `stored_tenants` says whether the tenants of the store are among these.
     The use of the tenants is kept for `usage_days` in the store, 0 for not at all. `max_upload_bytes` is None where
@@ -321,6 +322,7 @@ class Policy:
     replicas: int = 1
     mode: Mode = Mode.ENFORCE
     keep_alive_s: float | None = None
+    trace_waits_s: float = 30.0
     forward_key: bool = False
     abort_latency_s: float | None = None
     unguarded: Unguarded | None = None

@@ -276,6 +276,12 @@ class PoolFile(FileModel):
         "wait for an idle connection. Default: never.",
         "15s",
     )
+    trace_waits: of.Duration = key(
+        "30s",  # waits that are shorter are seen when they end; beyond, someone looks at the trace meanwhile
+        "How often a request that waits says so in its trace, as a span `admission.waiting`, so that a long wait is "
+        "seen before it ends, and also where the process is killed. `0s`: never.",
+        "5m",
+    )
     anonymous: of.AnonymousTier | None = key(
         "deny", "The tier, also the best one, of a request without a key; `deny` refuses it.", "low"
     )
@@ -479,7 +485,7 @@ class TenantFile(FileModel):
     keys: of.KeyHashes | None = key(
         None,
         "Hashes of its API keys, from `sidecar keys new`. Never the keys themselves. May be left out where the pool's "
-        "file has `jwt` or `gateway`.",
+        "file has `jwt` or `gateway`; `[]` where the app names the tenant.",
         ["sha256:..."],
     )
     tier: of.TierName = key(..., "The tier of its requests that name none.", "normal")

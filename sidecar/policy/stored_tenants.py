@@ -65,8 +65,10 @@ def read_record(text: bytes, policy: Policy) -> StoredTenant:
         found = [sentence(TenantFile, error) for error in refused.errors(include_url=False)]
         raise InvalidTenant("\n".join(f"{dotted(path)}: {message}" for path, message in found)) from None
     digests = tuple(dict.fromkeys(body.keys or ()))
-    if not digests and policy.jwt is None and policy.gateway is None:
-        raise InvalidTenant('keys: missing; write "keys": ["sha256:..."], as `sidecar keys new` prints it')
+    if body.keys is None and policy.jwt is None and policy.gateway is None:
+        raise InvalidTenant(
+            'keys: missing; write "keys": ["sha256:..."], as `sidecar keys new` prints it, or [] where the app names it'
+        )
     levels = {name: level for level, name in enumerate(names)}
     return StoredTenant(tenant_of(body, levels), document, digests)
 

@@ -135,7 +135,11 @@ def tenant_problems(pool: Document, documents: Sequence[Document]) -> list[Probl
             )
         is_named_otherwise = bool({"jwt", "gateway"} & (pool.data or {}).keys())
         if document.data is not None and "keys" not in document.data and not is_named_otherwise:
-            problems.append(document.problem(("keys",), f"missing; write {_example(TenantFile, 'keys')}"))
+            problems.append(
+                document.problem(
+                    ("keys",), f"missing; write {_example(TenantFile, 'keys')}, or [] where the app names the tenant"
+                )
+            )
         problems += _repeated_keys(document, keys)
     return problems
 

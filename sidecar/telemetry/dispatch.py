@@ -14,9 +14,20 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
-from sidecar.events import Admitted, Classified, Event, Headers, Observation, Preempted, Received, Refused, Settled
+from sidecar.events import (
+    Admitted,
+    Classified,
+    Event,
+    Headers,
+    Observation,
+    Preempted,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
 from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.request_record import KEEPERS, EventHandlers, RequestRecord, TraceIds
 from sidecar.telemetry.sdk_bypass.providers import kept_answer, none_is_set
@@ -221,14 +232,13 @@ class RequestObservation(msgspec.Struct, eq=False):
         if self.context is None or self.parent is None or not self._dispatcher.tracer.is_mounted:
             return None
         try:
-            return AppTrace(self._for_app(), self.parent)
+            return self._current(self.context, self.parent)
         except Exception:
             self._dispatcher.tracer.report()
             return None
 
-    def _for_app(self) -> Span:
-        assert self.context is not None
-        return NonRecordingSpan(self.context)
+    def _current(self, context: SpanContext, parent: Context) -> AppTrace:
+        return AppTrace(NonRecordingSpan(context), parent)
 
     def on_event(self, event: Event | Received) -> None:
         """Has the event dispatched with those that come next."""
@@ -248,13 +258,9 @@ class RecordedObservation(RequestObservation):
 
     spans: RequestSpans
 
-    def app_trace(self) -> AppTrace | None:
-        """See `Observation`."""
-        self.spans.app_trace = trace = super().app_trace()
-        return trace
-
-    def _for_app(self) -> Span:
-        return self.spans.for_app()
+    def _current(self, _: SpanContext, parent: Context) -> AppTrace:
+        self.spans.app_trace = current = AppTrace(self.spans.for_app(), parent)
+        return current
 
     def on_event(self, event: Event | Received) -> None:
         """Has the event dispatched. Of an admission the spans know at once, as the engine is sent their context."""
@@ -267,6 +273,8 @@ class RecordedObservation(RequestObservation):
             self.context = self.spans.admit(self.record, event)  # type: ignore[arg-type]
         elif kind is Preempted:
             self.context = self.spans.context
+        elif kind is Queued:
+            self.spans.queue(self.record)
         super().on_event(event)
 
     def add(self, event: Event | Received) -> None:

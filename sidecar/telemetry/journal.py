@@ -105,13 +105,15 @@ class Journal:
         """Of those that went ahead, the first `most` that had come later; at most `MOST_LOOKED_AT` are looked at."""
         if not _may_have_been_overtaken(waiter):
             return ()
-        first, last = self._window(waiter)
         arrived_us = waiter.arrived_us if isinstance(waiter, RequestRecord) else waiter.at_us - waiter.queue_wait_us
-        overtaken_us = _overtaken_us(waiter)
-        if overtaken_us is not None:  # of a shared pool's store the moments come with the network's jitter
-            first = max(first, bisect_left(self._admissions, overtaken_us - JITTER_US, key=_admitted_us))
+        first, last = self._overtaking(waiter)
         looked_at = _others(self._admissions[first : min(last, first + MOST_LOOKED_AT)], waiter)
         return [*islice((record for record in looked_at if record.arrived_us > arrived_us), most)]
+
+    def looks_at_all(self, waiter: Waiter) -> bool:
+        """Whether `overtook` looks at all that were admitted since the overtaking."""
+        first, last = self._overtaking(waiter)
+        return last - first <= MOST_LOOKED_AT
 
     def refusals(self, limit: int) -> Sequence[RequestRecord]:
         """The last that the middleware, or the proxy in the engine's place, answered with an error, newest first."""
@@ -165,6 +167,14 @@ class Journal:
         if count:
             self.knows_since_us = _admitted_us(self._admissions[count - 1]) + 1
             del self._admissions[:count]
+
+    def _overtaking(self, waiter: Waiter) -> tuple[int, int]:
+        """The part of the window since it was first overtaken; all of it while that is not known."""
+        first, last = self._window(waiter)
+        overtaken_us = _overtaken_us(waiter)
+        if overtaken_us is not None:  # of a shared pool's store the moments come with the network's jitter
+            first = max(first, bisect_left(self._admissions, overtaken_us - JITTER_US, key=_admitted_us))
+        return first, last
 
     def _window(self, waiter: Waiter) -> tuple[int, int]:
         """The admissions from its arrival to the end of its wait, or to now: where they begin and end in the list."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Union
+from weakref import WeakKeyDictionary
 
 from opentelemetry import metrics, trace
 
@@ -36,7 +38,13 @@ Shutdown = Callable[[], None]
 MetricsOut = Union["MetricExporter", "PrometheusReader"]
 """An exporter is sent the metrics at intervals; a reader collects them when it wants."""
 
+FLUSHED_WITHIN_S = 5.0
+"""Longest wait for what an exporter still holds at the end of a server that is not ours, which may be killed soon."""
+
 logger = logging.getLogger(__name__)
+
+_installed: WeakKeyDictionary[object, PrometheusReader | None] = WeakKeyDictionary()
+"""The providers that were installed here, each with what reads it for a page."""
 
 
 class TelemetryError(ValueError):
@@ -116,6 +124,7 @@ def _install_tracer_provider(exporters: list[SpanExporter], resource: Resource) 
     for exporter in exporters:
         provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
+    _installed[provider] = None
     return provider.shutdown
 
 
@@ -142,6 +151,7 @@ def meter_provider_for(out: list[MetricsOut], resource: Resource) -> MeterProvid
 def _install_meter_provider(out: list[MetricsOut], resource: Resource) -> Shutdown:
     provider = meter_provider_for(out, resource)
     metrics.set_meter_provider(provider)
+    _installed[provider] = next((each for each in out if not hasattr(each, "export")), None)
     return provider.shutdown
 
 
@@ -175,19 +185,55 @@ def configure_from_environment(
     never raises, and does nothing where nothing was installed, as when the process has a provider already. Raises
     TelemetryError for what cannot be had; nothing is installed then.
     """
+    return prepare_from_environment(service_name, scrape)()
+
+
+def prepare_from_environment(
+    service_name: str = "admission-sidecar", scrape: MetricsEndpoint | None = None
+) -> Callable[[], Shutdown]:
+    """The same in two steps: this raises for every mistake, and what it returns installs, where the process has no
+    provider by then.
+    """
     asked = [(signal, names) for signal in _SIGNALS if (names := _exporter_names(signal, os.environ, scrape))]
-    if scrape is not None:
-        scrape.close(_why_not_scraped(os.environ))
-    # Every mistake in the environment is raised here, before anything is installed.
-    installs = [
-        partial(signal.install, [_exporter(signal, name, scrape) for name in names])
+    made = [
+        (signal, [_exporter(signal, name, has_page=scrape is not None) for name in names])
         for signal, names in asked
         if signal.is_free()
     ]
-    if not installs:
-        return partial(_end, [])
-    resource = _resource(service_name)
-    return partial(_end, [install(resource) for install in installs])
+
+    def install() -> Shutdown:
+        shutdowns: list[Shutdown] = []
+        if free := [(signal, out) for signal, out in made if signal.is_free()]:
+            resource = _resource(service_name)
+            shutdowns = [signal.install(out, resource) for signal, out in free]
+        if scrape is not None:
+            _show_on(scrape)
+        return partial(_end, shutdowns)
+
+    return install
+
+
+def _show_on(page: MetricsEndpoint) -> None:
+    provider = metrics.get_meter_provider()
+    reader = _installed[provider] if provider in _installed else None  # noqa: SIM401  # some have no weak references
+    if reader is None:
+        page.close(_why_not_scraped(os.environ))
+    else:
+        page.open(reader)
+
+
+def flush_providers(*, are_ours: bool, within_s: float = FLUSHED_WITHIN_S) -> None:
+    """Has the process's providers send what they still hold: those that were installed here, or the others.
+
+    Returns after `within_s` at the latest, whatever their exporters do. It does not raise.
+    """
+    providers = [trace.get_tracer_provider(), metrics.get_meter_provider()]
+    flushes = [
+        partial(provider.force_flush, round(within_s * 1000))
+        for provider in providers
+        if hasattr(provider, "force_flush") and (provider in _installed) is are_ours
+    ]
+    _run_all(flushes, within_s)
 
 
 def _exporter_names(signal: Signal[Any], environ: Mapping[str, str], endpoint: MetricsEndpoint | None) -> list[str]:
@@ -213,7 +259,7 @@ def _why_not_scraped(environ: Mapping[str, str]) -> str:
     """Stands where no reader takes its place."""
     if _is_disabled(environ):
         return "OTEL_SDK_DISABLED is true, so that this process has no metrics; unset it to have them here"
-    if not METRICS.is_free():
+    if not METRICS.is_free() and metrics.get_meter_provider() not in _installed:
         return (
             "this process had set up OpenTelemetry's metrics before the sidecar was started: they are where that sends "
             "them, the sidecar's among them"
@@ -221,13 +267,13 @@ def _why_not_scraped(environ: Mapping[str, str]) -> str:
     return f"{METRICS.exporters} is {environ.get(METRICS.exporters)}; with {PROMETHEUS} in it the metrics would be here"
 
 
-def _exporter(signal: Signal[Any], name: str, endpoint: MetricsEndpoint | None) -> Any:
+def _exporter(signal: Signal[Any], name: str, *, has_page: bool) -> Any:
     if name == "otlp":
         return _otlp_exporter(signal)
     if name == "console":
         return _made(*signal.console)
     if name == PROMETHEUS and signal is METRICS:
-        return _prometheus(endpoint)
+        return _prometheus(has_page=has_page)
     known = f"{PROMETHEUS}, otlp" if signal is METRICS else "otlp"
     raise TelemetryError(f'{signal.exporters}: "{name}" is not supported; write {known}, console or none')
 
@@ -251,17 +297,15 @@ def _otlp_exporter(signal: Signal[Any]) -> Any:
         ) from error
 
 
-def _prometheus(endpoint: MetricsEndpoint | None) -> PrometheusReader:
-    if endpoint is None:
+def _prometheus(*, has_page: bool) -> PrometheusReader:
+    if not has_page:
         raise TelemetryError(
             f'{METRICS.exporters}: "{PROMETHEUS}" is what the admin port serves at /metrics, and there is none; set '
             "SIDECAR_ADMIN_PORT, or write otlp, console or none"
         )
     from sidecar.telemetry.metrics.prometheus import PrometheusReader
 
-    reader = PrometheusReader()
-    endpoint.open(reader)
-    return reader
+    return PrometheusReader()
 
 
 def _resource(service_name: str) -> Resource:
@@ -274,15 +318,23 @@ def _resource(service_name: str) -> Resource:
 
 def _end(shutdowns: list[Shutdown]) -> None:
     """All at the same time: each may wait as long as its exporter may for a Collector that is not there."""
-    threads = [Thread(target=_end_one, args=(shutdown,)) for shutdown in shutdowns]
+    _run_all(shutdowns)
+
+
+def _run_all(works: Sequence[Callable[[], object]], within_s: float | None = None) -> None:
+    """Each in a thread of its own, which does not keep the process from ending."""
+    threads = [Thread(target=_run_one, args=(work,), daemon=True) for work in works]
+    ends_s = None if within_s is None else time.monotonic() + within_s
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(None if ends_s is None else max(0.0, ends_s - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        logger.warning("telemetry was not sent within %g s; what is left may be lost", within_s)
 
 
-def _end_one(shutdown: Shutdown) -> None:
+def _run_one(work: Callable[[], object]) -> None:
     try:
-        shutdown()
+        work()
     except Exception:
         logger.exception("telemetry could not be ended in order; what it still held may be lost")

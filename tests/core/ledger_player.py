@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from core_player import rules_of, us
@@ -13,7 +14,7 @@ from sidecar.core.engines import Engine
 from sidecar.core.preemption import Shortage, leases_to_take_back
 from sidecar.core.row import Row
 from sidecar.core.scheduler import Gone, Scheduler
-from sidecar.core.tickets import Lease, Ticket
+from sidecar.core.tickets import Gain, Lease, Ticket
 
 Step = dict[str, Any]
 
@@ -58,7 +59,8 @@ class LedgerPlayer:
         self.news.engines = [
             calls.EngineView(
                 o["id"], *(o.get(size, UNBOUNDED) for size in ("tokens", "requests", "prefill")), o.get("speed", 1000),
-                o.get("takes_new", True) and o.get("known", True), now - us(o.get("since_s", 0)), us(o.get("ramp_s", 0)),
+                o.get("takes_new", True) and o.get("known", True), now - us(o.get("since_s", 0)),
+                us(o.get("ramp_s", 0)),
             )
             for o in offers
         ]  # fmt: skip
@@ -67,11 +69,12 @@ class LedgerPlayer:
         self.made += 1
         self.bids[self.made] = ticket
         self.waiting[ticket.id] = self.made, ticket
+        gain = None if ticket.gain is None else calls.GainBid(*dataclasses.astuple(ticket.gain))
         self.news.bids.append(
             calls.Bid(
                 self.made, self.names[ticket.tier], ticket.tenant, ticket.tokens, ticket.requests, ticket.prompt,
                 ticket.weight, dict(ticket.hits), sorted(ticket.barred), now - ticket.arrived_us, ticket.number,
-                ticket.gain, ticket.has_returned,
+                gain, ticket.has_returned,
             )
         )  # fmt: skip
 
@@ -91,7 +94,7 @@ class LedgerPlayer:
         if what == "submit":
             gain = None
             if g := step.get("gain"):
-                gain = calls.GainBid(g["weight"], g["tokens"], us(g["cost"]), us(g["start_by"]), us(g["slack"]))
+                gain = Gain(g["weight"], g["tokens"], us(g["cost"]), us(g["start_by"]), us(g["slack"]))
             made = Ticket(
                 name, self.names.index(step["tier"]), step.get("tenant", ""), step["tokens"], step.get("requests", 1),
                 step.get("prompt", 0), step.get("weight", 1), dict(step.get("hits", ())),
@@ -170,7 +173,8 @@ class LedgerPlayer:
         place = (told.order_class, told.before_key, told.key, ticket_of(told.served).arrival)
         closed = frozenset(self.names.index(tier) for tier in told.closed)
         found = Shortage(
-            told.engine, ticket_of(told.served), place, [*map(ticket_of, told.before)], [*map(ticket_of, told.burst)], closed
+            told.engine, ticket_of(told.served), place, [*map(ticket_of, told.before)],
+            [*map(ticket_of, told.burst)], closed,
         )  # fmt: skip
         leases = list(self.leases.values())
         gone = Gone().beside(lease for lease in leases if lease.is_chosen)

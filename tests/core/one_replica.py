@@ -56,8 +56,13 @@ class OneReplica:
         )
 
     def pump(self, now):
-        admitted, chosen = [], []
+        """Calls now, and what is due after that."""
         self.member._due_us = now
+        return self.call(now)
+
+    def call(self, now):
+        """The calls that are due."""
+        admitted, chosen = [], []
         while (call := self.member.poll(now)) is not None:
             reply, _ = self.ledger.execute(call, now)
             self.member.answered(reply, now)

@@ -21,7 +21,7 @@ from sidecar.admin.routes import story_routes
 from sidecar.cli.explain_request import text
 from sidecar.events import Admitted, Classified, Event, Obstacle, Placed, Queued, Received
 from sidecar.explain import phrases
-from sidecar.explain.builder import OTHER_REPLICAS, ExplanationBuilder
+from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import AheadGroup, DryRunDetails, Explanation, UnknownAhead, WaitDetails
 from sidecar.explain.steps import Step, steps
 from sidecar.policy.compiler import load
@@ -29,6 +29,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool, connector
+from sidecar.telemetry.ahead import OTHER_REPLICAS
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.tracer import RequestTracer

@@ -37,7 +37,7 @@ def mounted(folder: Path, app: Any, engines: str, engine: type[Engine] = Vllm) -
     """Raises what its construction says: no event loop runs here."""
     path = folder / "policy.yaml"
     path.write_text(POLICY.format(engine=engine.name, engines=engines))
-    return AdmissionMiddleware(app, path)
+    return AdmissionMiddleware(app, path, retry_handlers=True)
 
 
 async def asked(client: aiohttp.ClientSession, url: str) -> int:

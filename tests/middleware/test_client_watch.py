@@ -108,6 +108,8 @@ async def test_an_app_whose_receive_has_disconnects_of_its_own_gets_no_watch(
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"{}"})
 
-    async with serving(AdmissionMiddleware(app, rules(tmp_path)), http=BoundedHttpProtocol) as served:
+    async with serving(
+        AdmissionMiddleware(app, rules(tmp_path), retry_handlers=True), http=BoundedHttpProtocol
+    ) as served:
         assert b" 200 OK" in await exchange(served.port, sent)
     assert seen == [is_watched]

@@ -163,9 +163,11 @@ async def test_a_body_in_many_packets_arrives_whole() -> None:
 async def test_the_app_sees_the_clients_other_headers_unchanged_and_in_order() -> None:
     app = App()
     async with guarding(app, policy("forward_key: true\n", engine="sglang")) as guarded:
-        await guarded.ask(chat(priority="batch"), "x-a: 1", "x-b: 2", "x-a: 3", "x-override-priority: 9", key("acme"))
+        sent = ("x-a: 1", "x-b: 2", "x-request-id: own", "x-a: 3", "x-override-priority: 9", key("acme"))
+        await guarded.ask(chat(priority="batch"), *sent)
     names = [(name, value) for name, value in app.seen[0].scope["headers"] if name.startswith(b"x-")]
-    assert names == [(b"x-a", b"1"), (b"x-b", b"2"), (b"x-a", b"3")]
+    assert names[:-1] == [(b"x-a", b"1"), (b"x-b", b"2"), (b"x-a", b"3")]
+    assert names[-1] == (b"x-request-id", b"own")
     assert app.seen[0].all(b"authorization") == [b"Bearer sk-acme"]
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import Any
 
 import pytest
 
+from sidecar.app import AdmissionMiddleware
+from sidecar.middleware import watchdog
 from sidecar.middleware.watchdog import Watchdog
+from tests.support.middleware import SMALL, App, Caller, policy
 
 pytestmark = pytest.mark.anyio
 
@@ -79,3 +84,30 @@ async def test_every_waiter_for_the_end_is_woken() -> None:
     assert not any(task.done() for task in waiting)
     rounds.discard(second)
     await asyncio.wait_for(asyncio.gather(*waiting), 60)
+
+
+async def test_a_call_that_blocks_the_loop_is_counted_and_said_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through a handler: what blocks is one of the host's, and the timer is ours."""
+    monkeypatch.setattr(watchdog, "BLOCKED_S", 0.2)
+
+    async def blocks(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0)
+        time.sleep(0.6)  # noqa: ASYNC251  # the fault that this is about
+        while sidecar.controller.watchdog.blocked_s == before_s:  # noqa: ASYNC110  # no event says so
+            await asyncio.sleep(0.005)
+        await App()(scope, receive, send)
+
+    sidecar = AdmissionMiddleware(blocks, policy=policy(body_timeout="50ms"))
+    for _ in range(2):
+        before_s = sidecar.controller.watchdog.blocked_s
+        caller = Caller(sidecar, SMALL)
+        await asyncio.wait_for(caller.run(), 60)
+        assert caller.status == 200
+    sample = sidecar.observability._gauges.sample()
+    assert sample is not None
+    assert sample.loop_blocked_s > 0.8
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "sidecar.watchdog"]
+    assert "stood still for 0." in line
+    assert "with 1 requests under way" in line

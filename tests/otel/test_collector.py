@@ -73,13 +73,14 @@ def test_the_sampler_has_only_settings_that_it_knows() -> None:
 def test_the_sampler_asks_for_attributes_that_our_spans_have() -> None:
     of_spans = {value for value in vars(semconv).values() if isinstance(value, str)}
     asked = {policy[policy["type"]]["key"] for policy in POLICIES if "key" in policy[policy["type"]]}
-    assert asked == {semconv.ADMISSION_STARVED_TOO_LONG, semconv.ADMISSION_DECISION}
+    assert asked == {semconv.ADMISSION_STARVED_TOO_LONG, semconv.ADMISSION_IS_WAITING, semconv.ADMISSION_DECISION}
     assert asked <= of_spans
 
 
-def test_starvation_errors_and_refusals_are_always_kept_and_a_percentage_of_the_rest() -> None:
+def test_starvation_long_waits_errors_and_refusals_are_always_kept_and_a_percentage_of_the_rest() -> None:
     by_type = {policy["type"]: policy[policy["type"]] for policy in POLICIES}
-    assert by_type["boolean_attribute"] == {"key": "admission.starved_too_long", "value": True}
+    marks = [policy["boolean_attribute"] for policy in POLICIES if policy["type"] == "boolean_attribute"]
+    assert marks == [{"key": f"admission.{name}", "value": True} for name in ("starved_too_long", "is_waiting")]
     assert by_type["status_code"] == {"status_codes": ["ERROR"]}
     assert by_type["string_attribute"] == {"key": "admission.decision", "values": ["refused"]}
     assert re.fullmatch(r"\$\{env:KEEP_PERCENT:-\d+\}", by_type["probabilistic"]["sampling_percentage"])

@@ -82,6 +82,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("engine: none", "engine: none\npublic: [/health, /a]", "public none -> /health, /a"),
         ("engine: none", "engine: none\nmode: observe", "mode enforce -> observe"),
         ("engine: none", "engine: none\nkeep_alive: 15s", "keep_alive none -> 15s"),
+        ("engine: none", "engine: none\ntrace_waits: 5m", "trace_waits 30s -> 5m"),
         ("engine: none", "engine: none\nusage: as_sent", "usage ask -> as_sent"),
         ("engine: none", "engine: none\nusage_in_traces: never", "usage_in_traces once -> never"),
         ("engine: none", "engine: none\nabort_latency: 4s", "abort_latency none -> 4s"),

@@ -58,7 +58,7 @@ def test_what_the_process_was_built_with_needs_a_restart(tmp_path: Path, before:
             "engine: vllm",
             "engine: vllm\nmode: observe\nkeep_alive: 15s\nmax_body: 1MiB\nbody_timeout: 1s\nusage: as_sent",
         ),
-        ("engine: vllm", "engine: vllm\ntimeouts: {total: 1m}\nusage_in_traces: never"),
+        ("engine: vllm", "engine: vllm\ntimeouts: {total: 1m}\nusage_in_traces: never\ntrace_waits: 0s"),
         ("anonymous: batch", "anonymous: deny\nendpoints: {/v1/completions: {}}\nsources: [key]"),
     ],
 )

@@ -19,6 +19,7 @@ TOO_SHORT = 'is less than a microsecond, and times are counted in those; write "
     [
         ("aging: {promote_after: 0.4us, ceiling: high}", "aging.promote_after"),
         ("keep_alive: 0.4us", "keep_alive"),
+        ("trace_waits: 0.4us", "trace_waits"),
         ("body_timeout: 0.0004ms", "body_timeout"),
         ("disconnect_grace: 0.4us", "disconnect_grace"),
     ],

@@ -6,13 +6,17 @@ It is started by `benchmarks/phoenix.py`; `sh .ci/test --backend` installs it.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from benchmarks.otlp_file import otlp_file
 from benchmarks.phoenix import NotInstalled, Phoenix, phoenix, picture_of, program
 from benchmarks.photograph import NoBrowser
-from benchmarks.tracing_backend import by_trace, problems, run_overload, scenario, starved, table
+from benchmarks.tracing_app import MODEL_CALL
+from benchmarks.tracing_backend import TIERS, by_trace, problems, run_overload, scenario, starved, table
 
 pytestmark = pytest.mark.backend
 
@@ -34,8 +38,23 @@ def test_the_backend_has_every_span_as_it_happened(backend: Phoenix, protocol: s
 
     assert problems(spans) == [], table(starved(by_trace(spans)))
     assert {span.name for span in spans} == {
-        "evaluate", "answer", "admission", "admission.queued", "admission.starved", "engine",
+        *TIERS, "admission", "admission.queued", "admission.starved", "engine",
     }  # fmt: skip
+
+
+def test_an_app_with_the_middleware_has_its_own_spans_in_the_trace_and_the_file_has_them_too(backend: Phoenix) -> None:
+    with otlp_file(backend.url) as kept:
+        run_overload(replace(backend, url=kept.url), "http/protobuf", is_mounted=True)
+    spans = backend.settled_spans(kept.spans)
+    worst = starved(by_trace(spans))
+    lines = [json.loads(line) for line in kept.lines_of(worst["admission"].trace_id)]
+
+    assert problems(spans) == [], table(worst)
+    assert {"admission.starved", MODEL_CALL} < worst.keys()
+    scopes = [scope for line in lines for resource in line["resourceSpans"] for scope in resource["scopeSpans"]]
+    assert {span["spanId"]: span["name"] for scope in scopes for span in scope["spans"]} == {
+        span.span_id: name for name, span in worst.items()
+    }
 
 
 def test_a_problem_is_noticed(backend: Phoenix) -> None:
@@ -51,7 +70,7 @@ def test_starvation_can_be_seen_on_the_backends_page(backend: Phoenix) -> None:
     worst = starved(by_trace(backend.settled_spans(3 * len(scenario()))))
     page = backend.page_of(worst["admission"].trace_id)
     try:
-        picture = asyncio.run(picture_of(page, "admission.starved", "admission.served_ahead.high"))
+        picture = asyncio.run(picture_of(page, "admission.starved", "went ahead"))
     except NoBrowser as missing:
         pytest.skip(str(missing))
     assert picture.startswith(b"\x89PNG")

@@ -18,8 +18,10 @@ from starlette.routing import Mount, Route
 
 from sidecar import AdmissionMiddleware
 from sidecar.context import SCOPE_KEY
+from sidecar.middleware.request_path import readings
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
+from sidecar.policy.problems import PolicyError
 from tests.support.each import each
 from tests.support.middleware import CHAT, KEYS, SMALL, App, Caller, write_policy
 
@@ -175,6 +177,14 @@ async def test_a_root_path_of_fastapis_own_is_known_also_around_other_middleware
             assert (await answer(wrapped, path, key=KEYS["acme"])) == "admitted"
 
 
+async def test_another_frameworks_root_path_is_no_prefix() -> None:
+    """Quart and Flask call the folder of their code so."""
+    app = App()
+    app.root_path = "/v1"  # type: ignore[attr-defined]
+    assert await answer(AdmissionMiddleware(app, denying("")), "/chat/completions") == '{"ok":true}'
+    assert app.seen[0].scope["root_path"] == ""
+
+
 async def test_a_protocol_that_is_not_known_passes_but_on_guarded_paths() -> None:
     app = App()
     sidecar = AdmissionMiddleware(app, denying(""))
@@ -189,6 +199,12 @@ READ_OTHERWISE = [
     ("/v1", "/x/v1/chat", ""),  # Litestar takes away what is before it, too
     ("/api", "http://a.host/api/chat", ""),  # Quart reads a whole address, which hypercorn and h11 leave in the path
     ("", "http://a.host/chat", ""),
+    ("", "%20http://a.host/chat", ""),  # after spaces, too, and with anything in the host
+    ("", "http://a.host%5Cb/chat", ""),
+    ("", "http://a.host%252Fb/chat", ""),
+    ("/api", "http://api/api/chat", ""),
+    ("/api", "/apihttp://a.host/chat", ""),  # BlackSheep, from `raw_path`, behind what uvicorn writes before it
+    ("", "http://a.host/b@c/chat", "http://a.host%2Fb@c/chat"),
     ("", "/chat%23a", ""),
     ("", "/chat%3Fa/b", ""),
     ("/a?/v1", "/a%3F/v1/chat/completions", ""),  # a segment that the client chooses, of a mount at `/{tenant}/v1`
@@ -202,6 +218,27 @@ READ_OTHERWISE = [
 async def test_a_path_is_guarded_however_a_framework_divides_it(root: str, path: str, raw: str) -> None:
     sidecar = AdmissionMiddleware(App(), denying("unguarded: allow\n"))
     assert await answer(sidecar, path, root, raw=raw) == "401"
+
+
+@each(
+    ("root", "path", "raw"),
+    [
+        ("/a" * 30_000, "/chat", ""),  # a mount at `/{path:path}`, or a server that takes it from a header (daphne)
+        ("", f"/b?{'/a' * 30_000}/b", f"/b%252525253f{'/a' * 30_000}/b"),
+        ("/a" * 30_000, "/a" * 30_000 + CHAT, ""),
+    ],
+)
+def test_a_prefix_that_a_client_makes_long_costs_no_more_for_each_segment(root: str, path: str, raw: str) -> None:
+    found = readings({"path": path, "root_path": root, "raw_path": (raw or path).encode()})
+    assert sum(map(len, found)) < 10 * len(raw or path + root)
+
+
+def test_a_policy_names_no_longer_path_than_is_looked_for() -> None:
+    longest = "/a" * 32
+    sidecar = AdmissionMiddleware(App(), denying(f"public: [{longest}]\n"))
+    assert sidecar.controller.policy.public_paths == (longest,)
+    with pytest.raises(PolicyError, match=r"has more than 32 segments"):
+        denying(f"public: [{longest}/a]\n")
 
 
 @each(
@@ -233,3 +270,28 @@ async def test_a_websocket_on_a_guarded_path_below_a_mount_is_refused() -> None:
     caller.incoming.put_nowait({"type": "websocket.connect"})
     await caller.run()
     assert ([message["type"] for message in caller.sent], app.others) == (["websocket.close"], [])
+
+
+async def test_a_read_with_a_body_is_none_on_a_guarded_path() -> None:
+    """Django's views, and ASGI apps as endpoints, answer every method."""
+    app = App()
+    sidecar = AdmissionMiddleware(app, denying(""))
+    for method in ("GET", "HEAD", "OPTIONS"):
+        assert await answer(sidecar, "/chat", method=method) == "404"
+        assert await answer(sidecar, "/own", method=method) == '{"ok":true}'
+    caller = Caller(sidecar, b"", path="/chat", method="GET")
+    await caller.run()
+    assert caller.status == 200
+    assert [seen.scope["path"] for seen in app.seen] == ["/own"] * 3 + ["/chat"]
+
+
+async def test_over_http_2_such_a_body_is_not_heard_of() -> None:
+    heard: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heard.append(await receive())
+        await PlainTextResponse("")(scope, receive, send)
+
+    for body in (b"", SMALL):
+        await Caller(AdmissionMiddleware(app, denying("")), body, path="/chat", method="GET", http_version="2").run()
+    assert [message["type"] for message in heard] == ["http.request", "http.disconnect"]

@@ -24,7 +24,7 @@ from sidecar.policy.problems import PolicyError
 from sidecar.server.server import CannotServe
 from tests.support.in_process import start_failure
 from tests.support.late import fastapi
-from tests.support.middleware import write_policy
+from tests.support.middleware import SMALL, Caller, write_policy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import free_port
 from tests.support.serving import serving
@@ -162,25 +162,18 @@ def test_a_failed_start_ends_starlettes_test_client(monkeypatch: pytest.MonkeyPa
         pytest.fail("it started")
 
 
-async def test_a_failed_start_says_the_same_to_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_start_answers_every_request_and_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A server without a lifespan never hears of it, and its log must not grow with each request."""
     monkeypatch.setenv("SIDECAR_POLICY", "nowhere")
-    app, depths = guarded(), []
+    app = guarded()
     for _ in range(3):
-        with pytest.raises(ValueError, match="nowhere") as raised:
-            await asyncio.wait_for(_asked(app), 5)
-        depths.append(len(raised.traceback))
-    assert depths[2] == depths[1]
-
-
-async def _asked(app: fastapi.FastAPI) -> None:
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Any) -> None:
-        return None
-
-    await app({"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}, receive, send)
+        caller = Caller(app, SMALL)
+        await caller.run()
+        assert (caller.status, caller.json["error"]["code"]) == (500, "not_started")
+        assert "nowhere" not in caller.json["error"]["message"]  # the file's name is not for clients
+    assert [record.getMessage()[:36] for record in caplog.records] == ["no request is served: nowhere: there"]
 
 
 def test_the_logging_of_the_process_is_left_alone_and_spans_are_sent_when_the_server_ends(
@@ -273,9 +266,10 @@ async def test_a_mistake_in_the_apps_own_telemetry_is_a_line_and_no_failed_start
     assert 'OTEL_TRACES_EXPORTER: "zipkin" is not supported' in caplog.text
 
 
-async def test_the_second_middleware_of_a_process_has_no_pages_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_the_second_policy_of_a_process_has_no_pages_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    another = AdmissionMiddleware(fastapi.FastAPI(), write_policy(tmp_path / "another", "pool: another\n"))
     port = free_port()
     monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port))
     url = f"http://127.0.0.1:{port}/healthz"
@@ -285,7 +279,7 @@ async def test_the_second_middleware_of_a_process_has_no_pages_and_says_so(
     shown: dict[str, Any] = {"log_level": "warning", "log_config": None}  # the default takes the handler away
     try:
         async with aiohttp.ClientSession() as client:
-            async with serving(passed(), **shown), serving(passed(), **shown), client.get(url) as page:
+            async with serving(passed(), **shown), serving(another, **shown), client.get(url) as page:
                 assert page.status == 200
             assert warned in caplog.text
             caplog.clear()

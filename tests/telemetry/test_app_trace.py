@@ -183,7 +183,7 @@ async def test_what_the_app_writes_to_the_current_span_is_on_engine(
 
 
 def test_what_is_written_after_the_end_is_lost_and_nothing_is_exported_for_it() -> None:
-    tracing = Tracing(is_mounted=True)
+    tracing = Tracing(served_by="app")
     observation = tracing.observer.received(received())
     assert observation is not None
     for event in (classified(), admitted()):
@@ -209,7 +209,7 @@ def current_of(observation: Any) -> Iterator[trace.Span]:
 
 @each("by_shortcut", WAYS, named)
 def test_each_attempt_has_its_own_engine_span_current(by_shortcut: bool) -> None:
-    tracing = Tracing(is_mounted=True, by_shortcut=by_shortcut)
+    tracing = Tracing(served_by="app", by_shortcut=by_shortcut)
     observation = tracing.observer.received(received())
     assert observation is not None
     found = []
@@ -284,7 +284,7 @@ def played(tracing: Tracing) -> Any:
 
 @each("by_shortcut", WAYS, named)
 def test_a_span_that_has_ended_is_no_parent_of_a_request_that_comes_in_its_context(by_shortcut: bool) -> None:
-    tracing = Tracing(is_mounted=True, by_shortcut=by_shortcut)
+    tracing = Tracing(served_by="app", by_shortcut=by_shortcut)
     earlier = tracing.observer.received(received())
     assert earlier is not None
     for event in (classified(), admitted()):
@@ -353,7 +353,7 @@ def told(app: Any) -> Any:
 
 @each("by_shortcut", WAYS, named)
 def test_the_usage_of_one_request_is_not_taken_for_anothers(by_shortcut: bool) -> None:
-    tracing = Tracing(is_mounted=True, by_shortcut=by_shortcut)
+    tracing = Tracing(served_by="app", by_shortcut=by_shortcut)
     tracer = tracing.provider.get_tracer("llm")
 
     def play(used: dict[str, int]) -> None:
@@ -373,7 +373,7 @@ def test_the_usage_of_one_request_is_not_taken_for_anothers(by_shortcut: bool) -
 
 
 def test_another_policy_changes_where_the_usage_is_written() -> None:
-    tracing = Tracing(is_mounted=True, writes_usage=False)
+    tracing = Tracing(served_by="app", writes_usage=False)
     assert "gen_ai.usage.input_tokens" not in (
         tracing.play(classified(), admitted(), settled(9))["engine"].attributes or {}
     )

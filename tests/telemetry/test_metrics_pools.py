@@ -37,6 +37,7 @@ BOUNDED = PoolSample(
     replicas=3,
     policies_rejected=2,
     passing=1,
+    loop_blocked_s=3.5,
     aborting_requests=12,
     aborting_tokens=1300,
 )
@@ -66,6 +67,7 @@ OF_POOL = {
     "aborting.tokens": 1300,
     "replicas": 3,
     "policy.rejected": 2,
+    "event_loop.blocked": 3.5,
     "passing": 1,
 }
 

@@ -23,6 +23,7 @@ from tests.support.commands import address, command
 from tests.support.engine import answering, raw_engine
 from tests.support.in_process import emulated_engine
 from tests.support.late import openai
+from tests.support.nesting import refused_by_nesting
 from tests.support.otlp import Received, otlp_over_grpc, otlp_over_http
 
 INTERACTIVE, STANDARD, RESEARCH = "sk-demo-interactive", "sk-demo-standard", "sk-demo-research"
@@ -53,8 +54,8 @@ def trace_of(number: int) -> str:
     return f"{number:032x}"
 
 
-def write_policy(folder: Path, engine: str = "vllm") -> Path:
-    (folder / "policy.yaml").write_text(POLICY.format(engine=engine))
+def write_policy(folder: Path, engine: str = "vllm", more: str = "") -> Path:
+    (folder / "policy.yaml").write_text(POLICY.format(engine=engine) + more)
     shutil.copytree(shipped_policies() / "tenants", folder / "tenants")
     text = (folder / "tenants" / "interactive.yaml").read_text()
     (folder / "tenants" / "interactive.yaml").write_text(text.replace("max_tier: critical", "max_tier: high"))
@@ -122,9 +123,11 @@ class Sidecar:
 
 
 @contextlib.contextmanager
-def running_sidecar(folder: Path, upstream: str, collector: Received, protocol: str) -> Iterator[Sidecar]:
-    served = ("serve", "--upstream", upstream, "--policy", str(write_policy(folder)), "--port", "0")
-    variables = {
+def running_sidecar(
+    folder: Path, upstream: str, collector: Received, protocol: str, *, more: str = "", **variables: str
+) -> Iterator[Sidecar]:
+    served = ("serve", "--upstream", upstream, "--policy", str(write_policy(folder, more=more)), "--port", "0")
+    variables |= {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
         "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
         "OTEL_EXPORTER_OTLP_HEADERS": "x-tenant=lab",
@@ -251,7 +254,8 @@ def test_the_trace_of_a_starved_request_is_exactly_these_spans(story: Story) -> 
     )
     assert [span.kind for span in (admission, queued, starved, engine)] == ["SERVER", "INTERNAL", "INTERNAL", "CLIENT"]
     assert admission.parent_id == PARENT
-    assert {span.parent_id for span in (queued, starved, engine)} == {admission.span_id}
+    assert {span.parent_id for span in (queued, engine)} == {admission.span_id}
+    assert starved.parent_id == queued.span_id
     assert admission.start_ns < queued.start_ns < starved.start_ns < starved.end_ns
     assert starved.end_ns == queued.end_ns == engine.start_ns
     assert engine.end_ns == admission.end_ns
@@ -289,6 +293,7 @@ def test_its_attributes_are_exactly_these(story: Story) -> None:
         "admission.engine_priority": 20,
         "admission.served_ahead.high": urgent_tokens,
         "admission.starved_too_long": True,
+        "admission.explanation": "1 request of tier high went ahead because high is more important",
     }
     assert filler_start_ns < queued.start_ns
     why = dict(queued.attributes)
@@ -297,11 +302,17 @@ def test_its_attributes_are_exactly_these(story: Story) -> None:
     assert spans["admission.starved"].attributes == {
         "admission.tier": "batch",
         "admission.served_ahead.high": urgent_tokens,
+        "admission.explanation": "1 request of tier high went ahead because high is more important",
         "admission.overtaken_by.high": urgent_tokens,
-        "admission.overtaken_by.high.rules": "level",
+        "admission.ahead.tokens.high": urgent_tokens,
+        "admission.ahead.requests.high": 1,
+        "admission.ahead.tenants.high": 1,
+        "admission.ahead.because.high": "high is more important",
+        "admission.ahead.rules.high": "level",
     }
     assert spans["engine"].attributes == {
         "gen_ai.provider.name": "vllm",
+        "admission.served_by": "engine",
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "emulated",
         "gen_ai.request.max_tokens": 3,
@@ -309,6 +320,24 @@ def test_its_attributes_are_exactly_these(story: Story) -> None:
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
     }
+
+
+def test_figures_are_sent_as_numbers_and_each_name_has_one_type(story: Story) -> None:
+    types: dict[str, set[type]] = {}
+    for span in story.received.spans:
+        for name, value in span.attributes.items():
+            types.setdefault(name, set()).add(type(value))
+    assert {name for name, found in types.items() if len(found) > 1} == set()
+    numbers = {name: found.pop() for name, found in types.items()}
+    assert {numbers[name] for name in numbers if name.endswith("_s")} == {float}
+    counts = ("tokens", "status_code", "level", "ahead.high", "by.high", "tokens.high", "requests.high", "tenants.high")
+    assert {numbers[name] for name in numbers if name.endswith(counts)} == {int}
+
+
+def test_a_store_that_nests_names_takes_every_span_link_and_resource(story: Story) -> None:
+    spans = story.received.spans
+    sent = [each.attributes for span in spans for each in (span, *span.links)] + [span.resource for span in spans]
+    assert [refused for names in sent if (refused := refused_by_nesting(names))] == []
 
 
 def test_starving_links_to_the_request_that_overtook(story: Story) -> None:
@@ -429,3 +458,33 @@ async def test_the_engine_is_sent_the_engine_spans_context(tmp_path: Path, sampl
     assert parent != PARENT
     if sampled:
         assert parent == spans["engine"].span_id
+
+
+@pytest.mark.long
+def test_a_replica_that_is_killed_leaves_the_last_word_of_those_that_waited(tmp_path: Path) -> None:
+    emulated = ("--engine", "vllm", "--step-ms", "100", "--max-num-seqs", "1", "--context-tokens", "1000")
+    settings = {"more": "trace_waits: 200ms\n", "OTEL_BSP_SCHEDULE_DELAY": "50"}
+    with (
+        otlp_over_http() as received,
+        emulated_engine(*emulated) as engine,
+        running_sidecar(tmp_path, engine, received, "http/protobuf", **settings) as sidecar,
+    ):
+
+        def ask(key: str, trace: int, **asked: Any) -> None:
+            with contextlib.suppress(openai.APIError):
+                sidecar.ask(key, trace, **asked)
+
+        threads = [in_thread(ask, STANDARD, FILLER, tokens=800)]
+        sidecar.until(leases=1, waiting=0)
+        threads.append(in_thread(ask, RESEARCH, STARVED))
+        received.until(lambda received: len(received.spans) > 1)
+        sidecar.process.kill()
+        for thread in threads:
+            thread.join()
+
+    assert {(span.name, span.trace_id) for span in received.spans} == {("admission.waiting", trace_of(STARVED))}
+    assert len({span.parent_id for span in received.spans}) == 1
+    first, second, *_ = (span.attributes for span in sorted(received.spans, key=lambda span: span.start_ns))
+    assert first["admission.request_id"] == f"request-{STARVED}"
+    assert 0.2 <= first["admission.queue_wait_s"] <= second["admission.queue_wait_s"] - 0.2
+    assert second["admission.explanation"].startswith("the pool has no room: 1 of 1 requests are held")

@@ -17,7 +17,7 @@ from sidecar.policy.compiler import load
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.recent import Recent
-from sidecar.telemetry.spans.links import links_from
+from sidecar.telemetry.spans.links import WaitFinder
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.middleware import App, Guarded, answer, guarding, whole_body
 from tests.telemetry.measuring import Measuring
@@ -70,7 +70,7 @@ class Watched:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        spans = RequestTracer(provider, find_links=links_from(self.journal))
+        spans = RequestTracer(provider, find_links=WaitFinder(self.journal, ("critical", "batch")).ended)
         guarded.sidecar.observer = EventDispatcher(spans, [self.journal, self.recent, self.metrics])
 
     def story(self, request_id: str) -> Any:
@@ -153,6 +153,8 @@ async def test_a_victim_is_reported_alike_by_every_listener(tmp_path: Any) -> No
     assert admission.attributes["admission.queue_wait_s"] == pytest.approx(story.wait.queue_wait_s)
     (starved,) = sidecar.spans("victim", "admission.starved")
     assert [(link.attributes or {})["admission.request_id"] for link in starved.links] == ["important"]
+    assert str((starved.attributes or {})["admission.explanation"]) in story.conclusion
+    assert admission.attributes["admission.explanation"] == (starved.attributes or {})["admission.explanation"]
     assert sidecar.metrics.held() == {}
 
 

@@ -6,7 +6,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.spans.links import MOST_LINKS, links_from
+from sidecar.telemetry.spans.links import MOST_LINKS, WaitFinder
 from tests.telemetry.span_stories import ARRIVAL_NS, Tracing, admitted, classified, queued, settled, span_id
 
 MS = 1000
@@ -15,11 +15,11 @@ MS = 1000
 class Sidecar:
     """Tells a journal and the spans what happens, in the order in which it does."""
 
-    def __init__(self, **tracing):
+    def __init__(self, *, is_shared=False, **tracing):
         self.now_us = 0
         self.asked = 0
         journal = Journal(now_us=lambda: self.now_us)
-        find_links = links_from(journal)
+        find_links = WaitFinder(journal, is_shared=is_shared).ended
 
         def counted(*arguments):
             self.asked += 1
@@ -51,12 +51,13 @@ class Waiting:
     def __init__(self, sidecar, observation, since_us):
         self.sidecar, self.observation, self.since_us = sidecar, observation, since_us
 
-    def is_admitted(self, overtaken_at_us=None, passed=None):
+    def is_admitted(self, overtaken_at_us=None, passed=None, served_ahead=None):
         self.sidecar.now_us += MS
         now_us = self.sidecar.now_us
         starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
         wait_us = now_us - self.since_us
-        self.observation.on_event(Admitted(now_us, wait_us, starvation_us, overtaken_at_us, {}, 0, None, passed or {}))
+        waited = wait_us, starvation_us, overtaken_at_us, served_ahead or {}
+        self.observation.on_event(Admitted(now_us, *waited, 0, None, passed or {}))
         return now_us
 
     def goes_straight_in(self, passed=None):
@@ -100,8 +101,20 @@ def test_starving_links_to_who_overtook_and_waiting_to_who_went_in_turn():
     (bar,) = sidecar.spans("starved", "admission.starved")
     assert linked(queued) == [{"admission.tier": "batch", "admission.request_id": "first"}]
     assert linked(bar) == [{"admission.tier": "high", "admission.request_id": "urgent", "admission.rule": "level"}]
-    overtaken_by = {name: value for name, value in bar.attributes.items() if "overtaken_by" in name}
-    assert overtaken_by == {"admission.overtaken_by.high": 100, "admission.overtaken_by.high.rules": "level"}
+    assert dict(bar.attributes) == {
+        "admission.tier": "batch",
+        "admission.explanation": "1 request of tier high went ahead because high is more important",
+        "admission.overtaken_by.high": 100,
+        "admission.ahead.tokens.high": 100,
+        "admission.ahead.requests.high": 1,
+        "admission.ahead.tenants.high": 1,
+        "admission.ahead.because.high": "high is more important",
+        "admission.ahead.rules.high": "level",
+    }
+    (admission,) = sidecar.spans("starved", "admission")
+    assert admission.attributes["admission.explanation"] == bar.attributes["admission.explanation"]
+    (admission,) = sidecar.spans("urgent", "admission")
+    assert "admission.explanation" not in admission.attributes
     for link, other in ((queued.links[0], "first"), (bar.links[0], "urgent")):
         (admission,) = sidecar.spans(other, "admission")
         assert link.context.trace_id == admission.context.trace_id
@@ -122,15 +135,58 @@ def test_all_that_overtook_are_counted_by_tier_and_rule_however_many_have_links(
     starved.is_admitted(moments[0])
     starved.ends()
     (bar,) = sidecar.spans("starved", "admission.starved")
-    assert {
-        name.removeprefix("admission.overtaken_by."): bar.attributes[name] for name in bar.attributes if "by" in name
-    } == {
-        "normal": 200 * MOST_LINKS,
-        "normal.rules": "level",
-        "high": 200 * MOST_LINKS,
-        "high.rules": "reserve, level",
-        "batch": 100,
+    tokens, requests = 200 * MOST_LINKS, 2 * MOST_LINKS
+    because = {
+        "normal": "normal is more important",
+        "high": "16 because high held less than its reserve, 16 because high is more important",
+        "batch": "the tenants of batch take turns by their share",
     }
+    said = {
+        "overtaken_by": {"normal": tokens, "high": tokens, "batch": 100},
+        "ahead.tokens": {"normal": tokens, "high": tokens, "batch": 100},
+        "ahead.requests": {"normal": requests, "high": requests, "batch": 1},
+        "ahead.tenants": {"normal": 1, "high": 1, "batch": 1},
+        "ahead.because": because,
+        "ahead.rules": {"normal": "level", "high": "reserve, level"},
+    }
+    assert dict(bar.attributes) == {
+        "admission.tier": "batch",
+        "admission.explanation": "32 requests of tier normal went ahead because normal is more important; "
+        "so did 33 requests of other tiers",
+        **{f"admission.{what}.{tier}": value for what, by_tier in said.items() for tier, value in by_tier.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "where"),
+    [(True, "admitted by other replicas of the pool"), (False, "admitted, and gone before they ran")],
+)
+def test_who_is_not_known_here_is_in_the_sentence_by_tier_and_tokens(is_shared, where):
+    sidecar = Sidecar(is_shared=is_shared)
+    starved = sidecar.arrives("starved", "batch")
+    sidecar.now_us += MS
+    starved.is_admitted(sidecar.now_us, served_ahead={"high": 900, "normal": 50})
+    starved.ends()
+
+    (bar,) = sidecar.spans("starved", "admission.starved")
+    assert dict(bar.attributes) == {
+        "admission.tier": "batch",
+        "admission.served_ahead.high": 900,
+        "admission.served_ahead.normal": 50,
+        "admission.explanation": f"900 tokens of tier high and 50 tokens of tier normal went ahead, {where}",
+    }
+
+
+def test_beyond_a_thousand_the_sentence_says_that_there_are_more():
+    sidecar = Sidecar()
+    starved = sidecar.arrives("starved", "batch")
+    moments = [sidecar.arrives(f"{n}", "high").is_admitted(passed={"batch": "level"}) for n in range(1030)]
+    starved.is_admitted(moments[0])
+    starved.ends()
+
+    (bar,) = sidecar.spans("starved", "admission.starved")
+    because = "because high is more important"
+    assert bar.attributes["admission.explanation"] == f"at least 1,024 requests of tier high went ahead {because}"
 
 
 def test_one_that_was_preempted_links_to_who_got_its_room_and_not_to_itself():
@@ -175,6 +231,10 @@ def test_a_refusal_after_a_wait_says_who_went_ahead_too():
     assert linked(bar) == [
         {"admission.tier": "critical", "admission.request_id": "urgent", "admission.rule": "always_first"}
     ]
+    (admission,) = sidecar.spans("starved", "admission")
+    assert admission.attributes["admission.explanation"] == (
+        "1 request of tier critical went ahead because critical always goes first"
+    )
 
 
 def test_links_are_to_the_first_16():

@@ -138,7 +138,7 @@ def test_starvation_is_a_bar_of_its_own_from_the_first_overtaking_to_admission(t
     assert set(spans) == {"admission", "admission.queued", "admission.starved", "engine"}
     bar = spans["admission.starved"]
     assert bar.kind is SpanKind.INTERNAL
-    assert parent_id(bar) == span_id(spans["admission"])
+    assert parent_id(bar) == span_id(spans["admission.queued"])
     assert interval(bar) == (ns(700_000), ns(2_100_000))
     served_ahead = {"admission.served_ahead.high": 900, "admission.served_ahead.normal": 50}
     assert dict(bar.attributes) == {"admission.tier": "batch", **served_ahead}

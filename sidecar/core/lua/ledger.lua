@@ -84,13 +84,10 @@ local function take_changes(member)
     local tier = tier_of(owed[1])
     if tier then owe(tier, owed[2]) end
   end
-  for _, gone in ipairs(call.withdrawn) do withdraw(member, gone[1], gone[2]) end
   if not member[IS_FOREIGN] then
     for _, bid in ipairs(call.bids) do add_bid(member, bid) end
   end
-  if call.whole then
-    for tier = 1, #tiers do queue_forget(tier) end
-  end
+  for _, gone in ipairs(call.withdrawn) do withdraw(member, gone[1], gone[2]) end
 end
 
 -- ---- what it decides, and the reply -----------------------------------------------------------------------------------
@@ -131,20 +128,47 @@ local function grant_all()
   end
 end
 
--- When time alone changes something, at least a millisecond from now.
+-- When time alone changes something (`time_alone.py`), at least a millisecond from now. By gain each lost token may change
+-- the order: then it is looked at every 100 ms.
 local function next_change(waiting)
   if waiting == 0 then return nil end
   local soonest
   local function consider(at)
     if at > now and not (soonest and soonest <= at) then soonest = at end
   end
-  consider(state[HOLD_UNTIL])
-  local now_lined = lined_now()
-  for i = LINED_SINCE, #now_lined, LINED_WORDS do consider(now_lined[i] + PATIENCE_US) end
-  for _, t in ipairs(tiers) do
-    if t[QUEUED] > 0 then consider(t[OWES_UNTIL]) end
+  local promote_after, ceiling = rules[R_PROMOTE], rules[R_CEILING]
+  local function consider_ticket(tier, arrived) -- it reaches another level (rule 3), or may take room back (rule 7)
+    local after = rules[R_TIERS][tier][T_PREEMPT_AFTER]
+    if promote_after then
+      local rises = floor((now - arrived) / promote_after) + 1
+      if rises <= tier - 1 - ceiling then consider(arrived + rises * promote_after) end
+    end
+    if after and rules[R_PREEMPTIONS] > 0 then consider(arrived + after) end
   end
-  for slot = 1, #config.engines do consider(held_at(slot, H_CAP_UNTIL)) end
+  if state[HOLD_UNTIL] > 0 then
+    consider(state[HOLD_UNTIL])
+    return soonest and max(1000, soonest - now)
+  end
+  if not needs then look() end
+  for tier, t in ipairs(tiers) do
+    if t[QUEUED] > 0 or t[LINED] > 0 then consider(t[OWES_UNTIL]) end
+    local first, small = heads_of(tier)
+    if first then consider_ticket(tier, first[ARRIVED]) end
+    if small then consider_ticket(tier, small[ARRIVED]) end
+    if rules[R_BY_GAIN] and first then consider(now + LOOK_AGAIN_US) end
+  end
+  local now_lined = lined_now()
+  for at = 0, #now_lined - LINED_WORDS, LINED_WORDS do
+    consider(now_lined[at + LINED_SINCE] + PATIENCE_US)
+    consider_ticket(now_lined[at + LINED_TIER], now_lined[at + LINED_ARRIVED])
+  end
+  for slot, engine in ipairs(config.engines) do
+    consider(held_at(slot, H_CAP_UNTIL))
+    if engine[E_RAMP] > 0 then -- the end of this tenth of its slow start
+      local tenths = 1 + floor(max(0, now - engine[E_SINCE]) * 10 / engine[E_RAMP])
+      if tenths < 10 then consider(engine[E_SINCE] + ceil(tenths * engine[E_RAMP] / 10)) end
+    end
+  end
   return soonest and max(1000, soonest - now)
 end
 
@@ -248,7 +272,7 @@ end
 -- Time never goes back, whichever server answers. Returns for how long the store was silent.
 local function begin(server_us)
   queues, rows, heads, views, changed_views, wake_ups, is_config_new, is_made = {}, {}, {}, nil, {}, {}, false, false
-  line, is_line_changed, is_line_written = nil, false, false
+  line, is_line_changed, is_line_written, needs = nil, false, false, nil
   local found = redis_call('HMGET', root, 'layout', 'state', 'held', 'config')
   if not found[1] then
     now = server_us

@@ -82,8 +82,7 @@ local function tag_first(tier, queue, tenant)
   if not lane then return end
   local first = ticket_at(lane, 1)
   if not first[START] then
-    local virtual, finish = tiers[tier][VIRTUAL], queue.finish[tenant] or 0
-    start_at(queue, first, finish > virtual and finish or first[HINT] or virtual)
+    start_at(queue, first, max(first[HINT] or tiers[tier][VIRTUAL], queue.finish[tenant] or 0))
   end
   queue.starts[tenant] = first[START]
 end
@@ -138,6 +137,16 @@ local function queue_remove(ticket)
   tag(ticket[TIER], ticket[TENANT])
 end
 
+-- From so many on, tags that are not beyond the virtual time, and of whom nobody waits, are forgotten.
+local function forget_tags(tier, queue)
+  local t, kept, count, left = tiers[tier], {}, 0, 0
+  for tenant, finish in pairs(queue.finish) do
+    count = count + 1
+    if finish > t[VIRTUAL] or queue.lanes[tenant] then kept[tenant], left = finish, left + 1 end
+  end
+  if count > t[MOST_TAGS] then queue.finish, t[MOST_TAGS] = kept, 2 * left + 64 end
+end
+
 -- One that leaves for an engine or for the line: its tenant is charged.
 local function queue_leave(ticket)
   local tier, tenant = ticket[TIER], ticket[TENANT]
@@ -147,6 +156,7 @@ local function queue_leave(ticket)
     local first = ticket_at(queue.lanes[tenant], 1)
     local finish = max(first[START] or 0, queue.finish[tenant] or 0) + ticket[TOKENS] / ticket[WEIGHT]
     queue.finish[tenant] = finish
+    forget_tags(tier, queue)
     if first ~= ticket and (not first[START] or first[START] < finish) then start_at(queue, first, finish) end
   end
   take_out(queue, ticket)
@@ -158,15 +168,6 @@ local function queue_charge(tier, tenant, tokens, weight)
   if tiers[tier][QUEUED] == 0 then return end
   local queue = queue_of(tier)
   queue.finish[tenant], queue.is_changed = max(tiers[tier][VIRTUAL], queue.finish[tenant] or 0) + tokens / weight, true
-end
-
--- Tags of tenants that are not ahead, and of whom nobody waits, say nothing.
-local function queue_forget(tier)
-  if tiers[tier][QUEUED] == 0 then return end
-  local queue = queue_of(tier)
-  for tenant, finish in pairs(queue.finish) do
-    if finish <= tiers[tier][VIRTUAL] and not queue.lanes[tenant] then queue.finish[tenant], queue.is_changed = nil, true end
-  end
 end
 
 -- Rule 9: whether a tenant had so much more than its part that it comes after all others.

@@ -15,14 +15,15 @@ local HOLD_US = 2200000
 local DEAD_US = 10000000
 local PATIENCE_US = 5000000
 local ASKED_FOR_US = 1000000
+local LOOK_AGAIN_US = 100000
 local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE = 9007199254740991, 1000, 1000000, 3600000, 1000
 
--- Positions in packed arrays. `state`: these, then the tiers, the members, and of each in line, as they joined, the owner, bid, engine and since when.
+-- Positions in packed arrays. `state`: these, then the tiers, the members, and of each in line, as they joined, what is in `lined_now`.
 local OFFSET, LAST_CALL, EPOCH, HOLD_UNTIL, EXPECTED, IS_EMPTY, VIEWS, VERSION = 1, 2, 3, 4, 5, 6, 7, 8
 local ASKED, ASKED_UNTIL, ADMISSIONS, MADE, IS_CAPPED, LEAST = 9, 10, 11, 12, 13, 14 -- LEAST: nobody in line has fewer tokens
 -- A tier: of its queue the figures and the head; what it holds in three dimensions, at the name plus 1, 2 and 3.
 local NAME, VIRTUAL, AFRESH, LARGEST, QUEUED, HEAD, OWES_UNTIL, LATEST, LINED = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR = 9, 12, 15, 18
+local ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR, MOST_TAGS = 9, 12, 15, 18, 22
 -- A member. Its outbox has packed grants, its sums of leases that are taken back are cells as it told them.
 local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING = 1, 2, 3, 4, 5, 6, 7, 8, 9
 -- A ticket: what its replica said (`calls.Bid`), then what the ledger adds.
@@ -158,7 +159,7 @@ local function ticket_at(list, i)
   return ticket
 end
 
-local LINED_OWNER, LINED_BID, LINED_ENGINE, LINED_SINCE, LINED_WORDS = 1, 2, 3, 4, 4
+local LINED_OWNER, LINED_BID, LINED_ENGINE, LINED_SINCE, LINED_ARRIVED, LINED_TIER, LINED_WORDS = 1, 2, 3, 4, 5, 6, 6
 
 local function load_line()
   line = line or (#lined > 0 and unpacked(redis_call('HGET', root, 'line')) or {})
@@ -173,6 +174,7 @@ local function lined_now()
     local ticket, at = ticket_at(line, i), (i - 1) * LINED_WORDS
     lined[at + LINED_OWNER], lined[at + LINED_BID] = ticket[OWNER], ticket[ID]
     lined[at + LINED_ENGINE], lined[at + LINED_SINCE] = ticket[ENGINE] or '', ticket[IN_LINE_SINCE]
+    lined[at + LINED_ARRIVED], lined[at + LINED_TIER] = ticket[ARRIVED], ticket[TIER]
   end
   return lined
 end

@@ -44,6 +44,7 @@ import asyncio
 
 from starlette.types import Message, Receive, Scope, Send
 
+from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import AppTrace, Headers, Observed, Outcome, Verdict
 from sidecar.middleware.app_call import BODIES, AppCall, body_of
@@ -53,6 +54,7 @@ from sidecar.middleware.dry_run.shadow import CLIENT_LEFT, ShadowRequest, Shadow
 from sidecar.middleware.event_reporter import reporter_of
 from sidecar.middleware.forwarding import forwarded_scope
 from sidecar.middleware.intake import RequestIntake, SizedRequest
+from sidecar.middleware.outer_scope import call_app
 from sidecar.middleware.request_gain import AnswerReader
 from sidecar.middleware.response_headers import differences, id_headers, request_id
 from sidecar.middleware.usage import UsageReader
@@ -91,10 +93,11 @@ class DryRunRequest:
             if self._endpoint.forward_to is not None:
                 scope = forwarded_scope(scope, self._endpoint, scope["headers"])
             app_call = self._app_call = AppCall(None, None if self._watcher is None else self._watcher.app_trace())
+            token = current.set(app_call)
             try:
-                await self._controller.app(scope, self._receive_for_app, self._send_for_app)
+                await call_app(self._controller, self._scope, scope, self._receive_for_app, self._send_for_app)
             finally:
-                app_call.returned()
+                app_call.returned(token)
         except BaseException as error:
             self._end(error)
             raise

@@ -151,7 +151,7 @@ class ShadowRequest:
     async def _pass_through(self, lease: Lease) -> None:
         request, policy = self._request, self._snapshot.policy
         try:
-            is_preemptible = policy.rules.is_preemptible(request.classification.level) and request.may_be_repeated
+            is_preemptible = self._snapshot.are_preemptible[request.classification.level] and request.may_be_repeated
             if is_preemptible:
                 lease.on_preempt = self._preempt
             grant = lease.grant or await self._wait(lease, lease.wait(), request.longest_wait_s(policy))

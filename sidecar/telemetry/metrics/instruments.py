@@ -293,7 +293,7 @@ class PoolSample:
     """The whole pool. `replicas`, and how many policy `generations` they run, are None where it is not shared.
 
     `policies_rejected` counts since the process began. `passing` is 1 in `mode: pass`. `aborting` is what this process
-    holds for requests that have ended.
+    holds for requests that have ended. `loop_blocked_s` sums up since the process began.
     `engine_up` is 1 where this process can use the engine, 0 where it cannot, None where that is not looked at.
     `engines` are those of a pool of several; `no_engine_fits_s` sums up since the process began for how long a request
     fitted such a pool and waited for an engine, None where that is not counted. `lease_sizes` are there where output
@@ -307,6 +307,7 @@ class PoolSample:
     replicas: int | None = None
     policies_rejected: int = 0
     passing: int = 0
+    loop_blocked_s: float = 0.0
     generations: int | None = None
     aborting_requests: int = 0
     aborting_tokens: int = 0
@@ -396,6 +397,9 @@ NO_ENGINE_FITS = Gauge(
     "For how long a request waited that fitted the pool, because the engine that it claimed had no room.",
     SECONDS,
 )
+LOOP_BLOCKED = Gauge(
+    semconv.LOOP_BLOCKED, "loop_blocked_s", "For how long the event loop stood still under requests.", SECONDS
+)
 
 
 class Instruments:
@@ -458,7 +462,7 @@ class Instruments:
             "{token}",
             "Tokens held by leases of this process, of the largest tenants and of all others together.",
         )
-        for gauge in (POLICY_REJECTED, NO_ENGINE_FITS):
+        for gauge in (POLICY_REJECTED, NO_ENGINE_FITS, LOOP_BLOCKED):
             reading = [partial(self._read_pools, gauge)]
             meter.create_observable_counter(gauge.name, reading, gauge.unit, gauge.description)
         self._create_engine_metrics(meter)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer as SdkTracer
     from opentelemetry.sdk.trace.sampling import Sampler
 
-MOST_ATTRIBUTES = 64
+MOST_ATTRIBUTES = 128
 MOST_LINKS = 16
-"""More than a span of ours has, but where a policy has dozens of tiers that all go ahead of one request."""
+"""More than a span of ours has, but where a policy has a dozen tiers that all go ahead of one request."""
 _RANDOM = 0x02
 """W3C's flag for an id that is random; the SDK sets it since 1.42."""
 _UNSET = Status(StatusCode.UNSET)
@@ -193,6 +193,10 @@ class DirectSpan:
             span.start(self.start_ns)
             self.written = ApiSpan(tracer, span, Context())
         return self.written.span
+
+    def link(self, links: Sequence[Link]) -> None:
+        """See `OpenSpan.link`."""
+        self.links = [*self.links, *links]
 
 
 def _is_unmodified(tracer: SdkTracer) -> bool:

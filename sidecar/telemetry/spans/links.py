@@ -1,30 +1,37 @@
-"""Span links where one request waits for many: from its waiting to the `admission` spans of those that went ahead.
+"""What the spans of a wait say of others: who went ahead, in words and figures, and links to their `admission` spans.
 
 A link leads from one trace into another. `admission.starved` links to the first that overtook it, `admission.queued` to
 the first that were admitted before it in their turn. Only requests of this process are known, and only those whose
 trace is recorded are linked to: a link to a trace that is not kept leads nowhere. Many backends show no links, so that
-`admission.starved` also has the sums of those that overtook it.
+`admission.starved` also has a sentence, and the sums of those that overtook it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+import msgspec
 from opentelemetry.trace import Link, SpanContext, TraceFlags
 
 from sidecar.events import Admitted, Refused
 from sidecar.telemetry import semconv
-from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.ahead import (
+    AheadGroup,
+    groups_of,
+    reasons,
+    unseen,
+    why_it_waited,
+    without_own_runs,
+)
+from sidecar.telemetry.journal import MOST_LOOKED_AT, Journal
 from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.spans.open_span import Attributes
 
 MOST_LINKS = 16
 """Links of one span. The first to overtake is the one to look at; each link costs some 5 microseconds and 100 bytes."""
-MOST_LOOKED_AT = 1024
-"""Admissions that are looked at for those in turn: this runs on a request's path, and 1024 take about 0.1 ms."""
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
@@ -32,7 +39,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 class WaitLinks(NamedTuple):
     """Links to those that were admitted in their turn while a request waited, and to those that overtook it.
 
-    `overtaken_by` are the attributes with what overtook it: requests that came later and were admitted first.
+    `overtaken_by` are the attributes that say what overtook it: requests that came later and were admitted first.
     """
 
     in_turn: Sequence[Link]
@@ -40,40 +47,98 @@ class WaitLinks(NamedTuple):
     overtaken_by: Attributes
 
 
-FindLinks = Callable[[str, Admitted | Refused, int], WaitLinks]
-"""Given the tier of a request that waited, the event that ended its wait, and the id of its `admission` span.
+class WaitSoFar(NamedTuple):
+    """How a wait has gone until `at_us`, on the clock of the events."""
 
-Called on the request's path, once for each recorded request that waited and never for others.
+    at_us: int
+    attributes: Attributes
+
+
+FindLinks = Callable[[RequestRecord, Admitted | Refused, int], WaitLinks]
+"""Given a request that waited, the event that ended its wait, and the id of its `admission` span.
+
+Called on the request's path, once for each recorded request that waited and never for others. The record may not have
+the event yet.
 """
+Place = Callable[[RequestRecord], int | None]
+"""How many requests are before one that waits; None where that is not known."""
 
 
-def links_from(journal: Journal) -> FindLinks:
-    """Finds the links in the journal; requests without a recorded trace are passed over."""
-    return partial(_find, journal)
+@dataclass(frozen=True, slots=True)
+class WaitFinder:
+    """Finds what is known of a wait in the journal. `tiers` are the policy's names, most important first.
+
+    `is_shared` says that other replicas admit out of the same pool.
+    """
+
+    journal: Journal
+    tiers: Sequence[str] = ()
+    is_shared: bool = False
+    place: Place = lambda _: None
+
+    def ended(self, record: RequestRecord, event: Admitted | Refused, own_span_id: int) -> WaitLinks:
+        """Of a wait that is over. It is `FindLinks`; requests without a recorded trace are passed over."""
+        waiter = msgspec.structs.replace(record, admitted=event) if isinstance(event, Admitted) else record
+        looked_at = self.journal.ahead_of(waiter, MOST_LOOKED_AT)
+        in_turn = _links((each for each in looked_at if each.arrived_us <= waiter.arrived_us), None, own_span_id)
+        if event.overtaken_at_us is None:
+            return WaitLinks(in_turn, (), {})
+        overtook = without_own_runs(self.journal.overtook(waiter, most=MOST_LOOKED_AT), record)
+        groups = groups_of(overtook, waiter, self.tiers)
+        others = [each for each in looked_at if each.copy_of is not record]
+        not_known = unseen(event, others, self.journal, is_shared=self.is_shared)
+        are_all = self.journal.looks_at_all(waiter)
+        why = why_it_waited(None, groups, not_known, is_starved=True, are_all=are_all)
+        written = {semconv.ADMISSION_EXPLANATION: why, **_overtaken_by(overtook, groups, waiter)}
+        return WaitLinks(in_turn, _links(overtook, waiter.tier, own_span_id), written)
+
+    def so_far(self, record: RequestRecord) -> WaitSoFar:
+        """Of a wait that goes on."""
+        at_us, queued = self.journal.now_us(), record.queued
+        seen = self.journal.ahead_of(record, MOST_LOOKED_AT)
+        ahead = without_own_runs(seen, record)
+        overtook = [each for each in ahead if each.arrived_us > record.arrived_us]
+        overtaken_us = next((each.admitted.at_us for each in overtook if each.admitted is not None), at_us)
+        groups = groups_of(ahead, record, self.tiers)
+        obstacle = None if queued is None else queued.explanation
+        are_all = len(seen) < MOST_LOOKED_AT
+        written: Attributes = {
+            semconv.ADMISSION_QUEUE_WAIT_S: (at_us - record.arrived_us) / 1e6,
+            semconv.ADMISSION_STARVATION_S: (at_us - overtaken_us) / 1e6,
+            semconv.ADMISSION_EXPLANATION: why_it_waited(
+                obstacle, groups, (), is_starved=bool(overtook), are_all=are_all
+            ),
+            **_overtaken_by(overtook, [group for group in groups if group.came_later], record),
+        }
+        place = self.place(record)
+        if place is not None:
+            written[semconv.ADMISSION_REQUESTS_BEFORE] = place
+        return WaitSoFar(at_us, written)
 
 
-def _find(journal: Journal, tier: str, event: Admitted | Refused, own_span_id: int) -> WaitLinks:
-    overtook = journal.overtook(event, most=MOST_LOOKED_AT)
-    queued_us = event.at_us - event.queue_wait_us
-    looked_at = journal.ahead_of(event, MOST_LOOKED_AT)
-    in_turn = (record for record in looked_at if record.arrived_us <= queued_us)
-    links = _links(in_turn, None, own_span_id), _links(overtook, tier, own_span_id)
-    return WaitLinks(*links, _overtaken_by(overtook, tier))
-
-
-def _overtaken_by(overtook: Iterable[RequestRecord], overtaken: str) -> Attributes:
-    """By tier, the tokens of those that overtook a request of the tier `overtaken`, and the rules by which they did."""
-    tokens: dict[str, int] = {}
+def _overtaken_by(overtook: Sequence[RequestRecord], groups: Sequence[AheadGroup], waiter: RequestRecord) -> Attributes:
+    """By tier: the requests that overtook, their tokens and tenants, and why they did, in words and by rule."""
+    tenants: dict[str, set[str]] = {}
     rules: dict[str, dict[str, None]] = {}
-    for record in overtook:
-        if record.classified is not None and record.admitted is not None:
-            tier, rule = record.classified.tier, record.admitted.passed.get(overtaken)
-            tokens[tier] = tokens.get(tier, 0) + record.classified.tokens
-            rules.setdefault(tier, {}).update({} if rule is None else {rule: None})
-    found: Attributes = {semconv.ADMISSION_OVERTAKEN_BY_PREFIX + tier: sum_ for tier, sum_ in tokens.items()}
-    for tier, named in rules.items():
-        if named:
-            found[f"{semconv.ADMISSION_OVERTAKEN_BY_PREFIX}{tier}.rules"] = ", ".join(named)
+    overtaken = waiter.tier or ""
+    for tier, tenant, rule in dict.fromkeys(
+        (record.classified.tier, record.classified.tenant, record.admitted.passed.get(overtaken))
+        for record in overtook
+        if record.classified is not None and record.admitted is not None
+    ):
+        tenants.setdefault(tier, set()).add(tenant)
+        rules.setdefault(tier, {}).update({} if rule is None else {rule: None})
+    found: Attributes = {}
+    for tier, of_tier in tenants.items():
+        alike = [group for group in groups if group.tier == tier]
+        tokens = sum(group.tokens for group in alike)
+        found[semconv.ADMISSION_OVERTAKEN_BY_PREFIX + tier] = tokens
+        found[semconv.ADMISSION_AHEAD_TOKENS_PREFIX + tier] = tokens
+        found[semconv.ADMISSION_AHEAD_REQUESTS_PREFIX + tier] = sum(group.requests for group in alike)
+        found[semconv.ADMISSION_AHEAD_TENANTS_PREFIX + tier] = len(of_tier)
+        found[semconv.ADMISSION_AHEAD_BECAUSE_PREFIX + tier] = reasons(alike)
+        if rules[tier]:
+            found[semconv.ADMISSION_AHEAD_RULES_PREFIX + tier] = ", ".join(rules[tier])
     return found
 
 

@@ -38,6 +38,9 @@ class OpenSpan(Protocol):
     def end(self, at_ns: int, attributes: Attributes, events: Sequence[Moment] = (), error: str | None = None) -> None:
         """Ends it. `error` is the description of its status, None where it is none."""
 
+    def link(self, links: Sequence[Link]) -> None:
+        """Adds links to those that it began with."""
+
 
 @dataclass(slots=True)
 class ApiSpan:
@@ -73,3 +76,8 @@ class ApiSpan:
         if error is not None:
             self.span.set_status(StatusCode.ERROR, error)
         self.span.end(at_ns)
+
+    def link(self, links: Sequence[Link]) -> None:
+        """See `OpenSpan.link`."""
+        for link in links:
+            self.span.add_link(link.context, link.attributes)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind
+from opentelemetry.trace import Span, SpanContext, SpanKind
 
 from sidecar.events import (
     Admitted,
@@ -32,6 +33,7 @@ from sidecar.telemetry.request_record import (
 )
 from sidecar.telemetry.spans.app_trace import AppTrace
 from sidecar.telemetry.spans.links import FindLinks, WaitLinks
+from sidecar.telemetry.spans.long_waits import LongWaits, SoFar
 from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
 
 CLIENTS_ERRORS = 400
@@ -42,6 +44,7 @@ CANCELED, PASSED, UNREACHABLE = "canceled", "passed", "engine_unreachable"
 ABANDONED = frozenset({Outcome.CLIENT_LEFT.value, CANCELED, PASSED})
 """The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
 _NO_LINKS = WaitLinks((), (), {})
+_NONE: Mapping[int, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,35 +52,43 @@ class SpanSettings:
     """The settings that the spans of all requests share.
 
     `report` logs the exception being handled. `starvation_limits_s` has the tiers that promise one; `provider_name` is
-    the engine's name in the GenAI conventions, None where it is not known; `find_links` is None where spans have no
-    links. `writes_usage` says whether `engine` has what the request used; None: unless the app has traced it itself.
+    the engine's name in the GenAI conventions, None where it is not known; `served_by` says whether the app of this
+    process answers or an engine after the proxy; `find_links` is None where spans have no links, `long_waits` where
+    waits are not reported before they end. `writes_usage` says whether `engine` has what the request used; None: unless
+    the app has traced it itself.
     """
 
     report: Callable[[], None]
     starvation_limits_s: Mapping[str, float]
     provider_name: str | None
     find_links: FindLinks | None
-    writes_usage: bool | None
+    writes_usage: bool | None = None
+    served_by: str | None = None
+    long_waits: LongWaits | None = None
+
+
+class _Reported(NamedTuple):
+    """The `admission.queued` of a wait that was reported before its end, and when that was for the last time."""
+
+    span: OpenSpan
+    started_us: int
+    at_us: int
 
 
 class RequestSpans:
     """Records one request. `admission` is open from the beginning, and one `engine` span from each admission on.
 
-    Everything else is made at the end, from the request's record. All of a request's spans then leave the process
-    together, and a Collector that decides some seconds after a trace's first span sees how this request ended.
-    Attributes are gathered in one dict and written once: a call per attribute costs more than the span.
+    Everything else is made at the end, from the request's record: but for `admission.waiting`, all of a request's spans
+    leave the process together. Attributes are gathered in one dict and written once: a call per attribute costs more
+    than the span. Each phase, a wait or an attempt at the engine, begins where the one before it ends, or later.
 
-    `classified` is set as soon as it is known, before the record has it. `app_trace` is that of the last call of the
-    app, where it has one.
+    `classified` is set as soon as it is known, before the record has it. `_links` and `_queued` belong to waits, by
+    their numbers: the first is 0, and each attempt that was taken back is followed by another. `app_trace` is that of
+    the last call of the app, where it has one.
     """
 
     __slots__ = (
-        "_admission",
-        "_engines",
-        "_links",
-        "_received_us",
-        "_received_wall_ns",
-        "_settings",
+        *("_admission", "_engines", "_links", "_queued", "_received_us", "_received_wall_ns", "_settings"),
         "app_trace",
         "classified",
     )
@@ -87,7 +98,8 @@ class RequestSpans:
         self._received_us, self._received_wall_ns = received.at_us, received.wall_ns
         self._admission = admission
         self._engines: list[OpenSpan] = []
-        self._links = _NO_LINKS
+        self._links: Mapping[int, WaitLinks] = _NONE
+        self._queued: Mapping[int, _Reported] = _NONE
         self.classified: Classified | None = None
         self.app_trace: AppTrace | None = None
 
@@ -106,44 +118,79 @@ class RequestSpans:
         The record does not have the event yet; where the request waited, it has everything before the event.
         """
         try:
+            start_us = event.at_us
             if event.queue_wait_us:
+                self._wait_is_over()
                 self._find_links(record, event)
-            request = None
+                start_us = max(start_us, self._before_us(record))
+            request: Attributes = {}
             if self.classified is not None:
-                request = _of_engine_request(self.classified, self._settings.provider_name)
+                request = _of_engine_request(self.classified, self._settings)
             if event.engine is not None:
-                request = {**(request or {}), semconv.ADMISSION_ENGINE: engine_name(event.engine)}
-            start_ns = self._wall_ns(event.at_us)
-            engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, start_ns, request)
+                request[semconv.ADMISSION_ENGINE] = engine_name(event.engine)
+            engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, self._wall_ns(start_us), request)
             self._engines.append(engine)
             return engine.context
         except Exception:
             self._settings.report()
             return self._admission.context
 
-    def end(self, record: RequestRecord) -> None:
-        """Makes all other spans, and ends those that are open."""
+    def queue(self, record: RequestRecord) -> None:
+        """The request waits from now on."""
+        if self._settings.long_waits is not None:
+            self._settings.long_waits.add(self, record)
+
+    def report_wait(self, record: RequestRecord, so_far: SoFar) -> None:
+        """Exports how the wait goes, as a moment in it: `admission.queued` has its time, and ends later, if ever."""
+        queued, classified = record.queued, self.classified
+        if queued is None or classified is None:
+            return
         try:
-            written = self._attributes(record)
-            if record.refused is not None:
-                self._find_links(record, record.refused)
-            self._draw_waiting(record)
-            if record.settled is not None:
-                self._settle(record, record.settled, written)
-            elif record.refused is not None:
-                self._refuse(record.refused, written)
+            at_us, said = so_far(record)
+            number, before_us = len(record.lost), self._before_us(record)
+            reported = self._queued.get(number)
+            if reported is None:
+                started_us = max(before_us, record.arrived_us)
+                reported = _Reported(self._begin_queued(queued, started_us), started_us, started_us)
+            at_us = max(reported.at_us, at_us)
+            self._queued = {**self._queued, number: reported._replace(at_us=at_us)}
+            whose: Attributes = {
+                semconv.ADMISSION_IS_WAITING: True,
+                semconv.ADMISSION_REQUEST_ID: record.request_id,
+                semconv.ADMISSION_TIER: classified.tier,
+                semconv.ADMISSION_TENANT: classified.tenant,
+                semconv.ADMISSION_OBSTACLE: queued.obstacle.value,
+            }
+            at_ns = self._wall_ns(at_us)
+            reported.span.child(semconv.WAITING, SpanKind.INTERNAL, at_ns, {**whose, **said}).end(at_ns, {})
         except Exception:
             self._settings.report()
 
-    def _refuse(self, event: Refused, written: Attributes) -> None:
+    def end(self, record: RequestRecord) -> None:
+        """Makes all other spans, and ends those that are open."""
+        try:
+            if record.queued is not None:
+                self._wait_is_over()
+            if record.refused is not None:
+                self._find_links(record, record.refused)
+            written = self._attributes(record)
+            since_us = self._draw_phases(record)
+            if record.settled is not None:
+                self._settle(record, record.settled, written, since_us)
+            elif record.refused is not None:
+                self._refuse(record.refused, written, since_us)
+        except Exception:
+            self._settings.report()
+
+    def _refuse(self, event: Refused, written: Attributes, since_us: int) -> None:
         written.update(_of_refusal(event, self.classified))
         error = event.message if _is_servers_failure(event) else None
-        self._admission.end(self._wall_ns(event.at_us), written, error=error)
+        self._admission.end(self._wall_ns(max(event.at_us, since_us)), written, error=error)
 
-    def _settle(self, record: RequestRecord, event: Settled, written: Attributes) -> None:
-        ended_ns = self._wall_ns(event.at_us)
+    def _settle(self, record: RequestRecord, event: Settled, written: Attributes, since_us: int) -> None:
+        ended_ns = self._wall_ns(max(since_us, event.at_us))
         if record.admitted is not None and self._engines:
-            self._end_engine(record, record.admitted, event)
+            self._end_engine(record, record.admitted, event, ended_ns)
         written.update(_of_settlement(event))
         if self.classified is not None and event.held_tokens not in (None, self.classified.tokens):
             written[semconv.ADMISSION_TOKENS_HELD] = event.held_tokens
@@ -154,32 +201,24 @@ class RequestSpans:
                 error = f"{record.refused.code}: {record.refused.message}"
         self._admission.end(ended_ns, written, error=error)
 
-    def _end_engine(self, record: RequestRecord, admitted: Admitted, event: Settled) -> None:
-        written = self._usage(event)
+    def _end_engine(self, record: RequestRecord, admitted: Admitted, event: Settled, ended_ns: int) -> None:
+        written: Attributes = {}
         moments: list[Moment] = []
+        writes_usage, app_trace = self._settings.writes_usage, self.app_trace
+        if writes_usage or (writes_usage is None and (app_trace is None or not app_trace.has_usage)):
+            if event.input_tokens is not None:
+                written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
+            if event.cached_tokens is not None:
+                written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
+            if event.output_tokens is not None:
+                written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
         if record.first_byte is not None:
             moments.append((semconv.FIRST_BYTE, self._wall_ns(record.first_byte.at_us)))
             if self.classified is not None and self.classified.stream:
                 since_admission_s = (record.first_byte.at_us - admitted.at_us) / 1e6
                 written[semconv.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = since_admission_s
         error = _failure(event, written, from_status=CLIENTS_ERRORS)
-        self._engines[-1].end(self._wall_ns(event.at_us), written, moments, error)
-
-    def _usage(self, event: Settled) -> Attributes:
-        """What the request used, where this span says it."""
-        written: Attributes = {}
-        writes = self._settings.writes_usage
-        if writes is None:
-            writes = self.app_trace is None or not self.app_trace.has_usage
-        if not writes:
-            return written
-        if event.input_tokens is not None:
-            written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
-        if event.cached_tokens is not None:
-            written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
-        if event.output_tokens is not None:
-            written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
-        return written
+        self._engines[-1].end(ended_ns, written, moments, error)
 
     def _attributes(self, record: RequestRecord) -> Attributes:
         """The attributes of `admission` that do not depend on its end."""
@@ -197,6 +236,10 @@ class RequestSpans:
             written.update(_of_admission(record.admitted))
         if record.observed is not None:
             written.update(_of_observed(record.observed))
+        if written.get(semconv.ADMISSION_STARVATION_S):
+            for found in self._links.values():  # the last says what went ahead in all of its waits
+                if semconv.ADMISSION_EXPLANATION in found.overtaken_by:
+                    written[semconv.ADMISSION_EXPLANATION] = found.overtaken_by[semconv.ADMISSION_EXPLANATION]
         return written
 
     # -- waiting
@@ -213,42 +256,37 @@ class RequestSpans:
         if record.queued is None or self.classified is None or self._settings.find_links is None:
             return
         try:
-            self._links = self._settings.find_links(self.classified.tier, event, self._admission.context.span_id)
+            found = self._settings.find_links(record, event, self._admission.context.span_id)
+            self._links = {**self._links, len(record.lost): found}
         except Exception:
             self._settings.report()  # the spans are useful without links
 
-    def _draw_waiting(self, record: RequestRecord) -> None:
-        """One bar for every wait, and one for the starvation that they add up to."""
-        waited, classified = record.waited, self.classified
-        if waited is None or classified is None:
-            return
-        # The tier is repeated on the bars, so that a search for starved batch requests needs no join with the parent.
-        tier: Attributes = {semconv.ADMISSION_TIER: classified.tier}
-        start_us = None
-        if record.lost:
-            start_us = self._draw_lost(record.lost, tier)
-        in_turn, overtook, overtaken_by = self._links
-        self._draw_wait(tier, record.queued, start_us, waited, in_turn)
-        if waited.starvation_us > 0 and waited.overtaken_at_us is not None:
-            written = {**tier, **_of_served_ahead(waited), **overtaken_by}
-            self._draw(semconv.STARVED, waited.overtaken_at_us, waited.at_us, written, overtook)
+    def _wait_is_over(self) -> None:
+        if self._settings.long_waits is not None:
+            self._settings.long_waits.discard(self)
 
-    def _draw_lost(self, lost: Sequence[PreemptedAttempt], tier: Attributes) -> int | None:
-        """The admissions that were taken back, and the waits before them. Returns when the last was."""
-        start_us: int | None = None
-        for attempt, engine in zip(lost, self._engines, strict=False):
-            self._draw_wait(tier, attempt.queued, start_us, attempt.admitted, ())
-            start_us = attempt.preempted.at_us
-            ended_ns = self._wall_ns(start_us)
-            if attempt.replayed is not None:
-                self._end_replayed(engine, attempt.replayed, ended_ns)
-                continue
-            if attempt.preempted.is_unreached:
-                engine.end(ended_ns, {semconv.ERROR_TYPE: UNREACHABLE}, error="no connection to the engine")
-                continue
-            # The `engine` span says so, and is no error of the engine's.
+    def _draw_phases(self, record: RequestRecord) -> int:
+        """The waits, and the attempts that were taken back, one after the other. Returns when the last wait ended."""
+        since_us = self._received_us
+        if record.queued is None and not record.lost:
+            return since_us
+        for number, attempt in enumerate(record.lost):
+            since_us = self._draw_wait(number, attempt.queued, since_us, attempt.admitted)
+            since_us = max(since_us, attempt.preempted.at_us)
+            if number < len(self._engines):
+                self._end_lost(self._engines[number], attempt, self._wall_ns(since_us))
+        if record.waited is None or self.classified is None:
+            return since_us
+        return self._draw_wait(len(record.lost), record.queued, since_us, record.waited)
+
+    def _end_lost(self, engine: OpenSpan, attempt: PreemptedAttempt, ended_ns: int) -> None:
+        """An attempt that was taken back."""
+        if attempt.replayed is not None:
+            self._end_replayed(engine, attempt.replayed, ended_ns)
+        elif attempt.preempted.is_unreached:
+            engine.end(ended_ns, {semconv.ERROR_TYPE: UNREACHABLE}, error="no connection to the engine")
+        else:  # the `engine` span says so, and is no error of the engine's
             engine.end(ended_ns, {semconv.ADMISSION_PREEMPTED: True}, [(semconv.PREEMPTED, ended_ns)])
-        return start_us
 
     def _end_replayed(self, engine: OpenSpan, event: Replayed, ended_ns: int) -> None:
         """An attempt that its engine did not serve. One that says it is full is no failure, and no error."""
@@ -260,27 +298,51 @@ class RequestSpans:
         moments = [(semconv.REPLAYED, self._wall_ns(event.at_us))]
         engine.end(ended_ns, written, moments, error=REPLAYED_BECAUSE[event.reason] if is_failure else None)
 
-    def _draw_wait(
-        self,
-        tier: Attributes,
-        queued: Queued | None,
-        start_us: int | None,
-        waited: Admitted | Refused,
-        links: Sequence[Link],
-    ) -> None:
-        """The bar of one wait. `start_us` is when it began again, None for the first one, which began in the queue."""
+    def _draw_wait(self, number: int, queued: Queued | None, since_us: int, end: Admitted | Refused) -> int:
+        """The bar of one wait, and below it that of its starvation. Returns when it ended; `since_us` if before that.
+
+        In a shared pool the moments of a wait come from the store, whose clock is not this process's.
+        """
+        ended_us = max(since_us, end.at_us)
         if queued is None:
-            return
+            return ended_us
+        started_us = min(max(since_us, end.at_us - end.queue_wait_us), ended_us)
+        reported = self._queued.get(number)
+        if reported is None:
+            span = self._begin_queued(queued, started_us)
+        else:
+            span, ended_us = reported.span, max(ended_us, reported.at_us)
+            started_us = reported.started_us
+        in_turn, overtook, overtaken_by = self._links.get(number, _NO_LINKS)
+        span.link(in_turn)
+        overtaken_us = end.overtaken_at_us
+        if end.starvation_us > 0 and overtaken_us is not None and overtaken_us < ended_us:
+            written = {**self._tier(), **_of_served_ahead(end), **overtaken_by}
+            start_ns = self._wall_ns(max(started_us, overtaken_us))
+            starved = span.child(semconv.STARVED, SpanKind.INTERNAL, start_ns, written, overtook)
+            starved.end(self._wall_ns(ended_us), {})
+        span.end(self._wall_ns(ended_us), {})
+        return ended_us
+
+    def _begin_queued(self, queued: Queued, start_us: int) -> OpenSpan:
         why: Attributes = {
+            **self._tier(),
             semconv.ADMISSION_OBSTACLE: queued.obstacle.value,
             semconv.ADMISSION_EXPLANATION: queued.explanation,
         }
-        first_us = waited.at_us - waited.queue_wait_us
-        self._draw(semconv.QUEUED, first_us if start_us is None else start_us, waited.at_us, {**tier, **why}, links)
+        return self._admission.child(semconv.QUEUED, SpanKind.INTERNAL, self._wall_ns(start_us), why)
 
-    def _draw(self, name: str, start_us: int, end_us: int, written: Attributes, links: Sequence[Link]) -> None:
-        span = self._admission.child(name, SpanKind.INTERNAL, self._wall_ns(start_us), written, links)
-        span.end(self._wall_ns(end_us), {})
+    def _before_us(self, record: RequestRecord) -> int:
+        """The moment before which neither the wait that goes on ended, nor the attempt after it began."""
+        if not record.lost and not self._queued:
+            return self._received_us
+        reported = self._queued.get(len(record.lost))
+        since_us = record.lost[-1].preempted.at_us if record.lost else self._received_us
+        return since_us if reported is None else max(since_us, reported.at_us)
+
+    def _tier(self) -> Attributes:
+        """The tier is repeated on the bars, so that a search for starved batch requests needs no join."""
+        return {} if self.classified is None else {semconv.ADMISSION_TIER: self.classified.tier}
 
     def _wall_ns(self, at_us: int) -> int:
         """Calendar time, in nanoseconds, of a monotonic time: a clock that is set back cannot bend a span."""
@@ -431,14 +493,16 @@ def _of_gain(gain: ServiceGain) -> Attributes:
     }
 
 
-def _of_engine_request(classified: Classified, provider_name: str | None) -> Attributes:
+def _of_engine_request(classified: Classified, settings: SpanSettings) -> Attributes:
     """The attributes that the GenAI conventions want when a call to a model starts."""
     attributes: Attributes = {
         semconv.GEN_AI_OPERATION_NAME: semconv.OPERATIONS.get(classified.api, classified.api),
         semconv.GEN_AI_REQUEST_STREAM: classified.stream,
     }
-    if provider_name is not None:
-        attributes[semconv.GEN_AI_PROVIDER_NAME] = provider_name
+    if settings.provider_name is not None:
+        attributes[semconv.GEN_AI_PROVIDER_NAME] = settings.provider_name
+    if settings.served_by is not None:
+        attributes[semconv.ADMISSION_SERVED_BY] = settings.served_by
     if classified.model is not None:
         attributes[semconv.GEN_AI_REQUEST_MODEL] = classified.model
     if classified.max_output_tokens is not None:

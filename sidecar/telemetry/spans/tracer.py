@@ -2,12 +2,15 @@
 
     admission               SERVER    arrival to settlement or refusal; child of the client's `traceparent`
       admission.queued      INTERNAL  queued to admission or disconnect; only if it waited
-      admission.starved     INTERNAL  first overtaken to admission or disconnect; only if it starved
+        admission.starved   INTERNAL  first overtaken to admission or disconnect; only if it starved
+        admission.waiting   INTERNAL  a moment in a long wait, exported at once
       engine                CLIENT    admission to settlement; its context is what the engine is sent
 
-Only `admission` is open while a request waits: a waiting request costs nothing. The context goes from span to span by
-argument. In a mounted app's own code `engine` is current, and in the dry run `admission` (`app_trace`). All of this
-runs on the request's path, so nothing raises; the first failure is logged, and the request goes on.
+Phases follow one another, and the children of a span lie in it: their durations never add up to more than its own. Only
+`admission` is open while a request waits; a long wait, which is reported meanwhile, has `admission.queued` open, too.
+The context goes from span to span by argument. In a mounted app's own code `engine` is current, and in the dry run
+`admission` (`app_trace`). All of this runs on the request's path, so nothing raises; the first failure is logged, and
+the request goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from sidecar.telemetry.sdk_bypass.providers import TRACE, TRACER_PROVIDER
 from sidecar.telemetry.sdk_bypass.providers import tracer_provider as global_provider
 from sidecar.telemetry.sdk_bypass.spans import DirectSpan, SpanBypass, bypass_of
 from sidecar.telemetry.spans.links import FindLinks
+from sidecar.telemetry.spans.long_waits import LongWaits
 from sidecar.telemetry.spans.open_span import ApiSpan, Attributes
 from sidecar.telemetry.spans.propagation import parent_of
 from sidecar.telemetry.spans.request_spans import RequestSpans, SpanSettings
@@ -42,9 +46,9 @@ class RequestTracer:
     `tracer_provider` None means the global one, looked up at each request: an SDK that is installed later is found.
     `starvation_limits_s` has the seconds that a tier promises to starve at most: a request that starved longer is
     marked, so that a Collector can keep its trace whatever it samples. `provider_name` is the engine's name, for
-    `gen_ai.provider.name`. `find_links` finds the links of spans; without it they have none.
-    `is_mounted` says that the engine is an app of this process, whose own code may trace. Of `writes_usage` see
-    `SpanSettings`.
+    `gen_ai.provider.name`. `find_links` finds the links of spans; without it they have none. `served_by` is written on
+    `engine`: an `app` of this process may trace itself. `long_waits` reports requests that wait for long. Of
+    `writes_usage` see `SpanSettings`.
     """
 
     def __init__(
@@ -54,18 +58,21 @@ class RequestTracer:
         starvation_limits_s: Mapping[str, float] | None = None,
         provider_name: str | None = None,
         find_links: FindLinks | None = None,
-        is_mounted: bool = False,
+        served_by: str | None = None,
+        long_waits: LongWaits | None = None,
         writes_usage: bool | None = None,
     ) -> None:
         self._given_provider = tracer_provider
         self.is_global = tracer_provider is None
-        self.is_mounted = is_mounted
+        self.is_mounted = served_by == "app"
         self._provider: trace.TracerProvider | None = None
         self._tracer: trace.Tracer | None = None
         self._bypass: SpanBypass | None = None
         self._is_reported = False
         limits_s = {} if starvation_limits_s is None else dict(starvation_limits_s)
-        self._settings = SpanSettings(self.report, limits_s, provider_name, find_links, writes_usage)
+        self._settings = SpanSettings(
+            self.report, limits_s, provider_name, find_links, writes_usage, served_by, long_waits
+        )
 
     def change(self, starvation_limits_s: Mapping[str, float], writes_usage: bool | None) -> None:
         """Follows another policy. Requests that have begun keep what they began with."""

@@ -138,7 +138,7 @@ def main(kind: str, policy_path: str) -> None:
     if kind == "alone":
         server.run(serve(emulator.app, with_log(emulator, Starlette()), None))
         return
-    middleware = AdmissionMiddleware(emulator.app, policy, is_shown=kind == "page")
+    middleware = AdmissionMiddleware(emulator.app, policy, is_shown=kind == "page", retry_handlers=True)
     admin = admin_pages(middleware, has_page=kind == "page")
     server.run(serve(middleware, with_log(emulator, admin), middleware))
 
