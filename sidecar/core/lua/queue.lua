@@ -68,7 +68,7 @@ local function next_of(tier, is_wanted)
     local ticket = ticket_at(queue.returned, i)
     if (not is_wanted or is_wanted(ticket)) and (not found or is_next(ticket, found)) then found = ticket end
   end
-  if not is_wanted then heads[tier], tiers[tier][HEAD] = found, packed_ticket(found) end
+  if not is_wanted then heads[tier] = found end
   return found
 end
 

@@ -226,15 +226,14 @@ local function best_in_queue(tier)
   return best and best.ticket
 end
 
--- The candidates: those in line, the heads of all tiers, by gain the best of each tier; those of class 4 by themselves.
+-- The candidates: those in line, the heads of all tiers, by gain the best of each tier. In order, but for those of class 4.
 local function candidates()
   local early, others, fronts = {}, {}, {}
   local function consider(ticket, is_head)
     local tier = ticket[TIER]
     if is_for_floor(ticket) or rules[R_TIERS][tier][T_LIMIT] >= PPM or is_within(tier, need(ticket), figures.L[tier], used) then
-      local place = place_of(ticket, class_of(ticket, fronts[tier], is_head))
-      local list = place.class == OTHER and others or early
-      list[#list + 1] = place
+      local class = class_of(ticket, fronts[tier], is_head)
+      if class == OTHER then others[#others + 1] = ticket else early[#early + 1] = place_of(ticket, class) end
     end
   end
   for i = 1, #load_line() do
@@ -255,10 +254,19 @@ local function candidates()
   return early, others
 end
 
+-- Those of class 4 in order, of all or of those that matter.
+local function others_in_order(others, matters)
+  local found = {}
+  for i = 1, #others do
+    if not matters or matters(others[i]) then found[#found + 1] = place_of(others[i], OTHER) end
+  end
+  table.sort(found, is_place_before)
+  return found
+end
+
 local function in_order()
   local found, others = candidates()
-  table.sort(others, is_place_before)
-  for i = 1, #others do found[#found + 1] = others[i] end
+  for _, place in ipairs(others_in_order(others)) do found[#found + 1] = place end
   return found
 end
 
@@ -379,9 +387,11 @@ end
 local function engine_for(ticket, own, open, takes_any)
   local other, least
   for i = 1, #open do
+    if open[i] == own and has_room(ticket, own, NOBODY) then return own end
+  end
+  for i = 1, #open do
     local slot = open[i]
-    if could_take(ticket, slot) and has_room(ticket, slot, NOBODY) then
-      if slot == own then return own end
+    if slot ~= own and could_take(ticket, slot) and has_room(ticket, slot, NOBODY) then
       local points = score(ticket, slot)
       if not least or points < least then other, least = slot, points end
     end
@@ -454,9 +464,13 @@ local function step()
     if is_step ~= nil then return is_step end
   end
   if open.is_stopped or (#open == 0 and not someone_may_join()) then return false end
-  table.sort(others, is_place_before)
-  for i = 1, #others do
-    local is_step = visit(others[i], open)
+  -- Where no engine is open, one in line matters if it holds its place or has stood there for long.
+  local matters = #open == 0 and function(ticket)
+    local since = ticket[IN_LINE_SINCE]
+    return not since or now >= since + PATIENCE_US or not fits(ticket, NOBODY)
+  end
+  for _, place in ipairs(others_in_order(others, matters)) do
+    local is_step = visit(place, open)
     if is_step ~= nil then return is_step end
   end
   return false

@@ -19,6 +19,7 @@ local function write()
   lined = lined_now()
   for i = 1, is_line_written and #line or 0 do line[i] = packed_ticket(line[i]) end
   if is_config_new then packed_config = pack(config) end
+  for tier, head in pairs(heads) do tiers[tier][HEAD] = packed_ticket(head) end
   local fields = { state = pack(state, tiers, members, lined), held = pack(held, told), layout = is_config_new and call.layout,
     config = is_config_new and packed_config, line = is_line_written and #line > 0 and pack(line) }
   local changed = { state = true, held = true, layout = is_config_new or nil, config = is_config_new or nil, line = is_line_written or nil }
