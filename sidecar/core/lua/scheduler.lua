@@ -227,7 +227,8 @@ local function best_in_queue(tier)
 end
 
 -- The candidates: those in line, the heads of all tiers, by gain the best of each tier. In order, but for those of class 4.
-local function candidates()
+-- `is_idle`: of those in line only who may stand for the floor is looked at.
+local function candidates(is_idle)
   local early, others, fronts = {}, {}, {}
   local function consider(ticket, is_head)
     local tier = ticket[TIER]
@@ -240,7 +241,11 @@ local function candidates()
     local ticket = ticket_at(line, i)
     if not fronts[ticket[TIER]] and not is_for_floor(ticket) then fronts[ticket[TIER]] = ticket end
   end
-  for i = 1, #line do consider(line[i], false) end
+  for i = 1, #line do
+    local ticket = line[i]
+    local tier = ticket[TIER]
+    if not is_idle or ticket == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST] then consider(ticket, false) end
+  end
   for tier = 1, #tiers do
     local first, small = heads_of(tier)
     if first then consider(first, true) end
@@ -254,12 +259,10 @@ local function candidates()
   return early, others
 end
 
--- Those of class 4 in order, of all or of those that matter.
-local function others_in_order(others, matters)
+-- Those of class 4 in order.
+local function others_in_order(others)
   local found = {}
-  for i = 1, #others do
-    if not matters or matters(others[i]) then found[#found + 1] = place_of(others[i], OTHER) end
-  end
+  for i = 1, #others do found[i] = place_of(others[i], OTHER) end
   table.sort(found, is_place_before)
   return found
 end
@@ -424,6 +427,19 @@ local function front_may_stand_for_floor()
   end
 end
 
+-- Where no engine is open, one in line matters to others if it holds its place or has stood there for long. Whether none does.
+local function is_line_idle(open)
+  local first = lined_now()[LINED_SINCE]
+  if #open > 0 or figures.has_headroom or (first and now >= first + PATIENCE_US) then return false end
+  for i = 1, #load_line() do
+    local t = need(ticket_at(line, i))
+    for d = 1, 3 do
+      if total[d] + t[d] > figures.C[d] then return false end
+    end
+  end
+  return true
+end
+
 -- What one candidate does: true where that is a step, false where it stops all after it.
 local function visit(place, open)
   local ticket, class = place.ticket, place.class
@@ -458,18 +474,13 @@ end
 local function step()
   local open = find_open()
   if #open == 0 and not someone_may_join() and not front_may_stand_for_floor() then return false end
-  local early, others = candidates()
+  local early, others = candidates(is_line_idle(open))
   for i = 1, #early do
     local is_step = visit(early[i], open)
     if is_step ~= nil then return is_step end
   end
   if open.is_stopped or (#open == 0 and not someone_may_join()) then return false end
-  -- Where no engine is open, one in line matters if it holds its place or has stood there for long.
-  local matters = #open == 0 and function(ticket)
-    local since = ticket[IN_LINE_SINCE]
-    return not since or now >= since + PATIENCE_US or not fits(ticket, NOBODY)
-  end
-  for _, place in ipairs(others_in_order(others, matters)) do
+  for _, place in ipairs(others_in_order(others)) do
     local is_step = visit(place, open)
     if is_step ~= nil then return is_step end
   end
