@@ -37,7 +37,7 @@ def rules_told(program: dict[str, Any]) -> calls.PoolRules:
 class LedgerPlayer:
     """`ledger` answers calls (`execute`); it must not take a gap between two steps for silence.
 
-    No call can say that one in line is of another size: that step is left out.
+    No call can say that one in line is of another size: after that step (`is_beyond`) its answers are others.
     """
 
     def __init__(self, program: dict[str, Any], ledger: Any) -> None:
@@ -49,6 +49,7 @@ class LedgerPlayer:
         self.leases: dict[str, Lease] = {}
         self.returns: dict[str, int] = {}
         self.count = self.made = self.entered = self.number = 0
+        self.is_beyond = False
         self.news, self.acks = Call(1, "r", 0, "call"), []
         self.set_engines(program.get("engines", [{"id": "pool#1", **program.get("capacity", {})}]), 0)
         self.news.kind, self.news.whole, self.news.rules, self.news.knew = "state", True, self.told, 1
@@ -113,6 +114,8 @@ class LedgerPlayer:
             self.change(lease, lambda: lease.first_byte(now))
         elif what == "resize" and lease:
             self.change(lease, lambda: setattr(lease.ticket, "tokens", step["tokens"]))
+        elif what == "resize" and ticket and self.is_in_line(bid):
+            self.is_beyond = True
         elif what == "keep" and lease:
             lease.is_kept, lease.is_chosen = True, False
         elif lease and (what == "hand_back" or (what == "requeue" and lease.is_chosen)):
