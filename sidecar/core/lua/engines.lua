@@ -34,7 +34,7 @@ local function set_table(engines, held_of)
     local figures_of_it = held_of[engine] or { 0, 0, 0, 0, 0, UNBOUNDED, 0 }
     for i = 1, HELD do held[#held + 1] = figures_of_it[i] end
   end
-  is_config_new = true
+  is_config_new, state[CHOOSES] = true, true
 end
 
 local function held_by_engine()
@@ -102,7 +102,7 @@ local function set_cap(slot, requests, until_us)
     requests, until_us = min(requests, held_at(slot, H_CAP)), max(until_us, held_at(slot, H_CAP_UNTIL))
   end
   local at = (slot - 1) * HELD
-  held[at + H_CAP], held[at + H_CAP_UNTIL], state[IS_CAPPED] = requests, until_us, true
+  held[at + H_CAP], held[at + H_CAP_UNTIL], state[CHOOSES] = requests, until_us, true
   told[slot] = false
 end
 

@@ -491,12 +491,12 @@ end
 local function decide()
   look()
   if places == 0 then return end
-  if is_config_new or state[IS_CAPPED] then
+  if state[CHOOSES] then
     choose_again()
-    state[IS_CAPPED] = false
-    for slot = 1, #config.engines do state[IS_CAPPED] = state[IS_CAPPED] or now < held_at(slot, H_CAP_UNTIL) end
+    state[CHOOSES] = false
+    for slot = 1, #config.engines do state[CHOOSES] = state[CHOOSES] or now < held_at(slot, H_CAP_UNTIL) end
   end
   while step() do
-    if state[IS_CAPPED] then choose_again() end
+    if state[CHOOSES] then choose_again() end
   end
 end
