@@ -163,7 +163,7 @@ local function take_rules(stated)
   for i, tier in ipairs(stated[R_TIERS]) do
     local t, old = { tier[T_NAME], 0, 0, 1, 0, false, 0, 0, 0 }, before[tier[T_NAME]]
     for d = 1, 12 do t[ON_ENGINES + d] = 0 end
-    t[MOST_TAGS] = 64
+    t[MOST_TAGS], t[SMALLEST] = 64, UNBOUNDED
     if old then t[VIRTUAL], t[OWES_UNTIL], t[LATEST] = old[VIRTUAL], old[OWES_UNTIL], old[LATEST] end
     tiers[i] = t
   end

@@ -92,7 +92,7 @@ local function tag(tier, tenant)
   local t, queue = tiers[tier], changed_queue(tier)
   if t[QUEUED] == 0 then
     for _, finish in pairs(queue.finish) do t[VIRTUAL] = max(t[VIRTUAL], finish) end
-    queue.finish, t[LARGEST], t[AFRESH] = {}, 1, t[AFRESH] + 1
+    queue.finish, t[LARGEST], t[SMALLEST], t[AFRESH] = {}, 1, UNBOUNDED, t[AFRESH] + 1
     return
   end
   tag_first(tier, queue, tenant)
@@ -102,7 +102,7 @@ end
 local function queue_add(ticket)
   local tier, tenant = ticket[TIER], ticket[TENANT]
   local t, queue = tiers[tier], queue_of(tier)
-  t[LARGEST] = max(t[LARGEST], ticket[TOKENS])
+  t[LARGEST], t[SMALLEST] = max(t[LARGEST], ticket[TOKENS]), min(t[SMALLEST], ticket[TOKENS])
   if ticket[HAS_RETURNED] then
     local first = next_of(tier)
     ticket[START] = first and min(t[VIRTUAL], first[START]) or t[VIRTUAL]

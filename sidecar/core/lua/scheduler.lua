@@ -362,12 +362,8 @@ end
 
 -- The engines with room for the smallest that waits. Beside them nobody can enter.
 local function find_open()
-  local least, open = rules[R_BY_GAIN] and 0 or state[LEAST], {}
-  for tier = 1, #tiers do
-    if owes(tier) then least = 0 end -- a small head may be smaller than the first
-    local head = least > 0 and next_of(tier)
-    if head then least = min(least, head[TOKENS]) end
-  end
+  local least, open = state[LEAST], {}
+  for tier = 1, #tiers do least = min(least, tiers[tier][SMALLEST]) end
   for slot, engine in ipairs(config.engines) do
     local tokens, requests, prefill = size_of(engine)
     local at = (slot - 1) * HELD

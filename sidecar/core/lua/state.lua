@@ -21,9 +21,9 @@ local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE = 9007199254740991, 100
 -- Positions in packed arrays. `state`: these, then the tiers, the members, and of each in line, as they joined, what is in `lined_now`.
 local OFFSET, LAST_CALL, EPOCH, HOLD_UNTIL, EXPECTED, IS_EMPTY, VIEWS, VERSION = 1, 2, 3, 4, 5, 6, 7, 8
 local ASKED, ASKED_UNTIL, ADMISSIONS, MADE, CHOOSES, LEAST = 9, 10, 11, 12, 13, 14 -- CHOOSES: those in line look at their engines again; LEAST: none of them has fewer tokens
--- A tier: of its queue the figures and the head; what it holds in three dimensions, at the name plus 1, 2 and 3.
+-- A tier: of its queue the figures and the head; what it holds in three dimensions, at the name plus 1, 2 and 3; SMALLEST: none in its queue has fewer tokens.
 local NAME, VIRTUAL, AFRESH, LARGEST, QUEUED, HEAD, OWES_UNTIL, LATEST, LINED = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR, MOST_TAGS = 9, 12, 15, 18, 22
+local ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR, MOST_TAGS, SMALLEST = 9, 12, 15, 18, 22, 23
 -- A member. Its outbox has packed grants, its sums of leases that are taken back are cells as it told them.
 local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING = 1, 2, 3, 4, 5, 6, 7, 8, 9
 -- A ticket: what its replica said (`calls.Bid`), then what the ledger adds.
