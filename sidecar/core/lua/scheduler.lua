@@ -360,7 +360,7 @@ local function join(ticket, slot)
   wait_for(ticket, slot)
 end
 
--- The engines with room for the smallest that waits. Beside them nobody can enter.
+-- The engines with room for the smallest that waits, and its tokens. Beside them nobody can enter.
 local function find_open()
   local least, open = state[LEAST], {}
   for tier = 1, #tiers do least = min(least, tiers[tier][SMALLEST]) end
@@ -373,7 +373,7 @@ local function find_open()
       open[#open + 1] = slot
     end
   end
-  return open
+  return open, least
 end
 
 local function close(open, slot)
@@ -468,7 +468,8 @@ end
 
 -- The next step, one enters an engine or comes to stand in line. False where there is none.
 local function step()
-  local open = find_open()
+  local open, least = find_open()
+  if total[1] + least > figures.C[1] or total[2] >= figures.C[2] then return false end -- nothing that waits fits the pool
   if #open == 0 and not someone_may_join() and not front_may_stand_for_floor() then return false end
   local early, others = candidates(is_line_idle(open))
   for i = 1, #early do
