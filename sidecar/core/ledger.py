@@ -166,7 +166,7 @@ class Ledger:
         state = self._held()
         state.epoch, state.hold_until = state.last_call, state.last_call + HOLD_US
         state.expected, state.is_empty = len(state.members), False
-        for member in state.members.values():
+        for _, member in sorted(state.members.items()):
             self._drop_bids(member)
             for tier, entry in member.outbox.values():
                 self._add_cell(member, entry.cell(tier))
@@ -194,7 +194,7 @@ class Ledger:
 
     def _drop_dead(self, but: str | None) -> None:
         state = self._held()
-        for who, member in list(state.members.items()):
+        for who, member in sorted(state.members.items()):
             if who != but and state.last_call - max(member.last_call, state.epoch) >= DEAD_US:
                 self._drop(who)
 
@@ -257,12 +257,13 @@ class Ledger:
         if is_same and rules.by_gain == state.scheduler.rules.by_gain:
             state.scheduler.rules = rules
             return
-        for member in state.members.values():
+        for _, member in sorted(state.members.items()):
             self._drop_bids(member)  # a replica whose number of bids is not right states everything
             member.is_foreign = names != state.names and not member.is_foreign
         before = dict(zip(state.names, state.scheduler.tiers, strict=True))
-        engines = state.scheduler.engines
+        engines, admissions = state.scheduler.engines, state.scheduler.admissions
         state.scheduler = Scheduler(rules)
+        state.scheduler.admissions = admissions
         for engine in engines.values():
             engine.held, engine.sent = NOTHING, 0
         state.scheduler.engines = engines
@@ -304,7 +305,9 @@ class Ledger:
             for bid in call.bids:
                 self._add_bid(bid, call.who, member, levels)
         for gone in call.withdrawn:
-            if (ticket := member.bids.pop(gone.id, None)) is not None:
+            ticket = member.bids.get(gone.id)
+            if ticket is not None and ticket.tier == levels.get(gone.tier):
+                del member.bids[gone.id]
                 state.scheduler.remove(ticket, now)
 
     def _take_cells(self, call: Call, member: _Member) -> None:
@@ -341,7 +344,7 @@ class Ledger:
             weight=bid.weight,
             hits=bid.hits,
             barred=frozenset(bid.barred),
-            arrived_us=state.last_call - bid.waited_us,
+            arrived_us=max(0, state.last_call - bid.waited_us),
             owner=who,
             number=bid.number,
             gain=None if gain is None else Gain(*msgspec.structs.astuple(gain)),
@@ -353,7 +356,7 @@ class Ledger:
 
     def _drop_bids(self, member: _Member) -> None:
         state = self._held()
-        for ticket in member.bids.values():
+        for ticket in sorted(member.bids.values(), key=lambda t: (t.tier, t.arrival)):
             state.scheduler.remove(ticket, state.last_call)
         member.bids.clear()
 
@@ -493,7 +496,7 @@ class Ledger:
             ticket.requests,
             ticket.prompt,
             ticket.weight,
-            dict(ticket.hits),
+            dict(sorted(ticket.hits.items())),
             sorted(ticket.barred),
             self._held().last_call - ticket.arrived_us,
             ticket.number,

@@ -50,7 +50,7 @@ def shortage(scheduler: Scheduler, now_us: int, gone: Gone) -> Shortage | None:
     ]
     burst: list[Ticket] = []
     if tiers[ticket.tier].always_first:
-        waiting = sorted(scheduler.tiers[ticket.tier].queue, key=lambda t: t.number)
+        waiting = sorted(scheduler.tiers[ticket.tier].queue, key=lambda t: (t.number, t.owner))
         burst = [other for other in waiting if other is not ticket]
     closed = frozenset(
         level

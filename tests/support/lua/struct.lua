@@ -1,5 +1,5 @@
--- The part of the library `struct` of every Redis server that the admission script uses: doubles, in little endian. fakeredis
--- has no such library.
+-- The part of the library `struct` of every Redis server that the scripts use: doubles, many in little endian, or one in big
+-- endian. fakeredis has no such library.
 
 local struct = {}
 
@@ -33,12 +33,14 @@ local function count_of(format)
 end
 
 function struct.pack(format, ...)
+  if format == '>d' then return string.reverse(packed((...))) end
   local texts = {}
   for place = 1, count_of(format) do texts[place] = packed((select(place, ...))) end
   return table.concat(texts)
 end
 
 function struct.unpack(format, text, position)
+  if format == '>d' then return read(string.reverse(text), 1), 9 end
   local found, from = {}, position or 1
   for place = 1, count_of(format) do found[place] = read(text, from + (place - 1) * 8) end
   found[#found + 1] = from + #found * 8

@@ -1,0 +1,187 @@
+-- Rule 2: the queue of one tier; its tenants take turns by start-time fair queueing (`queue.py`).
+--
+-- A queue has lanes: tenant -> its tickets by arrival; `starts`, the tag of each lane's first; `returned`, those that came
+-- back; and `finish`, the tags of tenants. It is read when its tier's head does not do. A ticket that comes to an empty tier
+-- and is granted at once is never written.
+
+local heads -- of each tier: its next ticket in fair order
+
+local function queue_of(tier)
+  local queue = queues[tier]
+  if queue then return queue end
+  queue = { lanes = {}, starts = {}, finish = {}, returned = {} }
+  queues[tier] = queue
+  if tiers[tier][QUEUED] > 0 then
+    if tiers[tier][HEAD] and not heads[tier] then heads[tier] = ticket_at({ tiers[tier][HEAD] }, 1) end
+    local head = heads[tier]
+    queue.lanes, queue.starts, queue.finish, queue.returned = unpacked(redis_call('HGET', root, 'q:' .. tier))
+    queue.is_stored = true
+    if head and head[HAS_RETURNED] then -- it is one object, here and there
+      for i = 1, #queue.returned do
+        if queue.returned[i] == head.packed then queue.returned[i] = head end
+      end
+    elseif head then
+      queue.lanes[head[TENANT]][1] = head
+    end
+  end
+  return queue
+end
+
+local function packed_queue(tier)
+  if not tiers[tier] or tiers[tier][QUEUED] == 0 then return nil end -- a tier that went
+  local queue = queues[tier]
+  for _, lane in pairs(queue.lanes) do
+    for i = 1, #lane do lane[i] = packed_ticket(lane[i]) end
+  end
+  for i = 1, #queue.returned do queue.returned[i] = packed_ticket(queue.returned[i]) end
+  return pack(queue.lanes, queue.starts, queue.finish, queue.returned)
+end
+
+-- Whatever changes in a queue may change its head.
+local function changed_queue(tier)
+  local queue = queue_of(tier)
+  queue.is_changed, heads[tier], tiers[tier][HEAD] = true, nil, false
+  return queue
+end
+
+local function is_next(a, b) -- by start, then arrival
+  if a[START] ~= b[START] then return a[START] < b[START] end
+  return is_before(a, b)
+end
+
+-- The next in fair order, of those that are wanted.
+local function next_of(tier, is_wanted)
+  if tiers[tier][QUEUED] == 0 then return nil end
+  if not is_wanted and heads[tier] then return heads[tier] end
+  if not is_wanted and tiers[tier][HEAD] then
+    heads[tier] = ticket_at({ tiers[tier][HEAD] }, 1)
+    return heads[tier]
+  end
+  local queue, found = queue_of(tier), nil
+  for tenant, lane in pairs(queue.lanes) do
+    if not found or queue.starts[tenant] <= found[START] or is_wanted then
+      local first = ticket_at(lane, 1)
+      if (not is_wanted or is_wanted(first)) and (not found or is_next(first, found)) then found = first end
+    end
+  end
+  for i = 1, #queue.returned do
+    local ticket = ticket_at(queue.returned, i)
+    if (not is_wanted or is_wanted(ticket)) and (not found or is_next(ticket, found)) then found = ticket end
+  end
+  if not is_wanted then heads[tier] = found end
+  return found
+end
+
+local function start_at(queue, ticket, start)
+  ticket[START], ticket.packed, queue.starts[ticket[TENANT]] = start, nil, start
+end
+
+-- Gives the first of a tenant its start tag.
+local function tag_first(tier, queue, tenant)
+  local lane = queue.lanes[tenant]
+  if not lane then return end
+  local first = ticket_at(lane, 1)
+  if not first[START] then
+    start_at(queue, first, max(first[HINT] or tiers[tier][VIRTUAL], queue.finish[tenant] or 0))
+  end
+  queue.starts[tenant] = first[START]
+end
+
+-- Where none waits, all tags start afresh at a virtual time beyond every tag.
+local function tag(tier, tenant)
+  local t, queue = tiers[tier], changed_queue(tier)
+  if t[QUEUED] == 0 then
+    for _, finish in pairs(queue.finish) do t[VIRTUAL] = max(t[VIRTUAL], finish) end
+    queue.finish, t[LARGEST], t[SMALLEST], t[AFRESH] = {}, 1, UNBOUNDED, t[AFRESH] + 1
+    return
+  end
+  tag_first(tier, queue, tenant)
+  if rules[R_BY_GAIN] then t[VIRTUAL] = max(t[VIRTUAL], next_of(tier)[START]) end
+end
+
+local function queue_add(ticket)
+  local tier, tenant = ticket[TIER], ticket[TENANT]
+  local t, queue = tiers[tier], queue_of(tier)
+  t[LARGEST], t[SMALLEST] = max(t[LARGEST], ticket[TOKENS]), min(t[SMALLEST], ticket[TOKENS])
+  if ticket[HAS_RETURNED] then
+    local first = next_of(tier)
+    ticket[START] = first and min(t[VIRTUAL], first[START]) or t[VIRTUAL]
+    queue.returned[#queue.returned + 1] = ticket
+  else
+    local lane = queue.lanes[tenant] or {}
+    queue.lanes[tenant] = lane
+    local i = #lane + 1
+    while i > 1 and is_before(ticket, ticket_at(lane, i - 1)) do i = i - 1 end
+    table.insert(lane, i, ticket)
+  end
+  t[QUEUED] = t[QUEUED] + 1
+  tag(tier, tenant)
+end
+
+local function take_out(queue, ticket)
+  local list, tenant = queue.returned, ticket[TENANT]
+  if not ticket[HAS_RETURNED] then list = queue.lanes[tenant] end
+  for i = 1, #list do
+    if list[i] == ticket then
+      table.remove(list, i)
+      break
+    end
+  end
+  if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.starts[tenant] = nil, nil end
+  tiers[ticket[TIER]][QUEUED] = tiers[ticket[TIER]][QUEUED] - 1
+end
+
+-- One that leaves by cancellation: it costs nothing.
+local function queue_remove(ticket)
+  take_out(queue_of(ticket[TIER]), ticket)
+  tag(ticket[TIER], ticket[TENANT])
+end
+
+-- From so many on, tags that are not beyond the virtual time, and of whom nobody waits, are forgotten.
+local function forget_tags(tier, queue)
+  local t, kept, count, left = tiers[tier], {}, 0, 0
+  for tenant, finish in pairs(queue.finish) do
+    count = count + 1
+    if finish > t[VIRTUAL] or queue.lanes[tenant] then kept[tenant], left = finish, left + 1 end
+  end
+  if count > t[MOST_TAGS] then queue.finish, t[MOST_TAGS] = kept, 2 * left + 64 end
+end
+
+-- One that leaves for an engine or for the line: its tenant is charged.
+local function queue_leave(ticket)
+  local tier, tenant = ticket[TIER], ticket[TENANT]
+  local t, queue = tiers[tier], queue_of(tier)
+  if not rules[R_BY_GAIN] then t[VIRTUAL] = max(t[VIRTUAL], ticket[START] or 0) end
+  if not ticket[HAS_RETURNED] then
+    local first = ticket_at(queue.lanes[tenant], 1)
+    local finish = max(first[START] or 0, queue.finish[tenant] or 0) + ticket[TOKENS] / ticket[WEIGHT]
+    queue.finish[tenant] = finish
+    forget_tags(tier, queue)
+    if first ~= ticket and (not first[START] or first[START] < finish) then start_at(queue, first, finish) end
+  end
+  take_out(queue, ticket)
+  tag(tier, tenant)
+end
+
+-- Growth of a tenant's lease, while others of the tier wait.
+local function queue_charge(tier, tenant, tokens, weight)
+  if tiers[tier][QUEUED] == 0 then return end
+  local queue = queue_of(tier)
+  queue.finish[tenant], queue.is_changed = max(tiers[tier][VIRTUAL], queue.finish[tenant] or 0) + tokens / weight, true
+end
+
+-- Rule 9: whether a tenant had so much more than its part that it comes after all others.
+local function is_ahead(ticket)
+  local ahead = (queue_of(ticket[TIER]).finish[ticket[TENANT]] or 0) - tiers[ticket[TIER]][VIRTUAL]
+  return not ticket[HAS_RETURNED] and ahead * ticket[WEIGHT] > 2 * tiers[ticket[TIER]][LARGEST]
+end
+
+-- Each ticket of a queue.
+local function for_queue(tier, each)
+  if tiers[tier][QUEUED] == 0 then return end
+  local queue = queue_of(tier)
+  for _, lane in pairs(queue.lanes) do
+    for i = 1, #lane do each(ticket_at(lane, i)) end
+  end
+  for i = 1, #queue.returned do each(ticket_at(queue.returned, i)) end
+end

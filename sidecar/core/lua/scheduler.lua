@@ -1,0 +1,499 @@
+-- Rules 3 to 6: the order of what waits, and one step after the other into engines and into the line (`scheduler.py`).
+
+local FIRST, LINE, INSIDE, TURN, OTHER = 0, 1, 2, 3, 4 -- rule 3: the classes, in order
+
+local needs   -- ticket -> what it needs
+local granted -- what one decision admits, in order
+local NOBODY = {}
+
+-- ---- sums -------------------------------------------------------------------------------------------------------------
+
+-- U in one dimension.
+local function used(tier, d) return tiers[tier][ON_ENGINES + d] + tiers[tier][IN_LINE + d] end
+
+-- U where it is compared with R: by gain, what was let in for the floor (rule 9).
+local function on_floor(tier, d)
+  if not rules[R_BY_GAIN] then return used(tier, d) end
+  return tiers[tier][ON_FLOOR + d] + tiers[tier][IN_LINE_ON_FLOOR + d]
+end
+
+local function add_sums(tier, at, sign, tokens, requests, prompt)
+  local t = tiers[tier]
+  t[at + 1], t[at + 2], t[at + 3] = t[at + 1] + sign * tokens, t[at + 2] + sign * requests, t[at + 3] + sign * prompt
+end
+
+-- Adds to what a tier holds on an engine. A tier that the rules do not know counts on the engine only.
+local function hold(tier, id, sign, tokens, requests, prompt, sent, floor_tokens, floor_requests, floor_prompt)
+  if tier then
+    add_sums(tier, ON_ENGINES, sign, tokens, requests, prompt)
+    add_sums(tier, ON_FLOOR, sign, floor_tokens, floor_requests, floor_prompt)
+  end
+  local slot = slot_of(id) or add_unknown(id)
+  local at = (slot - 1) * HELD
+  told[slot] = false
+  held[at + H_TOKENS], held[at + H_REQUESTS] = held[at + H_TOKENS] + sign * tokens, held[at + H_REQUESTS] + sign * requests
+  held[at + H_PROMPT], held[at + H_SENT] = held[at + H_PROMPT] + sign * prompt, held[at + H_SENT] + sign * sent
+end
+
+local function hold_in_line(ticket, sign)
+  is_line_written = true
+  add_sums(ticket[TIER], IN_LINE, sign, ticket[TOKENS], ticket[REQUESTS], ticket[COUNT])
+  if ticket[IS_IN_FLOOR] then
+    add_sums(ticket[TIER], IN_LINE_ON_FLOOR, sign, ticket[TOKENS], ticket[REQUESTS], ticket[COUNT])
+  end
+end
+
+-- Rule 5: the tier has no turn for so much longer.
+local function owe(tier, owed_us)
+  if owed_us > 0 then tiers[tier][OWES_UNTIL] = max(now, tiers[tier][OWES_UNTIL]) + owed_us end
+end
+
+local function owes(tier) return now < tiers[tier][OWES_UNTIL] end
+
+-- Figures change with the engines, in slow start with time.
+local function look()
+  local capacity = { 0, 0, 0 }
+  needs, total, largest_prefill, places = {}, { 0, 0, 0 }, 0, 0
+  for slot, engine in ipairs(config.engines) do
+    local at = (slot - 1) * HELD
+    for d = 1, 3 do total[d] = total[d] + held[at + d] end
+    if is_ready(engine) then
+      local tokens, requests, prefill = size_of(engine)
+      places, largest_prefill = places + 1, max(largest_prefill, prefill)
+      capacity[1], capacity[2], capacity[3] = capacity[1] + tokens, capacity[2] + requests, capacity[3] + prefill
+    else
+      for d = 1, 3 do capacity[d] = capacity[d] + held[at + d] end
+    end
+  end
+  for d = 1, 3 do capacity[d] = min(capacity[d], UNBOUNDED) end
+  figures = config.figures
+  local C = figures and figures.C
+  if not C or C[1] ~= capacity[1] or C[2] ~= capacity[2] or C[3] ~= capacity[3] then
+    figures = figures_of(capacity)
+    config.figures = figures -- written with the next change of engines or rules
+  end
+end
+
+-- ---- rule 4: room -----------------------------------------------------------------------------------------------------
+
+-- t: its prompt counts less its best hit, for no more than its size limit and the largest engine's prefill.
+local function need(ticket)
+  local found = needs[ticket]
+  if not found then
+    local hit = 0
+    for _, tokens in pairs(ticket[HITS]) do hit = max(hit, tokens) end
+    local uncached = max(1, ticket[PROMPT] - hit)
+    found = { ticket[TOKENS], ticket[REQUESTS], min(uncached, largest_prefill, figures.most_prompt[ticket[TIER]]) }
+    needs[ticket] = found
+  end
+  return found
+end
+
+-- `t <= R`.
+local function is_small(ticket)
+  local t, most = need(ticket), figures.R[ticket[TIER]]
+  return t[1] <= most[1] and t[2] <= most[2] and t[3] <= most[3]
+end
+
+-- `level * promote_after - waited`: a ticket rises one level per `promote_after`, not past the ceiling.
+local function aged_level(ticket)
+  local level, promote_after, ceiling = ticket[TIER] - 1, rules[R_PROMOTE], rules[R_CEILING]
+  if not promote_after then return level end
+  if level <= ceiling then return level * promote_after end
+  return max(level * promote_after - (now - ticket[ARRIVED]), ceiling * promote_after)
+end
+
+-- How many tiers are more important than the ticket: those at a level less than its aged level.
+local function tiers_above(ticket) return ceil(aged_level(ticket) / (rules[R_PROMOTE] or 1)) end
+
+-- Beside what engines hold and the idle headroom of tiers that are more important than the ticket.
+-- As if `gone` had ended and those `before` the ticket had entered.
+local function fits(ticket, before, gone)
+  local t, above = need(ticket), figures.has_headroom and tiers_above(ticket) or 0
+  for d = 1, 3 do
+    local needed = total[d] + t[d] - (gone and gone.total[d] or 0)
+    for _, other in ipairs(before) do needed = needed + need(other)[d] end
+    for q = 1, min(above, #tiers) do
+      if q ~= ticket[TIER] then
+        local of_tier = gone and gone.tiers[q]
+        needed = needed + max(0, figures.H[q][d] - used(q, d) + (of_tier and of_tier[d] or 0))
+      end
+    end
+    if needed > figures.C[d] then return false end
+  end
+  return true
+end
+
+-- Whether it holds its place though it does not fit, so that nothing after it is admitted.
+local function holds(ticket, class)
+  if class == FIRST then return true end
+  local t, above = need(ticket), tiers_above(ticket)
+  for d = 1, 3 do
+    local kept = t[d]
+    for q = 1, #tiers do
+      if q ~= ticket[TIER] then
+        local is_better, k = q <= above, used(q, d)
+        if not (rules[R_TIERS][q][T_FIRST] or (class == OTHER and is_better and not rules[R_BY_GAIN])) then
+          k = min(on_floor(q, d), figures.R[q][d])
+        end
+        kept = kept + (is_better and max(k, figures.H[q][d]) or k)
+      end
+    end
+    if kept > figures.C[d] then return false end
+  end
+  return true
+end
+
+-- ---- rule 3: order ----------------------------------------------------------------------------------------------------
+
+local function is_for_floor(ticket) return ticket[IN_LINE_SINCE] and ticket[ADMISSION] > 0 end
+
+-- The next in fair order; while the tier owes and that one is not small, also the next that is.
+local function heads_of(tier)
+  local first = next_of(tier)
+  if not first or not owes(tier) or is_small(first) then return first end
+  return first, next_of(tier, is_small)
+end
+
+local function is_within(tier, t, most, sum)
+  for d = 1, 3 do
+    if sum(tier, d) + t[d] > most[d] then return false end
+  end
+  return true
+end
+
+-- A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not.
+-- `front`: of those in line that are not for the floor the first. `is_head`: it is a head of its tier.
+local function class_of(ticket, front, is_head)
+  local tier = ticket[TIER]
+  if rules[R_TIERS][tier][T_FIRST] then return FIRST end
+  if is_for_floor(ticket) then return LINE end
+  local may_be_inside = ticket == front
+  if not front then
+    may_be_inside = is_head
+  elseif ticket ~= front and owes(tier) and not is_small(front) and is_small(ticket) then
+    may_be_inside = ticket[IN_LINE_SINCE] or is_head
+  end
+  if not may_be_inside then return OTHER end
+  local reserve = figures.R[tier]
+  if is_within(tier, need(ticket), reserve, on_floor) then return INSIDE end
+  for d = 1, 3 do
+    if on_floor(tier, d) >= reserve[d] then return OTHER end
+  end
+  return owes(tier) and OTHER or TURN
+end
+
+-- Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level.
+local function gain_key(ticket)
+  local gain = ticket[GAIN]
+  local waits_in_queue = not ticket[IN_LINE_SINCE] and ticket[ADMISSION] == 0
+  if gain and not (waits_in_queue and is_ahead(ticket)) then
+    local lost = floor(max(0, now - ticket[ARRIVED] - gain[GAIN_START_BY]) / gain[GAIN_SLACK])
+    local share = floor(max(0, gain[GAIN_TOKENS] - lost) * 1000 / gain[GAIN_TOKENS])
+    local earned = floor(gain[GAIN_WEIGHT] * share * 1000000 / gain[GAIN_COST])
+    if earned > 0 then return 0, -earned end
+  end
+  return 1, aged_level(ticket)
+end
+
+-- What the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged level.
+local function place_of(ticket, class)
+  local before, by = 0, nil
+  if class == LINE then
+    before = ticket[ADMISSION]
+  elseif class == TURN then
+    before = tiers[ticket[TIER]][LATEST]
+  elseif class == OTHER and rules[R_BY_GAIN] then
+    before, by = gain_key(ticket)
+  end
+  return { class = class, before = before, key = by or aged_level(ticket), ticket = ticket }
+end
+
+local function is_place_before(a, b)
+  if a.class ~= b.class then return a.class < b.class end
+  if a.before ~= b.before then return a.before < b.before end
+  if a.key ~= b.key then return a.key < b.key end
+  return is_before(a.ticket, b.ticket)
+end
+
+-- By gain: the best of all that wait in a queue.
+local function best_in_queue(tier)
+  local best
+  for_queue(tier, function(ticket)
+    local place = place_of(ticket, OTHER)
+    if not best or is_place_before(place, best) then best = place end
+  end)
+  return best and best.ticket
+end
+
+-- The candidates: those in line, the heads of all tiers, by gain the best of each tier. In order, but for those of class 4.
+-- `is_idle`: of those in line only who may stand for the floor is looked at.
+local function candidates(is_idle)
+  local early, others, fronts = {}, {}, {}
+  local function consider(ticket, is_head)
+    local tier = ticket[TIER]
+    if is_for_floor(ticket) or rules[R_TIERS][tier][T_LIMIT] >= PPM or is_within(tier, need(ticket), figures.L[tier], used) then
+      local class = class_of(ticket, fronts[tier], is_head)
+      if class == OTHER then others[#others + 1] = ticket else early[#early + 1] = place_of(ticket, class) end
+    end
+  end
+  for i = 1, #load_line() do
+    local ticket = ticket_at(line, i)
+    if not fronts[ticket[TIER]] and not is_for_floor(ticket) then fronts[ticket[TIER]] = ticket end
+  end
+  for i = 1, #line do
+    local ticket = line[i]
+    local tier = ticket[TIER]
+    if not is_idle or ticket == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST] then consider(ticket, false) end
+  end
+  for tier = 1, #tiers do
+    local first, small = heads_of(tier)
+    if first then consider(first, true) end
+    if small then consider(small, true) end
+    if rules[R_BY_GAIN] and first and not rules[R_TIERS][tier][T_FIRST] then
+      local best = best_in_queue(tier)
+      if best ~= first and best ~= small then consider(best, false) end
+    end
+  end
+  table.sort(early, is_place_before)
+  return early, others
+end
+
+-- Those of class 4 in order.
+local function others_in_order(others)
+  local found = {}
+  for i = 1, #others do found[i] = place_of(others[i], OTHER) end
+  table.sort(found, is_place_before)
+  return found
+end
+
+local function in_order()
+  local found, others = candidates()
+  for _, place in ipairs(others_in_order(others)) do found[#found + 1] = place end
+  return found
+end
+
+-- ---- rule 6: engines and the line -------------------------------------------------------------------------------------
+
+local function wait_for(ticket, slot)
+  local own = ticket[ENGINE] and slot_of(ticket[ENGINE])
+  if own then add_held(own, H_LINED, -ticket[PROMPT]) end
+  if slot then add_held(slot, H_LINED, ticket[PROMPT]) end
+  ticket[ENGINE], ticket.packed = slot and config.engines[slot][E_ID] or false, nil
+  is_line_changed, is_line_written = true, true
+end
+
+local function leave_line(ticket)
+  for i = 1, #line do
+    if line[i] == ticket then
+      table.remove(line, i)
+      break
+    end
+  end
+  tiers[ticket[TIER]][LINED] = tiers[ticket[TIER]][LINED] - 1
+  if #line == 0 then state[LEAST] = UNBOUNDED end
+  wait_for(ticket, nil)
+  if is_for_floor(ticket) then hold_in_line(ticket, -1) end
+  ticket[IN_LINE_SINCE] = false
+end
+
+-- A waiting ticket that is given up, in its queue or in line.
+local function remove(ticket)
+  if not ticket[IN_LINE_SINCE] then return queue_remove(ticket) end
+  local owed = (ticket[EXCESS] + ticket[EXCESS_PROMPT]) * (now - ticket[COUNTED])
+  leave_line(ticket)
+  owe(ticket[TIER], owed)
+end
+
+-- Those in line for an engine that can take them no more.
+local function choose_again()
+  local gone = {}
+  for i = 1, #load_line() do
+    local ticket = ticket_at(line, i)
+    local own = ticket[ENGINE] and slot_of(ticket[ENGINE])
+    if not own or not could_take(ticket, own) then gone[#gone + 1] = ticket end
+  end
+  for _, ticket in ipairs(gone) do
+    wait_for(ticket, nil)
+    wait_for(ticket, wanted(ticket))
+  end
+end
+
+-- Rule 5: by a turn, how many whole reserves too much; of the prompt, what is above that.
+local function begin_to_count(ticket, class)
+  local tier, t = ticket[TIER], need(ticket)
+  if class == TURN then
+    local excess, reserve = {}, figures.R[tier]
+    for d = 1, 3 do
+      excess[d] = min(MOST_EXCESS, max(0, floor((on_floor(tier, d) + t[d] - reserve[d]) / reserve[d])))
+    end
+    ticket[EXCESS] = max(excess[1], excess[2])
+    ticket[EXCESS_PROMPT] = max(0, excess[3] - ticket[EXCESS])
+  end
+  ticket[COUNT], ticket[IS_IN_FLOOR], ticket[COUNTED] = t[3], rules[R_BY_GAIN] and class ~= OTHER, now
+  state[ADMISSIONS] = state[ADMISSIONS] + 1
+  tiers[tier][LATEST], ticket[ADMISSION], ticket.packed = state[ADMISSIONS], state[ADMISSIONS], nil
+end
+
+local function enter(ticket, slot, class)
+  local is_counted = is_for_floor(ticket)
+  if ticket[IN_LINE_SINCE] then leave_line(ticket) else queue_leave(ticket) end
+  if not is_counted then begin_to_count(ticket, class) end
+  ticket[ENGINE] = false
+  local id = config.engines[slot][E_ID]
+  local sent, tokens, requests, count = sent_to(ticket, id), ticket[TOKENS], ticket[REQUESTS], ticket[COUNT]
+  if count == 0 then sent = 0 end
+  if ticket[IS_IN_FLOOR] then
+    hold(ticket[TIER], id, 1, tokens, requests, count, sent, tokens, requests, count)
+  else
+    hold(ticket[TIER], id, 1, tokens, requests, count, sent, 0, 0, 0)
+  end
+  total[1], total[2], total[3] = total[1] + tokens, total[2] + requests, total[3] + count
+  granted[#granted + 1] = { ticket = ticket, engine = id, sent = sent }
+end
+
+local function join(ticket, slot)
+  queue_leave(ticket)
+  tiers[ticket[TIER]][LINED] = tiers[ticket[TIER]][LINED] + 1
+  ticket[IN_LINE_SINCE], state[LEAST] = now, min(state[LEAST], ticket[TOKENS])
+  line[#line + 1] = ticket
+  wait_for(ticket, slot)
+end
+
+-- The engines with room for the smallest that waits, and its tokens. Beside them nobody can enter.
+local function find_open()
+  local least, open = state[LEAST], {}
+  for tier = 1, #tiers do least = min(least, tiers[tier][SMALLEST]) end
+  for slot, engine in ipairs(config.engines) do
+    local tokens, requests, prefill = size_of(engine)
+    local at = (slot - 1) * HELD
+    local sent = held[at + H_SENT]
+    if is_ready(engine) and held[at + H_TOKENS] + least <= tokens and held[at + H_REQUESTS] < min(requests, cap_of(slot))
+      and (sent == 0 or sent < prefill) then
+      open[#open + 1] = slot
+    end
+  end
+  return open, least
+end
+
+local function close(open, slot)
+  for i = #open, 1, -1 do
+    if open[i] == slot then table.remove(open, i) end
+  end
+end
+
+-- The engine that it enters now: the one that it wants, or the best other one without less of its prompt.
+local function engine_for(ticket, own, open, takes_any)
+  local other, least
+  for i = 1, #open do
+    if open[i] == own and has_room(ticket, own, NOBODY) then return own end
+  end
+  for i = 1, #open do
+    local slot = open[i]
+    if slot ~= own and could_take(ticket, slot) and has_room(ticket, slot, NOBODY) then
+      local points = score(ticket, slot)
+      if not least or points < least then other, least = slot, points end
+    end
+  end
+  if not other or takes_any then return other end
+  local hits = ticket[HITS]
+  local hit, own_hit = hits[config.engines[other][E_ID]] or 0, own and hits[config.engines[own][E_ID]] or 0
+  return hit >= own_hit and other or nil
+end
+
+-- Each tier has as many places in line as there are ready engines; class 0 has always one.
+local function has_place(tier) return tiers[tier][LINED] < places or rules[R_TIERS][tier][T_FIRST] end
+
+local function someone_may_join()
+  for tier = 1, #tiers do
+    if tiers[tier][QUEUED] > 0 and has_place(tier) then return true end
+  end
+end
+
+-- Whether one in line may be in class 0, 2 or 3, and not for the floor yet.
+local function front_may_stand_for_floor()
+  for tier = 1, #tiers do
+    local reserve = figures.R[tier]
+    local tokens, prompt = on_floor(tier, 1), on_floor(tier, 3)
+    local has_floor = on_floor(tier, 2) < reserve[2]
+      and ((tokens + state[LEAST] <= reserve[1] and prompt <= reserve[3]) or (not owes(tier) and tokens < reserve[1] and prompt < reserve[3]))
+    if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST] or has_floor) then
+      return true
+    end
+  end
+end
+
+-- Where no engine is open, one in line matters to others if it holds its place or has stood there for long. Whether none does.
+local function is_line_idle(open)
+  local first = lined_now()[LINED_SINCE]
+  if #open > 0 or figures.has_headroom or (first and now >= first + PATIENCE_US) then return false end
+  for i = 1, #load_line() do
+    local t = need(ticket_at(line, i))
+    for d = 1, 3 do
+      if total[d] + t[d] > figures.C[d] then return false end
+    end
+  end
+  return true
+end
+
+-- What one candidate does: true where that is a step, false where it stops all after it.
+local function visit(place, open)
+  local ticket, class = place.ticket, place.class
+  if class == OTHER and open.is_stopped then return nil end
+  if not fits(ticket, NOBODY) then
+    if holds(ticket, class) then return false end
+    return nil
+  end
+  local was_in_line = ticket[IN_LINE_SINCE]
+  local joins = not was_in_line and has_place(ticket[TIER])
+  local is_late = was_in_line and now >= was_in_line + PATIENCE_US
+  local own = wanted(ticket)
+  local slot = engine_for(ticket, own, open, class == FIRST or is_late or not (was_in_line or joins))
+  if slot then
+    enter(ticket, slot, class)
+    return true
+  end
+  if joins then join(ticket, own) end
+  if ticket[IN_LINE_SINCE] and not is_for_floor(ticket) and own and class ~= OTHER then
+    begin_to_count(ticket, class)
+    hold_in_line(ticket, 1)
+    return true
+  end
+  if joins then return true end
+  if own then
+    close(open, own)
+    open.is_stopped = open.is_stopped or (is_late and is_small(ticket)) -- a small one has stood in line for 5 s
+  end
+end
+
+-- The next step, one enters an engine or comes to stand in line. False where there is none.
+local function step()
+  local open, least = find_open()
+  if total[1] + least > figures.C[1] or total[2] >= figures.C[2] then return false end -- nothing that waits fits the pool
+  if #open == 0 and not someone_may_join() and not front_may_stand_for_floor() then return false end
+  local early, others = candidates(is_line_idle(open))
+  for i = 1, #early do
+    local is_step = visit(early[i], open)
+    if is_step ~= nil then return is_step end
+  end
+  if open.is_stopped or (#open == 0 and not someone_may_join()) then return false end
+  for _, place in ipairs(others_in_order(others)) do
+    local is_step = visit(place, open)
+    if is_step ~= nil then return is_step end
+  end
+  return false
+end
+
+-- All steps that can be done now.
+local function decide()
+  look()
+  if places == 0 then return end
+  if state[CHOOSES] then
+    choose_again()
+    state[CHOOSES] = false
+    for slot = 1, #config.engines do state[CHOOSES] = state[CHOOSES] or now < held_at(slot, H_CAP_UNTIL) end
+  end
+  while step() do
+    if state[CHOOSES] then choose_again() end
+  end
+end

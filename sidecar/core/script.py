@@ -1,0 +1,48 @@
+"""The text of the ledger's script for Redis and Valkey: the files of `lua`, one after the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+
+FILES = (
+    "state", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "replies", "write", "ledger",
+)  # fmt: skip
+LIBRARY, FUNCTION = "admission_ledger", "admission_ledger"
+
+_NAMES = r"[A-Z][A-Z0-9_]*(?:, [A-Z][A-Z0-9_]*)*"
+_PIECE = re.compile(
+    rf"^local (?P<names>{_NAMES}) = (?P<values>\d+(?:, \d+)*)(?= *(?:--.*)?$)"
+    r"|(?P<comment> *--[^\n]*)|'(?:\\.|[^'\\\n])*'|(?P<name>[A-Z][A-Z0-9_]*)\b|\w+",
+    re.MULTILINE,
+)
+"""A declaration of constants, a comment, a text, the name of a constant, or another word."""
+
+
+def texts() -> dict[str, str]:
+    """The files, by name."""
+    return {name: (files(__package__) / "lua" / f"{name}.lua").read_text(encoding="utf-8") for name in FILES}
+
+
+def joined(parts: Mapping[str, str]) -> str:
+    """One text, with numbers in place of its constants: a script may have 200 locals. Its lines keep their numbers."""
+    constants: dict[str, str] = {}
+
+    def replace(piece: re.Match[str]) -> str:
+        if piece["names"]:
+            constants.update(zip(piece["names"].split(", "), piece["values"].split(", "), strict=True))
+            return ""
+        return "" if piece["comment"] else constants.get(piece["name"] or "", piece[0])
+
+    return _PIECE.sub(replace, "".join(parts[name] for name in FILES))
+
+
+def script(parts: Mapping[str, str]) -> str:
+    """For EVALSHA, where the server has no functions."""
+    return joined(parts) + "return execute(KEYS, ARGV)\n"
+
+
+def library(parts: Mapping[str, str]) -> str:
+    """For FUNCTION LOAD."""
+    return f"#!lua name={LIBRARY}\n{joined(parts)}redis.register_function('{FUNCTION}', execute)\n"

@@ -1,0 +1,202 @@
+"""Plays a scenario of `rules/` or a golden program on a ledger: one replica, which shows all that waits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from core_player import rules_of, us
+
+from sidecar.core import calls
+from sidecar.core.amounts import UNBOUNDED
+from sidecar.core.calls import Call
+from sidecar.core.engines import Engine
+from sidecar.core.preemption import Shortage, leases_to_take_back
+from sidecar.core.row import Row
+from sidecar.core.scheduler import Gone, Scheduler
+from sidecar.core.tickets import Gain, Lease, Ticket
+
+Step = dict[str, Any]
+
+
+def rules_told(program: dict[str, Any]) -> calls.PoolRules:
+    rules = rules_of(program)
+    return calls.PoolRules(
+        [
+            calls.TierRules(
+                t.name, *(int(share * 10**6) for share in (t.reserve, t.lend, t.limit)), t.always_first, t.preemptible,
+                t.preempt_after_us,
+            )
+            for t in rules.tiers
+        ],
+        rules.promote_after_us, rules.ceiling, rules.max_preemptions, rules.affinity_percent, rules.by_gain,
+        int(rules.fair * 10**6),
+    )  # fmt: skip
+
+
+class LedgerPlayer:
+    """`ledger` answers calls (`execute`); it must not take a gap between two steps for silence.
+
+    No call can say that one in line is of another size: after that step (`is_beyond`) its answers are others.
+    """
+
+    def __init__(self, program: dict[str, Any], ledger: Any) -> None:
+        self.ledger, self.rules, self.told = ledger, rules_of(program), rules_told(program)
+        self.names = [tier.name for tier in self.rules.tiers]
+        self.row = Row(self.names)
+        self.bids: dict[int, Ticket] = {}
+        self.waiting: dict[str, tuple[int, Ticket]] = {}
+        self.leases: dict[str, Lease] = {}
+        self.returns: dict[str, int] = {}
+        self.count = self.made = self.entered = self.number = 0
+        self.is_beyond = False
+        self.news, self.acks = Call(1, "r", 0, "call"), []
+        self.set_engines(program.get("engines", [{"id": "pool#1", **program.get("capacity", {})}]), 0)
+        self.news.kind, self.news.whole, self.news.rules, self.news.knew = "state", True, self.told, 1
+        self.reply, self.config, self.config_us = None, {}, 0
+        self.dispatch(0)
+
+    def set_engines(self, offers: list[dict[str, Any]], now: int) -> None:
+        self.news.engines = [
+            calls.EngineView(
+                o["id"], *(o.get(size, UNBOUNDED) for size in ("tokens", "requests", "prefill")), o.get("speed", 1000),
+                o.get("takes_new", True) and o.get("known", True), now - us(o.get("since_s", 0)),
+                us(o.get("ramp_s", 0)),
+            )
+            for o in offers
+        ]  # fmt: skip
+
+    def show(self, ticket: Ticket, now: int) -> None:
+        self.made += 1
+        self.bids[self.made] = ticket
+        self.waiting[ticket.id] = self.made, ticket
+        gain = None if ticket.gain is None else calls.GainBid(*dataclasses.astuple(ticket.gain))
+        self.news.bids.append(
+            calls.Bid(
+                self.made, self.names[ticket.tier], ticket.tenant, ticket.tokens, ticket.requests, ticket.prompt,
+                ticket.weight, dict(ticket.hits), sorted(ticket.barred), now - ticket.arrived_us, ticket.number,
+                gain, ticket.has_returned,
+            )
+        )  # fmt: skip
+
+    def change(self, lease: Lease, what: Any) -> None:
+        self.row.add(lease, -1)
+        owed = what()
+        self.row.add(lease, 1)
+        self.owe(lease, owed)
+
+    def owe(self, lease: Lease, owed: int | None) -> None:
+        if owed:
+            self.news.owes.append(calls.Owed(self.names[lease.ticket.tier], owed))
+
+    def do(self, step: Step, now: int) -> None:
+        what, name = step["do"], step.get("id", "")
+        lease, (bid, ticket) = self.leases.get(name), self.waiting.get(name, (0, None))
+        if what == "submit":
+            gain = None
+            if g := step.get("gain"):
+                gain = Gain(g["weight"], g["tokens"], us(g["cost"]), us(g["start_by"]), us(g["slack"]))
+            made = Ticket(
+                name, self.names.index(step["tier"]), step.get("tenant", ""), step["tokens"], step.get("requests", 1),
+                step.get("prompt", 0), step.get("weight", 1), dict(step.get("hits", ())),
+                frozenset(step.get("barred", ())), now, "", self.count, gain,
+            )  # fmt: skip
+            self.count += 1
+            self.show(made, now)
+        elif ticket and (what == "cancel" or (what == "settle" and self.is_in_line(bid))):
+            del self.waiting[name]
+            self.news.withdrawn.append(calls.Withdrawn(bid, self.names[ticket.tier]))
+        elif what == "settle" and lease:
+            self.row.add(lease, -1)
+            self.owe(lease, lease.end(now))
+            del self.leases[name]
+        elif what == "prefilled" and lease:
+            self.change(lease, lambda: lease.first_byte(now))
+        elif what == "resize" and lease:
+            self.change(lease, lambda: setattr(lease.ticket, "tokens", step["tokens"]))
+        elif what == "resize" and ticket and self.is_in_line(bid):
+            self.is_beyond = True
+        elif what == "keep" and lease:
+            lease.is_kept, lease.is_chosen = True, False
+        elif lease and (what == "hand_back" or (what == "requeue" and lease.is_chosen)):
+            self.row.add(lease, -1)
+            self.owe(lease, lease.end(now))
+            del self.leases[name]
+            lease.ticket.come_back()
+            lease.ticket.barred |= frozenset(step.get("barred", ()) if what == "hand_back" else ())
+            self.returns[name] = self.returns.get(name, 0) + 1
+            self.show(lease.ticket, now)
+        elif what == "charge":
+            self.news.charges.append(
+                calls.Charge(step["tier"], step.get("tenant", ""), step["tokens"], step.get("weight", 1))
+            )
+        elif what == "engines":
+            self.set_engines(step["engines"], now)
+        elif what == "cap" and step["engine"] in self.config:
+            self.news.caps.append(calls.Cap(step["engine"], step["requests"], us(step["until"]) - now))
+
+    def is_in_line(self, bid: int) -> bool:
+        state = self.ledger.state
+        return state.members["r"].bids[bid].is_in_line
+
+    def dispatch(self, now: int) -> list[tuple[str, str]]:
+        self.number += 1
+        call, self.news = self.news, Call(1, "r", 0, "call")
+        call.number, call.cells, call.acks, self.acks = self.number, self.row.state(call.whole), self.acks, []
+        call.leaving = self.row.of(lease for lease in self.leases.values() if lease.is_chosen)
+        self.reply, _ = self.ledger.execute(call, now)
+        assert self.reply.kind == "ok", self.reply
+        if self.reply.config is not None:
+            self.config, self.config_us = {engine.id: engine for engine in self.reply.config}, now
+        found = []
+        for grant in self.reply.grants:
+            ticket = self.bids.pop(grant.bid)
+            del self.waiting[ticket.id]
+            ticket.count, ticket.excess, ticket.excess_prompt = grant.prompt, grant.excess, grant.excess_prompt
+            ticket.is_in_floor, ticket.counted_us = grant.is_in_floor, now - grant.counted_for_us
+            returns = self.returns.get(ticket.id, 0)
+            lease = Lease(ticket, grant.engine, self.entered, grant.sent, returns)
+            self.entered += 1
+            self.leases[ticket.id] = lease
+            self.row.add(lease, 1)
+            self.acks.append(grant.bid)
+            found.append((ticket.id, grant.engine))
+        return found
+
+    def preempt(self, now: int) -> list[str]:
+        told = self.reply.shortage
+        if told is None:
+            return []
+
+        def ticket_of(bid: calls.Bid) -> Ticket:
+            found = self.bids[bid.id]
+            found.engine = told.engine
+            return found
+
+        place = (told.order_class, told.before_key, told.key, ticket_of(told.served).arrival)
+        closed = frozenset(self.names.index(tier) for tier in told.closed)
+        found = Shortage(
+            told.engine, ticket_of(told.served), place, [*map(ticket_of, told.before)],
+            [*map(ticket_of, told.burst)], closed,
+        )  # fmt: skip
+        leases = list(self.leases.values())
+        gone = Gone().beside(lease for lease in leases if lease.is_chosen)
+        chosen = leases_to_take_back(self.mirror(now), found, leases, now, gone)
+        for lease in chosen:
+            lease.is_chosen = True
+        return [lease.ticket.id for lease in chosen]
+
+    def mirror(self, now: int) -> Scheduler:
+        scheduler = Scheduler(self.rules)
+        for e, held in zip(self.config.values(), self.reply.held, strict=False):
+            engine = Engine(
+                e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, self.config_us - e.age_us, e.ramp_us
+            )
+            engine.held, engine.sent = (held.tokens, held.requests, held.prompt), held.sent
+            engine.cap_requests, engine.cap_until_us = held.cap_requests, now + held.cap_for_us
+            scheduler.engines[e.id] = engine
+        for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=True):
+            state.on_engines = (tier.tokens, tier.requests, tier.prompt)
+            state.on_floor = (tier.floor_tokens, tier.floor_requests, tier.floor_prompt)
+        scheduler.look(now)
+        return scheduler
