@@ -168,7 +168,8 @@ def plain_path(path: str) -> str:
 def plain_paths(path: str) -> tuple[str, ...]:
     """The plain path with what comes after a `?` or `#`, and without it: one path, where it has neither.
 
-    Before them, where it has dots, the path with them: Starlette's mounts resolve none, and serve `/metrics/..`. A server that decodes once reads an encoded `?` as a part of a segment, and one that decodes again ends the path
+    Before them, where it has dots, the path with them: Starlette's mounts resolve none, and serve `/metrics/..`. A
+    server that decodes once reads an encoded `?` as a part of a segment, and one that decodes again ends the path
     there. A path that does not begin with `/` may be a whole address (RFC 9112, section 3.2.2): Quart takes its path.
     """
     for _ in range(_DECODINGS):
