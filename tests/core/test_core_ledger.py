@@ -21,7 +21,7 @@ def test_every_invariant_holds_under_faults(profile: str) -> None:
     play(1, profile)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @each("profile", PROFILES)
 def test_every_invariant_holds_in_more_runs(profile: str) -> None:
     for seed in range(2, 7):
@@ -132,7 +132,7 @@ CONTROLS: dict[str, tuple[Leave, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @each("rule", CONTROLS)
 def test_the_world_notices_that(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_it_out, profiles = CONTROLS[rule]

@@ -70,7 +70,7 @@ def test_a_script_answers_the_same_under_faults(store: Any) -> None:
     play(StoredLedger(store), 2, "all")
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @each("profile", PROFILES)
 def test_it_answers_the_same_in_more_runs(profile: str, store: Any) -> None:
     for seed in range(2, 12):
@@ -149,7 +149,7 @@ def test_it_answers_programs_as_the_reference_in_a_fake() -> None:
     assert [found for seed in range(4) if (found := first_difference(stored, random_program(seed)))] == []
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_it_gives_the_answers_of_all_scenarios_and_programs(patient: StoredLedger) -> None:
     assert wrong_scenarios(patient, slice(None)) == []
     programs = [*read(), *map(random_program, range(100, 300))]

@@ -127,7 +127,7 @@ def test_calls_at_next_are_as_good_as_calls_all_the_time() -> None:
     assert [found for program in [AGES, *read()[::20]] if (found := _calls_only_when_it_is_told(program))] == []
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.usefixtures("no_heartbeats")
 def test_calls_at_next_are_as_good_in_all_golden_programs() -> None:
     assert [found for program in read() if (found := _calls_only_when_it_is_told(program))] == []

@@ -151,8 +151,8 @@ async def started(
         offspring |= children(process.pid)
         if process.returncode is None:
             process.kill()
-            await process.wait()
         await until(lambda: not any(map(is_running, offspring)), "all that the command started has ended")
+        await process.communicate()  # to the end of its output, which is known later where it was killed
 
 
 @asynccontextmanager
