@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from sidecar.policy.rules import UNLIMITED
+
 Amount: TypeAlias = tuple[int, int, int]
 
-UNBOUNDED = 2**53 - 1
-"""A dimension without a bound: the largest whole number that Lua counts exactly."""
+UNBOUNDED = UNLIMITED
+"""A dimension without a bound."""
 
 NOTHING: Amount = (0, 0, 0)
 

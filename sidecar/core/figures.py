@@ -9,31 +9,19 @@ from fractions import Fraction
 from functools import lru_cache
 
 from sidecar.core.amounts import NOTHING, UNBOUNDED, Amount, larger, plus
-
-
-@dataclass(frozen=True)
-class Tier:
-    """The rules of one tier. Shares are parts of the pool, from 0 to 1; the first of a pool's tiers is level 0."""
-
-    name: str
-    reserve: Fraction = Fraction(0)
-    lend: Fraction = Fraction(1)
-    limit: Fraction = Fraction(1)
-    always_first: bool = False
-    preemptible: bool = False
-    preempt_after_us: int | None = None
+from sidecar.policy.rules import Shares
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one pool.
+    """The rules of one pool. Shares are parts of it, from 0 to 1; the first of its tiers is level 0.
 
     `promote_after_us`: a waiting ticket rises one level per so long, up to the level `ceiling`; None: none ages.
     `affinity_percent`: how much a predicted prefix hit counts in the choice of an engine. `fair`: the part of the
     reserves that is kept by gain (rule 9).
     """
 
-    tiers: tuple[Tier, ...]
+    tiers: tuple[Shares, ...]
     promote_after_us: int | None = None
     ceiling: int = 0
     max_preemptions: int = 0

@@ -15,11 +15,12 @@ from sidecar.core import calls
 from sidecar.core.amounts import NOTHING
 from sidecar.core.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
 from sidecar.core.engines import Engine
-from sidecar.core.figures import Rules, Tier
+from sidecar.core.figures import Rules
 from sidecar.core.preemption import Shortage, shortage
 from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Gain, Ticket
 from sidecar.core.time_alone import next_change
+from sidecar.policy.rules import Shares
 
 _PPM = 1_000_000
 
@@ -31,7 +32,7 @@ def rules_of(stated: calls.PoolRules) -> Rules:
     """The rules that a replica stated."""
     return Rules(
         tuple(
-            Tier(
+            Shares(
                 t.name,
                 Fraction(t.reserve_ppm, _PPM),
                 Fraction(t.lend_ppm, _PPM),

@@ -6,10 +6,11 @@ from fractions import Fraction
 
 from sidecar.core.amounts import UNBOUNDED, minus
 from sidecar.core.engines import Engine
-from sidecar.core.figures import Rules, Tier
+from sidecar.core.figures import Rules
 from sidecar.core.preemption import leases_to_take_back, shortage
 from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Gain, Lease, Ticket
+from sidecar.policy.rules import Shares
 
 
 def us(seconds):
@@ -21,7 +22,7 @@ def rules_of(scenario):
         return Fraction(str(of.get(key, default)))
 
     tiers = tuple(
-        Tier(
+        Shares(
             t["name"],
             part(t, "reserve", 0),
             part(t, "lend", 1),
@@ -41,6 +42,29 @@ def rules_of(scenario):
         scenario.get("weight_percent", 200),
         scenario.get("order") == "gain",
         part(scenario, "fair", 1),
+    )
+
+
+def ticket_of(step, tier, now, number):
+    """What a `submit` says; `number` is its place in the order of arrival."""
+    gain = None
+    if "gain" in step:
+        g = step["gain"]
+        gain = Gain(g["weight"], g["tokens"], us(g["cost"]), us(g["start_by"]), us(g["slack"]))
+    return Ticket(
+        step["id"],
+        tier,
+        step.get("tenant", ""),
+        step["tokens"],
+        step.get("requests", 1),
+        step.get("prompt", 0),
+        step.get("weight", 1),
+        dict(step.get("hits", ())),
+        frozenset(step.get("barred", ())),
+        now,
+        "",
+        number,
+        gain,
     )
 
 
@@ -78,25 +102,7 @@ class CorePlayer:
         lease, ticket = self.leases.get(name), self.tickets.get(name)
         tier = self.names.index(step["tier"]) if "tier" in step else 0
         if what == "submit":
-            gain = None
-            if "gain" in step:
-                g = step["gain"]
-                gain = Gain(g["weight"], g["tokens"], us(g["cost"]), us(g["start_by"]), us(g["slack"]))
-            ticket = Ticket(
-                name,
-                tier,
-                step.get("tenant", ""),
-                step["tokens"],
-                step.get("requests", 1),
-                step.get("prompt", 0),
-                step.get("weight", 1),
-                dict(step.get("hits", ())),
-                frozenset(step.get("barred", ())),
-                now,
-                "",
-                len(self.arrivals),
-                gain,
-            )
+            ticket = ticket_of(step, tier, now, len(self.arrivals))
             self.arrivals.append(ticket)
             self.tickets[name] = ticket
             ticket.seen = len(self.entered)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from core_player import rules_of, us
+from core_player import rules_of, ticket_of, us
 
 from sidecar.core import calls
 from sidecar.core.amounts import UNBOUNDED
@@ -14,7 +14,7 @@ from sidecar.core.engines import Engine
 from sidecar.core.preemption import Shortage, leases_to_take_back
 from sidecar.core.row import Row
 from sidecar.core.scheduler import Gone, Scheduler
-from sidecar.core.tickets import Gain, Lease, Ticket
+from sidecar.core.tickets import Lease, Ticket
 
 Step = dict[str, Any]
 
@@ -93,14 +93,7 @@ class LedgerPlayer:
         what, name = step["do"], step.get("id", "")
         lease, (bid, ticket) = self.leases.get(name), self.waiting.get(name, (0, None))
         if what == "submit":
-            gain = None
-            if g := step.get("gain"):
-                gain = Gain(g["weight"], g["tokens"], us(g["cost"]), us(g["start_by"]), us(g["slack"]))
-            made = Ticket(
-                name, self.names.index(step["tier"]), step.get("tenant", ""), step["tokens"], step.get("requests", 1),
-                step.get("prompt", 0), step.get("weight", 1), dict(step.get("hits", ())),
-                frozenset(step.get("barred", ())), now, "", self.count, gain,
-            )  # fmt: skip
+            made = ticket_of(step, self.names.index(step["tier"]), now, self.count)
             self.count += 1
             self.show(made, now)
         elif ticket and (what == "cancel" or (what == "settle" and self.is_in_line(bid))):
@@ -168,16 +161,16 @@ class LedgerPlayer:
         if told is None:
             return []
 
-        def ticket_of(bid: calls.Bid) -> Ticket:
+        def shown(bid: calls.Bid) -> Ticket:
             found = self.bids[bid.id]
             found.engine = told.engine
             return found
 
-        place = (told.order_class, told.before_key, told.key, ticket_of(told.served).arrival)
+        place = (told.order_class, told.before_key, told.key, shown(told.served).arrival)
         closed = frozenset(self.names.index(tier) for tier in told.closed)
         found = Shortage(
-            told.engine, ticket_of(told.served), place, [*map(ticket_of, told.before)],
-            [*map(ticket_of, told.burst)], closed,
+            told.engine, shown(told.served), place, [*map(shown, told.before)],
+            [*map(shown, told.burst)], closed,
         )  # fmt: skip
         leases = list(self.leases.values())
         gone = Gone().beside(lease for lease in leases if lease.is_chosen)

@@ -1,12 +1,11 @@
 """Plays a program on one replica over a ledger in the process."""
 
-from core_player import rules_of, us
+from core_player import rules_of, ticket_of, us
 
 from sidecar.core import calls
 from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.ledger import Ledger
 from sidecar.core.member import Entered, Member, TakeBack
-from sidecar.core.tickets import Gain, Ticket
 
 
 class OneReplica:
@@ -79,25 +78,7 @@ class OneReplica:
         waits = ticket is not None and lease is None
         tier = self.names.index(step["tier"]) if "tier" in step else 0
         if what == "submit":
-            gain = None
-            if "gain" in step:
-                g = step["gain"]
-                gain = Gain(g["weight"], g["tokens"], us(g["cost"]), us(g["start_by"]), us(g["slack"]))
-            ticket = Ticket(
-                name,
-                tier,
-                step.get("tenant", ""),
-                step["tokens"],
-                step.get("requests", 1),
-                step.get("prompt", 0),
-                step.get("weight", 1),
-                dict(step.get("hits", ())),
-                frozenset(step.get("barred", ())),
-                now,
-                "",
-                self.count,
-                gain,
-            )
+            ticket = ticket_of(step, tier, now, self.count)
             self.count += 1
             self.tickets[name] = ticket
             m.submit(ticket, now)
