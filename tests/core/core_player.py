@@ -105,7 +105,6 @@ class CorePlayer:
             ticket = ticket_of(step, tier, now, len(self.arrivals))
             self.arrivals.append(ticket)
             self.tickets[name] = ticket
-            ticket.seen = len(self.entered)
             self.scheduler.add(ticket)
         elif what in ("cancel", "settle") and ticket:
             if what == "cancel" or ticket.is_in_line:
