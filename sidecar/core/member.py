@@ -1,0 +1,542 @@
+"""A replica's side of the ledger: its bids and leases, and when it calls. No I/O; its owner carries calls and replies.
+
+`poll` gives the next call, `due_us` says when to ask for it. Replies, wake-ups and losses are told; what they change
+for requests comes out of `take_events`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+from sidecar.core import calls
+from sidecar.core.amounts import UNBOUNDED
+from sidecar.core.bids import Bids
+from sidecar.core.calls import (
+    ALONE_US,
+    BIDS_SHOWN,
+    DEAD_US,
+    HEARTBEAT_US,
+    LAYOUT,
+    Bid,
+    Call,
+    Cap,
+    Charge,
+    Drain,
+    EngineView,
+    Granted,
+    Kind,
+    Owed,
+    PoolRules,
+    Reply,
+    ShortageTold,
+    WakeUp,
+)
+from sidecar.core.engines import Engine
+from sidecar.core.ledger import Ledger, rules_of
+from sidecar.core.preemption import Shortage, leases_to_take_back
+from sidecar.core.row import Row
+from sidecar.core.scheduler import Gone, Scheduler
+from sidecar.core.tickets import Lease, Ticket
+
+ANSWER_WITHIN_US = 1_500_000
+"""A call without an answer for so long is lost: whether it was executed is not known."""
+
+ASK_WITHIN_US = 750_000
+RETRY_US = 500_000
+
+LAZY_US = 20_000
+"""What no one waits for is told so much later, with what happened meanwhile."""
+
+
+class Mode(Enum):
+    """A replica's relation to its pool.
+
+    `JOINING`: it was never in. `WAITING`: another layout is in force. `STATING`: the ledger does not know what it has.
+    `LOST`: it has no answer, for less than ALONE_US.
+    """
+
+    JOINING = "joining"
+    WAITING = "waiting"
+    STATING = "stating"
+    SHARED = "shared"
+    LOST = "lost"
+    ALONE = "alone"
+
+
+class Entered(NamedTuple):
+    """A ticket got an engine: it is a lease."""
+
+    lease: Lease
+
+
+class TakeBack(NamedTuple):
+    """The room of a lease is needed: it is to be aborted, and to be handed back or kept."""
+
+    lease: Lease
+
+
+class Refused(NamedTuple):
+    """The pool has other tiers: a ticket cannot wait here."""
+
+    ticket: Ticket
+
+
+Event: TypeAlias = Entered | TakeBack | Refused
+
+
+@dataclass
+class _Told:
+    """Something that the ledger adds up: it is sent once, and again with a statement if no answer came."""
+
+    record: Charge | Owed | Drain | Cap
+    number: int = 0
+
+
+class Member:
+    """One replica of a pool.
+
+    `own_us`: of the owner's clock. `size_now` is called with a ticket that is about to be shown. `divides`: whether it
+    admits alone when the store does not answer.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        rules: PoolRules,
+        *,
+        layout: int = LAYOUT,
+        most_bids: int = BIDS_SHOWN,
+        divides: bool = True,
+        takes_over: bool = False,
+        size_now: Callable[[Ticket], None] = lambda _: None,
+    ) -> None:
+        self.who, self.rules, self.layout = who, rules, layout
+        self.mode = Mode.JOINING
+        self.is_closing = self.is_gone = self.is_foreign = False
+        self.knew = 0
+        self.leases: dict[str, Lease] = {}
+        self.views: dict[str, EngineView] = {}
+        self.reply: Reply | None = None
+        """The last one with figures."""
+        self._divides = divides
+        self._replaces, self._takes_over = True, takes_over
+        self._names = [tier.name for tier in rules.tiers]
+        self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
+        self._number = self._entered = 0
+        self._acks: list[int] = []
+        self._told: list[_Told] = []
+        self._is_view_new = True
+        self._is_leaving_new = False
+        self._config: dict[str, calls.EngineState] = {}
+        self._drained: dict[str, Drain] = {}
+        self._own_held: dict[str, tuple[int, int, int]] = {}
+        self._events: list[Event] = []
+        self._in_flight: Call | None = None
+        self._sent_us = self._retry_us = self._last_answer_us = self._config_us = 0
+        self._first_failure_us: int | None = None
+        self._failures = 0
+        self._due_us: int | None = 0
+        self._heartbeat_us = 0
+        self._alone: Ledger | None = None
+        self._returns: dict[str, int] = {}
+
+    # -- requests
+
+    def submit(self, ticket: Ticket, now_us: int) -> None:
+        """A request waits."""
+        if self.is_foreign:
+            self._events.append(Refused(ticket))
+            return
+        self._bids.add(ticket)
+        self._call_by(now_us)
+
+    def cancel(self, ticket: Ticket, now_us: int) -> None:
+        """A waiting request is given up."""
+        if self._bids.remove(ticket):
+            self._call_by(now_us)
+
+    def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
+        """A lease holds other tokens; growth is charged to its tenant."""
+        ticket = lease.ticket
+        if tokens > ticket.tokens:
+            charge = Charge(self._names[ticket.tier], ticket.tenant, tokens - ticket.tokens, ticket.weight)
+            self._told.append(_Told(charge))
+        self._row.add(lease, -1)
+        ticket.tokens = tokens
+        self._row.add(lease, 1)
+        self._call_by(now_us + LAZY_US)
+
+    def first_byte(self, lease: Lease, now_us: int) -> None:
+        """The prompt of a lease counts no longer."""
+        self._row.add(lease, -1)
+        self._owe(lease, lease.first_byte(now_us))
+        self._row.add(lease, 1)
+        self._tell_soon(now_us)
+
+    def end(self, lease: Lease, now_us: int) -> None:
+        """A lease ends."""
+        self._row.add(lease, -1)
+        self._is_leaving_new = self._is_leaving_new or lease.is_chosen
+        self._owe(lease, lease.end(now_us))
+        del self.leases[lease.ticket.id]
+        self._returns.pop(lease.ticket.id, None)
+        self._tell_soon(now_us)
+
+    def keep(self, lease: Lease, now_us: int) -> None:
+        """The first byte of a lease is on its way: it is taken back no more."""
+        lease.is_kept = True
+        if lease.is_chosen:
+            lease.is_chosen = False
+            self._is_leaving_new = True
+            self._call_by(now_us)
+
+    def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
+        """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
+        self._returns[lease.ticket.id] = lease.returns + 1
+        returns = self._returns[lease.ticket.id]
+        self.end(lease, now_us)
+        self._returns[lease.ticket.id] = returns
+        lease.ticket.come_back()
+        lease.ticket.barred |= frozenset(barred)
+        self._bids.add(lease.ticket)
+        self._call_by(now_us)
+
+    def view(self, engines: Iterable[EngineView], now_us: int) -> None:
+        """The engines as this replica sees them now."""
+        self.views, self._is_view_new = {engine.id: engine for engine in engines}, True
+        self._call_by(now_us)
+
+    def tell(self, record: Drain | Cap, now_us: int) -> None:
+        """An operator's word on an engine, or a cap."""
+        self._told.append(_Told(record))
+        self._call_by(now_us)
+
+    def change_rules(self, rules: PoolRules, now_us: int) -> None:
+        """Other rules of the same tiers, which replace those of the pool."""
+        self.rules, self._replaces = rules, True
+        if self.mode is Mode.SHARED:
+            self.mode = Mode.STATING
+        self._call_by(now_us)
+
+    def close(self, now_us: int) -> None:
+        """Says goodbye when the last request has ended."""
+        self.is_closing = True
+        self._call_by(now_us)
+
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._bids)
+
+    def take_events(self) -> list[Event]:
+        """What happened to requests since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    # -- calls
+
+    def due_us(self) -> int | None:
+        """When `poll` has something to do next; None: not before something is told."""
+        times = [self._heartbeat_us] if self._due_us is None else [self._due_us, self._heartbeat_us]
+        if self._in_flight is not None:
+            within = ASK_WITHIN_US if self._in_flight.kind == "ask" else ANSWER_WITHIN_US
+            times = [self._sent_us + within]
+        elif self.mode in (Mode.JOINING, Mode.WAITING, Mode.LOST, Mode.ALONE):
+            times = [max(self._retry_us, min(times))]
+        if self._first_failure_us is not None and self.mode in (Mode.LOST, Mode.ALONE):
+            times += [self._first_failure_us + ALONE_US] if self.mode is Mode.LOST else []
+        return None if self.is_gone else min(times)
+
+    def poll(self, now_us: int) -> Call | None:
+        """The call to make now, if one is due. Each is followed by `answered` or `unanswered`, or lost by time."""
+        if self.is_gone:
+            return None
+        if self._in_flight is not None:
+            within = ASK_WITHIN_US if self._in_flight.kind == "ask" else ANSWER_WITHIN_US
+            if now_us >= self._sent_us + within:
+                self.unanswered(now_us)
+            else:
+                self._admit_alone(now_us)
+                return None
+        self._admit_alone(now_us)
+        is_beat = now_us >= self._heartbeat_us
+        if not is_beat and (self._due_us is None or now_us < self._due_us):
+            return None
+        if self.mode in (Mode.JOINING, Mode.WAITING, Mode.LOST, Mode.ALONE):
+            if now_us < self._retry_us:
+                return None
+            kind: Kind = "ask"
+        elif self.mode is Mode.STATING:
+            kind = "state"
+        else:
+            kind = "bye" if self.is_closing and not self.leases and not self.waiting() else "call"
+        self._due_us = None
+        if is_beat:
+            self._heartbeat_us = now_us + HEARTBEAT_US
+        self._in_flight, self._sent_us = self._compose(kind, is_beat, now_us), now_us
+        return self._in_flight
+
+    def _compose(self, kind: Kind, is_beat: bool, now_us: int) -> Call:
+        self._number += 1
+        call = Call(self.layout, self.who, self._number, kind)
+        if kind == "ask":
+            return call
+        if kind == "state":
+            self._bids.go_back()
+            self._is_view_new, self._acks = True, []
+            call.knew, call.rules = self.knew, self.rules
+            call.replaces, call.takes_over = self._replaces, self._takes_over
+            call.drains = list(self._drained.values())
+        elif is_beat:
+            call.bid_count = len(self._bids.shown) + len(self._bids.withdrawn)
+        call.whole = kind == "state" or is_beat
+        call.cells = self._row.state(call.whole)
+        if self._is_leaving_new or call.whole:
+            call.leaving, self._is_leaving_new = (
+                self._row.of(lease for lease in self.leases.values() if lease.is_chosen),
+                False,
+            )
+        call.acks, call.withdrawn = self._acks, self._bids.withdrawn
+        self._acks, self._bids.withdrawn = [], []
+        if self._is_view_new:
+            call.engines, self._is_view_new = list(self.views.values()), False
+        for told in self._told:
+            if told.number == 0 or kind == "state":
+                told.number = call.number
+                self._put(call, told.record)
+        call.bids = self._bids.new(now_us)
+        return call
+
+    @staticmethod
+    def _put(call: Call, record: Charge | Owed | Drain | Cap) -> None:
+        if isinstance(record, Charge):
+            call.charges = [*call.charges, record]
+        elif isinstance(record, Owed):
+            call.owes = [*call.owes, record]
+        elif isinstance(record, Drain):
+            call.drains = [*call.drains, record]
+        else:
+            call.caps = [*call.caps, record]
+
+    # -- answers
+
+    def answered(self, reply: Reply, now_us: int) -> None:
+        """The reply of the ledger to the call in flight. Others are ignored."""
+        call = self._in_flight
+        if call is None or reply.number != call.number:
+            return
+        self._in_flight, self._last_answer_us, self._failures = None, now_us, 0
+        if reply.kind == "wait":
+            self._bids.go_back()
+            self.mode, self._retry_us = Mode.WAITING, now_us + RETRY_US
+            self._call_by(self._retry_us)
+        elif reply.kind == "unknown":
+            # Until its statement is answered it admits nothing alone.
+            self.mode, self._alone = Mode.STATING, None
+            self._bids.go_back()
+            self._call_by(now_us)
+        elif call.kind == "bye":
+            self.is_gone = True
+        else:
+            self._in_pool(call, reply, now_us)
+
+    def _in_pool(self, call: Call, reply: Reply, now_us: int) -> None:
+        self.mode, self._first_failure_us, self.reply = Mode.SHARED, None, reply
+        self.is_foreign = reply.is_foreign
+        if call.kind == "state":
+            self._replaces = self._takes_over = False
+        self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
+        if reply.config is not None:
+            self._config, self._config_us = {engine.id: engine for engine in reply.config}, now_us
+        if reply.drained is not None:
+            self._drained = {drain.engine: drain for drain in reply.drained}
+        if not reply.on_hold:
+            self.knew = reply.alive
+        self._bids.take_tags(reply.tiers)
+        if self.is_foreign:
+            self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
+        self._take(reply.grants, True, now_us)
+        self._own_held = self._row.by_engine()
+        if reply.shortage is not None and not self._is_leaving_new:
+            self._take_room_back(reply, reply.shortage, now_us)
+        if reply.next_us is not None and self.waiting():
+            self._call_by(now_us + reply.next_us)
+        self._call_if_needed(now_us)
+
+    def _take_room_back(self, reply: Reply, told: ShortageTold, now_us: int) -> None:
+        """Rule 7, among the leases of this replica, by the sums of the reply."""
+        names = {tier.name: level for level, tier in enumerate(self.rules.tiers)}
+        mirror, gone = self.mirror(now_us), Gone()
+        for cell in reply.leaving:
+            amount, floor = (
+                (cell.tokens, cell.requests, cell.prompt),
+                (cell.floor_tokens, cell.floor_requests, cell.floor_prompt),
+            )
+            gone.add(names[cell.tier], cell.engine, amount, cell.sent, floor)
+
+        def ticket_of(bid: Bid) -> Ticket:
+            ticket = Ticket(
+                "",
+                names[bid.tier],
+                bid.tenant,
+                bid.tokens,
+                bid.requests,
+                bid.prompt,
+                bid.weight,
+                bid.hits,
+                frozenset(bid.barred),
+                now_us - bid.waited_us,
+                "",
+                bid.number,
+            )
+            ticket.engine = told.engine
+            return ticket
+
+        served = ticket_of(told.served)
+        found = Shortage(
+            told.engine,
+            served,
+            (told.order_class, told.before_key, told.key, served.arrival),
+            [ticket_of(bid) for bid in told.before],
+            [ticket_of(bid) for bid in told.burst],
+            frozenset(names[tier] for tier in told.closed),
+        )
+        for lease in leases_to_take_back(mirror, found, list(self.leases.values()), now_us, gone):
+            lease.is_chosen = self._is_leaving_new = True
+            self._events.append(TakeBack(lease))
+
+    def mirror(self, now_us: int) -> Scheduler:
+        """The pool by the last reply, without what waits."""
+        scheduler = Scheduler(rules_of(self.rules))
+        if self.reply is not None:
+            held = {engine.id: engine for engine in self.reply.held}
+            for engine in self._config.values():
+                of = Engine(engine.id, engine.tokens, engine.requests, engine.prefill, engine.speed, engine.is_ready)
+                of.since_us, of.ramp_us = self._config_us - engine.age_us, engine.ramp_us
+                if (now := held.get(engine.id)) is not None:
+                    of.held, of.sent, of.lined = (now.tokens, now.requests, now.prompt), now.sent, now.lined
+                    of.cap_requests, of.cap_until_us = now.cap_requests, self._last_answer_us + now.cap_for_us
+                scheduler.engines[engine.id] = of
+            for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=False):
+                state.on_engines = (tier.tokens, tier.requests, tier.prompt)
+                state.on_floor = (tier.floor_tokens, tier.floor_requests, tier.floor_prompt)
+        scheduler.look(now_us)
+        return scheduler
+
+    def _take(self, grants: Iterable[Granted], is_reply: bool, now_us: int) -> None:
+        """Only a reply is complete: a grant there for a bid that is gone gives its room back. A wake-up is a hint."""
+        for grant in grants:
+            ticket = self._bids.granted(grant.bid)
+            if ticket is None and (not is_reply or grant.bid in self._acks):
+                continue
+            self._acks.append(grant.bid)
+            if ticket is not None:
+                self._begin(ticket, grant, now_us)
+
+    def _begin(self, ticket: Ticket, grant: Granted, now_us: int) -> None:
+        ticket.tokens, ticket.count = grant.tokens, grant.prompt
+        ticket.excess, ticket.excess_prompt, ticket.is_in_floor = grant.excess, grant.excess_prompt, grant.is_in_floor
+        ticket.counted_us, ticket.admission = now_us - grant.counted_for_us, 1
+        self._entered += 1
+        lease = Lease(ticket, grant.engine, self._entered, grant.sent, self._returns.get(ticket.id, 0))
+        self.leases[ticket.id] = lease
+        self._row.add(lease, 1)
+        self._events.append(Entered(lease))
+
+    def woken(self, wake_up: WakeUp, now_us: int) -> None:
+        """A hint: grants of this replica, or that an epoch begins."""
+        if not wake_up.to or wake_up.is_asked:
+            if self.mode is Mode.SHARED:
+                self._call_by(now_us)
+            return
+        if self.mode in (Mode.SHARED, Mode.LOST, Mode.STATING):
+            self._take(wake_up.grants, False, now_us)
+        if self.mode is Mode.SHARED:
+            self._call_if_needed(now_us)
+
+    def unanswered(self, now_us: int) -> None:
+        """The call in flight has no answer. Whether it was executed is not known: ask, and state everything."""
+        call, self._in_flight = self._in_flight, None
+        if call is None:
+            self._heartbeat_us = now_us
+            return
+        self._failures += 1
+        if self._first_failure_us is None:
+            self._first_failure_us = self._sent_us
+        if call.kind == "bye":
+            self.is_gone = True
+            return
+        if self.mode in (Mode.SHARED, Mode.STATING):
+            self.mode = Mode.LOST if self.knew and self._divides else Mode.JOINING
+        self._retry_us = now_us if self._failures == 1 else now_us + RETRY_US
+        self._call_by(self._retry_us)
+
+    # -- alone
+
+    def _admit_alone(self, now_us: int) -> None:
+        """Without the store: a ledger of its own, of the part `min(C // n, own + free // n)` of each engine."""
+        if self.mode is Mode.LOST and self._first_failure_us is not None:
+            if now_us < self._first_failure_us + ALONE_US:
+                return
+            self.mode, self._alone = Mode.ALONE, Ledger()
+            self._bids.go_back()
+        if self.mode is not Mode.ALONE or self._alone is None:
+            return
+        while True:
+            self._number += 1
+            state = Call(0, self.who, self._number, "state", whole=True, rules=self.rules, replaces=True, knew=1)
+            state.engines = self._parts(now_us)
+            state.cells = self._row.state(True)
+            self._bids.go_back()
+            state.bids = self._bids.new(now_us, UNBOUNDED)
+            reply, _ = self._alone.execute(state, now_us)
+            before = len(self.leases)
+            self._take(reply.grants, True, now_us)
+            self._acks.clear()
+            if len(self.leases) == before:
+                break
+
+    def _parts(self, now_us: int) -> list[EngineView]:
+        alive, parts = max(1, self.knew), []
+        held = {engine.id: engine for engine in self.reply.held} if self.reply is not None else {}
+        for view in self.views.values():
+            config = self._config.get(view.id)
+            if config is None:
+                continue
+            sizes = []
+            known = held.get(view.id)
+            for d, size in enumerate((config.tokens, config.requests, config.prefill)):
+                part = size if size == UNBOUNDED else size // alive
+                if now_us < self._last_answer_us + DEAD_US and size != UNBOUNDED:
+                    taken = 0 if known is None else (known.tokens, known.requests, known.sent)[d]
+                    part = min(part, self._own_held.get(view.id, (0, 0, 0))[d] + max(0, size - taken) // alive)
+                sizes.append(part)
+            is_ready = view.is_reachable and (view.id.rpartition("#")[0] not in self._drained_names())
+            parts.append(EngineView(view.id, sizes[0], sizes[1], sizes[2], view.speed, is_ready))
+        return parts
+
+    def _drained_names(self) -> set[str]:
+        return {drain.engine for drain in self._drained.values() if drain.is_drained}
+
+    def _owe(self, lease: Lease, owed_us: int) -> None:
+        if owed_us:
+            self._told.append(_Told(Owed(self._names[lease.ticket.tier], owed_us)))
+
+    def _call_by(self, at_us: int) -> None:
+        if self._due_us is None or self._due_us > at_us:
+            self._due_us = at_us
+
+    def _tell_soon(self, now_us: int) -> None:
+        someone_waits = self.waiting() or (self.reply is not None and self.reply.waiting)
+        self._call_by(now_us if someone_waits else now_us + LAZY_US)
+
+    def _call_if_needed(self, now_us: int) -> None:
+        has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new
+        if has_news or any(told.number == 0 for told in self._told):
+            self._tell_soon(now_us)
+        if self.is_closing and not self.leases and not self.waiting():
+            self._call_by(now_us)
+        if self.mode is Mode.SHARED and self._bids.has_more():
+            self._call_by(now_us)

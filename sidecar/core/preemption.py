@@ -1,0 +1,135 @@
+"""Rule 7: room that is taken back for the first in order that has waited long enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sidecar.core.scheduler import OTHER, Gone, Place, Scheduler
+from sidecar.core.tickets import Lease, Ticket
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A ticket that is to be `served` on an engine, at its place in order.
+
+    `before`: those that come before it, want the same engine, and fit or hold their place. `burst`: what else waits of
+    an always_first tier. `closed`: levels whose leases stay, because a head of theirs in class 4 comes before it.
+    """
+
+    engine: str
+    served: Ticket
+    place: Place
+    before: Sequence[Ticket]
+    burst: Sequence[Ticket]
+    closed: frozenset[int]
+
+
+def shortage(scheduler: Scheduler, now_us: int, gone: Gone) -> Shortage | None:
+    """What room is to be taken back for now, if any. `gone` is taken back already."""
+    scheduler.look(now_us)
+    if not scheduler.may_preempt():
+        return None
+    tiers = scheduler.rules.tiers
+    order = scheduler.in_order()
+    for n, candidate in enumerate(order):
+        at, place, ticket = n, candidate.place, candidate.ticket
+        after_us = tiers[ticket.tier].preempt_after_us
+        if after_us is not None and now_us - ticket.arrived_us >= after_us:
+            break
+    else:
+        return None
+    engine = scheduler.wanted(ticket)
+    if engine is None:
+        return None
+    before = [
+        c.ticket
+        for c in order[:at]
+        if scheduler.wanted(c.ticket) == engine
+        and (scheduler.fits(c.ticket) or scheduler.holds(c.ticket, c.order_class))
+    ]
+    burst: list[Ticket] = []
+    if tiers[ticket.tier].always_first:
+        waiting = sorted(scheduler.tiers[ticket.tier].queue, key=lambda t: t.number)
+        burst = [other for other in waiting if other is not ticket]
+    closed = frozenset(
+        level
+        for level in range(ticket.tier + 1, len(tiers))
+        if any(scheduler.place(head, OTHER) < place for head in scheduler.heads(level))
+    )
+    found = Shortage(engine, ticket, place, before, burst, closed)
+    is_served = not burst and _Search(scheduler, found, (), now_us, gone).is_enough([], [ticket])
+    return None if is_served else found
+
+
+def leases_to_take_back(
+    scheduler: Scheduler, found: Shortage, leases: Sequence[Lease], now_us: int, gone: Gone
+) -> list[Lease]:
+    """The leases whose room is enough; empty where all together are not."""
+    scheduler.look(now_us)
+    return _Search(scheduler, found, leases, now_us, gone).leases()
+
+
+class _Search:
+    """Looks for leases on one engine whose room is enough."""
+
+    def __init__(self, scheduler: Scheduler, found: Shortage, leases: Sequence[Lease], now_us: int, gone: Gone) -> None:
+        self._scheduler, self._found, self._now, self._gone = scheduler, found, now_us, gone
+        self._engine = scheduler.engines[found.engine]
+        on_engine = [lease for lease in leases if lease.engine == found.engine]
+        self._candidates = sorted(on_engine, key=lambda lease: (-lease.ticket.tier, -lease.entered))
+
+    def leases(self) -> list[Lease]:
+        """Of an always_first tier as much as all that waits needs, one ticket more at a time, while that can be had."""
+        group = [self._found.served]
+        chosen = self._for(group)
+        for ticket in self._found.burst if chosen is not None else ():
+            more = [*group, ticket]
+            if not self._scheduler.is_within_limit(more):
+                continue
+            found = self._for(more)
+            if found is None:
+                break
+            group, chosen = more, found
+        return chosen or []
+
+    def _for(self, group: Sequence[Ticket]) -> list[Lease] | None:
+        """Least important tiers first, the last that entered first; those that are not needed in the end are spared."""
+        found: list[Lease] = []
+        for lease in self._candidates:
+            if self.is_enough(found, group):
+                break
+            if self._may_take(lease, found):
+                found.append(lease)
+        if not self.is_enough(found, group):
+            return None
+        for lease in reversed(found.copy()):
+            rest = [other for other in found if other is not lease]
+            if self.is_enough(rest, group):
+                found = rest
+        return found
+
+    def is_enough(self, taken: Sequence[Lease], group: Sequence[Ticket]) -> bool:
+        """Whether all of the group fit with those before, if these leases end."""
+        gone = self._gone.beside(taken)
+        before = list(self._found.before)
+        for ticket in group:
+            if not self._engine.has_room(ticket, self._now, before, gone.on(self._engine.id)):
+                return False
+            if not self._scheduler.fits(ticket, before, gone):
+                return False
+            before.append(ticket)
+        return True
+
+    def _may_take(self, lease: Lease, taken: Sequence[Lease]) -> bool:
+        scheduler, ticket, rules = self._scheduler, lease.ticket, self._scheduler.rules
+        if ticket.tier <= self._found.served.tier or not rules.tiers[ticket.tier].preemptible:
+            return False
+        if lease.is_kept or lease.is_chosen or ticket.is_in_floor or lease.returns >= rules.max_preemptions:
+            return False
+        if not scheduler.could_come_back(ticket):
+            return False
+        if scheduler.would_be_below_floor(ticket.tier, self._gone.beside([*taken, lease])):
+            return False
+        # Otherwise its room would go back to it, or to one of its tier.
+        return ticket.tier not in self._found.closed and scheduler.place(ticket, OTHER) >= self._found.place

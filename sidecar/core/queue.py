@@ -1,0 +1,165 @@
+"""Rule 2: the queue of one tier. Its tenants take turns by start-time fair queueing (Goyal, Vin, Cheng 1996)."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable, Iterator
+
+from sidecar.core.tickets import Ticket
+
+
+class FairQueue:
+    """The waiting tickets of one tier, in the order of their tenants' tags.
+
+    `by_gain`: the virtual time is the smallest start tag of those that wait; else the largest of those that left.
+    Tags never go back: when the queue becomes empty all tenants start afresh at a virtual time beyond every tag.
+    """
+
+    def __init__(self, by_gain: bool = False) -> None:
+        self.by_gain = by_gain
+        self.virtual = 0.0
+        self.afresh = 0
+        """How often all tags started afresh."""
+        self.finish: dict[str, float] = {}
+        self.largest = 1
+        """The most tokens of a ticket since the queue was empty."""
+        self._lanes: dict[str, list[Ticket]] = {}
+        self._returned: set[Ticket] = set()
+        self._count = 0
+        # A heap of first tickets; entries that are not true any more are dropped when they come up.
+        self._order: list[tuple[float, tuple[int, str, int], int, Ticket]] = []
+        self._pushes = 0
+        self._tops: dict[str, Ticket] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Ticket]:
+        for lane in self._lanes.values():
+            yield from lane
+        yield from self._returned
+
+    def add(self, ticket: Ticket) -> None:
+        """One that came, or that came back: it waits outside of its tenant's queue and is not charged again."""
+        self.largest = max(self.largest, ticket.tokens)
+        self._count += 1
+        if ticket.has_returned:
+            first = self.next()
+            ticket.start = self.virtual if first is None or first.start is None else min(self.virtual, first.start)
+            self._returned.add(ticket)
+            self._push(ticket)
+        else:
+            insort(self._lanes.setdefault(ticket.tenant, []), ticket, key=_arrival)
+        self._tag(ticket.tenant)
+
+    def remove(self, ticket: Ticket) -> None:
+        """One that leaves by cancellation: it costs nothing."""
+        self._take_out(ticket)
+        self._tag(ticket.tenant)
+
+    def leave(self, ticket: Ticket) -> None:
+        """One that leaves for an engine or for the line: its tenant is charged."""
+        if not self.by_gain:
+            self.virtual = max(self.virtual, ticket.start or 0.0)
+        self._charge_for(ticket)
+        self._take_out(ticket)
+        self._tag(ticket.tenant)
+
+    def show(self, ticket: Ticket) -> None:
+        """One that waits elsewhere from now on, as a bid: what waits here comes after it, and no time passes."""
+        self._charge_for(ticket)
+        self._take_out(ticket)
+        self._tag_first(ticket.tenant)
+
+    def take_back(self, ticket: Ticket) -> None:
+        """A bid that waits here again, as if it never had been shown."""
+        if not ticket.has_returned:
+            finish = self.finish.get(ticket.tenant, self.virtual)
+            self.finish[ticket.tenant] = finish - ticket.tokens / ticket.weight
+            ticket.start = None
+        self.add(ticket)
+
+    def charge(self, tenant: str, tokens: int, weight: int) -> None:
+        """Growth of a tenant's lease, while others of the tier wait."""
+        if self._count:
+            self.finish[tenant] = max(self.virtual, self.finish.get(tenant, 0.0)) + tokens / weight
+
+    def next(self, wanted: Callable[[Ticket], bool] | None = None) -> Ticket | None:
+        """The next in fair order, of those that are wanted."""
+        if wanted is not None:
+            firsts = [*(lane[0] for lane in self._lanes.values()), *self._returned]
+            return min(filter(wanted, firsts), key=lambda t: (t.start, t.arrival), default=None)
+        while self._order:
+            start, _, _, ticket = self._order[0]
+            if ticket.start == start and self._is_first(ticket):
+                return ticket
+            heapq.heappop(self._order)
+        return None
+
+    def is_ahead(self, ticket: Ticket) -> bool:
+        """Rule 9: whether the tenant had so much more than its part that it comes after all others."""
+        ahead = self.finish.get(ticket.tenant, 0.0) - self.virtual
+        return not ticket.has_returned and ahead * ticket.weight > 2 * self.largest
+
+    def _charge_for(self, ticket: Ticket) -> None:
+        if ticket.has_returned:
+            return
+        first = self._lanes[ticket.tenant][0]
+        finish = max(first.start or 0.0, self.finish.get(ticket.tenant, 0.0)) + ticket.tokens / ticket.weight
+        self.finish[ticket.tenant] = finish
+        if first is not ticket and (first.start is None or first.start < finish):
+            first.start = finish
+            self._push(first)
+
+    def _is_first(self, ticket: Ticket) -> bool:
+        if ticket.has_returned:
+            return ticket in self._returned
+        lane = self._lanes.get(ticket.tenant)
+        return lane is not None and lane[0] is ticket
+
+    def _push(self, ticket: Ticket) -> None:
+        assert ticket.start is not None
+        self._pushes += 1
+        heapq.heappush(self._order, (ticket.start, ticket.arrival, self._pushes, ticket))
+
+    def _take_out(self, ticket: Ticket) -> None:
+        self._count -= 1
+        if ticket.has_returned:
+            self._returned.remove(ticket)
+            return
+        lane = self._lanes[ticket.tenant]
+        lane.remove(ticket)
+        if not lane:
+            del self._lanes[ticket.tenant]
+
+    def _tag(self, tenant: str) -> None:
+        """Gives the first of a tenant its start tag; lets all tags start afresh where none waits."""
+        if not self._count:
+            self.virtual = max([self.virtual, *self.finish.values()])
+            self.finish.clear()
+            self.afresh += 1
+            self._order.clear()
+            self._tops.clear()
+            self.largest = 1
+            return
+        self._tag_first(tenant)
+        if self.by_gain and (first_of_all := self.next()) is not None and first_of_all.start is not None:
+            self.virtual = max(self.virtual, first_of_all.start)
+
+    def _tag_first(self, tenant: str) -> None:
+        lane = self._lanes.get(tenant)
+        if not lane:
+            self._tops.pop(tenant, None)
+            return
+        first = lane[0]
+        if first.start is None:
+            virtual = self.virtual if first.hint is None else first.hint
+            first.start = max(virtual, self.finish.get(tenant, 0.0))
+        if self._tops.get(tenant) is not first:
+            self._tops[tenant] = first
+            self._push(first)
+
+
+def _arrival(ticket: Ticket) -> tuple[int, str, int]:
+    return ticket.arrival

@@ -1,0 +1,508 @@
+"""Rules 3 to 6: the order of what waits, and one step after the other into engines and into the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
+
+from sidecar.core.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
+from sidecar.core.engines import NOTHING_FREED, Engine, Freed
+from sidecar.core.figures import Rules, figures_of
+from sidecar.core.queue import FairQueue
+from sidecar.core.tickets import Lease, Ticket
+
+PATIENCE_US = 5_000_000
+"""How long one in line waits for the engine that it wants, before it takes any (rule 6)."""
+
+MOST_EXCESS = 1_000
+"""The most whole reserves that one ticket counts as too much (rule 5)."""
+
+
+class OrderClass(IntEnum):
+    """Rule 3: the classes, in order."""
+
+    FIRST = 0
+    LINE = 1
+    INSIDE = 2
+    TURN = 3
+    OTHER = 4
+
+
+FIRST, LINE, INSIDE, TURN, OTHER = OrderClass
+
+Place: TypeAlias = tuple[int, int, int, tuple[int, str, int]]
+
+
+class Candidate(NamedTuple):
+    """A ticket that may be next. Candidates compare by `place`."""
+
+    place: Place
+    ticket: Ticket
+    order_class: OrderClass
+
+
+class Grant(NamedTuple):
+    """A ticket enters an engine. `sent`: the prompt tokens that the engine has to prefill of it."""
+
+    ticket: Ticket
+    engine: str
+    sent: int
+
+
+class Gone:
+    """What is as good as given free: sums of leases that are taken back, by tier and by engine."""
+
+    def __init__(self) -> None:
+        self.total = NOTHING
+        self._tiers: dict[int, tuple[Amount, Amount]] = {}
+        self._engines: dict[str, Freed] = {}
+
+    def add(self, tier: int, engine: str, amount: Amount, sent: int, on_floor: Amount = NOTHING) -> None:
+        self.total = plus(self.total, amount)
+        held, floor = self._tiers.get(tier, (NOTHING, NOTHING))
+        self._tiers[tier] = plus(held, amount), plus(floor, on_floor)
+        freed = self.on(engine)
+        self._engines[engine] = Freed(plus(freed.amount, amount), freed.sent + sent)
+
+    def on(self, engine: str) -> Freed:
+        """On one engine."""
+        return self._engines.get(engine, NOTHING_FREED)
+
+    def of(self, tier: int, floor_only: bool = False) -> Amount:
+        """Of one tier; or only what was let in for its floor."""
+        return self._tiers.get(tier, (NOTHING, NOTHING))[floor_only]
+
+    def beside(self, leases: Iterable[Lease]) -> Gone:
+        """This, and these leases."""
+        found = Gone()
+        found.total, found._tiers, found._engines = self.total, dict(self._tiers), dict(self._engines)
+        for lease in leases:
+            found.add(lease.ticket.tier, lease.engine, lease.amount, lease.sent, lease.ticket.on_floor)
+        return found
+
+
+NOTHING_GONE = Gone()
+
+
+@dataclass
+class TierState:
+    """What one tier holds, owes and had.
+
+    `on_engines` and `in_line` (for the floor) are U together. `on_floor` and `in_line_on_floor`: the part of them that
+    was let in for the floor (rule 9). `latest`: the number of its last admission.
+    """
+
+    queue: FairQueue
+    on_engines: Amount = NOTHING
+    in_line: Amount = NOTHING
+    on_floor: Amount = NOTHING
+    in_line_on_floor: Amount = NOTHING
+    owes_until_us: int = 0
+    latest: int = 0
+    lined: int = 0
+
+    @property
+    def used(self) -> Amount:
+        """U."""
+        return plus(self.on_engines, self.in_line)
+
+
+class Scheduler:
+    """Decides for one pool. Its owner keeps the leases and tells what they hold (`hold`)."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.tiers = [TierState(FairQueue(rules.by_gain)) for _ in rules.tiers]
+        self.engines: dict[str, Engine] = {}
+        self.line: list[Ticket] = []
+        self.admissions = 0
+        self._now = 0
+        self._figures = figures_of(rules, NOTHING)
+        self._largest_prefill = 0
+        self._total = NOTHING
+
+    # -- what comes, ends and changes
+
+    def add(self, ticket: Ticket) -> None:
+        """A ticket that came, or came back, waits in its queue."""
+        self.tiers[ticket.tier].queue.add(ticket)
+
+    def resize(self, ticket: Ticket, tokens: int) -> None:
+        """One in line is of another size now."""
+        if ticket.is_for_floor:
+            self._hold_in_line(ticket, (tokens - ticket.tokens, 0, 0))
+        ticket.tokens = tokens
+
+    def remove(self, ticket: Ticket, now_us: int) -> None:
+        """A waiting ticket that is given up, in its queue or in line."""
+        if ticket.is_in_line:
+            owed = (ticket.excess + ticket.excess_prompt) * (now_us - ticket.counted_us)
+            self._leave_line(ticket)
+            self.owe(ticket.tier, owed, now_us)
+        else:
+            self.tiers[ticket.tier].queue.remove(ticket)
+
+    def hold(self, tier: int | None, engine: str, amount: Amount, sent: int, on_floor: Amount = NOTHING) -> None:
+        """Adds to what a tier holds on an engine; what is given free is negative.
+
+        `on_floor`: the part of it that was let in for the tier's floor. None: a tier that the rules do not know.
+        """
+        if tier is not None:
+            state = self.tiers[tier]
+            state.on_engines, state.on_floor = plus(state.on_engines, amount), plus(state.on_floor, on_floor)
+        of = self.engines[engine]
+        of.held, of.sent = plus(of.held, amount), of.sent + sent
+
+    def owe(self, tier: int, owed_us: int, now_us: int) -> None:
+        """Rule 5: the tier has no turn for so much longer."""
+        if owed_us:
+            state = self.tiers[tier]
+            state.owes_until_us = max(now_us, state.owes_until_us) + owed_us
+
+    def set_engines(self, offers: Iterable[Engine]) -> None:
+        """The engines from now on. What others hold still counts; a cap ends with its engine (rule 8)."""
+        known = {e.id: e for e in offers}
+        for name, old in self.engines.items():
+            if name in known and (old.is_known or old.held != NOTHING):
+                new = known[name]
+                new.held, new.sent, new.lined = old.held, old.sent, old.lined
+                new.cap_requests, new.cap_until_us = old.cap_requests, old.cap_until_us
+            elif name not in known and old.held != NOTHING:
+                old.is_known = False
+                known[name] = old
+        self.engines = known
+        for ticket in self.line:
+            if ticket.engine is not None and ticket.engine not in known:
+                ticket.engine = None
+
+    # -- one decision
+
+    def decide(self, now_us: int) -> list[Grant]:
+        """All steps that can be done now: what enters which engine, in order."""
+        self.look(now_us)
+        grants: list[Grant] = []
+        if any(e.is_ready for e in self.engines.values()):
+            while self._step(grants):
+                pass
+        return grants
+
+    def look(self, now_us: int) -> None:
+        """Figures change with the engines, in slow start with time."""
+        self._now = now_us
+        capacity, total, self._largest_prefill = NOTHING, NOTHING, 0
+        for engine in self.engines.values():
+            total = plus(total, engine.held)
+            if engine.is_ready:
+                size = engine.size(now_us)
+                self._largest_prefill = max(self._largest_prefill, size[2])
+                capacity = plus(capacity, size)
+            else:
+                capacity = plus(capacity, engine.held)
+        self._total = total
+        self._figures = figures_of(self.rules, smaller(capacity, (UNBOUNDED, UNBOUNDED, UNBOUNDED)))
+
+    def _step(self, grants: list[Grant]) -> bool:
+        """Rule 6: the next step, one enters an engine or comes to stand in line. False where there is none."""
+        self._choose_again()
+        closed: set[str] = set()  # engines that those before want
+        is_stopped = False  # a small one before it has stood in line for 5 s
+        for _, ticket, order_class in self.in_order():
+            if order_class == OTHER and is_stopped:
+                continue
+            if not self.fits(ticket):
+                if self.holds(ticket, order_class):
+                    return False
+                continue
+            was_in_line = ticket.is_in_line
+            joins = not was_in_line and self._has_place(ticket, order_class)
+            is_late = was_in_line and self._now >= ticket.in_line_since_us + PATIENCE_US
+            wanted = self.wanted(ticket)
+            engine = self._engine_for(
+                ticket, wanted, closed, order_class == FIRST or is_late or not (was_in_line or joins)
+            )
+            if engine is not None:
+                grants.append(self._enter(ticket, engine, order_class))
+                return True
+            if joins:
+                self._join(ticket, wanted)
+            if ticket.is_in_line and not ticket.is_for_floor and wanted and order_class in (FIRST, INSIDE, TURN):
+                self._begin_to_count(ticket, order_class)
+                self._hold_in_line(ticket, ticket.amount)
+                return True
+            if joins:
+                return True
+            if wanted:
+                closed.add(wanted)
+                is_stopped = is_stopped or (is_late and self.is_small(ticket))
+        return False
+
+    # -- rule 3: order
+
+    def in_order(self) -> list[Candidate]:
+        """The candidates: those in line, the heads of all tiers, by gain the best of each tier."""
+        candidates = list(self.line)
+        for level, tier in enumerate(self.rules.tiers):
+            heads = self.heads(level)
+            candidates += heads
+            if self.rules.by_gain and not tier.always_first and heads:
+                best = min(self.tiers[level].queue, key=lambda t: self.place(t, OTHER))
+                candidates += [best] if best not in heads else []
+        found = []
+        for ticket in candidates:
+            used, limit = self.tiers[ticket.tier].used, self._figures.limit[ticket.tier]
+            is_free = ticket.is_for_floor or self.rules.tiers[ticket.tier].limit >= 1
+            if is_free or within(plus(used, self.need(ticket)), limit):
+                order_class = self.class_of(ticket)
+                found.append(Candidate(self.place(ticket, order_class), ticket, order_class))
+        found.sort(key=lambda candidate: candidate.place)
+        return found
+
+    def heads(self, level: int) -> list[Ticket]:
+        """The next in fair order; while the tier owes and that one is not small, also the next that is."""
+        queue = self.tiers[level].queue
+        first = queue.next()
+        if first is None:
+            return []
+        if not self._owes(level) or self.is_small(first):
+            return [first]
+        small = queue.next(self.is_small)
+        return [first] if small is None else [first, small]
+
+    def class_of(self, ticket: Ticket) -> OrderClass:
+        """A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not."""
+        if self.rules.tiers[ticket.tier].always_first:
+            return FIRST
+        if ticket.is_for_floor:
+            return LINE
+        front = next((t for t in self.line if t.tier == ticket.tier and not t.is_for_floor), None)
+        owes = self._owes(ticket.tier)
+        if front is None:
+            may_be_inside = not ticket.is_in_line and ticket in self.heads(ticket.tier)
+        elif ticket is front:
+            may_be_inside = True
+        else:
+            may_be_inside = (
+                owes
+                and not self.is_small(front)
+                and self.is_small(ticket)
+                and (ticket.is_in_line or ticket in self.heads(ticket.tier))
+            )
+        if not may_be_inside:
+            return OTHER
+        held, reserve = self.on_floor(ticket.tier), self._figures.reserve[ticket.tier]
+        if within(plus(held, self.need(ticket)), reserve):
+            return INSIDE
+        return TURN if below(held, reserve) and not owes else OTHER
+
+    def place(self, ticket: Ticket, order_class: OrderClass) -> Place:
+        """What the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged level."""
+        before, key = 0, self.aged_level(ticket)
+        if order_class == LINE:
+            before = ticket.admission
+        elif order_class == TURN:
+            before = self.tiers[ticket.tier].latest
+        elif order_class == OTHER and self.rules.by_gain:
+            before, key = self._gain_key(ticket)
+        return order_class, before, key, ticket.arrival
+
+    def aged_level(self, ticket: Ticket) -> int:
+        """`level * promote_after - waited`: a ticket rises one level per `promote_after`, not past the ceiling."""
+        rules = self.rules
+        if rules.promote_after_us is None:
+            return ticket.tier
+        if ticket.tier <= rules.ceiling:
+            return ticket.tier * rules.promote_after_us
+        waited = self._now - ticket.arrived_us
+        return max(ticket.tier * rules.promote_after_us - waited, rules.ceiling * rules.promote_after_us)
+
+    def _tiers_above(self, ticket: Ticket) -> int:
+        """How many tiers are more important than the ticket: those at a level less than its aged level."""
+        return -(-self.aged_level(ticket) // (self.rules.promote_after_us or 1))
+
+    def _gain_key(self, ticket: Ticket) -> tuple[int, int]:
+        """Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level."""
+        gain = ticket.gain
+        waits_in_queue = not ticket.is_in_line and ticket.admission == 0
+        if gain is None or (waits_in_queue and self.tiers[ticket.tier].queue.is_ahead(ticket)):
+            return 1, self.aged_level(ticket)
+        lost = max(0, self._now - ticket.arrived_us - gain.start_by_us) // gain.slack_us
+        share = max(0, gain.tokens - lost) * 1_000 // gain.tokens
+        earned = gain.weight * share * 1_000_000 // gain.cost_us
+        return (0, -earned) if earned else (1, self.aged_level(ticket))
+
+    # -- rule 4: room
+
+    def need(self, ticket: Ticket) -> Amount:
+        """t: its prompt counts less its best hit, for no more than its size limit and the largest engine's prefill."""
+        uncached = max(1, ticket.prompt - max(ticket.hits.values(), default=0))
+        most = min(self._largest_prefill, self._figures.size_limit[ticket.tier][2])
+        return ticket.tokens, ticket.requests, min(uncached, most)
+
+    def is_small(self, ticket: Ticket) -> bool:
+        """`t <= R`."""
+        return within(self.need(ticket), self._figures.reserve[ticket.tier])
+
+    def fits(self, ticket: Ticket, before: Iterable[Ticket] = (), gone: Gone = NOTHING_GONE) -> bool:
+        """Beside what engines hold and the idle headroom of tiers that are more important than the ticket.
+
+        As if `gone` had ended and those `before` the ticket had entered.
+        """
+        needed = minus(plus(self._total, self.need(ticket)), gone.total)
+        for other in before:
+            needed = plus(needed, self.need(other))
+        if self._figures.has_headroom:
+            for tier, headroom in enumerate(self._figures.headroom[: self._tiers_above(ticket)]):
+                if tier != ticket.tier:
+                    used = minus(self.tiers[tier].used, gone.of(tier))
+                    needed = plus(needed, larger(NOTHING, minus(headroom, used)))
+        return within(needed, self._figures.capacity)
+
+    def holds(self, ticket: Ticket, order_class: OrderClass) -> bool:
+        """Whether it holds its place though it does not fit, so that nothing after it is admitted."""
+        if order_class == FIRST:
+            return True
+        kept, above = self.need(ticket), self._tiers_above(ticket)
+        for q, tier in enumerate(self.rules.tiers):
+            if q == ticket.tier:
+                continue
+            is_better, k = q < above, self.tiers[q].used
+            if not (tier.always_first or (order_class == OTHER and is_better and not self.rules.by_gain)):
+                k = smaller(self.on_floor(q), self._figures.reserve[q])
+            kept = plus(kept, larger(k, self._figures.headroom[q]) if is_better else k)
+        return within(kept, self._figures.capacity)
+
+    def is_within_limit(self, group: Iterable[Ticket]) -> bool:
+        """Whether a tier may hold all of these, its own, beside what it holds."""
+        after, level = NOTHING, 0
+        for ticket in group:
+            level = ticket.tier
+            after = plus(after, NOTHING if ticket.is_for_floor else self.need(ticket))
+        return within(plus(self.tiers[level].used, after), self._figures.limit[level])
+
+    # -- rule 7: what may be taken back (`preemption`)
+
+    def could_come_back(self, ticket: Ticket) -> bool:
+        """Whether its tokens and requests would be let in again."""
+        tokens, requests, _ = self._figures.returnable[ticket.tier]
+        return ticket.tokens <= tokens and ticket.requests <= requests
+
+    def would_be_below_floor(self, level: int, gone: Gone) -> bool:
+        """Whether it would be `U < R` in all dimensions."""
+        left = minus(self.on_floor(level), gone.of(level, floor_only=self.rules.by_gain))
+        return below(left, self._figures.reserve[level])
+
+    def may_preempt(self) -> bool:
+        """Whether something that may be served so waits."""
+        return self.rules.max_preemptions > 0 and any(
+            tier.preempt_after_us is not None and (state.lined or state.queue)
+            for tier, state in zip(self.rules.tiers, self.tiers, strict=True)
+        )
+
+    # -- rule 6: engines and the line
+
+    def wanted(self, ticket: Ticket) -> str | None:
+        """The engine with the smallest score. One in line keeps to the engine that it waits for."""
+        if ticket.engine is not None and self.engines[ticket.engine].could_take(ticket, self._now):
+            return ticket.engine
+        return self._best(ticket, lambda engine: engine.could_take(ticket, self._now))
+
+    def _best(self, ticket: Ticket, may_take: Callable[[Engine], bool]) -> str | None:
+        percent = self.rules.affinity_percent
+        best = min(filter(may_take, self.engines.values()), key=lambda e: e.score(ticket, percent), default=None)
+        return None if best is None else best.id
+
+    def _engine_for(self, ticket: Ticket, wanted: str | None, closed: set[str], takes_any: bool) -> str | None:
+        """The engine that it enters now: the one that it wants, or the best other one without less of its prompt."""
+
+        def is_open(engine: Engine) -> bool:
+            return (
+                engine.id not in closed and engine.could_take(ticket, self._now) and engine.has_room(ticket, self._now)
+            )
+
+        if wanted is not None and is_open(self.engines[wanted]):
+            return wanted
+        other = self._best(ticket, is_open)
+        if other is None or takes_any:
+            return other
+        return other if ticket.hits.get(other, 0) >= ticket.hits.get(wanted or "", 0) else None
+
+    def _has_place(self, ticket: Ticket, order_class: OrderClass) -> bool:
+        """Each tier has as many places in line as there are ready engines; class 0 has always one."""
+        places = sum(engine.is_ready for engine in self.engines.values())
+        return order_class == FIRST or self.tiers[ticket.tier].lined < places
+
+    def _enter(self, ticket: Ticket, engine: str, order_class: OrderClass) -> Grant:
+        if ticket.is_in_line:
+            is_counted = ticket.is_for_floor
+            self._leave_line(ticket)
+        else:
+            is_counted = False
+            self.tiers[ticket.tier].queue.leave(ticket)
+        if not is_counted:
+            self._begin_to_count(ticket, order_class)
+        ticket.engine = None
+        sent = ticket.sent_to(engine) if ticket.count else 0
+        self.hold(ticket.tier, engine, ticket.amount, sent, ticket.on_floor)
+        self._total = plus(self._total, ticket.amount)
+        return Grant(ticket, engine, sent)
+
+    def _join(self, ticket: Ticket, wanted: str | None) -> None:
+        state = self.tiers[ticket.tier]
+        state.queue.leave(ticket)
+        state.lined += 1
+        ticket.is_in_line, ticket.in_line_since_us = True, self._now
+        self.line.append(ticket)
+        self._wait_for(ticket, wanted)
+
+    def _leave_line(self, ticket: Ticket) -> None:
+        self.line.remove(ticket)
+        self.tiers[ticket.tier].lined -= 1
+        self._wait_for(ticket, None)
+        if ticket.is_for_floor:
+            self._hold_in_line(ticket, minus(NOTHING, ticket.amount))
+        ticket.is_in_line = False
+
+    def _wait_for(self, ticket: Ticket, wanted: str | None) -> None:
+        if ticket.engine is not None:
+            self.engines[ticket.engine].lined -= ticket.prompt
+        if wanted is not None:
+            self.engines[wanted].lined += ticket.prompt
+        ticket.engine = wanted
+
+    def _choose_again(self) -> None:
+        """Those in line for an engine that can take them no more."""
+        gone = [t for t in self.line if t.engine is None or not self.engines[t.engine].could_take(t, self._now)]
+        for ticket in gone:
+            self._wait_for(ticket, None)
+            self._wait_for(ticket, self.wanted(ticket))
+
+    def _begin_to_count(self, ticket: Ticket, order_class: OrderClass) -> None:
+        """Rule 5: by a turn, how many whole reserves too much; of the prompt, what is above that."""
+        if order_class == TURN:
+            after = plus(self.on_floor(ticket.tier), self.need(ticket))
+            tokens, requests, prompt = (
+                min(MOST_EXCESS, max(0, (a - r) // r))
+                for a, r in zip(after, self._figures.reserve[ticket.tier], strict=True)
+            )
+            ticket.excess = max(tokens, requests)
+            ticket.excess_prompt = max(0, prompt - ticket.excess)
+        ticket.count = self.need(ticket)[2]
+        ticket.is_in_floor, ticket.counted_us = self.rules.by_gain and order_class != OTHER, self._now
+        self.admissions += 1
+        self.tiers[ticket.tier].latest = ticket.admission = self.admissions
+
+    def _hold_in_line(self, ticket: Ticket, amount: Amount) -> None:
+        state = self.tiers[ticket.tier]
+        state.in_line = plus(state.in_line, amount)
+        if ticket.is_in_floor:
+            state.in_line_on_floor = plus(state.in_line_on_floor, amount)
+
+    def on_floor(self, level: int) -> Amount:
+        """U where it is compared with R: by gain, what was let in for the floor (rule 9)."""
+        state = self.tiers[level]
+        return plus(state.on_floor, state.in_line_on_floor) if self.rules.by_gain else state.used
+
+    def _owes(self, level: int) -> bool:
+        return self._now < self.tiers[level].owes_until_us

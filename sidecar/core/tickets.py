@@ -1,0 +1,121 @@
+"""Tickets wait in a queue or in line; a lease is a ticket that entered an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sidecar.core.amounts import NOTHING, Amount
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a request earns in time (rule 9).
+
+    `tokens`: its expected tokens that are in time if it enters `start_by_us` after its arrival or before; one less for
+    each whole `slack_us` later. `cost_us`: the engine's time for it.
+    """
+
+    weight: int
+    tokens: int
+    cost_us: int
+    start_by_us: int
+    slack_us: int
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that waits. Its owner fills the first block, the scheduler the second.
+
+    `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: names of engines that refused it.
+    `arrived_us`: when it first came, also if it came back. `hint`: its start tag as its owner saw it.
+    """
+
+    id: str
+    tier: int
+    tenant: str
+    tokens: int
+    requests: int = 1
+    prompt: int = 0
+    weight: int = 1
+    hits: Mapping[str, int] = field(default_factory=dict)
+    barred: frozenset[str] = frozenset()
+    arrived_us: int = 0
+    owner: str = ""
+    number: int = 0
+    gain: Gain | None = None
+    has_returned: bool = False
+    hint: float | None = None
+
+    start: float | None = None
+    engine: str | None = None
+    is_in_line: bool = False
+    in_line_since_us: int = 0
+    count: int = 0
+    counted_us: int = 0
+    admission: int = 0
+    excess: int = 0
+    excess_prompt: int = 0
+    is_in_floor: bool = False
+
+    @property
+    def arrival(self) -> tuple[int, str, int]:
+        """Compares tickets by arrival, then by the order of submission."""
+        return self.arrived_us, self.owner, self.number
+
+    @property
+    def is_for_floor(self) -> bool:
+        """Whether it stands in line for its tier's floor (rule 6), so that its tier holds it already."""
+        return self.is_in_line and self.admission > 0
+
+    @property
+    def on_floor(self) -> Amount:
+        """The part of it that counts where U is compared with R by gain (rule 9)."""
+        return self.amount if self.is_in_floor else NOTHING
+
+    def come_back(self) -> None:
+        """It waits again, and does not count any more."""
+        self.has_returned, self.start, self.admission = True, None, 0
+        self.count = self.excess = self.excess_prompt = 0
+        self.is_in_floor = False
+
+    def sent_to(self, engine: str) -> int:
+        """The prompt tokens that an engine has to prefill of it."""
+        return max(1, self.prompt - self.hits.get(engine, 0))
+
+    @property
+    def amount(self) -> Amount:
+        """What its tier holds by it once it counts."""
+        return self.tokens, self.requests, self.count
+
+
+@dataclass(eq=False)
+class Lease:
+    """A ticket that entered `engine` as the `entered`-th. Its owner keeps it, and tells the scheduler sums.
+
+    `sent`: its prompt as it was sent, 0 from the first byte on. `returns`: how often it came back. `is_kept`: its first
+    byte is on its way. `is_chosen`: to be taken back.
+    """
+
+    ticket: Ticket
+    engine: str
+    entered: int
+    sent: int
+    returns: int = 0
+    is_kept: bool = False
+    is_chosen: bool = False
+
+    @property
+    def amount(self) -> Amount:
+        return self.ticket.amount
+
+    def first_byte(self, now_us: int) -> int:
+        """Ends the prefill. Returns for how long its tier owes more (rule 5)."""
+        owed, self.ticket.excess_prompt = self.ticket.excess_prompt, 0
+        self.ticket.count = self.sent = 0
+        return owed * (now_us - self.ticket.counted_us)
+
+    def end(self, now_us: int) -> int:
+        """Ends the lease. Returns for how long its tier owes more (rule 5)."""
+        owed, self.ticket.excess = self.ticket.excess, 0
+        return self.first_byte(now_us) + owed * (now_us - self.ticket.counted_us)

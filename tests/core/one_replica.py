@@ -1,0 +1,121 @@
+"""One replica over a ledger in the process, as a player of programs."""
+
+from core_player import rules_of, us
+
+from sidecar.core import calls
+from sidecar.core.amounts import UNBOUNDED
+from sidecar.core.ledger import Ledger
+from sidecar.core.member import Entered, Member, TakeBack
+from sidecar.core.tickets import Gain, Ticket
+
+
+class One:
+    def __init__(self, scenario, most_bids=32):
+        rules = rules_of(scenario)
+        self.names = [t.name for t in rules.tiers]
+        stated = calls.PoolRules(
+            [
+                calls.TierRules(
+                    t.name,
+                    int(t.reserve * 10**6),
+                    int(t.lend * 10**6),
+                    int(t.limit * 10**6),
+                    t.always_first,
+                    t.preemptible,
+                    t.preempt_after_us,
+                )
+                for t in rules.tiers
+            ],
+            rules.promote_after_us,
+            rules.ceiling,
+            rules.max_preemptions,
+            rules.affinity_percent,
+            rules.by_gain,
+            int(rules.fair * 10**6),
+        )
+        self.ledger, self.member = Ledger(), Member("one", stated, most_bids=most_bids)
+        self.tickets, self.count = {}, 0
+        self.set_engines(scenario.get("engines", [{"id": "pool#1", **scenario.get("capacity", {})}]), 0)
+        self.pump(0)
+        state = self.ledger.state
+        state.hold_until = 0
+
+    def set_engines(self, offers, now):
+        self.member.view(
+            [
+                calls.EngineView(
+                    o["id"],
+                    *(o.get(k, UNBOUNDED) for k in ("tokens", "requests", "prefill")),
+                    o.get("speed", 1000),
+                    o.get("takes_new", True) and o.get("known", True),
+                    now - us(o.get("since_s", 0)),
+                    us(o.get("ramp_s", 0)),
+                )
+                for o in offers
+            ],
+            now,
+        )
+
+    def pump(self, now):
+        admitted, chosen = [], []
+        self.member._due_us = now
+        self.ledger_now = now
+        while (call := self.member.poll(now)) is not None:
+            reply, _ = self.ledger.execute(call, now)
+            self.member.answered(reply, now)
+            for event in self.member.take_events():
+                if isinstance(event, Entered):
+                    admitted.append((event.lease.ticket.id, event.lease.engine))
+                elif isinstance(event, TakeBack):
+                    chosen.append(event.lease.ticket.id)
+        return admitted, chosen
+
+    def do(self, step, now):
+        m, what, name = self.member, step["do"], step.get("id")
+        lease, ticket = m.leases.get(name), self.tickets.get(name)
+        waits = ticket is not None and lease is None
+        tier = self.names.index(step["tier"]) if "tier" in step else 0
+        if what == "submit":
+            gain = None
+            if "gain" in step:
+                g = step["gain"]
+                gain = Gain(g["weight"], g["tokens"], us(g["cost"]), us(g["start_by"]), us(g["slack"]))
+            ticket = Ticket(
+                name,
+                tier,
+                step.get("tenant", ""),
+                step["tokens"],
+                step.get("requests", 1),
+                step.get("prompt", 0),
+                step.get("weight", 1),
+                dict(step.get("hits", ())),
+                frozenset(step.get("barred", ())),
+                now,
+                "",
+                self.count,
+                gain,
+            )
+            self.count += 1
+            self.tickets[name] = ticket
+            m.submit(ticket, now)
+        elif what == "cancel" and waits:
+            m.cancel(self.tickets.pop(name), now)
+        elif what == "settle" and lease:
+            m.end(lease, now)
+            del self.tickets[name]
+        elif what == "prefilled" and lease:
+            m.first_byte(lease, now)
+        elif what == "resize" and lease:
+            if lease.ticket.tokens < step["tokens"]:
+                pass
+            m._row.add(lease, -1)
+            lease.ticket.tokens = step["tokens"]
+            m._row.add(lease, 1)
+        elif what == "keep" and lease:
+            m.keep(lease, now)
+        elif (what == "requeue" and lease and lease.is_chosen) or (what == "hand_back" and lease):
+            m.hand_back(lease, step.get("barred", ()) if what == "hand_back" else (), now)
+        elif what == "engines":
+            self.set_engines(step["engines"], now)
+        elif what == "cap":
+            m.tell(calls.Cap(step["engine"], step["requests"], us(step["until"]) - now), now)
