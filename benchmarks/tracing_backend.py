@@ -57,6 +57,7 @@ FLOOD = 12
 URGENT_FROM_S, URGENT_PER_S, URGENT_FOR_S = 1.5, 6.0, 4.0
 """High arrives half as fast again as it is served."""
 STARVED_AT_LEAST_S = 2.0
+EXPLANATION = "admission.explanation"
 PARENTS = {"admission.queued": "admission", "admission.starved": "admission.queued", "engine": "admission"}
 
 
@@ -205,7 +206,9 @@ def problems_of(one: Mapping[str, Stored]) -> list[str]:
         == (client.name, TIERS[client.name]),
         "it was answered": said["http.response.status_code"] == 200 and said["admission.outcome"] == "completed",
         "who starved says who went ahead": "admission.starved" not in one
-        or "of tier high went ahead" in one["admission.starved"].attributes["admission.explanation"],
+        or all(
+            "of tier high went ahead" in span.attributes[EXPLANATION] for span in (admission, one["admission.starved"])
+        ),
         "starved too long is marked": said.get("admission.starved_too_long", False)
         == (starvation_s > STARVED_AT_LEAST_S and said["admission.tier"] == "batch"),
         "usage is on the engine's span": engine.attributes["gen_ai.usage.output_tokens"] == TOKENS,

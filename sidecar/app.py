@@ -25,7 +25,7 @@ from sidecar.middleware.request_path import at_own_root
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.mounted_services import MountedTelemetry, Part, has_admin_port, mounted_services, with_lifespan
 from sidecar.observability import Observability
-from sidecar.one_pool import OnePool, policy_of, pool_of, source_of
+from sidecar.one_pool import OnePool, policy_of, pool_here, pool_of, source_of
 from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
@@ -130,8 +130,8 @@ class AdmissionMiddleware:
                 from sidecar.middleware.app_tenants import naming
 
                 self._named = naming(tenant)
-            is_apart = is_shown or app is None or isinstance(app, EngineProxy)
-            self._use((None if is_apart else pool_of(self._source)) or self._new_pool())
+            self._is_apart = is_shown or app is None or isinstance(app, EngineProxy)
+            self._use((None if self._is_apart else pool_of(self._source)) or self._new_pool())
         except ValueError as mistake:
             if not is_in_event_loop():
                 raise
@@ -184,7 +184,7 @@ class AdmissionMiddleware:
 
     async def _serve_lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._leave_other_loop()
+            self._choose_pool()
             self._pool.begin_lifespan()
         except ValueError as mistake:
             await self._failed(mistake)(scope, receive, send)
@@ -198,7 +198,7 @@ class AdmissionMiddleware:
     def _serve_first(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """The first scope: a lifespan's, unless the server or an outer app has none for it."""
         try:
-            self._leave_other_loop()
+            self._choose_pool()
             self._pool.begin_serving()
         except ValueError as mistake:
             return self._failed(mistake)(scope, receive, send)
@@ -226,11 +226,17 @@ class AdmissionMiddleware:
             self._failure = FailedStart(mistake)
         return self._failure
 
-    def _leave_other_loop(self) -> None:
-        """Where the policy serves in an event loop of another thread, this middleware has a pool of its own."""
-        if not self._is_serving and self._pool.is_elsewhere():
+    def _choose_pool(self) -> None:
+        """The pool that serves the policy in this event loop, of whichever thread the middleware was constructed in.
+
+        Where only another event loop has one, this middleware has a pool of its own.
+        """
+        if self._is_serving:
+            return
+        here = None if self._is_apart else pool_here(self._source)
+        if here is not self._pool and (here is not None or self._pool.is_elsewhere()):
             self._pool.leave(self)
-            self._use(self._new_pool())
+            self._use(here or self._new_pool())
 
     def _use(self, pool: OnePool) -> None:
         self._pool = pool

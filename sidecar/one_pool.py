@@ -160,6 +160,10 @@ class OnePool:
         is_in_use = bool(self.members) and not self._has_ended
         return is_in_use and (self._loop is None or self._loop is _running_loop())
 
+    def serves_here(self) -> bool:
+        """Whether a lifespan is open in the running event loop: whatever else serves there is of the same app."""
+        return self.has_lifespan and self._loop is _running_loop()
+
     def is_elsewhere(self) -> bool:
         """Whether an event loop that runs in another thread is served."""
         return self._loop is not None and self._loop is not _running_loop() and self._loop.is_running()
@@ -280,6 +284,11 @@ _pools: WeakSet[OnePool] = WeakSet()
 def pool_of(source: Source) -> OnePool | None:
     """The pool that a further middleware of `source` joins; None where it is the first."""
     return next((pool for pool in tuple(_pools) if pool.may_be_joined() and pool.source.is_same(source)), None)
+
+
+def pool_here(source: Source) -> OnePool | None:
+    """The pool of `source` that the running event loop serves already, None where there is none."""
+    return next((pool for pool in tuple(_pools) if pool.serves_here() and pool.source.is_same(source)), None)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

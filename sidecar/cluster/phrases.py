@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from sidecar.cluster.document import LeaseSizesRow, ReplicaView, TenantView, TierView
 from sidecar.durations import short_duration
 from sidecar.policy.model import Mode
+from sidecar.telemetry.ahead import in_words
 from sidecar.telemetry.recent import Overtakings
 
 STARVES_FROM_S = 0.05
@@ -164,20 +165,7 @@ def overtaker(overtaken_by: Mapping[str, Overtakings], tier: str) -> str:
     if found is None:
         return ""
     by, rule = found
-    return f"{by} overtook it {times(overtaken_by[by].requests)} in 5 minutes, {_because(rule, by, tier)}."
-
-
-def _because(rule: str, by: str, tier: str) -> str:
-    return {
-        "always_first": f"because {by} always goes first",
-        "reserve": f"because {by} held less than its reserve",
-        "reserve_turn": f"because {by} held less than its reserve, and it was its turn",
-        "gain": f"because {by} earned more in that time, or its deadline was nearer",
-        "level": f"because {by} is more important",
-        "limit": f"because {tier} was at its limit",
-        "passed_over": f"because {tier} asked for more than the reserves of the others leave",
-        "claim": f"because {tier} waited for its own engine",
-    }.get(rule, f"by the rule {rule}")
+    return f"{by} overtook it {times(overtaken_by[by].requests)} in 5 minutes, because {in_words(rule, by, tier)}."
 
 
 def _starved_before(tiers: Sequence[TierView]) -> str:

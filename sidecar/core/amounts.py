@@ -13,10 +13,12 @@ NOTHING: Amount = (0, 0, 0)
 
 
 def plus(a: Amount, b: Amount) -> Amount:
+    """The sum."""
     return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
 def minus(a: Amount, b: Amount) -> Amount:
+    """The difference."""
     return a[0] - b[0], a[1] - b[1], a[2] - b[2]
 
 

@@ -1,4 +1,4 @@
-"""The waiting tickets of one replica: those that it shows the ledger as bids, and those behind them."""
+"""The waiting tickets of one replica: those that it shows the ledger as bids, and those after them."""
 
 from __future__ import annotations
 
@@ -6,29 +6,54 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from sidecar.core.calls import BIDS_SHOWN, Bid, GainBid, TierHeld, Withdrawn
+from sidecar.core.best import BestByGain
+from sidecar.core.calls import BIDS_SHOWN, Bid, GainBid, Reply, TierHeld, Withdrawn
 from sidecar.core.queue import FairQueue
 from sidecar.core.tickets import Ticket
 
 
 @dataclass
 class _Tier:
-    """`queue`: those not shown, in fair order by the tags of the last reply. `shown`: by bid."""
+    """Tickets of one tier.
+
+    `queue`: those not shown, in fair order by the tags of the last reply; `by_gain`: the same. `shown`: by bid, in the
+    order of showing; `best`: the one of them that is shown for its gain, beyond fair order. `afresh`: how often the
+    ledger's tags had started afresh.
+    """
 
     name: str
     queue: FairQueue = field(default_factory=FairQueue)
+    by_gain: BestByGain = field(init=False)
     shown: dict[int, Ticket] = field(default_factory=dict)
-    afresh: int = 0
+    best: int | None = None
+    afresh: int = -1
+
+    def __post_init__(self) -> None:
+        self.by_gain = BestByGain(self.queue)
+
+    def wait(self, ticket: Ticket) -> None:
+        """One that came, or came back."""
+        self.queue.add(ticket)
+        self.by_gain.add(ticket)
+
+    def wait_again(self, ticket: Ticket) -> None:
+        """A bid that is shown no more."""
+        self.queue.take_back(ticket)
+        self.by_gain.add(ticket)
 
 
 class Bids:
-    """Shows of each tier at most `most` tickets. `size_now` is called with each that is about to be shown."""
+    """Rule 10: of each tier at most `most` tickets are shown, the next in fair order, and the best by gain.
+
+    `size_now` is called with each that is about to be shown.
+    """
 
     def __init__(self, tiers: Iterable[str], most: int, size_now: Callable[[Ticket], None]) -> None:
         self.withdrawn: list[Withdrawn] = []
         self._tiers = [_Tier(name) for name in tiers]
         self._most, self._size_now = most, size_now
         self._bids: dict[str, int] = {}
+        self._lined: set[int] = set()
         self._made = 0
 
     def __len__(self) -> int:
@@ -39,19 +64,22 @@ class Bids:
         """All bids that the ledger may know."""
         return {bid: ticket for tier in self._tiers for bid, ticket in tier.shown.items()}
 
+    def virtual(self) -> list[float]:
+        """The virtual time of each tier, as far as it is known here."""
+        return [tier.queue.virtual for tier in self._tiers]
+
     def add(self, ticket: Ticket) -> None:
         """One that waits from now on."""
-        self._tiers[ticket.tier].queue.add(ticket)
+        self._tiers[ticket.tier].wait(ticket)
 
     def remove(self, ticket: Ticket) -> bool:
         """One that is given up. Returns whether it was shown, so that the ledger must hear of it."""
         tier = self._tiers[ticket.tier]
-        bid = self._bids.pop(ticket.id, None)
+        bid = self._bids.get(ticket.id)
         if bid is None:
             tier.queue.remove(ticket)
             return False
-        del tier.shown[bid]
-        self.withdrawn.append(Withdrawn(bid, tier.name))
+        self._withdraw(tier, bid)
         return True
 
     def granted(self, bid: int) -> Ticket | None:
@@ -63,60 +91,117 @@ class Bids:
                 return ticket
         return None
 
-    def has_more(self) -> bool:
-        """Whether one waits that could be shown."""
-        return any(tier.queue and len(tier.shown) < self._most for tier in self._tiers)
+    def charge(self, tier: int, tenant: str, tokens: int, weight: int) -> None:
+        """Growth of a tenant's lease, while others of the tier wait."""
+        held = self._tiers[tier]
+        if held.queue or not self._lined.issuperset(held.shown):
+            held.queue.charge(tenant, tokens, weight)
+
+    def has_more(self, now_us: int) -> bool:
+        """Whether one waits that is to be shown."""
+        return any(self._is_next(tier) or self._better(tier, now_us) for tier in self._tiers)
 
     def new(self, now_us: int, most: int = BIDS_SHOWN) -> list[Bid]:
-        """At most so many of the next tickets of every tier in fair order, as far as the tags are known."""
+        """At most so many more bids. One that comes before the last that is shown takes its place."""
         made: list[Bid] = []
         for tier in self._tiers:
-            while len(tier.shown) < self._most and len(made) < most and (ticket := tier.queue.next()) is not None:
-                tier.queue.show(ticket)
-                self._size_now(ticket)
+            while len(made) < most and self._is_next(tier) and (ticket := tier.queue.next()) is not None:
+                if self._is_full(tier) and (last := self._last(tier)) is not None:
+                    tier.wait_again(self._withdraw(tier, last))
                 made.append(self._show(tier, ticket, now_us))
+            if len(made) < most and (ticket := self._better(tier, now_us)) is not None:
+                if tier.best in tier.shown:
+                    tier.wait_again(self._withdraw(tier, tier.best))
+                made.append(self._show(tier, ticket, now_us))
+                tier.best = self._made
         return made
 
     def go_back(self) -> None:
         """The ledger knows none of them any more."""
         for tier in self._tiers:
-            for ticket in tier.shown.values():
-                tier.queue.take_back(ticket)
-            tier.shown.clear()
+            for bid in reversed(list(tier.shown)):
+                tier.wait_again(self._withdraw(tier, bid))
+            tier.afresh = -1
         self._bids.clear()
+        self._lined.clear()
         self.withdrawn.clear()
 
     def remove_all(self) -> list[Ticket]:
         """Gives up all that wait."""
         self.go_back()
-        tickets = [ticket for tier in self._tiers for ticket in list(tier.queue)]
-        for ticket in tickets:
-            self._tiers[ticket.tier].queue.remove(ticket)
+        tickets = [ticket for tier in self._tiers for ticket in tier.queue]
+        self._tiers = [_Tier(tier.name) for tier in self._tiers]
         return tickets
 
-    def take_tags(self, tiers: Iterable[TierHeld]) -> None:
-        """The tags as the ledger has them, and beyond them what this replica has shown."""
+    def take_tags(self, reply: Reply) -> None:
+        """The tags as the ledger has them, and beyond them what is shown. Those in line were charged there."""
+        self._lined = {lined.bid for lined in reply.lined}
         known = {tier.name: tier for tier in self._tiers}
-        for held in tiers:
-            tier = known.get(held.tier)
-            if tier is None:
-                continue
-            tier.queue.virtual = max(tier.queue.virtual, held.virtual)
-            if tier.afresh != held.afresh or not (tier.queue or tier.shown):
-                tier.afresh = held.afresh
-                tier.queue.finish = dict.fromkeys((t.tenant for t in tier.shown.values()), held.virtual)
-                for ticket in tier.shown.values():
-                    tier.queue.finish[ticket.tenant] += ticket.tokens / ticket.weight
-            for tenant, finish in held.finish.items():
-                shown = sum(t.tokens / t.weight for t in tier.shown.values() if t.tenant == tenant)
-                tier.queue.finish[tenant] = max(finish, held.virtual) + shown
+        for held in reply.tiers:
+            if (tier := known.get(held.tier)) is not None:
+                self._tag(tier, held)
+
+    def _tag(self, tier: _Tier, held: TierHeld) -> None:
+        queue = tier.queue
+        queue.virtual = max(queue.virtual, held.virtual)
+        shown = self._uncharged(tier)
+        if tier.afresh != held.afresh:
+            tier.afresh = held.afresh
+            queue.finish = {tenant: held.virtual + more for tenant, more in shown.items()}
+        for tenant, finish in held.finish.items():
+            queue.finish[tenant] = finish + shown.get(tenant, 0.0)
+
+    def _uncharged(self, tier: _Tier) -> dict[str, float]:
+        """What each tenant will be charged for its bids. Those in line were charged."""
+        found: dict[str, float] = {}
+        for bid, ticket in tier.shown.items():
+            if bid not in self._lined and not ticket.has_returned:
+                found[ticket.tenant] = found.get(ticket.tenant, 0.0) + ticket.tokens / ticket.weight
+        return found
+
+    def _better(self, tier: _Tier, now_us: int) -> Ticket | None:
+        """One that earns more than the best that is shown."""
+        if not tier.by_gain:
+            return None
+        uncharged = self._uncharged(tier)
+        ticket = tier.by_gain.find(now_us, lambda t: tier.queue.is_ahead(t, uncharged.get(t.tenant, 0.0)))
+        shown = tier.shown.get(tier.best) if tier.best is not None else None
+        if ticket is None or shown is None:
+            return ticket
+        is_free = tier.best not in self._lined
+        return ticket if is_free and ticket.earned(now_us) > shown.earned(now_us) else None
+
+    def _is_full(self, tier: _Tier) -> bool:
+        return len(tier.shown) - (tier.best in tier.shown) >= self._most
+
+    def _is_next(self, tier: _Tier) -> bool:
+        """Whether the next of a tier's queue is to be shown."""
+        if not tier.queue or not self._is_full(tier):
+            return bool(tier.queue)
+        last, ticket = self._last(tier), tier.queue.next()
+        return last is not None and ticket is not None and _order(ticket) < _order(tier.shown[last])
+
+    def _last(self, tier: _Tier) -> int | None:
+        """The bid that is last in fair order, of those that are shown for it and do not stand in line."""
+        waiting = [bid for bid in tier.shown if bid not in self._lined and bid != tier.best]
+        return max(waiting, key=lambda bid: _order(tier.shown[bid]), default=None)
+
+    def _withdraw(self, tier: _Tier, bid: int) -> Ticket:
+        ticket = tier.shown.pop(bid)
+        del self._bids[ticket.id]
+        self.withdrawn.append(Withdrawn(bid, tier.name))
+        if bid not in self._lined:
+            tier.queue.give_back(ticket)
+        return ticket
 
     def _show(self, tier: _Tier, ticket: Ticket, now_us: int) -> Bid:
         """One that is shown again has another id, so that a grant of its former bid cannot be taken for this one."""
-        is_first = not any(other.tenant == ticket.tenant for other in tier.shown.values())
+        self._size_now(ticket)
+        tier.queue.show(ticket)
         self._made += 1
         self._bids[ticket.id] = self._made
         tier.shown[self._made] = ticket
+        start = ticket.start
         return Bid(
             self._made,
             tier.name,
@@ -131,5 +216,9 @@ class Bids:
             ticket.number,
             None if ticket.gain is None else GainBid(*dataclasses.astuple(ticket.gain)),
             ticket.has_returned,
-            ticket.start if is_first else None,
+            start if start is not None and start < tier.queue.virtual else None,
         )
+
+
+def _order(ticket: Ticket) -> tuple[float, tuple[int, str, int]]:
+    return ticket.start or 0.0, ticket.arrival

@@ -163,7 +163,7 @@ class Call(msgspec.Struct, array_like=True):
     `number` goes up by one with each call of the replica `who`. `whole`: the cells are all that there are. `bid_count`,
     with a heartbeat: the bids that it has shown and not seen granted. `leaving`: all sums of leases that are being
     taken back, if they changed. `knew`: how many replicas it knew last. `replaces`: its rules replace others of the
-    same tiers; `takes_over`: also those of other tiers.
+    same tiers; `takes_over`: also those of other tiers. `virtual`: the virtual times of its tiers, as it knew them.
     """
 
     layout: int
@@ -186,13 +186,11 @@ class Call(msgspec.Struct, array_like=True):
     replaces: bool = False
     takes_over: bool = False
     knew: int = 0
+    virtual: list[float] = []
 
 
 class Granted(msgspec.Struct, array_like=True, frozen=True):
-    """A bid that got an engine. It counts since `counted_for_us`; `excess` and `excess_prompt`: rule 5.
-
-    `finish` is the tag of its tenant.
-    """
+    """A bid that got an engine. It counts since `counted_for_us`; `excess` and `excess_prompt`: rule 5."""
 
     bid: int
     tier: str
@@ -205,7 +203,6 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
     excess_prompt: int
     is_in_floor: bool
     counted_for_us: int
-    finish: float
 
 
 class EngineHeld(msgspec.Struct, array_like=True, frozen=True):
@@ -235,6 +232,14 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     is_ready: bool
     age_us: int
     ramp_us: int
+
+
+class Lined(msgspec.Struct, array_like=True, frozen=True):
+    """A bid of the replica that stands in line for an engine, or for none (`engine` is empty), for so long."""
+
+    bid: int
+    engine: str
+    for_us: int
 
 
 class TierHeld(msgspec.Struct, array_like=True, frozen=True):
@@ -293,6 +298,7 @@ class Reply(msgspec.Struct, array_like=True):
     shortage: ShortageTold | None = None
     config: list[EngineState] | None = None
     drained: list[Drain] | None = None
+    lined: list[Lined] = []
 
 
 class WakeUp(msgspec.Struct, array_like=True, frozen=True):

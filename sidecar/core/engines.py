@@ -53,6 +53,7 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
+        """It may get new work."""
         return self.is_known and self.takes_new
 
     def size(self, now_us: int) -> Amount:

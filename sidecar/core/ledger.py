@@ -17,8 +17,9 @@ from sidecar.core.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain
 from sidecar.core.engines import Engine
 from sidecar.core.figures import Rules, Tier
 from sidecar.core.preemption import Shortage, shortage
-from sidecar.core.scheduler import PATIENCE_US, Gone, Scheduler
+from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Gain, Ticket
+from sidecar.core.time_alone import next_change
 
 _PPM = 1_000_000
 
@@ -27,6 +28,7 @@ _ASKED_FOR_US = 1_000_000
 
 
 def rules_of(stated: calls.PoolRules) -> Rules:
+    """The rules that a replica stated."""
     return Rules(
         tuple(
             Tier(
@@ -58,7 +60,6 @@ class _Entry:
     tokens: int
     prompt: int
     sent: int
-    finish: float
 
     def cell(self, tier: str) -> Cell:
         floor = (self.tokens, self.ticket.requests, self.prompt) if self.ticket.is_in_floor else NOTHING
@@ -99,6 +100,7 @@ class State:
 
     @property
     def names(self) -> list[str]:
+        """The tiers, by level."""
         return [tier.name for tier in self.scheduler.rules.tiers]
 
 
@@ -240,6 +242,9 @@ class Ledger:
             state.expected = max(state.expected, call.knew)
         member.stated, member.seen = state.epoch, -1
         member.is_foreign = [t.name for t in call.rules.tiers] != state.names
+        if not member.is_foreign:
+            for of, virtual in zip(state.scheduler.tiers, call.virtual, strict=False):
+                of.queue.virtual = max(of.queue.virtual, virtual)
         return member
 
     def _take_rules(self, call: Call, stated: calls.PoolRules) -> None:
@@ -295,12 +300,12 @@ class Ledger:
         for owed in call.owes:
             if owed.tier in levels:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
-        for gone in call.withdrawn:
-            if (ticket := member.bids.pop(gone.id, None)) is not None:
-                state.scheduler.remove(ticket, now)
         if not member.is_foreign:
             for bid in call.bids:
                 self._add_bid(bid, call.who, member, levels)
+        for gone in call.withdrawn:
+            if (ticket := member.bids.pop(gone.id, None)) is not None:
+                state.scheduler.remove(ticket, now)
 
     def _take_cells(self, call: Call, member: _Member) -> None:
         """Absolute: what was stated of these cells before is taken off."""
@@ -344,9 +349,6 @@ class Ledger:
             hint=bid.hint,
         )
         member.bids[bid.id] = ticket
-        queue = state.scheduler.tiers[ticket.tier].queue
-        if not queue and bid.hint is not None:
-            queue.virtual = max(queue.virtual, bid.hint)
         state.scheduler.add(ticket)
 
     def _drop_bids(self, member: _Member) -> None:
@@ -399,9 +401,7 @@ class Ledger:
             member = state.members[ticket.owner]
             bid = int(ticket.id)
             del member.bids[bid]
-            queue = state.scheduler.tiers[ticket.tier].queue
-            finish = queue.finish.get(ticket.tenant, queue.virtual)
-            entry = _Entry(ticket, engine, ticket.tokens, ticket.count, sent, finish)
+            entry = _Entry(ticket, engine, ticket.tokens, ticket.count, sent)
             tier = state.names[ticket.tier]
             member.outbox[bid] = tier, entry
             granted.setdefault(ticket.owner, []).append(self._granted(bid, tier, entry))
@@ -423,7 +423,6 @@ class Ledger:
             ticket.excess_prompt,
             ticket.is_in_floor,
             self._held().last_call - ticket.counted_us,
-            entry.finish,
         )
 
     # -- rule 7: whom to ask for room
@@ -508,11 +507,8 @@ class Ledger:
         state, now = self._held(), self._held().last_call
         if not any(m.bids for m in state.members.values()):
             return None
-        times = [state.hold_until, *(t.in_line_since_us + PATIENCE_US for t in state.scheduler.line)]
-        times += [t.owes_until_us for t in state.scheduler.tiers if t.queue]
-        times += [e.cap_until_us for e in state.scheduler.engines.values()]
-        later = [at for at in times if at > now]
-        return max(1_000, min(later) - now) if later else None
+        at = state.hold_until or next_change(state.scheduler, now)
+        return None if at is None else max(1_000, at - now)
 
     def _reply(self, call: Call, member: _Member) -> Reply:
         state, scheduler = self._held(), self._held().scheduler
@@ -543,11 +539,16 @@ class Ledger:
                     max(0, tier.owes_until_us - now),
                     tier.queue.virtual,
                     tier.queue.afresh,
-                    {t: tier.queue.finish[t] for t in sorted(tenants.get(name, ())) if t in tier.queue.finish},
+                    tier.queue.ahead(tenants.get(name, ())),
                 )
                 for level, (name, tier) in enumerate(zip(state.names, scheduler.tiers, strict=True))
             ],
         )
+        reply.lined = [
+            calls.Lined(int(t.id), t.engine or "", now - t.in_line_since_us)
+            for t in scheduler.line
+            if t.owner == call.who
+        ]
         reply.leaving = [
             cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
         ]

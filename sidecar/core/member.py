@@ -141,6 +141,7 @@ class Member:
         self._due_us: int | None = 0
         self._heartbeat_us = 0
         self._alone: Ledger | None = None
+        self._alone_number = 0
         self._returns: dict[str, int] = {}
 
     # -- requests
@@ -164,6 +165,7 @@ class Member:
         if tokens > ticket.tokens:
             charge = Charge(self._names[ticket.tier], ticket.tenant, tokens - ticket.tokens, ticket.weight)
             self._told.append(_Told(charge))
+            self._bids.charge(ticket.tier, ticket.tenant, tokens - ticket.tokens, ticket.weight)
         self._row.add(lease, -1)
         ticket.tokens = tokens
         self._row.add(lease, 1)
@@ -286,7 +288,7 @@ class Member:
         if kind == "state":
             self._bids.go_back()
             self._is_view_new, self._acks = True, []
-            call.knew, call.rules = self.knew, self.rules
+            call.knew, call.rules, call.virtual = self.knew, self.rules, self._bids.virtual()
             call.replaces, call.takes_over = self._replaces, self._takes_over
             call.drains = list(self._drained.values())
         elif is_beat:
@@ -298,8 +300,7 @@ class Member:
                 self._row.of(lease for lease in self.leases.values() if lease.is_chosen),
                 False,
             )
-        call.acks, call.withdrawn = self._acks, self._bids.withdrawn
-        self._acks, self._bids.withdrawn = [], []
+        call.acks, self._acks = self._acks, []
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
         for told in self._told:
@@ -307,6 +308,7 @@ class Member:
                 told.number = call.number
                 self._put(call, told.record)
         call.bids = self._bids.new(now_us)
+        call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
 
     @staticmethod
@@ -354,10 +356,10 @@ class Member:
             self._drained = {drain.engine: drain for drain in reply.drained}
         if not reply.on_hold:
             self.knew = reply.alive
-        self._bids.take_tags(reply.tiers)
+        self._take(reply.grants, True, now_us)
+        self._bids.take_tags(reply)
         if self.is_foreign:
             self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
-        self._take(reply.grants, True, now_us)
         self._own_held = self._row.by_engine()
         if reply.shortage is not None and not self._is_leaving_new:
             self._take_room_back(reply, reply.shortage, now_us)
@@ -480,23 +482,37 @@ class Member:
         if self.mode is Mode.LOST and self._first_failure_us is not None:
             if now_us < self._first_failure_us + ALONE_US:
                 return
-            self.mode, self._alone = Mode.ALONE, Ledger()
-            self._bids.go_back()
+            self._begin_alone()
         if self.mode is not Mode.ALONE or self._alone is None:
             return
-        while True:
-            self._number += 1
-            state = Call(0, self.who, self._number, "state", whole=True, rules=self.rules, replaces=True, knew=1)
-            state.engines = self._parts(now_us)
-            state.cells = self._row.state(True)
-            self._bids.go_back()
-            state.bids = self._bids.new(now_us, UNBOUNDED)
-            reply, _ = self._alone.execute(state, now_us)
+        is_done = False
+        while not is_done:
+            call = self._compose_alone(now_us)
+            reply, _ = self._alone.execute(call, now_us)
+            if reply.kind == "unknown":  # no call for LOST_US
+                self._begin_alone()
+                continue
             before = len(self.leases)
             self._take(reply.grants, True, now_us)
-            self._acks.clear()
-            if len(self.leases) == before:
-                break
+            self._bids.take_tags(reply)
+            is_done = len(self.leases) == before
+
+    def _begin_alone(self) -> None:
+        self.mode, self._alone, self._alone_number = Mode.ALONE, Ledger(), 0
+        self._acks = []
+        self._bids.go_back()
+
+    def _compose_alone(self, now_us: int) -> Call:
+        self._alone_number += 1
+        is_first = self._alone_number == 1
+        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call", whole=is_first)
+        if is_first:
+            call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
+        call.engines, call.cells = self._parts(now_us), self._row.state(is_first)
+        call.acks, self._acks = self._acks, []
+        call.bids = self._bids.new(now_us, UNBOUNDED)
+        call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
+        return call
 
     def _parts(self, now_us: int) -> list[EngineView]:
         alive, parts = max(1, self.knew), []
@@ -538,5 +554,5 @@ class Member:
             self._tell_soon(now_us)
         if self.is_closing and not self.leases and not self.waiting():
             self._call_by(now_us)
-        if self.mode is Mode.SHARED and self._bids.has_more():
+        if self.mode is Mode.SHARED and self._bids.has_more(now_us):
             self._call_by(now_us)

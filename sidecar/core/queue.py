@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from bisect import insort
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
 
 from sidecar.core.tickets import Ticket
 
@@ -30,10 +30,18 @@ class FairQueue:
         # A heap of first tickets; entries that are not true any more are dropped when they come up.
         self._order: list[tuple[float, tuple[int, str, int], int, Ticket]] = []
         self._pushes = 0
+        self._most_tags = 64  # from so many on, tags that are not beyond the virtual time are forgotten
         self._tops: dict[str, Ticket] = {}
 
     def __len__(self) -> int:
         return self._count
+
+    def __contains__(self, ticket: Ticket) -> bool:
+        if ticket.has_returned:
+            return ticket in self._returned
+        lane = self._lanes.get(ticket.tenant, ())
+        at = bisect_left(lane, ticket.arrival, key=_arrival)
+        return at < len(lane) and lane[at] is ticket
 
     def __iter__(self) -> Iterator[Ticket]:
         for lane in self._lanes.values():
@@ -72,12 +80,20 @@ class FairQueue:
         self._take_out(ticket)
         self._tag_first(ticket.tenant)
 
+    def give_back(self, ticket: Ticket) -> None:
+        """The charge of a bid that was taken out before it was let in."""
+        if not ticket.has_returned and ticket.tenant in self.finish:
+            self.finish[ticket.tenant] -= ticket.tokens / ticket.weight
+
     def take_back(self, ticket: Ticket) -> None:
-        """A bid that waits here again, as if it never had been shown."""
-        if not ticket.has_returned:
-            finish = self.finish.get(ticket.tenant, self.virtual)
-            self.finish[ticket.tenant] = finish - ticket.tokens / ticket.weight
-            ticket.start = None
+        """A bid waits here again, at its place."""
+        if not ticket.has_returned and (lane := self._lanes.get(ticket.tenant)):
+            first = lane[0]
+            if first.arrival > ticket.arrival:
+                first.start = None
+            else:
+                ticket.start, first.start = None, min(first.start or 0.0, self.finish.get(ticket.tenant, 0.0))
+                self._push(first)
         self.add(ticket)
 
     def charge(self, tenant: str, tokens: int, weight: int) -> None:
@@ -97,9 +113,16 @@ class FairQueue:
             heapq.heappop(self._order)
         return None
 
-    def is_ahead(self, ticket: Ticket) -> bool:
-        """Rule 9: whether the tenant had so much more than its part that it comes after all others."""
-        ahead = self.finish.get(ticket.tenant, 0.0) - self.virtual
+    def ahead(self, tenants: Iterable[str]) -> dict[str, float]:
+        """The finish tags of those that are beyond the virtual time."""
+        return {t: finish for t in sorted(tenants) if (finish := self.finish.get(t, 0.0)) > self.virtual}
+
+    def is_ahead(self, ticket: Ticket, uncharged: float = 0.0) -> bool:
+        """Rule 9: whether the tenant had so much more than its part that it comes after all others.
+
+        `uncharged`: what its tag has of bids that wait still.
+        """
+        ahead = self.finish.get(ticket.tenant, 0.0) - uncharged - self.virtual
         return not ticket.has_returned and ahead * ticket.weight > 2 * self.largest
 
     def _charge_for(self, ticket: Ticket) -> None:
@@ -108,6 +131,9 @@ class FairQueue:
         first = self._lanes[ticket.tenant][0]
         finish = max(first.start or 0.0, self.finish.get(ticket.tenant, 0.0)) + ticket.tokens / ticket.weight
         self.finish[ticket.tenant] = finish
+        if len(self.finish) > self._most_tags:
+            self.finish = {t: f for t, f in self.finish.items() if f > self.virtual or t in self._lanes}
+            self._most_tags = 2 * len(self.finish) + 64
         if first is not ticket and (first.start is None or first.start < finish):
             first.start = finish
             self._push(first)
@@ -120,6 +146,9 @@ class FairQueue:
 
     def _push(self, ticket: Ticket) -> None:
         assert ticket.start is not None
+        if len(self._order) > 2 * (len(self._lanes) + len(self._returned)) + 64:
+            self._order = [entry for entry in self._order if entry[3].start == entry[0] and self._is_first(entry[3])]
+            heapq.heapify(self._order)
         self._pushes += 1
         heapq.heappush(self._order, (ticket.start, ticket.arrival, self._pushes, ticket))
 
@@ -129,7 +158,7 @@ class FairQueue:
             self._returned.remove(ticket)
             return
         lane = self._lanes[ticket.tenant]
-        lane.remove(ticket)
+        del lane[bisect_left(lane, ticket.arrival, key=_arrival)]
         if not lane:
             del self._lanes[ticket.tenant]
 

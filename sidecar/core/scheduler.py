@@ -60,6 +60,7 @@ class Gone:
         self._engines: dict[str, Freed] = {}
 
     def add(self, tier: int, engine: str, amount: Amount, sent: int, on_floor: Amount = NOTHING) -> None:
+        """Leases of one tier on one engine. `on_floor`: the part of them that fills its floor by gain."""
         self.total = plus(self.total, amount)
         held, floor = self._tiers.get(tier, (NOTHING, NOTHING))
         self._tiers[tier] = plus(held, amount), plus(floor, on_floor)
@@ -323,14 +324,10 @@ class Scheduler:
 
     def _gain_key(self, ticket: Ticket) -> tuple[int, int]:
         """Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level."""
-        gain = ticket.gain
-        waits_in_queue = not ticket.is_in_line and ticket.admission == 0
-        if gain is None or (waits_in_queue and self.tiers[ticket.tier].queue.is_ahead(ticket)):
+        earned, waits_in_queue = ticket.earned(self._now), not ticket.is_in_line and ticket.admission == 0
+        if not earned or (waits_in_queue and self.tiers[ticket.tier].queue.is_ahead(ticket)):
             return 1, self.aged_level(ticket)
-        lost = max(0, self._now - ticket.arrived_us - gain.start_by_us) // gain.slack_us
-        share = max(0, gain.tokens - lost) * 1_000 // gain.tokens
-        earned = gain.weight * share * 1_000_000 // gain.cost_us
-        return (0, -earned) if earned else (1, self.aged_level(ticket))
+        return 0, -earned
 
     # -- rule 4: room
 

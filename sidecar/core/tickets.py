@@ -22,13 +22,20 @@ class Gain:
     start_by_us: int
     slack_us: int
 
+    def earned_after(self, waited_us: int) -> int:
+        """Weight for time: what the tokens that are still in time are worth for a second of the engine."""
+        lost = max(0, waited_us - self.start_by_us) // self.slack_us
+        share = max(0, self.tokens - lost) * 1_000 // self.tokens
+        return self.weight * share * 1_000_000 // self.cost_us
+
 
 @dataclass(eq=False)
 class Ticket:
     """A request that waits. Its owner fills the first block, the scheduler the second.
 
     `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: names of engines that refused it.
-    `arrived_us`: when it first came, also if it came back. `hint`: its start tag as its owner saw it.
+    `arrived_us`: when it first came, also if it came back. `hint`: its start tag where it waited
+    at its owner while the virtual time went on.
     """
 
     id: str
@@ -73,6 +80,10 @@ class Ticket:
         """The part of it that counts where U is compared with R by gain (rule 9)."""
         return self.amount if self.is_in_floor else NOTHING
 
+    def earned(self, now_us: int) -> int:
+        """Rule 9: what it earns if it enters now."""
+        return 0 if self.gain is None else self.gain.earned_after(now_us - self.arrived_us)
+
     def come_back(self) -> None:
         """It waits again, and does not count any more."""
         self.has_returned, self.start, self.admission = True, None, 0
@@ -107,6 +118,7 @@ class Lease:
 
     @property
     def amount(self) -> Amount:
+        """Its part of what the tier holds."""
         return self.ticket.amount
 
     def first_byte(self, now_us: int) -> int:

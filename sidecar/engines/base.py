@@ -67,6 +67,8 @@ _SEGMENT = r"[A-Za-z0-9_-]{1,256}"
 """An identifier in a path: no dot, slash or percent sign, so that no server reads another path out of it."""
 _DECODINGS = 4
 """No engine routes a path that is encoded more often than this."""
+MOST_SEGMENTS = 32
+"""Of a path that a policy names, and so of a prefix that may be meant before a path: a client's may have thousands."""
 _ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*:(//[^/?#]*)?")
 _QUERY = re.compile(r"[?#]")
 _PARAMETERS = re.compile(r"[;?#]")
@@ -174,14 +176,17 @@ def plain_paths(path: str) -> tuple[str, ...]:
         if decoded == path:
             break
         path = decoded
-    path = "".join(character for character in path if character.isprintable()).replace("\\", "/").lower()
-    path = _ADDRESS.sub("", path)
+    if not path.isprintable():
+        path = "".join(character for character in path if character.isprintable())
+    path = _ADDRESS.sub("", path.lower().lstrip().replace("\\", "/"))
     cut = _QUERY.split(path, maxsplit=1)[0]
     return (_normal(path),) if cut == path else (_normal(path), _normal(cut))
 
 
 def _normal(path: str) -> str:
-    segments = [_PARAMETERS.split(segment, maxsplit=1)[0].strip() for segment in path.split("/")]
+    segments = [segment.strip() for segment in path.split("/")]
+    if _PARAMETERS.search(path) is not None:
+        segments = [_PARAMETERS.split(segment, maxsplit=1)[0].strip() for segment in segments]
     return posixpath.normpath("/" + "/".join(segments).lstrip("/"))
 
 

@@ -12,7 +12,7 @@ from sidecar.explain.document import (
     Explanation,
     RefusalDetails,
 )
-from sidecar.telemetry.ahead import waited, went_ahead, why_it_waited
+from sidecar.telemetry.ahead import went_ahead, why_it_waited
 from sidecar.telemetry.request_record import failure_description
 
 
@@ -29,7 +29,9 @@ def _waited(story: Explanation) -> str:
         return _without_wait(story)
     obstacle = None if story.in_the_way is None else story.in_the_way.explanation
     reason = why_it_waited(obstacle, wait.groups, wait.unseen, is_starved=wait.starvation_s > 0)
-    sentence = waited(wait.queue_wait_s, wait.starvation_s, reason, is_over=story.state != "waiting")
+    has, so_far = ("has waited", " so far") if story.state == "waiting" else ("waited", "")
+    starved = f", of which {exact_duration(wait.starvation_s)} starved" if wait.starvation_s else ""
+    sentence = f"{has} {exact_duration(wait.queue_wait_s)}{so_far}{starved}: {reason}"
     if story.admitted is not None and story.admitted.engine is not None and story.admitted.engine.claimed_s:
         sentence += f"; for {exact_duration(story.admitted.engine.claimed_s)} of it, it waited for its own engine"
     return sentence if story.refused is None else f"{sentence}; then {_turned_away(story.refused)}"

@@ -31,8 +31,9 @@ def pass_on(controller: AdmissionController, scope: Scope, receive: Receive, sen
 def _for_app(controller: AdmissionController, scope: Scope) -> Scope:
     policy, credentials = controller.policy, controller.snapshot.credentials
     if credentials.added:
-        taken = credentials.taken(dict(scope["headers"]))
-        if taken or policy.anonymous is not None or isinstance(said_by_app.get(), TenantClaims):
+        taken, said = credentials.taken(dict(scope["headers"])), said_by_app.get()
+        said_by_app.set(None)  # the app may have another admission controller in it
+        if taken or policy.anonymous is not None or isinstance(said, TenantClaims):
             scope = {**scope, "headers": forwarded_headers(scope["headers"], taken, credentials.added)}
     if scope["type"] == "http" and scope["method"].upper() == "POST":
         endpoint = endpoint_of(controller.snapshot.named_endpoints, scope)

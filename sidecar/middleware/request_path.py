@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from urllib.parse import urlparse
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sidecar.engines.base import plain_path, plain_paths
+from sidecar.engines.base import MOST_SEGMENTS, plain_path, plain_paths
 from sidecar.policy.model import Endpoint
 
 _MOST_AROUND = 32
@@ -79,25 +80,41 @@ def _divided(scope: Scope) -> Iterator[tuple[str, str]]:
     """Every plain path that a router may read, with every prefix that may be meant before it. The likely ones first."""
     path: str = scope["path"]
     root: str = scope.get("root_path") or ""
-    raw = scope.get("raw_path") or b""
-    routed, prefixes = [*plain_paths(route_path(scope))], [""]
-    if root:  # Django, Litestar and Quart do not ask whether it ends where a segment ends
-        routed += [*plain_paths(path), *(plain_paths(f"/{path.partition(root)[2]}") if root in path else ())]
+    raw = (scope.get("raw_path") or b"").decode("latin-1") or path
+    routed, prefixes = [route_path(scope)], [""]
+    for whole in dict.fromkeys((path, raw)):  # BlackSheep reads the second
+        found = (whole, _below_address(whole))
+        routed += found
+        if root:  # Django, Litestar and Quart do not ask whether it ends where a segment ends
+            below = [one.partition(root)[2] for one in found if root in one]
+            routed += [*below, *map(_below_address, below)]
+    if root:
         prefixes += [*_tails(root), *_tails(plain_path(root))]
-    if raw != path.encode(errors="replace"):
-        whole, own = plain_path(raw.decode("latin-1")), plain_path(path).removeprefix("/")
+    if raw != path:
+        whole, own = plain_path(raw), plain_path(path).removeprefix("/")
         if whole.endswith(own):
             prefixes += _tails(whole.removesuffix(own))
-    for one in routed:
-        for prefix in dict.fromkeys(prefixes):
+    for one in dict.fromkeys(plain for written in dict.fromkeys(routed) for plain in plain_paths(written)):
+        is_named = one.count("/") <= MOST_SEGMENTS
+        for prefix in dict.fromkeys(prefixes) if is_named else ("",):
             yield prefix, one
 
 
+def _below_address(path: str) -> str:
+    """The path of a whole address (RFC 9112, section 3.2.2), as Quart and BlackSheep take it; any other as it is."""
+    if path.startswith("/"):
+        return path
+    try:
+        return urlparse(path).path
+    except ValueError:
+        return path
+
+
 def _tails(root: str) -> list[str]:
-    """The last segments of a prefix, plain: one, two, and so on to all of them."""
-    segments = [segment for segment in root.split("/") if segment]
-    found = [plain_path("/" + "/".join(segments[at:])) for at in reversed(range(len(segments)))]
-    return [tail for tail in found if tail != "/"]
+    """The last segments of a prefix, plain: one, two, and so on, to as many as a policy's path may have."""
+    plain = map(plain_path, root.rstrip("/").split("/")[-MOST_SEGMENTS:])
+    segments = [segment for segment in plain if segment != "/"]
+    return ["".join(segments[at:]) for at in reversed(range(len(segments)))]
 
 
 def _joined(prefix: str, path: str) -> str:
@@ -110,12 +127,11 @@ def _begins_with(path: str, prefix: str) -> bool:
 
 
 def at_own_root(app: ASGIApp, serve: ASGIApp) -> ASGIApp:
-    """What serves the requests to `app`. FastAPI writes a `root_path` of its own into each scope, so that the router
-    reads the path below it: around such an app, and around the middlewares that it is in, it is written before.
-
-    Only FastAPI's: Quart calls the folder of its code so.
+    """What serves the requests to `app`. FastAPI and Django may have a `root_path` of their own, which goes before the
+    scope's, so that the router reads the path below it: around such an app, and around the middlewares that it is in,
+    it is written before. Not that of others: Quart calls the folder of its code so.
     """
-    root = _fastapi_root(app)
+    root = _own_root(app)
     if not root:
         return serve
 
@@ -126,11 +142,13 @@ def at_own_root(app: ASGIApp, serve: ASGIApp) -> ASGIApp:
     return serve_at_root
 
 
-def _fastapi_root(app: ASGIApp) -> str:
-    fastapi = sys.modules.get("fastapi")
+def _own_root(app: ASGIApp) -> str:
+    fastapi, django = sys.modules.get("fastapi"), sys.modules.get("django.core.handlers.asgi")
     inner: object = app
     for _ in range(_MOST_AROUND):
         if fastapi is not None and isinstance(inner, fastapi.FastAPI):
             return str(inner.root_path)
+        if django is not None and isinstance(inner, django.ASGIHandler):
+            return str(django.settings.FORCE_SCRIPT_NAME or "")
         inner = getattr(inner, "app", None)
     return ""

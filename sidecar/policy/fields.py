@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, PlainValidator, Validation
 
 from sidecar.apis import Api
 from sidecar.engines import ENGINES, Engine
-from sidecar.engines.base import Carrier
+from sidecar.engines.base import MOST_SEGMENTS, Carrier
 from sidecar.policy import units
 from sidecar.policy.fleet import PROMPT_CACHE_KEY
 from sidecar.policy.keys import read_hash
@@ -219,6 +219,8 @@ def _url_path(value: object) -> str:
     path = units.text(value, "a path", "/v1/completions")
     if not _URL_PATH.fullmatch(path) or "?" in path or "#" in path:
         raise ValueError(f"{quoted(path)} is not a path; begin it with / and leave out spaces, ? and #")
+    if path.count("/") > MOST_SEGMENTS:
+        raise ValueError(f"{quoted(path)} has more than {MOST_SEGMENTS} segments; name a shorter path")
     return path
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from sidecar.durations import exact_duration
 from sidecar.events import Admitted, Classified, Refused
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.request_record import RequestRecord
@@ -38,13 +37,6 @@ class UnknownAhead(msgspec.Struct, frozen=True):
     tier: str
     tokens: int
     where: str
-
-
-def waited(wait_s: float, starvation_s: float, reason: str, *, is_over: bool) -> str:
-    """How a wait went, or how it has gone so far."""
-    has, so_far = ("waited", "") if is_over else ("has waited", " so far")
-    starved = f", of which {exact_duration(starvation_s)} starved" if starvation_s else ""
-    return f"{has} {exact_duration(wait_s)}{so_far}{starved}: {reason}"
 
 
 def why_it_waited(
@@ -169,6 +161,14 @@ def because(rule: str, ahead: RequestRecord, waiter: RequestRecord, tiers: Seque
     """The rule as half a sentence. `tiers` are the names of the policy's, most important first."""
     classified, admitted, waiting = _tiers(ahead, waiter)
     by, tier = classified.tier, waiting.tier
+    risen_to = aged_to(by, admitted.level, tiers)
+    if rule == "level" and risen_to is not None and tier in tiers[: tiers.index(by)]:
+        return f"{by} had waited so long that it ranked with {risen_to}"
+    return in_words(rule, by, tier)
+
+
+def in_words(rule: str, by: str, tier: str) -> str:
+    """The rule by which a request of the tier `by` went before one of `tier`, as half a sentence."""
     return {
         TURN: f"{by} came earlier" if by != tier else "they came earlier",
         FAIR_SHARE: f"the tenants of {tier} take turns by their share",
@@ -177,7 +177,7 @@ def because(rule: str, ahead: RequestRecord, waiter: RequestRecord, tiers: Seque
         "reserve": f"{by} held less than its reserve",
         "reserve_turn": f"{by} held less than its reserve, and it was its turn",
         "gain": f"{by} earned more in that time, or its deadline was nearer",
-        "level": _rank(by, tier, admitted.level, tiers),
+        "level": f"{by} is more important",
         "limit": f"{tier} was at its limit",
         "passed_over": f"{tier} asked for more than the reserves of the others leave",
         CLAIM: f"{tier if by != tier else 'it'} waited for its own engine",
@@ -192,13 +192,6 @@ def aged_to(tier: str, level: int, tiers: Sequence[str]) -> str | None:
 def counted(number: int, noun: str) -> str:
     """A number with its noun in the singular or the plural."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _rank(by: str, tier: str, level: int, tiers: Sequence[str]) -> str:
-    risen_to = aged_to(by, level, tiers)
-    if tier in tiers and by in tiers and tiers.index(by) > tiers.index(tier) and risen_to is not None:
-        return f"{by} had waited so long that it ranked with {risen_to}"
-    return f"{by} is more important"
 
 
 def _tokens(record: RequestRecord) -> int:

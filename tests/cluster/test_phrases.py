@@ -66,7 +66,7 @@ def test_it_is_the_one_that_starves_most_not_the_one_that_waits_longest() -> Non
         ("always_first", "because high always goes first"),
         ("reserve", "because high held less than its reserve"),
         ("limit", "because batch was at its limit"),
-        ("another", "by the rule another"),
+        ("another", "because of the rule another"),
     ],
 )
 def test_every_rule_has_its_reason(rule: str, because: str) -> None:

@@ -182,6 +182,7 @@ class ModelReplica:
         if self.is_running(request, run):
             request.status = "queued"
             lease = request.lease
+            self.member.resize(lease, request.tokens, self.world.now)  # it begins anew
             self.member.hand_back(lease, [engine.rpartition("#")[0]], self.world.now)
             if len(lease.ticket.barred) >= len(self.view):
                 lease.ticket.barred = frozenset()

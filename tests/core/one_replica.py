@@ -1,4 +1,4 @@
-"""One replica over a ledger in the process, as a player of programs."""
+"""Plays a program on one replica over a ledger in the process."""
 
 from core_player import rules_of, us
 
@@ -9,7 +9,7 @@ from sidecar.core.member import Entered, Member, TakeBack
 from sidecar.core.tickets import Gain, Ticket
 
 
-class One:
+class OneReplica:
     def __init__(self, scenario, most_bids=32):
         rules = rules_of(scenario)
         self.names = [t.name for t in rules.tiers]
@@ -36,9 +36,8 @@ class One:
         self.ledger, self.member = Ledger(), Member("one", stated, most_bids=most_bids)
         self.tickets, self.count = {}, 0
         self.set_engines(scenario.get("engines", [{"id": "pool#1", **scenario.get("capacity", {})}]), 0)
+        self.member.knew = 1
         self.pump(0)
-        state = self.ledger.state
-        state.hold_until = 0
 
     def set_engines(self, offers, now):
         self.member.view(
@@ -57,9 +56,13 @@ class One:
         )
 
     def pump(self, now):
-        admitted, chosen = [], []
+        """Calls now, and what is due after that."""
         self.member._due_us = now
-        self.ledger_now = now
+        return self.call(now)
+
+    def call(self, now):
+        """The calls that are due."""
+        admitted, chosen = [], []
         while (call := self.member.poll(now)) is not None:
             reply, _ = self.ledger.execute(call, now)
             self.member.answered(reply, now)
@@ -106,11 +109,7 @@ class One:
         elif what == "prefilled" and lease:
             m.first_byte(lease, now)
         elif what == "resize" and lease:
-            if lease.ticket.tokens < step["tokens"]:
-                pass
-            m._row.add(lease, -1)
-            lease.ticket.tokens = step["tokens"]
-            m._row.add(lease, 1)
+            m.resize(lease, step["tokens"], now)
         elif what == "keep" and lease:
             m.keep(lease, now)
         elif (what == "requeue" and lease and lease.is_chosen) or (what == "hand_back" and lease):

@@ -354,6 +354,11 @@ async def test_another_admission_controller_inside_does_not_hear_it() -> None:
     inner = AdmissionMiddleware(answering(), policy())
     caller = await asked(named("nightly"), app=inner)
     assert json.loads(caller.sent[1]["body"])["tenant"] == "anonymous"
+    passing = keyed("mode: pass\n")
+    outer = AdmissionMiddleware(inner, passing, tenant=named("nightly"), environment={"SIDECAR_ENGINE_KEY": "sk-acme"})
+    caller = Caller(outer, SMALL, headers=[*WITHOUT_KEY])
+    await caller.run()
+    assert json.loads(caller.sent[1]["body"])["tenant"] == "acme"  # by the key that the outer one has added
 
 
 async def test_a_tenant_that_only_the_app_names_needs_no_keys(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from sidecar.telemetry import semconv
 from tests.otel.files import NAMES, OTEL
+from tests.support.nesting import refused_by_nesting
 
 README = (OTEL / "README.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(admission\.[\w.]+)` \| (counter|gauge|histogram) \| (\w*) \| (.*?) \| .+ \|$", re.MULTILINE)
@@ -47,3 +48,17 @@ GAIN_METRICS = listed(_GAIN)
 def test_every_name_of_ours_is_listed_and_every_name_listed_is_ours() -> None:
     reported = set(re.findall(r"`(admission\.[a-z_.]+)", README))
     assert reported == NAMES
+
+
+def test_no_attribute_is_also_the_beginning_of_another() -> None:
+    of_spans = README.partition("## Attributes")[2].partition("## Metrics")[0]
+    names = re.findall(r"`(admission\.[\w.<>]+)`", of_spans)
+    labels = [
+        label
+        for table in (METRICS, ENGINE_METRICS, SIZE_METRICS, GAIN_METRICS)
+        for _, of in table.values()
+        for label in of
+    ]
+    assert {semconv.ADMISSION_TIER, semconv.ADMISSION_AHEAD_RULES_PREFIX + "<tier>"} <= {*names}
+    assert refused_by_nesting([*names, *labels]) == {semconv.ADMISSION_ENGINE}  # as it has been from the beginning
+    assert refused_by_nesting([*names, "admission.ahead.tokens"]) > {"admission.ahead.tokens"}

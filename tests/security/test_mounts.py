@@ -18,8 +18,10 @@ from starlette.routing import Mount, Route
 
 from sidecar import AdmissionMiddleware
 from sidecar.context import SCOPE_KEY
+from sidecar.middleware.request_path import readings
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
+from sidecar.policy.problems import PolicyError
 from tests.support.each import each
 from tests.support.middleware import CHAT, KEYS, SMALL, App, Caller, write_policy
 
@@ -197,6 +199,12 @@ READ_OTHERWISE = [
     ("/v1", "/x/v1/chat", ""),  # Litestar takes away what is before it, too
     ("/api", "http://a.host/api/chat", ""),  # Quart reads a whole address, which hypercorn and h11 leave in the path
     ("", "http://a.host/chat", ""),
+    ("", "%20http://a.host/chat", ""),  # after spaces, too, and with anything in the host
+    ("", "http://a.host%5Cb/chat", ""),
+    ("", "http://a.host%252Fb/chat", ""),
+    ("/api", "http://api/api/chat", ""),
+    ("/api", "/apihttp://a.host/chat", ""),  # BlackSheep, from `raw_path`, behind what uvicorn writes before it
+    ("", "http://a.host/b@c/chat", "http://a.host%2Fb@c/chat"),
     ("", "/chat%23a", ""),
     ("", "/chat%3Fa/b", ""),
     ("/a?/v1", "/a%3F/v1/chat/completions", ""),  # a segment that the client chooses, of a mount at `/{tenant}/v1`
@@ -210,6 +218,27 @@ READ_OTHERWISE = [
 async def test_a_path_is_guarded_however_a_framework_divides_it(root: str, path: str, raw: str) -> None:
     sidecar = AdmissionMiddleware(App(), denying("unguarded: allow\n"))
     assert await answer(sidecar, path, root, raw=raw) == "401"
+
+
+@each(
+    ("root", "path", "raw"),
+    [
+        ("/a" * 30_000, "/chat", ""),  # a mount at `/{path:path}`, or a server that takes it from a header (daphne)
+        ("", f"/b?{'/a' * 30_000}/b", f"/b%252525253f{'/a' * 30_000}/b"),
+        ("/a" * 30_000, "/a" * 30_000 + CHAT, ""),
+    ],
+)
+def test_a_prefix_that_a_client_makes_long_costs_no_more_for_each_segment(root: str, path: str, raw: str) -> None:
+    found = readings({"path": path, "root_path": root, "raw_path": (raw or path).encode()})
+    assert sum(map(len, found)) < 10 * len(raw or path + root)
+
+
+def test_a_policy_names_no_longer_path_than_is_looked_for() -> None:
+    longest = "/a" * 32
+    sidecar = AdmissionMiddleware(App(), denying(f"public: [{longest}]\n"))
+    assert sidecar.controller.policy.public_paths == (longest,)
+    with pytest.raises(PolicyError, match=r"has more than 32 segments"):
+        denying(f"public: [{longest}/a]\n")
 
 
 @each(

@@ -92,7 +92,7 @@ async def chat(request):
 class Urls:
     urlpatterns = [path("v1/chat/completions", chat)]
 
-settings.configure(ROOT_URLCONF=Urls, ALLOWED_HOSTS=["127.0.0.1"])
+settings.configured or settings.configure(ROOT_URLCONF=Urls, ALLOWED_HOSTS=["127.0.0.1"])  # once in a process
 {line}
 """
 BLACKSHEEP = """

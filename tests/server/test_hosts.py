@@ -102,6 +102,17 @@ async def test_a_framework_with_the_pages_line(
     assert {"admission", "engine"} <= {span.name for span in spans.get_finished_spans()}
 
 
+async def test_a_script_name_of_djangos_own_is_a_prefix() -> None:
+    key, app = written_policy(), HOSTS["Django"].app(line_of("Django"))
+    from django.test import override_settings
+
+    with override_settings(FORCE_SCRIPT_NAME="/own"):
+        async with serving(app) as served, aiohttp.ClientSession() as client:
+            for headers, status in (({}, 401), (bearer(key), 200)):
+                async with client.post(f"{served.url}/own{CHAT}", json=BODY, headers=headers) as answer:
+                    assert answer.status == status, await answer.text()
+
+
 @pytest.mark.parametrize("name", LAUNCHED)
 async def test_a_launcher_with_the_pages_line(name: str, tmp_path: Path) -> None:
     command, *words = shlex.split(line_of(name).replace("MODEL", "m"))

@@ -26,6 +26,7 @@ from tests.support.in_process import start_failure
 from tests.support.middleware import CHAT, SMALL, App, Caller, policy, write_policy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import RedisServer
+from tests.support.serving import serving
 
 PATHS = (CHAT, "/v1/completions", "/v1/embeddings")
 BODIES = (SMALL, b'{"model": "m", "prompt": "x", "max_tokens": 4}', b'{"model": "m", "input": "x"}')
@@ -91,6 +92,29 @@ async def test_a_middleware_for_each_route_has_the_pool_of_all(is_nested: bool, 
     gate.opened.set()
     assert await asyncio.gather(*asking) == [200] * 12
     assert (gate.most, gate.served) == (4, 12)
+
+
+@pytest.mark.anyio
+async def test_one_that_a_thread_of_the_server_constructs_has_the_pool_of_all(tmp_path: Path) -> None:
+    """As by a handler that a framework runs in a thread."""
+    path, gate = write_policy(tmp_path, requests="1"), Gate()
+
+    def made() -> Starlette:
+        app = Starlette(routes=[Route(CHAT, gate.handle, methods=["POST"])])
+        app.add_middleware(AdmissionMiddleware, policy=path)
+        app.middleware_stack = app.build_middleware_stack()
+        return app
+
+    first = made()
+    async with serving(first, lifespan="on"):
+        second = await asyncio.to_thread(made)
+        asking = [asyncio.create_task(asked(app)) for app in (first, second)]
+        await gate.until(1)
+        await settled()
+        assert gate.most == 1
+        gate.opened.set()
+        assert await asyncio.gather(*asking) == [200, 200]
+    assert (gate.most, gate.served) == (1, 2)
 
 
 @pytest.mark.anyio

@@ -23,6 +23,7 @@ from tests.support.commands import address, command
 from tests.support.engine import answering, raw_engine
 from tests.support.in_process import emulated_engine
 from tests.support.late import openai
+from tests.support.nesting import refused_by_nesting
 from tests.support.otlp import Received, otlp_over_grpc, otlp_over_http
 
 INTERACTIVE, STANDARD, RESEARCH = "sk-demo-interactive", "sk-demo-standard", "sk-demo-research"
@@ -292,6 +293,7 @@ def test_its_attributes_are_exactly_these(story: Story) -> None:
         "admission.engine_priority": 20,
         "admission.served_ahead.high": urgent_tokens,
         "admission.starved_too_long": True,
+        "admission.explanation": "1 request of tier high went ahead because high is more important",
     }
     assert filler_start_ns < queued.start_ns
     why = dict(queued.attributes)
@@ -302,11 +304,11 @@ def test_its_attributes_are_exactly_these(story: Story) -> None:
         "admission.served_ahead.high": urgent_tokens,
         "admission.explanation": "1 request of tier high went ahead because high is more important",
         "admission.overtaken_by.high": urgent_tokens,
-        "admission.overtaken_by.high.tokens": urgent_tokens,
-        "admission.overtaken_by.high.requests": 1,
-        "admission.overtaken_by.high.tenants": 1,
-        "admission.overtaken_by.high.because": "high is more important",
-        "admission.overtaken_by.high.rules": "level",
+        "admission.ahead.tokens.high": urgent_tokens,
+        "admission.ahead.requests.high": 1,
+        "admission.ahead.tenants.high": 1,
+        "admission.ahead.because.high": "high is more important",
+        "admission.ahead.rules.high": "level",
     }
     assert spans["engine"].attributes == {
         "gen_ai.provider.name": "vllm",
@@ -328,8 +330,14 @@ def test_figures_are_sent_as_numbers_and_each_name_has_one_type(story: Story) ->
     assert {name for name, found in types.items() if len(found) > 1} == set()
     numbers = {name: found.pop() for name, found in types.items()}
     assert {numbers[name] for name in numbers if name.endswith("_s")} == {float}
-    counts = ("tokens", "requests", "tenants", "status_code", "level", ".high")
+    counts = ("tokens", "status_code", "level", "ahead.high", "by.high", "tokens.high", "requests.high", "tenants.high")
     assert {numbers[name] for name in numbers if name.endswith(counts)} == {int}
+
+
+def test_a_store_that_nests_names_takes_every_span_link_and_resource(story: Story) -> None:
+    spans = story.received.spans
+    sent = [each.attributes for span in spans for each in (span, *span.links)] + [span.resource for span in spans]
+    assert [refused for names in sent if (refused := refused_by_nesting(names))] == []
 
 
 def test_starving_links_to_the_request_that_overtook(story: Story) -> None:
@@ -479,4 +487,4 @@ def test_a_replica_that_is_killed_leaves_the_last_word_of_those_that_waited(tmp_
     first, second, *_ = (span.attributes for span in sorted(received.spans, key=lambda span: span.start_ns))
     assert first["admission.request_id"] == f"request-{STARVED}"
     assert 0.2 <= first["admission.queue_wait_s"] <= second["admission.queue_wait_s"] - 0.2
-    assert "so far: the pool has no room: 1 of 1 requests are held" in second["admission.explanation"]
+    assert second["admission.explanation"].startswith("the pool has no room: 1 of 1 requests are held")

@@ -154,6 +154,7 @@ async def test_a_victim_is_reported_alike_by_every_listener(tmp_path: Any) -> No
     (starved,) = sidecar.spans("victim", "admission.starved")
     assert [(link.attributes or {})["admission.request_id"] for link in starved.links] == ["important"]
     assert str((starved.attributes or {})["admission.explanation"]) in story.conclusion
+    assert admission.attributes["admission.explanation"] == (starved.attributes or {})["admission.explanation"]
     assert sidecar.metrics.held() == {}
 
 

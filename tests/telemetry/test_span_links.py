@@ -105,12 +105,16 @@ def test_starving_links_to_who_overtook_and_waiting_to_who_went_in_turn():
         "admission.tier": "batch",
         "admission.explanation": "1 request of tier high went ahead because high is more important",
         "admission.overtaken_by.high": 100,
-        "admission.overtaken_by.high.tokens": 100,
-        "admission.overtaken_by.high.requests": 1,
-        "admission.overtaken_by.high.tenants": 1,
-        "admission.overtaken_by.high.because": "high is more important",
-        "admission.overtaken_by.high.rules": "level",
+        "admission.ahead.tokens.high": 100,
+        "admission.ahead.requests.high": 1,
+        "admission.ahead.tenants.high": 1,
+        "admission.ahead.because.high": "high is more important",
+        "admission.ahead.rules.high": "level",
     }
+    (admission,) = sidecar.spans("starved", "admission")
+    assert admission.attributes["admission.explanation"] == bar.attributes["admission.explanation"]
+    (admission,) = sidecar.spans("urgent", "admission")
+    assert "admission.explanation" not in admission.attributes
     for link, other in ((queued.links[0], "first"), (bar.links[0], "urgent")):
         (admission,) = sidecar.spans(other, "admission")
         assert link.context.trace_id == admission.context.trace_id
@@ -131,26 +135,25 @@ def test_all_that_overtook_are_counted_by_tier_and_rule_however_many_have_links(
     starved.is_admitted(moments[0])
     starved.ends()
     (bar,) = sidecar.spans("starved", "admission.starved")
-    by_tier = {name.removeprefix("admission.overtaken_by."): bar.attributes[name] for name in bar.attributes}
-    assert by_tier.pop("admission.tier") == "batch"
-    figures = {"tokens": 200 * MOST_LINKS, "requests": 2 * MOST_LINKS, "tenants": 1}
-    because = "16 because high held less than its reserve, 16 because high is more important"
-    assert by_tier == {
+    tokens, requests = 200 * MOST_LINKS, 2 * MOST_LINKS
+    because = {
+        "normal": "normal is more important",
+        "high": "16 because high held less than its reserve, 16 because high is more important",
+        "batch": "the tenants of batch take turns by their share",
+    }
+    said = {
+        "overtaken_by": {"normal": tokens, "high": tokens, "batch": 100},
+        "ahead.tokens": {"normal": tokens, "high": tokens, "batch": 100},
+        "ahead.requests": {"normal": requests, "high": requests, "batch": 1},
+        "ahead.tenants": {"normal": 1, "high": 1, "batch": 1},
+        "ahead.because": because,
+        "ahead.rules": {"normal": "level", "high": "reserve, level"},
+    }
+    assert dict(bar.attributes) == {
+        "admission.tier": "batch",
         "admission.explanation": "32 requests of tier normal went ahead because normal is more important; "
         "so did 33 requests of other tiers",
-        "normal": 200 * MOST_LINKS,
-        **{f"normal.{name}": value for name, value in figures.items()},
-        "normal.because": "normal is more important",
-        "normal.rules": "level",
-        "high": 200 * MOST_LINKS,
-        **{f"high.{name}": value for name, value in figures.items()},
-        "high.because": because,
-        "high.rules": "reserve, level",
-        "batch": 100,
-        "batch.tokens": 100,
-        "batch.requests": 1,
-        "batch.tenants": 1,
-        "batch.because": "the tenants of batch take turns by their share",
+        **{f"admission.{what}.{tier}": value for what, by_tier in said.items() for tier, value in by_tier.items()},
     }
 
 
@@ -228,6 +231,10 @@ def test_a_refusal_after_a_wait_says_who_went_ahead_too():
     assert linked(bar) == [
         {"admission.tier": "critical", "admission.request_id": "urgent", "admission.rule": "always_first"}
     ]
+    (admission,) = sidecar.spans("starved", "admission")
+    assert admission.attributes["admission.explanation"] == (
+        "1 request of tier critical went ahead because critical always goes first"
+    )
 
 
 def test_links_are_to_the_first_16():

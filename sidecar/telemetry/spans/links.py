@@ -23,7 +23,6 @@ from sidecar.telemetry.ahead import (
     groups_of,
     reasons,
     unseen,
-    waited,
     why_it_waited,
     without_own_runs,
 )
@@ -100,20 +99,20 @@ class WaitFinder:
         ahead = without_own_runs(seen, record)
         overtook = [each for each in ahead if each.arrived_us > record.arrived_us]
         overtaken_us = next((each.admitted.at_us for each in overtook if each.admitted is not None), at_us)
-        wait_s, starvation_s = (at_us - record.arrived_us) / 1e6, (at_us - overtaken_us) / 1e6
         groups = groups_of(ahead, record, self.tiers)
         obstacle = None if queued is None else queued.explanation
         are_all = len(seen) < MOST_LOOKED_AT
-        reason = why_it_waited(obstacle, groups, (), is_starved=bool(overtook), are_all=are_all)
         written: Attributes = {
-            semconv.ADMISSION_QUEUE_WAIT_S: wait_s,
-            semconv.ADMISSION_STARVATION_S: starvation_s,
-            semconv.ADMISSION_EXPLANATION: waited(wait_s, starvation_s, reason, is_over=False),
+            semconv.ADMISSION_QUEUE_WAIT_S: (at_us - record.arrived_us) / 1e6,
+            semconv.ADMISSION_STARVATION_S: (at_us - overtaken_us) / 1e6,
+            semconv.ADMISSION_EXPLANATION: why_it_waited(
+                obstacle, groups, (), is_starved=bool(overtook), are_all=are_all
+            ),
             **_overtaken_by(overtook, [group for group in groups if group.came_later], record),
         }
         place = self.place(record)
         if place is not None:
-            written[semconv.ADMISSION_AHEAD_REQUESTS] = place
+            written[semconv.ADMISSION_REQUESTS_BEFORE] = place
         return WaitSoFar(at_us, written)
 
 
@@ -131,14 +130,15 @@ def _overtaken_by(overtook: Sequence[RequestRecord], groups: Sequence[AheadGroup
         rules.setdefault(tier, {}).update({} if rule is None else {rule: None})
     found: Attributes = {}
     for tier, of_tier in tenants.items():
-        name = semconv.ADMISSION_OVERTAKEN_BY_PREFIX + tier
         alike = [group for group in groups if group.tier == tier]
-        found[name] = found[f"{name}.tokens"] = sum(group.tokens for group in alike)
-        found[f"{name}.requests"] = sum(group.requests for group in alike)
-        found[f"{name}.tenants"] = len(of_tier)
-        found[f"{name}.because"] = reasons(alike)
+        tokens = sum(group.tokens for group in alike)
+        found[semconv.ADMISSION_OVERTAKEN_BY_PREFIX + tier] = tokens
+        found[semconv.ADMISSION_AHEAD_TOKENS_PREFIX + tier] = tokens
+        found[semconv.ADMISSION_AHEAD_REQUESTS_PREFIX + tier] = sum(group.requests for group in alike)
+        found[semconv.ADMISSION_AHEAD_TENANTS_PREFIX + tier] = len(of_tier)
+        found[semconv.ADMISSION_AHEAD_BECAUSE_PREFIX + tier] = reasons(alike)
         if rules[tier]:
-            found[f"{name}.rules"] = ", ".join(rules[tier])
+            found[semconv.ADMISSION_AHEAD_RULES_PREFIX + tier] = ", ".join(rules[tier])
     return found
 
 

@@ -171,9 +171,9 @@ class RequestSpans:
         try:
             if record.queued is not None:
                 self._wait_is_over()
-            written = self._attributes(record)
             if record.refused is not None:
                 self._find_links(record, record.refused)
+            written = self._attributes(record)
             since_us = self._draw_phases(record)
             if record.settled is not None:
                 self._settle(record, record.settled, written, since_us)
@@ -236,6 +236,10 @@ class RequestSpans:
             written.update(_of_admission(record.admitted))
         if record.observed is not None:
             written.update(_of_observed(record.observed))
+        if written.get(semconv.ADMISSION_STARVATION_S):
+            for found in self._links.values():  # the last says what went ahead in all of its waits
+                if semconv.ADMISSION_EXPLANATION in found.overtaken_by:
+                    written[semconv.ADMISSION_EXPLANATION] = found.overtaken_by[semconv.ADMISSION_EXPLANATION]
         return written
 
     # -- waiting

@@ -1,0 +1,187 @@
+"""One replica over a ledger decides as the literal reference, whatever it shows of what waits."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ledger_replica import pool_rules
+from one_replica import OneReplica
+
+from sidecar.core import ledger, member
+from sidecar.core.calls import EngineView
+from sidecar.core.tickets import Ticket
+from tests.support.examples import examples
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scheduling"))
+
+import reference
+from golden_programs import read
+from record_golden import STEPS, Author, random_header
+
+BEAT_US = 1_000_000
+
+
+def first_difference(program: dict[str, Any], most_bids: int) -> str | None:
+    """The first step whose answer is not the reference's. Both decide every second between two steps, too."""
+    judge, one = reference.new(program), OneReplica(program, most_bids)
+    judge.divide = lambda tokens, weight: tokens / weight
+    last = 0
+    for number, step in enumerate(program["steps"], 1):
+        at = round(step["at"] * 1e6)
+        for now in [*range(last + BEAT_US, at, BEAT_US), at]:
+            if now == at and not _play(judge, one, step, now):
+                continue
+            expected, found = (judge.dispatch(now), judge.preempt(now)), one.pump(now)
+            if (found[0], sorted(found[1])) != (expected[0], sorted(expected[1])):
+                return f"{program['name']}, step {number} {step} at {now}: {found}, not {expected}"
+        last = at
+    return None
+
+
+def _play(judge: reference.Reference, one: OneReplica, step: dict[str, Any], now: int) -> bool:
+    """One step of both; False where a replica has none: it cancels what stands in line, and charges with growth."""
+    what, found = step["do"], judge.find(step.get("id", ""), "line", "running")
+    if what == "charge" or (found is not None and found.state == "line" and what in ("settle", "resize")):
+        return False
+    growth = step["tokens"] - found.tokens if what == "resize" and found is not None else 0
+    judge.do(step, now)
+    if growth > 0 and found is not None:
+        tier = judge.tiers[found.tier]["name"]
+        charge = {"do": "charge", "tier": tier, "tenant": found.tenant, "weight": found.weight, "tokens": growth}
+        judge.do(charge, now)
+    one.do(step, now)
+    return True
+
+
+def test_it_gives_the_answers_of_golden_programs() -> None:
+    assert [found for program in read()[::20] if (found := first_difference(program, 32))] == []
+
+
+@pytest.mark.long
+def test_it_gives_the_answers_of_all_golden_programs() -> None:
+    assert [found for program in read() if (found := first_difference(program, 32))] == []
+
+
+@settings(max_examples=examples(20))
+@given(st.integers(0, 2**32), st.booleans(), st.booleans())
+def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, by_gain: bool) -> None:
+    luck = random.Random(seed)
+    header = random_header(luck, f"seed {seed}", several=several, by_gain=by_gain)
+    assert first_difference(Author(luck, header).write(STEPS), 32) is None
+
+
+LOOK_US = 100_000
+
+
+def _history(program: dict[str, Any], calls_always: bool) -> list[tuple[int, str]]:
+    """What entered or was taken back, and when. All times of the program are whole tenths of a second."""
+    one, found, now = OneReplica(program, 32), [], 0
+    for step in [*program["steps"], {"do": "wait", "at": program["steps"][-1]["at"] + 30}]:
+        at = round(step["at"] * 10) * LOOK_US
+        while now < at:
+            due = one.member.due_us()
+            now = min(at, now + LOOK_US if calls_always else at if due is None else max(due, now + 1))
+            if now < at:
+                admitted, chosen = one.pump(now) if calls_always else one.call(now)
+                found += [(now, f"{ticket} enters {engine}") for ticket, engine in admitted]
+                found += [(now, f"{ticket} is taken back") for ticket in sorted(chosen)]
+        one.do({**step, "until": math.ceil(step.get("until", 0) * 10) / 10}, at)
+        admitted, chosen = one.pump(at)
+        found += [(now, f"{ticket} enters {engine}") for ticket, engine in admitted]
+        found += [(now, f"{ticket} is taken back") for ticket in sorted(chosen)]
+    return found
+
+
+def _calls_only_when_it_is_told(program: dict[str, Any]) -> str | None:
+    expected, found = _history(program, True), _history(program, False)
+    if expected == found:
+        return None
+    return f"{program['name']}: {sorted(set(found) ^ set(expected))[:3]}"
+
+
+AGES = {
+    "name": "the idle headroom of a tier is for a ticket that reached its level",
+    "tiers": [{"name": "t0", "reserve": 0.5, "lend": 0}, {"name": "t1"}],
+    "aging": {"promote_after_s": 2, "ceiling": "t0"},
+    "capacity": {"tokens": 10},
+    "steps": [{"at": 0, "do": "submit", "id": f"r{n}", "tier": "t1", "tokens": 5} for n in range(2)],
+}
+
+
+@pytest.fixture
+def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "HEARTBEAT_US", 10**12)
+    monkeypatch.setattr(ledger, "LOST_US", 10**12)
+    monkeypatch.setattr(ledger, "DEAD_US", 10**12)
+
+
+@pytest.mark.usefixtures("no_heartbeats")
+def test_calls_at_next_are_as_good_as_calls_all_the_time() -> None:
+    assert [found for program in [AGES, *read()[::20]] if (found := _calls_only_when_it_is_told(program))] == []
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("no_heartbeats")
+def test_calls_at_next_are_as_good_in_all_golden_programs() -> None:
+    assert [found for program in read() if (found := _calls_only_when_it_is_told(program))] == []
+
+
+def test_by_gain_the_best_is_shown_too() -> None:
+    def submit(number: int, tokens: int, cost: float) -> dict[str, Any]:
+        gain = {"weight": 1, "tokens": 10, "cost": cost, "start_by": 100, "slack": 1}
+        return {
+            "at": 0,
+            "do": "submit",
+            "id": f"r{number}",
+            "tier": "t0",
+            "tenant": "a",
+            "tokens": tokens,
+            "gain": gain,
+        }
+
+    program = {
+        "name": "a small gain, many of them, the largest",
+        "order": "gain",
+        "tiers": [{"name": "t0"}],
+        "capacity": {"tokens": 10},
+        "steps": [*(submit(n, 10, 9) for n in range(9)), submit(9, 10, 3), submit(10, 10, 1)],
+    }
+    program["steps"] += [{"at": 1, "do": "settle", "id": f"r{n}"} for n in (0, 10, 9, 1)]
+    assert first_difference(program, 2) is None
+
+
+def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_early() -> None:
+    """Three tokens, `min(10 // 2, 0 + (10 - 4) // 2)`. More than the bids of one call are too large for that."""
+    store, second = ledger.Ledger(), 1_000_000
+    rules = pool_rules([("t0", 0.2), ("t1", 0.2)])
+    members = [member.Member(who, rules) for who in ("one", "other")]
+    one, other = members
+
+    def call(of: member.Member, now: int) -> None:
+        while (asked := of.poll(now)) is not None:
+            of.answered(store.execute(asked, now)[0], now)
+
+    for each_one in members:
+        each_one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
+        call(each_one, 0)
+        call(each_one, 3 * second)
+    other.submit(Ticket("big", 0, "", 4), 3 * second)
+    call(other, 3 * second)
+    call(one, 5 * second)
+    for number in range(40):
+        one.submit(Ticket(f"large {number}", 0, "", 4, number=number), 5 * second)
+        one.submit(Ticket(f"small {number}", 1, "", 1, number=100 + number), 5 * second)
+    found = {}
+    for now in range(5 * second, 9 * second, second // 2):
+        if one.poll(now) is not None:
+            one.unanswered(now)
+        found[now / second] = len(one.leases)
+    assert [at for at, leases in found.items() if leases == 0] == [5, 5.5, 6, 6.5, 7]
+    assert [sorted(one.leases), found[8.5]] == [["small 0", "small 1", "small 2"], 3]
