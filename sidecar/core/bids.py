@@ -50,6 +50,7 @@ class Bids:
 
     def __init__(self, tiers: Iterable[str], most: int, size_now: Callable[[Ticket], None]) -> None:
         self.withdrawn: list[Withdrawn] = []
+        self.is_paused = False
         self._tiers = [_Tier(name) for name in tiers]
         self._most, self._size_now = most, size_now
         self._bids: dict[str, int] = {}
@@ -99,12 +100,14 @@ class Bids:
 
     def has_more(self, now_us: int) -> bool:
         """Whether one waits that is to be shown."""
+        if self.is_paused:
+            return False
         return any(self._is_next(tier) or self._better(tier, now_us) for tier in self._tiers)
 
     def new(self, now_us: int, most: int = BIDS_SHOWN) -> list[Bid]:
         """At most so many more bids. One that comes before the last that is shown takes its place."""
         made: list[Bid] = []
-        for tier in self._tiers:
+        for tier in () if self.is_paused else self._tiers:
             while len(made) < most and self._is_next(tier) and (ticket := tier.queue.next()) is not None:
                 if self._is_full(tier) and (last := self._last(tier)) is not None:
                     tier.wait_again(self._withdraw(tier, last))
@@ -125,6 +128,15 @@ class Bids:
         self._bids.clear()
         self._lined.clear()
         self.withdrawn.clear()
+
+    def pause(self, is_paused: bool) -> None:
+        """Shows none, or shows them again."""
+        self.is_paused = is_paused
+        if is_paused:
+            withdrawn = [Withdrawn(bid, tier.name) for tier in self._tiers for bid in tier.shown]
+            withdrawn += self.withdrawn
+            self.go_back()
+            self.withdrawn = withdrawn
 
     def remove_all(self) -> list[Ticket]:
         """Gives up all that wait."""

@@ -190,7 +190,11 @@ class Call(msgspec.Struct, array_like=True):
 
 
 class Granted(msgspec.Struct, array_like=True, frozen=True):
-    """A bid that got an engine. It counts since `counted_for_us`; `excess` and `excess_prompt`: rule 5."""
+    """A bid that got an engine. It counts since `counted_for_us`; `excess` and `excess_prompt`: rule 5.
+
+    For reports: `found` is the engine as it found it, `passed` the tiers whose first had come before it, each with the
+    rule (`scheduler.Found`, `scheduler.Rule`).
+    """
 
     bid: int
     tier: str
@@ -203,6 +207,8 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
     excess_prompt: int
     is_in_floor: bool
     counted_for_us: int
+    found: tuple[int, int, int, int, int, int]
+    passed: dict[str, str] = {}
 
 
 class EngineHeld(msgspec.Struct, array_like=True, frozen=True):

@@ -12,9 +12,11 @@ from sidecar.core.amounts import NOTHING, UNBOUNDED, Amount, larger, plus
 from sidecar.policy.rules import Shares
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rules:
     """The rules of one pool. Shares are parts of it, from 0 to 1; the first of its tiers is level 0.
+
+    Each is its own: to compare all of it takes long.
 
     `promote_after_us`: a waiting ticket rises one level per so long, up to the level `ceiling`; None: none ages.
     `affinity_percent`: how much a predicted prefix hit counts in the choice of an engine. `fair`: the part of the
@@ -28,6 +30,19 @@ class Rules:
     affinity_percent: int = 200
     by_gain: bool = False
     fair: Fraction = Fraction(1)
+
+
+def aged_level(level: int, waited_us: int, promote_after_us: int | None, ceiling: int) -> int:
+    """Rule 3: `level * promote_after - waited`: a ticket rises one level per `promote_after`, not past the ceiling."""
+    if promote_after_us is None:
+        return level
+    aged = level * promote_after_us
+    return aged if level <= ceiling else max(aged - waited_us, ceiling * promote_after_us)
+
+
+def whole_level(aged: int, promote_after_us: int | None) -> int:
+    """How many levels are more important: those that are less than the aged one."""
+    return -(-aged // (promote_after_us or 1))
 
 
 @dataclass(frozen=True)

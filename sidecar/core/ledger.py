@@ -17,6 +17,7 @@ from sidecar.core.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain
 from sidecar.core.engines import Engine
 from sidecar.core.figures import Rules
 from sidecar.core.preemption import Shortage, shortage
+from sidecar.core.reports import Found
 from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Gain, Ticket
 from sidecar.core.time_alone import next_change
@@ -61,6 +62,8 @@ class _Entry:
     tokens: int
     prompt: int
     sent: int
+    found: Found
+    passed: dict[str, str]
 
     def cell(self, tier: str) -> Cell:
         floor = (self.tokens, self.ticket.requests, self.prompt) if self.ticket.is_in_floor else NOTHING
@@ -106,9 +109,10 @@ class State:
 
 
 class Ledger:
-    """One atomic call after the other, on the store's clock."""
+    """One atomic call after the other, on the store's clock. In one that is not shared silence begins no epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool = True) -> None:
+        self._is_shared = is_shared
         self.state: State | None = None
         self._wake_ups: list[WakeUp] = []
 
@@ -123,7 +127,7 @@ class Ledger:
             if any(state.last_call - max(m.last_call, state.epoch) < DEAD_US for m in state.members.values()):
                 return Reply(call.number, "wait"), self._wake_ups
             state, silent_for = self._create(state.last_call, call.layout, state.offset), 0
-        if silent_for >= LOST_US:
+        if self._is_shared and silent_for >= LOST_US:
             self._begin_epoch()
         member = state.members.get(call.who)
         is_next = member is not None and member.stated == state.epoch and call.number == member.number + 1
@@ -401,11 +405,12 @@ class Ledger:
         if state.hold_until:
             return
         granted: dict[str, list[Granted]] = {}
-        for ticket, engine, sent in state.scheduler.decide(state.last_call):
+        for ticket, engine, sent, found, passed in state.scheduler.decide(state.last_call):
             member = state.members[ticket.owner]
             bid = int(ticket.id)
             del member.bids[bid]
-            entry = _Entry(ticket, engine, ticket.tokens, ticket.count, sent)
+            by_name = {state.names[level]: rule.value for level, rule in passed.items()}
+            entry = _Entry(ticket, engine, ticket.tokens, ticket.count, sent, found, by_name)
             tier = state.names[ticket.tier]
             member.outbox[bid] = tier, entry
             granted.setdefault(ticket.owner, []).append(self._granted(bid, tier, entry))
@@ -427,6 +432,8 @@ class Ledger:
             ticket.excess_prompt,
             ticket.is_in_floor,
             self._held().last_call - ticket.counted_us,
+            entry.found,
+            entry.passed,
         )
 
     # -- rule 7: whom to ask for room
@@ -449,7 +456,7 @@ class Ledger:
         ):
             return None
         state.asked = None
-        found = shortage(state.scheduler, state.last_call, self._gone())
+        found = shortage(state.scheduler, state.last_call, self._gone()) if state.scheduler.may_preempt() else None
         if found is None:
             return None
         most = max(state.members, key=lambda who: (self._takeable(who, found), who == caller, who))

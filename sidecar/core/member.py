@@ -12,7 +12,7 @@ from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from sidecar.core import calls
-from sidecar.core.amounts import UNBOUNDED
+from sidecar.core.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
 from sidecar.core.bids import Bids
 from sidecar.core.calls import (
     ALONE_US,
@@ -35,6 +35,7 @@ from sidecar.core.calls import (
     WakeUp,
 )
 from sidecar.core.engines import Engine
+from sidecar.core.figures import aged_level, whole_level
 from sidecar.core.ledger import Ledger, rules_of
 from sidecar.core.preemption import Shortage, leases_to_take_back
 from sidecar.core.row import Row
@@ -70,6 +71,7 @@ class Entered(NamedTuple):
     """A ticket got an engine: it is a lease."""
 
     lease: Lease
+    grant: Granted
 
 
 class TakeBack(NamedTuple):
@@ -99,7 +101,8 @@ class Member:
     """One replica of a pool.
 
     `own_us`: of the owner's clock. `size_now` is called with a ticket that is about to be shown. `divides`: whether it
-    admits alone when the store does not answer.
+    admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
+    so much later; UNBOUNDED for a ledger that has no other replicas.
     """
 
     def __init__(
@@ -111,9 +114,12 @@ class Member:
         most_bids: int = BIDS_SHOWN,
         divides: bool = True,
         takes_over: bool = False,
+        heartbeat_us: int = HEARTBEAT_US,
+        lazy_us: int = LAZY_US,
         size_now: Callable[[Ticket], None] = lambda _: None,
     ) -> None:
         self.who, self.rules, self.layout = who, rules, layout
+        self._own_rules = rules_of(rules)
         self.mode = Mode.JOINING
         self.is_closing = self.is_gone = self.is_foreign = False
         self.knew = 0
@@ -121,7 +127,7 @@ class Member:
         self.views: dict[str, EngineView] = {}
         self.reply: Reply | None = None
         """The last one with figures."""
-        self._divides = divides
+        self._divides, self._beat_us, self._lazy_us = divides, heartbeat_us, lazy_us
         self._replaces, self._takes_over = True, takes_over
         self._names = [tier.name for tier in rules.tiers]
         self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
@@ -133,6 +139,7 @@ class Member:
         self._config: dict[str, calls.EngineState] = {}
         self._drained: dict[str, Drain] = {}
         self._own_held: dict[str, tuple[int, int, int]] = {}
+        self._own_tiers: dict[int, Amount] = {}
         self._events: list[Event] = []
         self._in_flight: Call | None = None
         self._sent_us = self._retry_us = self._last_answer_us = self._config_us = 0
@@ -160,21 +167,27 @@ class Member:
             self._call_by(now_us)
 
     def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
-        """A lease holds other tokens; growth is charged to its tenant."""
-        ticket = lease.ticket
-        if tokens > ticket.tokens:
-            charge = Charge(self._names[ticket.tier], ticket.tenant, tokens - ticket.tokens, ticket.weight)
-            self._told.append(_Told(charge))
-            self._bids.charge(ticket.tier, ticket.tenant, tokens - ticket.tokens, ticket.weight)
+        """A lease holds other tokens."""
+        is_less = tokens < lease.ticket.tokens
         self._row.add(lease, -1)
-        ticket.tokens = tokens
+        lease.ticket.tokens = tokens
         self._row.add(lease, 1)
-        self._call_by(now_us + LAZY_US)
+        if is_less:
+            self._tell_soon(now_us)
+        else:
+            self._call_by(now_us + self._lazy_us)
+
+    def charge(self, lease: Lease, tokens: int, now_us: int) -> None:
+        """The tenant of a lease is charged for so many tokens more (rule 2)."""
+        ticket = lease.ticket
+        self._told.append(_Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight)))
+        self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
+        self._call_by(now_us + self._lazy_us)
 
     def first_byte(self, lease: Lease, now_us: int) -> None:
         """The prompt of a lease counts no longer."""
         self._row.add(lease, -1)
-        self._owe(lease, lease.first_byte(now_us))
+        self._owe(lease, lease.first_byte(now_us), now_us)
         self._row.add(lease, 1)
         self._tell_soon(now_us)
 
@@ -182,7 +195,7 @@ class Member:
         """A lease ends."""
         self._row.add(lease, -1)
         self._is_leaving_new = self._is_leaving_new or lease.is_chosen
-        self._owe(lease, lease.end(now_us))
+        self._owe(lease, lease.end(now_us), now_us)
         del self.leases[lease.ticket.id]
         self._returns.pop(lease.ticket.id, None)
         self._tell_soon(now_us)
@@ -218,7 +231,7 @@ class Member:
 
     def change_rules(self, rules: PoolRules, now_us: int) -> None:
         """Other rules of the same tiers, which replace those of the pool."""
-        self.rules, self._replaces = rules, True
+        self.rules, self._own_rules, self._replaces = rules, rules_of(rules), True
         if self.mode is Mode.SHARED:
             self.mode = Mode.STATING
         self._call_by(now_us)
@@ -226,6 +239,11 @@ class Member:
     def close(self, now_us: int) -> None:
         """Says goodbye when the last request has ended."""
         self.is_closing = True
+        self._call_by(now_us)
+
+    def pause(self, is_paused: bool, now_us: int) -> None:
+        """Its requests wait and are not shown, or are shown again."""
+        self._bids.pause(is_paused)
         self._call_by(now_us)
 
     def waiting(self) -> int:
@@ -276,7 +294,7 @@ class Member:
             kind = "bye" if self.is_closing and not self.leases and not self.waiting() else "call"
         self._due_us = None
         if is_beat:
-            self._heartbeat_us = now_us + HEARTBEAT_US
+            self._heartbeat_us = now_us + self._beat_us
         self._in_flight, self._sent_us = self._compose(kind, is_beat, now_us), now_us
         return self._in_flight
 
@@ -360,7 +378,7 @@ class Member:
         self._bids.take_tags(reply)
         if self.is_foreign:
             self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
-        self._own_held = self._row.by_engine()
+        self._own_held, self._own_tiers = self._row.by_engine(), self._row.by_tier()
         if reply.shortage is not None and not self._is_leaving_new:
             self._take_room_back(reply, reply.shortage, now_us)
         if reply.next_us is not None and self.waiting():
@@ -409,20 +427,30 @@ class Member:
             lease.is_chosen = self._is_leaving_new = True
             self._events.append(TakeBack(lease))
 
+    def whole_level(self, ticket: Ticket, now_us: int) -> int:
+        """The aged level of a ticket as a whole level (rule 3)."""
+        rules = self._own_rules
+        aged = aged_level(ticket.tier, now_us - ticket.arrived_us, rules.promote_after_us, rules.ceiling)
+        return whole_level(aged, rules.promote_after_us)
+
     def mirror(self, now_us: int) -> Scheduler:
-        """The pool by the last reply, without what waits."""
-        scheduler = Scheduler(rules_of(self.rules))
+        """The pool without what waits, by the last reply and what changed here since."""
+        scheduler = Scheduler(self._own_rules)
+        own, own_tiers = self._row.by_engine(), self._row.by_tier()
         if self.reply is not None:
             held = {engine.id: engine for engine in self.reply.held}
             for engine in self._config.values():
                 of = Engine(engine.id, engine.tokens, engine.requests, engine.prefill, engine.speed, engine.is_ready)
                 of.since_us, of.ramp_us = self._config_us - engine.age_us, engine.ramp_us
                 if (now := held.get(engine.id)) is not None:
-                    of.held, of.sent, of.lined = (now.tokens, now.requests, now.prompt), now.sent, now.lined
+                    tokens, requests, sent = minus(own.get(of.id, NOTHING), self._own_held.get(of.id, NOTHING))
+                    of.held = (now.tokens + tokens, now.requests + requests, now.prompt)
+                    of.sent, of.lined = now.sent + sent, now.lined
                     of.cap_requests, of.cap_until_us = now.cap_requests, self._last_answer_us + now.cap_for_us
                 scheduler.engines[engine.id] = of
-            for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=False):
-                state.on_engines = (tier.tokens, tier.requests, tier.prompt)
+            for level, (state, tier) in enumerate(zip(scheduler.tiers, self.reply.tiers, strict=False)):
+                change = minus(own_tiers.get(level, NOTHING), self._own_tiers.get(level, NOTHING))
+                state.on_engines = plus((tier.tokens, tier.requests, tier.prompt), change)
                 state.on_floor = (tier.floor_tokens, tier.floor_requests, tier.floor_prompt)
         scheduler.look(now_us)
         return scheduler
@@ -445,7 +473,7 @@ class Member:
         lease = Lease(ticket, grant.engine, self._entered, grant.sent, self._returns.get(ticket.id, 0))
         self.leases[ticket.id] = lease
         self._row.add(lease, 1)
-        self._events.append(Entered(lease))
+        self._events.append(Entered(lease, grant))
 
     def woken(self, wake_up: WakeUp, now_us: int) -> None:
         """A hint: grants of this replica, or that an epoch begins."""
@@ -536,9 +564,11 @@ class Member:
     def _drained_names(self) -> set[str]:
         return {drain.engine for drain in self._drained.values() if drain.is_drained}
 
-    def _owe(self, lease: Lease, owed_us: int) -> None:
+    def _owe(self, lease: Lease, owed_us: int, now_us: int) -> None:
+        """The ledger counts it from the moment when it is told."""
         if owed_us:
             self._told.append(_Told(Owed(self._names[lease.ticket.tier], owed_us)))
+            self._call_by(now_us)
 
     def _call_by(self, at_us: int) -> None:
         if self._due_us is None or self._due_us > at_us:
@@ -546,7 +576,7 @@ class Member:
 
     def _tell_soon(self, now_us: int) -> None:
         someone_waits = self.waiting() or (self.reply is not None and self.reply.waiting)
-        self._call_by(now_us if someone_waits else now_us + LAZY_US)
+        self._call_by(now_us if someone_waits else now_us + self._lazy_us)
 
     def _call_if_needed(self, now_us: int) -> None:
         has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new

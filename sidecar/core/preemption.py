@@ -27,9 +27,9 @@ class Shortage:
 
 def shortage(scheduler: Scheduler, now_us: int, gone: Gone) -> Shortage | None:
     """What room is to be taken back for now, if any. `gone` is taken back already."""
-    scheduler.look(now_us)
     if not scheduler.may_preempt():
         return None
+    scheduler.look(now_us)
     tiers = scheduler.rules.tiers
     order = scheduler.in_order()
     for n, candidate in enumerate(order):

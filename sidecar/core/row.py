@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from sidecar.core.amounts import NOTHING, Amount, plus
 from sidecar.core.calls import Cell
 from sidecar.core.tickets import Lease
 
@@ -44,6 +45,13 @@ class Row:
         for (_, engine), sums in self._sums.items():
             tokens, requests, sent = found.get(engine, (0, 0, 0))
             found[engine] = tokens + sums[0], requests + sums[1], sent + sums[3]
+        return found
+
+    def by_tier(self) -> dict[int, Amount]:
+        """What each tier holds."""
+        found: dict[int, Amount] = {}
+        for (tier, _), sums in self._sums.items():
+            found[tier] = plus(found.get(tier, NOTHING), (sums[0], sums[1], sums[2]))
         return found
 
     def of(self, leases: Iterable[Lease]) -> list[Cell]:

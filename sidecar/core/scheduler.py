@@ -9,8 +9,9 @@ from typing import NamedTuple, TypeAlias
 
 from sidecar.core.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
 from sidecar.core.engines import NOTHING_FREED, Engine, Freed
-from sidecar.core.figures import Rules, figures_of
+from sidecar.core.figures import Rules, aged_level, figures_of, whole_level
 from sidecar.core.queue import FairQueue
+from sidecar.core.reports import Found, Rule, passed
 from sidecar.core.tickets import Lease, Ticket
 
 PATIENCE_US = 5_000_000
@@ -44,11 +45,16 @@ class Candidate(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """A ticket enters an engine. `sent`: the prompt tokens that the engine has to prefill of it."""
+    """A ticket enters an engine. `sent`: the prompt tokens that the engine has to prefill of it.
+
+    `passed`: the levels whose first in order had come before it.
+    """
 
     ticket: Ticket
     engine: str
     sent: int
+    found: Found
+    passed: dict[int, Rule]
 
 
 class Gone:
@@ -204,12 +210,19 @@ class Scheduler:
         self._total = total
         self._figures = figures_of(self.rules, smaller(capacity, (UNBOUNDED, UNBOUNDED, UNBOUNDED)))
 
+    @property
+    def capacity(self) -> Amount:
+        """C, as of the last look."""
+        return self._figures.capacity
+
     def _step(self, grants: list[Grant]) -> bool:
         """Rule 6: the next step, one enters an engine or comes to stand in line. False where there is none."""
         self._choose_again()
         closed: set[str] = set()  # engines that those before want
         is_stopped = False  # a small one before it has stood in line for 5 s
-        for _, ticket, order_class in self.in_order():
+        order = self.in_order()
+        for candidate in order:
+            _, ticket, order_class = candidate
             if order_class == OTHER and is_stopped:
                 continue
             if not self.fits(ticket):
@@ -224,7 +237,7 @@ class Scheduler:
                 ticket, wanted, closed, order_class == FIRST or is_late or not (was_in_line or joins)
             )
             if engine is not None:
-                grants.append(self._enter(ticket, engine, order_class))
+                grants.append(self._enter(ticket, engine, order_class, passed(self, candidate, order)))
                 return True
             if joins:
                 self._join(ticket, wanted)
@@ -245,9 +258,11 @@ class Scheduler:
         """The candidates: those in line, the heads of all tiers, by gain the best of each tier."""
         candidates = list(self.line)
         for level, tier in enumerate(self.rules.tiers):
+            if not self.tiers[level].queue:
+                continue
             heads = self.heads(level)
             candidates += heads
-            if self.rules.by_gain and not tier.always_first and heads:
+            if self.rules.by_gain and not tier.always_first:
                 best = min(self.tiers[level].queue, key=lambda t: self.place(t, OTHER))
                 candidates += [best] if best not in heads else []
         found = []
@@ -309,18 +324,13 @@ class Scheduler:
         return order_class, before, key, ticket.arrival
 
     def aged_level(self, ticket: Ticket) -> int:
-        """`level * promote_after - waited`: a ticket rises one level per `promote_after`, not past the ceiling."""
-        rules = self.rules
-        if rules.promote_after_us is None:
-            return ticket.tier
-        if ticket.tier <= rules.ceiling:
-            return ticket.tier * rules.promote_after_us
-        waited = self._now - ticket.arrived_us
-        return max(ticket.tier * rules.promote_after_us - waited, rules.ceiling * rules.promote_after_us)
+        """See `figures.aged_level`."""
+        waited_us = self._now - ticket.arrived_us
+        return aged_level(ticket.tier, waited_us, self.rules.promote_after_us, self.rules.ceiling)
 
     def _tiers_above(self, ticket: Ticket) -> int:
-        """How many tiers are more important than the ticket: those at a level less than its aged level."""
-        return -(-self.aged_level(ticket) // (self.rules.promote_after_us or 1))
+        """How many tiers are more important than the ticket."""
+        return whole_level(self.aged_level(ticket), self.rules.promote_after_us)
 
     def _gain_key(self, ticket: Ticket) -> tuple[int, int]:
         """Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level."""
@@ -430,7 +440,10 @@ class Scheduler:
         places = sum(engine.is_ready for engine in self.engines.values())
         return order_class == FIRST or self.tiers[ticket.tier].lined < places
 
-    def _enter(self, ticket: Ticket, engine: str, order_class: OrderClass) -> Grant:
+    def _enter(self, ticket: Ticket, engine: str, order_class: OrderClass, over: dict[int, Rule]) -> Grant:
+        of = self.engines[engine]
+        lined_us = self._now - ticket.in_line_since_us if ticket.is_in_line else 0
+        found = Found(*of.size(self._now)[:2], *of.held[:2], of.sent, lined_us)
         if ticket.is_in_line:
             is_counted = ticket.is_for_floor
             self._leave_line(ticket)
@@ -443,7 +456,7 @@ class Scheduler:
         sent = ticket.sent_to(engine) if ticket.count else 0
         self.hold(ticket.tier, engine, ticket.amount, sent, ticket.on_floor)
         self._total = plus(self._total, ticket.amount)
-        return Grant(ticket, engine, sent)
+        return Grant(ticket, engine, sent, found, over)
 
     def _join(self, ticket: Ticket, wanted: str | None) -> None:
         state = self.tiers[ticket.tier]

@@ -147,7 +147,7 @@ class CorePlayer:
 
     def dispatch(self, now):
         found = []
-        for ticket, engine, sent in self.scheduler.decide(now):
+        for ticket, engine, sent, *_ in self.scheduler.decide(now):
             del self.tickets[ticket.id]
             self.leases[ticket.id] = Lease(ticket, engine, len(self.entered), sent, self.returns.get(ticket.id, 0))
             self.entered.append((ticket, now))

@@ -165,6 +165,8 @@ class ModelReplica:
 
     def resize(self, request, run, tokens):
         if self.is_running(request, run):
+            if (growth := tokens - request.lease.ticket.tokens) > 0:
+                self.member.charge(request.lease, growth, self.world.now)
             self.member.resize(request.lease, tokens, self.world.now)
             self.pump()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pools.core_harness import CoreHarness
 from tests.pools.harness import ByGain, Harness, LocalHarness
 from tests.pools.redis_harness import RedisHarness
 from tests.support.redis_servers import RedisServer, binaries, first_binary
@@ -47,8 +48,8 @@ def redis_server(request: pytest.FixtureRequest, servers: dict[str, RedisServer]
     return servers[request.param]
 
 
-KINDS = ["local", *SERVERS]
-BY_GAIN = ["local by gain", f"{FIRST} by gain"]
+KINDS = ["local", "core", *SERVERS]
+BY_GAIN = ["local by gain", "core by gain", f"{FIRST} by gain"]
 """Requests without deadlines, in a pool that orders by gain: it does what the contract says, too."""
 in_both_orders = pytest.mark.parametrize("harness", [*KINDS, *BY_GAIN], indirect=True)
 """For tests of what another order decides elsewhere: who is next, what a size changes, who is preempted."""
@@ -68,5 +69,8 @@ def harness_of(kind: str, servers: dict[str, RedisServer]) -> Harness:
         from tests.pools.fake_harness import FakeHarness
 
         return FakeHarness()
-    made = LocalHarness() if kind == "local" else RedisHarness(servers[kind])
+    if kind == "core":
+        made: Harness = CoreHarness()
+    else:
+        made = LocalHarness() if kind == "local" else RedisHarness(servers[kind])
     return ByGain(made) if order else made

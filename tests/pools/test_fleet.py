@@ -8,21 +8,36 @@ import pytest
 
 from sidecar.errors import RequestTooLarge
 from sidecar.events import Obstacle, Placed
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, Shares, pool_rules
 from sidecar.pools import Ask, EnginePool, Lease
 from sidecar.pools.fleet import FleetPool
-from sidecar.scheduling.placement import EngineOffer
+from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer
 from tests.pools.harness import Clock, policy_of
 
 pytestmark = pytest.mark.anyio
 A, B = (EngineOffer(f"{name}#1", tokens=100, requests=10, prefill=20) for name in "ab")
 
 
+@pytest.fixture(params=[FleetPool, LedgerPool], ids=["local", "core"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test is of both pools."""
+    monkeypatch.setitem(KIND, "of", request.param)
+
+
+KIND: dict[str, type[FleetPool]] = {}
+
+
+def pool_of(policy: Policy, *clock: Clock) -> FleetPool:
+    return KIND["of"](policy, *clock, weight_percent=WEIGHT_PERCENT)
+
+
 def fleet(*offers: EngineOffer, clock: Clock | None = None) -> FleetPool:
     shares = (Shares("high"), Shares("low"))
     policy = policy_of(pool_rules(tokens=None, requests=None, tiers=shares))
     object.__setattr__(policy, "shares", shares)
-    pool = FleetPool(policy, clock or Clock())
+    pool = pool_of(policy, clock or Clock())
     if offers:
         pool.set_engines(offers)
     return pool
@@ -106,7 +121,7 @@ async def test_an_engine_that_refuses_a_request_is_capped_and_the_request_goes_e
     await asyncio.sleep(0)
     assert not waits.done()
     clock.advance(3)
-    pool._runtime.dispatch(clock())
+    pool.set_engines([A, B])
     assert (await asyncio.wait_for(waits, 60)).engine == "b#1"
     assert [engine.is_capped for engine in pool.engines()] == [True, False]
 
@@ -126,7 +141,7 @@ async def test_an_engine_that_broke_a_request_does_not_get_it_again_after_a_relo
 
 
 async def test_a_wait_for_an_engine_that_starts_slowly_ends_by_the_pools_own_timer() -> None:
-    pool = FleetPool(fleet()._sizes.policy)
+    pool = pool_of(fleet()._sizes.policy)
     pool.set_engines([A._replace(requests=10, ramp_us=1_000_000, since_us=pool.now_us())])
     first, second = await pool.enter(ask()), await pool.enter(ask())
     assert (first.grant is None, second.grant) == (False, None)

@@ -22,11 +22,13 @@ from sidecar.policy.store import store_address
 from sidecar.pools import Ask, Lease, LocalPool, Pool
 from sidecar.pools.base import new_lease
 from sidecar.pools.fleet import FleetPool
+from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.redis import RedisFleetPool, RedisPool, connector
 from sidecar.pools.redis.batch import MOST_RESIZES, SHRINKS_WITHIN_S, BatchQueue
 from sidecar.pools.redis.protocol import BEAT_S, END, RESIZE
-from sidecar.scheduling.placement import EngineOffer
+from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer
 from tests.pools.conftest import in_both_orders
+from tests.pools.core_harness import with_shares
 from tests.pools.fleet_scripted import engines_policy
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 from tests.pools.load import until
@@ -41,7 +43,7 @@ anyio = pytest.mark.anyio
 SHARES = (Shares("high"), Shares("low"))
 CAPACITY = 100
 ENGINE = EngineOffer("a#1", tokens=CAPACITY, requests=1_000)
-KINDS = ["local", "fleet", "redis", "redis fleet"]
+KINDS = ["local", "fleet", "core", "core fleet", "redis", "redis fleet"]
 
 
 @asynccontextmanager
@@ -53,11 +55,15 @@ async def opened(kind: str, server: RedisServer, name: str = "moving") -> AsyncI
         pool = LocalPool(one)
     elif kind == "fleet":
         pool = FleetPool(several)
+    elif kind == "core":
+        pool = LedgerPool(with_shares(one))
+    elif kind == "core fleet":
+        pool = LedgerPool(several, weight_percent=WEIGHT_PERCENT)
     elif kind == "redis":
         pool = RedisPool(one, connector(store_address(server.url), name))
     else:
         pool = RedisFleetPool(several, connector(store_address(server.url), name, has_engines=True))
-    if kind in ("fleet", "redis fleet"):
+    if "fleet" in kind:
         pool.set_engines([ENGINE])
     try:
         await pool.open()

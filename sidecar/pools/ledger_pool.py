@@ -1,0 +1,514 @@
+"""The pool over a ledger: leases that wait, run and end by what the ledger grants, wherever it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import msgspec
+
+from sidecar.core import calls
+from sidecar.core.amounts import UNBOUNDED
+from sidecar.core.calls import Cap, Drain, EngineView, Granted, Reply, WakeUp
+from sidecar.core.member import Entered, Member, TakeBack
+from sidecar.core.tickets import Lease as Held
+from sidecar.core.tickets import Ticket
+from sidecar.errors import AdmissionError, QueueFull, RemainingLimits, StoreUnavailable
+from sidecar.events import Obstacle
+from sidecar.policy.model import Limits, Policy
+from sidecar.policy.rules import PoolRules
+from sidecar.policy.size_limits import SizeLimits
+from sidecar.pools.base import (
+    Ask,
+    Grant,
+    Lease,
+    Merge,
+    PeerReports,
+    QueueMark,
+    QueueStanding,
+    TenantUse,
+    WaitOutcome,
+    new_lease,
+    use_of,
+)
+from sidecar.pools.fleet import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.ledger_link import Link, LocalLink
+from sidecar.pools.ledger_rules import engines_of, rules_of, ticket_of, views_of
+from sidecar.pools.limits import TenantLimits
+from sidecar.pools.outgrown import OutgrownRequests
+from sidecar.pools.queue_places import QueuePlaces
+from sidecar.pools.runtime import Clock, monotonic_us
+from sidecar.pools.stats import TierUsage, obstacle, pool_state
+from sidecar.pools.tenant_places import TenantPlaces
+from sidecar.pools.waits import Wait, Waits
+from sidecar.scheduling.placement import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, EngineState, Found
+from sidecar.scheduling.rate_limit import RateLimiter
+
+POOL = "pool#1"
+"""The engine of a pool whose engines are not named: one engine is a fleet of one."""
+
+MOST_ADMITTED = 16
+"""After so many admissions the rest waits for the next turn of the event loop. One reply may have more of them."""
+
+OTHER_TIERS = "the pool in the store has other tiers than this process"
+
+
+class _Request(msgspec.Struct, eq=False, gc=False):
+    """A lease that waits or is held, as the ledger's side and the reports know it. `held` is None while it waits."""
+
+    lease: Lease
+    ticket: Ticket
+    wait: Wait
+    held: Held | None = None
+
+
+class LedgerPool:
+    """See `Pool` and `EnginePool`. Without `set_engines` it has one engine, of the policy's size.
+
+    Use it from one event loop. `weight_percent` is the weight of a predicted hit, None for a pool whose engines are not
+    named. `allowances` are the tenants' limits where other pools of the process count in them, too. `link` leads to the
+    ledger; without one it is in this process. `clock` is for tests.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        clock: Clock = monotonic_us,
+        *,
+        link: Link | None = None,
+        who: str = "",
+        weight_percent: int | None = None,
+        allowances: RateLimiter | None = None,
+    ) -> None:
+        self.now_us = clock
+        self._has_names, self._weight_percent = weight_percent is not None, weight_percent
+        self._rules = self._rules_of(policy)
+        self._sizes = SizeLimits(policy)
+        self._places = QueuePlaces(self._sizes, len(policy.tiers))
+        self._limits = TenantLimits(self._sizes, allowances)
+        self._outgrown = OutgrownRequests(self._sizes, self._refuse_waiting)
+        self._names = tuple(tier.name for tier in policy.tiers)
+        self._waits = Waits(self._names)
+        self._tenants = [TenantPlaces() for _ in policy.tiers]
+        self._queued_tokens = [0] * len(policy.tiers)
+        self._requests: dict[str, _Request] = {}
+        self._waiting: dict[str, _Request] = {}
+        self._ids = count(1)
+        self._offers: Sequence[EngineOffer] = ()
+        self._drained: set[str] = set()
+        self._paused: str | None = None
+        self._blocked_us = 0
+        self._blocked_since_us: int | None = None
+        self._run_at_us: int | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_us = 0
+        self._soon: asyncio.Handle | None = None
+        self._link = link or LocalLink(clock)
+        beat_us, lazy_us = self._link.heartbeat_us, self._link.lazy_us
+        self._member = Member(who, self._rules, heartbeat_us=beat_us, lazy_us=lazy_us, size_now=self._size_now)
+        self._member.knew = self._link.knew
+        self.most_tokens, self.most_requests = self._sizes.most_tokens, self._sizes.most_requests
+        self._set_size(policy.rules)
+
+    async def open(self) -> None:
+        """See `Pool.open`."""
+
+    async def close(self) -> None:
+        """See `Pool.close`."""
+        self._outgrown.stop()
+        for handle in (self._timer, self._soon):
+            if handle is not None:
+                handle.cancel()
+        self._timer = self._soon = None
+        await self._link.close()
+
+    # -- size and rules
+
+    def change_rules(self, rules: PoolRules) -> None:
+        """See `Pool.change_rules`. The pool of named engines is as large as they are."""
+        if not self._has_names:
+            self._set_size(rules)
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `Pool.change_policy`."""
+        self._sizes.policy = policy
+        self._rules = self._rules_of(policy)
+        self._member.change_rules(self._rules, self.now_us())
+        self._set_size(policy.rules)
+
+    def change_weight(self, weight_percent: int) -> None:
+        """See `EnginePool.change_weight`."""
+        self._weight_percent = weight_percent
+
+    def set_engines(self, offers: Sequence[EngineOffer]) -> None:
+        """See `EnginePool.set_engines`. An operator's word on an engine ends with its incarnation."""
+        known = {offer.id for offer in self._offers}
+        for name in {offer.id.rpartition("#")[0] for offer in offers if offer.id not in known} & self._drained:
+            self.drain_engine(name, drains=False)
+        self._offers = offers
+        self._set_size(self._sizes.rules)
+
+    def drain_engine(self, name: str, *, drains: bool) -> None:
+        """See `EnginePool.drain_engine`."""
+        if drains or name in self._drained:
+            (self._drained.add if drains else self._drained.discard)(name)
+            self._member.tell(Drain(name, drains), self.now_us())
+            self._run()
+
+    def cap_engine(self, engine: str, for_s: float, refused: int = 1) -> None:
+        """See `EnginePool.cap_engine`."""
+        now_us = self.now_us()
+        of = self._member.mirror(now_us).engines.get(engine)
+        if of is not None:
+            self._member.tell(Cap(engine, max(0, of.held[1] - refused), round(for_s * 1e6)), now_us)
+            self._run()
+
+    def raise_cap(self, engine: str, requests: int) -> None:
+        """See `EnginePool.raise_cap`. Nothing changes: a cap in force only falls, until it ends (rule 8)."""
+
+    def pause(self, reason: str | None) -> None:
+        """See `Pool.pause`."""
+        self._paused = reason
+        self._member.pause(reason is not None, self.now_us())
+        self._run()
+
+    def _rules_of(self, policy: Policy) -> calls.PoolRules:
+        return rules_of(policy, WEIGHT_PERCENT if self._weight_percent is None else self._weight_percent)
+
+    def _set_size(self, rules: PoolRules) -> None:
+        """The pool has another size: some waiting requests may be too large, and others fit."""
+        now_us = self.now_us()
+        if self._has_names:
+            change_sizes(self._sizes, self._offers)
+            engines = views_of(self._offers, now_us)
+        else:
+            self._sizes.change_rules(rules)
+            engines = [EngineView(POOL, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=True)]
+        self._member.view(engines, now_us)
+        self._outgrown.look(request.lease for request in self._waiting.values())
+        self._run()
+
+    # -- requests
+
+    async def enter(self, ask: Ask) -> Lease:
+        """See `Pool.enter`."""
+        self._sizes.refuse_what_never_fits(ask)
+        now_us = self.now_us()
+        lease = new_lease(self, next(self._ids), ask, now_us)
+        if (limits := ask.limits) is not None:
+            lease.ask = ask = self._limits.within(ask, now_us)
+        most, queued, others_wait = self._sizes.places(ask.tier), self._waits.queued(ask.tier), bool(self._waiting)
+        displaced = self._find_place(ask, queued, most, now_us) if most and others_wait else None
+        if limits is not None:
+            self._limits.charge(lease, limits, now_us)
+        if displaced is not None:
+            self._refuse_waiting(displaced, self._places.queue_full(displaced.ask, queued, now_us))
+        request = _Request(lease, ticket_of(lease), self._waits.came(lease.id, ask.tier, now_us))
+        self._requests[lease.ticket_id] = request
+        self._member.submit(request.ticket, now_us)
+        self._run(now_us, UNBOUNDED if most == 0 else MOST_ADMITTED)
+        if lease.grant is None:
+            if most is not None and not (most and others_wait):
+                self._find_place_or_leave(request, queued, most, now_us)
+            self._begin_to_wait(request)
+        self._places.taken(ask)
+        return lease
+
+    def _find_place(self, ask: Ask, queued: int, most: int, now_us: int) -> Lease | None:
+        """The request that has to give its place, None where one is free. Raises QueueFull where there is neither."""
+        tenants = self._tenants[ask.tier]
+        if queued < most:
+            promised = self._places.promised(ask, queued, now_us)
+            if promised is None or tenants.is_within_share(ask.tenant, ask.weight, most, promised):
+                return None
+        elif (displaced := tenants.displaced(ask.tenant, ask.weight, most)) is not None:
+            return displaced
+        raise self._places.queue_full(ask, queued, now_us)
+
+    def _find_place_or_leave(self, request: _Request, queued: int, most: int, now_us: int) -> None:
+        """The first to wait was not admitted at once: there may be no place for it all the same."""
+        try:
+            self._find_place(request.lease.ask, queued, most, now_us)
+        except QueueFull:
+            self._limits.undo(request.lease)
+            self._cancel(request, now_us)
+            self._run(now_us)
+            raise
+
+    def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
+        """See `LeaseOwner.end`."""
+        now_us = self.now_us()
+        if lease.charge is not None:
+            lease.is_counted &= lease.grant is not None or self._paused is None
+            self._limits.ended(lease, used_tokens, now_us)
+        request, grant = self._requests[lease.ticket_id], None
+        if request.held is not None:
+            del self._requests[lease.ticket_id]
+            self._member.end(request.held, now_us)
+        else:
+            grant = self._waits.so_far(request.wait, lease.tier, now_us)
+            self._cancel(request, now_us)
+        self._run(now_us)
+        if outcome is not None:
+            outcome.set_result(grant)
+
+    def change_size(self, lease: Lease, freed_tokens: int) -> None:  # noqa: ARG002
+        """See `LeaseOwner.change_size`. What it frees is decided about later in this tick of the event loop."""
+        self._member.resize(self._held(lease), lease.ask.tokens, self.now_us())
+        self._run_when_due()
+
+    def charge_tenant(self, lease: Lease, tokens: int) -> None:
+        """See `LeaseOwner.charge_tenant`."""
+        self._member.charge(self._held(lease), tokens, self.now_us())
+        self._run_when_due()
+
+    def keep(self, lease: Lease, *, was_chosen: bool) -> None:  # noqa: ARG002
+        """See `LeaseOwner.keep`."""
+        self._member.keep(self._held(lease), self.now_us())
+        self._run()
+
+    def requeue(self, lease: Lease) -> None:
+        """See `LeaseOwner.requeue`."""
+        self._wait_again(lease, is_overtaken=True)
+
+    def hand_back(self, lease: Lease) -> None:
+        """See `LeaseOwner.hand_back`."""
+        self._wait_again(lease, is_overtaken=False)
+
+    def prefilled(self, lease: Lease) -> None:
+        """See `LeaseOwner.prefilled`."""
+        held = self._held(lease)
+        if held.sent:
+            self._member.first_byte(held, self.now_us())
+            self._run()
+
+    def _wait_again(self, lease: Lease, *, is_overtaken: bool) -> None:
+        now_us, request = self.now_us(), self._requests[lease.ticket_id]
+        self._member.hand_back(self._held(lease), lease.ask.barred, now_us)
+        request.held = None
+        lease.waits_again()
+        self._waits.came_back(request.wait, now_us, is_overtaken=is_overtaken)
+        self._waiting[lease.ticket_id] = request
+        self._queued_tokens[lease.tier] += request.ticket.tokens
+        if error := self._sizes.outgrown(lease.ask):
+            self._refuse_waiting(lease, error)
+        self._run(now_us)
+
+    def _held(self, lease: Lease) -> Held:
+        held = self._requests[lease.ticket_id].held
+        assert held is not None
+        return held
+
+    def _begin_to_wait(self, request: _Request) -> None:
+        self._waiting[request.lease.ticket_id] = request
+        self._waits.begins(request.wait)
+        self._tenants[request.lease.tier].add(request.lease)
+        self._queued_tokens[request.lease.tier] += request.ticket.tokens
+
+    def _stop_waiting(self, request: _Request) -> None:
+        """Nothing changes where it did not begin to."""
+        if self._waiting.pop(request.lease.ticket_id, None) is None:
+            return
+        self._tenants[request.lease.tier].remove(request.lease)
+        self._waits.ended(request.wait)
+        self._queued_tokens[request.lease.tier] -= request.ticket.tokens
+
+    def _cancel(self, request: _Request, now_us: int) -> None:
+        self._stop_waiting(request)
+        del self._requests[request.lease.ticket_id]
+        self._member.cancel(request.ticket, now_us)
+
+    def _refuse_waiting(self, lease: Lease, error: AdmissionError) -> None:
+        """Refuses a request, where it still waits."""
+        request = self._requests.get(lease.ticket_id)
+        if request is not None and request.held is None:
+            now_us = self.now_us()
+            self._cancel(request, now_us)
+            self._limits.ended(lease, 0, now_us)
+            lease.refused(error)
+            self._run_when_due()
+
+    def _size_now(self, ticket: Ticket) -> None:
+        """A waiting request is about to be shown to the ledger: more may be known of it than when it came."""
+        request = self._requests[ticket.id]
+        lease = request.lease
+        if lease.size_now is not None:
+            tokens = lease.size_now()
+            if ticket.id in self._waiting:
+                self._queued_tokens[lease.tier] += tokens - ticket.tokens
+            ticket.tokens = tokens
+            lease.ask = msgspec.structs.replace(lease.ask, tokens=tokens)
+
+    # -- calls to the ledger
+
+    def _run(self, now_us: int | None = None, most_admitted: int = MOST_ADMITTED) -> None:
+        """Makes the calls that are due, and tells requests what they bring. All of it is at one moment, `now_us`."""
+        if self._run_at_us is not None:
+            return
+        self._run_at_us = now_us = self.now_us() if now_us is None else now_us
+        try:
+            admitted = 0
+            while admitted < most_admitted and (call := self._member.poll(now_us)) is not None:
+                self._link.send(call, self)
+                admitted += self._tell_requests(now_us)
+            self._tell_requests(now_us)  # a member that is alone admits in `poll`
+        finally:
+            self._run_at_us = None
+        self._run_when_due()
+
+    def _run_when_due(self) -> None:
+        due_us = self._member.due_us()
+        if due_us is None or due_us >= UNBOUNDED or self._run_at_us is not None:
+            return
+        now_us = self.now_us()
+        if due_us <= now_us:
+            if self._soon is None:
+                self._soon = asyncio.get_running_loop().call_soon(self._run_soon)
+        elif self._timer is None or due_us < self._timer_at_us:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at_us = due_us
+            self._timer = asyncio.get_running_loop().call_later((due_us - now_us) / 1e6, self._run_in_time)
+
+    def _run_soon(self) -> None:
+        self._soon = None
+        self._run()
+
+    def _run_in_time(self) -> None:
+        self._timer = None
+        self._run()
+
+    def answered(self, reply: Reply) -> None:
+        """See `LinkUser.answered`."""
+        now_us = self.now_us() if self._run_at_us is None else self._run_at_us
+        self._member.answered(reply, now_us)
+        self._note_blocked(now_us, is_blocked=bool(reply.lined))
+        self._run()
+
+    def unanswered(self) -> None:
+        """See `LinkUser.unanswered`."""
+        self._member.unanswered(self.now_us())
+        self._run()
+
+    def woken(self, wake_up: WakeUp) -> None:
+        """See `LinkUser.woken`."""
+        self._member.woken(wake_up, self.now_us())
+        self._run()
+
+    def _tell_requests(self, now_us: int) -> int:
+        """What the ledger decided, to those whom it concerns. Returns how many were admitted."""
+        admitted = 0
+        for event in self._member.take_events():
+            if isinstance(event, Entered):
+                self._admit(event.lease, event.grant, now_us)
+                admitted += 1
+            elif isinstance(event, TakeBack):
+                lease = self._requests[event.lease.ticket.id].lease
+                lease.chosen(lease.returns)
+            else:
+                self._refuse_waiting(self._requests[event.ticket.id].lease, StoreUnavailable(OTHER_TIERS))
+        return admitted
+
+    def _admit(self, held: Held, granted: Granted, now_us: int) -> None:
+        request = self._requests[held.ticket.id]
+        lease, ticket, request.held = request.lease, held.ticket, held
+        level = self._member.whole_level(ticket, now_us)
+        grant = self._waits.so_far(request.wait, level, now_us, granted.passed)
+        if self._has_names:
+            *found, lined_us = granted.found
+            placed = placed_on(Found(*found), lease.ask, lined_us)
+            grant = msgspec.structs.replace(grant, engine=held.engine, placed=placed)
+        self._stop_waiting(request)
+        self._waits.admitted(request.wait, ticket.tokens, now_us)
+        self._places.admitted(ticket.tier, now_us)
+        lease.granted(grant)
+
+    # -- what the pool says of itself
+
+    def retry_after_s(self, tier: int) -> float:
+        """See `Pool.retry_after_s`."""
+        return self._places.retry_after_s(tier, self._waits.queued(tier), self.now_us())
+
+    def mark(self, tier: int) -> QueueMark:
+        """See `Pool.mark`."""
+        return self._places.mark(tier, self._waits.queued(tier))
+
+    def standing(self, tier: int, mark: QueueMark) -> QueueStanding:
+        """See `Pool.standing`."""
+        return self._places.standing(tier, mark, self._waits.queued, self.now_us())
+
+    def use_of(self, tenant: str) -> TenantUse:
+        """See `Pool.use_of`."""
+        return use_of((request.lease for request in self._requests.values()), tenant)
+
+    async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits:
+        """See `Pool.allowance`."""
+        return self._limits.allowance(tenant, limits, self.now_us())
+
+    def oldest(self) -> Sequence[Grant | None]:
+        """See `Pool.oldest`."""
+        now_us, waits = self.now_us(), self._waits
+        oldest = [waits.oldest(tier) for tier in range(len(self._names))]
+        return [None if wait is None else waits.so_far(wait, wait.tier, now_us) for wait in oldest]
+
+    def engines(self) -> Sequence[EngineState]:
+        """See `EnginePool.engines`."""
+        now_us = self.now_us()
+        return engines_of(self._member.mirror(now_us), self._claims(), now_us) if self._has_names else ()
+
+    def state(self) -> Mapping[str, object]:
+        """See `Pool.state`; with the engines, where they are named."""
+        rules, usage = self._usage()
+        waiting = len(self._waiting)
+        state = pool_state(rules, usage, leases=len(self._requests) - waiting, waiting=waiting)
+        if not self._has_names:
+            return state
+        since_us, engines = self._blocked_since_us, [engine_state(engine) for engine in self.engines()]
+        blocked_us = self._blocked_us + (0 if since_us is None else self.now_us() - since_us)
+        return {**state, "engines": engines, "no_engine_fits_s": round(blocked_us / 1e6, 3)}
+
+    def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
+        """See `Pool.obstacle`."""
+        if self._paused is not None:
+            return Obstacle.ENGINE, self._paused
+        of_pool = obstacle(*self._usage(), ask)
+        of_engine = engine_obstacle(self.engines(), ask, of_pool) if self._has_names else None
+        return of_engine or of_pool
+
+    def readiness(self) -> Sequence[str]:
+        """See `Pool.readiness`."""
+        return ()
+
+    def notices(self) -> Sequence[str]:
+        """See `Pool.notices`."""
+        return ()
+
+    async def share(self, report: bytes, merge: Merge) -> PeerReports:  # noqa: ARG002
+        """See `Pool.share`."""
+        return PeerReports({})
+
+    def _usage(self) -> tuple[PoolRules, Sequence[TierUsage]]:
+        """The rules of the pool's present size, and what its tiers hold in all processes and have waiting in this one.
+
+        A ticket that stands in line for its tier's floor holds its tokens.
+        """
+        pool, rules = self._member.mirror(self.now_us()), self._sizes.rules
+        if self._has_names:
+            sizes = [None if size == UNBOUNDED else size for size in pool.capacity]
+            rules = self._sizes.policy.rules_of(*sizes)
+        usage = [
+            TierUsage(*tier.on_engines[:2], self._queued_tokens[level], self._waits.queued(level))
+            for level, tier in enumerate(pool.tiers)
+        ]
+        return rules, usage
+
+    def _claims(self) -> Mapping[str, int]:
+        return Counter(lined.engine for lined in self._member.reply.lined) if self._member.reply is not None else {}
+
+    def _note_blocked(self, now_us: int, *, is_blocked: bool) -> None:
+        """Keeps the time during which a request that fits the pool waits for an engine."""
+        if self._blocked_since_us is not None:
+            self._blocked_us += now_us - self._blocked_since_us
+        self._blocked_since_us = now_us if is_blocked else None

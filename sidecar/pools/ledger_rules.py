@@ -1,0 +1,105 @@
+"""A policy and the engines of a fleet, in the words of the ledger, and the ledger's engines in those of the fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+
+from sidecar.core.calls import EngineView, PoolRules, TierRules
+from sidecar.core.scheduler import Scheduler
+from sidecar.core.tickets import Gain, Ticket
+from sidecar.policy.model import Policy
+from sidecar.pools.base import Ask, Lease
+from sidecar.scheduling.placement import EngineOffer, EngineState
+
+_PPM = 1_000_000
+
+
+def rules_of(policy: Policy, weight_percent: int) -> PoolRules:
+    """The rules of a policy. Its shares count to a millionth."""
+    rules = policy.rules
+    tiers = [
+        TierRules(
+            tier.name,
+            round(tier.reserve * _PPM),
+            round(tier.lend * _PPM),
+            round(tier.limit * _PPM),
+            tier.always_first,
+            tier.preemptible,
+            tier.preempt_after_us,
+        )
+        for tier in policy.shares
+    ]
+    fair = policy.fair if rules.is_by_gain else Fraction(1)
+    return PoolRules(
+        tiers,
+        rules.promote_after_us,
+        rules.ceiling,
+        rules.max_preemptions,
+        weight_percent,
+        rules.is_by_gain,
+        round(fair * _PPM),
+    )
+
+
+def views_of(offers: Iterable[EngineOffer], now_us: int) -> list[EngineView]:
+    """The engines as this process sees them."""
+    return [
+        EngineView(
+            offer.id,
+            offer.tokens,
+            offer.requests,
+            offer.prefill,
+            offer.speed,
+            offer.takes_new,
+            now_us - offer.since_us if offer.ramp_us else 0,
+            offer.ramp_us,
+        )
+        for offer in offers
+    ]
+
+
+def engines_of(pool: Scheduler, claims: Mapping[str, int], now_us: int) -> Sequence[EngineState]:
+    """The engines of a pool, by name and incarnation; `claims` counts those in line for each."""
+    return [
+        EngineState(
+            engine.id,
+            engine.is_ready,
+            now_us < engine.cap_until_us,
+            engine.tokens,
+            engine.requests,
+            engine.prefill,
+            *engine.size(now_us),
+            *engine.held[:2],
+            engine.sent,
+            claims.get(engine.id, 0) if engine.is_ready else 0,
+        )
+        for engine in sorted(pool.engines.values(), key=lambda engine: engine.order)
+    ]
+
+
+def ticket_of(lease: Lease) -> Ticket:
+    """The ticket of a request that comes."""
+    ask = lease.ask
+    return Ticket(
+        lease.ticket_id,
+        ask.tier,
+        ask.tenant,
+        ask.tokens,
+        ask.requests,
+        ask.prompt,
+        ask.weight,
+        dict(ask.hits),
+        frozenset(ask.barred),
+        lease.entered_us,
+        "",
+        lease.id,
+        _gain_of(ask),
+    )
+
+
+def _gain_of(ask: Ask) -> Gain | None:
+    if ask.gain is None:
+        return None
+    figures = ask.gain
+    return Gain(figures.weight, figures.tokens, figures.cost_us, figures.start_by_us, figures.slack_us)

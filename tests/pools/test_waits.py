@@ -1,0 +1,67 @@
+"""How requests have waited, against a literal account: each looks at all admissions of its time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidecar.pools import waits
+from sidecar.pools.waits import Wait, Waits
+
+EVENTS = st.sampled_from(["come", "admit", "leave", "back", "taken"])
+STEPS = st.lists(st.tuples(EVENTS, st.integers(0, 99)), max_size=60)
+
+
+@given(steps=STEPS)
+def test_each_wait_is_what_a_literal_account_says(steps: list[tuple[str, int]]) -> None:
+    kept, waits.NOTED_AT_ONCE, spare, waits.SPARE_STEPS = waits.NOTED_AT_ONCE, 1, waits.SPARE_STEPS, 2
+    try:
+        _play(steps)
+    finally:
+        waits.NOTED_AT_ONCE, waits.SPARE_STEPS = kept, spare
+
+
+def _play(steps: list[tuple[str, int]]) -> None:
+    pool = Waits(["high", "low"])
+    waiting: list[Wait] = []
+    running: list[Wait] = []
+    overtaken: dict[int, int | None] = {}
+    ahead: dict[int, list[int]] = {}
+    after: dict[int, int] = {}
+    latest = number = 0
+    for now_us, (what, which) in enumerate(steps):
+        if what == "come":
+            number += 1
+            wait = pool.came(number, which % 2, now_us)
+            pool.begins(wait)
+            overtaken[number], ahead[number], after[number] = None, [0, 0], number
+            waiting.append(wait)
+        elif what in ("admit", "leave") and waiting:
+            wait = waiting.pop(which % len(waiting))
+            if what == "leave":
+                pool.ended(wait)
+                continue
+            pool.admitted(wait, 1 + which, now_us)
+            is_latest, latest = wait.number > latest, max(latest, wait.number)
+            for other in waiting:
+                ahead[other.number][wait.tier] += 1 + which
+                if is_latest and after[other.number] < wait.number and overtaken[other.number] is None:
+                    overtaken[other.number] = now_us
+            for other in running:
+                ahead[other.number][wait.tier] += 1 + which
+            running.append(wait)
+        elif what in ("back", "taken") and running:
+            wait = running.pop(which % len(running))
+            pool.came_back(wait, now_us, is_overtaken=what == "taken")
+            after[wait.number] = latest
+            if what == "taken" and overtaken[wait.number] is None:
+                overtaken[wait.number] = now_us
+            waiting.append(wait)
+        for wait in waiting:
+            grant = pool.so_far(wait, 0, now_us)
+            assert grant.overtaken_at_us == overtaken[wait.number]
+            assert [grant.served_ahead.get(name, 0) for name in ("high", "low")] == ahead[wait.number]
+        for tier in range(2):
+            mine = [wait for wait in waiting if wait.tier == tier]
+            assert pool.queued(tier) == len(mine)
+            assert pool.oldest(tier) is min(mine, key=lambda wait: wait.number, default=None)
