@@ -184,7 +184,7 @@ class LedgerPool:
             change_sizes(self._sizes, self._offers)
             engines = views_of(self._offers, now_us)
         else:
-            self._sizes.change_rules(rules)
+            self._sizes.change_rules(rules, self._sizes.policy.largest_engine)
             engines = [EngineView(POOL, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=True)]
         self._member.view(engines, now_us)
         self._outgrown.look(request.lease for request in self._waiting.values())
