@@ -27,9 +27,9 @@ from pathlib import Path
 from benchmarks.instructions import marks
 from benchmarks.instructions.counters import COUNTERS, Run, call
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
+from sidecar.pools.engines import EngineOffer
 from sidecar.scheduling import Scheduler
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
-from sidecar.scheduling.placement import EngineOffer
 
 ENGINES = (1, 4, 16, 64)
 WAITING = 1_000

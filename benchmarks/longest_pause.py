@@ -47,6 +47,8 @@ from sidecar.errors import AdmissionError
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.pools.base import Ask, Lease
+from sidecar.pools.clock import monotonic_us
+from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 from sidecar.pools.fleet import FleetPool
 from sidecar.pools.local import LocalPool
 from sidecar.pools.redis import protocol
@@ -54,11 +56,9 @@ from sidecar.pools.redis.batch import MOST_RESIZES, operations_in_line
 from sidecar.pools.redis.partition import Partition
 from sidecar.pools.redis.resync import STATED_AT_ONCE
 from sidecar.pools.redis.script import source
-from sidecar.pools.runtime import monotonic_us
 from sidecar.scheduling import Scheduler
 from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.gain_scheduler import GainScheduler
-from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer
 from tests.pools.harness import policy_of
 
 TARGET_MS = 5.0

@@ -29,10 +29,10 @@ from redis.retry import Retry
 from benchmarks.redis_setup import chosen_binary, running_server, shipped_policy, version_of
 from sidecar.policy.model import Order
 from sidecar.pools.base import Ask
+from sidecar.pools.engines import EngineOffer
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.script import source
 from sidecar.scheduling.gain import GainFigures
-from sidecar.scheduling.placement import EngineOffer
 from tests.support.redis_servers import free_port
 
 ENGINES = (0, 1, 4, 16, 64)

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import uvloop
 
 from benchmarks.redis_setup import BATCH, CRITICAL, HIGH, LOW, NORMAL, Figure, replica, shipped_policy
-from sidecar.pools import Ask, LocalPool, Pool
+from sidecar.pools import Ask, Pool
+from sidecar.pools.local import LocalPool
 from sidecar.pools.redis.partition import equal_part
 
 TARGET = 5

@@ -14,7 +14,8 @@ from sidecar.middleware.forwarding import forwarded_body, forwarded_headers
 from sidecar.middleware.usage import UsageReader
 from sidecar.payload.decode import decode
 from sidecar.policy.compiler import load, shipped_policies
-from sidecar.pools import Ask, LocalPool
+from sidecar.pools import Ask
+from sidecar.pools.local import LocalPool
 from sidecar.tokens import Estimator, tokens_to_hold
 
 REPEATS, CALLS = 7, 2000

@@ -36,7 +36,8 @@ from benchmarks.scheduler import Crowd
 from sidecar import AdmissionMiddleware
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy, ServiceObjectives
-from sidecar.pools import Ask, LocalPool
+from sidecar.pools import Ask
+from sidecar.pools.local import LocalPool
 
 WARM_UP = 200
 """Repetitions before the first mark: they fill caches and let the interpreter specialize its bytecode."""

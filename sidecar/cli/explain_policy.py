@@ -41,7 +41,7 @@ from sidecar.policy.model import CapacitySource, Endpoint, Learn, Mode, Policy, 
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools import LocalPool
+from sidecar.pools.local import LocalPool
 from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter
 
 SMALLEST = {

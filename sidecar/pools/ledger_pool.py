@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 
 import msgspec
@@ -33,17 +34,18 @@ from sidecar.pools.base import (
     new_lease,
     use_of,
 )
-from sidecar.pools.fleet import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.clock import Clock, monotonic_us
+from sidecar.pools.engine_reports import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.engine_size import EngineSize
+from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, EngineState, Found
 from sidecar.pools.ledger_link import Link, LocalLink
 from sidecar.pools.ledger_rules import engines_of, rules_of, ticket_of, views_of
 from sidecar.pools.limits import TenantLimits
 from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
-from sidecar.pools.runtime import Clock, monotonic_us
-from sidecar.pools.stats import TierUsage, obstacle, pool_state
+from sidecar.pools.stats import HELD_BACK, TierUsage, obstacle, pool_state
 from sidecar.pools.tenant_places import TenantPlaces
 from sidecar.pools.waits import Wait, Waits
-from sidecar.scheduling.placement import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, EngineState, Found
 from sidecar.scheduling.rate_limit import RateLimiter
 
 POOL = "pool#1"
@@ -69,7 +71,8 @@ class LedgerPool:
 
     Use it from one event loop. `weight_percent` is the weight of a predicted hit, None for a pool whose engines are not
     named. `allowances` are the tenants' limits where other pools of the process count in them, too. `link` leads to the
-    ledger; without one it is in this process. `clock` is for tests.
+    ledger; without one it is in this process. `size` is that of a pool that is as large as its engine
+    says. `clock` is for tests.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class LedgerPool:
         who: str = "",
         weight_percent: int | None = None,
         allowances: RateLimiter | None = None,
+        size: EngineSize | None = None,
     ) -> None:
         self.now_us = clock
         self._has_names, self._weight_percent = weight_percent is not None, weight_percent
@@ -110,13 +114,20 @@ class LedgerPool:
         self._member = Member(who, self._rules, heartbeat_us=beat_us, lazy_us=lazy_us, size_now=self._size_now)
         self._member.knew = self._link.knew
         self.most_tokens, self.most_requests = self._sizes.most_tokens, self._sizes.most_requests
+        self._size = size
+        if size is not None:
+            size.follow(self.change_rules, partial(self.cap_engine, POOL))
         self._set_size(policy.rules)
 
     async def open(self) -> None:
         """See `Pool.open`."""
+        if self._size is not None:
+            await self._size.open()
 
     async def close(self) -> None:
         """See `Pool.close`."""
+        if self._size is not None:
+            await self._size.reader.close()
         self._outgrown.stop()
         for handle in (self._timer, self._soon):
             if handle is not None:
@@ -133,6 +144,7 @@ class LedgerPool:
 
     def change_policy(self, policy: Policy) -> None:
         """See `Pool.change_policy`."""
+        policy = policy if self._size is None else self._size.sized(policy)
         self._sizes.policy = policy
         self._rules = self._rules_of(policy)
         self._member.change_rules(self._rules, self.now_us())
@@ -162,11 +174,8 @@ class LedgerPool:
         now_us = self.now_us()
         of = self._member.mirror(now_us).engines.get(engine)
         if of is not None:
-            self._member.tell(Cap(engine, max(0, of.held[1] - refused), round(for_s * 1e6)), now_us)
+            self._member.tell(Cap(engine, max(0 if refused else 1, of.held[1] - refused), round(for_s * 1e6)), now_us)
             self._run()
-
-    def raise_cap(self, engine: str, requests: int) -> None:
-        """See `EnginePool.raise_cap`. Nothing changes: a cap in force only falls, until it ends (rule 8)."""
 
     def pause(self, reason: str | None) -> None:
         """See `Pool.pause`."""
@@ -185,7 +194,8 @@ class LedgerPool:
             engines = views_of(self._offers, now_us)
         else:
             self._sizes.change_rules(rules)
-            engines = [EngineView(POOL, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=True)]
+            is_known = self._size is None or self._size.is_known
+            engines = [EngineView(POOL, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=is_known)]
         self._member.view(engines, now_us)
         self._outgrown.look(request.lease for request in self._waiting.values())
         self._run()
@@ -193,7 +203,9 @@ class LedgerPool:
     # -- requests
 
     async def enter(self, ask: Ask) -> Lease:
-        """See `Pool.enter`."""
+        """See `Pool.enter`. Raises CapacityUnknown, too, where its engine says how large it is."""
+        if self._size is not None:
+            await self._size.require()
         self._sizes.refuse_what_never_fits(ask)
         now_us = self.now_us()
         lease = new_lease(self, next(self._ids), ask, now_us)
@@ -459,10 +471,12 @@ class LedgerPool:
         return engines_of(self._member.mirror(now_us), self._claims(), now_us) if self._has_names else ()
 
     def state(self) -> Mapping[str, object]:
-        """See `Pool.state`; with the engines, where they are named."""
+        """See `Pool.state`; with the engines, where they are named, or the figures of the one that says its size."""
         rules, usage = self._usage()
         waiting = len(self._waiting)
         state = pool_state(rules, usage, leases=len(self._requests) - waiting, waiting=waiting)
+        if self._size is not None:
+            return {**state, "engine": self._size.state()}
         if not self._has_names:
             return state
         since_us, engines = self._blocked_since_us, [engine_state(engine) for engine in self.engines()]
@@ -473,17 +487,19 @@ class LedgerPool:
         """See `Pool.obstacle`."""
         if self._paused is not None:
             return Obstacle.ENGINE, self._paused
+        if self._size is not None and self._size.is_held_back:
+            return HELD_BACK
         of_pool = obstacle(*self._usage(), ask)
         of_engine = engine_obstacle(self.engines(), ask, of_pool) if self._has_names else None
         return of_engine or of_pool
 
     def readiness(self) -> Sequence[str]:
         """See `Pool.readiness`."""
-        return ()
+        return () if self._size is None else self._size.readiness()
 
     def notices(self) -> Sequence[str]:
         """See `Pool.notices`."""
-        return ()
+        return () if self._size is None else self._size.notices()
 
     async def share(self, report: bytes, merge: Merge) -> PeerReports:  # noqa: ARG002
         """See `Pool.share`."""

@@ -10,7 +10,7 @@ from sidecar.core.scheduler import Scheduler
 from sidecar.core.tickets import Gain, Ticket
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Ask, Lease
-from sidecar.scheduling.placement import EngineOffer, EngineState
+from sidecar.pools.engines import EngineOffer, EngineState
 
 _PPM = 1_000_000
 

@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from time import monotonic_ns
 from typing import Any
 
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.base import Ask, Grant, Lease, TenantUse
+from sidecar.pools.clock import Clock
 from sidecar.pools.stats import TierUsage, grant_of
 from sidecar.scheduling import Admission, Scheduler, Wait
 from sidecar.scheduling.gain_scheduler import GainScheduler
 from sidecar.scheduling.ticket import Ticket
 
-Clock = Callable[[], int]
-
 _NONE: Mapping[str, Any] = {}
 
 MOST_ADMITTED = 16
 """Requests that are admitted in one tick of the event loop: 20 to 200 us each."""
-
-
-def monotonic_us() -> int:
-    """The process's monotonic clock in whole microseconds."""
-    return monotonic_ns() // 1000
 
 
 class LeaseRuntime:

@@ -316,7 +316,8 @@ def test_a_router_that_does_not_start_is_named(setting: Setting) -> None:
 
 GREEDY = """
 from benchmarks.fleet.greedy import make_greedy
-from sidecar.scheduling.placement import EngineOffer, Placement, Placing
+from sidecar.pools.engines import EngineOffer
+from sidecar.scheduling.placement import Placement, Placing
 
 def choices():
     placement = Placement()

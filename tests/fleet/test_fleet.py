@@ -16,7 +16,7 @@ from sidecar.middleware import engine_watch
 from sidecar.middleware.engine_watch import Cause, EngineCheck
 from sidecar.policy.fleet import MOST_OF_AN_ENGINE, Health
 from sidecar.policy.rules import UNLIMITED
-from sidecar.scheduling.placement import EngineOffer
+from sidecar.pools.engines import EngineOffer
 from tests.fleet.engines import FAST, READ, WRITTEN, LocalEngine, RudeEngine, engines, fleet_of, listed, states
 from tests.fleet.waiting import now_us, open_sockets, other_tasks, until
 from tests.support.redis_servers import free_port
@@ -372,8 +372,7 @@ async def test_drain_and_resume(caplog: pytest.LogCaptureFixture) -> None:
         assert (states(fleet), offer(fleet, "a").takes_new) == ({"a#1": "draining"}, False)
         fleet.resume("a")
         assert (states(fleet), offer(fleet, "a").takes_new) == ({"a#1": "ready"}, True)
-        fleet.cap("a#1", 0.2)
-        fleet.cap("a#9", 0.2)
+        fleet.members()[0].cap(0.2)
         assert states(fleet) == {"a#1": "capped"}
         await until(lambda: states(fleet) == {"a#1": "ready"})
     logged = [

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from sidecar.policy.store import STORE_VARIABLE
-from sidecar.pools.redis import RedisFleetPool
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
 from tests.fleet.routed import Act, Routed, Rude, changed, engines_of, ok, routed, rude, write_policy
 from tests.fleet.waiting import until
@@ -82,8 +81,6 @@ async def stand(folder: Path, **settings: str) -> AsyncIterator[tuple[Routed, He
     """Two engines, both busy."""
     held = Held()
     async with rude(held.act(), held.act()) as engines, routed(by_gain(folder, engines, **settings)) as sidecar:
-        is_shared = isinstance(sidecar.pool, RedisFleetPool)
-        assert is_shared or isinstance(sidecar.pool._runtime.scheduler, GainFleetScheduler)
         running = [sidecar.begin(headers=named("running")) for _ in range(2)]
         await until(lambda: len(held.came) == 2)
         yield sidecar, held

@@ -12,7 +12,8 @@ from sidecar.engines import NoEngine
 from sidecar.policy.model import Policy, Source, Tier
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, pool_rules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools import Ask, LocalPool, Pool
+from sidecar.pools import Ask, Pool
+from sidecar.pools.local import LocalPool
 
 
 class Clock:

@@ -8,8 +8,8 @@ import pytest
 
 from sidecar.events import Obstacle
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools import LocalPool
 from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.local import LocalPool
 from tests.pools.core_harness import with_shares
 from tests.pools.harness import Clock, ask, policy_of, simple
 

@@ -17,8 +17,8 @@ import msgspec
 from sidecar.policy.model import Policy, Tier
 from sidecar.policy.rules import PoolRules, Shares, TierRules
 from sidecar.pools.base import Ask
+from sidecar.pools.engines import EngineOffer, Found
 from sidecar.scheduling import Rule
-from sidecar.scheduling.placement import EngineOffer, Found
 from sidecar.scheduling.rate_limit import ExceededLimit, Limit
 from sidecar.version import store_layout
 

@@ -23,10 +23,10 @@ from sidecar.middleware.request_gain import LEAST_SLACK_US
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Ask, Lease
+from sidecar.pools.engines import EngineOffer
 from sidecar.pools.fleet import FleetPool
 from sidecar.pools.local import LocalPool
 from sidecar.scheduling.gain import GainFigures
-from sidecar.scheduling.placement import EngineOffer
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, Stage
 from sidecar.tools.simulate.virtual_loop import at_once
