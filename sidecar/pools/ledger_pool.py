@@ -468,7 +468,9 @@ class LedgerPool:
     def engines(self) -> Sequence[EngineState]:
         """See `EnginePool.engines`."""
         now_us = self.now_us()
-        return engines_of(self._member.mirror(now_us), self._claims(), now_us) if self._has_names else ()
+        if not self._has_names:
+            return ()
+        return engines_of(self._member.mirror(now_us), self._claims(), now_us, {offer.id for offer in self._offers})
 
     def state(self) -> Mapping[str, object]:
         """See `Pool.state`; with the engines, where they are named, or the figures of the one that says its size."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 
+from sidecar.core.amounts import NOTHING
 from sidecar.core.calls import EngineView, PoolRules, TierRules
 from sidecar.core.scheduler import Scheduler
 from sidecar.core.tickets import Gain, Ticket
@@ -59,8 +60,13 @@ def views_of(offers: Iterable[EngineOffer], now_us: int) -> list[EngineView]:
     ]
 
 
-def engines_of(pool: Scheduler, claims: Mapping[str, int], now_us: int) -> Sequence[EngineState]:
-    """The engines of a pool, by name and incarnation; `claims` counts those in line for each."""
+def engines_of(
+    pool: Scheduler, claims: Mapping[str, int], now_us: int, offered: Collection[str]
+) -> Sequence[EngineState]:
+    """The engines of a pool, by name and incarnation; `claims` counts those in line for each.
+
+    One that gets nothing new and holds nothing is there while it is `offered`.
+    """
     return [
         EngineState(
             engine.id,
@@ -75,6 +81,7 @@ def engines_of(pool: Scheduler, claims: Mapping[str, int], now_us: int) -> Seque
             claims.get(engine.id, 0) if engine.is_ready else 0,
         )
         for engine in sorted(pool.engines.values(), key=lambda engine: engine.order)
+        if engine.is_ready or engine.held != NOTHING or engine.id in offered
     ]
 
 

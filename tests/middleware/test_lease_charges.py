@@ -99,7 +99,7 @@ async def share_of_bursty(learn: Learn) -> float:
 
 @pytest.mark.parametrize("learn", [Learn.CAUTIOUS, pytest.param(Learn.FULL, marks=pytest.mark.long)])
 async def test_a_tenant_whose_few_answers_are_very_long_gets_half_of_two_tenants(learn: Learn) -> None:
-    assert 0.42 <= await share_of_bursty(learn) <= 0.56
+    assert 0.42 <= await share_of_bursty(learn) <= 0.58
 
 
 async def test_without_the_charge_it_would_get_far_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +120,4 @@ async def test_an_engine_that_says_an_absurd_number_costs_no_more_than_the_reque
     size = world.sizes.begin(expected, running, answer, streams=False)
     assert size is not None
     size.ended(said)
-    queue = world.pool._runtime.scheduler._tiers[0].queue
-    finish = queue._lanes["steady"].finish if "steady" in queue._lanes else 0.0
-    assert finish == (PROMPT + MOST - expected.tokens if said > 0 else 0)
+    assert running.paid_tokens == (PROMPT + MOST if said > 0 else expected.tokens)

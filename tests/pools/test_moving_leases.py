@@ -29,7 +29,6 @@ from sidecar.pools.redis import RedisFleetPool, RedisPool, connector
 from sidecar.pools.redis.batch import MOST_RESIZES, SHRINKS_WITHIN_S, BatchQueue
 from sidecar.pools.redis.protocol import BEAT_S, END, RESIZE
 from tests.pools.conftest import in_both_orders
-from tests.pools.core_harness import with_shares
 from tests.pools.fleet_scripted import engines_policy
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 from tests.pools.load import until
@@ -57,7 +56,7 @@ async def opened(kind: str, server: RedisServer, name: str = "moving") -> AsyncI
     elif kind == "fleet":
         pool = FleetPool(several)
     elif kind == "core":
-        pool = LedgerPool(with_shares(one))
+        pool = LedgerPool(one)
     elif kind == "core fleet":
         pool = LedgerPool(several, weight_percent=WEIGHT_PERCENT)
     elif kind == "redis":
