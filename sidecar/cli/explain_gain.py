@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sidecar.core.tickets import Gain
 from sidecar.durations import exact_duration, policy_duration
 from sidecar.gain.engine_speed import DEFAULTS, Coefficients
 from sidecar.gain.token_deadlines import Objective
@@ -17,7 +18,6 @@ from sidecar.middleware.request_gain import LEAST_SLACK_US
 from sidecar.middleware.slo_headers import asked_slo
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, TierRules
-from sidecar.scheduling.gain import GainFigures, density
 from sidecar.telemetry.ahead import counted
 
 Found = dict[str, Any]
@@ -105,13 +105,12 @@ def _speed(speed: Coefficients) -> Found:
     }
 
 
-def _figures(objective: Objective, sized: SizedForGain) -> GainFigures:
+def _figures(objective: Objective, sized: SizedForGain) -> Gain:
     """As `GainMeter.appraise` makes them before anything was measured."""
-    return GainFigures(
+    return Gain(
         objective.weight,
         sized.output_tokens,
         DEFAULTS.cost_us(sized.prompt_tokens, sized.output_tokens),
-        objective.ttft_us,
         objective.ttft_us - DEFAULTS.prefill_us(sized.prompt_tokens),
         max(LEAST_SLACK_US, objective.tpot_us - DEFAULTS.token_us),
     ).bounded()
@@ -124,7 +123,7 @@ def _earns(objective: Objective, sized: SizedForGain) -> Found:
         "output_tokens": figures.tokens,
         "gain": figures.weight * figures.tokens,
         "cost_us": figures.cost_us,
-        "density": density(figures, 0),
+        "density": figures.earned_after(0),
         "start_by_s": figures.start_by_us / 1e6,
         "slack_s": figures.slack_us / 1e6,
         "nothing_after_s": (figures.start_by_us + figures.tokens * figures.slack_us) / 1e6,
@@ -139,7 +138,7 @@ def _densities(policy: Policy, sized: SizedForGain) -> Mapping[str, int | None]:
         if objective is None or not sized.output_tokens:
             found[tier.name] = None
         else:
-            found[tier.name] = density(_figures(objective, sized), 0)
+            found[tier.name] = _figures(objective, sized).earned_after(0)
     return found
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from sidecar.core.tickets import Gain
 from sidecar.errors import AdmissionError, RemainingLimits
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.engines import EngineOffer, EngineState
-from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.rate_limit import Charge
 
 _MUCH = 8
@@ -52,7 +52,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     hits: tuple[tuple[str, int], ...] = ()
     barred: tuple[str, ...] = ()
     most: int = 0
-    gain: GainFigures | None = None
+    gain: Gain | None = None
 
     @property
     def charged_tokens(self) -> int:

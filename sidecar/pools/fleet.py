@@ -14,8 +14,7 @@ from sidecar.pools.clock import Clock, monotonic_us
 from sidecar.pools.engine_reports import change_sizes, engine_obstacle, engine_state, placed_on
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer, EngineState
 from sidecar.pools.local import LocalPool
-from sidecar.pools.runtime import MOST_ADMITTED, LeaseRuntime
-from sidecar.pools.stats import grant_of
+from sidecar.pools.runtime import MOST_ADMITTED, LeaseRuntime, grant_of
 from sidecar.scheduling import Admission
 from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler

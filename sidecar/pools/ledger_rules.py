@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 
-from sidecar.core.amounts import NOTHING
 from sidecar.core.calls import EngineView, PoolRules, TierRules
 from sidecar.core.scheduler import Scheduler
-from sidecar.core.tickets import Gain, Ticket
+from sidecar.core.tickets import Ticket
 from sidecar.policy.model import Policy
-from sidecar.pools.base import Ask, Lease
+from sidecar.pools.base import Lease
 from sidecar.pools.engines import EngineOffer, EngineState
 
 _PPM = 1_000_000
@@ -81,7 +80,7 @@ def engines_of(
             claims.get(engine.id, 0) if engine.is_ready else 0,
         )
         for engine in sorted(pool.engines.values(), key=lambda engine: engine.order)
-        if engine.is_ready or engine.held != NOTHING or engine.id in offered
+        if engine.is_ready or engine.held[1] or engine.id in offered
     ]
 
 
@@ -101,12 +100,5 @@ def ticket_of(lease: Lease) -> Ticket:
         lease.entered_us,
         "",
         lease.id,
-        _gain_of(ask),
+        ask.gain,
     )
-
-
-def _gain_of(ask: Ask) -> Gain | None:
-    if ask.gain is None:
-        return None
-    figures = ask.gain
-    return Gain(figures.weight, figures.tokens, figures.cost_us, figures.start_by_us, figures.slack_us)

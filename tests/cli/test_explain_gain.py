@@ -12,10 +12,10 @@ import pytest
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.cli import main
+from sidecar.core.tickets import Gain
 from sidecar.middleware.request_gain import GainMeter
 from sidecar.policy.compiler import load
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.scheduling.gain import GainFigures, density
 from tests.support.serving import serving
 from tests.tools.emulator.emulated import VLLM, emulated
 
@@ -147,7 +147,7 @@ def test_a_pool_that_the_engine_sizes_has_parts_of_it(policy: Path, capsys: pyte
 async def test_the_figures_are_those_that_the_sidecar_gives_the_request(
     policy: Path, tmp_path: Path, tier: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[GainFigures | None] = []
+    given: list[Gain | None] = []
     appraise = GainMeter.appraise
 
     def spy(meter: GainMeter, request: Any, tier_names: Any) -> None:
@@ -170,9 +170,11 @@ async def test_the_figures_are_those_that_the_sidecar_gives_the_request(
         assert found["earns"] is None
         return
     figures, earns = given[0], found["earns"]
-    assert (found["weight"], earns["output_tokens"], earns["cost_us"]) == figures[:3]
-    assert round(found["ttft_s"] * 1e6) == figures.deadline_us
-    assert (round(earns["start_by_s"] * 1e6), round(earns["slack_s"] * 1e6)) == figures[4:]
-    assert earns["density"] == density(figures, 0)
+    assert (found["weight"], earns["output_tokens"], earns["cost_us"]) == (
+        figures.weight, figures.tokens, figures.cost_us,
+    )  # fmt: skip
+    assert round(earns["start_by_s"] * 1e6) == figures.start_by_us
+    assert round(earns["slack_s"] * 1e6) == figures.slack_us
+    assert earns["density"] == figures.earned_after(0)
     nothing_after_us = round(earns["nothing_after_s"] * 1e6)
-    assert density(figures, nothing_after_us - 1) >= 0 == density(figures, nothing_after_us)
+    assert figures.earned_after(nothing_after_us - 1) >= 0 == figures.earned_after(nothing_after_us)
