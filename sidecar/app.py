@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from sidecar.fleet.routing import FleetRouting
     from sidecar.middleware.app_tenants import TenantOf
     from sidecar.policy.reload import PolicyFiles
-    from sidecar.pools.redis import RedisFleetPool
 
 STATE_KEY = "admission"
 """In the lifespan's state."""
@@ -514,7 +513,9 @@ def _pool(policy: Policy, environment: Mapping[str, str], size: EngineSize | Non
     """Where the leases live, and who says how many. Raises ValueError for an address or a switch that is none."""
     store = store_of(policy, environment)
     takes_over = takes_over_a_store(environment, store, takes_over=takes_over)
-    return LedgerPool(policy, size=size) if store is None else _shared_pool(policy, store, takes_over=takes_over)
+    if store is None:
+        return LedgerPool(policy, size=size)
+    return _shared_pool(policy, store, takes_over=takes_over, size=size)
 
 
 def _fleet_routing(
@@ -533,33 +534,19 @@ def _fleet_routing(
     pool = _engine_pool(policy, setup, allowances)
     check = _engine_check(setup.environment)
     fleet = new_fleet(policy, pool.now_us, engine_key=setup.engine_key, check=check, model=model)
-    if not isinstance(pool, LedgerPool):
-        pool.on_incarnation, pool.on_drain = fleet.adopt, fleet.set_draining
-        pool.on_reached_elsewhere = fleet.set_reached_elsewhere
+    pool.elsewhere.on_incarnation, pool.elsewhere.on_drain = fleet.adopt, fleet.set_draining
+    pool.elsewhere.on_reached = fleet.set_reached_elsewhere
     return FleetRouting(fleet, pool, policy, model)
 
 
-def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None = None) -> LedgerPool | RedisFleetPool:
+def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None = None) -> LedgerPool:
     """The pool of a policy with engines. Raises ValueError as `_pool` does."""
     assert policy.engines is not None
     store, weight_percent = store_of(policy, setup.environment), policy.engines.affinity.weight_percent
     takes_over = takes_over_a_store(setup.environment, store, takes_over=setup.takes_over)
     if store is None:
         return LedgerPool(policy, weight_percent=weight_percent, allowances=allowances)
-    from sidecar.pools.redis import RedisFleetPool, connector
-    from sidecar.telemetry.metrics.store import StoreMetrics
-
-    metrics, is_by_gain = StoreMetrics(policy.pool), policy.rules.is_by_gain
-    connect = connector(store, policy.pool, has_engines=True, is_by_gain=is_by_gain)
-    return RedisFleetPool(
-        policy,
-        connect,
-        observer=metrics,
-        weight_percent=weight_percent,
-        took=metrics.round_trip,
-        takes_over=takes_over,
-        is_sole_user=policy.engines.mounted,
-    )
+    return _shared_pool(policy, store, takes_over=takes_over, weight_percent=weight_percent)
 
 
 def _mounted_engine(app: ASGIApp, policy: Policy, setup: _Setup, pages: Pages) -> MountedEngine:
@@ -577,15 +564,28 @@ def _mounted_engine(app: ASGIApp, policy: Policy, setup: _Setup, pages: Pages) -
 
     pool = _engine_pool(policy, setup)
     engine = MountedEngine(engine_of_process(setup.environment), policy, pool, pages)
-    if not isinstance(pool, LedgerPool):
-        pool.on_incarnation = engine.adopt
+    pool.elsewhere.on_incarnation = engine.adopt
     return engine
 
 
-def _shared_pool(policy: Policy, store: StoreAddress, *, takes_over: bool) -> Pool:
-    from sidecar.pools.redis import RedisPool, connector
+def _shared_pool(
+    policy: Policy,
+    store: StoreAddress,
+    *,
+    takes_over: bool,
+    weight_percent: int | None = None,
+    size: EngineSize | None = None,
+) -> LedgerPool:
+    from sidecar.pools.redis import RedisLink, ledger_connector
     from sidecar.telemetry.metrics.store import StoreMetrics
 
     metrics = StoreMetrics(policy.pool)
-    connect = connector(store, policy.pool, is_by_gain=policy.rules.is_by_gain)
-    return RedisPool(policy, connect, observer=metrics, took=metrics.round_trip, takes_over=takes_over)
+    return LedgerPool(
+        policy,
+        link=RedisLink(ledger_connector(store, policy.pool), policy.pool, took=metrics.round_trip),
+        observer=metrics,
+        takes_over=takes_over,
+        is_sole_user=policy.engines is not None and policy.engines.mounted,
+        weight_percent=weight_percent,
+        size=size,
+    )

@@ -76,6 +76,16 @@ def root_key(pool: str, *, has_engines: bool = False, is_by_gain: bool = False) 
     return f"admission:{store_layout(has_engines=has_engines, is_by_gain=is_by_gain)}:{{{pool}}}"
 
 
+def ledger_key(pool: str) -> str:
+    """The root of a pool's ledger, with which all of its keys begin; the braces keep them on one node of a cluster."""
+    return f"ledger:{{{pool}}}"
+
+
+def old_pools(pool: str) -> Sequence[str]:
+    """The roots of the layouts before the ledger. While a pool there is alive, the ledger grants nothing."""
+    return [f"admission:{layout}:{{{pool}}}" for layout in ("9", "engines-5", "gain-4", "gain-engines-4")]
+
+
 def tenants_key(pool: str) -> str:
     """The key that the tenants in the store begin with. Other than the pool's, it is the same for every layout."""
     return f"admission:tenants:{{{pool}}}"

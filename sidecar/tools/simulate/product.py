@@ -24,9 +24,8 @@ from sidecar.middleware.request_gain import LEAST_SLACK_US
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Ask, Lease
-from sidecar.pools.engines import EngineOffer
-from sidecar.pools.fleet import FleetPool
-from sidecar.pools.local import LocalPool
+from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
+from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, Stage
 from sidecar.tools.simulate.virtual_loop import at_once
@@ -210,14 +209,14 @@ def _id(number: int) -> str:
     return f"e{number}#1"
 
 
-def _pool(policy: Policy, stage: Stage, now_us: Callable[[], int]) -> LocalPool:
+def _pool(policy: Policy, stage: Stage, now_us: Callable[[], int]) -> LedgerPool:
     """A pool as large as the engines: the policy's own figures are those of other engines."""
     model, count = stage.model, len(stage.engines)
     if count == 1 and policy.engines is None:
         sized = replace(policy, rules=policy.rules_of(model.kv_tokens, model.max_sequences))
-        return LocalPool(sized, now_us)
+        return LedgerPool(sized, now_us)
     prefill = model.chunk_tokens if policy.engines is None else policy.engines.prefill
-    pool = FleetPool(policy, now_us)
+    pool = LedgerPool(policy, now_us, weight_percent=WEIGHT_PERCENT)
     offers = [EngineOffer(_id(number), model.kv_tokens, model.max_sequences, prefill) for number in range(count)]
     pool.set_engines(offers)
     return pool
