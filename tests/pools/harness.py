@@ -126,7 +126,7 @@ def _shares(rules: PoolRules, tier: TierRules) -> Shares:
         (rules.tokens, tier.reserve_tokens, tier.headroom_tokens, tier.limit_tokens),
         (rules.requests, tier.reserve_requests, tier.headroom_requests, tier.limit_requests),
     ]
-    size, reserve, headroom, limit = max(it for it in sizes if it[0] != UNLIMITED) if sizes else sizes[0]
+    size, reserve, headroom, limit = max([it for it in sizes if it[0] != UNLIMITED] or [(1, 0, 0, 1)])
     return Shares(
         tier.name,
         Fraction(reserve, size),
