@@ -20,7 +20,7 @@ from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.calls import EngineView
 from sidecar.core.tickets import Ticket
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_request
-from sidecar.scheduling.placement import NORMAL_SPEED, WEIGHT_PERCENT
+from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT
 
 SECOND_US = 1_000_000
 _PPM = 1_000_000

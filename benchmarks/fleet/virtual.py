@@ -29,8 +29,8 @@ from sidecar.core.calls import EngineView
 from sidecar.core.tickets import Ticket
 from sidecar.policy import compiler
 from sidecar.policy.model import Policy
+from sidecar.pools.engines import NORMAL_SPEED
 from sidecar.pools.ledger_rules import rules_of
-from sidecar.scheduling.placement import NORMAL_SPEED
 from sidecar.tools.emulator.kv_cache import KvCache
 from sidecar.tools.emulator.occupancy import Occupancy
 from sidecar.tools.emulator.scheduler import Rank, RunningBatch, StepModel, WaitingQueue, first_come

@@ -8,7 +8,7 @@ from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.calls import Call, Reply, WakeUp
 from sidecar.core.ledger import Ledger
 from sidecar.pools.base import Merge, PeerReports
-from sidecar.pools.runtime import Clock
+from sidecar.pools.clock import Clock
 
 
 class LinkUser(Protocol):

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 
 import msgspec
@@ -36,18 +37,19 @@ from sidecar.pools.base import (
     new_lease,
     use_of,
 )
-from sidecar.pools.fleet import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.clock import Clock, monotonic_us
+from sidecar.pools.engine_reports import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.engine_size import EngineSize
+from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, EngineState, Found
 from sidecar.pools.ledger_link import Link, LocalLink
 from sidecar.pools.ledger_rules import engines_of, rules_of, ticket_of, views_of
 from sidecar.pools.limits import TenantLimits
 from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
-from sidecar.pools.runtime import Clock, monotonic_us
-from sidecar.pools.stats import TierUsage, no_room, obstacle, part_in_words, pool_state
+from sidecar.pools.stats import HELD_BACK, TierUsage, no_room, obstacle, part_in_words, pool_state
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.pools.tenant_places import TenantPlaces
 from sidecar.pools.waits import Wait, Waits
-from sidecar.scheduling.placement import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, EngineState, Found
 from sidecar.scheduling.rate_limit import RateLimiter
 
 POOL = "pool#1"
@@ -73,7 +75,8 @@ class LedgerPool:
 
     Use it from one event loop. `weight_percent` is the weight of a predicted hit, None for a pool whose engines are not
     named. `allowances` are the tenants' limits where other pools of the process count in them, too. `link` leads to the
-    ledger; without one it is in this process. `clock` is for tests.
+    ledger; without one it is in this process. `size` is that of a pool that is as large as its engine says. `clock` is
+    for tests.
 
     For a ledger in a store: `observer` is called when that is lost and when it is back. `takes_over`: where the pool
     has other tiers, it is made anew with this policy's, once. `is_sole_user`: no other replica can use the engines that
@@ -91,6 +94,7 @@ class LedgerPool:
         is_sole_user: bool = False,
         weight_percent: int | None = None,
         allowances: RateLimiter | None = None,
+        size: EngineSize | None = None,
     ) -> None:
         self.name = uuid.uuid4().hex[:16]
         self.now_us = clock
@@ -123,16 +127,25 @@ class LedgerPool:
         self._takes_over, self._is_sole_user = takes_over, is_sole_user
         self._member = self._new_member()
         self.most_tokens, self.most_requests = self._sizes.most_tokens, self._sizes.most_requests
+        self._size = size
+        if size is not None:
+            size.follow(self.change_rules, partial(self.cap_engine, POOL))
         self._set_size(policy.rules)
 
     async def open(self) -> None:
-        """See `Pool.open`. Returns when the store has answered, or could not be reached."""
+        """See `Pool.open`. Returns when the engine was read that says the size, and the store has answered, or where
+        they could not be reached.
+        """
+        if self._size is not None:
+            await self._size.open()
         self._begin()
         if self._link.is_shared:
             await self._watch.decided.wait()
 
     async def close(self) -> None:
         """See `Pool.close`. A replica says goodbye in a store that can be reached: what it held is free at once."""
+        if self._size is not None:
+            await self._size.reader.close()
         now_us = self.now_us()
         for request in self._requests.values():
             if request.held is not None:
@@ -198,6 +211,7 @@ class LedgerPool:
 
     def change_policy(self, policy: Policy) -> None:
         """See `Pool.change_policy`."""
+        policy = policy if self._size is None else self._size.sized(policy)
         self._sizes.policy = policy
         self._rules = self._rules_of(policy)
         self._member.change_rules(self._rules, self.now_us())
@@ -227,11 +241,8 @@ class LedgerPool:
         now_us = self.now_us()
         of = self._member.mirror(now_us).engines.get(engine)
         if of is not None:
-            self._member.tell(Cap(engine, max(0, of.held[1] - refused), round(for_s * 1e6)), now_us)
+            self._member.tell(Cap(engine, max(0 if refused else 1, of.held[1] - refused), round(for_s * 1e6)), now_us)
             self._run()
-
-    def raise_cap(self, engine: str, requests: int) -> None:
-        """See `EnginePool.raise_cap`. Nothing changes: a cap in force only falls, until it ends (rule 8)."""
 
     def pause(self, reason: str | None) -> None:
         """See `Pool.pause`."""
@@ -250,7 +261,8 @@ class LedgerPool:
             engines = views_of(self._offers, now_us)
         else:
             self._sizes.change_rules(rules, self._sizes.policy.largest_engine)
-            engines = [EngineView(POOL, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=True)]
+            is_known = self._size is None or self._size.is_known
+            engines = [EngineView(POOL, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=is_known)]
         self._member.view(engines, now_us)
         self._outgrown.look(request.lease for request in self._waiting.values())
         self._run()
@@ -258,7 +270,9 @@ class LedgerPool:
     # -- requests
 
     async def enter(self, ask: Ask) -> Lease:
-        """See `Pool.enter`."""
+        """See `Pool.enter`. Raises CapacityUnknown, too, where its engine says how large it is."""
+        if self._size is not None:
+            await self._size.require()
         loop = self._begin()
         self._sizes.refuse_what_never_fits(ask)
         if refusal := self._watch.refusal(ask, self._sizes.policy, self._member):
@@ -558,13 +572,17 @@ class LedgerPool:
     def engines(self) -> Sequence[EngineState]:
         """See `EnginePool.engines`."""
         now_us = self.now_us()
-        return engines_of(self._member.mirror(now_us), self._claims(), now_us) if self._has_names else ()
+        if not self._has_names:
+            return ()
+        return engines_of(self._member.mirror(now_us), self._claims(), now_us, {offer.id for offer in self._offers})
 
     def state(self) -> Mapping[str, object]:
-        """See `Pool.state`; with the engines, where they are named."""
+        """See `Pool.state`; with the engines, where they are named, or the figures of the one that says its size."""
         rules, usage = self._usage()
         waiting, member = len(self._waiting), self._member
         state = pool_state(rules, usage, leases=len(self._requests) - waiting, waiting=waiting)
+        if self._size is not None:
+            state["engine"] = self._size.state()
         if self._link.is_shared:
             own = {"leases": len(self._requests) - waiting, "waiting": waiting}
             if self.status.state is StoreState.SHARED and member.reply is not None:
@@ -581,6 +599,8 @@ class LedgerPool:
         """See `Pool.obstacle`."""
         if self._paused is not None:
             return Obstacle.ENGINE, self._paused
+        if self._size is not None and self._size.is_held_back:
+            return HELD_BACK
         rules, usage = self._usage()
         if self.status.state is StoreState.DIVIDED:
             found = no_room(rules, usage, ask)
@@ -592,11 +612,15 @@ class LedgerPool:
 
     def readiness(self) -> Sequence[str]:
         """See `Pool.readiness`."""
-        return self.status.readiness() if self._link.is_shared else ()
+        of_engine = () if self._size is None else self._size.readiness()
+        return (*of_engine, *(self.status.readiness() if self._link.is_shared else ()))
 
     def notices(self) -> Sequence[str]:
         """See `Pool.notices`."""
-        return self.status.notices(part_in_words(self._usage()[0], self._sizes.rules)) if self._link.is_shared else ()
+        found = [] if self._size is None else [*self._size.notices()]
+        if self._link.is_shared:
+            found += self.status.notices(part_in_words(self._usage()[0], self._sizes.rules))
+        return found
 
     async def share(self, report: bytes, merge: Merge) -> PeerReports:
         """See `Pool.share`."""

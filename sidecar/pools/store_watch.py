@@ -14,9 +14,9 @@ from sidecar.events import StoreObserver, StoreState
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import largest_admissible
 from sidecar.pools.base import Ask, Lease
-from sidecar.pools.runtime import Clock
+from sidecar.pools.clock import Clock
+from sidecar.pools.engines import EngineOffer, sum_of
 from sidecar.pools.store_status import StoreStatus
-from sidecar.scheduling.placement import EngineOffer, sum_of
 
 OTHER_LAYOUT = f"the pool is kept in another layout than {LAYOUT} until the last replica of another version has ended"
 

@@ -16,7 +16,6 @@ from sidecar.core.tickets import Gain
 from sidecar.middleware.request_gain import GainMeter
 from sidecar.policy.compiler import load
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.scheduling.gain import GainFigures
 from tests.support.serving import serving
 from tests.tools.emulator.emulated import VLLM, emulated
 
@@ -143,7 +142,7 @@ def test_a_pool_that_the_engine_sizes_has_parts_of_it(policy: Path, capsys: pyte
 async def test_the_figures_are_those_that_the_sidecar_gives_the_request(
     policy: Path, tmp_path: Path, tier: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[GainFigures | None] = []
+    given: list[Gain | None] = []
     appraise = GainMeter.appraise
 
     def spy(meter: GainMeter, request: Any, tier_names: Any) -> None:
@@ -166,9 +165,11 @@ async def test_the_figures_are_those_that_the_sidecar_gives_the_request(
         assert found["earns"] is None
         return
     figures, earns = given[0], found["earns"]
-    assert (found["weight"], earns["output_tokens"], earns["cost_us"]) == figures[:3]
-    assert (round(earns["start_by_s"] * 1e6), round(earns["slack_s"] * 1e6)) == figures[4:]
-    of_core = Gain(figures.weight, figures.tokens, figures.cost_us, figures.start_by_us, figures.slack_us)
-    assert earns["density"] == of_core.earned_after(0)
+    assert (found["weight"], earns["output_tokens"], earns["cost_us"]) == (
+        figures.weight, figures.tokens, figures.cost_us,
+    )  # fmt: skip
+    assert round(earns["start_by_s"] * 1e6) == figures.start_by_us
+    assert round(earns["slack_s"] * 1e6) == figures.slack_us
+    assert earns["density"] == figures.earned_after(0)
     nothing_after_us = round(earns["nothing_after_s"] * 1e6)
-    assert of_core.earned_after(nothing_after_us - 1) >= 0 == of_core.earned_after(nothing_after_us)
+    assert figures.earned_after(nothing_after_us - 1) >= 0 == figures.earned_after(nothing_after_us)

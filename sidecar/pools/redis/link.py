@@ -20,11 +20,11 @@ from sidecar.core import script
 from sidecar.core.calls import HEARTBEAT_US, Call, Reply, WakeUp
 from sidecar.core.member import LAZY_US
 from sidecar.pools.base import Merge, PeerReports
+from sidecar.pools.clock import Clock
 from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.redis.connection import Connect, Library, Script, StoreConnection, StoreError
 from sidecar.pools.redis.gossip import Gossip
 from sidecar.pools.redis.protocol import ledger_key, old_pools
-from sidecar.pools.runtime import Clock
 
 BETWEEN_CONNECTIONS_S = 0.5
 SILENT_SUBSCRIPTION_S = 5.0

@@ -17,8 +17,9 @@ import msgspec
 from sidecar.policy.model import Policy, Tier
 from sidecar.policy.rules import PoolRules, Shares, TierRules
 from sidecar.pools.base import Ask
+from sidecar.pools.engines import EngineOffer, Found
+from sidecar.pools.runtime import figures_of
 from sidecar.scheduling import Rule
-from sidecar.scheduling.placement import EngineOffer, Found
 from sidecar.scheduling.rate_limit import ExceededLimit, Limit
 from sidecar.version import store_layout
 
@@ -154,7 +155,7 @@ def enter(lease_id: int, ask: Ask, lower: int | None, promised: int | None = Non
 
 def gain(lease_id: int, ask: Ask) -> Sequence[Argument]:
     """The operation before that of a request that asks for a lease, waits or returns, in a pool that orders by gain."""
-    return () if ask.gain is None else (GAIN, lease_id, ask.tier, ",".join(map(str, ask.gain)))
+    return () if ask.gain is None else (GAIN, lease_id, ask.tier, ",".join(map(str, figures_of(ask.gain))))
 
 
 def placing(ask: Ask) -> Sequence[Argument]:
