@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from fractions import Fraction
-from pathlib import Path
+
+from programs import expected
 
 from sidecar.core.amounts import UNBOUNDED, minus
 from sidecar.core.engines import Engine
@@ -13,10 +13,6 @@ from sidecar.core.preemption import leases_to_take_back, shortage
 from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Gain, Lease, Ticket
 from sidecar.policy.rules import Shares
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scheduling"))
-
-from programs import expected
 
 
 def us(seconds):
