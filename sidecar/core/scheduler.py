@@ -255,7 +255,7 @@ class Scheduler:
     # -- rule 3: order
 
     def in_order(self) -> list[Candidate]:
-        """The candidates: those in line, the heads of all tiers, by gain the best of each tier."""
+        """The candidates: those in line, the heads of all tiers, by gain the best of each tier that earns something."""
         candidates = list(self.line)
         for level, tier in enumerate(self.rules.tiers):
             if not self.tiers[level].queue:
@@ -263,8 +263,9 @@ class Scheduler:
             heads = self.heads(level)
             candidates += heads
             if self.rules.by_gain and not tier.always_first:
-                best = min(self.tiers[level].queue, key=lambda t: self.place(t, OTHER))
-                candidates += [best] if best not in heads else []
+                earning = [t for t in self.tiers[level].queue if not self._gain_key(t)[0]]
+                best = min(earning, key=lambda t: self.place(t, OTHER), default=None)
+                candidates += [best] if best and best not in heads else []
         found = []
         for ticket in candidates:
             used, limit = self.tiers[ticket.tier].used, self._figures.limit[ticket.tier]
