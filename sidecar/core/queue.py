@@ -74,6 +74,18 @@ class FairQueue:
         self._take_out(ticket)
         self._tag(ticket.tenant)
 
+    def pass_through(self, ticket: Ticket) -> None:
+        """`add` and `leave` of one that comes while none waits."""
+        self.start_afresh(self.virtual + ticket.tokens / ticket.weight, self.afresh + 1)
+
+    def start_afresh(self, virtual: float, afresh: int) -> None:
+        """None of the tier waits: all tags begin at a virtual time beyond every one of them."""
+        self.virtual, self.afresh, self.largest = virtual, afresh, 1
+        if self.finish or self._order or self._tops:
+            self.finish.clear()
+            self._order.clear()
+            self._tops.clear()
+
     def show(self, ticket: Ticket) -> None:
         """One that waits elsewhere from now on, as a bid: what waits here comes after it, and no time passes."""
         self._charge_for(ticket)
@@ -165,12 +177,7 @@ class FairQueue:
     def _tag(self, tenant: str) -> None:
         """Gives the first of a tenant its start tag; lets all tags start afresh where none waits."""
         if not self._count:
-            self.virtual = max([self.virtual, *self.finish.values()])
-            self.finish.clear()
-            self.afresh += 1
-            self._order.clear()
-            self._tops.clear()
-            self.largest = 1
+            self.start_afresh(max([self.virtual, *self.finish.values()]), self.afresh + 1)
             return
         self._tag_first(tenant)
         if self.by_gain and (first_of_all := self.next()) is not None and first_of_all.start is not None:

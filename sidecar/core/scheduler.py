@@ -195,6 +195,21 @@ class Scheduler:
                 pass
         return grants
 
+    def enter(self, ticket: Ticket, now_us: int) -> Grant | None:
+        """`add` and `decide` where nothing waits and the engine that the ticket wants has room for it.
+
+        Else None, and nothing has changed. That most requests find an idle pool makes it worth its lines.
+        """
+        self.look(now_us)
+        level, wanted = ticket.tier, self.wanted(ticket)
+        if wanted is None or not self.engines[wanted].has_room(ticket, now_us) or not self.fits(ticket):
+            return None
+        if self.rules.tiers[level].limit < 1 and not self.is_within_limit([ticket]):
+            return None
+        order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket)
+        self.tiers[level].queue.pass_through(ticket)
+        return self._into(ticket, wanted, order_class, 0, {})
+
     def look(self, now_us: int) -> None:
         """Figures change with the engines, in slow start with time."""
         self._now = now_us
@@ -306,12 +321,13 @@ class Scheduler:
                 and self.is_small(ticket)
                 and (ticket.is_in_line or ticket in self.heads(ticket.tier))
             )
-        if not may_be_inside:
-            return OTHER
+        return self._class_of_front(ticket) if may_be_inside else OTHER
+
+    def _class_of_front(self, ticket: Ticket) -> OrderClass:
         held, reserve = self.on_floor(ticket.tier), self._figures.reserve[ticket.tier]
         if within(plus(held, self.need(ticket)), reserve):
             return INSIDE
-        return TURN if below(held, reserve) and not owes else OTHER
+        return TURN if below(held, reserve) and not self._owes(ticket.tier) else OTHER
 
     def place(self, ticket: Ticket, order_class: OrderClass) -> Place:
         """What the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged level."""
@@ -442,16 +458,17 @@ class Scheduler:
         return order_class == FIRST or self.tiers[ticket.tier].lined < places
 
     def _enter(self, ticket: Ticket, engine: str, order_class: OrderClass, over: dict[int, Rule]) -> Grant:
-        of = self.engines[engine]
-        lined_us = self._now - ticket.in_line_since_us if ticket.is_in_line else 0
-        found = Found(*of.size(self._now)[:2], *of.held[:2], of.sent, lined_us)
-        if ticket.is_in_line:
-            is_counted = ticket.is_for_floor
-            self._leave_line(ticket)
-        else:
-            is_counted = False
+        if not ticket.is_in_line:
             self.tiers[ticket.tier].queue.leave(ticket)
-        if not is_counted:
+            return self._into(ticket, engine, order_class, 0, over)
+        self._leave_line(ticket)
+        return self._into(ticket, engine, order_class, self._now - ticket.in_line_since_us, over)
+
+    def _into(self, ticket: Ticket, engine: str, order_class: OrderClass, lined_us: int, over: dict[int, Rule]) -> Grant:
+        """One that left its queue or the line. If it stood there for the floor, it counts already."""
+        of = self.engines[engine]
+        found = Found(*of.size(self._now)[:2], *of.held[:2], of.sent, lined_us)
+        if not ticket.admission:
             self._begin_to_count(ticket, order_class)
         ticket.engine = None
         sent = ticket.sent_to(engine) if ticket.count else 0
