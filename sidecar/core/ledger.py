@@ -289,7 +289,7 @@ class Ledger:
             return
         rules = rules_of(stated)
         if is_same and rules.by_gain == state.scheduler.rules.by_gain:
-            state.scheduler.rules = rules
+            state.scheduler.change_rules(rules)
             return
         for _, member in sorted(state.members.items()):
             self._drop_bids(member)  # a replica whose number of bids is not right states everything
@@ -399,8 +399,6 @@ class Ledger:
 
     def _hold(self, sides: Sides, sums: Sums, sign: int) -> None:
         state, (tier, engine) = self._held(), sides
-        if engine not in state.scheduler.engines:
-            state.scheduler.engines[engine] = Engine(engine, is_known=False)
         tokens, requests, prompt, sent, *floor = sums if sign > 0 else (-figure for figure in sums)
         on_floor = floor[0], floor[1], floor[2]
         state.scheduler.hold(state.levels.get(tier), engine, (tokens, requests, prompt), sent, on_floor)

@@ -30,6 +30,9 @@ class FairQueue:
         # A heap of first tickets; entries that are not true any more are dropped when they come up.
         self._order: list[tuple[float, tuple[int, str, int], int, Ticket]] = []
         self._pushes = 0
+        self._changes = 0
+        self._best: tuple[tuple[int, int, float], Ticket | None] = (0, -1, 0.0), None
+        # The best, as of a moment, so many changes, and a virtual time.
         self._most_tags = 64  # from so many on, tags that are not beyond the virtual time are forgotten
         self._tops: dict[str, Ticket] = {}
 
@@ -52,6 +55,7 @@ class FairQueue:
         """One that came, or that came back: it waits outside of its tenant's queue and is not charged again."""
         self.largest = max(self.largest, ticket.tokens)
         self._count += 1
+        self._changes += 1
         if ticket.has_returned:
             first = self.next()
             ticket.start = self.virtual if first is None or first.start is None else min(self.virtual, first.start)
@@ -111,6 +115,7 @@ class FairQueue:
     def charge(self, tenant: str, tokens: int, weight: int) -> None:
         """Growth of a tenant's lease, while others of the tier wait."""
         if self._count:
+            self._changes += 1
             self.finish[tenant] = max(self.virtual, self.finish.get(tenant, 0.0)) + tokens / weight
 
     def next(self, wanted: Callable[[Ticket], bool] | None = None) -> Ticket | None:
@@ -124,6 +129,20 @@ class FairQueue:
                 return ticket
             heapq.heappop(self._order)
         return None
+
+    def best(self, now_us: int) -> Ticket | None:
+        """Rule 9: the best by gain of all that earn something, and whose tenant is not ahead."""
+        as_of, best = self._best
+        if as_of != (now_us, self._changes, self.virtual):
+            best, most = None, 0
+            for ticket in self:
+                earned = ticket.earned(now_us)
+                if earned < most or not earned or self.is_ahead(ticket):
+                    continue
+                if best is None or earned > most or ticket.arrival < best.arrival:
+                    best, most = ticket, earned
+            self._best = (now_us, self._changes, self.virtual), best
+        return best
 
     def ahead(self, tenants: Iterable[str]) -> dict[str, float]:
         """The finish tags of those that are beyond the virtual time."""
@@ -166,6 +185,7 @@ class FairQueue:
 
     def _take_out(self, ticket: Ticket) -> None:
         self._count -= 1
+        self._changes += 1
         if ticket.has_returned:
             self._returned.remove(ticket)
             return
