@@ -11,7 +11,7 @@ import msgspec
 
 from sidecar.core import calls
 from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import Cap, Drain, EngineView, Granted, Reply, WakeUp
+from sidecar.core.calls import Cap, Drain, EngineView, Reply, WakeUp
 from sidecar.core.member import Entered, Member, TakeBack
 from sidecar.core.tickets import Lease as Held
 from sidecar.core.tickets import Ticket
@@ -107,7 +107,14 @@ class LedgerPool:
         self._soon: asyncio.Handle | None = None
         self._link = link or LocalLink(clock)
         beat_us, lazy_us = self._link.heartbeat_us, self._link.lazy_us
-        self._member = Member(who, self._rules, heartbeat_us=beat_us, lazy_us=lazy_us, size_now=self._size_now)
+        self._member = Member(
+            who,
+            self._rules,
+            heartbeat_us=beat_us,
+            lazy_us=lazy_us,
+            size_now=self._size_now,
+            near=self._link.near,
+        )
         self._member.knew = self._link.knew
         self.most_tokens, self.most_requests = self._sizes.most_tokens, self._sizes.most_requests
         self._set_size(policy.rules)
@@ -402,7 +409,7 @@ class LedgerPool:
         admitted = 0
         for event in self._member.take_events():
             if isinstance(event, Entered):
-                self._admit(event.lease, event.grant, now_us)
+                self._admit(event, now_us)
                 admitted += 1
             elif isinstance(event, TakeBack):
                 lease = self._requests[event.lease.ticket.id].lease
@@ -411,13 +418,14 @@ class LedgerPool:
                 self._refuse_waiting(self._requests[event.ticket.id].lease, StoreUnavailable(OTHER_TIERS))
         return admitted
 
-    def _admit(self, held: Held, granted: Granted, now_us: int) -> None:
+    def _admit(self, entered: Entered, now_us: int) -> None:
+        held = entered.lease
         request = self._requests[held.ticket.id]
         lease, ticket, request.held = request.lease, held.ticket, held
         level = self._member.whole_level(ticket, now_us)
-        grant = self._waits.so_far(request.wait, level, now_us, granted.passed)
+        grant = self._waits.so_far(request.wait, level, now_us, entered.passed)
         if self._has_names:
-            *found, lined_us = granted.found
+            *found, lined_us = entered.found
             placed = placed_on(Found(*found), lease.ask, lined_us)
             grant = msgspec.structs.replace(grant, engine=held.engine, placed=placed)
         self._stop_waiting(request)
@@ -499,7 +507,7 @@ class LedgerPool:
             sizes = [None if size == UNBOUNDED else size for size in pool.capacity]
             rules = self._sizes.policy.rules_of(*sizes)
         usage = [
-            TierUsage(*tier.on_engines[:2], self._queued_tokens[level], self._waits.queued(level))
+            TierUsage(*tier.used[:2], self._queued_tokens[level], self._waits.queued(level))
             for level, tier in enumerate(pool.tiers)
         ]
         return rules, usage
