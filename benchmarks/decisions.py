@@ -26,8 +26,8 @@ class Decisions:
     """A pool in one process. Its owner says what happens, and asks what follows from it."""
 
     def __init__(self, rules: PoolRules, engines: Sequence[EngineView]) -> None:
-        self._ledger = Ledger(is_shared=False)
-        self._member = Member("", rules, heartbeat_us=UNBOUNDED, lazy_us=UNBOUNDED)
+        self._ledger = Ledger()
+        self._member = Member("", rules, heartbeat_us=UNBOUNDED, lazy_us=UNBOUNDED, near=self._ledger)
         self._member.knew = 1
         self._member.view(engines, 0)
         self._waiting: dict[str, Ticket] = {}

@@ -28,13 +28,15 @@ class Link(Protocol):
     """The way to one ledger.
 
     `heartbeat_us` and `lazy_us`: how often, and how late, the ledger needs to hear what nobody waits for. `is_shared`:
-    it is in a store, for many processes, and answers later; `round_trips` were made to it.
+    it is in a store, for many processes, and answers later; `round_trips` were made to it. `near`: the ledger, where it
+    is in this process.
     """
 
     heartbeat_us: int
     lazy_us: int
     is_shared: bool
     round_trips: int
+    near: Ledger | None
 
     def send(self, call: Call, user: LinkUser) -> None:
         """Carries a call. `user` is told the reply or the loss, at once or later; another call may follow then."""
@@ -55,11 +57,12 @@ class LocalLink:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._ledger = Ledger(is_shared=False)
+        self.near: Ledger | None = Ledger()
 
     def send(self, call: Call, user: LinkUser) -> None:
         """See `Link.send`."""
-        user.answered(self._ledger.execute(call, self._clock())[0])
+        assert self.near is not None
+        user.answered(self.near.execute(call, self._clock())[0])
 
     async def share(self, who: str, report: bytes, merge: Merge) -> PeerReports:  # noqa: ARG002
         """See `Link.share`."""

@@ -14,7 +14,7 @@ import msgspec
 
 from sidecar.core import calls
 from sidecar.core.amounts import NOTHING, UNBOUNDED
-from sidecar.core.calls import Cap, Drain, EngineView, Granted, Reply, WakeUp
+from sidecar.core.calls import Cap, Drain, EngineView, Reply, WakeUp
 from sidecar.core.member import Entered, Member, Mode, TakeBack
 from sidecar.core.tickets import Lease as Held
 from sidecar.core.tickets import Ticket
@@ -200,6 +200,7 @@ class LedgerPool:
             heartbeat_us=link.heartbeat_us,
             lazy_us=link.lazy_us,
             size_now=self._size_now,
+            near=link.near,
         )
 
     # -- size and rules
@@ -518,7 +519,7 @@ class LedgerPool:
         admitted = 0
         for event in self._member.take_events():
             if isinstance(event, Entered):
-                self._admit(event.lease, event.grant, now_us)
+                self._admit(event, now_us)
                 admitted += 1
             elif isinstance(event, TakeBack):
                 lease = self._requests[event.lease.ticket.id].lease
@@ -527,13 +528,14 @@ class LedgerPool:
                 self._refuse_waiting(self._requests[event.ticket.id].lease, self._watch.other_tiers())
         return admitted
 
-    def _admit(self, held: Held, granted: Granted, now_us: int) -> None:
+    def _admit(self, entered: Entered, now_us: int) -> None:
+        held = entered.lease
         request = self._requests[held.ticket.id]
         lease, ticket, request.held = request.lease, held.ticket, held
         level = self._member.whole_level(ticket, now_us)
-        grant = self._waits.so_far(request.wait, level, now_us, granted.passed)
+        grant = self._waits.so_far(request.wait, level, now_us, entered.passed)
         if self._has_names:
-            *found, lined_us = granted.found
+            *found, lined_us = entered.found
             placed = placed_on(Found(*found), lease.ask, lined_us)
             grant = msgspec.structs.replace(grant, engine=held.engine, placed=placed)
         self._stop_waiting(request)
@@ -634,10 +636,10 @@ class LedgerPool:
         A ticket that stands in line for its tier's floor holds its tokens.
         """
         pool, rules = self._member.mirror(self.now_us()), self._sizes.rules
-        held = [tier.on_engines[:2] for tier in pool.tiers]
+        held = [tier.used[:2] for tier in pool.tiers]
         if (part := self._watch.part(self._member)) is not None:
             own = self._member.own()
-            rules, held = self._sizes.policy.rules_of(*part), [own.get(tier, NOTHING)[:2] for tier in range(len(held))]
+            rules, held = self._sizes.policy.rules_of(*part), [own.get(name, NOTHING)[:2] for name in self._names]
         elif self._has_names:
             sizes = [None if size == UNBOUNDED else size for size in pool.capacity]
             rules = self._sizes.policy.rules_of(*sizes)

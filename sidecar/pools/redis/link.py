@@ -53,6 +53,7 @@ class RedisLink:
 
     heartbeat_us, lazy_us = HEARTBEAT_US, LAZY_US
     is_shared = True
+    near = None
 
     def __init__(
         self,
