@@ -36,7 +36,10 @@ class Link(Protocol):
     lazy_us: int
     is_shared: bool
     round_trips: int
-    near: Ledger | None
+
+    @property
+    def near(self) -> Ledger | None:
+        """The ledger, where it is in this process."""
 
     def send(self, call: Call, user: LinkUser) -> None:
         """Carries a call. `user` is told the reply or the loss, at once or later; another call may follow then."""
