@@ -11,9 +11,10 @@ from sidecar.core.tickets import Ticket
 
 def test_withdrawn_bids_cost_their_tenant_no_place_among_those_that_are_shown() -> None:
     tier = TierRules("only", 0, 10**6, 10**6, False, False, None)
-    member = Member("", PoolRules([tier], None, 0, 0, 200, False, 10**6), heartbeat_us=UNBOUNDED, most_bids=8)
-    ledger = Ledger(is_shared=False)
-    member.knew = 1
+    ledger = Ledger()
+    member = Member(
+        "", PoolRules([tier], None, 0, 0, 200, False, 10**6), heartbeat_us=UNBOUNDED, most_bids=8, near=ledger
+    )
     member.view([EngineView("pool#1", 2, UNBOUNDED, UNBOUNDED, 1_000, True)], 0)
     for number in range(100):
         member.submit(Ticket(str(number), 0, ("hasty", "patient")[number % 2], 1, number=number), 0)
