@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin import PORT_VARIABLE
+from sidecar.core.rate_limit import RateLimiter
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
 from sidecar.leases import Admission
@@ -31,7 +32,6 @@ from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.pools.local import LimitsPool
 from sidecar.proxy import EngineProxy
-from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.server.mounted import FailedStart, MountedLifespan, check_processes
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of

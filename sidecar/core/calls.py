@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from sidecar.core import rate_limit
+
 LAYOUT = 100
 """The number of the format of the state, and of these records. Two numbers are never in force at once."""
 
@@ -153,6 +155,43 @@ class PoolRules(msgspec.Struct, array_like=True, frozen=True):
     fair_ppm: int
 
 
+class Metered(msgspec.Struct, array_like=True, frozen=True):
+    """The question whether a request is within its tenant's limits. If so it is charged; else its bid is not taken.
+
+    `number` is its bid's. Without `charges` it is only a question. None: there is no such limit.
+    """
+
+    number: int
+    tenant: str
+    tokens: int
+    charges: bool
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    concurrent: int | None
+    burst_us: int
+
+
+class Settled(msgspec.Struct, array_like=True, frozen=True):
+    """A request that was charged has ended: it `used` so many tokens, None for its estimate.
+
+    `told_with` is the number of the first call that said so: it is heard once. `is_counted`: it counts as a request.
+    `was_held`: it ran, so its time says how long requests take.
+    """
+
+    told_with: int
+    charge: rate_limit.Charge
+    used: int | None
+    is_counted: bool
+    was_held: bool
+
+
+class Running(msgspec.Struct, array_like=True, frozen=True):
+    """So many requests of a tenant with limits wait or run at the replica."""
+
+    tenant: str
+    count: int
+
+
 Kind = Literal["ask", "state", "call", "bye"]
 
 
@@ -164,6 +203,7 @@ class Call(msgspec.Struct, array_like=True):
     with a heartbeat: the bids that it has shown and not seen granted. `leaving`: all sums of leases that are being
     taken back, if they changed. `knew`: how many replicas it knew last. `replaces`: its rules replace others of the
     same tiers; `takes_over`: also those of other tiers. `virtual`: the virtual times of its tiers, as it knew them.
+    `running`: the counts that fell; in a statement all. What a verdict charged counts already.
     """
 
     layout: int
@@ -187,6 +227,9 @@ class Call(msgspec.Struct, array_like=True):
     takes_over: bool = False
     knew: int = 0
     virtual: list[float] = []
+    metered: list[Metered] = []
+    settled: list[Settled] = []
+    running: list[Running] = []
 
 
 class Granted(msgspec.Struct, array_like=True, frozen=True):
@@ -282,6 +325,20 @@ class ShortageTold(msgspec.Struct, array_like=True, frozen=True):
     closed: list[str]
 
 
+class Verdict(msgspec.Struct, array_like=True, frozen=True):
+    """The answer to `Metered`: its charge, or the limit that it exceeds and when it would fit, None for never.
+
+    Then what is left of requests and of tokens, each with the time until all of it is there.
+    """
+
+    number: int
+    charge: rate_limit.Charge | None
+    over: rate_limit.Limit | None
+    after_us: int | None
+    requests: tuple[int, int] | None
+    tokens: tuple[int, int] | None
+
+
 class Reply(msgspec.Struct, array_like=True):
     """`unknown`: state all. `wait`: another layout is in force. `ok`: with the fields that follow.
 
@@ -305,6 +362,7 @@ class Reply(msgspec.Struct, array_like=True):
     config: list[EngineState] | None = None
     drained: list[Drain] | None = None
     lined: list[Lined] = []
+    verdicts: list[Verdict] = []
 
 
 class WakeUp(msgspec.Struct, array_like=True, frozen=True):

@@ -11,12 +11,26 @@ from fractions import Fraction
 
 import msgspec
 
-from sidecar.core import calls
+from sidecar.core import calls, limits
 from sidecar.core.amounts import NOTHING
-from sidecar.core.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
+from sidecar.core.calls import (
+    DEAD_US,
+    HOLD_US,
+    LOST_US,
+    Bid,
+    Call,
+    Cell,
+    Drain,
+    EngineView,
+    Granted,
+    Reply,
+    Verdict,
+    WakeUp,
+)
 from sidecar.core.engines import Engine
 from sidecar.core.figures import Rules
 from sidecar.core.preemption import Shortage, shortage
+from sidecar.core.rate_limit import RateLimiter
 from sidecar.core.reports import Found
 from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Gain, Ticket
@@ -87,12 +101,13 @@ class _Member:
     view_number: int = 0
     viewed_at: int = 0
     seen: int = -1
+    charged: dict[int, Verdict] = field(default_factory=dict)
 
 
 class State:
     """What is lost with the store."""
 
-    def __init__(self, now: int, layout: int, offset: int) -> None:
+    def __init__(self, now: int, layout: int, offset: int, limiter: RateLimiter) -> None:
         self.layout, self.last_call, self.offset = layout, now, offset
         self.epoch, self.hold_until, self.expected = now, now + HOLD_US, 0
         self.is_empty = True  # nothing is known of before this epoch
@@ -101,6 +116,7 @@ class State:
         self.views = self.version = 0
         self.asked: tuple[str, int] | None = None  # whom to take room back, and until when others are not
         self.scheduler = Scheduler(Rules(()))
+        self.limiter = limiter
 
     @property
     def names(self) -> list[str]:
@@ -109,10 +125,13 @@ class State:
 
 
 class Ledger:
-    """One atomic call after the other, on the store's clock. In one that is not shared silence begins no epoch."""
+    """One atomic call after the other, on the store's clock. In one that is not shared silence begins no epoch.
 
-    def __init__(self, *, is_shared: bool = True) -> None:
-        self._is_shared = is_shared
+    `limiter`: its tenants' limits, where other ledgers count in them, too.
+    """
+
+    def __init__(self, *, is_shared: bool = True, limiter: RateLimiter | None = None) -> None:
+        self._is_shared, self._limiter = is_shared, limiter
         self.state: State | None = None
         self._wake_ups: list[WakeUp] = []
 
@@ -141,14 +160,20 @@ class Ledger:
             return Reply(call.number, "ok"), self._wake_ups
         if not self._is_accepted(call, member):
             return Reply(call.number, "unknown"), self._wake_ups
+        last_number = 0 if member is None else member.number
         if call.kind == "state":
             member = self._take_statement(call)
         assert member is not None
         member.last_call, member.number = state.last_call, call.number
+        verdicts = limits.decide(state.limiter, call, last_number, member.charged, state.last_call)
+        refused = {verdict.number for verdict in verdicts if verdict.over is not None}
+        call.bids = [bid for bid in call.bids if bid.number not in refused]
         self._take_changes(call, member)
         self._end_hold()
         self._decide(call.who)
-        return self._reply(call, member), self._wake_ups
+        reply = self._reply(call, member)
+        reply.verdicts = verdicts
+        return reply, self._wake_ups
 
     # -- time, epochs, members
 
@@ -161,7 +186,7 @@ class Ledger:
         return state
 
     def _create(self, now: int, layout: int, offset: int) -> State:
-        self.state = State(now, layout, offset)
+        self.state = State(now, layout, offset, RateLimiter() if self._limiter is None else self._limiter)
         self._before = now
         self._wake_ups.append(WakeUp(""))
         return self.state
@@ -214,6 +239,7 @@ class Ledger:
         if state.asked is not None and state.asked[0] == who:
             state.asked = None
         del state.members[who]
+        state.limiter.forget(who)
         self._combine_views()
 
     def _is_accepted(self, call: Call, member: _Member | None) -> bool:

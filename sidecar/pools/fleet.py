@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from sidecar.core.rate_limit import RateLimiter
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
@@ -18,7 +19,6 @@ from sidecar.scheduling import Admission
 from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
 from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer, EngineState, Found, sum_of_offers
-from sidecar.scheduling.rate_limit import RateLimiter
 
 NO_ENGINE = "no engine takes new requests at present"
 MOST_NAMED = 3

@@ -13,6 +13,7 @@ from sidecar.core import calls
 from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.calls import Cap, Drain, EngineView, Granted, Reply, WakeUp
 from sidecar.core.member import Entered, Member, TakeBack
+from sidecar.core.rate_limit import RateLimiter
 from sidecar.core.tickets import Lease as Held
 from sidecar.core.tickets import Ticket
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits, StoreUnavailable
@@ -44,7 +45,6 @@ from sidecar.pools.stats import TierUsage, obstacle, pool_state
 from sidecar.pools.tenant_places import TenantPlaces
 from sidecar.pools.waits import Wait, Waits
 from sidecar.scheduling.placement import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, EngineState, Found
-from sidecar.scheduling.rate_limit import RateLimiter
 
 POOL = "pool#1"
 """The engine of a pool whose engines are not named: one engine is a fleet of one."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from sidecar.core.rate_limit import UNIT, Charge, ExceededLimit, Limit, RateLimiter
 from sidecar.errors import RemainingLimits, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.policy.size_limits import SizeLimits, requests_text
 from sidecar.pools.base import Ask, Lease
-from sidecar.scheduling.rate_limit import UNIT, ExceededLimit, Limit, RateLimiter
 
 
 class TenantLimits:
@@ -41,12 +41,17 @@ class TenantLimits:
         ask = lease.ask
         if ask.limits is not None:
             lease.charge = self._allowances.charge(ask.tenant, limits, ask.charged_tokens, now_us)
+            self._count(ask.tenant, 1)
         lease.allowance = self._allowances.allowance(ask.tenant, limits, now_us, is_downgraded=lease.charge is None)
 
     def count(self, lease: Lease, now_us: int) -> None:
         """Counts a request that another process let in among its tenant's concurrent ones, until it ends."""
         if lease.charge is None and lease.ask.limits is not None:
-            lease.charge = self._allowances.count(lease.ask.tenant, lease.ask.limits, now_us)
+            lease.charge = Charge(lease.ask.tenant, 0, now_us, 0, 0, 0)
+            self._count(lease.ask.tenant, 1)
+
+    def _count(self, tenant: str, more: int) -> None:
+        self._allowances.hold("", tenant, self._allowances.held("", tenant) + more)
 
     def ended(self, lease: Lease, used_tokens: int | None, now_us: int) -> None:
         """Corrects the charge of a lease that is over: its estimate stands where `used_tokens` is None.
@@ -57,6 +62,7 @@ class TenantLimits:
         charge, lease.charge = lease.charge, None
         if charge is None:
             return
+        self._count(charge.tenant, -1)
         if not lease.is_counted:
             self._allowances.refund_request(charge, now_us)
         if lease.grant is None:
@@ -72,6 +78,7 @@ class TenantLimits:
         """Takes a charge of this very moment back: the pool has no place for the request."""
         if lease.charge is not None:
             self._allowances.undo(lease.charge)
+            self._count(lease.charge.tenant, -1)
             lease.charge = None
 
 

@@ -96,7 +96,10 @@ function read_call(packed)
     withdrawn = checked_list(f[11], 'nt', 'withdrawn'), charges = checked_list(f[12], 'ttnp', 'charges'),
     owes = checked_list(f[13], 'tn', 'owes'), engines = f[14] and checked_list(f[14], 'ennnpbAN', 'engines'),
     caps = checked_list(f[15], 'enn', 'caps'), drains = checked_list(f[16], 'tbN', 'drains'),
+    metered = checked_list(f[22], 'ntnbOOOn', 'metered'), settled = checked_list(f[23], 'nxObb', 'settled'),
+    running = checked_list(f[24], 'tn', 'running'),
   }
+  for i, settled in ipairs(read.settled) do check_record(settled[2], 'tnnnnnnnn', 'settled[' .. i .. '].charge') end
   for i, bid in ipairs(read.bids) do check_bid(bid, 'bids[' .. i .. ']') end
   if read.rules or read.kind == 'state' then check_rules(read.rules) end
   return read

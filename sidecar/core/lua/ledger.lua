@@ -251,7 +251,7 @@ local function reply(member, is_paused)
   for _, other in pairs(members) do alive, waiting = alive + 1, waiting + other[BIDS] end
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
   local parts = {
-    '\159', pack(call.number, 'ok'), packed_grants(member[OUTBOX]),
+    '\220\0\16', pack(call.number, 'ok'), packed_grants(member[OUTBOX]),
     pack(max(alive, 1), is_paused or state[HOLD_UNTIL] > 0, member[IS_FOREIGN], waiting, next_change(waiting)),
     engines_held(), tiers_held(), leaving_of_all(),
   }
@@ -264,6 +264,7 @@ local function reply(member, is_paused)
     parts[9] = '\192\192'
   end
   parts[#parts + 1] = lined_of_caller()
+  parts[#parts + 1] = packed_list(limits.verdicts)
   return table.concat(parts)
 end
 
@@ -271,6 +272,7 @@ end
 
 -- Time never goes back, whichever server answers. Returns for how long the store was silent.
 local function begin(server_us)
+  limits.begin()
   queues, rows, heads, views, changed_views, wake_ups, is_config_new, is_made = {}, {}, {}, nil, {}, {}, false, false
   line, is_line_changed, is_line_written, needs = nil, false, false, nil
   local found = redis_call('HMGET', root, 'layout', 'state', 'held', 'config')
@@ -306,8 +308,10 @@ local function answer_to(is_paused)
     return short_reply('ok')
   end
   if not is_accepted(member) then return short_reply('unknown') end
+  local last_number = member and member[LATEST_NUMBER] or 0
   if call.kind == 'state' then take_statement() end
   member = members[who]
+  limits.take(member, last_number)
   member[MEMBER_CALL], member[LATEST_NUMBER] = now, call.number
   take_changes(member)
   end_hold()

@@ -1,6 +1,6 @@
 -- Time, epochs and members, and what a statement says of everything (`ledger.py`).
 
-local function begin_member(is_new) return { 0, 0, -1, is_new, false, 0, -1, {}, {} } end
+local function begin_member(is_new) return { 0, 0, -1, is_new, false, 0, -1, {}, {}, {} } end
 
 -- The cell of a grant.
 local function hold_grant(packed, sign)
@@ -80,6 +80,7 @@ local function drop(name)
   drop_outbox(members[name])
   drop_cells(name)
   if state[ASKED] == name then state[ASKED] = false end
+  limits.drop(name)
   views_of_all()[name], changed_views[name] = nil, true
   members[name] = nil
   combine_views()

@@ -56,5 +56,5 @@ end
 
 -- A reply that tells nothing of the pool.
 local function short_reply(kind)
-  return '\159' .. pack(call.number, kind, {}, 0, false, false, 0, nil, {}, {}, {}, nil, nil, nil, {})
+  return '\220\0\16' .. pack(call.number, kind, {}, 0, false, false, 0, nil, {}, {}, {}, nil, nil, nil, {}, {})
 end

@@ -25,7 +25,7 @@ local ASKED, ASKED_UNTIL, ADMISSIONS, MADE, CHOOSES, LEAST = 9, 10, 11, 12, 13, 
 local NAME, VIRTUAL, AFRESH, LARGEST, QUEUED, HEAD, OWES_UNTIL, LATEST, LINED = 1, 2, 3, 4, 5, 6, 7, 8, 9
 local ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR, MOST_TAGS, SMALLEST = 9, 12, 15, 18, 22, 23
 -- A member. Its outbox has packed grants, its sums of leases that are taken back are cells as it told them.
-local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING = 1, 2, 3, 4, 5, 6, 7, 8, 9
+local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING, CHARGED = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 -- CHARGED: verdicts of the last call
 -- A ticket: what its replica said (`calls.Bid`), then what the ledger adds.
 local ID, TIER, TENANT, TOKENS, REQUESTS, PROMPT, WEIGHT, HITS, BARRED = 1, 2, 3, 4, 5, 6, 7, 8, 9
 local ARRIVED, NUMBER, GAIN, HAS_RETURNED, HINT, OWNER, START = 10, 11, 12, 13, 14, 15, 16

@@ -33,6 +33,7 @@ local function write()
   for name, row in pairs(rows) do
     write_fields(key('c:' .. name), row.changed, function(field) return row.cells[field] end)
   end
+  limits.write()
   write_fields(key('v'), changed_views, function(name) return views[name] and pack(views[name]) end)
   kept_text, kept_config = packed_config, config
   if call.whole then -- the pool vanishes an hour after the last heartbeat

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from sidecar.core.rate_limit import ExceededLimit, Limit
 from sidecar.policy.model import Policy, Tier
 from sidecar.policy.rules import PoolRules, Shares, TierRules
 from sidecar.pools.base import Ask
 from sidecar.scheduling import Rule
 from sidecar.scheduling.placement import EngineOffer, Found
-from sidecar.scheduling.rate_limit import ExceededLimit, Limit
 from sidecar.version import store_layout
 
 TIER_FIELDS = [field.name for field in fields(TierRules) if field.name not in ("name", "level")]

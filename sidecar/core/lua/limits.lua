@@ -1,0 +1,196 @@
+--- limits
+-- The limits of tenants: `limits.py` and `rate_limit.py`. `a:TENANT` is a tenant's account, for as long as it is used;
+-- `n:WHO` has how many requests of each tenant wait or run at a replica.
+
+local UNIT, GUESSED_US, REMEMBERED_US = 60000000, 1000000, 600000000
+-- An account; since `A_SINCE` it was never at rest. The limits of its latest request, or false.
+local A_REQUESTS, A_TOKENS, A_AT, A_SINCE, A_MEAN, A_REFUNDED, A_REQUESTS_REFUNDED, A_RPM, A_TPM = 1, 2, 3, 4, 5, 6, 7, 8, 9
+-- A charge, as it is told.
+local C_TENANT, C_TOKENS, C_AT, C_TPM, C_LEVEL, C_REFUNDED, C_REQUESTS, C_REQUESTS_REFUNDED, C_RPM = 1, 2, 3, 4, 5, 6, 7, 8, 9
+
+local limits = {} -- `verdicts`: packed, of one call
+
+do -- a script has at most 200 locals
+
+local accounts, counts, are_counts_whole, gone -- of one call: what was read or changed of the keys
+
+function limits.begin()
+  accounts, counts, are_counts_whole, gone, limits.verdicts = {}, {}, false, {}, {}
+end
+
+local function drain(account)
+  local elapsed = max(0, now - account[A_AT])
+  account[A_REQUESTS] = max(0, account[A_REQUESTS] - elapsed * (account[A_RPM] or UNBOUNDED))
+  account[A_TOKENS] = max(0, account[A_TOKENS] - elapsed * (account[A_TPM] or UNBOUNDED))
+  account[A_AT] = max(account[A_AT], now)
+  if account[A_REQUESTS] == 0 and account[A_TOKENS] == 0 then
+    account[A_SINCE], account[A_REFUNDED], account[A_REQUESTS_REFUNDED] = account[A_AT], 0, 0
+    if elapsed > REMEMBERED_US then account[A_MEAN] = 0 end
+  end
+end
+
+local function account_of(tenant)
+  if accounts[tenant] == nil then
+    local packed = redis_call('GET', key('a:' .. tenant))
+    accounts[tenant] = packed and unpacked(packed)
+  end
+  if accounts[tenant] then drain(accounts[tenant]) end
+  return accounts[tenant]
+end
+
+local function own_count(tenant)
+  if counts[tenant] then return counts[tenant] end
+  return not are_counts_whole and tonumber(redis_call('HGET', key('n:' .. who), tenant)) or 0
+end
+
+local function running(tenant)
+  local sum = own_count(tenant)
+  for name in pairs(members) do
+    if name ~= who then sum = sum + (tonumber(redis_call('HGET', key('n:' .. name), tenant)) or 0) end
+  end
+  return sum
+end
+
+-- The limit that is exceeded longest, and for how long, `UNBOUNDED` for ever.
+local function over(account, asked, most_requests, most_tokens)
+  local _, tenant, tokens, _, _, _, most = unpack(asked)
+  local worst, after
+  local function consider(limit, us)
+    if not after or us > after then worst, after = limit, us end
+  end
+  local function bucket(limit, per_minute, capacity, level, cost)
+    if per_minute and level > capacity - cost then
+      consider(limit, cost > capacity and UNBOUNDED or ceil((level - (capacity - cost)) / per_minute))
+    end
+  end
+  bucket('tokens_per_minute', account[A_TPM], most_tokens, account[A_TOKENS], tokens * UNIT)
+  bucket('requests_per_minute', account[A_RPM], most_requests, account[A_REQUESTS], UNIT)
+  if most and running(tenant) >= most then
+    consider('concurrent_requests', account[A_MEAN] > 0 and floor(account[A_MEAN] / most) or GUESSED_US)
+  end
+  return worst, after
+end
+
+local function packed_charge(account, tenant, tokens)
+  if account[A_RPM] then account[A_REQUESTS] = min(UNBOUNDED, account[A_REQUESTS] + UNIT) end
+  if account[A_TPM] then account[A_TOKENS] = min(UNBOUNDED, account[A_TOKENS] + tokens * UNIT) end
+  return pack({ tenant, tokens, account[A_AT], account[A_TPM] or 0, account[A_TOKENS], account[A_REFUNDED], account[A_REQUESTS],
+    account[A_REQUESTS_REFUNDED], account[A_RPM] or 0 })
+end
+
+local function packed_left(per_minute, capacity, level)
+  if not per_minute then return '\192' end
+  return pack({ floor(max(0, capacity - level) / UNIT), ceil(level / per_minute) })
+end
+
+-- `calls.Verdict`: its limit, and its charge.
+local function verdict_on(asked)
+  local _, tenant, tokens, charges, rpm, tpm, _, burst = unpack(asked)
+  local account = account_of(tenant)
+  if not account then
+    account = { 0, 0, now, now, 0, 0, 0, false, false }
+    accounts[tenant] = account
+  end
+  account[A_RPM], account[A_TPM] = rpm, tpm
+  local most_requests, most_tokens = max(UNIT, (rpm or 0) * burst), (tpm or 0) * burst
+  local limit, after = over(account, asked, most_requests, most_tokens)
+  local charge = charges and not limit and packed_charge(account, tenant, tokens)
+  if after == UNBOUNDED then after = nil end
+  return '\150' .. pack(asked[1]) .. (charge or '\192') .. pack(limit, after) .. packed_left(rpm, most_requests, account[A_REQUESTS])
+    .. packed_left(tpm, most_tokens, account[A_TOKENS]), limit, charge
+end
+
+local function refund_request(account, charge)
+  if not account[A_RPM] or charge[C_RPM] == 0 or charge[C_AT] < account[A_SINCE] then return end
+  local drained = max(charge[C_RPM], account[A_RPM]) * max(0, account[A_AT] - charge[C_AT])
+  local left = charge[C_REQUESTS] - (account[A_REQUESTS_REFUNDED] - charge[C_REQUESTS_REFUNDED]) - drained
+  local refund = max(0, min(UNIT, left, account[A_REQUESTS]))
+  account[A_REQUESTS], account[A_REQUESTS_REFUNDED] = account[A_REQUESTS] - refund, account[A_REQUESTS_REFUNDED] + refund
+end
+
+local function settle_tokens(account, charge, used)
+  local more = min(used, floor(UNBOUNDED / UNIT)) - charge[C_TOKENS]
+  if more >= 0 then
+    account[A_TOKENS] = min(UNBOUNDED, account[A_TOKENS] + more * UNIT)
+    return
+  end
+  local drained = max(charge[C_TPM], account[A_TPM]) * max(0, account[A_AT] - charge[C_AT])
+  local left = charge[C_LEVEL] - (account[A_REFUNDED] - charge[C_REFUNDED]) * UNIT - drained
+  local refund = min(-more * UNIT, left, account[A_TOKENS])
+  if refund > 0 and charge[C_AT] >= account[A_SINCE] then
+    account[A_TOKENS], account[A_REFUNDED] = account[A_TOKENS] - refund, account[A_REFUNDED] + ceil(refund / UNIT)
+  end
+end
+
+local function settle(charge, used, is_counted, was_held)
+  local account = account_of(charge[C_TENANT])
+  if not account then return end
+  if not is_counted then
+    refund_request(account, charge)
+    drain(account)
+  end
+  if was_held then
+    local took, mean = max(0, now - charge[C_AT]), account[A_MEAN]
+    account[A_MEAN] = mean > 0 and mean + floor((took - mean) / 8) or took
+  end
+  if account[A_TPM] and charge[C_TPM] > 0 then settle_tokens(account, charge, used or charge[C_TOKENS]) end
+end
+
+-- Decides what the call asks, and takes no bid of a request that is refused. `last_number`: of the replica's call before.
+function limits.take(member, last_number)
+  local is_statement = call.kind == 'state'
+  if is_statement then counts, are_counts_whole = {}, true end
+  for _, of in ipairs(call.running) do counts[of[1]] = of[2] end
+  for _, settled in ipairs(call.settled) do
+    local told_with, charge, used, is_counted, was_held = unpack(settled)
+    if told_with > last_number then settle(charge, used, is_counted, was_held) end
+  end
+  local known, charged, refused, are_refused = {}, {}, {}, false
+  if is_statement then
+    for _, packed in ipairs(member[CHARGED]) do known[unpacked(packed)[1]] = packed end
+  end
+  for i, asked in ipairs(call.metered) do
+    local number = asked[1]
+    local packed, limit, charge = known[number], nil, true
+    if not packed then packed, limit, charge = verdict_on(asked) end
+    known[number], limits.verdicts[i] = nil, packed
+    if charge then
+      charged[#charged + 1] = packed
+      counts[asked[2]] = own_count(asked[2]) + 1
+    elseif limit then
+      refused[number], are_refused = true, true
+    end
+  end
+  for _, packed in ipairs(is_statement and member[CHARGED] or {}) do -- a client that left before the replica had an answer
+    local verdict = unpacked(packed)
+    if known[verdict[1]] then settle(verdict[2], 0, true, false) end
+  end
+  member[CHARGED] = charged
+  if are_refused then
+    local bids = {}
+    for _, bid in ipairs(call.bids) do
+      if not refused[bid[NUMBER]] then bids[#bids + 1] = bid end
+    end
+    call.bids = bids
+  end
+end
+
+-- A replica is gone, with all that its tenants had there.
+function limits.drop(name) gone[name] = true end
+
+function limits.write()
+  for tenant, account in pairs(accounts) do
+    if account then
+      local full_us = max(account[A_REQUESTS] / (account[A_RPM] or UNBOUNDED), account[A_TOKENS] / (account[A_TPM] or UNBOUNDED))
+      redis_call('SET', key('a:' .. tenant), pack(account), 'PX', HOUR_MS + ceil(full_us / 1000))
+    end
+  end
+  for name in pairs(gone) do redis_call('DEL', key('n:' .. name)) end
+  if are_counts_whole then redis_call('DEL', key('n:' .. who)) end
+  for tenant, count in pairs(counts) do
+    if count > 0 then redis_call('HSET', key('n:' .. who), tenant, count) else redis_call('HDEL', key('n:' .. who), tenant) end
+  end
+  if next(counts) or call.whole then redis_call('PEXPIRE', key('n:' .. who), HOUR_MS) end
+end
+
+end
