@@ -83,6 +83,11 @@ class Bids:
         self._withdraw(tier, bid)
         return True
 
+    def drop(self, ticket: Ticket) -> None:
+        """One that the ledger refused: it knows no bid of it."""
+        if self.remove(ticket):
+            self.withdrawn.pop()
+
     def granted(self, bid: int) -> Ticket | None:
         """The ticket of a bid that got an engine; None where it is gone."""
         self.withdrawn = [gone for gone in self.withdrawn if gone.id != bid]

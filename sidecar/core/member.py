@@ -37,6 +37,7 @@ from sidecar.core.calls import (
 from sidecar.core.engines import Engine
 from sidecar.core.figures import aged_level, whole_level
 from sidecar.core.ledger import Ledger, rules_of
+from sidecar.core.meter import Judged, Meter
 from sidecar.core.preemption import Shortage, leases_to_take_back
 from sidecar.core.row import Row
 from sidecar.core.scheduler import Gone, Scheduler
@@ -86,7 +87,7 @@ class Refused(NamedTuple):
     ticket: Ticket
 
 
-Event: TypeAlias = Entered | TakeBack | Refused
+Event: TypeAlias = Entered | TakeBack | Refused | Judged
 
 
 @dataclass
@@ -131,6 +132,7 @@ class Member:
         self._replaces, self._takes_over = True, takes_over
         self._names = [tier.name for tier in rules.tiers]
         self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
+        self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
         self._number = self._entered = 0
         self._acks: list[int] = []
         self._told: list[_Told] = []
@@ -162,8 +164,8 @@ class Member:
         self._call_by(now_us)
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
-        """A waiting request is given up."""
-        if self._bids.remove(ticket):
+        """A waiting request is given up, perhaps before its verdict."""
+        if not self.meter.give_up(ticket.number) and self._bids.remove(ticket):
             self._call_by(now_us)
 
     def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
@@ -291,7 +293,7 @@ class Member:
         elif self.mode is Mode.STATING:
             kind = "state"
         else:
-            kind = "bye" if self.is_closing and not self.leases and not self.waiting() else "call"
+            kind = "bye" if self._has_ended() else "call"
         self._due_us = None
         if is_beat:
             self._heartbeat_us = now_us + self._beat_us
@@ -325,9 +327,13 @@ class Member:
             if told.number == 0 or kind == "state":
                 told.number = call.number
                 self._put(call, told.record)
+        self.meter.put(call)
         call.bids = self._bids.new(now_us)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
+
+    def _has_ended(self) -> bool:
+        return self.is_closing and not self.leases and not self.waiting() and self.meter.is_idle
 
     @staticmethod
     def _put(call: Call, record: Charge | Owed | Drain | Cap) -> None:
@@ -374,6 +380,7 @@ class Member:
             self._drained = {drain.engine: drain for drain in reply.drained}
         if not reply.on_hold:
             self.knew = reply.alive
+        self._events += self.meter.take(call, reply.verdicts)
         self._take(reply.grants, True, now_us)
         self._bids.take_tags(reply)
         if self.is_foreign:
@@ -521,9 +528,10 @@ class Member:
                 self._begin_alone()
                 continue
             before = len(self.leases)
+            self._events += self.meter.take(call, reply.verdicts, self._alone)
             self._take(reply.grants, True, now_us)
             self._bids.take_tags(reply)
-            is_done = len(self.leases) == before
+            is_done = len(self.leases) == before and not self.meter.has_questions
 
     def _begin_alone(self) -> None:
         self.mode, self._alone, self._alone_number = Mode.ALONE, Ledger(), 0
@@ -538,6 +546,7 @@ class Member:
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
         call.engines, call.cells = self._parts(now_us), self._row.state(is_first)
         call.acks, self._acks = self._acks, []
+        self.meter.put(call, self._alone, max(1, self.knew))
         call.bids = self._bids.new(now_us, UNBOUNDED)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
@@ -580,9 +589,9 @@ class Member:
 
     def _call_if_needed(self, now_us: int) -> None:
         has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new
-        if has_news or any(told.number == 0 for told in self._told):
+        if has_news or self.meter.has_news or any(told.number == 0 for told in self._told):
             self._tell_soon(now_us)
-        if self.is_closing and not self.leases and not self.waiting():
+        if self._has_ended():
             self._call_by(now_us)
-        if self.mode is Mode.SHARED and self._bids.has_more(now_us):
+        if self.mode is Mode.SHARED and (self.meter.has_questions or self._bids.has_more(now_us)):
             self._call_by(now_us)

@@ -7,6 +7,7 @@ from typing import Protocol
 from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.calls import Call, Reply, WakeUp
 from sidecar.core.ledger import Ledger
+from sidecar.core.rate_limit import RateLimiter
 from sidecar.pools.runtime import Clock
 
 
@@ -47,9 +48,9 @@ class LocalLink:
     heartbeat_us = lazy_us = UNBOUNDED
     knew = 1
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, allowances: RateLimiter | None = None) -> None:
         self._clock = clock
-        self._ledger = Ledger(is_shared=False)
+        self._ledger = Ledger(is_shared=False, limiter=allowances)
 
     def send(self, call: Call, user: LinkUser) -> None:
         """See `Link.send`."""

@@ -11,8 +11,9 @@ import msgspec
 
 from sidecar.core import calls
 from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import Cap, Drain, EngineView, Granted, Reply, WakeUp
-from sidecar.core.member import Entered, Member, TakeBack
+from sidecar.core.calls import Cap, Drain, EngineView, Granted, Metered, Reply, WakeUp
+from sidecar.core.member import Entered, Member, Mode, TakeBack
+from sidecar.core.meter import Judged
 from sidecar.core.rate_limit import RateLimiter
 from sidecar.core.tickets import Lease as Held
 from sidecar.core.tickets import Ticket
@@ -37,7 +38,7 @@ from sidecar.pools.base import (
 from sidecar.pools.fleet import change_sizes, engine_obstacle, engine_state, placed_on
 from sidecar.pools.ledger_link import Link, LocalLink
 from sidecar.pools.ledger_rules import engines_of, rules_of, ticket_of, views_of
-from sidecar.pools.limits import TenantLimits
+from sidecar.pools.limits import downgraded, metered, refusal, remaining
 from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.runtime import Clock, monotonic_us
@@ -87,7 +88,6 @@ class LedgerPool:
         self._rules = self._rules_of(policy)
         self._sizes = SizeLimits(policy)
         self._places = QueuePlaces(self._sizes, len(policy.tiers))
-        self._limits = TenantLimits(self._sizes, allowances)
         self._outgrown = OutgrownRequests(self._sizes, self._refuse_waiting)
         self._names = tuple(tier.name for tier in policy.tiers)
         self._waits = Waits(self._names)
@@ -95,6 +95,7 @@ class LedgerPool:
         self._queued_tokens = [0] * len(policy.tiers)
         self._requests: dict[str, _Request] = {}
         self._waiting: dict[str, _Request] = {}
+        self._questions: dict[int, asyncio.Future[Judged]] = {}
         self._ids = count(1)
         self._offers: Sequence[EngineOffer] = ()
         self._drained: set[str] = set()
@@ -105,9 +106,11 @@ class LedgerPool:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_us = 0
         self._soon: asyncio.Handle | None = None
-        self._link = link or LocalLink(clock)
+        self._link = link or LocalLink(clock, allowances)
         beat_us, lazy_us = self._link.heartbeat_us, self._link.lazy_us
-        self._member = Member(who, self._rules, heartbeat_us=beat_us, lazy_us=lazy_us, size_now=self._size_now)
+        self._member = Member(
+            who or str(id(self)), self._rules, heartbeat_us=beat_us, lazy_us=lazy_us, size_now=self._size_now
+        )
         self._member.knew = self._link.knew
         self.most_tokens, self.most_requests = self._sizes.most_tokens, self._sizes.most_requests
         self._set_size(policy.rules)
@@ -197,24 +200,82 @@ class LedgerPool:
         self._sizes.refuse_what_never_fits(ask)
         now_us = self.now_us()
         lease = new_lease(self, next(self._ids), ask, now_us)
-        if (limits := ask.limits) is not None:
-            lease.ask = ask = self._limits.within(ask, now_us)
+        if ask.limits is None:
+            self._enter(lease, now_us)
+        else:
+            await self._enter_within(ask.limits, lease, now_us)
+        self._places.taken(lease.ask)
+        return lease
+
+    def _enter(self, lease: Lease, now_us: int) -> None:
+        ask = lease.ask
         most, queued, others_wait = self._sizes.places(ask.tier), self._waits.queued(ask.tier), bool(self._waiting)
         displaced = self._find_place(ask, queued, most, now_us) if most and others_wait else None
-        if limits is not None:
-            self._limits.charge(lease, limits, now_us)
         if displaced is not None:
             self._refuse_waiting(displaced, self._places.queue_full(displaced.ask, queued, now_us))
-        request = _Request(lease, ticket_of(lease), self._waits.came(lease.id, ask.tier, now_us))
-        self._requests[lease.ticket_id] = request
+        request = self._new_request(lease)
         self._member.submit(request.ticket, now_us)
         self._run(now_us, UNBOUNDED if most == 0 else MOST_ADMITTED)
         if lease.grant is None:
             if most is not None and not (most and others_wait):
                 self._find_place_or_leave(request, queued, most, now_us)
             self._begin_to_wait(request)
-        self._places.taken(ask)
-        return lease
+
+    async def _enter_within(self, limits: Limits, lease: Lease, now_us: int) -> None:
+        """The same within a tenant's limits: the ledger is asked by the call that shows the request."""
+        ask, full, request = lease.ask, None, None
+        most, queued = self._sizes.places(ask.tier), self._waits.queued(ask.tier)
+        try:
+            if most and self._waiting:
+                self._find_place(ask, queued, most, now_us)
+            request = self._new_request(lease)
+        except QueueFull as error:
+            full = error
+        asked = metered(lease.id, ask.tenant, ask.charged_tokens, limits, charges=full is None)
+        try:
+            judged = await self._judged(asked, None if request is None else request.ticket, now_us)
+        except asyncio.CancelledError:
+            if request is not None and lease.ticket_id in self._requests:
+                lease.is_over = True
+                self.end(lease, None)
+            raise
+        if judged.verdict.over is not None:
+            lower = downgraded(ask, self._sizes)
+            if lower is None:
+                raise refusal(ask, judged)
+            lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
+            self._enter(lease, self.now_us())
+        elif request is None:
+            assert full is not None
+            raise full
+        else:
+            lease.allowance = remaining(judged)
+            if lease.grant is None and not lease.is_over:
+                if most is not None:
+                    self._find_place_or_leave(request, self._waits.queued(ask.tier), most, self.now_us())
+                self._begin_to_wait(request)
+                if error := self._sizes.outgrown(ask):
+                    self._refuse_waiting(lease, error)
+
+    async def _judged(self, asked: Metered, ticket: Ticket | None, now_us: int) -> Judged:
+        """The ledger's verdict on a request, without a ticket on a question."""
+        judged: asyncio.Future[Judged] = asyncio.get_running_loop().create_future()
+        self._questions[asked.number] = judged
+        self._member.meter.ask(asked, ticket, now_us)
+        self._run(now_us)
+        try:
+            return await judged
+        except asyncio.CancelledError:
+            if ticket is None:
+                self._member.meter.give_up(asked.number)
+            raise
+        finally:
+            del self._questions[asked.number]
+
+    def _new_request(self, lease: Lease) -> _Request:
+        request = _Request(lease, ticket_of(lease), self._waits.came(lease.id, lease.tier, lease.entered_us))
+        self._requests[lease.ticket_id] = request
+        return request
 
     def _find_place(self, ask: Ask, queued: int, most: int, now_us: int) -> Lease | None:
         """The request that has to give its place, None where one is free. Raises QueueFull where there is neither."""
@@ -228,21 +289,24 @@ class LedgerPool:
         raise self._places.queue_full(ask, queued, now_us)
 
     def _find_place_or_leave(self, request: _Request, queued: int, most: int, now_us: int) -> None:
-        """The first to wait was not admitted at once: there may be no place for it all the same."""
+        """A request was not admitted at once: there may be no place for it all the same."""
         try:
-            self._find_place(request.lease.ask, queued, most, now_us)
+            displaced = self._find_place(request.lease.ask, queued, most, now_us)
         except QueueFull:
-            self._limits.undo(request.lease)
+            self._member.meter.settle(request.lease.id, 0, now_us, is_counted=False, was_held=False)
             self._cancel(request, now_us)
             self._run(now_us)
             raise
+        if displaced is not None:
+            self._refuse_waiting(displaced, self._places.queue_full(displaced.ask, queued, now_us))
 
     def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
         """See `LeaseOwner.end`."""
         now_us = self.now_us()
-        if lease.charge is not None:
-            lease.is_counted &= lease.grant is not None or self._paused is None
-            self._limits.ended(lease, used_tokens, now_us)
+        is_held = lease.grant is not None
+        is_counted = lease.is_counted and (is_held or self._paused is None)
+        used = used_tokens if is_held else 0
+        self._member.meter.settle(lease.id, used, now_us, is_counted=is_counted, was_held=is_held)
         request, grant = self._requests[lease.ticket_id], None
         if request.held is not None:
             del self._requests[lease.ticket_id]
@@ -326,8 +390,10 @@ class LedgerPool:
         if request is not None and request.held is None:
             now_us = self.now_us()
             self._cancel(request, now_us)
-            self._limits.ended(lease, 0, now_us)
+            self._member.meter.settle(lease.id, 0, now_us, is_counted=lease.is_counted, was_held=False)
             lease.refused(error)
+            if (judged := self._questions.get(lease.id)) is not None and not judged.done():
+                judged.set_exception(error)
             self._run_when_due()
 
     def _size_now(self, ticket: Ticket) -> None:
@@ -404,12 +470,21 @@ class LedgerPool:
             if isinstance(event, Entered):
                 self._admit(event.lease, event.grant, now_us)
                 admitted += 1
+            elif isinstance(event, Judged):
+                self._tell_verdict(event)
             elif isinstance(event, TakeBack):
                 lease = self._requests[event.lease.ticket.id].lease
                 lease.chosen(lease.returns)
             else:
                 self._refuse_waiting(self._requests[event.ticket.id].lease, StoreUnavailable(OTHER_TIERS))
         return admitted
+
+    def _tell_verdict(self, judged: Judged) -> None:
+        number = judged.verdict.number
+        if judged.verdict.over is not None:
+            self._requests.pop(str(number), None)
+        if not (question := self._questions[number]).done():
+            question.set_result(judged)
 
     def _admit(self, held: Held, granted: Granted, now_us: int) -> None:
         request = self._requests[held.ticket.id]
@@ -443,9 +518,13 @@ class LedgerPool:
         """See `Pool.use_of`."""
         return use_of((request.lease for request in self._requests.values()), tenant)
 
-    async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits:
-        """See `Pool.allowance`."""
-        return self._limits.allowance(tenant, limits, self.now_us())
+    async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
+        """See `Pool.allowance`. Not known while the replica is not in its pool."""
+        self._run()
+        if self._member.mode is not Mode.SHARED:
+            return None
+        question = metered(next(self._ids), tenant, 0, limits, charges=False)
+        return remaining(await self._judged(question, None, self.now_us()))
 
     def oldest(self) -> Sequence[Grant | None]:
         """See `Pool.oldest`."""

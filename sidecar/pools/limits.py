@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from sidecar.core.calls import HEARTBEAT_US, Metered
+from sidecar.core.meter import Judged
 from sidecar.core.rate_limit import UNIT, Charge, ExceededLimit, Limit, RateLimiter
-from sidecar.errors import RemainingLimits, TenantLimit
+from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits, StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.policy.size_limits import SizeLimits, requests_text
 from sidecar.pools.base import Ask, Lease
@@ -100,6 +102,41 @@ def tenant_limit(ask: Ask, over: ExceededLimit, allowance: RemainingLimits) -> T
     assert ask.limits is not None
     after_s = None if over.fits_after_us is None else over.fits_after_us / 1e6
     return TenantLimit(_sentence(ask, ask.limits, over, allowance), retry_after_s=after_s, allowance=allowance)
+
+
+def metered(number: int, tenant: str, tokens: int, limits: Limits, *, charges: bool) -> Metered:
+    """The question about one request for the ledger."""
+    of = limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests, limits.burst_us
+    return Metered(number, tenant, tokens, charges, *of)
+
+
+def remaining(judged: Judged, *, is_downgraded: bool = False) -> RemainingLimits:
+    """What is left of a tenant's limits, as the ledger says."""
+
+    def left(per_minute: int | None, figures: tuple[int, int] | None) -> RemainingLimit | None:
+        return None if per_minute is None or figures is None else RemainingLimit(per_minute, *figures)
+
+    asked, verdict = judged
+    requests = left(asked.requests_per_minute, verdict.requests)
+    return RemainingLimits(requests, left(asked.tokens_per_minute, verdict.tokens), is_downgraded)
+
+
+def refusal(ask: Ask, judged: Judged) -> AdmissionError:
+    """The error for a request over its limits, or over this replica's part of them."""
+    asked, verdict = judged
+    assert ask.limits is not None
+    assert verdict.over is not None
+    part = Limits(asked.requests_per_minute, asked.tokens_per_minute, asked.concurrent, None, asked.burst_us)
+    over = ExceededLimit(verdict.over, verdict.after_us)
+    error = tenant_limit(msgspec.structs.replace(ask, limits=part), over, remaining(judged))
+    whole = ask.limits.tokens_per_minute
+    if error.never_fits and whole is not None and ask.charged_tokens * UNIT <= whole * ask.limits.burst_us:
+        return StoreUnavailable(
+            f"the store of this pool cannot be reached, and this request ({ask.charged_tokens} tokens) does not fit "
+            f"into this replica's part of the limits of tenant {ask.tenant}; try again, or ask for less output",
+            retry_after_s=HEARTBEAT_US / 1e6,
+        )
+    return error
 
 
 def _sentence(ask: Ask, limits: Limits, over: ExceededLimit, allowance: RemainingLimits) -> str:
