@@ -11,10 +11,10 @@ from sidecar.policy.model import Limits
 def decide(
     limiter: RateLimiter, call: Call, last_number: int, charged: dict[int, Verdict], now_us: int
 ) -> list[Verdict]:
-    """What `call` says and asks of its tenants' limits. `last_number`: of the replica's last call before it.
+    """What `call` says and asks of its tenants' limits; it loses the bids that are refused.
 
-    `charged` are the charges of that call, which the replica may not have heard of: it then asks again, with a
-    statement. They become those of this call.
+    `last_number`: of the replica's last call before it. `charged` are the charges of that call, which the replica may
+    not have heard of: it then asks again, with a statement. They become those of this call.
     """
     holder = call.who
     if call.kind == "state":
@@ -37,6 +37,8 @@ def decide(
     for verdict in known.values():  # its client left before the replica had an answer
         assert verdict.charge is not None
         _settle(limiter, Settled(0, verdict.charge, 0, True, False), now_us)
+    if refused := {verdict.number for verdict in verdicts if verdict.over is not None}:
+        call.bids = [bid for bid in call.bids if bid.number not in refused]
     return verdicts
 
 

@@ -6,7 +6,7 @@ for requests comes out of `take_events`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -69,10 +69,11 @@ class Mode(Enum):
 
 
 class Entered(NamedTuple):
-    """A ticket got an engine: it is a lease."""
+    """A ticket got an engine: it is a lease. `found` and `passed`: see `calls.Granted`."""
 
     lease: Lease
-    grant: Granted
+    found: tuple[int, int, int, int, int, int]
+    passed: Mapping[str, str]
 
 
 class TakeBack(NamedTuple):
@@ -103,7 +104,8 @@ class Member:
 
     `own_us`: of the owner's clock. `size_now` is called with a ticket that is about to be shown. `divides`: whether it
     admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
-    so much later; UNBOUNDED for a ledger that has no other replicas.
+    so much later; UNBOUNDED for a ledger that has no other replicas. `near`: the ledger, if it serves this replica
+    alone, in this process.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Member:
         heartbeat_us: int = HEARTBEAT_US,
         lazy_us: int = LAZY_US,
         size_now: Callable[[Ticket], None] = lambda _: None,
+        near: Ledger | None = None,
     ) -> None:
         self.who, self.rules, self.layout = who, rules, layout
         self._own_rules = rules_of(rules)
@@ -133,6 +136,9 @@ class Member:
         self._names = [tier.name for tier in rules.tiers]
         self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
         self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
+        self._near, self._size_now = near, size_now
+        if near is not None:
+            near.serves(self._row)
         self._number = self._entered = 0
         self._acks: list[int] = []
         self._told: list[_Told] = []
@@ -141,7 +147,7 @@ class Member:
         self._config: dict[str, calls.EngineState] = {}
         self._drained: dict[str, Drain] = {}
         self._own_held: dict[str, tuple[int, int, int]] = {}
-        self._own_tiers: dict[int, Amount] = {}
+        self._own_tiers: dict[str, Amount] = {}
         self._events: list[Event] = []
         self._in_flight: Call | None = None
         self._sent_us = self._retry_us = self._last_answer_us = self._config_us = 0
@@ -160,8 +166,24 @@ class Member:
         if self.is_foreign:
             self._events.append(Refused(ticket))
             return
+        if self._near is not None and self._enters(ticket, self._near, now_us):
+            return
         self._bids.add(ticket)
         self._call_by(now_us)
+
+    def _enters(self, ticket: Ticket, near: Ledger, now_us: int) -> bool:
+        """Whether it enters at once, without a call: nothing waits, and there is nothing else to tell the ledger."""
+        has_news = self._in_flight is not None or (self._due_us is not None and self._due_us <= now_us)
+        if has_news or self.mode is not Mode.SHARED or self._bids or self._bids.is_paused:
+            return False
+        self._size_now(ticket)
+        grant = near.enter(ticket, now_us)
+        if grant is None:
+            return False
+        queue = near.queue(ticket.tier)
+        self._bids.passed(ticket.tier, queue.virtual, queue.afresh)
+        self._start(ticket, grant.engine, grant.sent, grant.found, {})
+        return True
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
@@ -171,9 +193,9 @@ class Member:
     def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
         """A lease holds other tokens."""
         is_less = tokens < lease.ticket.tokens
-        self._row.add(lease, -1)
+        self._count(lease, -1)
         lease.ticket.tokens = tokens
-        self._row.add(lease, 1)
+        self._count(lease, 1)
         if is_less:
             self._tell_soon(now_us)
         else:
@@ -182,25 +204,32 @@ class Member:
     def charge(self, lease: Lease, tokens: int, now_us: int) -> None:
         """The tenant of a lease is charged for so many tokens more (rule 2)."""
         ticket = lease.ticket
+        if self._near is not None and not self._bids:
+            return
         self._told.append(_Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight)))
         self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
         self._call_by(now_us + self._lazy_us)
 
     def first_byte(self, lease: Lease, now_us: int) -> None:
         """The prompt of a lease counts no longer."""
-        self._row.add(lease, -1)
+        self._count(lease, -1)
         self._owe(lease, lease.first_byte(now_us), now_us)
-        self._row.add(lease, 1)
+        self._count(lease, 1)
         self._tell_soon(now_us)
 
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
-        self._row.add(lease, -1)
+        self._count(lease, -1)
         self._is_leaving_new = self._is_leaving_new or lease.is_chosen
         self._owe(lease, lease.end(now_us), now_us)
         del self.leases[lease.ticket.id]
         self._returns.pop(lease.ticket.id, None)
         self._tell_soon(now_us)
+
+    def _count(self, lease: Lease, sign: int) -> None:
+        self._row.add(lease, sign)
+        if self._near is not None:
+            self._near.hold(lease, sign)
 
     def keep(self, lease: Lease, now_us: int) -> None:
         """The first byte of a lease is on its way: it is taken back no more."""
@@ -313,8 +342,9 @@ class Member:
             call.drains = list(self._drained.values())
         elif is_beat:
             call.bid_count = len(self._bids.shown) + len(self._bids.withdrawn)
-        call.whole = kind == "state" or is_beat
-        call.cells = self._row.state(call.whole)
+        if self._near is None:
+            call.whole = kind == "state" or is_beat
+            call.cells = self._row.state(call.whole)
         if self._is_leaving_new or call.whole:
             call.leaving, self._is_leaving_new = (
                 self._row.of(lease for lease in self.leases.values() if lease.is_chosen),
@@ -385,7 +415,8 @@ class Member:
         self._bids.take_tags(reply)
         if self.is_foreign:
             self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
-        self._own_held, self._own_tiers = self._row.by_engine(), self._row.by_tier()
+        if self._near is None:
+            self._own_held, self._own_tiers = self._row.by_engine(), self._row.by_tier()
         if reply.shortage is not None and not self._is_leaving_new:
             self._take_room_back(reply, reply.shortage, now_us)
         if reply.next_us is not None and self.waiting():
@@ -441,7 +472,10 @@ class Member:
         return whole_level(aged, rules.promote_after_us)
 
     def mirror(self, now_us: int) -> Scheduler:
-        """The pool without what waits, by the last reply and what changed here since."""
+        """The pool, by the last reply and what changed here since. Nothing that waits is in it that is to be read."""
+        if self._near is not None and self._near.state is not None:
+            self._near.state.scheduler.look(now_us)
+            return self._near.state.scheduler
         scheduler = Scheduler(self._own_rules)
         own, own_tiers = self._row.by_engine(), self._row.by_tier()
         if self.reply is not None:
@@ -455,8 +489,8 @@ class Member:
                     of.sent, of.lined = now.sent + sent, now.lined
                     of.cap_requests, of.cap_until_us = now.cap_requests, self._last_answer_us + now.cap_for_us
                 scheduler.engines[engine.id] = of
-            for level, (state, tier) in enumerate(zip(scheduler.tiers, self.reply.tiers, strict=False)):
-                change = minus(own_tiers.get(level, NOTHING), self._own_tiers.get(level, NOTHING))
+            for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=False):
+                change = minus(own_tiers.get(tier.tier, NOTHING), self._own_tiers.get(tier.tier, NOTHING))
                 state.on_engines = plus((tier.tokens, tier.requests, tier.prompt), change)
                 state.on_floor = (tier.floor_tokens, tier.floor_requests, tier.floor_prompt)
         scheduler.look(now_us)
@@ -468,7 +502,8 @@ class Member:
             ticket = self._bids.granted(grant.bid)
             if ticket is None and (not is_reply or grant.bid in self._acks):
                 continue
-            self._acks.append(grant.bid)
+            if self._near is None:
+                self._acks.append(grant.bid)
             if ticket is not None:
                 self._begin(ticket, grant, now_us)
 
@@ -476,11 +511,21 @@ class Member:
         ticket.tokens, ticket.count = grant.tokens, grant.prompt
         ticket.excess, ticket.excess_prompt, ticket.is_in_floor = grant.excess, grant.excess_prompt, grant.is_in_floor
         ticket.counted_us, ticket.admission = now_us - grant.counted_for_us, 1
+        self._start(ticket, grant.engine, grant.sent, grant.found, grant.passed)
+
+    def _start(
+        self,
+        ticket: Ticket,
+        engine: str,
+        sent: int,
+        found: tuple[int, int, int, int, int, int],
+        passed: Mapping[str, str],
+    ) -> None:
         self._entered += 1
-        lease = Lease(ticket, grant.engine, self._entered, grant.sent, self._returns.get(ticket.id, 0))
+        lease = Lease(ticket, engine, self._entered, sent, self._returns.get(ticket.id, 0))
         self.leases[ticket.id] = lease
         self._row.add(lease, 1)
-        self._events.append(Entered(lease, grant))
+        self._events.append(Entered(lease, found, passed))
 
     def woken(self, wake_up: WakeUp, now_us: int) -> None:
         """A hint: grants of this replica, or that an epoch begins."""
@@ -575,7 +620,9 @@ class Member:
 
     def _owe(self, lease: Lease, owed_us: int, now_us: int) -> None:
         """The ledger counts it from the moment when it is told."""
-        if owed_us:
+        if owed_us and self._near is not None:
+            self._near.owe(lease.ticket.tier, owed_us, now_us)
+        elif owed_us:
             self._told.append(_Told(Owed(self._names[lease.ticket.tier], owed_us)))
             self._call_by(now_us)
 
@@ -584,11 +631,17 @@ class Member:
             self._due_us = at_us
 
     def _tell_soon(self, now_us: int) -> None:
-        someone_waits = self.waiting() or (self.reply is not None and self.reply.waiting)
+        someone_waits = self._bids or (self._near is None and self.reply is not None and self.reply.waiting)
         self._call_by(now_us if someone_waits else now_us + self._lazy_us)
 
     def _call_if_needed(self, now_us: int) -> None:
-        has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new
+        has_news = (
+            (self._near is None and self._row.changed)
+            or self._bids.withdrawn
+            or self._acks
+            or self._is_view_new
+            or self._is_leaving_new
+        )
         if has_news or self.meter.has_news or any(told.number == 0 for told in self._told):
             self._tell_soon(now_us)
         if self._has_ended():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from sidecar.core.amounts import NOTHING, Amount
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(msgspec.Struct, frozen=True, gc=False):
     """What a request earns in time (rule 9).
 
     `tokens`: its expected tokens that are in time if it enters `start_by_us` after its arrival or before; one less for
@@ -29,8 +29,7 @@ class Gain:
         return self.weight * share * 1_000_000 // self.cost_us
 
 
-@dataclass(eq=False)
-class Ticket:
+class Ticket(msgspec.Struct, eq=False):
     """A request that waits. Its owner fills the first block, the scheduler the second.
 
     `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: names of engines that refused it.
@@ -45,7 +44,7 @@ class Ticket:
     requests: int = 1
     prompt: int = 0
     weight: int = 1
-    hits: Mapping[str, int] = field(default_factory=dict)
+    hits: Mapping[str, int] = {}
     barred: frozenset[str] = frozenset()
     arrived_us: int = 0
     owner: str = ""
@@ -100,8 +99,7 @@ class Ticket:
         return self.tokens, self.requests, self.count
 
 
-@dataclass(eq=False)
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """A ticket that entered `engine` as the `entered`-th. Its owner keeps it, and tells the scheduler sums.
 
     `sent`: its prompt as it was sent, 0 from the first byte on. `returns`: how often it came back. `is_kept`: its first

@@ -11,7 +11,7 @@ import msgspec
 
 from sidecar.core import calls
 from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import Cap, Drain, EngineView, Granted, Metered, Reply, WakeUp
+from sidecar.core.calls import Cap, Drain, EngineView, Metered, Reply, WakeUp
 from sidecar.core.member import Entered, Member, Mode, TakeBack
 from sidecar.core.meter import Judged
 from sidecar.core.rate_limit import RateLimiter
@@ -109,7 +109,12 @@ class LedgerPool:
         self._link = link or LocalLink(clock, allowances)
         beat_us, lazy_us = self._link.heartbeat_us, self._link.lazy_us
         self._member = Member(
-            who or str(id(self)), self._rules, heartbeat_us=beat_us, lazy_us=lazy_us, size_now=self._size_now
+            who or str(id(self)),
+            self._rules,
+            heartbeat_us=beat_us,
+            lazy_us=lazy_us,
+            size_now=self._size_now,
+            near=self._link.near,
         )
         self._member.knew = self._link.knew
         self.most_tokens, self.most_requests = self._sizes.most_tokens, self._sizes.most_requests
@@ -254,8 +259,8 @@ class LedgerPool:
                 if most is not None:
                     self._find_place_or_leave(request, self._waits.queued(ask.tier), most, self.now_us())
                 self._begin_to_wait(request)
-                if error := self._sizes.outgrown(ask):
-                    self._refuse_waiting(lease, error)
+                if outgrown := self._sizes.outgrown(ask):
+                    self._refuse_waiting(lease, outgrown)
 
     async def _judged(self, asked: Metered, ticket: Ticket | None, now_us: int) -> Judged:
         """The ledger's verdict on a request, without a ticket on a question."""
@@ -468,7 +473,7 @@ class LedgerPool:
         admitted = 0
         for event in self._member.take_events():
             if isinstance(event, Entered):
-                self._admit(event.lease, event.grant, now_us)
+                self._admit(event, now_us)
                 admitted += 1
             elif isinstance(event, Judged):
                 self._tell_verdict(event)
@@ -486,13 +491,14 @@ class LedgerPool:
         if not (question := self._questions[number]).done():
             question.set_result(judged)
 
-    def _admit(self, held: Held, granted: Granted, now_us: int) -> None:
+    def _admit(self, entered: Entered, now_us: int) -> None:
+        held = entered.lease
         request = self._requests[held.ticket.id]
         lease, ticket, request.held = request.lease, held.ticket, held
         level = self._member.whole_level(ticket, now_us)
-        grant = self._waits.so_far(request.wait, level, now_us, granted.passed)
+        grant = self._waits.so_far(request.wait, level, now_us, entered.passed)
         if self._has_names:
-            *found, lined_us = granted.found
+            *found, lined_us = entered.found
             placed = placed_on(Found(*found), lease.ask, lined_us)
             grant = msgspec.structs.replace(grant, engine=held.engine, placed=placed)
         self._stop_waiting(request)
@@ -578,7 +584,7 @@ class LedgerPool:
             sizes = [None if size == UNBOUNDED else size for size in pool.capacity]
             rules = self._sizes.policy.rules_of(*sizes)
         usage = [
-            TierUsage(*tier.on_engines[:2], self._queued_tokens[level], self._waits.queued(level))
+            TierUsage(*tier.used[:2], self._queued_tokens[level], self._waits.queued(level))
             for level, tier in enumerate(pool.tiers)
         ]
         return rules, usage

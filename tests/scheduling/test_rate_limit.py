@@ -259,12 +259,16 @@ def test_how_long_requests_take_is_known_for_some_minutes_after_they_have_all_en
 
 def test_what_was_charged_before_the_buckets_were_last_empty_is_not_refunded() -> None:
     limits, limiter = Limits(tokens_per_minute=600, requests_per_minute=60), RateLimiter()
+    limiter.correct(limiter.charge("t", limits, 100, 0), 0, 0)
+    limiter.charge("t", limits, 1, 0)
+    limiter.correct(limiter.charge("t", limits, 100, 0), 0, 0)
     charge = limiter.charge("t", limits, 100, 0)
-    assert limiter.allowance("t", limits, MINUTE_US).tokens == RemainingLimit(600, 600, 0)
-    limiter.charge("t", limits, 100, MINUTE_US)
-    limiter.refund_request(charge, MINUTE_US)
-    limiter.correct(charge, 0, MINUTE_US)
-    assert limiter.allowance("t", limits, MINUTE_US) == RemainingLimits(
+    assert charge.refunded == 200
+    assert limiter.allowance("t", limits, 10_100_000).tokens == RemainingLimit(600, 600, 0)
+    limiter.charge("t", limits, 100, 10_100_000)
+    limiter.refund_request(charge, 10_100_000)
+    limiter.correct(charge, 0, 10_100_000)
+    assert limiter.allowance("t", limits, 10_100_000) == RemainingLimits(
         RemainingLimit(60, 59, 1_000_000), RemainingLimit(600, 500, 10_000_000)
     )
 
