@@ -75,16 +75,6 @@ def root_key(pool: str, *, has_engines: bool = False, is_by_gain: bool = False) 
     return f"admission:{store_layout(has_engines=has_engines, is_by_gain=is_by_gain)}:{{{pool}}}"
 
 
-def tenants_key(pool: str) -> str:
-    """The key that the tenants in the store begin with. Other than the pool's, it is the same for every layout."""
-    return f"admission:tenants:{{{pool}}}"
-
-
-def usage_key(pool: str) -> str:
-    """The key that the use of the tenants begins with, the same for every layout, too."""
-    return f"admission:usage:{{{pool}}}"
-
-
 def grants_channel(pool: str, replica: str, *, has_engines: bool = False, is_by_gain: bool = False) -> str:
     """Where other replicas' calls publish the grants of `replica`."""
     return f"{root_key(pool, has_engines=has_engines, is_by_gain=is_by_gain)}:grants:{replica}"
