@@ -107,14 +107,15 @@ local function is_beside_old()
   return false
 end
 
-local function waiting_of_all()
-  local count = 0
-  for _, member in pairs(members) do count = count + member[BIDS] end
-  return count
+-- How many bids there are, and how many members.
+local function count_all()
+  local bids, alive = 0, 0
+  for _, member in pairs(members) do bids, alive = bids + member[BIDS], alive + 1 end
+  return bids, alive
 end
 
 local function grant_all()
-  local waits, of_owner = waiting_of_all() > 0, {}
+  local waits, of_owner = count_all() > 0, {}
   if waits or call.whole then state[IS_BESIDE_OLD] = is_beside_old() end
   if not waits or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] > 0 then return end
   granted = {}
@@ -200,9 +201,11 @@ end
 
 local function leaving_of_all()
   local found = {}
-  for _, name in ipairs(sorted_keys(members)) do
+  local leaving = {}
+  for name, member in pairs(members) do leaving[name] = #member[LEAVING] > 0 and member[LEAVING] or nil end
+  for _, name in ipairs(sorted_keys(leaving)) do
     local cells = {}
-    for _, cell in ipairs(members[name][LEAVING]) do cells[cell[CELL_TIER] .. '\0' .. cell[CELL_ENGINE]] = cell end
+    for _, cell in ipairs(leaving[name]) do cells[cell[CELL_TIER] .. '\0' .. cell[CELL_ENGINE]] = cell end
     for _, field_name in ipairs(sorted_keys(cells)) do found[#found + 1] = cells[field_name] end
   end
   return found
@@ -227,7 +230,8 @@ local function engines_and_drained()
 end
 
 local function reply(member)
-  local alive, waiting, engines, drained, own_lined = #sorted_keys(members), waiting_of_all(), nil, nil, nil
+  local waiting, alive = count_all()
+  local engines, drained, own_lined
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
   local on_hold = state[IS_BESIDE_OLD] or state[HOLD_UNTIL] > 0
   local first = pack(call.number, 'ok', now, member[OUTBOX], max(alive, 1), on_hold, member[IS_FOREIGN], waiting, next_change(waiting))
@@ -247,7 +251,7 @@ end
 local function begin()
   local names = { 'layout', 'state', 'held', 'config' }
   fields, changed, all_fields, queues, wake_ups, is_config_new, is_made = {}, {}, nil, {}, {}, false, false
-  line, lined, needs, held_text = nil, nil, nil, nil
+  line, lined, needs, held_text, known, kept = nil, nil, nil, nil, kept.root == root and kept or { root = root }, {}
   for i, cell in ipairs(call.cells) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end
   read_fields(names)
   if not fields.layout then

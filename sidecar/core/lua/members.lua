@@ -90,9 +90,11 @@ local function drop(name)
 end
 
 local function drop_dead(but)
-  for _, name in ipairs(sorted_keys(members)) do
-    if name ~= but and now - max(members[name][MEMBER_CALL], state[EPOCH]) >= DEAD_US then drop(name) end
+  local dead = {}
+  for name, member in pairs(members) do
+    if name ~= but and now - max(member[MEMBER_CALL], state[EPOCH]) >= DEAD_US then dead[name] = true end
   end
+  for _, name in ipairs(sorted_keys(dead)) do drop(name) end
 end
 
 -- While the store was silent replicas may have admitted alone: rows are a floor, bids and line are stated anew.

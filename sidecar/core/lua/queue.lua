@@ -5,30 +5,31 @@
 -- ticket that comes to an empty tier and is granted at once is never written.
 
 local function lane_of(queue, tenant)
-  local lane = queue.lanes[tenant]
-  if type(lane) == 'string' then
-    lane = { unpacked(lane) }
-    queue.lanes[tenant] = lane
-  end
-  return lane
+  if not queue.lanes[tenant] and queue.texts[tenant] then queue.lanes[tenant] = { unpacked(queue.texts[tenant]) } end
+  return queue.lanes[tenant]
 end
 
 local function queue_of(tier)
   local queue = queues[tier]
   if queue then return queue end
-  queue = { lanes = {}, starts = {}, arrived = {}, finish = {}, returned = {} }
-  queues[tier] = queue
+  queue = { lanes = {}, texts = {}, starts = {}, arrived = {}, finish = {}, returned = {} }
   if tiers[tier][QUEUED] > 0 then
-    queue.lanes, queue.starts, queue.arrived, queue.finish, queue.returned = unpacked(field('q:' .. tier))
+    local name = 'q:' .. tier
+    if known[name] and known[name][1] == field(name) then
+      queue = known[name][2]
+    else
+      queue.texts, queue.starts, queue.arrived, queue.finish, queue.returned = unpacked(field(name))
+    end
     local head = heads[tier] and ticket_at(heads, tier)
     if head and head[HAS_RETURNED] then -- it is one object, here and there
       for i = 1, #queue.returned do
-        if queue.returned[i] == head.packed then queue.returned[i] = head end
+        if packed_ticket(queue.returned[i]) == head.packed then queue.returned[i] = head end
       end
     elseif head then
       lane_of(queue, head[TENANT])[1] = head
     end
   end
+  queues[tier] = queue
   return queue
 end
 
@@ -36,18 +37,16 @@ local function packed_queue(tier)
   if not tiers[tier] or tiers[tier][QUEUED] == 0 then return false end -- empty, or of a tier that went
   local queue = queues[tier]
   for tenant, lane in pairs(queue.lanes) do
-    if type(lane) == 'table' then
-      for i = 1, #lane do lane[i] = packed_ticket(lane[i]) end
-      queue.lanes[tenant] = pack(unpack(lane))
-    end
+    queue.texts[tenant] = queue.texts[tenant] or pack(unpack(packed_tickets(lane)))
   end
-  for i = 1, #queue.returned do queue.returned[i] = packed_ticket(queue.returned[i]) end
-  return pack(queue.lanes, queue.starts, queue.arrived, queue.finish, queue.returned)
+  return pack(queue.texts, queue.starts, queue.arrived, queue.finish, packed_tickets(queue.returned))
 end
 
 -- Whatever changes in a queue may change its head.
-local function changed_queue(tier)
+local function changed_queue(tier, tenant)
   local queue = queue_of(tier)
+  lane_of(queue, tenant)
+  queue.texts[tenant] = nil
   changed['q:' .. tier], heads[tier], state[NEXT] = true, false, false
   return queue
 end
@@ -89,7 +88,7 @@ end
 
 -- Where none waits, all tags start afresh at a virtual time beyond every tag.
 local function tag(tier, tenant)
-  local t, queue = tiers[tier], changed_queue(tier)
+  local t, queue = tiers[tier], changed_queue(tier, tenant)
   if t[QUEUED] == 0 then
     for _, finish in pairs(queue.finish) do t[VIRTUAL] = max(t[VIRTUAL], finish) end
     queue.finish, t[LARGEST], t[SMALLEST], t[AFRESH] = {}, 1, UNBOUNDED, t[AFRESH] + 1
@@ -119,14 +118,16 @@ local function queue_add(ticket)
 end
 
 local function take_out(queue, ticket)
-  local list, tenant = queue.returned, ticket[TENANT]
-  if not ticket[HAS_RETURNED] then list = lane_of(queue, tenant) end
+  local tenant = ticket[TENANT]
+  local list = lane_of(queue, tenant)
+  if ticket[HAS_RETURNED] then list = queue.returned end
   for i = 1, #list do
     if list[i] == ticket then
       table.remove(list, i)
       break
     end
   end
+  queue.texts[tenant] = nil
   if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.starts[tenant], queue.arrived[tenant] = nil, nil, nil end
   tiers[ticket[TIER]][QUEUED] = tiers[ticket[TIER]][QUEUED] - 1
 end

@@ -315,6 +315,7 @@ local function leave_line(ticket)
     if line[i] == ticket then
       table.remove(line, i)
       table.remove(lined, i)
+      table.remove(line_texts, i)
       break
     end
   end

@@ -46,10 +46,10 @@ local T_NAME, T_RESERVE, T_LEND, T_LIMIT, T_FIRST, T_PREEMPTIBLE, T_PREEMPT_AFTE
 -- Of one call:
 local keys, root, call, who, now, server_us
 local state, members, heads, held, tiers, config, rules -- heads: of each tier the next ticket in fair order, or false
-local line, lined -- the tickets in line, once they were looked for
+local line, lined, line_texts -- the tickets in line, once they were looked for
 local fields, changed, all_fields -- what was read of the root, and what of it is to be written
 local queues, wake_ups, is_config_new, is_made
-local kept_text, kept_config -- where the script is a function: the config of the call before
+local kept, known = {}, {} -- where the script is a function: what the calls before wrote, as it was unpacked; and for this call
 local held_text -- `held` as it is told and written
 
 -- Whether a text comes before another, byte by byte: the server's own order is that of its locale.
@@ -101,11 +101,21 @@ local function create(offset)
   fields, changed, is_config_new, is_made, wake_ups[#wake_ups + 1] = {}, {}, true, true, { '', {}, false, 0 }
 end
 
+-- The parts of a field.
+local function parts_of(name)
+  local text, it = field(name), known[name]
+  if it and it[1] == text then return it[2], it[3], it[4] end
+  return unpacked(text)
+end
+
+-- For the next call.
+local function keep(name, ...) kept[name] = { ... } end
+
 local function load()
-  state, members, heads = unpacked(fields.state)
-  held, tiers = unpacked(fields.held)
-  config = kept_text == fields.config and kept_config or unpacked(fields.config)
-  rules, kept_text = config.rules, nil -- a call that fails may have changed it
+  state, members, heads = parts_of('state')
+  held, tiers = parts_of('held')
+  config = parts_of('config')
+  rules = config.rules
 end
 
 -- ---- cells: what a replica states -------------------------------------------------------------------------------------
@@ -148,6 +158,12 @@ local function ticket_at(list, i)
   return ticket
 end
 
+local function packed_tickets(tickets)
+  local found = {}
+  for i = 1, #tickets do found[i] = packed_ticket(tickets[i]) end
+  return found
+end
+
 local function is_before(a, b) -- by arrival
   if a[ARRIVED] ~= b[ARRIVED] then return a[ARRIVED] < b[ARRIVED] end
   if a[OWNER] ~= b[OWNER] then return is_less(a[OWNER], b[OWNER]) end
@@ -158,8 +174,14 @@ end
 
 local function load_line()
   if line then return line end
-  local text = field('line')
-  if text then lined, line = unpacked(text) else lined, line = {}, {} end
+  lined, line, line_texts = {}, {}, {}
+  local it = field('line') and known.line
+  if it and it[1] == fields.line then
+    lined, line, line_texts = it[2], it[3], it[4]
+  elseif fields.line then
+    line_texts = unpacked(fields.line)
+    for i, text in ipairs(line_texts) do lined[i], line[i] = unpacked(text) end
+  end
   return line
 end
 
@@ -170,6 +192,7 @@ local function change_line(ticket)
     if line[i] == ticket then
       lined[i] = { ticket[TIER], ticket[OWNER], ticket[NUMBER], ticket[ARRIVED], ticket[IN_LINE_SINCE], ticket[ADMISSION], ticket[ID],
         ticket[ENGINE] or '' }
+      line_texts[i] = false
     end
   end
 end

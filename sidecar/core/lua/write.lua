@@ -1,36 +1,46 @@
 -- The end of a call: what it changed is written.
 
+local function packed_line()
+  for i = 1, #line do line_texts[i] = line_texts[i] or pack(lined[i], packed_ticket(line[i])) end
+  return #line > 0 and pack(line_texts)
+end
+
 local function write()
   local put, gone = {}, {}
   local function add(name, value, is_stored)
+    fields[name] = value
     if value then
       put[#put + 1], put[#put + 2] = name, value
     elseif is_stored then
       gone[#gone + 1] = name
     end
   end
-  for name, was_stored in pairs(changed) do
+  for name, is_stored in pairs(changed) do
     local tier = name:match('^q:(%d+)$')
     if tier then
       add(name, packed_queue(tonumber(tier)), fields[name])
     elseif name == 'line' then
-      for i = 1, #line do line[i] = packed_ticket(line[i]) end
-      add(name, #line > 0 and pack(lined, line), fields.line)
+      add(name, packed_line(), fields.line)
     else
-      add(name, fields[name], was_stored)
+      add(name, fields[name], is_stored)
     end
   end
-  for tier = 1, #heads do heads[tier] = heads[tier] and packed_ticket(heads[tier]) end
-  add('state', pack(state, members, heads))
+  local packed_heads = {}
+  for tier = 1, #heads do packed_heads[tier] = heads[tier] and packed_ticket(heads[tier]) end
+  add('state', pack(state, members, packed_heads))
   add('held', held_text or pack(held, tiers))
   if is_config_new then
-    fields.config = pack(config)
     add('layout', call.layout)
-    add('config', fields.config)
+    add('config', pack(config))
   end
   if is_made then redis_call('DEL', root) end
   for i = 1, #put, MOST_AT_ONCE do redis_call('HSET', root, unpack(put, i, min(#put, i + MOST_AT_ONCE - 1))) end
   for i = 1, #gone, MOST_AT_ONCE do redis_call('HDEL', root, unpack(gone, i, min(#gone, i + MOST_AT_ONCE - 1))) end
-  kept_text, kept_config = fields.config, config
   if call.whole then redis_call('PEXPIRE', root, HOUR_MS) end -- the pool vanishes an hour after the last heartbeat
+  kept = known
+  keep('state', fields.state, state, members, heads)
+  keep('held', fields.held, held, tiers)
+  keep('config', fields.config, config)
+  if line then keep('line', fields.line, lined, line, line_texts) end
+  for tier, queue in pairs(queues) do keep('q:' .. tier, fields['q:' .. tier], queue) end
 end
