@@ -43,15 +43,30 @@ local IS = {
   end,
 }
 
+-- The checks of a record, and which of its fields may be missing.
+local SHAPES = {}
+
+local function shape_of(kinds)
+  local shape = SHAPES[kinds]
+  if not shape then
+    shape = { may_be_missing = {} }
+    for i = 1, #kinds do
+      local kind = kinds:sub(i, i)
+      shape[i], shape.may_be_missing[i] = IS[kind] or IS[kind:lower()], not IS[kind]
+    end
+    SHAPES[kinds] = shape
+  end
+  return shape
+end
+
 function is_record(value, kinds, first)
+  local shape = shape_of(kinds)
   if type(value) ~= 'table' then return false end
   for i = first or 1, #kinds do
-    local kind = kinds:sub(i, i)
-    local is_right = IS[kind]
-    if not is_right then
-      value[i], is_right = value[i] or false, IS[kind:lower()]
-      if value[i] and not is_right(value[i]) then return false end
-    elseif not is_right(value[i]) then
+    local it = value[i]
+    if not it and shape.may_be_missing[i] then
+      value[i] = false
+    elseif not shape[i](it) then
       return false
     end
   end
@@ -60,6 +75,7 @@ end
 
 function is_list(value, kinds)
   if type(value) ~= 'table' then return false end
+  if next(value) == nil then return true end
   local count, is_right = 0, #kinds == 1 and IS[kinds]
   for _ in pairs(value) do count = count + 1 end
   for i = 1, count do
@@ -68,27 +84,26 @@ function is_list(value, kinds)
   return count == #value
 end
 
--- The fields of a call; lists by their letters.
-local KINDS = 'ntnkxbNxxxxxxxxxRbbnx'
-local NAMES = { 'layout', 'who', 'number', 'kind', 'cells', 'whole', 'bid_count', 'leaving', 'acks', 'bids', 'withdrawn', 'charges', 'owes',
-  'engines', 'caps', 'drains', 'rules', 'replaces', 'takes_over', 'knew', 'virtual' }
-local LISTS = { cells = 'tennnnnnn', leaving = 'tennnnnnn', acks = 'n', bids = 'nttnpnphlnnGbF', withdrawn = 'nt', charges = 'ttnp',
-  owes = 'tn', engines = 'ennnpban', caps = 'enn', drains = 'tbn', virtual = 'f' }
-local MAY_BE_MISSING = { leaving = true, engines = true }
-IS.x = function() return true end
+local function list(kinds)
+  return function(value) return is_list(value, kinds) end
+end
 
--- `calls.Call`, by name.
+local function or_none(is_right)
+  return function(value) return not value or is_right(value) end
+end
+
+local CALL = { IS.n, IS.t, IS.n, IS.k, list('tennnnnnn'), IS.b, or_none(IS.n), or_none(list('tennnnnnn')), list('n'), list('nttnpnphlnnGbF'),
+  list('nt'), list('ttnp'), list('tn'), or_none(list('ennnpban')), list('enn'), list('tbn'), or_none(IS.r), IS.b, IS.b, IS.n, list('f') }
+
+-- The call; else an error names its first field that is wrong.
 function read_call(packed)
-  local values, read = { unpacked(packed) }, {}
-  local told = values[1]
-  if #values ~= 1 or not is_record(told, KINDS) then error('a call', 0) end
-  for i, name in ipairs(NAMES) do
-    local value = told[i]
-    read[name] = value
-    if LISTS[name] and not (value == nil and MAY_BE_MISSING[name]) and not is_list(value, LISTS[name]) then error(name, 0) end
+  local told, more = unpacked(packed)
+  if type(told) ~= 'table' or more ~= nil then error('not one record', 0) end
+  for i = 1, #CALL do
+    if not CALL[i](told[i]) then error('field ' .. i, 0) end
   end
-  if read.kind == 'state' and not read.rules then error('rules', 0) end
-  return read
+  if told[C_KIND] == 'state' and not told[C_RULES] then error('no rules', 0) end
+  return told
 end
 
 end

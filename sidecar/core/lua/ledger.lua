@@ -3,9 +3,9 @@
 -- ---- what a call says -------------------------------------------------------------------------------------------------
 
 local function acknowledge(member)
-  if #call.acks == 0 then return end
+  if #call[C_ACKS] == 0 then return end
   local acked, kept = {}, {}
-  for _, id in ipairs(call.acks) do acked[id] = true end
+  for _, id in ipairs(call[C_ACKS]) do acked[id] = true end
   for _, grant in ipairs(member[OUTBOX]) do
     if acked[grant[1]] then hold_cell(cell_of(grant), -1) else kept[#kept + 1] = grant end
   end
@@ -14,32 +14,32 @@ end
 
 -- Absolute: what was stated of these cells before is taken off.
 local function take_cells(member)
-  if call.whole then drop_cells(who) end
-  for _, cell in ipairs(call.cells) do
+  if call[C_WHOLE] then drop_cells(who) end
+  for _, cell in ipairs(call[C_CELLS]) do
     local name, any = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]), false
     if field(name) then hold_cell(unpacked(field(name)), -1) end
     for i = 1, FIGURES do any = any or cell[CELL_FIGURES + i] ~= 0 end
     if any then hold_cell(cell, 1) end
     set_field(name, any and pack(cell))
   end
-  if call.leaving then
-    member[LEAVING] = call.leaving
+  if call[C_LEAVING] then
+    member[LEAVING] = call[C_LEAVING]
     if state[ASKED] == who then state[ASKED] = false end
   end
 end
 
 local function take_views()
-  if call.engines then
+  if call[C_ENGINES] then
     state[VIEWS] = state[VIEWS] + 1
-    set_field('v:' .. who, pack({ state[VIEWS], now, call.engines }))
+    set_field('v:' .. who, pack({ state[VIEWS], now, call[C_ENGINES] }))
   end
-  for _, drain in ipairs(call.drains) do
+  for _, drain in ipairs(call[C_DRAINS]) do
     local engine, is_drained, at_us = unpack(drain)
     if at_us == 0 then at_us = now end
     local known = config.drained[engine]
     if not known or at_us >= known[2] then config.drained[engine] = { is_drained, at_us } end
   end
-  if call.engines or #call.drains > 0 then combine_views() end
+  if call[C_ENGINES] or #call[C_DRAINS] > 0 then combine_views() end
 end
 
 local function withdraw(member, id, tier_name)
@@ -73,22 +73,22 @@ local function take_changes(member)
   acknowledge(member)
   take_views()
   take_cells(member)
-  for _, cap in ipairs(call.caps) do
+  for _, cap in ipairs(call[C_CAPS]) do
     local slot = slot_of(cap[1])
     if slot then set_cap(slot, cap[2], now + cap[3]) end
   end
-  for _, charge in ipairs(call.charges) do
+  for _, charge in ipairs(call[C_CHARGES]) do
     local tier = tier_of(charge[1])
     if tier then queue_charge(tier, charge[2], charge[3], charge[4]) end
   end
-  for _, owed in ipairs(call.owes) do
+  for _, owed in ipairs(call[C_OWES]) do
     local tier = tier_of(owed[1])
     if tier then owe(tier, owed[2]) end
   end
   if not member[IS_FOREIGN] then
-    for _, bid in ipairs(call.bids) do add_bid(member, bid) end
+    for _, bid in ipairs(call[C_BIDS]) do add_bid(member, bid) end
   end
-  for _, gone in ipairs(call.withdrawn) do withdraw(member, gone[1], gone[2]) end
+  for _, gone in ipairs(call[C_WITHDRAWN]) do withdraw(member, gone[1], gone[2]) end
 end
 
 -- ---- what it decides, and the reply -----------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ end
 
 local function grant_all()
   local waits, of_owner = count_all() > 0, {}
-  if waits or call.whole then state[IS_BESIDE_OLD] = is_beside_old() end
+  if waits or call[C_WHOLE] then state[IS_BESIDE_OLD] = is_beside_old() end
   if not waits or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] > 0 then return end
   granted = {}
   decide()
@@ -186,7 +186,7 @@ end
 -- The tags that are beyond the virtual time, of the tenants of this call's bids.
 local function tags()
   local found, seen = {}, {}
-  for _, bid in ipairs(call.bids) do
+  for _, bid in ipairs(call[C_BIDS]) do
     local name, tenant = unpack(bid, TIER, TENANT)
     local tier = type(name) == 'number' and name or tier_of(name)
     local id = tier and tier .. tenant
@@ -234,7 +234,7 @@ local function reply(member)
   local engines, drained, own_lined
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
   local on_hold = state[IS_BESIDE_OLD] or state[HOLD_UNTIL] > 0
-  local first = pack(call.number, 'ok', now, member[OUTBOX], max(alive, 1), on_hold, member[IS_FOREIGN], waiting, next_change(waiting))
+  local first = pack(call[C_NUMBER], 'ok', now, member[OUTBOX], max(alive, 1), on_hold, member[IS_FOREIGN], waiting, next_change(waiting))
   held_text = pack(held, tiers)
   local found = not state[IS_BESIDE_OLD] and shortage_for_caller() or nil
   if member[SEEN] ~= state[VERSION] then
@@ -252,7 +252,7 @@ local function begin()
   local names = { 'layout', 'state', 'held', 'config' }
   fields, changed, all_fields, queues, wake_ups, is_config_new, is_made = {}, {}, nil, {}, {}, false, false
   line, lined, needs, held_text, known, kept = nil, nil, nil, nil, kept.root == root and kept or { root = root }, {}
-  for i, cell in ipairs(call.cells) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end
+  for i, cell in ipairs(call[C_CELLS]) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end
   read_fields(names)
   if not fields.layout then
     now = server_us
@@ -264,7 +264,7 @@ local function begin()
   state[OFFSET] = max(state[OFFSET], before - server_us)
   now = server_us + state[OFFSET]
   state[LAST_CALL] = now
-  if tonumber(fields.layout) == call.layout then return now - before end
+  if tonumber(fields.layout) == call[C_LAYOUT] then return now - before end
   for _, member in pairs(members) do
     if now - max(member[MEMBER_CALL], state[EPOCH]) < DEAD_US then return nil end
   end
@@ -274,24 +274,24 @@ end
 
 local function answer()
   local silent_for = begin()
-  if not silent_for then return pack({ call.number, 'wait' }) end
+  if not silent_for then return pack({ call[C_NUMBER], 'wait' }) end
   if silent_for >= LOST_US then begin_epoch() end
   local member = members[who]
-  local is_next = member and member[STATED] == state[EPOCH] and call.number == member[LATEST_NUMBER] + 1
-  drop_dead(is_next and (call.kind == 'call' or call.kind == 'bye') and who or nil)
+  local is_next = member and member[STATED] == state[EPOCH] and call[C_NUMBER] == member[LATEST_NUMBER] + 1
+  drop_dead(is_next and (call[C_KIND] == 'call' or call[C_KIND] == 'bye') and who or nil)
   member = members[who]
-  if call.kind == 'bye' then
+  if call[C_KIND] == 'bye' then
     if is_next and member then
       drop(who)
       if not member[IS_NEW] then state[EXPECTED] = state[EXPECTED] - 1 end
       grant_all()
     end
-    return pack({ call.number, 'ok' })
+    return pack({ call[C_NUMBER], 'ok' })
   end
-  if not is_accepted(member) then return pack({ call.number, 'unknown' }) end
-  if call.kind == 'state' then take_statement() end
+  if not is_accepted(member) then return pack({ call[C_NUMBER], 'unknown' }) end
+  if call[C_KIND] == 'state' then take_statement() end
   member = members[who]
-  member[MEMBER_CALL], member[LATEST_NUMBER] = now, call.number
+  member[MEMBER_CALL], member[LATEST_NUMBER] = now, call[C_NUMBER]
   take_changes(member)
   end_hold()
   grant_all()
@@ -304,7 +304,7 @@ local function execute(its_keys, arguments)
   keys, root = its_keys, its_keys[1]
   local is_read, read = pcall(read_call, arguments[1])
   if not is_read then return redis.error_reply('ERR this is no call of the ledger: ' .. tostring(read)) end
-  call, who, server_us = read, read.who, tonumber(arguments[2])
+  call, who, server_us = read, read[C_WHO], tonumber(arguments[2])
   if not server_us then
     local time = redis_call('TIME')
     server_us = time[1] * 1000000 + time[2]

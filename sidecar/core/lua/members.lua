@@ -126,16 +126,16 @@ local function end_hold()
 end
 
 local function is_accepted(member)
-  if call.kind == 'ask' then return false end
-  if call.kind == 'state' then return not member or call.number > member[LATEST_NUMBER] end
-  if not member or member[STATED] ~= state[EPOCH] or call.number ~= member[LATEST_NUMBER] + 1 then return false end
-  if not call.bid_count then return true end
+  if call[C_KIND] == 'ask' then return false end
+  if call[C_KIND] == 'state' then return not member or call[C_NUMBER] > member[LATEST_NUMBER] end
+  if not member or member[STATED] ~= state[EPOCH] or call[C_NUMBER] ~= member[LATEST_NUMBER] + 1 then return false end
+  if not call[C_BID_COUNT] then return true end
   local acked, unseen = {}, 0
-  for _, id in ipairs(call.acks) do acked[id] = true end
+  for _, id in ipairs(call[C_ACKS]) do acked[id] = true end
   for _, grant in ipairs(member[OUTBOX]) do
     if not acked[grant[1]] then unseen = unseen + 1 end
   end
-  return member[BIDS] <= call.bid_count and call.bid_count <= member[BIDS] + unseen
+  return member[BIDS] <= call[C_BID_COUNT] and call[C_BID_COUNT] <= member[BIDS] + unseen
 end
 
 -- ---- a statement ------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ end
 
 local function take_rules(stated)
   local is_same = has_tiers(stated)
-  if #tiers > 0 and not (call.replaces and is_same) and not (call.takes_over and not is_same) then return end
+  if #tiers > 0 and not (call[C_REPLACES] and is_same) and not (call[C_TAKES_OVER] and not is_same) then return end
   local is_by_gain = rules and rules[R_BY_GAIN] or false
   config.figures, is_config_new, state[NEXT] = nil, true, false
   if is_same and stated[R_BY_GAIN] == is_by_gain then
@@ -179,17 +179,17 @@ end
 
 -- Everything that the replica has replaces everything that was known of it.
 local function take_statement()
-  take_rules(call.rules)
+  take_rules(call[C_RULES])
   local member = members[who]
   if not member then
-    member = begin_member(call.knew == 0)
+    member = begin_member(call[C_KNEW] == 0)
     members[who] = member
   end
   drop_bids(who)
   drop_outbox(member)
-  if state[IS_EMPTY] and now < state[EPOCH] + DEAD_US then state[EXPECTED] = max(state[EXPECTED], call.knew) end
-  member[STATED], member[SEEN], member[IS_FOREIGN], member[IS_LINE_NEW] = state[EPOCH], -1, not has_tiers(call.rules), true
-  for i = 1, member[IS_FOREIGN] and 0 or min(#tiers, #call.virtual) do
-    tiers[i][VIRTUAL] = max(tiers[i][VIRTUAL], call.virtual[i])
+  if state[IS_EMPTY] and now < state[EPOCH] + DEAD_US then state[EXPECTED] = max(state[EXPECTED], call[C_KNEW]) end
+  member[STATED], member[SEEN], member[IS_FOREIGN], member[IS_LINE_NEW] = state[EPOCH], -1, not has_tiers(call[C_RULES]), true
+  for i = 1, member[IS_FOREIGN] and 0 or min(#tiers, #call[C_VIRTUAL]) do
+    tiers[i][VIRTUAL] = max(tiers[i][VIRTUAL], call[C_VIRTUAL][i])
   end
 end

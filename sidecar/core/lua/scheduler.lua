@@ -501,8 +501,16 @@ local function visit(place, open, early, others)
   end
 end
 
+local function nobody_waits()
+  for _, t in ipairs(tiers) do
+    if t[QUEUED] > 0 or t[LINED] > 0 then return false end
+  end
+  return true
+end
+
 -- The next step, one enters an engine or comes to stand in line. False where there is none.
 local function step()
+  if nobody_waits() then return false end
   local open, least = find_open()
   if total[1] + least > figures.C[1] or total[2] >= figures.C[2] then return false end -- nothing that waits fits the pool
   if #open == 0 and not someone_may_join() and not front_may_stand_for_floor() then return false end

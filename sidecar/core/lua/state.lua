@@ -34,6 +34,10 @@ local ENGINE, IN_LINE_SINCE, COUNT, COUNTED, ADMISSION, EXCESS, EXCESS_PROMPT, I
 local GAIN_WEIGHT, GAIN_TOKENS, GAIN_COST, GAIN_START_BY, GAIN_SLACK = 1, 2, 3, 4, 5
 -- What is known of each in line without a look at its ticket.
 local L_TIER, L_OWNER, L_NUMBER, L_ARRIVED, L_SINCE, L_ADMISSION, L_ID, L_ENGINE = 1, 2, 3, 4, 5, 6, 7, 8
+-- A call, as it is told.
+local C_LAYOUT, C_WHO, C_NUMBER, C_KIND, C_CELLS, C_WHOLE, C_BID_COUNT, C_LEAVING, C_ACKS, C_BIDS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+local C_WITHDRAWN, C_CHARGES, C_OWES, C_ENGINES, C_CAPS, C_DRAINS, C_RULES, C_REPLACES = 11, 12, 13, 14, 15, 16, 17, 18
+local C_TAKES_OVER, C_KNEW, C_VIRTUAL = 19, 20, 21
 -- A cell, as it is told.
 local CELL_TIER, CELL_ENGINE, CELL_FIGURES, FIGURES = 1, 2, 2, 7
 -- An engine in `config`, sorted by name and incarnation; and, as it is told, what it holds.

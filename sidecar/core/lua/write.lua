@@ -30,13 +30,13 @@ local function write()
   add('state', pack(state, members, packed_heads))
   add('held', held_text or pack(held, tiers))
   if is_config_new then
-    add('layout', call.layout)
+    add('layout', call[C_LAYOUT])
     add('config', pack(config))
   end
   if is_made then redis_call('DEL', root) end
   for i = 1, #put, MOST_AT_ONCE do redis_call('HSET', root, unpack(put, i, min(#put, i + MOST_AT_ONCE - 1))) end
   for i = 1, #gone, MOST_AT_ONCE do redis_call('HDEL', root, unpack(gone, i, min(#gone, i + MOST_AT_ONCE - 1))) end
-  if call.whole then redis_call('PEXPIRE', root, HOUR_MS) end -- the pool vanishes an hour after the last heartbeat
+  if call[C_WHOLE] then redis_call('PEXPIRE', root, HOUR_MS) end -- the pool vanishes an hour after the last heartbeat
   kept = known
   keep('state', fields.state, state, members, heads)
   keep('held', fields.held, held, tiers)
