@@ -236,9 +236,10 @@ local function best_in_queue(tier)
 end
 
 -- The candidates: those in line, the heads of all tiers, by gain the best of each tier. In order, but for those of class 4.
--- `is_idle`: of those in line only who may stand for the floor is looked at.
-local function candidates(is_idle)
-  local early, others, fronts = {}, {}, {}
+-- `open`, where nobody in line stops others: one in class 4 whose engine is not among these, and who goes to no other, does nothing.
+-- Of each tier the first that was left out so is told, too.
+local function candidates(open)
+  local early, others, fronts, left_out, is_open = {}, {}, {}, {}, {}
   local function consider(ticket, is_head)
     local tier = ticket[TIER]
     if is_for_floor(ticket) or rules[R_TIERS][tier][T_LIMIT] >= PPM or is_within(tier, need(ticket), figures.L[tier], used) then
@@ -247,18 +248,24 @@ local function candidates(is_idle)
       list[#list + 1] = place_of(ticket, class)
     end
   end
+  for _, slot in ipairs(open or NOBODY) do is_open[config.engines[slot][E_ID]] = true end
   for i = 1, #load_line() do
     local tier = lined[i][L_TIER]
     if not fronts[tier] and lined[i][L_ADMISSION] == 0 then fronts[tier] = ticket_at(line, i) end
   end
   for i, it in ipairs(lined) do
-    local tier = it[L_TIER]
-    local may_be_early = line[i] == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST]
-    if may_be_early or (not is_idle and (it[L_ADMISSION] > 0 or rules[R_BY_GAIN] or rules[R_TIERS][tier][T_LIMIT] < PPM)) then
+    local tier, is_idle = it[L_TIER], open and (#open == 0 or (it[L_STAYS] and not is_open[it[L_ENGINE]]))
+    local is_plain = it[L_ADMISSION] == 0 and not rules[R_BY_GAIN] and rules[R_TIERS][tier][T_LIMIT] >= PPM
+    if line[i] == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST] or (not is_plain and not (open and #open == 0)) then
       consider(ticket_at(line, i), false)
-    elseif not is_idle then
-      others[#others + 1] = { class = OTHER, before = 0, key = aged_level(tier, it[L_ARRIVED]), tier = tier, at = i,
+    elseif not is_idle or not left_out[tier] or it[L_ARRIVED] <= left_out[tier][ARRIVED] then
+      local place = { class = OTHER, before = 0, key = aged_level(tier, it[L_ARRIVED]), tier = tier, at = i,
         [ARRIVED] = it[L_ARRIVED], [OWNER] = it[L_OWNER], [NUMBER] = it[L_NUMBER] }
+      if not is_idle then
+        others[#others + 1] = place
+      elseif not left_out[tier] or is_before(place, left_out[tier]) then
+        left_out[tier] = place
+      end
     end
   end
   for tier = 1, #tiers do
@@ -271,7 +278,7 @@ local function candidates(is_idle)
     end
   end
   table.sort(early, is_place_before)
-  return early, others
+  return early, others, left_out
 end
 
 -- For reports (`reports.py`): the other tiers whose first came before the ticket, with the rule by which it enters before that one.
@@ -283,11 +290,12 @@ local function rule_before(place, first)
   return place.class == OTHER and rules[R_BY_GAIN] and place.before == 0 and 'gain' or 'level'
 end
 
-local function passed(place, early, others)
+local function passed(place, ...)
   local firsts, found = {}, {}
-  for _, it in ipairs(early) do firsts[it.tier] = firsts[it.tier] or it end
-  for _, it in ipairs(others) do
-    if not firsts[it.tier] or is_place_before(it, firsts[it.tier]) then firsts[it.tier] = it end
+  for _, places in ipairs({ ... }) do
+    for _, it in pairs(places) do
+      if not firsts[it.tier] or is_place_before(it, firsts[it.tier]) then firsts[it.tier] = it end
+    end
   end
   for tier, t in ipairs(tiers) do
     if tier ~= place.tier and (t[LINED] > 0 or t[QUEUED] > 0) then
@@ -459,18 +467,16 @@ local function front_may_stand_for_floor()
   end
 end
 
--- Where no engine is open, one in line matters to others if it holds its place or has stood there for long. Whether none does.
-local function is_line_idle(open)
-  if #open > 0 or figures.has_headroom then return false end
+-- One in line matters to others if it holds its place or has stood there for long. Whether none does.
+local function is_line_calm()
   for d = 1, 3 do
     if total[d] + state[MOST][d] > figures.C[d] then return false end
   end
-  local first = load_line() and lined[1]
-  return not first or now < first[L_SINCE] + PATIENCE_US
+  return not figures.has_headroom and not (load_line()[1] and now >= lined[1][L_SINCE] + PATIENCE_US)
 end
 
 -- What one candidate does: true where that is a step, false where it stops all after it.
-local function visit(place, open, early, others)
+local function visit(place, open, ...)
   local class = place.class
   if class == OTHER and open.is_stopped then return nil end
   local ticket = ticket_of(place)
@@ -484,7 +490,7 @@ local function visit(place, open, early, others)
   local own = wanted(ticket)
   local slot = engine_for(ticket, own, open, class == FIRST or is_late or not (was_in_line or joins))
   if slot then
-    enter(ticket, slot, class, passed(place, early, others))
+    enter(ticket, slot, class, passed(place, ...))
     return true
   end
   if joins then join(ticket, own) end
@@ -514,16 +520,16 @@ local function step()
   local open, least = find_open()
   if total[1] + least > figures.C[1] or total[2] >= figures.C[2] then return false end -- nothing that waits fits the pool
   if #open == 0 and not someone_may_join() and not front_may_stand_for_floor() then return false end
-  local early, others = candidates(is_line_idle(open))
-  for i = 1, #early do
-    local is_step = visit(early[i], open, early, others)
-    if is_step ~= nil then return is_step end
-  end
-  if open.is_stopped or (#open == 0 and not someone_may_join()) then return false end
-  table.sort(others, is_place_before)
-  for _, place in ipairs(others) do
-    local is_step = visit(place, open, early, others)
-    if is_step ~= nil then return is_step end
+  local early, others, left_out = candidates(is_line_calm() and open)
+  for _, places in ipairs({ early, others }) do
+    if places == others then
+      if open.is_stopped or (#open == 0 and not someone_may_join()) then return false end
+      table.sort(others, is_place_before)
+    end
+    for i = 1, #places do
+      local is_step = visit(places[i], open, early, others, left_out)
+      if is_step ~= nil then return is_step end
+    end
   end
   return false
 end

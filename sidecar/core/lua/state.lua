@@ -32,8 +32,8 @@ local ID, TIER, TENANT, TOKENS, REQUESTS, PROMPT, WEIGHT, HITS, BARRED = 1, 2, 3
 local ARRIVED, NUMBER, GAIN, HAS_RETURNED, HINT, OWNER, START = 10, 11, 12, 13, 14, 15, 16
 local ENGINE, IN_LINE_SINCE, COUNT, COUNTED, ADMISSION, EXCESS, EXCESS_PROMPT, IS_IN_FLOOR = 17, 18, 19, 20, 21, 22, 23, 24
 local GAIN_WEIGHT, GAIN_TOKENS, GAIN_COST, GAIN_START_BY, GAIN_SLACK = 1, 2, 3, 4, 5
--- What is known of each in line without a look at its ticket.
-local L_TIER, L_OWNER, L_NUMBER, L_ARRIVED, L_SINCE, L_ADMISSION, L_ID, L_ENGINE = 1, 2, 3, 4, 5, 6, 7, 8
+-- What is known of each in line without a look at its ticket. STAYS: no other engine has as much of its prompt as its own.
+local L_TIER, L_OWNER, L_NUMBER, L_ARRIVED, L_SINCE, L_ADMISSION, L_ID, L_ENGINE, L_STAYS = 1, 2, 3, 4, 5, 6, 7, 8, 9
 -- A call, as it is told.
 local C_LAYOUT, C_WHO, C_NUMBER, C_KIND, C_CELLS, C_WHOLE, C_BID_COUNT, C_LEAVING, C_ACKS, C_BIDS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 local C_WITHDRAWN, C_CHARGES, C_OWES, C_ENGINES, C_CAPS, C_DRAINS, C_RULES, C_REPLACES = 11, 12, 13, 14, 15, 16, 17, 18
@@ -189,13 +189,21 @@ local function load_line()
   return line
 end
 
+local function stays(ticket)
+  local own = ticket[HITS][ticket[ENGINE]] or 0
+  for id, tokens in pairs(ticket[HITS]) do
+    if id ~= ticket[ENGINE] and tokens >= own then return false end
+  end
+  return own > 0
+end
+
 -- One in line is another than it was.
 local function change_line(ticket)
   ticket.packed, state[NEXT], changed.line = nil, false, true
   for i = 1, #line do
     if line[i] == ticket then
       lined[i] = { ticket[TIER], ticket[OWNER], ticket[NUMBER], ticket[ARRIVED], ticket[IN_LINE_SINCE], ticket[ADMISSION], ticket[ID],
-        ticket[ENGINE] or '' }
+        ticket[ENGINE] or '', stays(ticket) }
       line_texts[i] = false
     end
   end
