@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 
 FILES = (
-    "state", "limits", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "replies", "write",
-    "ledger",
+    "state", "limits", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "write", "ledger",
 )  # fmt: skip
 LIBRARY, FUNCTION = "admission_ledger", "admission_ledger"
 

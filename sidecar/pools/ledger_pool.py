@@ -590,7 +590,9 @@ class LedgerPool:
         return rules, usage
 
     def _claims(self) -> Mapping[str, int]:
-        return Counter(lined.engine for lined in self._member.reply.lined) if self._member.reply is not None else {}
+        return (
+            Counter(lined.engine for lined in self._member.reply.lined or ()) if self._member.reply is not None else {}
+        )
 
     def _note_blocked(self, now_us: int, *, is_blocked: bool) -> None:
         """Keeps the time during which a request that fits the pool waits for an engine."""

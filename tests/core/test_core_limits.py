@@ -161,10 +161,10 @@ def test_both_ledgers_give_the_same_bytes_for_long(stored: StoredLedger) -> None
 @each(
     "rule",
     (
-        ("refund > 0 and charge[C_AT] >= account[A_SINCE]", "refund > 0"),
+        ("refund > 0 and charge[CH_AT] >= account[A_SINCE]", "refund > 0"),
         ("if told_with > last_number then", "if true then"),
         ("max(UNIT, (rpm or 0) * burst)", "(rpm or 0) * burst"),
-        ("- (account[A_REFUNDED] - charge[C_REFUNDED]) * UNIT", ""),
+        ("- (account[A_REFUNDED] - charge[CH_REFUNDED]) * UNIT", ""),
         ("if is_statement then counts, are_counts_whole = {}, true end", ""),
         ("if known[verdict[1]] then settle(verdict[2], 0, true, false) end", ""),
     ),

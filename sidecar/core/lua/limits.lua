@@ -1,21 +1,21 @@
---- limits
--- The limits of tenants: `limits.py` and `rate_limit.py`. `a:TENANT` is a tenant's account, for as long as it is used;
--- `n:WHO` has how many requests of each tenant wait or run at a replica.
+-- The limits of tenants: `limits.py` and `rate_limit.py`. Beside the root `ROOT:a:TENANT` is a tenant's account, for as long as it
+-- is used; `ROOT:n:WHO` has how many requests of each tenant wait or run at a replica.
 
 local UNIT, GUESSED_US, REMEMBERED_US = 60000000, 1000000, 600000000
 -- An account; since `A_SINCE` it was never at rest. The limits of its latest request, or false.
 local A_REQUESTS, A_TOKENS, A_AT, A_SINCE, A_MEAN, A_REFUNDED, A_REQUESTS_REFUNDED, A_RPM, A_TPM = 1, 2, 3, 4, 5, 6, 7, 8, 9
 -- A charge, as it is told.
-local C_TENANT, C_TOKENS, C_AT, C_TPM, C_LEVEL, C_REFUNDED, C_REQUESTS, C_REQUESTS_REFUNDED, C_RPM = 1, 2, 3, 4, 5, 6, 7, 8, 9
+local CH_TENANT, CH_TOKENS, CH_AT, CH_TPM, CH_LEVEL, CH_REFUNDED, CH_REQUESTS, CH_REQUESTS_REFUNDED, CH_RPM = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
-local limits = {} -- `verdicts`: packed, of one call
+local limits = {}
 
 do -- a script has at most 200 locals
 
-local accounts, counts, are_counts_whole, gone -- of one call: what was read or changed of the keys
+local verdicts -- of one call, packed
+local accounts, counts, are_counts_whole, gone -- what was read or changed of the keys
 
 function limits.begin()
-  accounts, counts, are_counts_whole, gone, limits.verdicts = {}, {}, false, {}, {}
+  verdicts, accounts, counts, are_counts_whole, gone = {}, {}, {}, false, {}
 end
 
 local function drain(account)
@@ -31,7 +31,7 @@ end
 
 local function account_of(tenant)
   if accounts[tenant] == nil then
-    local packed = redis_call('GET', key('a:' .. tenant))
+    local packed = redis_call('GET', root .. ':a:' .. tenant)
     accounts[tenant] = packed and unpacked(packed)
   end
   if accounts[tenant] then drain(accounts[tenant]) end
@@ -40,13 +40,13 @@ end
 
 local function own_count(tenant)
   if counts[tenant] then return counts[tenant] end
-  return not are_counts_whole and tonumber(redis_call('HGET', key('n:' .. who), tenant)) or 0
+  return not are_counts_whole and tonumber(redis_call('HGET', root .. ':n:' .. who, tenant)) or 0
 end
 
 local function running(tenant)
   local sum = own_count(tenant)
   for name in pairs(members) do
-    if name ~= who then sum = sum + (tonumber(redis_call('HGET', key('n:' .. name), tenant)) or 0) end
+    if name ~= who then sum = sum + (tonumber(redis_call('HGET', root .. ':n:' .. name, tenant)) or 0) end
   end
   return sum
 end
@@ -101,47 +101,47 @@ local function verdict_on(asked)
 end
 
 local function refund_request(account, charge)
-  if not account[A_RPM] or charge[C_RPM] == 0 or charge[C_AT] < account[A_SINCE] then return end
-  local drained = max(charge[C_RPM], account[A_RPM]) * max(0, account[A_AT] - charge[C_AT])
-  local left = charge[C_REQUESTS] - (account[A_REQUESTS_REFUNDED] - charge[C_REQUESTS_REFUNDED]) - drained
+  if not account[A_RPM] or charge[CH_RPM] == 0 or charge[CH_AT] < account[A_SINCE] then return end
+  local drained = max(charge[CH_RPM], account[A_RPM]) * max(0, account[A_AT] - charge[CH_AT])
+  local left = charge[CH_REQUESTS] - (account[A_REQUESTS_REFUNDED] - charge[CH_REQUESTS_REFUNDED]) - drained
   local refund = max(0, min(UNIT, left, account[A_REQUESTS]))
   account[A_REQUESTS], account[A_REQUESTS_REFUNDED] = account[A_REQUESTS] - refund, account[A_REQUESTS_REFUNDED] + refund
 end
 
 local function settle_tokens(account, charge, used)
-  local more = min(used, floor(UNBOUNDED / UNIT)) - charge[C_TOKENS]
+  local more = min(used, floor(UNBOUNDED / UNIT)) - charge[CH_TOKENS]
   if more >= 0 then
     account[A_TOKENS] = min(UNBOUNDED, account[A_TOKENS] + more * UNIT)
     return
   end
-  local drained = max(charge[C_TPM], account[A_TPM]) * max(0, account[A_AT] - charge[C_AT])
-  local left = charge[C_LEVEL] - (account[A_REFUNDED] - charge[C_REFUNDED]) * UNIT - drained
+  local drained = max(charge[CH_TPM], account[A_TPM]) * max(0, account[A_AT] - charge[CH_AT])
+  local left = charge[CH_LEVEL] - (account[A_REFUNDED] - charge[CH_REFUNDED]) * UNIT - drained
   local refund = min(-more * UNIT, left, account[A_TOKENS])
-  if refund > 0 and charge[C_AT] >= account[A_SINCE] then
+  if refund > 0 and charge[CH_AT] >= account[A_SINCE] then
     account[A_TOKENS], account[A_REFUNDED] = account[A_TOKENS] - refund, account[A_REFUNDED] + ceil(refund / UNIT)
   end
 end
 
 local function settle(charge, used, is_counted, was_held)
-  local account = account_of(charge[C_TENANT])
+  local account = account_of(charge[CH_TENANT])
   if not account then return end
   if not is_counted then
     refund_request(account, charge)
     drain(account)
   end
   if was_held then
-    local took, mean = max(0, now - charge[C_AT]), account[A_MEAN]
+    local took, mean = max(0, now - charge[CH_AT]), account[A_MEAN]
     account[A_MEAN] = mean > 0 and mean + floor((took - mean) / 8) or took
   end
-  if account[A_TPM] and charge[C_TPM] > 0 then settle_tokens(account, charge, used or charge[C_TOKENS]) end
+  if account[A_TPM] and charge[CH_TPM] > 0 then settle_tokens(account, charge, used or charge[CH_TOKENS]) end
 end
 
 -- Decides what the call asks, and takes no bid of a request that is refused. `last_number`: of the replica's call before.
 function limits.take(member, last_number)
-  local is_statement = call.kind == 'state'
+  local is_statement = call[C_KIND] == 'state'
   if is_statement then counts, are_counts_whole = {}, true end
-  for _, of in ipairs(call.running) do counts[of[1]] = of[2] end
-  for _, settled in ipairs(call.settled) do
+  for _, of in ipairs(call[C_RUNNING]) do counts[of[1]] = of[2] end
+  for _, settled in ipairs(call[C_SETTLED]) do
     local told_with, charge, used, is_counted, was_held = unpack(settled)
     if told_with > last_number then settle(charge, used, is_counted, was_held) end
   end
@@ -149,11 +149,11 @@ function limits.take(member, last_number)
   if is_statement then
     for _, packed in ipairs(member[CHARGED]) do known[unpacked(packed)[1]] = packed end
   end
-  for i, asked in ipairs(call.metered) do
+  for i, asked in ipairs(call[C_METERED]) do
     local number = asked[1]
     local packed, limit, charge = known[number], nil, true
     if not packed then packed, limit, charge = verdict_on(asked) end
-    known[number], limits.verdicts[i] = nil, packed
+    known[number], verdicts[i] = nil, packed
     if charge then
       charged[#charged + 1] = packed
       counts[asked[2]] = own_count(asked[2]) + 1
@@ -168,11 +168,16 @@ function limits.take(member, last_number)
   member[CHARGED] = charged
   if are_refused then
     local bids = {}
-    for _, bid in ipairs(call.bids) do
+    for _, bid in ipairs(call[C_BIDS]) do
       if not refused[bid[NUMBER]] then bids[#bids + 1] = bid end
     end
-    call.bids = bids
+    call[C_BIDS] = bids
   end
+end
+
+-- `calls.Reply.verdicts`.
+function limits.verdicts()
+  return (#verdicts < 16 and string.char(144 + #verdicts) or string.char(220, 0, #verdicts)) .. table.concat(verdicts)
 end
 
 -- A replica is gone, with all that its tenants had there.
@@ -182,15 +187,15 @@ function limits.write()
   for tenant, account in pairs(accounts) do
     if account then
       local full_us = max(account[A_REQUESTS] / (account[A_RPM] or UNBOUNDED), account[A_TOKENS] / (account[A_TPM] or UNBOUNDED))
-      redis_call('SET', key('a:' .. tenant), pack(account), 'PX', HOUR_MS + ceil(full_us / 1000))
+      redis_call('SET', root .. ':a:' .. tenant, pack(account), 'PX', HOUR_MS + ceil(full_us / 1000))
     end
   end
-  for name in pairs(gone) do redis_call('DEL', key('n:' .. name)) end
-  if are_counts_whole then redis_call('DEL', key('n:' .. who)) end
+  for name in pairs(gone) do redis_call('DEL', root .. ':n:' .. name) end
+  if are_counts_whole then redis_call('DEL', root .. ':n:' .. who) end
   for tenant, count in pairs(counts) do
-    if count > 0 then redis_call('HSET', key('n:' .. who), tenant, count) else redis_call('HDEL', key('n:' .. who), tenant) end
+    if count > 0 then redis_call('HSET', root .. ':n:' .. who, tenant, count) else redis_call('HDEL', root .. ':n:' .. who, tenant) end
   end
-  if next(counts) or call.whole then redis_call('PEXPIRE', key('n:' .. who), HOUR_MS) end
+  if next(counts) or call[C_WHOLE] then redis_call('PEXPIRE', root .. ':n:' .. who, HOUR_MS) end
 end
 
 end
