@@ -168,7 +168,8 @@ class Member:
         if self._near is not None and self._enters(ticket, self._near, now_us):
             return
         self._bids.add(ticket)
-        self._call_by(now_us)
+        if self.mode is not Mode.SHARED or self._bids.has_urgent(now_us, ticket.tier):
+            self._call_by(now_us)
 
     def _enters(self, ticket: Ticket, near: Ledger, now_us: int) -> bool:
         """Whether it enters at once, without a call: nothing waits, and there is nothing else to tell the ledger."""
@@ -633,5 +634,5 @@ class Member:
             self._tell_soon(now_us)
         if self.is_closing and not self.leases and not self.waiting():
             self._call_by(now_us)
-        if self.mode is Mode.SHARED and self._bids.has_more(now_us):
+        if self.mode is Mode.SHARED and self._bids.has_urgent(now_us):
             self._call_by(now_us)
