@@ -6,6 +6,7 @@ replica's outbox until it is acknowledged. Sums are absolute, so that stating th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -20,7 +21,7 @@ from sidecar.core.preemption import Shortage, shortage
 from sidecar.core.queue import FairQueue
 from sidecar.core.rate_limit import RateLimiter
 from sidecar.core.reports import Found
-from sidecar.core.row import Row, Sides, Sums, added
+from sidecar.core.row import Sides, Sums, added, sums_of
 from sidecar.core.scheduler import Gone, Grant, Scheduler
 from sidecar.core.tickets import Gain, Lease, Ticket
 from sidecar.core.time_alone import next_change
@@ -127,14 +128,14 @@ class Ledger:
         self._limiter = limiter
         self.state: State | None = None
         self._wake_ups: list[WakeUp] = []
-        self._near: Row | None = None
+        self._near: Mapping[str, Lease] | None = None
 
-    def serves(self, row: Row) -> None:
-        """`row` is of its only replica, in this process, which tells what changes by `hold` and `owe`."""
-        self._near = row
+    def serves(self, leases: Mapping[str, Lease]) -> None:
+        """`leases` are those of its only replica, in this process, which tells what changes by `hold` and `owe`."""
+        self._near = leases
 
     def hold(self, lease: Lease, sign: int) -> None:
-        """A lease counts, or counts no more, in the row and here."""
+        """A lease counts, or counts no more."""
         ticket = lease.ticket
         amount, floor, sent = ticket.amount, ticket.on_floor, lease.sent
         if sign < 0:
@@ -281,8 +282,6 @@ class Ledger:
         member = state.members.get(call.who)
         if member is None:
             member = state.members[call.who] = _Member(is_new=call.knew == 0)
-            if self._near is not None:
-                member.row = self._near.sums
         self._drop_bids(member)
         for tier, entry in member.outbox.values():
             self._hold((tier, entry.engine), entry.sums, -1)
@@ -320,10 +319,13 @@ class Ledger:
             if (old := before.get(name)) is not None:
                 tier.queue.virtual, tier.owes_until_us, tier.latest = old.queue.virtual, old.owes_until_us, old.latest
         for member in state.members.values():
-            for key, sums in member.row.items():
+            for key, sums in self._row(member).items():
                 self._hold(key, sums, 1)
             for tier_name, entry in member.outbox.values():
                 self._hold((tier_name, entry.engine), entry.sums, 1)
+
+    def _row(self, member: _Member) -> dict[Sides, Sums]:
+        return member.row if self._near is None else sums_of(self._held().names, self._near.values())
 
     def _take_changes(self, call: Call, member: _Member) -> None:
         state, now = self._held(), self._held().last_call
@@ -518,7 +520,7 @@ class Ledger:
             if level > found.served.tier and tier.preemptible and level not in found.closed
         }
         member = state.members[who]
-        held = sum(sums[0] - sums[4] for (t, e), sums in member.row.items() if t in tiers and e == found.engine)
+        held = sum(sums[0] - sums[4] for (t, e), sums in self._row(member).items() if t in tiers and e == found.engine)
         return held - sum(c.tokens for (t, e), c in member.leaving.items() if t in tiers and e == found.engine)
 
     def _told(self, found: Shortage) -> calls.ShortageTold:

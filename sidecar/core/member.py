@@ -22,6 +22,7 @@ from sidecar.core.calls import (
     LAYOUT,
     Call,
     Cap,
+    Cell,
     Charge,
     Drain,
     EngineView,
@@ -39,7 +40,7 @@ from sidecar.core.figures import aged_level, whole_level
 from sidecar.core.ledger import Ledger, rules_of
 from sidecar.core.meter import Judged, Meter
 from sidecar.core.preemption import Shortage, leases_to_take_back
-from sidecar.core.row import Row
+from sidecar.core.row import Row, sums_of
 from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Lease, Ticket
 
@@ -138,7 +139,7 @@ class Member:
         self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
         self._near, self._size_now = near, size_now
         if near is not None:
-            near.serves(self._row)
+            near.serves(self.leases)
         self._number = self._entered = 0
         self._acks: list[int] = []
         self._told: list[_Told] = []
@@ -169,7 +170,8 @@ class Member:
         if self._near is not None and self._enters(ticket, self._near, now_us):
             return
         self._bids.add(ticket)
-        self._call_by(now_us)
+        if self.mode is not Mode.SHARED or self._bids.has_urgent(now_us, ticket.tier):
+            self._call_by(now_us)
 
     def _enters(self, ticket: Ticket, near: Ledger, now_us: int) -> bool:
         """Whether it enters at once, without a call: nothing waits, and there is nothing else to tell the ledger."""
@@ -227,8 +229,9 @@ class Member:
         self._tell_soon(now_us)
 
     def _count(self, lease: Lease, sign: int) -> None:
-        self._row.add(lease, sign)
-        if self._near is not None:
+        if self._near is None:
+            self._row.add(lease, sign)
+        else:
             self._near.hold(lease, sign)
 
     def keep(self, lease: Lease, now_us: int) -> None:
@@ -290,15 +293,16 @@ class Member:
 
     def due_us(self) -> int | None:
         """When `poll` has something to do next; None: not before something is told."""
-        times = [self._heartbeat_us] if self._due_us is None else [self._due_us, self._heartbeat_us]
+        if self.is_gone:
+            return None
+        at = self._heartbeat_us if self._due_us is None else min(self._due_us, self._heartbeat_us)
         if self._in_flight is not None:
-            within = ASK_WITHIN_US if self._in_flight.kind == "ask" else ANSWER_WITHIN_US
-            times = [self._sent_us + within]
-        elif self.mode in (Mode.JOINING, Mode.WAITING, Mode.LOST, Mode.ALONE):
-            times = [max(self._retry_us, min(times))]
-        if self._first_failure_us is not None and self.mode in (Mode.LOST, Mode.ALONE):
-            times += [self._first_failure_us + ALONE_US] if self.mode is Mode.LOST else []
-        return None if self.is_gone else min(times)
+            at = self._sent_us + (ASK_WITHIN_US if self._in_flight.kind == "ask" else ANSWER_WITHIN_US)
+        elif self.mode is not Mode.SHARED and self.mode is not Mode.STATING:
+            at = max(self._retry_us, at)
+        if self._first_failure_us is not None and self.mode is Mode.LOST:
+            at = min(at, self._first_failure_us + ALONE_US)
+        return at
 
     def poll(self, now_us: int) -> Call | None:
         """The call to make now, if one is due. Each is followed by `answered` or `unanswered`, or lost by time."""
@@ -346,10 +350,8 @@ class Member:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
         if self._is_leaving_new or call.whole:
-            call.leaving, self._is_leaving_new = (
-                self._row.of(lease for lease in self.leases.values() if lease.is_chosen),
-                False,
-            )
+            leaving = sums_of(self._names, (lease for lease in self.leases.values() if lease.is_chosen))
+            call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
         call.acks, self._acks = self._acks, []
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
@@ -519,7 +521,8 @@ class Member:
         self._entered += 1
         lease = Lease(ticket, engine, self._entered, sent, self._returns.get(ticket.id, 0))
         self.leases[ticket.id] = lease
-        self._row.add(lease, 1)
+        if self._near is None:
+            self._row.add(lease, 1)
         self._events.append(Entered(lease, found, passed))
 
     def woken(self, wake_up: WakeUp, now_us: int) -> None:
@@ -630,16 +633,10 @@ class Member:
         self._call_by(now_us if someone_waits else now_us + self._lazy_us)
 
     def _call_if_needed(self, now_us: int) -> None:
-        has_news = (
-            (self._near is None and self._row.changed)
-            or self._bids.withdrawn
-            or self._acks
-            or self._is_view_new
-            or self._is_leaving_new
-        )
+        has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new
         if has_news or self.meter.has_news or any(told.number == 0 for told in self._told):
             self._tell_soon(now_us)
         if self._has_ended():
             self._call_by(now_us)
-        if self.mode is Mode.SHARED and (self.meter.has_questions or self._bids.has_more(now_us)):
+        if self.mode is Mode.SHARED and (self.meter.has_questions or self._bids.has_urgent(now_us)):
             self._call_by(now_us)

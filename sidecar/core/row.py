@@ -73,9 +73,10 @@ class Row:
             found[tier] = plus(found[tier], held) if tier in found else held
         return found
 
-    def of(self, leases: Iterable[Lease]) -> list[Cell]:
-        """The sums of some leases."""
-        part = Row(self._tiers)
-        for lease in leases:
-            part.add(lease, 1)
-        return part.state(True)
+
+def sums_of(tiers: Sequence[str], leases: Iterable[Lease]) -> dict[Sides, Sums]:
+    """The sums of some leases."""
+    part = Row(tiers)
+    for lease in leases:
+        part.add(lease, 1)
+    return part.sums

@@ -164,7 +164,9 @@ class Scheduler:
         """
         if tier is not None:
             state = self.tiers[tier]
-            state.on_engines, state.on_floor = plus(state.on_engines, amount), plus(state.on_floor, on_floor)
+            state.on_engines = plus(state.on_engines, amount)
+            if on_floor is not NOTHING:
+                state.on_floor = plus(state.on_floor, on_floor)
         if engine not in self.engines:
             self.engines[engine], self._is_steady = Engine(engine, is_known=False), False
         of, self._total = self.engines[engine], plus(self._total, amount)
@@ -448,6 +450,9 @@ class Scheduler:
 
     def wanted(self, ticket: Ticket) -> str | None:
         """The engine with the smallest score. One in line keeps to the engine that it waits for."""
+        if len(self.engines) == 1:
+            (only,) = self.engines.values()
+            return only.id if only.could_take(ticket, self._now) else None
         if ticket.engine is not None and self.engines[ticket.engine].could_take(ticket, self._now):
             return ticket.engine
         return self._best(ticket, [e for e in self.engines.values() if e.could_take(ticket, self._now)])
@@ -486,7 +491,8 @@ class Scheduler:
     ) -> Grant:
         """One that left its queue or the line. If it stood there for the floor, it counts already."""
         of = self.engines[engine]
-        found = Found(*of.size(self._now)[:2], *of.held[:2], of.sent, lined_us)
+        size, held = of.size(self._now), of.held
+        found = Found(size[0], size[1], held[0], held[1], of.sent, lined_us)
         if not ticket.admission:
             self._begin_to_count(ticket, order_class)
         ticket.engine = None

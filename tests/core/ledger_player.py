@@ -12,7 +12,7 @@ from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.calls import Call
 from sidecar.core.engines import Engine
 from sidecar.core.preemption import Shortage, leases_to_take_back
-from sidecar.core.row import Row
+from sidecar.core.row import Row, sums_of
 from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Lease, Ticket
 
@@ -136,7 +136,8 @@ class LedgerPlayer:
         self.number += 1
         call, self.news = self.news, Call(1, "r", 0, "call")
         call.number, call.cells, call.acks, self.acks = self.number, self.row.state(call.whole), self.acks, []
-        call.leaving = self.row.of(lease for lease in self.leases.values() if lease.is_chosen)
+        leaving = sums_of(self.names, (lease for lease in self.leases.values() if lease.is_chosen))
+        call.leaving = [calls.Cell(*key, *leaving[key]) for key in sorted(leaving)]
         self.reply, _ = self.ledger.execute(call, now)
         assert self.reply.kind == "ok", self.reply
         if self.reply.config is not None:
