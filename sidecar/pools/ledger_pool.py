@@ -308,9 +308,8 @@ class LedgerPool:
     def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
         """See `LeaseOwner.end`."""
         now_us = self.now_us()
-        is_held = lease.grant is not None
+        is_held, used = (True, used_tokens) if lease.grant is not None else (False, 0)
         is_counted = lease.is_counted and (is_held or self._paused is None)
-        used = used_tokens if is_held else 0
         self._member.meter.settle(lease.id, used, now_us, is_counted=is_counted, was_held=is_held)
         request, grant = self._requests[lease.ticket_id], None
         if request.held is not None:
