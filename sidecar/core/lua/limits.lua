@@ -12,10 +12,10 @@ local limits = {}
 do -- a script has at most 200 locals
 
 local verdicts -- of one call, packed
-local accounts, counts, are_counts_whole, gone -- what was read or changed of the keys
+local accounts, counts, seen, are_counts_whole, gone -- what was changed or read of the keys
 
 function limits.begin()
-  verdicts, accounts, counts, are_counts_whole, gone = {}, {}, {}, false, {}
+  verdicts, accounts, counts, seen, are_counts_whole, gone = {}, {}, {}, {}, false, {}
 end
 
 local function drain(account)
@@ -39,8 +39,10 @@ local function account_of(tenant)
 end
 
 local function own_count(tenant)
-  if counts[tenant] then return counts[tenant] end
-  return not are_counts_whole and tonumber(redis_call('HGET', root .. ':n:' .. who, tenant)) or 0
+  if not counts[tenant] and not seen[tenant] then
+    seen[tenant] = not are_counts_whole and tonumber(redis_call('HGET', root .. ':n:' .. who, tenant)) or 0
+  end
+  return counts[tenant] or seen[tenant]
 end
 
 local function running(tenant)
