@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin import PORT_VARIABLE
+from sidecar.core.rate_limit import RateLimiter
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
 from sidecar.leases import Admission
@@ -30,7 +31,6 @@ from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSize, LedgerPool, Pool
 from sidecar.proxy import EngineProxy
-from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.server.mounted import FailedStart, MountedLifespan, check_processes
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of

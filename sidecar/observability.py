@@ -26,7 +26,6 @@ from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.policy.model import Mode, Policy, Tier, UsageInTraces
 from sidecar.pools import Grant, Pool
 from sidecar.pools.base import QueueMark
-from sidecar.pools.stored_records import StoredRecords
 from sidecar.telemetry.dispatch import EventDispatcher, Fanout
 from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
 from sidecar.telemetry.journal import Journal
@@ -42,6 +41,7 @@ from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.links import WaitFinder
 from sidecar.telemetry.spans.long_waits import LongWaits
 from sidecar.telemetry.spans.tracer import RequestTracer
+from sidecar.tenants.records import StoredRecords
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from sidecar.policy.model import Policy, StoredTenants
 from sidecar.policy.store import STORE_VARIABLE, StoreAddress, store_address
-from sidecar.pools.stored_records import StoredRecords
-from sidecar.pools.usage_records import UsageRecords
 from sidecar.secrets import secret
+from sidecar.tenants.records import StoredRecords
+from sidecar.tenants.usage_records import UsageRecords
 
 TAKE_OVER_VARIABLE = "SIDECAR_TAKE_OVER_POOL"
 """`1`: a shared pool that has other tiers than the policy is made anew with the policy's. See docs/many-replicas.md."""
@@ -49,7 +49,7 @@ def records_of(policy: Policy, environment: Mapping[str, str]) -> StoredRecords 
             "stored_tenants: true keeps tenants in a store, and there is none: write its address as `store` into the "
             f"pool's file, or set {STORE_VARIABLE}"
         )
-    from sidecar.pools.redis import TenantRecords, tenants_connector
+    from sidecar.tenants.stored import TenantRecords, tenants_connector
 
     return TenantRecords(tenants_connector(store, policy.pool))
 
@@ -59,7 +59,7 @@ def usage_of(policy: Policy, environment: Mapping[str, str]) -> UsageRecords | N
     store = store_of(policy, environment)
     if store is None or not policy.usage_days:
         return None
-    from sidecar.pools.redis import RedisUsage, usage_connector
+    from sidecar.tenants.usage import RedisUsage, usage_connector
 
     return RedisUsage(usage_connector(store, policy.pool), policy.usage_days)
 

@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute
 from sidecar.admin.answers import RefusedByPage, flag, json_answer, page
 from sidecar.middleware.stored_tenants import InFiles, StoredTenantsRegistry, TenantRow
 from sidecar.policy.stored_tenants import MOST_RECORD_BYTES, InvalidTenant
-from sidecar.pools.stored_records import Refused, RefusedChange, StoreSilent
+from sidecar.tenants.records import Refused, RefusedChange, StoreSilent
 
 MOST_ROWS = 500
 """Of one answer; `next` leads to the rest."""

@@ -18,8 +18,8 @@ from starlette.routing import BaseRoute
 
 from sidecar.admin.answers import FRESH, RefusedByPage, page
 from sidecar.middleware.tenant_usage import TenantUsage
-from sidecar.pools.stored_records import StoreSilent
-from sidecar.pools.usage_records import UsageFigures, UsageKey
+from sidecar.tenants.records import StoreSilent
+from sidecar.tenants.usage_records import UsageFigures, UsageKey
 
 MOST_DAYS = 31
 _AT_ONCE = 2_000

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from itertools import islice
 
 from sidecar.core.queue import FairQueue
 from sidecar.core.tickets import Ticket
 
 MOST_LOOKS = 64
 """So many tickets are looked at in one search; the next goes on. It bounds the time of one call."""
+
+
+TENANTS_LOOKED_AT = 8
+"""So many tenants that were ahead are looked at in one search, one after the other: they may be so no more."""
 
 
 class BestByGain:
@@ -36,9 +41,12 @@ class BestByGain:
 
     def find(self, now_us: int, is_ahead: Callable[[Ticket], bool]) -> Ticket | None:
         """The best that earns something, and whose tenant is not ahead."""
-        for tenant in [tenant for tenant, tickets in self._ahead.items() if not is_ahead(tickets[0])]:
-            for ticket in self._ahead.pop(tenant):
-                self.add(ticket)
+        for tenant in [*islice(self._ahead, TENANTS_LOOKED_AT)]:
+            tickets = self._ahead.pop(tenant)
+            for _ in range(0 if is_ahead(tickets[0]) else min(len(tickets), MOST_LOOKS)):
+                self.add(tickets.pop())
+            if tickets:
+                self._ahead[tenant] = tickets
         for _ in range(MOST_LOOKS):
             heap = min((heap for heap in (self._heap, self._old) if heap), default=None)
             if heap is None:

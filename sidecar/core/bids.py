@@ -18,8 +18,9 @@ class _Tier:
     """Tickets of one tier.
 
     `queue`: those not shown, in fair order by the tags of the last reply; `by_gain`: the same. `shown`: by bid, in the
-    order of showing; `best`: the one of them that is shown for its gain, beyond fair order. `afresh`: how often the
-    ledger's tags had started afresh.
+    order of showing; `best`: the one of them that is shown for its gain, beyond fair order. `last`: that of the others
+    which is last in fair order and does not stand in line, if that `is_known`. `afresh`: how often the ledger's tags
+    had started afresh.
     """
 
     name: str
@@ -27,6 +28,9 @@ class _Tier:
     by_gain: BestByGain = field(init=False)
     shown: dict[int, Ticket] = field(default_factory=dict)
     best: int | None = None
+    last: int | None = None
+    is_known: bool = False
+    owes: bool = False
     afresh: int = -1
 
     def __post_init__(self) -> None:
@@ -92,6 +96,11 @@ class Bids:
         self._withdraw(tier, bid)
         return True
 
+    def drop(self, ticket: Ticket) -> None:
+        """One that the ledger refused: it knows no bid of it."""
+        if self.remove(ticket):
+            self.withdrawn.pop()
+
     def granted(self, bid: int) -> Ticket | None:
         """The ticket of a bid that got an engine; None where it is gone."""
         self.withdrawn = [gone for gone in self.withdrawn if gone.id != bid]
@@ -99,6 +108,7 @@ class Bids:
             if (ticket := tier.shown.pop(bid, None)) is not None:
                 del self._bids[ticket.id]
                 self._count -= 1
+                tier.is_known = tier.is_known and bid != tier.last
                 return ticket
         return None
 
@@ -108,11 +118,17 @@ class Bids:
         if held.queue or not self._lined.issuperset(held.shown):
             held.queue.charge(tenant, tokens, weight)
 
-    def has_more(self, now_us: int) -> bool:
-        """Whether one waits that is to be shown."""
-        if self.is_paused:
-            return False
-        return any(self._is_next(tier) or self._better(tier, now_us) for tier in self._tiers)
+    def has_urgent(self, now_us: int, of_level: int | None = None) -> bool:
+        """Whether one is to be shown at once, and not with what is told next.
+
+        Half of the bids of a tier are enough until then: those after them do not enter before them.
+        """
+        tiers = self._tiers if of_level is None else self._tiers[of_level : of_level + 1]
+        return not self.is_paused and any(
+            (self._is_next(tier) if self._has_few(tier) else self._comes_before_last(tier))
+            or self._better(tier, now_us) is not None
+            for tier in tiers
+        )
 
     def new(self, now_us: int, most: int = BIDS_SHOWN) -> list[Bid]:
         """At most so many more bids. One that comes before the last that is shown takes its place."""
@@ -126,7 +142,7 @@ class Bids:
                 if tier.best in tier.shown:
                     tier.wait_again(self._withdraw(tier, tier.best))
                 made.append(self._show(tier, ticket, now_us))
-                tier.best = self._made
+                tier.best, tier.is_known = self._made, False
         return made
 
     def go_back(self) -> None:
@@ -158,22 +174,29 @@ class Bids:
 
     def take_tags(self, reply: Reply) -> None:
         """The tags as the ledger has them, and beyond them what is shown. Those in line were charged there."""
-        self._lined = {lined.bid for lined in reply.lined}
+        lined = self._lined if reply.lined is None else {lined.bid for lined in reply.lined}
+        if lined != self._lined:
+            self._lined = lined
+            for of in self._tiers:
+                of.is_known = False
         known = {tier.name: tier for tier in self._tiers}
         for held in reply.tiers:
             if (tier := known.get(held.tier)) is not None:
-                self._tag(tier, held)
+                ahead = {tenant: tag for name, tenant, tag in reply.finish if name == held.tier}
+                self._tag(tier, held, ahead, reply.now_us)
 
-    def _tag(self, tier: _Tier, held: TierHeld) -> None:
+    def _tag(self, tier: _Tier, held: TierHeld, ahead: dict[str, float], now_us: int) -> None:
         queue = tier.queue
-        queue.virtual = max(queue.virtual, held.virtual)
+        queue.virtual, tier.owes = max(queue.virtual, held.virtual), held.owes_until_us > now_us
+        if tier.afresh == held.afresh and not ahead:
+            return
         shown = self._uncharged(tier)
         if tier.afresh != held.afresh:
             tier.afresh = held.afresh
             if not queue:
                 queue.largest = 1
             queue.finish = {tenant: held.virtual + more for tenant, more in shown.items()}
-        for tenant, finish in held.finish.items():
+        for tenant, finish in ahead.items():
             queue.finish[tenant] = finish + shown.get(tenant, 0.0)
 
     def _uncharged(self, tier: _Tier) -> dict[str, float]:
@@ -188,8 +211,10 @@ class Bids:
         """One that earns more than the best that is shown."""
         if not tier.by_gain:
             return None
-        uncharged = self._uncharged(tier)
-        ticket = tier.by_gain.find(now_us, lambda t: tier.queue.is_ahead(t, uncharged.get(t.tenant, 0.0)))
+        queue = tier.queue
+        ticket = tier.by_gain.find(
+            now_us, lambda t: queue.is_ahead(t) and queue.is_ahead(t, self._uncharged(tier).get(t.tenant, 0.0))
+        )
         shown = tier.shown.get(tier.best) if tier.best is not None else None
         if ticket is None or shown is None:
             return ticket
@@ -199,20 +224,30 @@ class Bids:
     def _is_full(self, tier: _Tier) -> bool:
         return len(tier.shown) - (tier.best in tier.shown) >= self._most
 
+    def _has_few(self, tier: _Tier) -> bool:
+        most = self._most if tier.owes else self._most // 2
+        return len(tier.shown) <= most or self._lined.issuperset(tier.shown)
+
     def _is_next(self, tier: _Tier) -> bool:
         """Whether the next of a tier's queue is to be shown."""
-        if not tier.queue or not self._is_full(tier):
-            return bool(tier.queue)
+        return self._comes_before_last(tier) if self._is_full(tier) else bool(tier.queue)
+
+    def _comes_before_last(self, tier: _Tier) -> bool:
+        if not tier.queue:
+            return False
         last, ticket = self._last(tier), tier.queue.next()
         return last is not None and ticket is not None and _order(ticket) < _order(tier.shown[last])
 
     def _last(self, tier: _Tier) -> int | None:
         """The bid that is last in fair order, of those that are shown for it and do not stand in line."""
-        waiting = [bid for bid in tier.shown if bid not in self._lined and bid != tier.best]
-        return max(waiting, key=lambda bid: _order(tier.shown[bid]), default=None)
+        if not tier.is_known:
+            waiting = [bid for bid in tier.shown if bid not in self._lined and bid != tier.best]
+            tier.last, tier.is_known = max(waiting, key=lambda bid: _order(tier.shown[bid]), default=None), True
+        return tier.last
 
     def _withdraw(self, tier: _Tier, bid: int) -> Ticket:
         ticket = tier.shown.pop(bid)
+        tier.is_known = tier.is_known and bid != tier.last
         del self._bids[ticket.id]
         self.withdrawn.append(Withdrawn(bid, tier.name))
         if bid not in self._lined:
@@ -225,6 +260,8 @@ class Bids:
         tier.queue.show(ticket)
         self._made += 1
         self._bids[ticket.id] = self._made
+        if tier.is_known and (tier.last is None or _order(ticket) >= _order(tier.shown[tier.last])):
+            tier.last = self._made
         tier.shown[self._made] = ticket
         start = ticket.start
         return Bid(

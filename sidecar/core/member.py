@@ -20,7 +20,6 @@ from sidecar.core.calls import (
     DEAD_US,
     HEARTBEAT_US,
     LAYOUT,
-    Bid,
     Call,
     Cap,
     Cell,
@@ -29,6 +28,7 @@ from sidecar.core.calls import (
     EngineView,
     Granted,
     Kind,
+    Needed,
     Owed,
     PoolRules,
     Reply,
@@ -38,6 +38,7 @@ from sidecar.core.calls import (
 from sidecar.core.engines import Engine
 from sidecar.core.figures import aged_level, whole_level
 from sidecar.core.ledger import Ledger, rules_of
+from sidecar.core.meter import Judged, Meter
 from sidecar.core.preemption import Shortage, leases_to_take_back
 from sidecar.core.row import Row, sums_of
 from sidecar.core.scheduler import Gone, Scheduler
@@ -88,7 +89,7 @@ class Refused(NamedTuple):
     ticket: Ticket
 
 
-Event: TypeAlias = Entered | TakeBack | Refused
+Event: TypeAlias = Entered | TakeBack | Refused | Judged
 
 
 @dataclass
@@ -139,6 +140,7 @@ class Member:
         self._replaces, self._takes_over = True, takes_over
         self._names = [tier.name for tier in rules.tiers]
         self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
+        self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
         self._near, self._size_now = near, size_now
         if near is not None:
             near.serves(self.leases)
@@ -153,7 +155,7 @@ class Member:
         self._own_tiers: dict[str, Amount] = {}
         self._events: list[Event] = []
         self._in_flight: Call | None = None
-        self._sent_us = self._retry_us = self._last_answer_us = self._config_us = 0
+        self._sent_us = self._retry_us = self._last_answer_us = self._ahead_us = 0
         self.first_failure_us: int | None = None
         self.failures = 0
         self._due_us: int | None = 0
@@ -172,7 +174,8 @@ class Member:
         if self._near is not None and self._enters(ticket, self._near, now_us):
             return
         self._bids.add(ticket)
-        self._call_by(now_us)
+        if self.mode is not Mode.SHARED or self._bids.has_urgent(now_us, ticket.tier):
+            self._call_by(now_us)
 
     def _enters(self, ticket: Ticket, near: Ledger, now_us: int) -> bool:
         """Whether it enters at once, without a call: nothing waits, and there is nothing else to tell the ledger."""
@@ -189,8 +192,8 @@ class Member:
         return True
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
-        """A waiting request is given up."""
-        if self._bids.remove(ticket):
+        """A waiting request is given up, perhaps before its verdict."""
+        if not self.meter.give_up(ticket.number) and self._bids.remove(ticket):
             self._call_by(now_us)
 
     def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
@@ -346,7 +349,7 @@ class Member:
         elif self.mode is Mode.STATING:
             kind = "state"
         else:
-            kind = "bye" if self.is_closing and not self.leases and not self.waiting() else "call"
+            kind = "bye" if self._has_ended() else "call"
         self._due_us = None
         if is_beat:
             self._heartbeat_us = now_us + self._beat_us
@@ -379,9 +382,13 @@ class Member:
             if told.number == 0 or kind == "state":
                 told.number = call.number
                 self._put(call, told.record)
+        self.meter.put(call)
         call.bids = self._bids.new(now_us)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
+
+    def _has_ended(self) -> bool:
+        return self.is_closing and not self.leases and not self.waiting() and self.meter.is_idle
 
     @staticmethod
     def _put(call: Call, record: Charge | Owed | Drain | Cap) -> None:
@@ -417,18 +424,22 @@ class Member:
             self._in_pool(call, reply, now_us)
 
     def _in_pool(self, call: Call, reply: Reply, now_us: int) -> None:
-        self.mode, self.first_failure_us, self.reply = Mode.SHARED, None, reply
+        self.mode, self.first_failure_us = Mode.SHARED, None
+        if reply.lined is None and self.reply is not None:
+            reply.lined = self.reply.lined
+        self.reply, self._ahead_us = reply, reply.now_us - now_us
         self.is_foreign = reply.is_foreign
         if call.kind == "state":
             self._replaces = self._takes_over = False
         self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
         if reply.config is not None:
-            self._config, self._config_us = {engine.id: engine for engine in reply.config}, now_us
+            self._config = {engine.id: engine for engine in reply.config}
         if reply.drained is not None:
             self._drained = {drain.engine: drain for drain in reply.drained}
         if not reply.on_hold:
             self.knew = reply.alive
-        self._take(reply.grants, True, now_us)
+        self._events += self.meter.take(call, reply.verdicts)
+        self._take(reply.grants, True, self._ahead_us)
         self._bids.take_tags(reply)
         if self.is_foreign:
             self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
@@ -451,23 +462,12 @@ class Member:
             )
             gone.add(names[cell.tier], cell.engine, amount, cell.sent, floor)
 
-        def ticket_of(bid: Bid) -> Ticket:
-            ticket = Ticket(
-                "",
-                names[bid.tier],
-                bid.tenant,
-                bid.tokens,
-                bid.requests,
-                bid.prompt,
-                bid.weight,
-                bid.hits,
-                frozenset(bid.barred),
-                now_us - bid.waited_us,
-                "",
-                bid.number,
+        def ticket_of(bid: Needed) -> Ticket:
+            hits = {"": bid.cached, told.engine: bid.cached_there}
+            arrived_us, tier = bid.arrived_us - self._ahead_us, names[bid.tier]
+            return Ticket(
+                "", tier, "", bid.tokens, bid.requests, bid.prompt, 1, hits, arrived_us=arrived_us, number=bid.number
             )
-            ticket.engine = told.engine
-            return ticket
 
         served = ticket_of(told.served)
         found = Shortage(
@@ -499,22 +499,25 @@ class Member:
             held = {engine.id: engine for engine in self.reply.held}
             for engine in self._config.values():
                 of = Engine(engine.id, engine.tokens, engine.requests, engine.prefill, engine.speed, engine.is_ready)
-                of.since_us, of.ramp_us = self._config_us - engine.age_us, engine.ramp_us
+                of.since_us, of.ramp_us = engine.since_us - self._ahead_us, engine.ramp_us
                 if (now := held.get(engine.id)) is not None:
                     tokens, requests, sent = minus(own.get(of.id, NOTHING), self._own_held.get(of.id, NOTHING))
                     of.held = (now.tokens + tokens, now.requests + requests, now.prompt)
                     of.sent, of.lined = now.sent + sent, now.lined
-                    of.cap_requests, of.cap_until_us = now.cap_requests, self._last_answer_us + now.cap_for_us
+                    of.cap_requests, of.cap_until_us = now.cap_requests, now.cap_until_us - self._ahead_us
                 scheduler.engines[engine.id] = of
             for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=False):
                 change = minus(own_tiers.get(tier.tier, NOTHING), self._own_tiers.get(tier.tier, NOTHING))
-                state.on_engines = plus((tier.tokens, tier.requests, tier.prompt), change)
-                state.on_floor = (tier.floor_tokens, tier.floor_requests, tier.floor_prompt)
+                state.on_engines, state.in_line = plus(tier.on_engines, change), tier.in_line
+                state.on_floor, state.in_line_on_floor = tier.on_floor, tier.in_line_on_floor
         scheduler.look(now_us)
         return scheduler
 
-    def _take(self, grants: Iterable[Granted], is_reply: bool, now_us: int) -> None:
-        """Only a reply is complete: a grant there for a bid that is gone gives its room back. A wake-up is a hint."""
+    def _take(self, grants: Iterable[Granted], is_reply: bool, ahead_us: int) -> None:
+        """`ahead_us`: of the ledger's clock.
+
+        Only a reply is complete: a grant there for a bid that is gone gives its room back. A wake-up is a hint.
+        """
         for grant in grants:
             ticket = self._bids.granted(grant.bid)
             if ticket is None and (not is_reply or grant.bid in self._acks):
@@ -522,13 +525,13 @@ class Member:
             if self._near is None:
                 self._acks.append(grant.bid)
             if ticket is not None:
-                self._begin(ticket, grant, now_us)
+                self._begin(ticket, grant, ahead_us)
 
-    def _begin(self, ticket: Ticket, grant: Granted, now_us: int) -> None:
+    def _begin(self, ticket: Ticket, grant: Granted, ahead_us: int) -> None:
         ticket.tokens, ticket.count = grant.tokens, grant.prompt
         ticket.excess, ticket.excess_prompt, ticket.is_in_floor = grant.excess, grant.excess_prompt, grant.is_in_floor
-        ticket.counted_us, ticket.admission = now_us - grant.counted_for_us, 1
-        self._start(ticket, grant.engine, grant.sent, grant.found, grant.passed)
+        ticket.counted_us, ticket.admission = grant.counted_us - ahead_us, 1
+        self._start(ticket, grant.engine, grant.sent, grant.found, dict(grant.passed))
 
     def _start(
         self,
@@ -552,7 +555,7 @@ class Member:
                 self._call_by(now_us)
             return
         if self.mode in (Mode.SHARED, Mode.LOST, Mode.STATING):
-            self._take(wake_up.grants, False, now_us)
+            self._take(wake_up.grants, False, wake_up.now_us - now_us)
         if self.mode is Mode.SHARED:
             self._call_if_needed(now_us)
 
@@ -591,9 +594,10 @@ class Member:
                 self._begin_alone()
                 continue
             before = len(self.leases)
-            self._take(reply.grants, True, now_us)
+            self._events += self.meter.take(call, reply.verdicts, self._alone)
+            self._take(reply.grants, True, 0)
             self._bids.take_tags(reply)
-            is_done = len(self.leases) == before
+            is_done = len(self.leases) == before and not self.meter.has_questions
 
     def _begin_alone(self) -> None:
         self.mode, self._alone, self._alone_number = Mode.ALONE, Ledger(), 0
@@ -608,6 +612,7 @@ class Member:
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
         call.engines, call.cells = self.parts(now_us), self._row.state(is_first)
         call.acks, self._acks = self._acks, []
+        self.meter.put(call, self._alone, max(1, self.knew))
         call.bids = self._bids.new(now_us, UNBOUNDED)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
@@ -657,9 +662,9 @@ class Member:
 
     def _call_if_needed(self, now_us: int) -> None:
         has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new
-        if has_news or any(told.number == 0 for told in self._told):
+        if has_news or self.meter.has_news or any(told.number == 0 for told in self._told):
             self._tell_soon(now_us)
-        if self.is_closing and not self.leases and not self.waiting():
+        if self._has_ended():
             self._call_by(now_us)
-        if self.mode is Mode.SHARED and self._bids.has_more(now_us):
+        if self.mode is Mode.SHARED and (self.meter.has_questions or self._bids.has_urgent(now_us)):
             self._call_by(now_us)

@@ -123,6 +123,7 @@ class Scheduler:
         self.tiers = [TierState(FairQueue(rules.by_gain)) for _ in rules.tiers]
         self.engines: dict[str, Engine] = {}
         self.line: list[Ticket] = []
+        self.moved: set[str] = set()  # the owners of those that came into the line, left it, or chose another engine
         self.admissions = 0
         self._now = 0
         self._total = NOTHING
@@ -192,6 +193,7 @@ class Scheduler:
         for ticket in self.line:
             if ticket.engine is not None and ticket.engine not in known:
                 ticket.engine = None
+                self.moved.add(ticket.owner)
 
     # -- one decision
 
@@ -504,10 +506,12 @@ class Scheduler:
         state.lined += 1
         ticket.is_in_line, ticket.in_line_since_us = True, self._now
         self.line.append(ticket)
+        self.moved.add(ticket.owner)
         self._wait_for(ticket, wanted)
 
     def _leave_line(self, ticket: Ticket) -> None:
         self.line.remove(ticket)
+        self.moved.add(ticket.owner)
         self.tiers[ticket.tier].lined -= 1
         self._wait_for(ticket, None)
         if ticket.is_for_floor:
@@ -525,8 +529,11 @@ class Scheduler:
         """Those in line for an engine that can take them no more."""
         gone = [t for t in self.line if t.engine is None or not self.engines[t.engine].could_take(t, self._now)]
         for ticket in gone:
+            before = ticket.engine
             self._wait_for(ticket, None)
             self._wait_for(ticket, self.wanted(ticket))
+            if ticket.engine != before:
+                self.moved.add(ticket.owner)
 
     def _begin_to_count(self, ticket: Ticket, order_class: OrderClass) -> None:
         """Rule 5: by a turn, how many whole reserves too much; of the prompt, what is above that."""

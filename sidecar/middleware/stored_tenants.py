@@ -15,8 +15,8 @@ from sidecar.policy.model import Policy, Tenant
 from sidecar.policy.problems import printable
 from sidecar.policy.reload import UsesPolicy
 from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_record, with_stored
-from sidecar.pools.stored_records import StoredRecords, StoreSilent
 from sidecar.tasks import end, is_set_within
+from sidecar.tenants.records import StoredRecords, StoreSilent
 
 READ_EVERY_S = 0.5
 """A change is in force on every replica within a second."""

@@ -22,9 +22,9 @@ from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Ask, Pool
-from sidecar.pools.stored_records import StoreSilent
-from sidecar.pools.usage_records import MOST_AT_ONCE, Sums, UsageFigures, UsageKey, UsageRecords
 from sidecar.tasks import end, is_set_within
+from sidecar.tenants.records import StoreSilent
+from sidecar.tenants.usage_records import MOST_AT_ONCE, Sums, UsageFigures, UsageKey, UsageRecords
 
 EVERY_S = 1.0
 GATHERED_S = 0.05

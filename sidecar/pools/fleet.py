@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from sidecar.core.rate_limit import RateLimiter
 from sidecar.events import Obstacle
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
@@ -18,7 +19,6 @@ from sidecar.pools.runtime import MOST_ADMITTED, LeaseRuntime, grant_of
 from sidecar.scheduling import Admission
 from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
-from sidecar.scheduling.rate_limit import RateLimiter
 
 
 class EngineRuntime(LeaseRuntime):

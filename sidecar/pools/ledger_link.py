@@ -7,6 +7,7 @@ from typing import Protocol
 from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.calls import Call, Reply, WakeUp
 from sidecar.core.ledger import Ledger
+from sidecar.core.rate_limit import RateLimiter
 from sidecar.pools.base import Merge, PeerReports
 from sidecar.pools.clock import Clock
 
@@ -58,9 +59,9 @@ class LocalLink:
     is_shared = False
     round_trips = 0
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, allowances: RateLimiter | None = None) -> None:
         self._clock = clock
-        self.near: Ledger | None = Ledger()
+        self.near: Ledger | None = Ledger(allowances)
 
     def send(self, call: Call, user: LinkUser) -> None:
         """See `Link.send`."""

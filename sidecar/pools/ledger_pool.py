@@ -14,8 +14,10 @@ import msgspec
 
 from sidecar.core import calls
 from sidecar.core.amounts import NOTHING, UNBOUNDED
-from sidecar.core.calls import Cap, Drain, EngineView, Reply, WakeUp
+from sidecar.core.calls import Cap, Drain, EngineView, Metered, Reply, WakeUp
 from sidecar.core.member import Entered, Member, Mode, TakeBack
+from sidecar.core.meter import Judged
+from sidecar.core.rate_limit import RateLimiter
 from sidecar.core.tickets import Lease as Held
 from sidecar.core.tickets import Ticket
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
@@ -43,14 +45,13 @@ from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, EngineState, Found
 from sidecar.pools.ledger_link import Link, LocalLink
 from sidecar.pools.ledger_rules import engines_of, rules_of, ticket_of, views_of
-from sidecar.pools.limits import TenantLimits
+from sidecar.pools.limits import downgraded, metered, refusal, remaining
 from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.stats import HELD_BACK, TierUsage, no_room, obstacle, part_in_words, pool_state
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.pools.tenant_places import TenantPlaces
 from sidecar.pools.waits import Wait, Waits
-from sidecar.scheduling.rate_limit import RateLimiter
 
 POOL = "pool#1"
 """The engine of a pool whose engines are not named: one engine is a fleet of one."""
@@ -102,7 +103,6 @@ class LedgerPool:
         self._rules = self._rules_of(policy)
         self._sizes = SizeLimits(policy)
         self._places = QueuePlaces(self._sizes, len(policy.tiers))
-        self._limits = TenantLimits(self._sizes, allowances)
         self._outgrown = OutgrownRequests(self._sizes, self._refuse_waiting)
         self._names = tuple(tier.name for tier in policy.tiers)
         self._waits = Waits(self._names)
@@ -110,6 +110,7 @@ class LedgerPool:
         self._queued_tokens = [0] * len(policy.tiers)
         self._requests: dict[str, _Request] = {}
         self._waiting: dict[str, _Request] = {}
+        self._questions: dict[int, asyncio.Future[Judged]] = {}
         self._ids = count(1)
         self._offers: Sequence[EngineOffer] = ()
         self._drained: set[str] = set()
@@ -120,7 +121,7 @@ class LedgerPool:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_us = 0
         self._soon: asyncio.Handle | None = None
-        self._link = link or LocalLink(clock)
+        self._link = link or LocalLink(clock, allowances)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch = StoreWatch(policy.pool, self._names, clock, observer)
         self.status, self.elsewhere = self._watch.status, Elsewhere()
@@ -276,22 +277,27 @@ class LedgerPool:
             await self._size.require()
         loop = self._begin()
         self._sizes.refuse_what_never_fits(ask)
-        if refusal := self._watch.refusal(ask, self._sizes.policy, self._member):
-            raise refusal
+        if (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
+            raise refused
         now_us = self.now_us()
-        answered = loop.create_future() if self._link.is_shared else None
-        lease = new_lease(self, next(self._ids), ask, now_us, answered)
-        if (limits := ask.limits) is not None:
-            lease.ask = ask = self._limits.within(ask, now_us)
+        if ask.limits is not None:
+            lease = new_lease(self, next(self._ids), ask, now_us)
+            await self._enter_within(ask.limits, lease, now_us)
+        else:
+            answered = loop.create_future() if self._link.is_shared else None
+            lease = new_lease(self, next(self._ids), ask, now_us, answered)
+            await self._enter(lease, answered, now_us)
+        self._places.taken(lease.ask)
+        return lease
+
+    async def _enter(self, lease: Lease, answered: asyncio.Future[None] | None, now_us: int) -> None:
+        ask = lease.ask
         most, queued, others_wait = self._sizes.places(ask.tier), self._waits.queued(ask.tier), bool(self._waiting)
         displaced = self._find_place(ask, queued, most, now_us) if most and others_wait else None
-        if limits is not None:
-            self._limits.charge(lease, limits, now_us)
         if displaced is not None:
             self._refuse_waiting(displaced, self._places.queue_full(displaced.ask, queued, now_us))
-        request = _Request(lease, ticket_of(lease), self._waits.came(lease.id, ask.tier, now_us))
-        self._requests[lease.ticket_id] = request
         is_busy = self._member.is_awaiting
+        request = self._new_request(lease)
         self._member.submit(request.ticket, now_us)
         self._run(now_us, UNBOUNDED if most == 0 else MOST_ADMITTED)
         if lease.grant is None and answered is not None and most == 0:
@@ -302,8 +308,62 @@ class LedgerPool:
             self._begin_to_wait(request)
             if answered is not None and most != 0:
                 await self._looked_at(lease, answered, is_busy=is_busy)
-        self._places.taken(ask)
-        return lease
+
+    async def _enter_within(self, limits: Limits, lease: Lease, now_us: int) -> None:
+        """The same within a tenant's limits: the ledger is asked by the call that shows the request."""
+        ask, full, request = lease.ask, None, None
+        most, queued = self._sizes.places(ask.tier), self._waits.queued(ask.tier)
+        try:
+            if most and self._waiting:
+                self._find_place(ask, queued, most, now_us)
+            request = self._new_request(lease)
+        except QueueFull as error:
+            full = error
+        asked = metered(lease.id, ask.tenant, ask.charged_tokens, limits, charges=full is None)
+        try:
+            judged = await self._judged(asked, None if request is None else request.ticket, now_us)
+        except asyncio.CancelledError:
+            if request is not None and lease.ticket_id in self._requests:
+                lease.is_over = True
+                self.end(lease, None)
+            raise
+        if judged.verdict.over is not None:
+            lower = downgraded(ask, self._sizes)
+            if lower is None:
+                raise refusal(ask, judged)
+            lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
+            await self._enter(lease, None, self.now_us())
+        elif request is None:
+            assert full is not None
+            raise full
+        else:
+            lease.allowance = remaining(judged)
+            if lease.grant is None and not lease.is_over:
+                if most is not None:
+                    self._find_place_or_leave(request, self._waits.queued(ask.tier), most, self.now_us())
+                self._begin_to_wait(request)
+                if outgrown := self._sizes.outgrown(ask):
+                    self._refuse_waiting(lease, outgrown)
+
+    async def _judged(self, asked: Metered, ticket: Ticket | None, now_us: int) -> Judged:
+        """The ledger's verdict on a request, without a ticket on a question."""
+        judged: asyncio.Future[Judged] = asyncio.get_running_loop().create_future()
+        self._questions[asked.number] = judged
+        self._member.meter.ask(asked, ticket, now_us)
+        self._run(now_us)
+        try:
+            return await judged
+        except asyncio.CancelledError:
+            if ticket is None:
+                self._member.meter.give_up(asked.number)
+            raise
+        finally:
+            del self._questions[asked.number]
+
+    def _new_request(self, lease: Lease) -> _Request:
+        request = _Request(lease, ticket_of(lease), self._waits.came(lease.id, lease.tier, lease.entered_us))
+        self._requests[lease.ticket_id] = request
+        return request
 
     async def _looked_at(self, lease: Lease, answered: asyncio.Future[None], *, is_busy: bool) -> None:
         """Returns when the store has looked at a request, or cannot. Raises its refusal."""
@@ -327,21 +387,23 @@ class LedgerPool:
         raise self._places.queue_full(ask, queued, now_us)
 
     def _find_place_or_leave(self, request: _Request, queued: int, most: int, now_us: int) -> None:
-        """The first to wait was not admitted at once: there may be no place for it all the same."""
+        """A request was not admitted at once: there may be no place for it all the same."""
         try:
-            self._find_place(request.lease.ask, queued, most, now_us)
+            displaced = self._find_place(request.lease.ask, queued, most, now_us)
         except QueueFull:
-            self._limits.undo(request.lease)
+            self._member.meter.settle(request.lease.id, 0, now_us, is_counted=False, was_held=False)
             self._cancel(request, now_us)
             self._run(now_us)
             raise
+        if displaced is not None:
+            self._refuse_waiting(displaced, self._places.queue_full(displaced.ask, queued, now_us))
 
     def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
         """See `LeaseOwner.end`."""
         now_us = self.now_us()
-        if lease.charge is not None:
-            lease.is_counted &= lease.grant is not None or self._paused is None
-            self._limits.ended(lease, used_tokens, now_us)
+        is_held, used = (True, used_tokens) if lease.grant is not None else (False, 0)
+        is_counted = lease.is_counted and (is_held or self._paused is None)
+        self._member.meter.settle(lease.id, used, now_us, is_counted=is_counted, was_held=is_held)
         request, grant = self._requests[lease.ticket_id], None
         if request.held is not None:
             del self._requests[lease.ticket_id]
@@ -425,8 +487,10 @@ class LedgerPool:
         if request is not None and request.held is None:
             now_us = self.now_us()
             self._cancel(request, now_us)
-            self._limits.ended(lease, 0, now_us)
+            self._member.meter.settle(lease.id, 0, now_us, is_counted=lease.is_counted, was_held=False)
             lease.refused(error)
+            if (judged := self._questions.get(lease.id)) is not None and not judged.done():
+                judged.set_exception(error)
             self._run_when_due()
 
     def _size_now(self, ticket: Ticket) -> None:
@@ -521,12 +585,21 @@ class LedgerPool:
             if isinstance(event, Entered):
                 self._admit(event, now_us)
                 admitted += 1
+            elif isinstance(event, Judged):
+                self._tell_verdict(event)
             elif isinstance(event, TakeBack):
                 lease = self._requests[event.lease.ticket.id].lease
                 lease.chosen(lease.returns)
             else:
                 self._refuse_waiting(self._requests[event.ticket.id].lease, self._watch.other_tiers())
         return admitted
+
+    def _tell_verdict(self, judged: Judged) -> None:
+        number = judged.verdict.number
+        if judged.verdict.over is not None:
+            self._requests.pop(str(number), None)
+        if not (question := self._questions[number]).done():
+            question.set_result(judged)
 
     def _admit(self, entered: Entered, now_us: int) -> None:
         held = entered.lease
@@ -561,9 +634,13 @@ class LedgerPool:
         """See `Pool.use_of`."""
         return use_of((request.lease for request in self._requests.values()), tenant)
 
-    async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits:
-        """See `Pool.allowance`."""
-        return self._limits.allowance(tenant, limits, self.now_us())
+    async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
+        """See `Pool.allowance`. Not known while the replica is not in its pool."""
+        self._run()
+        if self._member.mode is not Mode.SHARED:
+            return None
+        question = metered(next(self._ids), tenant, 0, limits, charges=False)
+        return remaining(await self._judged(question, None, self.now_us()))
 
     def oldest(self) -> Sequence[Grant | None]:
         """See `Pool.oldest`."""
@@ -650,7 +727,9 @@ class LedgerPool:
         return rules, usage
 
     def _claims(self) -> Mapping[str, int]:
-        return Counter(lined.engine for lined in self._member.reply.lined) if self._member.reply is not None else {}
+        return (
+            Counter(lined.engine for lined in self._member.reply.lined or ()) if self._member.reply is not None else {}
+        )
 
     def _note_blocked(self, now_us: int, *, is_blocked: bool) -> None:
         """Keeps the time during which a request that fits the pool waits for an engine."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from sidecar.errors import RemainingLimits, TenantLimit
+from sidecar.core.calls import HEARTBEAT_US, Metered
+from sidecar.core.meter import Judged
+from sidecar.core.rate_limit import UNIT, Charge, ExceededLimit, Limit, RateLimiter
+from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits, StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.policy.size_limits import SizeLimits, requests_text
 from sidecar.pools.base import Ask, Lease
-from sidecar.scheduling.rate_limit import UNIT, ExceededLimit, Limit, RateLimiter
 
 
 class TenantLimits:
@@ -41,12 +43,17 @@ class TenantLimits:
         ask = lease.ask
         if ask.limits is not None:
             lease.charge = self._allowances.charge(ask.tenant, limits, ask.charged_tokens, now_us)
+            self._count(ask.tenant, 1)
         lease.allowance = self._allowances.allowance(ask.tenant, limits, now_us, is_downgraded=lease.charge is None)
 
     def count(self, lease: Lease, now_us: int) -> None:
         """Counts a request that another process let in among its tenant's concurrent ones, until it ends."""
         if lease.charge is None and lease.ask.limits is not None:
-            lease.charge = self._allowances.count(lease.ask.tenant, lease.ask.limits, now_us)
+            lease.charge = Charge(lease.ask.tenant, 0, now_us, 0, 0, 0)
+            self._count(lease.ask.tenant, 1)
+
+    def _count(self, tenant: str, more: int) -> None:
+        self._allowances.hold("", tenant, self._allowances.held("", tenant) + more)
 
     def ended(self, lease: Lease, used_tokens: int | None, now_us: int) -> None:
         """Corrects the charge of a lease that is over: its estimate stands where `used_tokens` is None.
@@ -57,6 +64,7 @@ class TenantLimits:
         charge, lease.charge = lease.charge, None
         if charge is None:
             return
+        self._count(charge.tenant, -1)
         if not lease.is_counted:
             self._allowances.refund_request(charge, now_us)
         if lease.grant is None:
@@ -72,6 +80,7 @@ class TenantLimits:
         """Takes a charge of this very moment back: the pool has no place for the request."""
         if lease.charge is not None:
             self._allowances.undo(lease.charge)
+            self._count(lease.charge.tenant, -1)
             lease.charge = None
 
 
@@ -93,6 +102,41 @@ def tenant_limit(ask: Ask, over: ExceededLimit, allowance: RemainingLimits) -> T
     assert ask.limits is not None
     after_s = None if over.fits_after_us is None else over.fits_after_us / 1e6
     return TenantLimit(_sentence(ask, ask.limits, over, allowance), retry_after_s=after_s, allowance=allowance)
+
+
+def metered(number: int, tenant: str, tokens: int, limits: Limits, *, charges: bool) -> Metered:
+    """The question about one request for the ledger."""
+    of = limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests, limits.burst_us
+    return Metered(number, tenant, tokens, charges, *of)
+
+
+def remaining(judged: Judged, *, is_downgraded: bool = False) -> RemainingLimits:
+    """What is left of a tenant's limits, as the ledger says."""
+
+    def left(per_minute: int | None, figures: tuple[int, int] | None) -> RemainingLimit | None:
+        return None if per_minute is None or figures is None else RemainingLimit(per_minute, *figures)
+
+    asked, verdict = judged
+    requests = left(asked.requests_per_minute, verdict.requests)
+    return RemainingLimits(requests, left(asked.tokens_per_minute, verdict.tokens), is_downgraded)
+
+
+def refusal(ask: Ask, judged: Judged) -> AdmissionError:
+    """The error for a request over its limits, or over this replica's part of them."""
+    asked, verdict = judged
+    assert ask.limits is not None
+    assert verdict.over is not None
+    part = Limits(asked.requests_per_minute, asked.tokens_per_minute, asked.concurrent, None, asked.burst_us)
+    over = ExceededLimit(verdict.over, verdict.after_us)
+    error = tenant_limit(msgspec.structs.replace(ask, limits=part), over, remaining(judged))
+    whole = ask.limits.tokens_per_minute
+    if error.never_fits and whole is not None and ask.charged_tokens * UNIT <= whole * ask.limits.burst_us:
+        return StoreUnavailable(
+            f"the store of this pool cannot be reached, and this request ({ask.charged_tokens} tokens) does not fit "
+            f"into this replica's part of the limits of tenant {ask.tenant}; try again, or ask for less output",
+            retry_after_s=HEARTBEAT_US / 1e6,
+        )
+    return error
 
 
 def _sentence(ask: Ask, limits: Limits, over: ExceededLimit, allowance: RemainingLimits) -> str:

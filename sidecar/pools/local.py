@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
+from sidecar.core.rate_limit import RateLimiter
 from sidecar.errors import AdmissionError, RemainingLimits
 from sidecar.events import Obstacle
 from sidecar.policy.model import Limits, Policy
@@ -28,7 +29,6 @@ from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.runtime import LeaseRuntime
 from sidecar.pools.stats import HELD_BACK, obstacle, pool_state
-from sidecar.scheduling.rate_limit import RateLimiter
 
 
 class LocalPool:

@@ -9,7 +9,9 @@ from sidecar.core.member import Entered, Member, TakeBack
 
 
 class OneReplica:
-    def __init__(self, scenario, most_bids=32):
+    """`near`: the class of a replica whose ledger serves it alone; None: the ledger is as a store's."""
+
+    def __init__(self, scenario, most_bids=32, near=None):
         rules = rules_of(scenario)
         self.names = [t.name for t in rules.tiers]
         stated = calls.PoolRules(
@@ -32,7 +34,9 @@ class OneReplica:
             rules.by_gain,
             int(rules.fair * 10**6),
         )
-        self.ledger, self.member = Ledger(), Member("one", stated, most_bids=most_bids)
+        self.ledger = Ledger()
+        alone = {"heartbeat_us": UNBOUNDED, "lazy_us": UNBOUNDED, "near": self.ledger} if near else {}
+        self.member = (near or Member)("one", stated, most_bids=most_bids, **alone)
         self.tickets, self.count = {}, 0
         self.set_engines(scenario.get("engines", [{"id": "pool#1", **scenario.get("capacity", {})}]), 0)
         self.member.knew = 1
@@ -65,11 +69,11 @@ class OneReplica:
         while (call := self.member.poll(now)) is not None:
             reply, _ = self.ledger.execute(call, now)
             self.member.answered(reply, now)
-            for event in self.member.take_events():
-                if isinstance(event, Entered):
-                    admitted.append((event.lease.ticket.id, event.lease.engine))
-                elif isinstance(event, TakeBack):
-                    chosen.append(event.lease.ticket.id)
+        for event in self.member.take_events():
+            if isinstance(event, Entered):
+                admitted.append((event.lease.ticket.id, event.lease.engine))
+            elif isinstance(event, TakeBack):
+                chosen.append(event.lease.ticket.id)
         return admitted, chosen
 
     def do(self, step, now):

@@ -68,6 +68,71 @@ def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, b
     assert first_difference(random_program(seed, several=several, by_gain=by_gain), 32) is None
 
 
+class Slow(member.Member):
+    """One that makes a call for each request."""
+
+    def _enters(self, *_: Any) -> bool:
+        return False
+
+
+class Counting(member.Member):
+    """One that counts the requests that entered without a call."""
+
+    entered = 0
+
+    def _enters(self, *args: Any) -> bool:
+        entered = super()._enters(*args)
+        Counting.entered += entered
+        return entered
+
+
+def _sums(one: OneReplica) -> list[Any]:
+    scheduler = one.ledger.state.scheduler
+    tiers = [
+        (tier.used, tier.on_floor, tier.owes_until_us, tier.latest, tier.lined, tier.queue.virtual, tier.queue.afresh)
+        for tier in scheduler.tiers
+    ]
+    engines = [(engine.id, engine.held, engine.sent, engine.lined) for engine in scheduler.engines.values()]
+    of_leases = [
+        (name, lease.engine, lease.entered, lease.sent, lease.ticket.amount, lease.ticket.excess, lease.ticket.on_floor)
+        for name, lease in one.member.leases.items()
+    ]
+    return [scheduler.admissions, tiers, sorted(engines), of_leases, one.member._bids.virtual()]
+
+
+def _difference_of_the_fast_path(program: dict[str, Any], luck: random.Random) -> str | None:
+    """Most that runs ends soon, so that many find the pool idle."""
+    judge, fast, slow = reference.new(program), OneReplica(program, near=Counting), OneReplica(program, near=Slow)
+    judge.divide = lambda tokens, weight: tokens / weight
+    steps = []
+    for step in program["steps"]:
+        steps += [step, *({"at": step["at"], "do": "settle", "id": f"r{n}"} for n in range(40) if luck.random() < 0.2)]
+    for number, step in enumerate(steps, 1):
+        now = round(step["at"] * 1e6)
+        if _play(judge, fast, step, now):
+            slow.do(step, now)
+        answers = [(judge.dispatch(now), sorted(judge.preempt(now)))]
+        answers += [(admitted, sorted(chosen)) for admitted, chosen in (fast.pump(now), slow.pump(now))]
+        if answers[0] != answers[1] or answers[1] != answers[2] or _sums(fast) != _sums(slow):
+            return f"{program['name']}, step {number} {step} at {now}: {answers}, {_sums(fast)}, {_sums(slow)}"
+    return None
+
+
+@settings(max_examples=examples(20))
+@given(st.integers(0, 2**32), st.booleans(), st.booleans())
+def test_who_enters_without_a_call_enters_as_with_one(seed: int, several: bool, by_gain: bool) -> None:
+    luck = random.Random(seed)
+    header = random_header(luck, f"seed {seed}", several=several, by_gain=by_gain)
+    assert _difference_of_the_fast_path(Author(luck, header).write(STEPS), luck) is None
+
+
+def test_of_an_idle_pool_most_enter_without_a_call() -> None:
+    Counting.entered = 0
+    for program in read()[::20]:
+        _difference_of_the_fast_path(program, random.Random(1))
+    assert Counting.entered > 50
+
+
 LOOK_US = 100_000
 
 

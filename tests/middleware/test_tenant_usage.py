@@ -24,10 +24,10 @@ from sidecar.middleware.tenant_usage import MOST_MODELS, OTHER, TenantUsage
 from sidecar.policy.model import Limits, Policy, Tenant
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask, LedgerPool
-from sidecar.pools.redis import RedisUsage, usage_connector
 from sidecar.pools.redis.connection import StoreConnection, StoreError
-from sidecar.pools.stored_records import StoreSilent
-from sidecar.pools.usage_records import Recorded, Sums, UsageFigures, UsageKey
+from sidecar.tenants.records import StoreSilent
+from sidecar.tenants.usage import RedisUsage, usage_connector
+from sidecar.tenants.usage_records import Recorded, Sums, UsageFigures, UsageKey
 from tests.support.examples import examples
 from tests.support.middleware import CHAT, App, answer, chat, key, policy, whole_body, write_policy
 from tests.support.redis_servers import RedisServer, first_binary

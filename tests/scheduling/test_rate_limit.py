@@ -9,9 +9,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from sidecar.core.rate_limit import FEWEST_SWEPT, GUESSED_US, Charge, ExceededLimit, Limit, RateLimiter
 from sidecar.errors import RemainingLimit, RemainingLimits
 from sidecar.policy.model import Limits
-from sidecar.scheduling.rate_limit import FEWEST_SWEPT, GUESSED_US, Charge, ExceededLimit, Limit, RateLimiter
 
 MINUTE_US = 60_000_000
 
@@ -225,30 +225,52 @@ def test_a_request_that_left_stays_counted_and_its_tokens_come_back() -> None:
 
 
 def test_what_is_undone_has_never_been() -> None:
-    limits, limiter = Limits(requests_per_minute=60, tokens_per_minute=600, concurrent_requests=1), RateLimiter()
+    limits, limiter = Limits(requests_per_minute=60, tokens_per_minute=600), RateLimiter()
     limiter.charge("other", limits, 5, 0)
     limiter.undo(limiter.charge("t", limits, 100, 0))
     assert limiter.over("t", limits, 600, 0) is None
 
 
-def test_concurrent_requests_are_counted_until_they_end_however_that_is() -> None:
+def test_as_many_requests_run_at_once_as_all_holders_together_may_have() -> None:
     limits, limiter = Limits(concurrent_requests=2), RateLimiter()
-    running = [limiter.charge("t", limits, 10, 0) for _ in range(2)]
+    charge = limiter.charge("t", limits, 10, 0)
+    limiter.hold("a", "t", 1)
+    assert limiter.over("t", limits, 1, 1) is None
+    limiter.hold_only("b", {"t": 1, "other": 5})
     assert limiter.over("t", limits, 1, 1) == ExceededLimit(Limit.CONCURRENT, GUESSED_US), "none has ended yet"
-    limiter.correct(running[0], 5, 4_000_000)
-    assert limiter.over("t", limits, 1, 4_000_000) is None
-    running[0] = limiter.charge("t", limits, 10, 4_000_000)
+    limiter.correct(charge, 5, 4_000_000)
     assert limiter.over("t", limits, 1, 4_000_000) == ExceededLimit(Limit.CONCURRENT, 2_000_000), (
         "4 s each, two at once"
     )
     assert limiter.allowance("t", limits, 4_000_000) == RemainingLimits()
+    limiter.forget("b")
+    assert limiter.over("t", limits, 1, 1) is None
+    limiter.hold("a", "t", 0)
+    assert limiter.held("a", "t") == 0
 
 
-def test_how_long_requests_take_is_known_after_they_have_all_ended() -> None:
+def test_how_long_requests_take_is_known_for_some_minutes_after_they_have_all_ended() -> None:
     limits, limiter = Limits(concurrent_requests=1), RateLimiter()
     limiter.correct(limiter.charge("t", limits, 10, 0), 5, 4_000_000)
-    limiter.charge("t", limits, 10, 5_000_000)
-    assert limiter.over("t", limits, 1, 5_000_000) == ExceededLimit(Limit.CONCURRENT, 4_000_000)
+    limiter.hold("a", "t", 1)
+    for now_us, after_us in ((604_000_000, 4_000_000), (1_204_000_001, GUESSED_US)):
+        assert limiter.over("t", limits, 1, now_us) == ExceededLimit(Limit.CONCURRENT, after_us)
+
+
+def test_what_was_charged_before_the_buckets_were_last_empty_is_not_refunded() -> None:
+    limits, limiter = Limits(tokens_per_minute=600, requests_per_minute=60), RateLimiter()
+    limiter.correct(limiter.charge("t", limits, 100, 0), 0, 0)
+    limiter.charge("t", limits, 1, 0)
+    limiter.correct(limiter.charge("t", limits, 100, 0), 0, 0)
+    charge = limiter.charge("t", limits, 100, 0)
+    assert charge.refunded == 200
+    assert limiter.allowance("t", limits, 10_100_000).tokens == RemainingLimit(600, 600, 0)
+    limiter.charge("t", limits, 100, 10_100_000)
+    limiter.refund_request(charge, 10_100_000)
+    limiter.correct(charge, 0, 10_100_000)
+    assert limiter.allowance("t", limits, 10_100_000) == RemainingLimits(
+        RemainingLimit(60, 59, 1_000_000), RemainingLimit(600, 500, 10_000_000)
+    )
 
 
 def test_the_last_of_several_limits_to_free_is_the_one_that_is_reported() -> None:

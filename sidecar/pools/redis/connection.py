@@ -26,7 +26,7 @@ from redis.exceptions import InvalidResponse, NoPermissionError, NoScriptError, 
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sidecar.policy.store import StoreAddress, StoreKind
-from sidecar.pools.redis.protocol import Argument, ledger_key, root_key, tenants_key, usage_key
+from sidecar.pools.redis.protocol import Argument, ledger_key, root_key
 from sidecar.pools.redis.script import source
 from sidecar.pools.redis.wire import NO_ANSWER_YET, Answered, Wire
 
@@ -277,25 +277,16 @@ def connector(address: StoreAddress, pool: str, *, has_engines: bool = False, is
     that orders by gain, or both, or none of these.
     """
     script = source(has_engines=has_engines, is_by_gain=is_by_gain)
-    return _connector(address, pool, root_key(pool, has_engines=has_engines, is_by_gain=is_by_gain), script)
+    return connector_to(address, pool, root_key(pool, has_engines=has_engines, is_by_gain=is_by_gain), script)
 
 
 def ledger_connector(address: StoreAddress, pool: str) -> Connect:
     """Makes connections to the server at `address` that keeps the ledger of the pool called `pool`."""
-    return _connector(address, pool, ledger_key(pool), "")
+    return connector_to(address, pool, ledger_key(pool))
 
 
-def tenants_connector(address: StoreAddress, pool: str) -> Connect:
-    """Makes connections to the same server, for the tenants that are kept there beside the pool."""
-    return _connector(address, pool, tenants_key(pool), "")
-
-
-def usage_connector(address: StoreAddress, pool: str) -> Connect:
-    """Makes connections to the same server, for the use of the tenants."""
-    return _connector(address, pool, usage_key(pool), "")
-
-
-def _connector(address: StoreAddress, pool: str, root: str, script: str) -> Connect:
+def connector_to(address: StoreAddress, pool: str, root: str, script: str = "") -> Connect:
+    """Makes connections to the server at `address` that keeps what begins with `root`, beside the pool of that name."""
     locate = {
         StoreKind.SERVER: _stated,
         StoreKind.SOCKET: _stated,

@@ -15,6 +15,7 @@ from itertools import count
 
 import msgspec
 
+from sidecar.core.rate_limit import stored_allowance
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
 from sidecar.events import Obstacle, StoreObserver, StoreState
 from sidecar.policy.model import Limits, Policy, StoreLoss
@@ -49,7 +50,6 @@ from sidecar.pools.redis.session import RoundTripObserver, StoreSession
 from sidecar.pools.stats import TierUsage, no_room, obstacle, part_in_words, pool_state, served_by_name, usage_of
 from sidecar.pools.store_status import StoreStatus
 from sidecar.scheduling.overtaking import Overtaking
-from sidecar.scheduling.rate_limit import stored_allowance
 
 
 class RedisPool:

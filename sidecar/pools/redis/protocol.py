@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from sidecar.core.rate_limit import ExceededLimit, Limit
 from sidecar.policy.model import Policy, Tier
 from sidecar.policy.rules import PoolRules, Shares, TierRules
 from sidecar.pools.base import Ask
 from sidecar.pools.engines import EngineOffer, Found
 from sidecar.pools.runtime import figures_of
 from sidecar.scheduling import Rule
-from sidecar.scheduling.rate_limit import ExceededLimit, Limit
 from sidecar.version import store_layout
 
 TIER_FIELDS = [field.name for field in fields(TierRules) if field.name not in ("name", "level")]
@@ -84,16 +84,6 @@ def ledger_key(pool: str) -> str:
 def old_pools(pool: str) -> Sequence[str]:
     """The roots of the layouts before the ledger. While a pool there is alive, the ledger grants nothing."""
     return [f"admission:{layout}:{{{pool}}}" for layout in ("9", "engines-5", "gain-4", "gain-engines-4")]
-
-
-def tenants_key(pool: str) -> str:
-    """The key that the tenants in the store begin with. Other than the pool's, it is the same for every layout."""
-    return f"admission:tenants:{{{pool}}}"
-
-
-def usage_key(pool: str) -> str:
-    """The key that the use of the tenants begins with, the same for every layout, too."""
-    return f"admission:usage:{{{pool}}}"
 
 
 def grants_channel(pool: str, replica: str, *, has_engines: bool = False, is_by_gain: bool = False) -> str:

@@ -1,4 +1,4 @@
--- The limits of tenants: the twin of `scheduling/rate_limit.py`.
+-- The limits of tenants: the twin of `core/rate_limit.py`.
 
 local UNIT, FULLEST, GUESSED_US = 60000000, 9007199254740991, 1000000
 local REMEMBERED_US = 600000000

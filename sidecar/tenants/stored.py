@@ -13,9 +13,9 @@ from importlib.resources import files
 from itertools import islice
 from typing import Any, NamedTuple
 
-from sidecar.pools.redis.connection import Connect, Script, SideConnection, StoreError
-from sidecar.pools.redis.protocol import Argument
-from sidecar.pools.stored_records import Refused, RefusedChange, StoreSilent
+from sidecar.policy.store import StoreAddress
+from sidecar.pools.redis.connection import Connect, Script, SideConnection, StoreError, connector_to
+from sidecar.tenants.records import Refused, RefusedChange, StoreSilent
 
 SOURCE = (files(__package__) / "lua" / "tenants.lua").read_text(encoding="utf-8")
 _SCRIPT = Script.of(SOURCE)
@@ -29,6 +29,17 @@ _MOST_ROUNDS = 500
 """Of one synchronization: more than any list needs, so that a store that answers nonsense cannot hold a replica."""
 
 _Records = Mapping[str, tuple[int, bytes]]
+_Argument = str | bytes | int
+
+
+def tenants_key(pool: str) -> str:
+    """The key that the tenants in the store begin with. Other than the pool's, it is the same for every layout."""
+    return f"admission:tenants:{{{pool}}}"
+
+
+def tenants_connector(address: StoreAddress, pool: str) -> Connect:
+    """Makes connections to the server that keeps the tenants of the pool called `pool`."""
+    return connector_to(address, pool, tenants_key(pool))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,7 @@ class _List:
     records: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
     removed: Mapping[str, int] = field(default_factory=dict)
 
-    def place(self) -> list[Argument]:
+    def place(self) -> list[_Argument]:
         """Which list this is, as the script takes it."""
         return [self.birth, self.epoch, self.version, self.floor]
 
@@ -145,7 +156,7 @@ class TenantRecords:
                 if self._known is not before:
                     self._texts = {tenant: text for tenant, (_, text) in self._known.records.items()}
 
-    async def _change(self, action: str, change: list[Argument], is_made: Callable[[_Records], bool]) -> None:
+    async def _change(self, action: str, change: list[_Argument], is_made: Callable[[_Records], bool]) -> None:
         """Makes a change to the last version. Another replica may write at the same time, which is `late`.
 
         A call whose answer was lost is sent again. It is late then, too, and its change may be made already.
@@ -188,9 +199,9 @@ class TenantRecords:
     async def _push(self, version: int) -> bool:
         """Writes a part of what the store lost: what came after its version. False where it has another list."""
         changes = self._known.after(version)[:_PUSHED_AT_ONCE]
-        parts: list[Argument] = [part for at, tenant, text in changes for part in (tenant, at, text)]
+        parts: list[_Argument] = [part for at, tenant, text in changes for part in (tenant, at, text)]
         (kind,) = await self._run(["push", *self._known.place(), *parts])
         return bool(kind == b"done")
 
-    async def _run(self, arguments: list[Argument]) -> list[Any]:
+    async def _run(self, arguments: list[_Argument]) -> list[Any]:
         return await self._connection.run(_SCRIPT, arguments)

@@ -6,9 +6,9 @@ for requests and one for tokens. A bucket drains `per_minute` units in a microse
 
     level + c <= capacity
 
-in both buckets, and while fewer requests than `concurrent_requests` wait or are held. Nothing is charged to one bucket
-that does not conform in the other. All of it is in whole numbers below 2^53, so that `rate_limits.lua` computes the
-same.
+in both buckets, and while fewer requests than `concurrent_requests` wait or are held, in all replicas. Nothing is
+charged to one bucket that does not conform in the other. All of it is in whole numbers below 2^53, so that
+`lua/limits.lua` computes the same.
 
 Bound. What conforms within any stretch of t seconds adds up to at most limit * (burst + t) / 60, and to at most one
 request where that is less. There are no windows, so no edge at which the amounts of two windows meet.
@@ -26,7 +26,7 @@ the bucket of requests by the same rule, with r = one request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ FULLEST = 2**53 - 1
 """The highest level, far beyond the capacity of the largest limit: what a double in Lua still has exactly."""
 FEWEST_SWEPT = 64
 """Tenants remembered before those at rest are looked for."""
+REMEMBERED_US = 600_000_000
+"""So long after the last request it is known how long a tenant's requests take."""
 GUESSED_US = 1_000_000
 """How long a tenant's requests are taken to last before one of them has ended: no client comes back in a tight loop."""
 
@@ -82,16 +84,18 @@ class Charge(NamedTuple):
 
 
 class _Account:
-    """One tenant's buckets. `mean_us` is how long its requests take, exponentially weighted by an eighth."""
+    """One tenant's buckets. `mean_us` is how long its requests take, exponentially weighted by an eighth.
 
-    __slots__ = ("at_us", "concurrent", "limits", "mean_us", "refunded", "requests", "requests_refunded", "tokens")
+    Both were empty last at `since_us`: of what was charged before nothing is left to be refunded.
+    """
+
+    __slots__ = ("at_us", "limits", "mean_us", "refunded", "requests", "requests_refunded", "since_us", "tokens")
 
     def __init__(self, now_us: int) -> None:
         self.limits = Limits()
-        self.at_us = now_us
+        self.at_us = self.since_us = now_us
         self.requests = 0
         self.tokens = 0
-        self.concurrent = 0
         self.refunded = 0
         self.requests_refunded = 0
         self.mean_us = 0
@@ -101,20 +105,25 @@ class _Account:
         self.requests = max(0, self.requests - elapsed_us * (limits.requests_per_minute or FULLEST))
         self.tokens = max(0, self.tokens - elapsed_us * (limits.tokens_per_minute or FULLEST))
         self.at_us = max(self.at_us, now_us)
+        if self.is_at_rest():
+            self.since_us, self.refunded, self.requests_refunded = self.at_us, 0, 0
+            if elapsed_us > REMEMBERED_US:
+                self.mean_us = 0
 
     def is_at_rest(self) -> bool:
-        return not (self.concurrent or self.requests or self.tokens)
+        return not (self.requests or self.tokens)
 
 
 class RateLimiter:
-    """The accounts of all tenants with limits. Not thread-safe.
+    """The accounts of all tenants with limits, and how many requests of theirs each holder has. Not thread-safe.
 
-    One that is back at rest only has a mean. It is forgotten when there are many. A changed limit counts from the next
-    request on.
+    An account at rest only has a mean. It is forgotten when there are many. A changed limit counts from the next
+    request on. A holder is a replica, or a pool of the process.
     """
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
+        self._running: dict[str, dict[str, int]] = {}
         self._sweep_at = FEWEST_SWEPT
 
     def __len__(self) -> int:
@@ -126,7 +135,7 @@ class RateLimiter:
         waits = [
             _wait(Limit.TOKENS, limits.tokens_per_minute, _tokens_capacity(limits), account.tokens, tokens * UNIT),
             _wait(Limit.REQUESTS, limits.requests_per_minute, _requests_capacity(limits), account.requests, UNIT),
-            _wait_for_others(account),
+            self._wait_for_others(tenant, account),
         ]
         found = [over for over in waits if over is not None]
         return max(found, key=lambda over: FULLEST if over.fits_after_us is None else over.fits_after_us, default=None)
@@ -134,7 +143,6 @@ class RateLimiter:
     def charge(self, tenant: str, limits: Limits, tokens: int, now_us: int) -> Charge:
         """Charges a request that conforms. It ends with `correct`, or with `undo` in the same microsecond."""
         account = self._drained(tenant, limits, now_us)
-        account.concurrent += 1
         if limits.requests_per_minute is not None:
             account.requests = min(FULLEST, account.requests + UNIT)
         if limits.tokens_per_minute is not None:
@@ -149,14 +157,11 @@ class RateLimiter:
         if account is None:  # its limits were taken away, and it was forgotten
             return
         account.drain(now_us)
-        account.concurrent -= 1
         if was_held:
             took_us = max(0, now_us - charge.at_us)
             account.mean_us = account.mean_us + (took_us - account.mean_us) // 8 if account.mean_us else took_us
         if account.limits.tokens_per_minute is not None and charge.per_minute:
             self._settle_tokens(account, charge, used_tokens)
-        if account.is_at_rest():
-            account.refunded = account.requests_refunded = 0  # no charge is left that they could correct
 
     def refund_request(self, charge: Charge, now_us: int) -> None:
         """The request that was charged counts no more, as far as it has not drained. `correct` follows."""
@@ -167,19 +172,33 @@ class RateLimiter:
         rate = max(charge.requests_per_minute, account.limits.requests_per_minute)
         drained = rate * max(0, account.at_us - charge.at_us)
         left = charge.requests_level - (account.requests_refunded - charge.requests_refunded) - drained
-        refund = max(0, min(UNIT, left, account.requests))
+        refund = max(0, min(UNIT, left, account.requests)) if charge.at_us >= account.since_us else 0
         account.requests -= refund
         account.requests_refunded += refund
 
-    def count(self, tenant: str, limits: Limits, now_us: int) -> Charge:
-        """A request that runs or waits already: it counts among its tenant's concurrent, and is charged nothing."""
-        self._drained(tenant, limits, now_us).concurrent += 1
-        return Charge(tenant, 0, now_us, 0, 0, 0)
+    def hold(self, holder: str, tenant: str, count: int) -> None:
+        """So many requests of a tenant wait or run at a holder."""
+        held = self._running.setdefault(holder, {})
+        if count > 0:
+            held[tenant] = count
+        else:
+            held.pop(tenant, None)
+
+    def hold_only(self, holder: str, counts: Mapping[str, int]) -> None:
+        """A holder has these, and no others."""
+        self._running[holder] = {tenant: count for tenant, count in counts.items() if count > 0}
+
+    def held(self, holder: str, tenant: str) -> int:
+        """How many requests of a tenant wait or run at a holder."""
+        return self._running.get(holder, {}).get(tenant, 0)
+
+    def forget(self, holder: str) -> None:
+        """A holder is gone, with all that it had."""
+        self._running.pop(holder, None)
 
     def undo(self, charge: Charge) -> None:
         """The request was charged in this very moment and is refused: takes the charge back."""
         account = self._accounts[charge.tenant]
-        account.concurrent -= 1
         if account.limits.requests_per_minute is not None:
             account.requests = max(0, account.requests - UNIT)
         if account.limits.tokens_per_minute is not None:
@@ -206,6 +225,12 @@ class RateLimiter:
         account.drain(now_us)
         return account
 
+    def _wait_for_others(self, tenant: str, account: _Account) -> ExceededLimit | None:
+        most = account.limits.concurrent_requests
+        if most is None or sum(held.get(tenant, 0) for held in self._running.values()) < most:
+            return None
+        return ExceededLimit(Limit.CONCURRENT, account.mean_us // most if account.mean_us else GUESSED_US)
+
     def _sweep(self, now_us: int) -> None:
         for account in self._accounts.values():
             account.drain(now_us)
@@ -221,7 +246,7 @@ class RateLimiter:
         rate = max(charge.per_minute, account.limits.tokens_per_minute or 0)
         drained = rate * max(0, account.at_us - charge.at_us)
         refund = min(-over * UNIT, charge.level - (account.refunded - charge.refunded) * UNIT - drained, account.tokens)
-        if refund > 0:
+        if refund > 0 and charge.at_us >= account.since_us:
             account.tokens -= refund
             account.refunded += -(-refund // UNIT)  # a part of a token counts as one: rather too little is refunded
 
@@ -254,13 +279,6 @@ def _wait(limit: Limit, per_minute: int | None, capacity: int, level: int, cost:
     if per_minute is None or level <= capacity - cost:
         return None
     return ExceededLimit(limit, None if cost > capacity else -((capacity - cost - level) // per_minute))
-
-
-def _wait_for_others(account: _Account) -> ExceededLimit | None:
-    most = account.limits.concurrent_requests
-    if most is None or account.concurrent < most:
-        return None
-    return ExceededLimit(Limit.CONCURRENT, account.mean_us // most if account.mean_us else GUESSED_US)
 
 
 def _remaining(per_minute: int | None, capacity: int, level: int) -> RemainingLimit | None:

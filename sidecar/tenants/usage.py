@@ -8,15 +8,20 @@ from importlib.resources import files
 from typing import Any
 from uuid import uuid4
 
-from sidecar.pools.redis.connection import Connect, Script, SideConnection, StoreError
-from sidecar.pools.redis.protocol import Argument
-from sidecar.pools.stored_records import StoreSilent
-from sidecar.pools.usage_records import Recorded, Sums, UsageFigures, UsageKey
+from sidecar.policy.store import StoreAddress
+from sidecar.pools.redis.connection import Connect, Script, SideConnection, StoreError, connector_to
+from sidecar.tenants.records import StoreSilent
+from sidecar.tenants.usage_records import Recorded, Sums, UsageFigures, UsageKey
 
 SOURCE = (files(__package__) / "lua" / "usage.lua").read_text(encoding="utf-8")
 _SCRIPT = Script.of(SOURCE)
 _MOST_PAGES = 10_000
 """Of one day: more than any day has, so that a store that answers nonsense cannot hold a replica."""
+
+
+def usage_connector(address: StoreAddress, pool: str) -> Connect:
+    """Makes connections to the server that keeps the use of the tenants of the pool called `pool`."""
+    return connector_to(address, pool, f"admission:usage:{{{pool}}}")
 
 
 class RedisUsage:
@@ -32,7 +37,7 @@ class RedisUsage:
         self, part: int, entries: Sequence[tuple[UsageKey, UsageFigures]], day: str, tenants: Sequence[str]
     ) -> Recorded:
         """See `UsageRecords`."""
-        listed: list[Argument] = [field for key, figures in entries for field in (*key, *figures)]
+        listed: list[str | bytes | int] = [field for key, figures in entries for field in (*key, *figures)]
         arguments = [self._replica, part, self._days, day, day[:7], len(entries), *listed, *tenants]
         time_us, *sums = await self._call(["add", *arguments])
         try:
@@ -61,7 +66,7 @@ class RedisUsage:
         async with self._turn:
             await self._connection.disconnect()
 
-    async def _call(self, arguments: list[Argument]) -> list[Any]:
+    async def _call(self, arguments: list[str | bytes | int]) -> list[Any]:
         async with self._turn:
             try:
                 return await self._connection.run(_SCRIPT, arguments)

@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from sidecar.policy.store import store_address
-from sidecar.pools.redis import TenantRecords, connection, tenants, tenants_connector
+from sidecar.pools.redis import connection
 from sidecar.pools.redis.connection import StoreConnection, StoreError
-from sidecar.pools.redis.protocol import tenants_key
-from sidecar.pools.stored_records import Refused, RefusedChange, StoreSilent
+from sidecar.tenants import stored
+from sidecar.tenants.records import Refused, RefusedChange, StoreSilent
+from sidecar.tenants.stored import TenantRecords, tenants_connector, tenants_key
 from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer
 
@@ -82,7 +83,7 @@ async def test_what_one_replica_writes_the_others_read(redis_server: RedisServer
 
 
 async def test_what_the_store_refuses(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants, "MOST_TENANTS", 2)
+    monkeypatch.setattr(stored, "MOST_TENANTS", 2)
     async with replicas(redis_server, 2) as (one, other):
         await put(one, "acme", "k1", "k2")
         assert await refusal(put(other, "acme", "k1", replaces=False)) == (Refused.EXISTS, None)
@@ -347,8 +348,8 @@ async def settle(all_of_them: list[TenantRecords]) -> None:
 
 def test_the_negative_control_of_the_literal_list(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that forgets removals is noticed."""
-    source = tenants.SOURCE.replace("redis.call('ZADD', removed, at, tenant)", "")
-    monkeypatch.setattr(tenants, "_SCRIPT", connection.Script.of(source))
+    source = stored.SOURCE.replace("redis.call('ZADD', removed, at, tenant)", "")
+    monkeypatch.setattr(stored, "_SCRIPT", connection.Script.of(source))
     program = [("put", 0, 1, 1), ("read", 1, 0, 0), ("remove", 0, 1, 0), ("read", 1, 0, 0)]
     with pytest.raises(AssertionError):
         asyncio.run(agree(redis_server, program))

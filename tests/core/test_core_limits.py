@@ -1,0 +1,276 @@
+"""Tenants' limits in the ledger's call: both ledgers answer the same bytes, and a request is charged once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+from ledger_player import rules_told
+from stored_ledger import Both, StoredLedger
+
+from sidecar.core import script
+from sidecar.core.calls import DEAD_US, LAYOUT, Bid, Call, EngineView, Metered, Reply, Running, Settled
+from sidecar.core.ledger import Ledger
+from sidecar.core.rate_limit import GUESSED_US, Limit
+from tests.support.each import each
+from tests.support.redis_servers import RedisServer, first_binary
+
+RULES = rules_told({"tiers": [{"name": "a", "reserve": 0.5}, {"name": "b"}]})
+VIEW = [EngineView("e#1", 1000, 1000, 1000, 1000, True)]
+EACH = (60, 600, 3, 60_000_000)
+AT_ONCE = (None, None, 2, 60_000_000)
+TENANTS = ("a", "b", 'an "odd" \\ one\n')
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with RedisServer(first_binary(), tmp_path_factory.mktemp("server")) as running:
+        yield redis.Redis(port=running.port)
+
+
+@pytest.fixture
+def stored(server: Any) -> StoredLedger:
+    server.flushdb()
+    return StoredLedger(server, as_function=True)
+
+
+class Replica:
+    """One side of the ledger, which tells what it likes."""
+
+    def __init__(self, ledger: Any, who: str) -> None:
+        self.ledger, self.who, self.number, self.asked = ledger, who, 0, 0
+
+    def call(self, now_us: int, kind: Any = "call", **fields: Any) -> Reply:
+        self.number += 1
+        if kind == "state":
+            fields |= {"whole": True, "rules": RULES, "engines": VIEW, "knew": 1}
+        call = Call(LAYOUT, self.who, self.number, kind, **fields)
+        return self.ledger.execute(call, now_us)[0]
+
+    def ask(self, limits: tuple[Any, ...], tokens: int = 10, *, charges: bool = True, tenant: str = "a") -> Metered:
+        self.asked += 1
+        return Metered(self.asked, tenant, tokens, charges, *limits)
+
+
+# -- the same bytes
+
+
+def play(ledger: Any, seed: int, steps: int = 120) -> int:
+    """Random calls of three replicas. Returns how many requests were refused."""
+    luck, now, refused = random.Random(seed), 10**6, 0
+    limits = {tenant: random_limits(luck) for tenant in TENANTS}
+    replicas = [Replica(ledger, who) for who in ("x", "y", "z")]
+    charged: dict[str, list[Any]] = {replica.who: [] for replica in replicas}
+    last: dict[str, list[Metered]] = {}
+    for _ in range(steps):
+        now += luck.choice([0, 1, 999, 100_000, 1_000_000, 1_800_000])
+        replica = luck.choice(replicas)
+        if luck.random() < 0.1:
+            limits[luck.choice(TENANTS)] = random_limits(luck)
+        own = charged[replica.who]
+        repeats = [] if luck.random() < 0.9 else last.get(replica.who, [])[: luck.randrange(3)]
+        asked = [
+            replica.ask(limits[tenant], luck.choice([0, 1, 10, 100, 10**9]), charges=luck.random() < 0.8, tenant=tenant)
+            for tenant in luck.choices(TENANTS, k=luck.randrange(4))
+        ]
+        ended = [own.pop(luck.randrange(len(own))) for _ in range(min(len(own), luck.randrange(3)))]
+        fields = {
+            "metered": repeats + asked,
+            "settled": [
+                Settled(
+                    replica.number + 1 - luck.randrange(2), charge, luck.choice([None, 0, 7, 10**9, 2**53 - 1]),
+                    luck.random() < 0.7, luck.random() < 0.7,
+                )
+                for charge in ended
+            ],
+            "running": [
+                Running(tenant, luck.randrange(3)) for tenant in luck.sample(TENANTS, luck.randrange(3))
+            ],
+        }  # fmt: skip
+        is_statement = luck.random() < 0.05
+        if luck.random() < 0.02:
+            replica.call(now, "bye")
+        reply = replica.call(now, "state" if is_statement else "call", **fields)
+        if reply.kind == "unknown":
+            reply = replica.call(now, "state", **fields)
+        last[replica.who] = [it for it in fields["metered"] if isinstance(it, Metered)]
+        own += [verdict.charge for verdict in reply.verdicts if verdict.charge is not None]
+        refused += sum(verdict.over is not None for verdict in reply.verdicts)
+        assert [verdict.number for verdict in reply.verdicts] == [it.number for it in last[replica.who]]
+    return refused
+
+
+def play_some(stored: StoredLedger, programs: int) -> int:
+    refused = 0
+    for seed in range(programs):
+        stored.client.flushdb()
+        refused += play(Both(stored), seed)
+    return refused
+
+
+def random_limits(luck: random.Random) -> tuple[Any, ...]:
+    return (
+        luck.choice([None, 1, 60, 600]),
+        luck.choice([None, 7, 600, 6000, 100_000_000]),
+        luck.choice([None, 1, 3]),
+        luck.choice([1_000_000, 10_000_000, 60_000_000]),
+    )
+
+
+def play_refunds(ledger: Any) -> list[int | None]:
+    """What is left of 600 tokens after refunds, the last of them of a charge before the bucket was empty."""
+    (x,) = joined(ledger, "x")
+
+    def charge(now_us: int, tokens: int) -> Any:
+        (verdict,) = x.call(now_us, metered=[x.ask(EACH, tokens)]).verdicts
+        return verdict.charge
+
+    def refund(now_us: int, charge: Any) -> int | None:
+        settled = [Settled(x.number + 1, charge, 0, is_counted=False, was_held=True)]
+        (verdict,) = x.call(now_us, settled=settled, metered=[x.ask(EACH, 0, charges=False)]).verdicts
+        return verdict.tokens and verdict.tokens[0]
+
+    first, second = charge(1_000, 100), charge(1_000, 100)
+    left = [refund(1_000, second), refund(1_000, first)]
+    late = charge(1_000, 100)
+    for second in range(2, 21, 2):
+        x.call(second * 10**6 + 1_000, running=[Running("a", 0)])
+    charge(20_001_000, 300)
+    return [*left, refund(20_001_000, late)]
+
+
+def test_refunds_leave_no_less_charged_than_what_was_used_from_the_start(stored: StoredLedger) -> None:
+    assert play_refunds(Both(stored)) == [500, 500, 300]
+
+
+def test_both_ledgers_give_the_same_bytes(stored: StoredLedger) -> None:
+    assert play_some(stored, 12) > 100
+
+
+@pytest.mark.soak
+def test_both_ledgers_give_the_same_bytes_for_long(stored: StoredLedger) -> None:
+    for seed in range(100, 500):
+        stored.client.flushdb()
+        play(Both(stored), seed)
+
+
+@each(
+    "rule",
+    (
+        ("refund > 0 and charge[CH_AT] >= account[A_SINCE]", "refund > 0"),
+        ("if told_with > last_number then", "if true then"),
+        ("max(UNIT, (rpm or 0) * burst)", "(rpm or 0) * burst"),
+        ("- (account[A_REFUNDED] - charge[CH_REFUNDED]) * UNIT", ""),
+        ("if is_statement then counts, are_counts_whole = {}, true end", ""),
+        ("if known[verdict[1]] then settle(verdict[2], 0, true, false) end", ""),
+    ),
+)
+def test_another_law_is_noticed(rule: tuple[str, str], stored: StoredLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative controls."""
+    parts = script.texts()
+    assert parts["limits"].count(rule[0]) == 1
+    parts["limits"] = parts["limits"].replace(*rule)
+    monkeypatch.setattr(script, "texts", lambda: parts)
+    wrong = StoredLedger(stored.client, as_function=True)
+    with pytest.raises(AssertionError):
+        _ = play_refunds(Both(wrong)), play_some(wrong, 60)
+
+
+# -- what is decided
+
+
+@pytest.fixture(params=["process", "store"])
+def ledger(request: pytest.FixtureRequest, stored: StoredLedger) -> Any:
+    return Ledger() if request.param == "process" else stored
+
+
+def joined(ledger: Any, *names: str) -> list[Replica]:
+    replicas = [Replica(ledger, name) for name in names]
+    for replica in replicas:
+        replica.call(1_000, "state")
+    return replicas
+
+
+def verdicts(reply: Reply) -> list[Limit | None]:
+    return [verdict.over for verdict in reply.verdicts]
+
+
+def test_three_replicas_share_a_limit_and_a_question_charges_nothing(ledger: Any) -> None:
+    x, y, z = joined(ledger, "x", "y", "z")
+    assert verdicts(x.call(2_000, metered=[x.ask(EACH, 300)])) == [None]
+    assert verdicts(y.call(2_000, metered=[y.ask(EACH, 300, charges=False), y.ask(EACH, 300)])) == [None, None]
+    (verdict,) = z.call(2_000, metered=[z.ask(EACH, 10)]).verdicts
+    assert (verdict.over, verdict.after_us, verdict.charge) == (Limit.TOKENS, 1_000_000, None)
+    assert (verdict.requests, verdict.tokens) == ((58, 2_000_000), (0, 60_000_000))
+
+
+def test_a_refused_request_gets_no_engine_and_the_others_of_its_call_do(ledger: Any) -> None:
+    (x,) = joined(ledger, "x")
+    asked = [x.ask(AT_ONCE) for _ in range(3)]
+    bids = [Bid(10 + it.number, "a", "a", 10, 1, 1, 1, {}, [], 0, it.number) for it in asked]
+    reply = x.call(2_000, metered=asked, bids=bids)
+    assert verdicts(reply) == [None, None, Limit.CONCURRENT]
+    assert ([grant.bid for grant in reply.grants], reply.waiting) == ([11, 12], 0)
+
+
+def test_what_a_killed_replica_had_running_is_free_when_it_is_dead(ledger: Any) -> None:
+    x, y = joined(ledger, "x", "y")
+    assert verdicts(x.call(2_000, metered=[x.ask(AT_ONCE), x.ask(AT_ONCE)])) == [None, None]
+    now, refusal = 2_000, [Limit.CONCURRENT]
+    while now < DEAD_US:
+        (verdict,) = y.call(now, metered=[y.ask(AT_ONCE)]).verdicts
+        assert (verdict.over, verdict.after_us) == (Limit.CONCURRENT, GUESSED_US), refusal
+        now += 1_000_000
+    assert verdicts(y.call(now + 1_000_000, metered=[y.ask(AT_ONCE)])) == [None]
+
+
+def test_a_request_without_an_answer_is_charged_once(ledger: Any) -> None:
+    x, y = joined(ledger, "x", "y")
+    asked = [x.ask(EACH, 300), x.ask(EACH, 100)]
+    first = x.call(2_000, metered=asked)  # the answer gets lost, and the client of the second leaves
+    again = x.call(2_000, "state", metered=asked[:1])
+    assert again.verdicts == first.verdicts[:1]
+    (verdict,) = y.call(2_000, metered=[y.ask(EACH, 0, charges=False)]).verdicts
+    assert verdict.tokens == (300, 30_000_000)
+
+
+def test_what_ended_is_heard_once(ledger: Any) -> None:
+    (x,) = joined(ledger, "x")
+    kept, ended = (verdict.charge for verdict in x.call(2_000, metered=[x.ask(EACH, 300), x.ask(EACH, 200)]).verdicts)
+    assert kept is not None
+    told = [Settled(x.number + 1, ended, 0, is_counted=False, was_held=True)]
+    x.call(2_000, settled=told)  # the answer gets lost
+    (verdict,) = x.call(2_000, "state", settled=told, metered=[x.ask(EACH, 0, charges=False)]).verdicts
+    assert (verdict.requests, verdict.tokens) == ((59, 1_000_000), (300, 30_000_000))
+
+
+def test_the_store_keeps_tenants_that_have_used_their_limits_lately_and_no_others(stored: StoredLedger) -> None:
+    (x,) = joined(stored, "x")
+    asked = [x.ask(EACH, tenant=f"t{number}") for number in range(20)]
+    x.call(2_000, metered=asked)
+    keys = stored.client.keys("*:a:*")
+    assert len(keys) == 20
+    assert all(3_600_000 < stored.client.pttl(key) <= 3_602_000 for key in keys)
+    (counts,) = stored.client.keys("*:n:x")
+    assert stored.client.hlen(counts) == 20
+    x.call(3_000, running=[Running(it.tenant, 0) for it in asked])
+    assert stored.client.keys("*:n:*") == []
+    x.call(4_000, metered=[x.ask(EACH)])
+    x.call(5_000, "bye")
+    assert stored.client.keys("*:n:*") == []
+
+
+@each(
+    "wrong",
+    ({"metered": [[1, "t", -1, True]]}, {"metered": [[1, "t", 1, True, 0.5]]}, {"running": [["t", None]]},
+     {"settled": [[1, ["t"], None, True, True]]}, {"settled": [[1, None, None, True, True]]}),
+)  # fmt: skip
+def test_what_is_no_question_is_no_call(wrong: dict[str, Any], stored: StoredLedger) -> None:
+    joined(stored, "x")
+    packed = msgspec.msgpack.encode(msgspec.structs.replace(Call(LAYOUT, "x", 2, "call"), **wrong))
+    with pytest.raises(redis.ResponseError, match="this is no call of the ledger"):
+        stored.answer(packed, 2_000)

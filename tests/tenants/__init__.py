@@ -1,0 +1,1 @@
+"""The tenants and their use in a real store."""
