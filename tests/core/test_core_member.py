@@ -121,7 +121,7 @@ def _difference_of_the_fast_path(program: dict[str, Any], luck: random.Random) -
         if _play(judge, fast, step, now):
             slow.do(step, now)
         answers = [(judge.dispatch(now), sorted(judge.preempt(now)))]
-        answers += [(admitted, sorted(chosen)) for admitted, chosen in (fast.pump(now), slow.pump(now))]
+        answers += [(admitted, sorted(chosen)) for admitted, chosen in (fast.call(now), slow.call(now))]
         if answers[0] != answers[1] or answers[1] != answers[2] or _sums(fast) != _sums(slow):
             return f"{program['name']}, step {number} {step} at {now}: {answers}, {_sums(fast)}, {_sums(slow)}"
     return None
