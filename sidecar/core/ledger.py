@@ -304,13 +304,11 @@ class Ledger:
             if (old := before.get(name)) is not None:
                 tier.queue.virtual, tier.owes_until_us, tier.latest = old.queue.virtual, old.owes_until_us, old.latest
         for member in state.members.values():
-            for key, sums in self._row(member).items():
+            row = member.row if self._near is None else sums_of(names, self._near.values())
+            for key, sums in row.items():
                 self._hold(key, sums, 1)
             for tier_name, entry in member.outbox.values():
                 self._hold((tier_name, entry.engine), entry.sums, 1)
-
-    def _row(self, member: _Member) -> dict[Sides, Sums]:
-        return member.row if self._near is None else sums_of(self._held().names, self._near.values())
 
     def _take_changes(self, call: Call, member: _Member) -> None:
         state, now = self._held(), self._held().last_call
@@ -487,6 +485,8 @@ class Ledger:
         found = shortage(state.scheduler, state.last_call, self._gone()) if state.scheduler.may_preempt() else None
         if found is None:
             return None
+        if self._near is not None:
+            return found
         most = max(state.members, key=lambda who: (self._takeable(who, found), who == caller, who))
         if not self._takeable(most, found):
             return None
@@ -505,7 +505,7 @@ class Ledger:
             if level > found.served.tier and tier.preemptible and level not in found.closed
         }
         member = state.members[who]
-        held = sum(sums[0] - sums[4] for (t, e), sums in self._row(member).items() if t in tiers and e == found.engine)
+        held = sum(sums[0] - sums[4] for (t, e), sums in member.row.items() if t in tiers and e == found.engine)
         return held - sum(c.tokens for (t, e), c in member.leaving.items() if t in tiers and e == found.engine)
 
     def _told(self, found: Shortage) -> calls.ShortageTold:

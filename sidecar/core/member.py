@@ -142,6 +142,7 @@ class Member:
         self._acks: list[int] = []
         self._told: list[_Told] = []
         self._is_view_new = True
+        self._leaving: dict[str, Lease] = {}
         self._is_leaving_new = False
         self._config: dict[str, calls.EngineState] = {}
         self._drained: dict[str, Drain] = {}
@@ -220,7 +221,7 @@ class Member:
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
         self._count(lease, -1)
-        self._is_leaving_new = self._is_leaving_new or lease.is_chosen
+        self._leaves_no_more(lease)
         self._owe(lease, lease.end(now_us), now_us)
         del self.leases[lease.ticket.id]
         self._returns.pop(lease.ticket.id, None)
@@ -237,8 +238,12 @@ class Member:
         lease.is_kept = True
         if lease.is_chosen:
             lease.is_chosen = False
-            self._is_leaving_new = True
+            self._leaves_no_more(lease)
             self._call_by(now_us)
+
+    def _leaves_no_more(self, lease: Lease) -> None:
+        if self._leaving.pop(lease.ticket.id, None) is not None:
+            self._is_leaving_new = True
 
     def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
         """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
@@ -348,7 +353,7 @@ class Member:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
         if self._is_leaving_new or call.whole:
-            leaving = sums_of(self._names, (lease for lease in self.leases.values() if lease.is_chosen))
+            leaving = sums_of(self._names, self._leaving.values())
             call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
         call.acks, self._acks = self._acks, []
         if self._is_view_new:
@@ -458,6 +463,7 @@ class Member:
         )
         for lease in leases_to_take_back(mirror, found, list(self.leases.values()), now_us, gone):
             lease.is_chosen = self._is_leaving_new = True
+            self._leaving[lease.ticket.id] = lease
             self._events.append(TakeBack(lease))
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:

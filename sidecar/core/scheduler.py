@@ -482,7 +482,9 @@ class Scheduler:
         self._leave_line(ticket)
         return self._into(ticket, engine, order_class, self._now - ticket.in_line_since_us, over)
 
-    def _into(self, ticket: Ticket, engine: str, order_class: OrderClass, lined_us: int, over: dict[int, Rule]) -> Grant:
+    def _into(
+        self, ticket: Ticket, engine: str, order_class: OrderClass, lined_us: int, over: dict[int, Rule]
+    ) -> Grant:
         """One that left its queue or the line. If it stood there for the floor, it counts already."""
         of = self.engines[engine]
         size, held = of.size(self._now), of.held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 import msgspec
 
 from sidecar.core.amounts import NOTHING, Amount
