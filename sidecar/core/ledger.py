@@ -222,7 +222,8 @@ class Ledger:
         """With the last replica that is expected. One that knows of nobody proves nothing."""
         state = self._held()
         stated = sum(m.stated == state.epoch and not m.is_new for m in state.members.values())
-        if state.hold_until and (state.last_call >= state.hold_until or stated >= max(state.expected, 1)):
+        is_known = self._near is not None or stated >= max(state.expected, 1)
+        if state.hold_until and (state.last_call >= state.hold_until or is_known):
             state.hold_until = 0
 
     def _drop_dead(self, but: str | None) -> None:

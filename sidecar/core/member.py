@@ -104,8 +104,9 @@ class Member:
 
     `own_us`: of the owner's clock. `size_now` is called with a ticket that is about to be shown. `divides`: whether it
     admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
-    so much later; UNBOUNDED for a ledger that has no other replicas. `near`: the ledger, if it serves this replica
-    alone, in this process.
+    so much later; UNBOUNDED for a ledger that has no other replicas. `presumed`: how many replicas there are where the
+    ledger never answered, 0 for not known. `shares_engines`: whether others can use the same engines. `near`: the
+    ledger, if it serves this replica alone, in this process.
     """
 
     def __init__(
@@ -117,6 +118,8 @@ class Member:
         most_bids: int = BIDS_SHOWN,
         divides: bool = True,
         takes_over: bool = False,
+        presumed: int = 0,
+        shares_engines: bool = True,
         heartbeat_us: int = HEARTBEAT_US,
         lazy_us: int = LAZY_US,
         size_now: Callable[[Ticket], None] = lambda _: None,
@@ -132,6 +135,7 @@ class Member:
         self.reply: Reply | None = None
         """The last one with figures."""
         self._divides, self._beat_us, self._lazy_us = divides, heartbeat_us, lazy_us
+        self._presumed, self._shares_engines = presumed, shares_engines
         self._replaces, self._takes_over = True, takes_over
         self._names = [tier.name for tier in rules.tiers]
         self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
@@ -151,8 +155,8 @@ class Member:
         self._events: list[Event] = []
         self._in_flight: Call | None = None
         self._sent_us = self._retry_us = self._last_answer_us = self._config_us = 0
-        self._first_failure_us: int | None = None
-        self._failures = 0
+        self.first_failure_us: int | None = None
+        self.failures = 0
         self._due_us: int | None = 0
         self._heartbeat_us = 0
         self._alone: Ledger | None = None
@@ -283,6 +287,25 @@ class Member:
         self._bids.pause(is_paused)
         self._call_by(now_us)
 
+    @property
+    def number(self) -> int:
+        """That of its last call."""
+        return self._number
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a call is on its way."""
+        return self._in_flight is not None
+
+    def own(self) -> dict[str, Amount]:
+        """What its leases hold, by tier."""
+        return self._row.by_tier()
+
+    def seen(self) -> tuple[list[calls.EngineState], dict[str, Drain]]:
+        """The engines that the pool knows, and the operators' words on them, by name; its own also if not answered."""
+        own = {told.record.engine: told.record for told in self._told if isinstance(told.record, Drain)}
+        return list(self._config.values()), {**self._drained, **own}
+
     def waiting(self) -> int:
         """How many requests wait."""
         return len(self._bids)
@@ -303,8 +326,8 @@ class Member:
             at = self._sent_us + (ASK_WITHIN_US if self._in_flight.kind == "ask" else ANSWER_WITHIN_US)
         elif self.mode is not Mode.SHARED and self.mode is not Mode.STATING:
             at = max(self._retry_us, at)
-        if self._first_failure_us is not None and self.mode is Mode.LOST:
-            at = min(at, self._first_failure_us + ALONE_US)
+        if self.first_failure_us is not None and self.mode is Mode.LOST:
+            at = min(at, self.first_failure_us + ALONE_US)
         return at
 
     def poll(self, now_us: int) -> Call | None:
@@ -384,7 +407,7 @@ class Member:
         call = self._in_flight
         if call is None or reply.number != call.number:
             return
-        self._in_flight, self._last_answer_us, self._failures = None, now_us, 0
+        self._in_flight, self._last_answer_us, self.failures = None, now_us, 0
         if reply.kind == "wait":
             self._bids.go_back()
             self.mode, self._retry_us = Mode.WAITING, now_us + RETRY_US
@@ -400,7 +423,7 @@ class Member:
             self._in_pool(call, reply, now_us)
 
     def _in_pool(self, call: Call, reply: Reply, now_us: int) -> None:
-        self.mode, self._first_failure_us, self.reply = Mode.SHARED, None, reply
+        self.mode, self.first_failure_us, self.reply = Mode.SHARED, None, reply
         self.is_foreign = reply.is_foreign
         if call.kind == "state":
             self._replaces = self._takes_over = False
@@ -546,23 +569,23 @@ class Member:
         if call is None:
             self._heartbeat_us = now_us
             return
-        self._failures += 1
-        if self._first_failure_us is None:
-            self._first_failure_us = self._sent_us
+        self.failures += 1
+        if self.first_failure_us is None:
+            self.first_failure_us = self._sent_us
         if call.kind == "bye":
             self.is_gone = True
             return
-        if self.mode in (Mode.SHARED, Mode.STATING):
-            self.mode = Mode.LOST if self.knew and self._divides else Mode.JOINING
-        self._retry_us = now_us if self._failures == 1 else now_us + RETRY_US
+        if self.mode in (Mode.SHARED, Mode.STATING, Mode.JOINING):
+            self.mode = Mode.LOST if self._known() and self._divides else Mode.JOINING
+        self._retry_us = now_us if self.failures == 1 else now_us + RETRY_US
         self._call_by(self._retry_us)
 
     # -- alone
 
     def _admit_alone(self, now_us: int) -> None:
         """Without the store: a ledger of its own, of the part `min(C // n, own + free // n)` of each engine."""
-        if self.mode is Mode.LOST and self._first_failure_us is not None:
-            if now_us < self._first_failure_us + ALONE_US:
+        if self.mode is Mode.LOST and self.first_failure_us is not None:
+            if now_us < self.first_failure_us + ALONE_US:
                 return
             self._begin_alone()
         if self.mode is not Mode.ALONE or self._alone is None:
@@ -590,17 +613,22 @@ class Member:
         call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call", whole=is_first)
         if is_first:
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
-        call.engines, call.cells = self._parts(now_us), self._row.state(is_first)
+        call.engines, call.cells = self.parts(now_us), self._row.state(is_first)
         call.acks, self._acks = self._acks, []
         call.bids = self._bids.new(now_us, UNBOUNDED)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
 
-    def _parts(self, now_us: int) -> list[EngineView]:
-        alive, parts = max(1, self.knew), []
+    def _known(self) -> int:
+        """How many replicas there are, 0 for not known. Who got only replies on hold knows of nobody."""
+        return self.knew or (0 if self._last_answer_us else self._presumed)
+
+    def parts(self, now_us: int) -> list[EngineView]:
+        """The engines of a replica that is alone; at UNBOUNDED as they are when the others have died."""
+        alive, parts = max(1, self._known()) if self._shares_engines else 1, []
         held = {engine.id: engine for engine in self.reply.held} if self.reply is not None else {}
         for view in self.views.values():
-            config = self._config.get(view.id)
+            config = view if self.reply is None else self._config.get(view.id)
             if config is None:
                 continue
             sizes = []

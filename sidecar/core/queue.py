@@ -99,7 +99,11 @@ class FairQueue:
     def give_back(self, ticket: Ticket) -> None:
         """The charge of a bid that was taken out before it was let in."""
         if not ticket.has_returned and ticket.tenant in self.finish:
-            self.finish[ticket.tenant] -= ticket.tokens / ticket.weight
+            self.finish[ticket.tenant] = finish = self.finish[ticket.tenant] - ticket.tokens / ticket.weight
+            first = next(iter(self._lanes.get(ticket.tenant, ())), None)
+            if first is not None and first.start is not None and first.start > max(self.virtual, finish):
+                first.start = max(self.virtual, finish)
+                self._push(first)
 
     def take_back(self, ticket: Ticket) -> None:
         """A bid waits here again, at its place."""

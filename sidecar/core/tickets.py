@@ -8,6 +8,9 @@ import msgspec
 
 from sidecar.core.amounts import NOTHING, Amount
 
+MOST_OF_GAIN = 2**43
+"""A thousand times that can be computed with doubles."""
+
 
 class Gain(msgspec.Struct, frozen=True, gc=False):
     """What a request earns in time (rule 9).
@@ -21,6 +24,17 @@ class Gain(msgspec.Struct, frozen=True, gc=False):
     cost_us: int
     start_by_us: int
     slack_us: int
+
+    def bounded(self) -> Gain:
+        """The same within the bounds that the products of these figures need."""
+        most = MOST_OF_GAIN
+        return Gain(
+            self.weight,
+            min(max(1, self.tokens), most),
+            min(max(1, self.cost_us), most),
+            min(max(0, self.start_by_us), most),
+            min(max(1, self.slack_us), most),
+        )
 
     def earned_after(self, waited_us: int) -> int:
         """Weight for time: what the tokens that are still in time are worth for a second of the engine."""
