@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 import msgspec
 
@@ -16,44 +15,18 @@ from sidecar.core import calls
 from sidecar.core.amounts import NOTHING, minus
 from sidecar.core.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
 from sidecar.core.engines import Engine
-from sidecar.core.figures import Rules
+from sidecar.core.figures import Rules, rules_of
 from sidecar.core.preemption import Shortage, shortage
 from sidecar.core.queue import FairQueue
 from sidecar.core.reports import Found
 from sidecar.core.row import Sides, Sums, added, sums_of
 from sidecar.core.scheduler import Gone, Grant, Scheduler
+from sidecar.core.shortage_told import gone_of
 from sidecar.core.tickets import Gain, Lease, Ticket
 from sidecar.core.time_alone import next_change
-from sidecar.policy.rules import Shares
-
-_PPM = 1_000_000
 
 _ASKED_FOR_US = 1_000_000
 """So long one replica alone is asked to take room back."""
-
-
-def rules_of(stated: calls.PoolRules) -> Rules:
-    """The rules that a replica stated."""
-    return Rules(
-        tuple(
-            Shares(
-                t.name,
-                Fraction(t.reserve_ppm, _PPM),
-                Fraction(t.lend_ppm, _PPM),
-                Fraction(t.limit_ppm, _PPM),
-                t.always_first,
-                t.preemptible,
-                t.preempt_after_us,
-            )
-            for t in stated.tiers
-        ),
-        stated.promote_after_us,
-        stated.ceiling,
-        stated.max_preemptions,
-        stated.affinity_percent,
-        stated.by_gain,
-        Fraction(stated.fair_ppm, _PPM),
-    )
 
 
 @dataclass(eq=False)
@@ -466,14 +439,9 @@ class Ledger:
     # -- rule 7: whom to ask for room
 
     def _gone(self) -> Gone:
-        state, gone = self._held(), Gone()
-        for member in state.members.values():
-            for cell in member.leaving.values():
-                if cell.tier in state.levels:
-                    tokens, requests, prompt, sent, *floor = _sums(cell)
-                    amount, on_floor = (tokens, requests, prompt), (floor[0], floor[1], floor[2])
-                    gone.add(state.levels[cell.tier], cell.engine, amount, sent, on_floor)
-        return gone
+        state = self._held()
+        cells = (cell for member in state.members.values() for cell in member.leaving.values())
+        return gone_of(cells, state.levels)
 
     def _shortage_for(self, caller: str) -> Shortage | None:
         """The room that the caller is to take back. Another one, which has more to take from, is woken instead."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple, TypeAlias
 
 from sidecar.core import calls
 from sidecar.core.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
@@ -20,7 +18,6 @@ from sidecar.core.calls import (
     DEAD_US,
     HEARTBEAT_US,
     LAYOUT,
-    Bid,
     Call,
     Cap,
     Cell,
@@ -36,11 +33,13 @@ from sidecar.core.calls import (
     WakeUp,
 )
 from sidecar.core.engines import Engine
-from sidecar.core.figures import aged_level, whole_level
-from sidecar.core.ledger import Ledger, rules_of
-from sidecar.core.preemption import Shortage, leases_to_take_back
+from sidecar.core.figures import aged_level, rules_of, whole_level
+from sidecar.core.ledger import Ledger
+from sidecar.core.member_events import Entered, Event, Mode, Refused, TakeBack
+from sidecar.core.preemption import leases_to_take_back
 from sidecar.core.row import Row, sums_of
-from sidecar.core.scheduler import Gone, Scheduler
+from sidecar.core.scheduler import Scheduler
+from sidecar.core.shortage_told import gone_of, shortage_of
 from sidecar.core.tickets import Lease, Ticket
 
 ANSWER_WITHIN_US = 1_500_000
@@ -51,44 +50,6 @@ RETRY_US = 500_000
 
 LAZY_US = 20_000
 """What no one waits for is told so much later, with what happened meanwhile."""
-
-
-class Mode(Enum):
-    """A replica's relation to its pool.
-
-    `JOINING`: it was never in. `WAITING`: another layout is in force. `STATING`: the ledger does not know what it has.
-    `LOST`: it has no answer, for less than ALONE_US.
-    """
-
-    JOINING = "joining"
-    WAITING = "waiting"
-    STATING = "stating"
-    SHARED = "shared"
-    LOST = "lost"
-    ALONE = "alone"
-
-
-class Entered(NamedTuple):
-    """A ticket got an engine: it is a lease. `found` and `passed`: see `calls.Granted`."""
-
-    lease: Lease
-    found: tuple[int, int, int, int, int, int]
-    passed: Mapping[str, str]
-
-
-class TakeBack(NamedTuple):
-    """The room of a lease is needed: it is to be aborted, and to be handed back or kept."""
-
-    lease: Lease
-
-
-class Refused(NamedTuple):
-    """The pool has other tiers: a ticket cannot wait here."""
-
-    ticket: Ticket
-
-
-Event: TypeAlias = Entered | TakeBack | Refused
 
 
 @dataclass
@@ -448,43 +409,9 @@ class Member:
 
     def _take_room_back(self, reply: Reply, told: ShortageTold, now_us: int) -> None:
         """Rule 7, among the leases of this replica, by the sums of the reply."""
-        names = {tier.name: level for level, tier in enumerate(self.rules.tiers)}
-        mirror, gone = self.mirror(now_us), Gone()
-        for cell in reply.leaving:
-            amount, floor = (
-                (cell.tokens, cell.requests, cell.prompt),
-                (cell.floor_tokens, cell.floor_requests, cell.floor_prompt),
-            )
-            gone.add(names[cell.tier], cell.engine, amount, cell.sent, floor)
-
-        def ticket_of(bid: Bid) -> Ticket:
-            ticket = Ticket(
-                "",
-                names[bid.tier],
-                bid.tenant,
-                bid.tokens,
-                bid.requests,
-                bid.prompt,
-                bid.weight,
-                bid.hits,
-                frozenset(bid.barred),
-                now_us - bid.waited_us,
-                "",
-                bid.number,
-            )
-            ticket.engine = told.engine
-            return ticket
-
-        served = ticket_of(told.served)
-        found = Shortage(
-            told.engine,
-            served,
-            (told.order_class, told.before_key, told.key, served.arrival),
-            [ticket_of(bid) for bid in told.before],
-            [ticket_of(bid) for bid in told.burst],
-            frozenset(names[tier] for tier in told.closed),
-        )
-        for lease in leases_to_take_back(mirror, found, list(self.leases.values()), now_us, gone):
+        levels = {name: level for level, name in enumerate(self._names)}
+        found, gone = shortage_of(told, levels, now_us), gone_of(reply.leaving, levels)
+        for lease in leases_to_take_back(self.mirror(now_us), found, list(self.leases.values()), now_us, gone):
             lease.is_chosen = self._is_leaving_new = True
             self._leaving[lease.ticket.id] = lease
             self._events.append(TakeBack(lease))
