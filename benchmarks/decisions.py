@@ -8,7 +8,8 @@ from typing import NamedTuple
 from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.calls import Cap, EngineView, PoolRules
 from sidecar.core.ledger import Ledger
-from sidecar.core.member import Entered, Member, TakeBack
+from sidecar.core.member import Member
+from sidecar.core.member_events import Entered, TakeBack
 from sidecar.core.tickets import Lease, Ticket
 
 ENGINE = "pool#1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sidecar.core.amounts import NOTHING, UNBOUNDED, Amount
@@ -95,16 +94,15 @@ class Engine:
         tokens, requests, _ = self.size(now_us)
         return self.held[0] >= tokens or self.held[1] >= min(requests, self.cap(now_us))
 
-    def has_room(self, ticket: Ticket, now_us: int, before: Iterable[Ticket] = (), gone: Freed = NOTHING_FREED) -> bool:
+    def has_room(self, ticket: Ticket, now_us: int, before: Amount = NOTHING, gone: Freed = NOTHING_FREED) -> bool:
         """Tokens, requests, and the prompt's turn: one prompt of any size, or several within `prefill`.
 
-        As if `gone` were taken off and those `before` the ticket had entered.
+        As if `gone` were taken off, and tokens, requests and sent prompts `before` the ticket had entered.
         """
         tokens, requests, sent = self.held[0] + ticket.tokens, self.held[1] + ticket.requests, self.sent
         if gone is not NOTHING_FREED:
-            tokens, requests, sent = tokens - gone.amount[0], requests - gone.amount[1], sent - gone.sent
-        for other in before:
-            tokens, requests, sent = tokens + other.tokens, requests + other.requests, sent + other.sent_to(self.id)
+            tokens, requests = tokens - gone.amount[0] + before[0], requests - gone.amount[1] + before[1]
+            sent += before[2] - gone.sent
         size = self.size(now_us)
         if tokens > size[0] or requests > min(size[1], self.cap(now_us)):
             return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 import msgspec
 
@@ -16,45 +15,19 @@ from sidecar.core import calls, limits
 from sidecar.core.amounts import NOTHING, minus
 from sidecar.core.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
 from sidecar.core.engines import Engine
-from sidecar.core.figures import Rules
+from sidecar.core.figures import Rules, rules_of
 from sidecar.core.preemption import Shortage, shortage
 from sidecar.core.queue import FairQueue
 from sidecar.core.rate_limit import RateLimiter
 from sidecar.core.reports import Found
 from sidecar.core.row import Sides, Sums, added, sums_of
 from sidecar.core.scheduler import Gone, Grant, Scheduler
+from sidecar.core.shortage_told import gone_of
 from sidecar.core.tickets import Gain, Lease, Ticket
 from sidecar.core.time_alone import next_change
-from sidecar.policy.rules import Shares
-
-_PPM = 1_000_000
 
 _ASKED_FOR_US = 1_000_000
 """So long one replica alone is asked to take room back."""
-
-
-def rules_of(stated: calls.PoolRules) -> Rules:
-    """The rules that a replica stated."""
-    return Rules(
-        tuple(
-            Shares(
-                t.name,
-                Fraction(t.reserve_ppm, _PPM),
-                Fraction(t.lend_ppm, _PPM),
-                Fraction(t.limit_ppm, _PPM),
-                t.always_first,
-                t.preemptible,
-                t.preempt_after_us,
-            )
-            for t in stated.tiers
-        ),
-        stated.promote_after_us,
-        stated.ceiling,
-        stated.max_preemptions,
-        stated.affinity_percent,
-        stated.by_gain,
-        Fraction(stated.fair_ppm, _PPM),
-    )
 
 
 @dataclass(eq=False)
@@ -320,13 +293,11 @@ class Ledger:
             if (old := before.get(name)) is not None:
                 tier.queue.virtual, tier.owes_until_us, tier.latest = old.queue.virtual, old.owes_until_us, old.latest
         for member in state.members.values():
-            for key, sums in self._row(member).items():
+            row = member.row if self._near is None else sums_of(names, self._near.values())
+            for key, sums in row.items():
                 self._hold(key, sums, 1)
             for tier_name, entry in member.outbox.values():
                 self._hold((tier_name, entry.engine), entry.sums, 1)
-
-    def _row(self, member: _Member) -> dict[Sides, Sums]:
-        return member.row if self._near is None else sums_of(self._held().names, self._near.values())
 
     def _take_changes(self, call: Call, member: _Member) -> None:
         state, now = self._held(), self._held().last_call
@@ -483,14 +454,9 @@ class Ledger:
     # -- rule 7: whom to ask for room
 
     def _gone(self) -> Gone:
-        state, gone = self._held(), Gone()
-        for member in state.members.values():
-            for cell in member.leaving.values():
-                if cell.tier in state.levels:
-                    tokens, requests, prompt, sent, *floor = _sums(cell)
-                    amount, on_floor = (tokens, requests, prompt), (floor[0], floor[1], floor[2])
-                    gone.add(state.levels[cell.tier], cell.engine, amount, sent, on_floor)
-        return gone
+        state = self._held()
+        cells = (cell for member in state.members.values() for cell in member.leaving.values())
+        return gone_of(cells, state.levels)
 
     def _shortage_for(self, caller: str) -> Shortage | None:
         """The room that the caller is to take back. Another one, which has more to take from, is woken instead."""
@@ -503,6 +469,8 @@ class Ledger:
         found = shortage(state.scheduler, state.last_call, self._gone()) if state.scheduler.may_preempt() else None
         if found is None:
             return None
+        if self._near is not None:
+            return found
         most = max(state.members, key=lambda who: (self._takeable(who, found), who == caller, who))
         if not self._takeable(most, found):
             return None
@@ -521,7 +489,7 @@ class Ledger:
             if level > found.served.tier and tier.preemptible and level not in found.closed
         }
         member = state.members[who]
-        held = sum(sums[0] - sums[4] for (t, e), sums in self._row(member).items() if t in tiers and e == found.engine)
+        held = sum(sums[0] - sums[4] for (t, e), sums in member.row.items() if t in tiers and e == found.engine)
         return held - sum(c.tokens for (t, e), c in member.leaving.items() if t in tiers and e == found.engine)
 
     def _told(self, found: Shortage) -> calls.ShortageTold:

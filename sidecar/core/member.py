@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple, TypeAlias
 
 from sidecar.core import calls
 from sidecar.core.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
@@ -28,7 +26,6 @@ from sidecar.core.calls import (
     EngineView,
     Granted,
     Kind,
-    Needed,
     Owed,
     PoolRules,
     Reply,
@@ -36,12 +33,14 @@ from sidecar.core.calls import (
     WakeUp,
 )
 from sidecar.core.engines import Engine
-from sidecar.core.figures import aged_level, whole_level
-from sidecar.core.ledger import Ledger, rules_of
-from sidecar.core.meter import Judged, Meter
-from sidecar.core.preemption import Shortage, leases_to_take_back
+from sidecar.core.figures import aged_level, rules_of, whole_level
+from sidecar.core.ledger import Ledger
+from sidecar.core.member_events import Entered, Event, Mode, Refused, TakeBack
+from sidecar.core.meter import Meter
+from sidecar.core.preemption import leases_to_take_back
 from sidecar.core.row import Row, sums_of
-from sidecar.core.scheduler import Gone, Scheduler
+from sidecar.core.scheduler import Scheduler
+from sidecar.core.shortage_told import gone_of, shortage_of
 from sidecar.core.tickets import Lease, Ticket
 
 ANSWER_WITHIN_US = 1_500_000
@@ -52,44 +51,6 @@ RETRY_US = 500_000
 
 LAZY_US = 20_000
 """What no one waits for is told so much later, with what happened meanwhile."""
-
-
-class Mode(Enum):
-    """A replica's relation to its pool.
-
-    `JOINING`: it was never in. `WAITING`: another layout is in force. `STATING`: the ledger does not know what it has.
-    `LOST`: it has no answer, for less than ALONE_US.
-    """
-
-    JOINING = "joining"
-    WAITING = "waiting"
-    STATING = "stating"
-    SHARED = "shared"
-    LOST = "lost"
-    ALONE = "alone"
-
-
-class Entered(NamedTuple):
-    """A ticket got an engine: it is a lease. `found` and `passed`: see `calls.Granted`."""
-
-    lease: Lease
-    found: tuple[int, int, int, int, int, int]
-    passed: Mapping[str, str]
-
-
-class TakeBack(NamedTuple):
-    """The room of a lease is needed: it is to be aborted, and to be handed back or kept."""
-
-    lease: Lease
-
-
-class Refused(NamedTuple):
-    """The pool has other tiers: a ticket cannot wait here."""
-
-    ticket: Ticket
-
-
-Event: TypeAlias = Entered | TakeBack | Refused | Judged
 
 
 @dataclass
@@ -148,6 +109,7 @@ class Member:
         self._acks: list[int] = []
         self._told: list[_Told] = []
         self._is_view_new = True
+        self._leaving: dict[str, Lease] = {}
         self._is_leaving_new = False
         self._config: dict[str, calls.EngineState] = {}
         self._drained: dict[str, Drain] = {}
@@ -226,7 +188,7 @@ class Member:
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
         self._count(lease, -1)
-        self._is_leaving_new = self._is_leaving_new or lease.is_chosen
+        self._leaves_no_more(lease)
         self._owe(lease, lease.end(now_us), now_us)
         del self.leases[lease.ticket.id]
         self._returns.pop(lease.ticket.id, None)
@@ -243,8 +205,12 @@ class Member:
         lease.is_kept = True
         if lease.is_chosen:
             lease.is_chosen = False
-            self._is_leaving_new = True
+            self._leaves_no_more(lease)
             self._call_by(now_us)
+
+    def _leaves_no_more(self, lease: Lease) -> None:
+        if self._leaving.pop(lease.ticket.id, None) is not None:
+            self._is_leaving_new = True
 
     def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
         """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
@@ -373,7 +339,7 @@ class Member:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
         if self._is_leaving_new or call.whole:
-            leaving = sums_of(self._names, (lease for lease in self.leases.values() if lease.is_chosen))
+            leaving = sums_of(self._names, self._leaving.values())
             call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
         call.acks, self._acks = self._acks, []
         if self._is_view_new:
@@ -453,33 +419,11 @@ class Member:
 
     def _take_room_back(self, reply: Reply, told: ShortageTold, now_us: int) -> None:
         """Rule 7, among the leases of this replica, by the sums of the reply."""
-        names = {tier.name: level for level, tier in enumerate(self.rules.tiers)}
-        mirror, gone = self.mirror(now_us), Gone()
-        for cell in reply.leaving:
-            amount, floor = (
-                (cell.tokens, cell.requests, cell.prompt),
-                (cell.floor_tokens, cell.floor_requests, cell.floor_prompt),
-            )
-            gone.add(names[cell.tier], cell.engine, amount, cell.sent, floor)
-
-        def ticket_of(bid: Needed) -> Ticket:
-            hits = {"": bid.cached, told.engine: bid.cached_there}
-            arrived_us, tier = bid.arrived_us - self._ahead_us, names[bid.tier]
-            return Ticket(
-                "", tier, "", bid.tokens, bid.requests, bid.prompt, 1, hits, arrived_us=arrived_us, number=bid.number
-            )
-
-        served = ticket_of(told.served)
-        found = Shortage(
-            told.engine,
-            served,
-            (told.order_class, told.before_key, told.key, served.arrival),
-            [ticket_of(bid) for bid in told.before],
-            [ticket_of(bid) for bid in told.burst],
-            frozenset(names[tier] for tier in told.closed),
-        )
-        for lease in leases_to_take_back(mirror, found, list(self.leases.values()), now_us, gone):
+        levels = {name: level for level, name in enumerate(self._names)}
+        found, gone = shortage_of(told, levels, self._ahead_us), gone_of(reply.leaving, levels)
+        for lease in leases_to_take_back(self.mirror(now_us), found, list(self.leases.values()), now_us, gone):
             lease.is_chosen = self._is_leaving_new = True
+            self._leaving[lease.ticket.id] = lease
             self._events.append(TakeBack(lease))
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:

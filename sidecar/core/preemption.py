@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sidecar.core.amounts import NOTHING, plus
 from sidecar.core.scheduler import OTHER, Gone, Place, Scheduler
 from sidecar.core.tickets import Lease, Ticket
 
@@ -76,60 +77,65 @@ class _Search:
     def __init__(self, scheduler: Scheduler, found: Shortage, leases: Sequence[Lease], now_us: int, gone: Gone) -> None:
         self._scheduler, self._found, self._now, self._gone = scheduler, found, now_us, gone
         self._engine = scheduler.engines[found.engine]
-        on_engine = [lease for lease in leases if lease.engine == found.engine]
-        self._candidates = sorted(on_engine, key=lambda lease: (-lease.ticket.tier, -lease.entered))
+        candidates = [lease for lease in leases if lease.engine == found.engine and self._may_end(lease)]
+        candidates.sort(key=lambda lease: (lease.ticket.tier, lease.entered))
+        self._candidates, self._taken = candidates, list[Lease]()  # the last is the next to be taken
 
     def leases(self) -> list[Lease]:
         """Of an always_first tier as much as all that waits needs, one ticket more at a time, while that can be had."""
         group = [self._found.served]
-        chosen = self._for(group)
-        for ticket in self._found.burst if chosen is not None else ():
+        taken = self._take_for(group)
+        if taken is None:
+            return []
+        for ticket in self._found.burst:
             more = [*group, ticket]
-            if not self._scheduler.is_within_limit(more):
-                continue
-            found = self._for(more)
-            if found is None:
-                break
-            group, chosen = more, found
-        return chosen or []
-
-    def _for(self, group: Sequence[Ticket]) -> list[Lease] | None:
-        """Least important tiers first, the last that entered first; those that are not needed in the end are spared."""
-        found: list[Lease] = []
-        for lease in self._candidates:
-            if self.is_enough(found, group):
-                break
-            if self._may_take(lease, found):
-                found.append(lease)
-        if not self.is_enough(found, group):
-            return None
-        for lease in reversed(found.copy()):
-            rest = [other for other in found if other is not lease]
+            if self._scheduler.is_within_limit(more):
+                enough = self._take_for(more)
+                if enough is None:
+                    break
+                group, taken = more, enough
+        for lease in reversed(taken.copy()):  # those that are not needed are spared
+            rest = [other for other in taken if other is not lease]
             if self.is_enough(rest, group):
-                found = rest
-        return found
+                taken = rest
+        return taken
+
+    def _take_for(self, group: Sequence[Ticket]) -> list[Lease] | None:
+        """Least important tiers first, the last that entered first, beside those that were taken for fewer."""
+        while not self.is_enough(self._taken, group):
+            while self._candidates and not self._may_take(self._candidates[-1]):
+                self._candidates.pop()
+            if not self._candidates:
+                return None
+            self._taken.append(self._candidates.pop())
+        return self._taken.copy()
 
     def is_enough(self, taken: Sequence[Lease], group: Sequence[Ticket]) -> bool:
         """Whether all of the group fit with those before, if these leases end."""
         gone = self._gone.beside(taken)
-        before = list(self._found.before)
-        for ticket in group:
-            if not self._engine.has_room(ticket, self._now, before, gone.on(self._engine.id)):
+        freed, in_pool, on_engine = gone.on(self._engine.id), NOTHING, NOTHING
+        for number, ticket in enumerate([*self._found.before, *group], -len(self._found.before)):
+            if number >= 0 and not (
+                self._engine.has_room(ticket, self._now, on_engine, freed)
+                and self._scheduler.fits(ticket, in_pool, gone)
+            ):
                 return False
-            if not self._scheduler.fits(ticket, before, gone):
-                return False
-            before.append(ticket)
+            in_pool = plus(in_pool, self._scheduler.need(ticket))
+            on_engine = plus(on_engine, (ticket.tokens, ticket.requests, ticket.sent_to(self._engine.id)))
         return True
 
-    def _may_take(self, lease: Lease, taken: Sequence[Lease]) -> bool:
-        scheduler, ticket, rules = self._scheduler, lease.ticket, self._scheduler.rules
+    def _may_end(self, lease: Lease) -> bool:
+        ticket, rules = lease.ticket, self._scheduler.rules
         if ticket.tier <= self._found.served.tier or not rules.tiers[ticket.tier].preemptible:
             return False
         if lease.is_kept or lease.is_chosen or ticket.is_in_floor or lease.returns >= rules.max_preemptions:
             return False
-        if not scheduler.could_come_back(ticket):
+        # Otherwise its room would go back to one of its tier.
+        return self._scheduler.could_come_back(ticket) and ticket.tier not in self._found.closed
+
+    def _may_take(self, lease: Lease) -> bool:
+        """Its tier keeps its floor without those that were taken before it; and its room would not go back to it."""
+        scheduler, ticket = self._scheduler, lease.ticket
+        if scheduler.would_be_below_floor(ticket.tier, self._gone.beside([*self._taken, lease])):
             return False
-        if scheduler.would_be_below_floor(ticket.tier, self._gone.beside([*taken, lease])):
-            return False
-        # Otherwise its room would go back to it, or to one of its tier.
-        return ticket.tier not in self._found.closed and scheduler.place(ticket, OTHER) >= self._found.place
+        return scheduler.place(ticket, OTHER) >= self._found.place

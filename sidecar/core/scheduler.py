@@ -388,16 +388,14 @@ class Scheduler:
         """`t <= R`."""
         return within(self.need(ticket), self._figures.reserve[ticket.tier])
 
-    def fits(self, ticket: Ticket, before: Iterable[Ticket] = (), gone: Gone = NOTHING_GONE) -> bool:
+    def fits(self, ticket: Ticket, before: Amount = NOTHING, gone: Gone = NOTHING_GONE) -> bool:
         """Beside what engines hold and the idle headroom of tiers that are more important than the ticket.
 
-        As if `gone` had ended and those `before` the ticket had entered.
+        As if `gone` had ended and `before` had entered before the ticket.
         """
         needed = plus(self._total, self.need(ticket))
         if gone is not NOTHING_GONE:
-            needed = minus(needed, gone.total)
-        for other in before:
-            needed = plus(needed, self.need(other))
+            needed = plus(minus(needed, gone.total), before)
         if self._figures.has_headroom:
             for tier, headroom in enumerate(self._figures.headroom[: self._tiers_above(ticket)]):
                 if tier != ticket.tier:

@@ -15,7 +15,8 @@ import msgspec
 from sidecar.core import calls
 from sidecar.core.amounts import NOTHING, UNBOUNDED
 from sidecar.core.calls import Cap, Drain, EngineView, Metered, Reply, WakeUp
-from sidecar.core.member import Entered, Member, Mode, TakeBack
+from sidecar.core.member import Member
+from sidecar.core.member_events import Entered, Mode, TakeBack
 from sidecar.core.meter import Judged
 from sidecar.core.rate_limit import RateLimiter
 from sidecar.core.tickets import Lease as Held

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.calls import DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
-from sidecar.core.member import Member, Mode
+from sidecar.core.member import Member
+from sidecar.core.member_events import Mode
 from sidecar.errors import StoreUnavailable
 from sidecar.events import StoreObserver, StoreState
 from sidecar.policy.model import Policy

@@ -4,7 +4,8 @@ import copy
 
 from sidecar.core import calls
 from sidecar.core.calls import EngineView
-from sidecar.core.member import Member, Refused
+from sidecar.core.member import Member
+from sidecar.core.member_events import Refused
 from sidecar.core.tickets import Ticket
 
 

@@ -5,7 +5,8 @@ from core_player import rules_of, ticket_of, us
 from sidecar.core import calls
 from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.ledger import Ledger
-from sidecar.core.member import Entered, Member, TakeBack
+from sidecar.core.member import Member
+from sidecar.core.member_events import Entered, TakeBack
 
 
 class OneReplica:

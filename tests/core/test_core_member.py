@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def _difference_of_the_fast_path(program: dict[str, Any], luck: random.Random) -
         if _play(judge, fast, step, now):
             slow.do(step, now)
         answers = [(judge.dispatch(now), sorted(judge.preempt(now)))]
-        answers += [(admitted, sorted(chosen)) for admitted, chosen in (fast.pump(now), slow.pump(now))]
+        answers += [(admitted, sorted(chosen)) for admitted, chosen in (fast.call(now), slow.call(now))]
         if answers[0] != answers[1] or answers[1] != answers[2] or _sums(fast) != _sums(slow):
             return f"{program['name']}, step {number} {step} at {now}: {answers}, {_sums(fast)}, {_sums(slow)}"
     return None
@@ -121,16 +122,15 @@ def _difference_of_the_fast_path(program: dict[str, Any], luck: random.Random) -
 @settings(max_examples=examples(20))
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_who_enters_without_a_call_enters_as_with_one(seed: int, several: bool, by_gain: bool) -> None:
-    luck = random.Random(seed)
-    header = random_header(luck, f"seed {seed}", several=several, by_gain=by_gain)
-    assert _difference_of_the_fast_path(Author(luck, header).write(STEPS), luck) is None
+    program = random_program(seed, several=several, by_gain=by_gain)
+    assert _difference_of_the_fast_path(program, random.Random(seed)) is None
 
 
 def test_of_an_idle_pool_most_enter_without_a_call() -> None:
     Counting.entered = 0
-    for program in read()[::20]:
+    for program in programs(range(12)):
         _difference_of_the_fast_path(program, random.Random(1))
-    assert Counting.entered > 50
+    assert Counting.entered > 20
 
 
 LOOK_US = 100_000
