@@ -9,6 +9,7 @@ import msgspec
 from one_replica import OneReplica
 
 from sidecar.core.calls import BIDS_SHOWN, GainBid
+from sidecar.core.queue import FairQueue
 from sidecar.core.tickets import Gain, Ticket
 from tests.support.each import each
 
@@ -82,3 +83,13 @@ def test_one_enters_for_one_that_ends_at_the_same_cost_however_many_wait(order: 
 
 def test_a_bid_has_the_figures_of_its_gain() -> None:
     assert GainBid.__struct_fields__ == Gain.__struct_fields__
+
+
+def test_what_gave_up_is_forgotten_and_the_others_keep_their_order() -> None:
+    queue, one = FairQueue(), Ticket("stays", 0, "a", 5, number=0)
+    queue.add(one)
+    for number in range(1, 1_000):
+        queue.add(gone := Ticket(f"{number}", 0, f"{number}", 1, number=number))
+        queue.remove(gone)
+        assert len(queue._order) < 100
+        assert queue.next() is one
