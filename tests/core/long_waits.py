@@ -18,7 +18,6 @@ from core_player import CorePlayer
 from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.figures import figures_of
 from sidecar.core.scheduler import INSIDE, LINE
-from sidecar.core.tickets import Ticket
 from sidecar.core.time_alone import next_change
 
 D = 10_000_000
@@ -216,14 +215,13 @@ class Flood:
                 continue
             lined = [ticket for ticket in scheduler.line if ticket.tier == level]
             heads = scheduler.heads(level)
-            fronts = [t for t in lined if not t.is_for_floor][:1] or heads[:1]
-            fronts = [t for t in fronts if scheduler.is_within_limit([t])]  # no limit in the way
+            front = next((ticket for ticket in lined if not ticket.is_for_floor), None)
             for ticket in {*lined, *heads}:
-                if self._class_of(ticket) == LINE:
-                    found["line", ticket.id] = now_us
-                elif self._class_of(ticket) == INSIDE:
-                    found["inside", ticket.id] = now_us
-            for ticket in fronts:
+                order_class = scheduler.class_of(ticket, front, heads)
+                if order_class in (INSIDE, LINE):
+                    found["inside" if order_class == INSIDE else "line", ticket.id] = now_us
+            fronts = heads[:1] if front is None else [front]
+            for ticket in filter(lambda t: scheduler.is_within_limit([t]), fronts):  # no limit in the way
                 if scheduler.is_small(ticket):
                     found["small", ticket.id] = now_us
                 else:
@@ -234,9 +232,6 @@ class Flood:
             if before_us is not None:
                 found[key] = max(before_us, at_us) if key[0] == "large" and at_us > now_us else before_us
         self.since = found
-
-    def _class_of(self, ticket: Ticket) -> int:
-        return self.scheduler.class_of(ticket)
 
     def _owes(self, level: int, owes_us: int) -> None:
         """Of one engine without prompts: a tier owes at most `D * t / R` for each lease that began by a turn."""

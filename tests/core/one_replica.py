@@ -95,7 +95,10 @@ class OneReplica:
         elif what == "prefilled" and lease:
             m.first_byte(lease, now)
         elif what == "resize" and lease:
+            growth = step["tokens"] - lease.ticket.tokens
             m.resize(lease, step["tokens"], now)
+            if growth > 0:
+                m.charge(lease, growth, now)
         elif what == "keep" and lease:
             m.keep(lease, now)
         elif (what == "requeue" and lease and lease.is_chosen) or (what == "hand_back" and lease):

@@ -32,7 +32,7 @@ class Watched(CorePlayer):
         grant = self.enter(ticket, engine, order_class, over)
         of = pool.engines[engine]
         assert within((*of.held[:2], 0), of.size(pool._now))
-        assert within(pool._total, pool.capacity)
+        assert within((*pool._total[:2], 0), pool.capacity)
         return grant
 
     def dispatch(self, now: int) -> Any:

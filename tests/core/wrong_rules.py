@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sidecar.core import scheduler as module
-from sidecar.core.amounts import UNBOUNDED, within
+from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.engines import Engine
 from sidecar.core.figures import figures_of
 from sidecar.core.preemption import _Search
@@ -110,19 +110,17 @@ PATCHES: dict[str, Patch] = {
     # rule 3
     "admits nothing": (Scheduler, "decide", always([])),
     "first come, first served": (Scheduler, "place", lambda s, t, c: (0, 0, 0, t.arrival)),
-    "has no floors": (Scheduler, "class_of", lambda s, t: max(OTHER, class_of(s, t)) if not t.is_for_floor else LINE),
-    "a turn is inside": (Scheduler, "class_of", lambda s, t: INSIDE if class_of(s, t) == TURN else class_of(s, t)),
+    "has no floors": (Scheduler, "class_of", lambda s, t, *f: LINE if t.is_for_floor else OTHER),
+    "a turn is inside": (Scheduler, "class_of", lambda *it: INSIDE if class_of(*it) == TURN else class_of(*it)),
     "turns by level": (Scheduler, "place", lambda s, t, c: (c, (c != TURN) * place(s, t, c)[1], *place(s, t, c)[2:])),
     "one head while the tier owes": (Scheduler, "heads", lambda s, level: heads(s, level)[:1]),
     "last after a turn only": (Scheduler, "_begin_to_count", _puts_last_after_a_turn_only),
     "those for the floor wait in their order": (
-        Scheduler, "class_of", lambda s, t: OTHER if class_of(s, t) == LINE else class_of(s, t),
+        Scheduler, "class_of", lambda *it: OTHER if class_of(*it) == LINE else class_of(*it),
     ),
     "a floor is for all in line": (
         Scheduler, "class_of",
-        lambda s, t: INSIDE if class_of(s, t) == OTHER and within(
-            tuple(map(sum, zip(s.on_floor(t.tier), s.need(t), strict=True))), s._figures.reserve[t.tier]
-        ) else class_of(s, t),
+        lambda s, t, front, heads: class_of(s, t, None, [t]),
     ),
     # rules 4 and 5
     "small ones slip past": (Scheduler, "holds", always(False)),
@@ -135,10 +133,11 @@ PATCHES: dict[str, Patch] = {
     # rules 6 and 8
     "takes whichever engine has room": (Engine, "score", lambda e, t, p: (0, e.order)),
     "lets others into an engine that is closed": (
-        Scheduler, "_engine_for", lambda s, t, w, closed, any_: engine_for(s, t, w, set(), any_),
+        Scheduler, "_engine_for", lambda s, t, w, open_, any_: engine_for(s, t, w, [*s.engines.values()], any_),
     ),
     "a late one enters a closed engine": (
-        Scheduler, "_engine_for", lambda s, t, w, closed, any_: engine_for(s, t, w, set() if any_ else closed, any_),
+        Scheduler, "_engine_for",
+        lambda s, t, w, open_, any_: engine_for(s, t, w, [*s.engines.values()] if any_ else open_, any_),
     ),
     "counts no prompts in line": (Scheduler, "_wait_for", lambda s, t, w: setattr(t, "engine", w)),
     "is patient for ever": (module, "PATIENCE_US", 10**15),
@@ -149,7 +148,7 @@ PATCHES: dict[str, Patch] = {
     ),
     "no line": (Scheduler, "_has_place", always(False)),
     "a line without end": (Scheduler, "_has_place", always(True)),
-    "ignores caps": (Engine, "cap", always(UNBOUNDED)),
+    "ignores caps": (Engine, "set_cap", always(None)),
     "forgets who is gone": (Scheduler, "look", _forgets_who_is_gone),
     # rule 7
     "takes from every tier": (_Search, "_may_take", _takes_of_every_tier),

@@ -28,8 +28,7 @@ from tests.support.redis_servers import RedisServer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
 
-from scenario_policy import SCENARIOS
-from scenario_policy import policy_of as policy_of_scenario
+from scenario_policy import SCENARIOS, rules_of
 
 pytestmark = pytest.mark.anyio
 AT_ONCE = Grant(1_000_000_000, 0, 0, None, {}, 0)
@@ -313,7 +312,7 @@ async def test_a_shared_pool_gives_exactly_the_recorded_answers(redis_server: Re
 
 async def first_wrong_step(harness: Harness, scenario: dict[str, Any]) -> str:
     """What a pool did otherwise than is recorded, and the lesson of the scenario; empty where nothing."""
-    rules, clock = policy_of_scenario(scenario).rules(), Clock()
+    rules, clock = rules_of(scenario), Clock()
     pool = await harness.pool(policy_of(rules), clock)
     allow_any_size(pool._sizes)  # type: ignore[attr-defined]  # what never fits waits, in some of them
     begun_us, names = clock.us, [tier.name for tier in rules.tiers]

@@ -1,32 +1,22 @@
-"""The scenarios in `scenarios/`, and the policy of one, as its file writes it."""
+"""The scenarios of one engine by level, and the rules of one, as its file writes it."""
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
-from oracle import Policy
+from programs import Program, scenarios
 
-from sidecar.policy.rules import Shares
+from sidecar.policy.rules import PoolRules, Shares, pool_rules
 
-
-def scenarios_of(name: str) -> list[dict[str, Any]]:
-    return json.loads((Path(__file__).parent / "scenarios" / f"{name}.json").read_text())
+SCENARIOS = [it for it in scenarios() if it["name"].startswith(("lessons", "random"))]
 
 
-SCENARIOS = scenarios_of("lessons") + scenarios_of("random")
-OF_FLEETS = scenarios_of("fleet")
-"""Those of several engines, worked out by hand."""
-
-
-def policy_of(scenario: dict[str, Any]) -> Policy:
-    """Without `capacity` the pool is that of its engines."""
+def rules_of(scenario: Program) -> PoolRules:
     names = [tier["name"] for tier in scenario["tiers"]]
-    aging, capacity = scenario["aging"], scenario.get("capacity", {})
-    return Policy(
-        capacity=(capacity.get("tokens"), capacity.get("requests")),
+    aging, capacity = scenario["aging"], scenario["capacity"]
+    return pool_rules(
+        tokens=capacity.get("tokens"),
+        requests=capacity.get("requests"),
         tiers=tuple(
             Shares(
                 name=tier["name"],

@@ -1,0 +1,95 @@
+"""25,000 waiting are as cheap as 250: the ledger knows 32 of each tier, and a decision looks at no more than that."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+from one_replica import OneReplica
+
+from sidecar.core.calls import BIDS_SHOWN, GainBid
+from sidecar.core.queue import FairQueue
+from sidecar.core.tickets import Gain, Ticket
+from tests.support.each import each
+
+TIERS = [{"name": "high", "reserve": 0.3}, {"name": "low", "reserve": 0.1}]
+SHOWN = (BIDS_SHOWN + 1) * len(TIERS)
+"""Those next in fair order, and by gain the best."""
+
+
+class Crowd:
+    """So many wait in a full pool, each of a tenant of its own or of few."""
+
+    def __init__(self, number: int, order: str, tenants: int) -> None:
+        self.one = OneReplica({"tiers": TIERS, "order": order, "capacity": {"tokens": 100}})
+        self.now = 1_000_000
+        self.largest_call = 0
+        for each_one in range(number):
+            gain = Gain(1, 10, 1_000 + each_one, 10**12, 10) if order == "gain" else None
+            ticket = Ticket(
+                f"{each_one}", each_one % 2, f"{each_one % tenants}", 10,
+                arrived_us=self.now, number=each_one, gain=gain,
+            )  # fmt: skip
+            self.one.member.submit(ticket, self.now)
+        self.pump()
+
+    def pump(self) -> int:
+        """Calls until there is nothing more to say. Returns how many entered."""
+        entered, execute = 0, self.one.ledger.execute
+
+        def watched(call: Any, now: int) -> Any:
+            self.largest_call = max(self.largest_call, len(msgspec.msgpack.encode(call)))
+            return execute(call, now)
+
+        self.one.ledger.execute = watched  # type: ignore[method-assign]
+        while (found := self.one.pump(self.now)[0]) or self.one.member.due_us() == self.now:
+            entered += len(found)
+        del self.one.ledger.execute
+        return entered
+
+    def steps(self, number: int) -> int:
+        """How many functions are called while so many end, one after the other, and others enter."""
+        called = 0
+
+        def count(_frame: Any, event: str, _what: Any) -> None:
+            nonlocal called
+            called += event == "call"
+
+        entered = 0
+        for _ in range(number):
+            self.now += 1_000
+            lease = next(iter(self.one.member.leases.values()))
+            sys.setprofile(count)
+            try:
+                self.one.member.end(lease, self.now)
+                entered += self.pump()
+            finally:
+                sys.setprofile(None)
+        assert entered == number
+        return called
+
+
+@each(("order", "tenants"), [("level", 20_000), ("level", 3), ("gain", 20_000), ("gain", 3)])
+def test_one_enters_for_one_that_ends_at_the_same_cost_however_many_wait(order: str, tenants: int) -> None:
+    few, many = Crowd(250, order, tenants), Crowd(25_000, order, tenants)
+    assert len(many.one.member.leases) == 10
+    assert many.steps(20) < 2 * few.steps(20)
+    for crowd in (few, many):
+        assert crowd.one.ledger.state is not None
+        assert sum(len(member.bids) for member in crowd.one.ledger.state.members.values()) <= SHOWN
+        assert crowd.largest_call < 40_000
+
+
+def test_a_bid_has_the_figures_of_its_gain() -> None:
+    assert GainBid.__struct_fields__ == Gain.__struct_fields__
+
+
+def test_what_gave_up_is_forgotten_and_the_others_keep_their_order() -> None:
+    queue, one = FairQueue(), Ticket("stays", 0, "a", 5, number=0)
+    queue.add(one)
+    for number in range(1, 1_000):
+        queue.add(gone := Ticket(f"{number}", 0, f"{number}", 1, number=number))
+        queue.remove(gone)
+        assert len(queue._order) < 100
+        assert queue.next() is one
