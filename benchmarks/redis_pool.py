@@ -30,17 +30,17 @@ from typing import Any
 import uvloop
 
 from benchmarks.redis_setup import NORMAL, plain_client, replica, running_server, shipped_policy, version_of
+from sidecar.core.tickets import Gain
 from sidecar.policy.model import Order, Policy
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.ledger_pool import LedgerPool
-from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer
 
 TOKENS, PROMPT, EACH, PREFILL, TENANTS = 2_500, 300, 16, 8_000, 24
 APART_S = 0.03
 """Between two events of a request: longer than a replica keeps what nobody waits for."""
 BARE = "return 1"
-GAIN = GainFigures(2, 300, 1_000_000, 120_000_000, 120_000_000, 100_000)
+GAIN = Gain(2, 300, 1_000_000, 120_000_000, 100_000)
 
 
 @dataclass(frozen=True)
