@@ -530,6 +530,9 @@ class LedgerPool:
     def _admit(self, held: Held, granted: Granted, now_us: int) -> None:
         request = self._requests[held.ticket.id]
         lease, ticket, request.held = request.lease, held.ticket, held
+        if lease.has_grown():
+            self._ask_again(request, held, now_us)
+            return
         level = self._member.whole_level(ticket, now_us)
         grant = self._waits.so_far(request.wait, level, now_us, granted.passed)
         if self._has_names:
@@ -540,6 +543,13 @@ class LedgerPool:
         self._waits.admitted(request.wait, ticket.tokens, now_us)
         self._places.admitted(ticket.tier, now_us)
         lease.granted(grant)
+
+    def _ask_again(self, request: _Request, held: Held, now_us: int) -> None:
+        """It has grown since its bid was shown: it waits on, by its arrival."""
+        request.held = None
+        self._member.hand_back(held, request.lease.ask.barred, now_us)
+        if error := self._sizes.outgrown(request.lease.ask):
+            self._refuse_waiting(request.lease, error)
 
     # -- what the pool says of itself
 
