@@ -446,10 +446,11 @@ class LedgerPool:
 
     def _look_at_store(self) -> None:
         self._watch.look(self._member)
-        if not self._watch.is_patient(self._member):
-            for request in list(self._waiting.values()):
-                if refusal := self._watch.refusal(request.lease.ask, self._sizes.policy, self._member):
-                    self._refuse_waiting(request.lease, refusal)
+        unjudged = self._watch.unjudged(self._member)
+        for lease in [it.lease for it in self._waiting.values()] if unjudged is None else unjudged:
+            if refusal := self._watch.refusal(lease.ask, self._sizes.policy, self._member):
+                self._refuse_waiting(lease, refusal)
+            lease.waits()
 
     def _run_when_due(self) -> None:
         due_us = self._member.due_us()
@@ -568,7 +569,7 @@ class LedgerPool:
         if self._link.is_shared:
             own = {"leases": len(self._requests) - waiting, "waiting": waiting}
             if self.status.state is StoreState.SHARED and member.reply is not None:
-                state["waiting"] = max(waiting, member.reply.waiting)
+                state["waiting"] = waiting + member.others_waiting
                 state["leases"] = sum(tier.held_requests for tier in usage)
             state["store"] = self._watch.state(member, own, self._link.round_trips)
         if not self._has_names:

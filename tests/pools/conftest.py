@@ -10,7 +10,7 @@ import pytest
 from tests.pools.core_harness import CoreHarness
 from tests.pools.harness import ByGain, Harness, LocalHarness
 from tests.pools.redis_harness import RedisHarness
-from tests.pools.store_harness import in_process, on_server
+from tests.pools.store_harness import on_server
 from tests.support.redis_servers import RedisServer, binaries, first_binary
 
 BINARIES = {binary.name: binary for binary in binaries()}
@@ -73,8 +73,6 @@ def harness_of(kind: str, servers: dict[str, RedisServer]) -> Harness:
         return FakeHarness()
     if kind in ("shared", "three replicas"):
         made = on_server(servers[FIRST], 0 if kind == "shared" else 2)
-    elif kind == "fake":
-        made = in_process()
     elif kind == "core":
         made = CoreHarness()
     else:

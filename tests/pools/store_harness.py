@@ -119,14 +119,14 @@ def in_process() -> StoreHarness:
     """Pools in the Redis that lives in this process."""
     import fakeredis
 
-    from tests.pools.fake_harness import LUA_MODULES
+    from tests.pools.fake_harness import LUA_MODULES as MODULES
 
-    server = fakeredis.FakeServer(version=(7,))
+    server = fakeredis.FakeServer(version=(6,))  # without functions
 
     def connect_to(name: str) -> Connect:
         async def connect() -> StoreConnection:
             made: Any = fakeredis.FakeAsyncRedis(
-                server=server, single_connection_client=True, lua_modules=LUA_MODULES
+                server=server, single_connection_client=True, lua_modules={*MODULES, "cmsgpack"}
             )
             return StoreConnection(await made.initialize(), ledger_key(name), "")
 

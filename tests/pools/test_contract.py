@@ -33,9 +33,9 @@ from scenario_policy import policy_of as policy_of_scenario
 
 pytestmark = pytest.mark.anyio
 AT_ONCE = Grant(1_000_000_000, 0, 0, None, {}, 0)
-KINDS = ["local", "core", "fake", "shared", "three replicas", "fakeredis", *SERVERS]
+KINDS = ["local", "core", "shared", "three replicas", "fakeredis", *SERVERS]
 CORE_BY_GAIN = ["core by gain", "shared by gain"]
-CORE = ["core", "fake", "shared", "three replicas", *CORE_BY_GAIN]
+CORE = ["core", "shared", "three replicas", *CORE_BY_GAIN]
 in_both_orders = pytest.mark.parametrize("harness", [*KINDS, *BY_GAIN], indirect=True)
 """For what another order decides elsewhere."""
 with_hold_back = pytest.mark.parametrize("harness", [it for it in [*KINDS, *BY_GAIN] if it not in CORE], indirect=True)
