@@ -21,6 +21,7 @@ from sidecar.pools.runtime import monotonic_us
 from tests.pools.conftest import BINARIES, FIRST, OTHERS, SERVERS, Servers
 from tests.pools.harness import ask, simple
 from tests.pools.load import Load, nothing_left, recovered, replicas, store_of, until
+from tests.pools.store_harness import patient_library
 from tests.support.certificates import needs_openssl, started_with_tls
 from tests.support.fault_proxy import FaultProxy
 from tests.support.redis_servers import RedisServer, first_binary
@@ -239,7 +240,7 @@ async def test_a_store_that_was_never_there_refuses_and_says_so_where_it_is_need
         server.restart()
         await recovered([pool])
         lease = await pool.enter(ask())
-        assert lease.grant is not None
+        await asyncio.wait_for(lease.wait(), 60)
         lease.settle()
 
 
@@ -313,9 +314,10 @@ async def test_grants_for_another_replica_are_heard_at_once(
 ) -> None:
     """Without a heartbeat, which would tell of them too."""
     monkeypatch.setattr(RedisLink, "heartbeat_us", 600_000_000)
+    monkeypatch.setattr(link, "ledger_library", patient_library)
     monkeypatch.setattr(link, "SILENT_SUBSCRIPTION_S", 600.0)  # else it listens anew, and misses a grant
     async with replicas(policy(), [server.url] * 2) as pools:
-        await until(lambda: len(server.command("PUBSUB", "CHANNELS", "*")) == 2, what="each listens")
+        await until(lambda: len(server.command("PUBSUB", "CHANNELS", "*")) == 3, what="each listens")
         for _ in range(5):
             running = await pools[1].enter(ask(tokens=CAPACITY))
             waiting = await pools[0].enter(ask(tokens=CAPACITY))
