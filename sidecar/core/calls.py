@@ -9,7 +9,9 @@ from typing import Literal
 
 import msgspec
 
-LAYOUT = 100
+from sidecar.version import STORE_LAYOUT
+
+LAYOUT = STORE_LAYOUT
 """The number of the format of the state, and of these records. Two numbers are never in force at once."""
 
 HEARTBEAT_US = 1_800_000
