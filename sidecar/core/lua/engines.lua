@@ -53,9 +53,8 @@ local function set_engines(offers)
   end
   for _, engine in pairs(offers) do engines[#engines + 1] = engine end
   set_table(engines, found)
-  for i = 1, #load_line() do
-    if not offers[lined[i][L_ENGINE]] and lined[i][L_ENGINE] ~= '' then
-      local ticket = ticket_at(line, i)
+  for _, ticket in ipairs(load_line()) do
+    if ticket[ENGINE] and not offers[ticket[ENGINE]] then
       ticket[ENGINE] = false
       moved(ticket)
       change_line(ticket)

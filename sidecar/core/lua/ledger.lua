@@ -49,9 +49,7 @@ local function withdraw(member, id, tier_name)
   end
   local tier = tier_of(tier_name)
   if not tier then return end
-  for i = 1, #load_line() do
-    if lined[i][L_ID] == id then look_at(ticket_at(line, i)) end
-  end
+  for _, ticket in ipairs(load_line()) do look_at(ticket) end
   if not found then for_queue(tier, look_at) end
   if found and found[TIER] == tier then
     remove(found)
@@ -64,7 +62,7 @@ local function add_bid(member, bid)
   if not tier then return end
   bid[TIER], bid[ARRIVED], bid[OWNER], bid[START], bid[ENGINE] = tier, max(0, now - bid[ARRIVED]), who, false, false
   bid[IN_LINE_SINCE], bid[COUNT], bid[COUNTED], bid[ADMISSION], bid[EXCESS], bid[EXCESS_PROMPT] = false, 0, 0, 0, 0, 0
-  bid[IS_IN_FLOOR] = false
+  bid[IS_IN_FLOOR], bid[STAYS] = false, false
   member[BIDS] = member[BIDS] + 1
   queue_add(bid)
 end
@@ -155,9 +153,9 @@ local function find_next()
     if small then consider_ticket(tier, small[ARRIVED]) end
     if rules[R_BY_GAIN] and first then consider(now + LOOK_AGAIN_US) end
   end
-  for i = 1, #load_line() do
-    consider(lined[i][L_SINCE] + PATIENCE_US)
-    consider_ticket(lined[i][L_TIER], lined[i][L_ARRIVED])
+  for _, ticket in ipairs(load_line()) do
+    consider(ticket[IN_LINE_SINCE] + PATIENCE_US)
+    consider_ticket(ticket[TIER], ticket[ARRIVED])
   end
   for slot, engine in ipairs(config.engines) do
     consider(held[slot][H_CAP_UNTIL])
@@ -213,9 +211,8 @@ end
 
 local function lined_of_caller()
   local found = {}
-  for i = 1, #load_line() do
-    local it = lined[i]
-    if it[L_OWNER] == who then found[#found + 1] = { it[L_ID], it[L_ENGINE], it[L_SINCE] } end
+  for _, it in ipairs(load_line()) do
+    if it[OWNER] == who then found[#found + 1] = { it[ID], it[ENGINE] or '', it[IN_LINE_SINCE] } end
   end
   return found
 end
@@ -251,7 +248,7 @@ end
 local function begin()
   local names = { 'layout', 'state', 'held', 'config' }
   fields, changed, all_fields, queues, wake_ups, is_config_new, is_made = {}, {}, nil, {}, {}, false, false
-  line, lined, needs, held_text, known, kept = nil, nil, nil, nil, kept.root == root and kept or { root = root }, {}
+  line, needs, held_text, known, kept[root] = nil, nil, nil, kept[root] or {}, nil -- a call that fails may have changed it
   for i, cell in ipairs(call[C_CELLS]) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end
   read_fields(names)
   if not fields.layout then
