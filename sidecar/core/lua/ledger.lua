@@ -113,11 +113,11 @@ local function count_all()
 end
 
 local function grant_all()
-  local waits, of_owner = count_all() > 0, {}
-  if waits or call[C_WHOLE] then state[IS_BESIDE_OLD] = is_beside_old() end
-  if not waits or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] > 0 then return end
+  local waiting, of_owner = count_all(), {}
+  if waiting > 0 or call[C_WHOLE] then state[IS_BESIDE_OLD] = is_beside_old() end
+  if waiting == 0 or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] > 0 then return end
   granted = {}
-  decide()
+  decide(waiting)
   for _, it in ipairs(granted) do
     local owner, grant = it[1], it[2]
     local member = members[owner]

@@ -1,7 +1,7 @@
 -- Rule 2: the queue of one tier; its tenants take turns by start-time fair queueing (`queue.py`).
 --
--- A queue has lanes: tenant -> its tickets by arrival, packed until they are looked at; `starts` and `arrived` of each lane's
--- first; `returned`, those that came back; and `finish`, the tags of tenants. It is read when its tier's head does not do. A
+-- A queue has lanes: tenant -> its tickets by arrival, packed until they are looked at; `starts`, the tag of each
+-- lane's first; `returned`, those that came back; and `finish`, the tags of tenants. It is read when its tier's head does not do. A
 -- ticket that comes to an empty tier and is granted at once is never written.
 
 local function lane_of(queue, tenant)
@@ -12,13 +12,13 @@ end
 local function queue_of(tier)
   local queue = queues[tier]
   if queue then return queue end
-  queue = { lanes = {}, texts = {}, starts = {}, arrived = {}, finish = {}, returned = {} }
+  queue = { lanes = {}, texts = {}, starts = {}, finish = {}, returned = {} }
   if tiers[tier][QUEUED] > 0 then
     local name = 'q:' .. tier
     if known[name] and known[name][1] == field(name) then
       queue = known[name][2]
     else
-      queue.texts, queue.starts, queue.arrived, queue.finish, queue.returned = unpacked(field(name))
+      queue.texts, queue.starts, queue.finish, queue.returned = unpacked(field(name))
     end
     local head = heads[tier] and ticket_at(heads, tier)
     if head and head[HAS_RETURNED] then -- it is one object, here and there
@@ -39,7 +39,7 @@ local function packed_queue(tier)
   for tenant, lane in pairs(queue.lanes) do
     queue.texts[tenant] = queue.texts[tenant] or pack(unpack(packed_tickets(lane)))
   end
-  return pack(queue.texts, queue.starts, queue.arrived, queue.finish, packed_tickets(queue.returned))
+  return pack(queue.texts, queue.starts, queue.finish, packed_tickets(queue.returned))
 end
 
 -- Whatever changes in a queue may change its head.
@@ -62,7 +62,7 @@ local function next_of(tier, is_wanted)
   if not is_wanted and heads[tier] then return ticket_at(heads, tier) end
   local queue, found = queue_of(tier), nil
   for tenant, start in pairs(queue.starts) do
-    if is_wanted or not found or start < found[START] or (start == found[START] and queue.arrived[tenant] <= found[ARRIVED]) then
+    if is_wanted or not found or start <= found[START] then
       local first = ticket_at(lane_of(queue, tenant), 1)
       if (not is_wanted or is_wanted(first)) and (not found or is_next(first, found)) then found = first end
     end
@@ -83,7 +83,7 @@ local function tag_first(tier, queue, tenant)
   if not first[START] then
     first[START], first.packed = max(first[HINT] or tiers[tier][VIRTUAL], queue.finish[tenant] or 0), nil
   end
-  queue.starts[tenant], queue.arrived[tenant] = first[START], first[ARRIVED]
+  queue.starts[tenant] = first[START]
 end
 
 -- Where none waits, all tags start afresh at a virtual time beyond every tag.
@@ -128,7 +128,7 @@ local function take_out(queue, ticket)
     end
   end
   queue.texts[tenant] = nil
-  if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.starts[tenant], queue.arrived[tenant] = nil, nil, nil end
+  if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.starts[tenant] = nil, nil end
   tiers[ticket[TIER]][QUEUED] = tiers[ticket[TIER]][QUEUED] - 1
 end
 

@@ -455,9 +455,7 @@ local function front_may_stand_for_floor()
     local tokens, prompt = on_floor(tier, 1), on_floor(tier, 3)
     local has_floor = on_floor(tier, 2) < reserve[2]
       and ((tokens + state[LEAST] <= reserve[1] and prompt <= reserve[3]) or (not owes(tier) and tokens < reserve[1] and prompt < reserve[3]))
-    if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST] or has_floor) then
-      return true
-    end
+    if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST] or has_floor) then return true end
   end
 end
 
@@ -474,10 +472,7 @@ local function visit(place, open, ...)
   local class = place.class
   if class == OTHER and open.is_stopped then return nil end
   local ticket = place.ticket
-  if not fits(ticket, NOBODY) then
-    if holds(ticket, class) then return false end
-    return nil
-  end
+  if not fits(ticket, NOBODY) then return not holds(ticket, class) and nil end
   local was_in_line = ticket[IN_LINE_SINCE]
   local joins = not was_in_line and has_place(ticket[TIER])
   local is_late = was_in_line and now >= was_in_line + PATIENCE_US
@@ -501,16 +496,8 @@ local function visit(place, open, ...)
   end
 end
 
-local function nobody_waits()
-  for _, t in ipairs(tiers) do
-    if t[QUEUED] > 0 or t[LINED] > 0 then return false end
-  end
-  return true
-end
-
 -- The next step, one enters an engine or comes to stand in line. False where there is none.
 local function step()
-  if nobody_waits() then return false end
   local open, least = find_open()
   if total[1] + least > figures.C[1] or total[2] >= figures.C[2] then return false end -- nothing that waits fits the pool
   if #open == 0 and not someone_may_join() and not front_may_stand_for_floor() then return false end
@@ -528,8 +515,8 @@ local function step()
   return false
 end
 
--- All steps that can be done now.
-local function decide()
+-- All steps that can be done now, while someone waits.
+local function decide(waiting)
   look()
   if places == 0 then return end
   if state[CHOOSES] then
@@ -537,7 +524,7 @@ local function decide()
     state[CHOOSES] = false
     for slot = 1, #config.engines do state[CHOOSES] = state[CHOOSES] or now < held[slot][H_CAP_UNTIL] end
   end
-  while step() do
+  while #granted < waiting and step() do
     if state[CHOOSES] then choose_again() end
   end
 end
