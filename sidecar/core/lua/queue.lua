@@ -23,10 +23,10 @@ local function queue_of(tier)
     local head = heads[tier] and ticket_at(heads, tier)
     if head and head[HAS_RETURNED] then -- it is one object, here and there
       for i = 1, #queue.returned do
-        if packed_ticket(queue.returned[i]) == head.packed then queue.returned[i] = head end
+        if packed_ticket(queue.returned[i]) == head.packed then queue.returned[i], queue.by_gain = head, nil end
       end
-    elseif head then
-      lane_of(queue, head[TENANT])[1] = head
+    elseif head and lane_of(queue, head[TENANT])[1] ~= head then
+      queue.lanes[head[TENANT]][1], queue.by_gain = head, nil
     end
   end
   queues[tier] = queue
@@ -98,6 +98,34 @@ local function tag(tier, tenant)
   if rules[R_BY_GAIN] then t[VIRTUAL] = max(t[VIRTUAL], next_of(tier)[START]) end
 end
 
+-- Rule 9: weight for time.
+local function earned(ticket)
+  local gain = ticket[GAIN]
+  if not gain then return 0 end
+  local lost = floor(max(0, now - ticket[ARRIVED] - gain[GAIN_START_BY]) / gain[GAIN_SLACK])
+  local share = floor(max(0, gain[GAIN_TOKENS] - lost) * 1000 / gain[GAIN_TOKENS])
+  return floor(gain[GAIN_WEIGHT] * share * 1000000 / gain[GAIN_COST])
+end
+
+-- By gain: `by_gain` has what earns something, the most first, by what it earned when it was looked at last: with time that falls.
+local function rank(queue, ticket)
+  local list, bounds, low = queue.by_gain, queue.bounds, 1
+  local high = #list + 1
+  bounds[ticket] = earned(ticket)
+  while low < high do
+    local middle = floor((low + high) / 2)
+    local other = list[middle]
+    if bounds[other] > bounds[ticket] or (bounds[other] == bounds[ticket] and is_before(other, ticket)) then low = middle + 1 else high = middle end
+  end
+  if bounds[ticket] > 0 then table.insert(list, low, ticket) end
+end
+
+local function unrank(queue, ticket)
+  for i = 1, queue.by_gain and #queue.by_gain or 0 do
+    if queue.by_gain[i] == ticket then return table.remove(queue.by_gain, i) end
+  end
+end
+
 local function queue_add(ticket)
   local tier, tenant = ticket[TIER], ticket[TENANT]
   local t, queue = tiers[tier], queue_of(tier)
@@ -114,6 +142,7 @@ local function queue_add(ticket)
     table.insert(lane, i, ticket)
   end
   t[QUEUED] = t[QUEUED] + 1
+  if queue.by_gain then rank(queue, ticket) end
   tag(tier, tenant)
 end
 
@@ -130,6 +159,7 @@ local function take_out(queue, ticket)
   queue.texts[tenant] = nil
   if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.starts[tenant] = nil, nil end
   tiers[ticket[TIER]][QUEUED] = tiers[ticket[TIER]][QUEUED] - 1
+  unrank(queue, ticket)
 end
 
 -- One that leaves by cancellation: it costs nothing.
@@ -187,4 +217,24 @@ local function for_queue(tier, each)
     for i = 1, #lane do each(ticket_at(lane, i)) end
   end
   for i = 1, #queue.returned do each(ticket_at(queue.returned, i)) end
+end
+
+-- By gain: the best of all that wait in a queue, earn something, and whose tenant is not ahead.
+local function best_in_queue(tier)
+  local queue, i = queue_of(tier), 1
+  if not queue.by_gain then
+    queue.by_gain, queue.bounds = {}, {}
+    for_queue(tier, function(ticket) rank(queue, ticket) end)
+  end
+  while true do
+    local ticket = queue.by_gain[i]
+    if not ticket then return nil end
+    if earned(ticket) < queue.bounds[ticket] then
+      rank(queue, table.remove(queue.by_gain, i))
+    elseif is_ahead(ticket) then
+      i = i + 1
+    else
+      return ticket
+    end
+  end
 end

@@ -188,14 +188,8 @@ end
 
 -- Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level.
 local function gain_key(ticket)
-  local gain = ticket[GAIN]
-  local waits_in_queue = not ticket[IN_LINE_SINCE] and ticket[ADMISSION] == 0
-  if gain and not (waits_in_queue and is_ahead(ticket)) then
-    local lost = floor(max(0, now - ticket[ARRIVED] - gain[GAIN_START_BY]) / gain[GAIN_SLACK])
-    local share = floor(max(0, gain[GAIN_TOKENS] - lost) * 1000 / gain[GAIN_TOKENS])
-    local earned = floor(gain[GAIN_WEIGHT] * share * 1000000 / gain[GAIN_COST])
-    if earned > 0 then return 0, -earned end
-  end
+  local earns, waits_in_queue = earned(ticket), not ticket[IN_LINE_SINCE] and ticket[ADMISSION] == 0
+  if earns > 0 and not (waits_in_queue and is_ahead(ticket)) then return 0, -earns end
   return 1, aged_level(ticket[TIER], ticket[ARRIVED])
 end
 
@@ -217,16 +211,6 @@ local function is_place_before(a, b)
   if a.before ~= b.before then return a.before < b.before end
   if a.key ~= b.key then return a.key < b.key end
   return is_before(a.ticket, b.ticket)
-end
-
--- By gain: the best of all that wait in a queue and earn something.
-local function best_in_queue(tier)
-  local best
-  for_queue(tier, function(ticket)
-    local place = place_of(ticket, OTHER)
-    if place.before == 0 and (not best or is_place_before(place, best)) then best = place end
-  end)
-  return best and best.ticket
 end
 
 -- The candidates: those in line, the heads of all tiers, by gain the best of each tier. In order, but for those of class 4.
