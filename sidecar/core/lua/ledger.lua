@@ -115,7 +115,7 @@ end
 local function grant_all()
   local waiting, of_owner = count_all(), {}
   if waiting > 0 or call[C_WHOLE] then state[IS_BESIDE_OLD] = is_beside_old() end
-  if waiting == 0 or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] > 0 then return end
+  if waiting == 0 or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0 then return end
   granted = {}
   decide(waiting)
   for _, it in ipairs(granted) do
@@ -130,12 +130,12 @@ local function grant_all()
   end
 end
 
--- When time alone changes something (`time_alone.py`), 0 if nothing does. By gain each lost token may change the order:
+-- When time alone changes something (`time_alone.py`), UNBOUNDED if nothing does. By gain each lost token may change the order:
 -- then it is looked at every 100 ms.
 local function find_next()
-  local soonest = 0
+  local soonest = UNBOUNDED
   local function consider(at)
-    if at > now and not (soonest > 0 and soonest <= at) then soonest = at end
+    if at > now then soonest = min(soonest, at) end
   end
   local promote_after, ceiling = rules[R_PROMOTE], rules[R_CEILING]
   local function consider_ticket(tier, arrived) -- it reaches another level (rule 3), or may take room back (rule 7)
@@ -173,10 +173,10 @@ local function next_change(waiting)
   if at == 0 then
     if not needs then look() end
     at = state[NEXT]
-    if not at or rules[R_BY_GAIN] or (at > 0 and at <= now) then at = find_next() end
+    if not at or rules[R_BY_GAIN] or at <= now then at = find_next() end
     state[NEXT] = at
   end
-  return at > 0 and max(1000, at - now) or nil
+  return at < UNBOUNDED and max(1000, at - now) or nil
 end
 
 -- ---- the reply: packed parts, in the order of `calls.Reply` -----------------------------------------------------------
@@ -230,7 +230,7 @@ local function reply(member)
   local waiting, alive = count_all()
   local engines, drained, own_lined
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
-  local on_hold = state[IS_BESIDE_OLD] or state[HOLD_UNTIL] > 0
+  local on_hold = state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0
   local first = pack(call[C_NUMBER], 'ok', now, member[OUTBOX], max(alive, 1), on_hold, member[IS_FOREIGN], waiting, next_change(waiting))
   held_text = pack(held, tiers)
   local found = not state[IS_BESIDE_OLD] and shortage_for_caller() or nil

@@ -110,7 +110,7 @@ end
 
 -- The room that the caller is to take back (`calls.ShortageTold`). Another one, which has more to take from, is woken instead.
 function shortage_for_caller()
-  if state[HOLD_UNTIL] > 0 or (state[ASKED] and state[ASKED] ~= who and now < state[ASKED_UNTIL]) then return nil end
+  if state[HOLD_UNTIL] ~= 0 or (state[ASKED] and state[ASKED] ~= who and now < state[ASKED_UNTIL]) then return nil end
   state[ASKED] = false
   local found = shortage()
   if not found then return nil end
