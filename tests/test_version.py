@@ -20,7 +20,9 @@ def test_the_command_says_the_version_the_layout_and_a_releases_commit(
     assert ran("--version").stdout == f"admission-sidecar {sidecar.__version__} (store layout {version.STORE_LAYOUT})\n"
     (tmp_path / "commit.txt").write_text("0123456789ab\n")
     said = ran("--version").stdout
-    assert said == f"admission-sidecar {sidecar.__version__} (commit 0123456789ab, store layout {version.STORE_LAYOUT})\n"
+    assert (
+        said == f"admission-sidecar {sidecar.__version__} (commit 0123456789ab, store layout {version.STORE_LAYOUT})\n"
+    )
 
 
 def test_state_says_it_of_the_policys_own_pool() -> None:

@@ -518,7 +518,7 @@ class LedgerPool:
         request = self._requests[held.ticket.id]
         lease, ticket, request.held = request.lease, held.ticket, held
         level = self._member.whole_level(ticket, now_us)
-        grant = self._waits.so_far(request.wait, level, now_us, granted.passed)
+        grant = self._waits.so_far(request.wait, level, now_us, dict(granted.passed))
         if self._has_names:
             *found, lined_us = granted.found
             placed = placed_on(Found(*found), lease.ask, lined_us)
@@ -625,7 +625,9 @@ class LedgerPool:
         return rules, usage
 
     def _claims(self) -> Mapping[str, int]:
-        return Counter(lined.engine for lined in self._member.reply.lined) if self._member.reply is not None else {}
+        return (
+            Counter(lined.engine for lined in self._member.reply.lined or ()) if self._member.reply is not None else {}
+        )
 
     def _note_blocked(self, now_us: int, *, is_blocked: bool) -> None:
         """Keeps the time during which a request that fits the pool waits for an engine."""

@@ -101,7 +101,9 @@ def replica(
 ) -> LedgerPool:
     """A pool in the store at `url`, as the product makes it."""
     policy = replace(with_shares(policy), pool=name)
-    return LedgerPool(policy, clock, link=RedisLink(ledger_connector(store_address(url), name), name), takes_over=takes_over)
+    return LedgerPool(
+        policy, clock, link=RedisLink(ledger_connector(store_address(url), name), name), takes_over=takes_over
+    )
 
 
 def beat(pool: LedgerPool) -> None:

@@ -40,7 +40,9 @@ in_both_orders = pytest.mark.parametrize("harness", [*KINDS, *BY_GAIN], indirect
 """For what another order decides elsewhere."""
 with_hold_back = pytest.mark.parametrize("harness", [it for it in [*KINDS, *BY_GAIN] if it not in CORE], indirect=True)
 """The page of rules knows no hold back: an engine in which too many wait is capped (rule 8)."""
-fair_by_gain = pytest.mark.parametrize("harness", [it for it in [*KINDS, *BY_GAIN] if it not in CORE_BY_GAIN], indirect=True)
+fair_by_gain = pytest.mark.parametrize(
+    "harness", [it for it in [*KINDS, *BY_GAIN] if it not in CORE_BY_GAIN], indirect=True
+)
 """By rule 9 a tier's best is a candidate though it earns nothing, so requests without objectives go by arrival."""
 
 
