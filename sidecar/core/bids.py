@@ -147,20 +147,21 @@ class Bids:
 
     def take_tags(self, reply: Reply) -> None:
         """The tags as the ledger has them, and beyond them what is shown. Those in line were charged there."""
-        self._lined = {lined.bid for lined in reply.lined}
+        if reply.lined is not None:
+            self._lined = {lined.bid for lined in reply.lined}
         known = {tier.name: tier for tier in self._tiers}
         for held in reply.tiers:
             if (tier := known.get(held.tier)) is not None:
-                self._tag(tier, held)
+                self._tag(tier, held, {tenant: tag for name, tenant, tag in reply.finish if name == held.tier})
 
-    def _tag(self, tier: _Tier, held: TierHeld) -> None:
+    def _tag(self, tier: _Tier, held: TierHeld, ahead: dict[str, float]) -> None:
         queue = tier.queue
         queue.virtual = max(queue.virtual, held.virtual)
         shown = self._uncharged(tier)
         if tier.afresh != held.afresh:
             tier.afresh = held.afresh
             queue.finish = {tenant: held.virtual + more for tenant, more in shown.items()}
-        for tenant, finish in held.finish.items():
+        for tenant, finish in ahead.items():
             queue.finish[tenant] = finish + shown.get(tenant, 0.0)
 
     def _uncharged(self, tier: _Tier) -> dict[str, float]:

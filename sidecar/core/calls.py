@@ -1,6 +1,7 @@
 """What a replica and the ledger of its pool say to one another. Packed as arrays, so the order of the fields counts.
 
-Times that cross are spans, in microseconds: both clocks may differ.
+Times are in microseconds. A call has spans, since both clocks may differ; what is answered has moments on the ledger's
+clock, and says what that shows now.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from typing import Literal
 
 import msgspec
 
-LAYOUT = 100
+from sidecar.version import STORE_LAYOUT
+
+LAYOUT = STORE_LAYOUT
 """The number of the format of the state, and of these records. Two numbers are never in force at once."""
 
 HEARTBEAT_US = 1_800_000
@@ -190,7 +193,7 @@ class Call(msgspec.Struct, array_like=True):
 
 
 class Granted(msgspec.Struct, array_like=True, frozen=True):
-    """A bid that got an engine. It counts since `counted_for_us`; `excess` and `excess_prompt`: rule 5.
+    """A bid that got an engine. It counts since `counted_us`; `excess` and `excess_prompt`: rule 5.
 
     For reports: `found` is the engine as it found it, `passed` the tiers whose first had come before it, each with the
     rule (`scheduler.Found`, `scheduler.Rule`).
@@ -206,15 +209,15 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
     excess: int
     excess_prompt: int
     is_in_floor: bool
-    counted_for_us: int
-    found: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
-    passed: dict[str, str] = {}
+    counted_us: int
+    found: tuple[int, int, int, int, int, int]
+    passed: list[tuple[str, str]] = []
 
 
 class EngineHeld(msgspec.Struct, array_like=True, frozen=True):
     """What an engine holds of all replicas; `lined`: the prompts of those in line for it.
 
-    It may run at most `cap_requests` for the next `cap_for_us` (rule 8).
+    It may run at most `cap_requests` until `cap_until_us` (rule 8).
     """
 
     id: str
@@ -224,7 +227,7 @@ class EngineHeld(msgspec.Struct, array_like=True, frozen=True):
     sent: int
     lined: int
     cap_requests: int
-    cap_for_us: int
+    cap_until_us: int
 
 
 class EngineState(msgspec.Struct, array_like=True, frozen=True):
@@ -236,49 +239,55 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     prefill: int
     speed: int
     is_ready: bool
-    age_us: int
+    since_us: int
     ramp_us: int
 
 
 class Lined(msgspec.Struct, array_like=True, frozen=True):
-    """A bid of the replica that stands in line for an engine, or for none (`engine` is empty), for so long."""
+    """A bid of the replica that stands in line for an engine, or for none (`engine` is empty)."""
 
     bid: int
     engine: str
-    for_us: int
+    since_us: int
 
 
 class TierHeld(msgspec.Struct, array_like=True, frozen=True):
-    """What a tier holds (U), by gain for its floor; its virtual time, how often its tags started afresh, and
-    the finish tags of the tenants of this call's bids.
-    """
+    """What a tier holds: `scheduler.TierState`. Its virtual time, and how often its tags started afresh."""
 
+    tier: str
+    virtual: float
+    afresh: int
+    owes_until_us: int
+    on_engines: tuple[int, int, int]
+    in_line: tuple[int, int, int]
+    on_floor: tuple[int, int, int]
+    in_line_on_floor: tuple[int, int, int]
+
+
+class Needed(msgspec.Struct, array_like=True, frozen=True):
+    """A bid as who is asked for room sees it: what it needs. Cached: at most, and on the engine that is asked for."""
+
+    bid: int
     tier: str
     tokens: int
     requests: int
     prompt: int
-    floor_tokens: int
-    floor_requests: int
-    floor_prompt: int
-    owes_for_us: int
-    virtual: float
-    afresh: int
-    finish: dict[str, float]
+    cached: int
+    cached_there: int
+    arrived_us: int
+    number: int
 
 
 class ShortageTold(msgspec.Struct, array_like=True, frozen=True):
-    """`preemption.Shortage`. The place is the ledger's but for arrivals: it is `order_class`, `before`, `key`.
-
-    `waiting` are the served one, those before it, and the burst, as bids of whoever shows them.
-    """
+    """`preemption.Shortage`. The place is the ledger's but for arrivals: it is `order_class`, `before_key`, `key`."""
 
     engine: str
     order_class: int
     before_key: int
     key: int
-    served: Bid
-    before: list[Bid]
-    burst: list[Bid]
+    served: Needed
+    before: list[Needed]
+    burst: list[Needed]
     closed: list[str]
 
 
@@ -286,12 +295,14 @@ class Reply(msgspec.Struct, array_like=True):
     """`unknown`: state all. `wait`: another layout is in force. `ok`: with the fields that follow.
 
     `grants` are all that are not acknowledged. `next_us`: when time alone changes something. `is_foreign`: the pool has
-    other tiers than the replica. `shortage`: room that this replica is to take back from its
-    leases; `leaving` is what all take back already. `config`: the engines, if they changed since its last reply.
+    other tiers than the replica. `finish`: the tags of the tenants of this call's bids that are ahead. `shortage`: room
+    that this replica is to take back from its leases; `leaving` is what all take back already.
+    If they changed since its last reply: `config`, the engines, `drained`, and `lined`, its bids in line.
     """
 
     number: int
     kind: Literal["unknown", "wait", "ok"]
+    now_us: int = 0
     grants: list[Granted] = []
     alive: int = 0
     on_hold: bool = False
@@ -300,11 +311,12 @@ class Reply(msgspec.Struct, array_like=True):
     next_us: int | None = None
     held: list[EngineHeld] = []
     tiers: list[TierHeld] = []
+    finish: list[tuple[str, str, float]] = []
     leaving: list[Cell] = []
     shortage: ShortageTold | None = None
     config: list[EngineState] | None = None
     drained: list[Drain] | None = None
-    lined: list[Lined] = []
+    lined: list[Lined] | None = None
 
 
 class WakeUp(msgspec.Struct, array_like=True, frozen=True):
@@ -316,3 +328,4 @@ class WakeUp(msgspec.Struct, array_like=True, frozen=True):
     to: str
     grants: list[Granted] = []
     is_asked: bool = False
+    now_us: int = 0

@@ -63,7 +63,7 @@ class _Entry:
     prompt: int
     sent: int
     found: Found
-    passed: dict[str, str]
+    passed: list[tuple[str, str]]
 
     def cell(self, tier: str) -> Cell:
         floor = (self.tokens, self.ticket.requests, self.prompt) if self.ticket.is_in_floor else NOTHING
@@ -87,6 +87,7 @@ class _Member:
     view_number: int = 0
     viewed_at: int = 0
     seen: int = -1
+    is_line_new: bool = True
 
 
 class State:
@@ -194,8 +195,8 @@ class Ledger:
         """With the last replica that is expected. One that knows of nobody proves nothing."""
         state = self._held()
         stated = sum(m.stated == state.epoch and not m.is_new for m in state.members.values())
-        is_known = not self._is_shared or stated >= max(state.expected, 1)
-        if state.hold_until and (state.last_call >= state.hold_until or is_known):
+        is_over = not self._is_shared or state.last_call >= state.hold_until or stated >= max(state.expected, 1)
+        if state.hold_until and is_over:
             state.hold_until = 0
 
     def _drop_dead(self, but: str | None) -> None:
@@ -246,7 +247,7 @@ class Ledger:
         member.outbox.clear()
         if state.is_empty and state.last_call < state.epoch + DEAD_US:
             state.expected = max(state.expected, call.knew)
-        member.stated, member.seen = state.epoch, -1
+        member.stated, member.seen, member.is_line_new = state.epoch, -1, True
         member.is_foreign = [t.name for t in call.rules.tiers] != state.names
         if not member.is_foreign:
             for of, virtual in zip(state.scheduler.tiers, call.virtual, strict=False):
@@ -267,9 +268,9 @@ class Ledger:
             self._drop_bids(member)  # a replica whose number of bids is not right states everything
             member.is_foreign = names != state.names and not member.is_foreign
         before = dict(zip(state.names, state.scheduler.tiers, strict=True))
-        engines, admissions = state.scheduler.engines, state.scheduler.admissions
+        engines, admissions, moved = state.scheduler.engines, state.scheduler.admissions, state.scheduler.moved
         state.scheduler = Scheduler(rules)
-        state.scheduler.admissions = admissions
+        state.scheduler.admissions, state.scheduler.moved = admissions, moved
         for engine in engines.values():
             engine.held, engine.sent = NOTHING, 0
         state.scheduler.engines = engines
@@ -410,14 +411,14 @@ class Ledger:
             member = state.members[ticket.owner]
             bid = int(ticket.id)
             del member.bids[bid]
-            by_name = {state.names[level]: rule.value for level, rule in passed.items()}
+            by_name = [(state.names[level], rule.value) for level, rule in passed.items()]
             entry = _Entry(ticket, engine, ticket.tokens, ticket.count, sent, found, by_name)
             tier = state.names[ticket.tier]
             member.outbox[bid] = tier, entry
             granted.setdefault(ticket.owner, []).append(self._granted(bid, tier, entry))
         for who, grants in granted.items():
             if who != caller:
-                self._wake_ups.append(WakeUp(who, grants))
+                self._wake_ups.append(WakeUp(who, grants, False, state.last_call))
 
     def _granted(self, bid: int, tier: str, entry: _Entry) -> Granted:
         ticket = entry.ticket
@@ -432,7 +433,7 @@ class Ledger:
             ticket.excess,
             ticket.excess_prompt,
             ticket.is_in_floor,
-            self._held().last_call - ticket.counted_us,
+            ticket.counted_us,
             entry.found,
             entry.passed,
         )
@@ -466,7 +467,7 @@ class Ledger:
         state.asked = most, state.last_call + _ASKED_FOR_US
         if most == caller:
             return found
-        self._wake_ups.append(WakeUp(most, [], True))
+        self._wake_ups.append(WakeUp(most, [], True, state.last_call))
         return None
 
     def _takeable(self, who: str, found: Shortage) -> int:
@@ -489,29 +490,23 @@ class Ledger:
             order_class,
             before,
             key,
-            self._bid(found.served),
-            [self._bid(ticket) for ticket in found.before],
-            [self._bid(ticket) for ticket in found.burst],
+            self._needed(found.served, found.engine),
+            [self._needed(ticket, found.engine) for ticket in found.before],
+            [self._needed(ticket, found.engine) for ticket in found.burst],
             sorted(state.names[level] for level in found.closed),
         )
 
-    def _bid(self, ticket: Ticket) -> Bid:
-        """A ticket for a replica that is asked. It needs no hint, and of its gain the place in order alone."""
-        return Bid(
+    def _needed(self, ticket: Ticket, engine: str) -> calls.Needed:
+        return calls.Needed(
             int(ticket.id),
             self._held().names[ticket.tier],
-            ticket.tenant,
             ticket.tokens,
             ticket.requests,
             ticket.prompt,
-            ticket.weight,
-            dict(sorted(ticket.hits.items())),
-            sorted(ticket.barred),
-            self._held().last_call - ticket.arrived_us,
+            max(ticket.hits.values(), default=0),
+            ticket.hits.get(engine, 0),
+            ticket.arrived_us,
             ticket.number,
-            None,
-            ticket.has_returned,
-            None,
         )
 
     def _next_change(self) -> int | None:
@@ -524,43 +519,37 @@ class Ledger:
 
     def _reply(self, call: Call, member: _Member) -> Reply:
         state, scheduler = self._held(), self._held().scheduler
-        now = state.last_call
         engines = sorted(scheduler.engines.values(), key=lambda e: e.order)
-        tenants: dict[str, set[str]] = {}
-        for bid in call.bids:
-            tenants.setdefault(bid.tier, set()).add(bid.tenant)
-        expected = state.expected if now < state.epoch + DEAD_US else 0
+        tiers = dict(zip(state.names, scheduler.tiers, strict=True))
+        expected = state.expected if state.last_call < state.epoch + DEAD_US else 0
         reply = Reply(
             call.number,
             "ok",
+            state.last_call,
             [self._granted(bid, tier, entry) for bid, (tier, entry) in member.outbox.items()],
             max(len(state.members), expected, 1),
             bool(state.hold_until),
             member.is_foreign,
             sum(len(m.bids) for m in state.members.values()),
             self._next_change(),
-            [
-                calls.EngineHeld(e.id, *e.held, e.sent, e.lined, e.cap_requests, max(0, e.cap_until_us - now))
-                for e in engines
-            ],
+            [calls.EngineHeld(e.id, *e.held, e.sent, e.lined, e.cap_requests, e.cap_until_us) for e in engines],
             [
                 calls.TierHeld(
                     name,
-                    *tier.used,
-                    *scheduler.on_floor(level),
-                    max(0, tier.owes_until_us - now),
                     tier.queue.virtual,
                     tier.queue.afresh,
-                    tier.queue.ahead(tenants.get(name, ())),
+                    tier.owes_until_us,
+                    tier.on_engines,
+                    tier.in_line,
+                    tier.on_floor,
+                    tier.in_line_on_floor,
                 )
-                for level, (name, tier) in enumerate(zip(state.names, scheduler.tiers, strict=True))
+                for name, tier in tiers.items()
             ],
         )
-        reply.lined = [
-            calls.Lined(int(t.id), t.engine or "", now - t.in_line_since_us)
-            for t in scheduler.line
-            if t.owner == call.who
-        ]
+        for name, tenant in dict.fromkeys((bid.tier, bid.tenant) for bid in call.bids):
+            if name in tiers and (ahead := tiers[name].queue.ahead([tenant])):
+                reply.finish.append((name, tenant, ahead[tenant]))
         reply.leaving = [
             cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
         ]
@@ -569,12 +558,18 @@ class Ledger:
         if member.seen != state.version:
             member.seen = state.version
             reply.config = [
-                calls.EngineState(
-                    e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, now - e.since_us, e.ramp_us
-                )
+                calls.EngineState(e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, e.since_us, e.ramp_us)
                 for e in engines
             ]
             reply.drained = [state.drained[name] for name in sorted(state.drained)]
+        if member.is_line_new or call.who in scheduler.moved:
+            member.is_line_new = False
+            scheduler.moved.discard(call.who)
+            reply.lined = [
+                calls.Lined(int(t.id), t.engine or "", t.in_line_since_us)
+                for t in scheduler.line
+                if t.owner == call.who
+            ]
         return reply
 
 

@@ -20,7 +20,6 @@ from sidecar.core.calls import (
     DEAD_US,
     HEARTBEAT_US,
     LAYOUT,
-    Bid,
     Call,
     Cap,
     Charge,
@@ -28,6 +27,7 @@ from sidecar.core.calls import (
     EngineView,
     Granted,
     Kind,
+    Needed,
     Owed,
     PoolRules,
     Reply,
@@ -125,7 +125,7 @@ class Member:
         self._own_rules = rules_of(rules)
         self.mode = Mode.JOINING
         self.is_closing = self.is_gone = self.is_foreign = False
-        self.knew = 0
+        self.knew = self.others_waiting = 0
         self.leases: dict[str, Lease] = {}
         self.views: dict[str, EngineView] = {}
         self.reply: Reply | None = None
@@ -146,7 +146,7 @@ class Member:
         self._own_tiers: dict[int, Amount] = {}
         self._events: list[Event] = []
         self._in_flight: Call | None = None
-        self._sent_us = self._retry_us = self._last_answer_us = self._config_us = 0
+        self._sent_us = self._retry_us = self._last_answer_us = self._ahead_us = 0
         self.first_failure_us: int | None = None
         self.failures = 0
         self._due_us: int | None = 0
@@ -386,18 +386,22 @@ class Member:
             self._in_pool(call, reply, now_us)
 
     def _in_pool(self, call: Call, reply: Reply, now_us: int) -> None:
-        self.mode, self.first_failure_us, self.reply = Mode.SHARED, None, reply
+        self.mode, self.first_failure_us = Mode.SHARED, None
+        if reply.lined is None and self.reply is not None:
+            reply.lined = self.reply.lined
+        self.reply, self._ahead_us = reply, reply.now_us - now_us
         self.is_foreign = reply.is_foreign
         if call.kind == "state":
             self._replaces = self._takes_over = False
         self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
         if reply.config is not None:
-            self._config, self._config_us = {engine.id: engine for engine in reply.config}, now_us
+            self._config = {engine.id: engine for engine in reply.config}
         if reply.drained is not None:
             self._drained = {drain.engine: drain for drain in reply.drained}
         if not reply.on_hold:
             self.knew = reply.alive
-        self._take(reply.grants, True, now_us)
+        self._take(reply.grants, True, self._ahead_us)
+        self.others_waiting = max(0, reply.waiting - len(self._bids.shown) - len(self._bids.withdrawn))
         self._bids.take_tags(reply)
         if self.is_foreign:
             self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
@@ -419,23 +423,12 @@ class Member:
             )
             gone.add(names[cell.tier], cell.engine, amount, cell.sent, floor)
 
-        def ticket_of(bid: Bid) -> Ticket:
-            ticket = Ticket(
-                "",
-                names[bid.tier],
-                bid.tenant,
-                bid.tokens,
-                bid.requests,
-                bid.prompt,
-                bid.weight,
-                bid.hits,
-                frozenset(bid.barred),
-                now_us - bid.waited_us,
-                "",
-                bid.number,
+        def ticket_of(bid: Needed) -> Ticket:
+            hits = {"": bid.cached, told.engine: bid.cached_there}
+            arrived_us, tier = bid.arrived_us - self._ahead_us, names[bid.tier]
+            return Ticket(
+                "", tier, "", bid.tokens, bid.requests, bid.prompt, 1, hits, arrived_us=arrived_us, number=bid.number
             )
-            ticket.engine = told.engine
-            return ticket
 
         served = ticket_of(told.served)
         found = Shortage(
@@ -464,34 +457,37 @@ class Member:
             held = {engine.id: engine for engine in self.reply.held}
             for engine in self._config.values():
                 of = Engine(engine.id, engine.tokens, engine.requests, engine.prefill, engine.speed, engine.is_ready)
-                of.since_us, of.ramp_us = self._config_us - engine.age_us, engine.ramp_us
+                of.since_us, of.ramp_us = engine.since_us - self._ahead_us, engine.ramp_us
                 if (now := held.get(engine.id)) is not None:
                     tokens, requests, sent = minus(own.get(of.id, NOTHING), self._own_held.get(of.id, NOTHING))
                     of.held = (now.tokens + tokens, now.requests + requests, now.prompt)
                     of.sent, of.lined = now.sent + sent, now.lined
-                    of.cap_requests, of.cap_until_us = now.cap_requests, self._last_answer_us + now.cap_for_us
+                    of.cap_requests, of.cap_until_us = now.cap_requests, now.cap_until_us - self._ahead_us
                 scheduler.engines[engine.id] = of
             for level, (state, tier) in enumerate(zip(scheduler.tiers, self.reply.tiers, strict=False)):
                 change = minus(own_tiers.get(level, NOTHING), self._own_tiers.get(level, NOTHING))
-                state.on_engines = plus((tier.tokens, tier.requests, tier.prompt), change)
-                state.on_floor = (tier.floor_tokens, tier.floor_requests, tier.floor_prompt)
+                state.on_engines, state.in_line = plus(tier.on_engines, change), tier.in_line
+                state.on_floor, state.in_line_on_floor = tier.on_floor, tier.in_line_on_floor
         scheduler.look(now_us)
         return scheduler
 
-    def _take(self, grants: Iterable[Granted], is_reply: bool, now_us: int) -> None:
-        """Only a reply is complete: a grant there for a bid that is gone gives its room back. A wake-up is a hint."""
+    def _take(self, grants: Iterable[Granted], is_reply: bool, ahead_us: int) -> None:
+        """Only a reply is complete: a grant there for a bid that is gone gives its room back. A wake-up is a hint.
+
+        `ahead_us`: the ledger's clock to this one.
+        """
         for grant in grants:
             ticket = self._bids.granted(grant.bid)
             if ticket is None and (not is_reply or grant.bid in self._acks):
                 continue
             self._acks.append(grant.bid)
             if ticket is not None:
-                self._begin(ticket, grant, now_us)
+                self._begin(ticket, grant, ahead_us)
 
-    def _begin(self, ticket: Ticket, grant: Granted, now_us: int) -> None:
+    def _begin(self, ticket: Ticket, grant: Granted, ahead_us: int) -> None:
         ticket.tokens, ticket.count = grant.tokens, grant.prompt
         ticket.excess, ticket.excess_prompt, ticket.is_in_floor = grant.excess, grant.excess_prompt, grant.is_in_floor
-        ticket.counted_us, ticket.admission = now_us - grant.counted_for_us, 1
+        ticket.counted_us, ticket.admission = grant.counted_us - ahead_us, 1
         self._entered += 1
         lease = Lease(ticket, grant.engine, self._entered, grant.sent, self._returns.get(ticket.id, 0))
         self.leases[ticket.id] = lease
@@ -505,7 +501,7 @@ class Member:
                 self._call_by(now_us)
             return
         if self.mode in (Mode.SHARED, Mode.LOST, Mode.STATING):
-            self._take(wake_up.grants, False, now_us)
+            self._take(wake_up.grants, False, wake_up.now_us - now_us)
         if self.mode is Mode.SHARED:
             self._call_if_needed(now_us)
 
@@ -544,7 +540,7 @@ class Member:
                 self._begin_alone()
                 continue
             before = len(self.leases)
-            self._take(reply.grants, True, now_us)
+            self._take(reply.grants, True, 0)
             self._bids.take_tags(reply)
             is_done = len(self.leases) == before
 

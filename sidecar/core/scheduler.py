@@ -124,6 +124,7 @@ class Scheduler:
         self.tiers = [TierState(FairQueue(rules.by_gain)) for _ in rules.tiers]
         self.engines: dict[str, Engine] = {}
         self.line: list[Ticket] = []
+        self.moved: set[str] = set()  # the owners of those that came into the line, left it, or chose another engine
         self.admissions = 0
         self._now = 0
         self._figures = figures_of(rules, NOTHING)
@@ -183,6 +184,7 @@ class Scheduler:
         for ticket in self.line:
             if ticket.engine is not None and ticket.engine not in known:
                 ticket.engine = None
+                self.moved.add(ticket.owner)
 
     # -- one decision
 
@@ -255,7 +257,7 @@ class Scheduler:
     # -- rule 3: order
 
     def in_order(self) -> list[Candidate]:
-        """The candidates: those in line, the heads of all tiers, by gain the best of each tier."""
+        """The candidates: those in line, the heads of all tiers, by gain the best of each tier that earns something."""
         candidates = list(self.line)
         for level, tier in enumerate(self.rules.tiers):
             if not self.tiers[level].queue:
@@ -263,8 +265,9 @@ class Scheduler:
             heads = self.heads(level)
             candidates += heads
             if self.rules.by_gain and not tier.always_first:
-                best = min(self.tiers[level].queue, key=lambda t: self.place(t, OTHER))
-                candidates += [best] if best not in heads else []
+                earning = [t for t in self.tiers[level].queue if not self._gain_key(t)[0]]
+                best = min(earning, key=lambda t: self.place(t, OTHER), default=None)
+                candidates += [best] if best and best not in heads else []
         found = []
         for ticket in candidates:
             used, limit = self.tiers[ticket.tier].used, self._figures.limit[ticket.tier]
@@ -464,10 +467,12 @@ class Scheduler:
         state.lined += 1
         ticket.is_in_line, ticket.in_line_since_us = True, self._now
         self.line.append(ticket)
+        self.moved.add(ticket.owner)
         self._wait_for(ticket, wanted)
 
     def _leave_line(self, ticket: Ticket) -> None:
         self.line.remove(ticket)
+        self.moved.add(ticket.owner)
         self.tiers[ticket.tier].lined -= 1
         self._wait_for(ticket, None)
         if ticket.is_for_floor:
@@ -485,8 +490,11 @@ class Scheduler:
         """Those in line for an engine that can take them no more."""
         gone = [t for t in self.line if t.engine is None or not self.engines[t.engine].could_take(t, self._now)]
         for ticket in gone:
+            before = ticket.engine
             self._wait_for(ticket, None)
             self._wait_for(ticket, self.wanted(ticket))
+            if ticket.engine != before:
+                self.moved.add(ticket.owner)
 
     def _begin_to_count(self, ticket: Ticket, order_class: OrderClass) -> None:
         """Rule 5: by a turn, how many whole reserves too much; of the prompt, what is above that."""

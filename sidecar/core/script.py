@@ -8,7 +8,7 @@ from hashlib import sha1
 from importlib.resources import files
 
 FILES = (
-    "state", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "replies", "write", "ledger",
+    "state", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "write", "ledger",
 )  # fmt: skip
 FUNCTION = "admission_ledger"
 

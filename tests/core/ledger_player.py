@@ -53,7 +53,7 @@ class LedgerPlayer:
         self.news, self.acks = Call(1, "r", 0, "call"), []
         self.set_engines(program.get("engines", [{"id": "pool#1", **program.get("capacity", {})}]), 0)
         self.news.kind, self.news.whole, self.news.rules, self.news.knew = "state", True, self.told, 1
-        self.reply, self.config, self.config_us = None, {}, 0
+        self.reply, self.config = None, {}
         self.dispatch(0)
 
     def set_engines(self, offers: list[dict[str, Any]], now: int) -> None:
@@ -140,13 +140,13 @@ class LedgerPlayer:
         self.reply, _ = self.ledger.execute(call, now)
         assert self.reply.kind == "ok", self.reply
         if self.reply.config is not None:
-            self.config, self.config_us = {engine.id: engine for engine in self.reply.config}, now
+            self.config = {engine.id: engine for engine in self.reply.config}
         found = []
         for grant in self.reply.grants:
             ticket = self.bids.pop(grant.bid)
             del self.waiting[ticket.id]
             ticket.count, ticket.excess, ticket.excess_prompt = grant.prompt, grant.excess, grant.excess_prompt
-            ticket.is_in_floor, ticket.counted_us = grant.is_in_floor, now - grant.counted_for_us
+            ticket.is_in_floor, ticket.counted_us = grant.is_in_floor, grant.counted_us
             returns = self.returns.get(ticket.id, 0)
             lease = Lease(ticket, grant.engine, self.entered, grant.sent, returns)
             self.entered += 1
@@ -161,8 +161,8 @@ class LedgerPlayer:
         if told is None:
             return []
 
-        def shown(bid: calls.Bid) -> Ticket:
-            found = self.bids[bid.id]
+        def shown(needed: calls.Needed) -> Ticket:
+            found = self.bids[needed.bid]
             found.engine = told.engine
             return found
 
@@ -182,14 +182,12 @@ class LedgerPlayer:
     def mirror(self, now: int) -> Scheduler:
         scheduler = Scheduler(self.rules)
         for e, held in zip(self.config.values(), self.reply.held, strict=False):
-            engine = Engine(
-                e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, self.config_us - e.age_us, e.ramp_us
-            )
+            engine = Engine(e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, e.since_us, e.ramp_us)
             engine.held, engine.sent = (held.tokens, held.requests, held.prompt), held.sent
-            engine.cap_requests, engine.cap_until_us = held.cap_requests, now + held.cap_for_us
+            engine.cap_requests, engine.cap_until_us = held.cap_requests, held.cap_until_us
             scheduler.engines[e.id] = engine
         for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=True):
-            state.on_engines = (tier.tokens, tier.requests, tier.prompt)
-            state.on_floor = (tier.floor_tokens, tier.floor_requests, tier.floor_prompt)
+            state.on_engines, state.in_line = tier.on_engines, tier.in_line
+            state.on_floor, state.in_line_on_floor = tier.on_floor, tier.in_line_on_floor
         scheduler.look(now)
         return scheduler

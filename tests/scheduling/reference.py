@@ -295,7 +295,9 @@ class Reference:
             heads = self.heads(tier)
             candidates += heads
             if self.by_gain and not t["always_first"]:
-                best = min(self.waiting(tier), key=lambda r: self.place(r, OTHER), default=None)
+                # The page says "of all that wait": a tier without objectives would then serve first come, first served.
+                earning = [r for r in self.waiting(tier) if not self.gain_key(r)[0]]
+                best = min(earning, key=lambda r: self.place(r, OTHER), default=None)
                 candidates += [best] if best and best not in heads else []
         found = []
         for r in candidates:

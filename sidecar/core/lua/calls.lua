@@ -4,102 +4,106 @@ local read_call
 
 do -- a script has at most 200 locals
 
-local function wrong(where, what) error(where .. ' is not ' .. what, 0) end
+local is_record, is_list
 
 local function is_whole(value, least, most)
-  return type(value) == 'number' and value == floor(value) and value >= least and value <= (most or UNBOUNDED)
+  return type(value) == 'number' and value >= least and value <= most and value % 1 == 0
 end
 
 local function is_text(value) return type(value) == 'string' and not value:find('%z') end
 
-local function is_engine(value)
-  if not is_text(value) or value:find('#0%d') then return false end
-  local _, incarnation = split(value)
-  return incarnation ~= nil and incarnation <= UNBOUNDED
+-- Whether a field is of its kind, one letter each; a capital: it may be missing, and is false then.
+local IS = {
+  n = function(value) return is_whole(value, 0, UNBOUNDED) end,
+  p = function(value) return is_whole(value, 1, UNBOUNDED) end,
+  m = function(value) return is_whole(value, 0, PPM) end,
+  a = function(value) return is_whole(value, -UNBOUNDED, UNBOUNDED) end,
+  f = function(value) return type(value) == 'number' and value >= 0 and value < 1 / 0 end,
+  b = function(value) return type(value) == 'boolean' end,
+  t = is_text,
+  k = function(value) return value == 'ask' or value == 'state' or value == 'call' or value == 'bye' end,
+  e = function(value) -- an engine: NAME#NUMBER
+    local number = is_text(value) and value:match('#(%d+)$')
+    return number and not number:find('^0%d') and tonumber(number) <= UNBOUNDED
+  end,
+  h = function(value) -- tokens by engine
+    if type(value) ~= 'table' then return false end
+    for id, tokens in pairs(value) do
+      if not is_text(id) or not is_whole(tokens, 0, UNBOUNDED) then return false end
+    end
+    return true
+  end,
+  l = function(value) return is_list(value, 't') end,
+  g = function(value) return is_record(value, 'nppnp') end,
+  r = function(value)
+    local list, names = type(value) == 'table' and value[R_TIERS], {}
+    if not is_list(list, 'tmmmbbN') or not is_record(value, 'lPnnnbm', R_PROMOTE) then return false end
+    for _, tier in ipairs(list) do names[tier[T_NAME]] = true end
+    return #list > 0 and #sorted_keys(names) == #list and value[R_CEILING] < #list
+  end,
+}
+
+-- The checks of a record, and which of its fields may be missing.
+local SHAPES = {}
+
+local function shape_of(kinds)
+  local shape = SHAPES[kinds]
+  if not shape then
+    shape = { may_be_missing = {} }
+    for i = 1, #kinds do
+      local kind = kinds:sub(i, i)
+      shape[i], shape.may_be_missing[i] = IS[kind] or IS[kind:lower()], not IS[kind]
+    end
+    SHAPES[kinds] = shape
+  end
+  return shape
 end
 
--- The kinds of fields, one letter each; a capital: it may be missing, and is false then, or 0 (N, A).
-local function is_of_kind(kind, value)
-  if kind == 'n' or kind == 'o' then return is_whole(value, 0), 'a whole number' end
-  if kind == 'p' then return is_whole(value, 1), 'a whole number above 0' end
-  if kind == 'm' then return is_whole(value, 0, PPM), 'a share in millionths' end
-  if kind == 'a' then return is_whole(value, -UNBOUNDED), 'a time' end
-  if kind == 't' then return is_text(value), 'a text without NUL' end
-  if kind == 'e' then return is_engine(value), 'an engine, NAME#NUMBER' end
-  if kind == 'x' then return true end -- it is looked at by itself
-  if kind == 'b' then return type(value) == 'boolean', 'true or false' end
-  return type(value) == 'number' and value >= 0 and value < math.huge, 'a tag'
-end
-
-local function check_record(value, kinds, where)
-  if type(value) ~= 'table' then wrong(where, 'a record') end
-  for i = 1, #kinds do
-    local kind = kinds:sub(i, i)
-    local known = kind:lower()
-    if value[i] == nil and known ~= kind then
-      value[i] = (known == 'n' or known == 'a') and 0
-    elseif not (value[i] == false and known ~= kind and known ~= 'n') then
-      local is_right, what = is_of_kind(known, value[i])
-      if not is_right then wrong(where .. '[' .. i .. ']', what) end
+function is_record(value, kinds, first)
+  local shape = shape_of(kinds)
+  if type(value) ~= 'table' then return false end
+  for i = first or 1, #kinds do
+    local it = value[i]
+    if not it and shape.may_be_missing[i] then
+      value[i] = false
+    elseif not shape[i](it) then
+      return false
     end
   end
+  return true
 end
 
--- A list of records, or of texts or numbers where `kinds` is one letter; of nothing an empty one.
-local function checked_list(value, kinds, where)
-  if value == nil then return {} end
-  local count = 0
-  if type(value) ~= 'table' then wrong(where, 'a list') end
+function is_list(value, kinds)
+  if type(value) ~= 'table' then return false end
+  if next(value) == nil then return true end
+  local count, is_right = 0, #kinds == 1 and IS[kinds]
   for _ in pairs(value) do count = count + 1 end
-  if count ~= #value then wrong(where, 'a list') end
   for i = 1, count do
-    if #kinds > 1 then
-      check_record(value[i], kinds, where .. '[' .. i .. ']')
-    else
-      local is_right, what = is_of_kind(kinds, value[i])
-      if not is_right then wrong(where .. '[' .. i .. ']', what) end
-    end
+    if is_right and not is_right(value[i]) or not is_right and not is_record(value[i], kinds) then return false end
   end
-  return value
+  return count == #value
 end
 
-local function check_bid(bid, where)
-  if type(bid[HITS]) ~= 'table' then wrong(where .. '.hits', 'a map') end
-  for id, tokens in pairs(bid[HITS]) do
-    if not is_text(id) or not is_whole(tokens, 0) then wrong(where .. '.hits', 'engines with tokens') end
-  end
-  bid[BARRED] = checked_list(bid[BARRED], 't', where .. '.barred')
-  if bid[GAIN] then check_record(bid[GAIN], 'nppnp', where .. '.gain') end
-  bid[GAIN] = bid[GAIN] or false
+local function list(kinds)
+  return function(value) return is_list(value, kinds) end
 end
 
-local function check_rules(stated)
-  check_record(stated, 'xPnnnbm', 'rules')
-  local names = {}
-  for _, tier in ipairs(checked_list(stated[R_TIERS], 'tmmmbbO', 'rules.tiers')) do names[tier[T_NAME]] = true end
-  if #stated[R_TIERS] == 0 or #sorted_keys(names) ~= #stated[R_TIERS] then wrong('rules.tiers', 'tiers of different names') end
-  if stated[R_CEILING] >= #stated[R_TIERS] then wrong('rules.ceiling', 'a level') end
+local function or_none(is_right)
+  return function(value) return not value or is_right(value) end
 end
 
--- `calls.Call`, by name.
+local CALL = { IS.n, IS.t, IS.n, IS.k, list('tennnnnnn'), IS.b, or_none(IS.n), or_none(list('tennnnnnn')), list('n'), list('nttnpnphlnnGbF'),
+  list('nt'), list('ttnp'), list('tn'), or_none(list('ennnpban')), list('enn'), list('tbn'), or_none(IS.r), IS.b, IS.b, IS.n, list('f') }
+
+-- The call; else an error names its first field that is wrong.
 function read_call(packed)
-  local values = { unpacked(packed) }
-  local f = values[1]
-  if #values ~= 1 then wrong('a call', 'one record') end
-  check_record({ f[1], f[2], f[3], f[4], f[6], f[7], f[18], f[19], f[20] }, 'ntntBNBBN', 'a call')
-  if not (f[4] == 'ask' or f[4] == 'state' or f[4] == 'call' or f[4] == 'bye') then wrong('kind', 'ask, state, call or bye') end
-  local read = {
-    layout = f[1], who = f[2], number = f[3], kind = f[4], whole = f[6], bid_count = f[7], replaces = f[18], takes_over = f[19],
-    knew = f[20] or 0, virtual = checked_list(f[21], 'f', 'virtual'), rules = f[17],
-    cells = checked_list(f[5], 'teNNNNNNN', 'cells'), leaving = f[8] and checked_list(f[8], 'teNNNNNNN', 'leaving'),
-    acks = checked_list(f[9], 'n', 'acks'), bids = checked_list(f[10], 'nttnpnpxxnnxBF', 'bids'),
-    withdrawn = checked_list(f[11], 'nt', 'withdrawn'), charges = checked_list(f[12], 'ttnp', 'charges'),
-    owes = checked_list(f[13], 'tn', 'owes'), engines = f[14] and checked_list(f[14], 'ennnpbAN', 'engines'),
-    caps = checked_list(f[15], 'enn', 'caps'), drains = checked_list(f[16], 'tbN', 'drains'),
-  }
-  for i, bid in ipairs(read.bids) do check_bid(bid, 'bids[' .. i .. ']') end
-  if read.rules or read.kind == 'state' then check_rules(read.rules) end
-  return read
+  local told, more = unpacked(packed)
+  if type(told) ~= 'table' or more ~= nil then error('not one record', 0) end
+  for i = 1, #CALL do
+    if not CALL[i](told[i]) then error('field ' .. i, 0) end
+  end
+  if told[C_KIND] == 'state' and not told[C_RULES] then error('no rules', 0) end
+  return told
 end
 
 end

@@ -18,61 +18,39 @@ local function is_engine_before(a, b)
   return incarnation < other_incarnation
 end
 
-local function held_at(slot, what) return held[(slot - 1) * HELD + what] end
-
-local function add_held(slot, what, amount)
-  local at = (slot - 1) * HELD + what
-  held[at], told[slot] = held[at] + amount, false
-end
-
 -- Sorts the engines, each with what it holds.
 local function set_table(engines, held_of)
   table.sort(engines, is_engine_before)
-  config.engines, held, told = engines, {}, {}
-  for slot, engine in ipairs(engines) do
-    told[slot] = false
-    local figures_of_it = held_of[engine] or { 0, 0, 0, 0, 0, UNBOUNDED, 0 }
-    for i = 1, HELD do held[#held + 1] = figures_of_it[i] end
-  end
-  is_config_new, state[CHOOSES] = true, true
-end
-
-local function held_by_engine()
-  local found = {}
-  for slot, engine in ipairs(config.engines) do
-    local own = {}
-    for i = 1, HELD do own[i] = held_at(slot, i) end
-    found[engine] = own
-  end
-  return found
+  config.engines, held = engines, {}
+  for slot, engine in ipairs(engines) do held[slot] = held_of[engine[E_ID]] or { engine[E_ID], 0, 0, 0, 0, 0, UNBOUNDED, 0 } end
+  is_config_new, state[CHOOSES], state[NEXT] = true, true, false
 end
 
 -- An engine that nobody sees, but on which somebody holds something.
 local function add_unknown(id)
-  local found, engines = held_by_engine(), config.engines
-  engines[#engines + 1] = { id, UNBOUNDED, UNBOUNDED, UNBOUNDED, 1000, true, 0, 0, false, false }
-  set_table(engines, found)
+  local found = {}
+  for _, it in ipairs(held) do found[it[H_ID]] = it end
+  config.engines[#config.engines + 1] = { id, UNBOUNDED, UNBOUNDED, UNBOUNDED, 1000, true, 0, 0, false, false }
+  set_table(config.engines, found)
   return slot_of(id)
 end
 
 -- The engines from now on. What others hold still counts; a cap ends with its engine (rule 8).
 local function set_engines(offers)
-  local known, found, engines, before = {}, {}, {}, held_by_engine()
-  for _, engine in pairs(offers) do engines[#engines + 1], known[engine[E_ID]] = engine, engine end
-  for _, old in ipairs(config.engines) do
-    local own, new = before[old], known[old[E_ID]]
+  local found, engines = {}, {}
+  for slot, old in ipairs(config.engines) do
+    local id, own = old[E_ID], held[slot]
     local holds_something = own[H_TOKENS] ~= 0 or own[H_REQUESTS] ~= 0 or own[H_PROMPT] ~= 0
-    if new and (old[E_KNOWN] or holds_something) then
-      found[new] = own
-    elseif not new and holds_something then
-      old[E_KNOWN], engines[#engines + 1], found[old], known[old[E_ID]] = false, old, own, old
-    end
+    if holds_something and not offers[id] then old[E_KNOWN], offers[id] = false, old end
+    if holds_something or old[E_KNOWN] then found[id] = own end
   end
+  for _, engine in pairs(offers) do engines[#engines + 1] = engine end
   set_table(engines, found)
-  for i = 1, #load_line() do
-    local ticket = ticket_at(line, i)
-    if ticket[ENGINE] and not known[ticket[ENGINE]] then
-      ticket[ENGINE], ticket.packed, is_line_changed, is_line_written = false, nil, true, true
+  for _, ticket in ipairs(load_line()) do
+    if ticket[ENGINE] and not offers[ticket[ENGINE]] then
+      ticket[ENGINE] = false
+      moved(ticket)
+      change_line(ticket)
     end
   end
 end
@@ -94,23 +72,20 @@ local function size_of(engine)
 end
 
 -- Rule 8: the most requests that it may run now.
-local function cap_of(slot) return now < held_at(slot, H_CAP_UNTIL) and held_at(slot, H_CAP) or UNBOUNDED end
+local function cap_of(slot) return now < held[slot][H_CAP_UNTIL] and held[slot][H_CAP] or UNBOUNDED end
 
 -- Rule 8: a cap in force only falls, and lasts on.
 local function set_cap(slot, requests, until_us)
-  if now < held_at(slot, H_CAP_UNTIL) then
-    requests, until_us = min(requests, held_at(slot, H_CAP)), max(until_us, held_at(slot, H_CAP_UNTIL))
-  end
-  local at = (slot - 1) * HELD
-  held[at + H_CAP], held[at + H_CAP_UNTIL], state[CHOOSES] = requests, until_us, true
-  told[slot] = false
+  local it = held[slot]
+  if now < it[H_CAP_UNTIL] then requests, until_us = min(requests, it[H_CAP]), max(until_us, it[H_CAP_UNTIL]) end
+  it[H_CAP], it[H_CAP_UNTIL], state[CHOOSES], state[NEXT] = requests, until_us, true, false
 end
 
 -- Whether it is ready, not barred, large enough, and its cap is not reached by the ticket.
 local function could_take(ticket, slot)
   local engine = config.engines[slot]
   if not is_ready(engine) or ticket[TOKENS] > engine[E_TOKENS] or ticket[REQUESTS] > engine[E_REQUESTS] then return false end
-  if held_at(slot, H_REQUESTS) + ticket[REQUESTS] > cap_of(slot) then return false end
+  if held[slot][H_REQUESTS] + ticket[REQUESTS] > cap_of(slot) then return false end
   if #ticket[BARRED] > 0 then
     local name = split(engine[E_ID])
     for _, barred in ipairs(ticket[BARRED]) do
@@ -127,8 +102,8 @@ local function sent_to(ticket, id) return max(1, ticket[PROMPT] - (ticket[HITS][
 -- As if `freed` were taken off and those `before` the ticket had entered.
 local function has_room(ticket, slot, before, freed)
   local engine = config.engines[slot]
-  local tokens, requests = held_at(slot, H_TOKENS) + ticket[TOKENS], held_at(slot, H_REQUESTS) + ticket[REQUESTS]
-  local sent = held_at(slot, H_SENT)
+  local tokens, requests = held[slot][H_TOKENS] + ticket[TOKENS], held[slot][H_REQUESTS] + ticket[REQUESTS]
+  local sent = held[slot][H_SENT]
   if freed then tokens, requests, sent = tokens - freed[1], requests - freed[2], sent - freed[4] end
   for _, other in ipairs(before) do
     tokens, requests, sent = tokens + other[TOKENS], requests + other[REQUESTS], sent + sent_to(other, engine[E_ID])
@@ -141,10 +116,10 @@ end
 -- How late it would begin with a ticket: the smallest is wanted.
 local function score(ticket, slot)
   local engine = config.engines[slot]
-  local id, lined = engine[E_ID], held_at(slot, H_LINED)
+  local id, lined = engine[E_ID], held[slot][H_LINED]
   if ticket[ENGINE] == id then lined = lined - ticket[PROMPT] end
-  local work = held_at(slot, H_SENT) + lined + ticket[PROMPT] - floor(rules[R_AFFINITY] * (ticket[HITS][id] or 0) / 100)
-  return floor((work * 50 + held_at(slot, H_TOKENS)) * 1000 / engine[E_SPEED])
+  local work = held[slot][H_SENT] + lined + ticket[PROMPT] - floor(rules[R_AFFINITY] * (ticket[HITS][id] or 0) / 100)
+  return floor((work * 50 + held[slot][H_TOKENS]) * 1000 / engine[E_SPEED])
 end
 
 -- The slot of the smallest score, of those that may take it; ties by name, then incarnation.

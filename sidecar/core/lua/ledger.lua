@@ -3,44 +3,43 @@
 -- ---- what a call says -------------------------------------------------------------------------------------------------
 
 local function acknowledge(member)
-  if #call.acks == 0 then return end
+  if #call[C_ACKS] == 0 then return end
   local acked, kept = {}, {}
-  for _, id in ipairs(call.acks) do acked[id] = true end
-  for _, packed in ipairs(member[OUTBOX]) do
-    if acked[unpacked(packed)[GRANT_BID]] then hold_grant(packed, -1) else kept[#kept + 1] = packed end
+  for _, id in ipairs(call[C_ACKS]) do acked[id] = true end
+  for _, grant in ipairs(member[OUTBOX]) do
+    if acked[grant[1]] then hold_cell(cell_of(grant), -1) else kept[#kept + 1] = grant end
   end
   member[OUTBOX] = kept
 end
 
 -- Absolute: what was stated of these cells before is taken off.
 local function take_cells(member)
-  if call.whole then drop_cells(who) end
-  for _, cell in ipairs(call.cells) do
-    local field, any = field_of(cell[CELL_TIER], cell[CELL_ENGINE]), false
-    local old = cell_at(who, field)
-    if old then hold_cell(unpacked(old), -1) end
+  if call[C_WHOLE] then drop_cells(who) end
+  for _, cell in ipairs(call[C_CELLS]) do
+    local name, any = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]), false
+    if field(name) then hold_cell(unpacked(field(name)), -1) end
     for i = 1, FIGURES do any = any or cell[CELL_FIGURES + i] ~= 0 end
     if any then hold_cell(cell, 1) end
-    if any or old then set_cell(who, field, any and pack(cell)) end
+    set_field(name, any and pack(cell))
   end
-  if call.leaving then
-    member[LEAVING] = call.leaving
+  if call[C_LEAVING] then
+    member[LEAVING] = call[C_LEAVING]
     if state[ASKED] == who then state[ASKED] = false end
   end
 end
 
 local function take_views()
-  if call.engines then
+  if call[C_ENGINES] then
     state[VIEWS] = state[VIEWS] + 1
-    views_of_all()[who], changed_views[who] = { state[VIEWS], now, call.engines }, true
+    set_field('v:' .. who, pack({ state[VIEWS], now, call[C_ENGINES] }))
   end
-  for _, drain in ipairs(call.drains) do
+  for _, drain in ipairs(call[C_DRAINS]) do
     local engine, is_drained, at_us = unpack(drain)
     if at_us == 0 then at_us = now end
     local known = config.drained[engine]
     if not known or at_us >= known[2] then config.drained[engine] = { is_drained, at_us } end
   end
-  if call.engines or #call.drains > 0 then combine_views() end
+  if call[C_ENGINES] or #call[C_DRAINS] > 0 then combine_views() end
 end
 
 local function withdraw(member, id, tier_name)
@@ -50,7 +49,7 @@ local function withdraw(member, id, tier_name)
   end
   local tier = tier_of(tier_name)
   if not tier then return end
-  for i = 1, stands_in_line(who, id) and #load_line() or 0 do look_at(ticket_at(line, i)) end
+  for _, ticket in ipairs(load_line()) do look_at(ticket) end
   if not found then for_queue(tier, look_at) end
   if found and found[TIER] == tier then
     remove(found)
@@ -63,7 +62,7 @@ local function add_bid(member, bid)
   if not tier then return end
   bid[TIER], bid[ARRIVED], bid[OWNER], bid[START], bid[ENGINE] = tier, max(0, now - bid[ARRIVED]), who, false, false
   bid[IN_LINE_SINCE], bid[COUNT], bid[COUNTED], bid[ADMISSION], bid[EXCESS], bid[EXCESS_PROMPT] = false, 0, 0, 0, 0, 0
-  bid[IS_IN_FLOOR] = false
+  bid[IS_IN_FLOOR], bid[STAYS] = false, false
   member[BIDS] = member[BIDS] + 1
   queue_add(bid)
 end
@@ -72,29 +71,29 @@ local function take_changes(member)
   acknowledge(member)
   take_views()
   take_cells(member)
-  for _, cap in ipairs(call.caps) do
+  for _, cap in ipairs(call[C_CAPS]) do
     local slot = slot_of(cap[1])
     if slot then set_cap(slot, cap[2], now + cap[3]) end
   end
-  for _, charge in ipairs(call.charges) do
+  for _, charge in ipairs(call[C_CHARGES]) do
     local tier = tier_of(charge[1])
     if tier then queue_charge(tier, charge[2], charge[3], charge[4]) end
   end
-  for _, owed in ipairs(call.owes) do
+  for _, owed in ipairs(call[C_OWES]) do
     local tier = tier_of(owed[1])
     if tier then owe(tier, owed[2]) end
   end
   if not member[IS_FOREIGN] then
-    for _, bid in ipairs(call.bids) do add_bid(member, bid) end
+    for _, bid in ipairs(call[C_BIDS]) do add_bid(member, bid) end
   end
-  for _, gone in ipairs(call.withdrawn) do withdraw(member, gone[1], gone[2]) end
+  for _, gone in ipairs(call[C_WITHDRAWN]) do withdraw(member, gone[1], gone[2]) end
 end
 
 -- ---- what it decides, and the reply -----------------------------------------------------------------------------------
 
 -- Replicas of a layout before the ledger would admit all of the capacity beside it: meanwhile nothing is granted.
 -- `meta` is doubles: the 2nd their last call, the 3rd the offset of their clock, the 13th how many they are.
-local function is_beside_old(keys, server_us)
+local function is_beside_old()
   if not keys[2] or redis_call('EXISTS', unpack(keys, 2)) == 0 then return false end
   for i = 2, #keys do
     local meta = redis_call('HGET', keys[i], 'meta')
@@ -106,50 +105,47 @@ local function is_beside_old(keys, server_us)
   return false
 end
 
+-- How many bids there are, and how many members.
+local function count_all()
+  local bids, alive = 0, 0
+  for _, member in pairs(members) do bids, alive = bids + member[BIDS], alive + 1 end
+  return bids, alive
+end
+
 local function grant_all()
+  local waiting, of_owner = count_all(), {}
+  if waiting > 0 or call[C_WHOLE] then state[IS_BESIDE_OLD] = is_beside_old() end
+  if waiting == 0 or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0 then return end
   granted = {}
-  local waits = false
-  for _, member in pairs(members) do waits = waits or member[BIDS] > 0 end
-  if state[HOLD_UNTIL] > 0 or not waits then return end
-  decide()
-  local of_owner = {}
+  decide(waiting)
   for _, it in ipairs(granted) do
-    local ticket = it.ticket
-    local member, owner = members[ticket[OWNER]], ticket[OWNER]
-    local packed = pack({ ticket[ID], tiers[ticket[TIER]][NAME], it.engine, ticket[TOKENS], ticket[REQUESTS], ticket[COUNT], it.sent,
-      ticket[EXCESS], ticket[EXCESS_PROMPT], ticket[IS_IN_FLOOR], ticket[COUNTED] })
-    member[BIDS], member[OUTBOX][#member[OUTBOX] + 1] = member[BIDS] - 1, packed
-    local wake_up = of_owner[owner]
-    if not wake_up and owner ~= who then
-      wake_up = { owner, grants = {} }
-      of_owner[owner], wake_ups[#wake_ups + 1] = wake_up, wake_up
+    local owner, grant = it[1], it[2]
+    local member = members[owner]
+    member[BIDS], member[OUTBOX][#member[OUTBOX] + 1] = member[BIDS] - 1, grant
+    if owner ~= who and not of_owner[owner] then
+      of_owner[owner] = { owner, {}, false, now }
+      wake_ups[#wake_ups + 1] = of_owner[owner]
     end
-    if wake_up then wake_up.grants[#wake_up.grants + 1] = packed end
+    if owner ~= who then table.insert(of_owner[owner][2], grant) end
   end
 end
 
--- When time alone changes something (`time_alone.py`), at least a millisecond from now. By gain each lost token may change
--- the order: then it is looked at every 100 ms.
-local function next_change(waiting)
-  if waiting == 0 then return nil end
-  local soonest
+-- When time alone changes something (`time_alone.py`), UNBOUNDED if nothing does. By gain each lost token may change the order:
+-- then it is looked at every 100 ms.
+local function find_next()
+  local soonest = UNBOUNDED
   local function consider(at)
-    if at > now and not (soonest and soonest <= at) then soonest = at end
+    if at > now then soonest = min(soonest, at) end
   end
   local promote_after, ceiling = rules[R_PROMOTE], rules[R_CEILING]
   local function consider_ticket(tier, arrived) -- it reaches another level (rule 3), or may take room back (rule 7)
     local after = rules[R_TIERS][tier][T_PREEMPT_AFTER]
-    if promote_after then
+    if promote_after and tier - 1 > ceiling then
       local rises = floor((now - arrived) / promote_after) + 1
       if rises <= tier - 1 - ceiling then consider(arrived + rises * promote_after) end
     end
     if after and rules[R_PREEMPTIONS] > 0 then consider(arrived + after) end
   end
-  if state[HOLD_UNTIL] > 0 then
-    consider(state[HOLD_UNTIL])
-    return soonest and max(1000, soonest - now)
-  end
-  if not needs then look() end
   for tier, t in ipairs(tiers) do
     if t[QUEUED] > 0 or t[LINED] > 0 then consider(t[OWES_UNTIL]) end
     local first, small = heads_of(tier)
@@ -157,134 +153,115 @@ local function next_change(waiting)
     if small then consider_ticket(tier, small[ARRIVED]) end
     if rules[R_BY_GAIN] and first then consider(now + LOOK_AGAIN_US) end
   end
-  local now_lined = lined_now()
-  for at = 0, #now_lined - LINED_WORDS, LINED_WORDS do
-    consider(now_lined[at + LINED_SINCE] + PATIENCE_US)
-    consider_ticket(now_lined[at + LINED_TIER], now_lined[at + LINED_ARRIVED])
+  for _, ticket in ipairs(load_line()) do
+    consider(ticket[IN_LINE_SINCE] + PATIENCE_US)
+    consider_ticket(ticket[TIER], ticket[ARRIVED])
   end
   for slot, engine in ipairs(config.engines) do
-    consider(held_at(slot, H_CAP_UNTIL))
+    consider(held[slot][H_CAP_UNTIL])
     if engine[E_RAMP] > 0 then -- the end of this tenth of its slow start
       local tenths = 1 + floor(max(0, now - engine[E_SINCE]) * 10 / engine[E_RAMP])
       if tenths < 10 then consider(engine[E_SINCE] + ceil(tenths * engine[E_RAMP] / 10)) end
     end
   end
-  return soonest and max(1000, soonest - now)
+  return soonest
 end
 
-local function engines_held()
-  local found = {}
-  for slot, engine in ipairs(config.engines) do
-    found[slot] = told[slot]
-    if not found[slot] then
-      local at = (slot - 1) * HELD
-      local cap_for_us = max(0, held[at + H_CAP_UNTIL] - now)
-      found[slot] = '\152' .. pack(engine[E_ID], unpack(held, at + 1, at + H_CAP)) .. pack(cap_for_us)
-      told[slot] = cap_for_us == 0 and found[slot] -- else it changes with time
-    end
+local function next_change(waiting)
+  if waiting == 0 then return nil end
+  local at = state[HOLD_UNTIL]
+  if at == 0 then
+    if not needs then look() end
+    at = state[NEXT]
+    if not at or rules[R_BY_GAIN] or at <= now then at = find_next() end
+    state[NEXT] = at
   end
-  return packed_list(found)
+  return at < UNBOUNDED and max(1000, at - now) or nil
 end
 
-local function tiers_held()
-  local tenants, found = {}, {}
-  for _, bid in ipairs(call.bids) do
-    local tier = type(bid[TIER]) == 'number' and bid[TIER] or tier_of(bid[TIER])
-    if tier then
-      tenants[tier] = tenants[tier] or {}
-      tenants[tier][bid[TENANT]] = true
+-- ---- the reply: packed parts, in the order of `calls.Reply` -----------------------------------------------------------
+
+-- The tags that are beyond the virtual time, of the tenants of this call's bids.
+local function tags()
+  local found, seen = {}, {}
+  for _, bid in ipairs(call[C_BIDS]) do
+    local name, tenant = unpack(bid, TIER, TENANT)
+    local tier = type(name) == 'number' and name or tier_of(name)
+    local id = tier and tier .. tenant
+    if tier and tiers[tier][QUEUED] > 0 and not seen[id] then
+      local finish = queue_of(tier).finish[tenant]
+      if finish and finish > tiers[tier][VIRTUAL] then found[#found + 1] = { tiers[tier][NAME], tenant, finish } end
+      seen[id] = true
     end
   end
-  for tier, t in ipairs(tiers) do
-    local finish = {}
-    if tenants[tier] and t[QUEUED] > 0 then
-      for tenant in pairs(tenants[tier]) do
-        local tag = queue_of(tier).finish[tenant]
-        if tag and tag > t[VIRTUAL] then finish[tenant] = tag end
-      end
-    end
-    found[tier] = '\155' .. pack(t[NAME], used(tier, 1), used(tier, 2), used(tier, 3), on_floor(tier, 1), on_floor(tier, 2),
-      on_floor(tier, 3), max(0, t[OWES_UNTIL] - now)) .. packed_float(t[VIRTUAL]) .. pack(t[AFRESH]) .. packed_map(finish, packed_float)
-  end
-  return packed_list(found)
+  return found
 end
 
 local function leaving_of_all()
   local found = {}
-  for _, name in ipairs(sorted_keys(members)) do
+  local leaving = {}
+  for name, member in pairs(members) do leaving[name] = #member[LEAVING] > 0 and member[LEAVING] or nil end
+  for _, name in ipairs(sorted_keys(leaving)) do
     local cells = {}
-    for _, cell in ipairs(members[name][LEAVING]) do cells[field_of(cell[CELL_TIER], cell[CELL_ENGINE])] = cell end
-    for _, field in ipairs(sorted_keys(cells)) do found[#found + 1] = packed_cell(cells[field]) end
+    for _, cell in ipairs(leaving[name]) do cells[cell[CELL_TIER] .. '\0' .. cell[CELL_ENGINE]] = cell end
+    for _, field_name in ipairs(sorted_keys(cells)) do found[#found + 1] = cells[field_name] end
   end
-  return packed_list(found)
+  return found
 end
 
 local function lined_of_caller()
   local found = {}
-  local now_lined = lined_now()
-  for at = 0, #now_lined - LINED_WORDS, LINED_WORDS do
-    if now_lined[at + LINED_OWNER] == who then
-      found[#found + 1] = '\147' .. pack(now_lined[at + LINED_BID], now_lined[at + LINED_ENGINE], now - now_lined[at + LINED_SINCE])
-    end
+  for _, it in ipairs(load_line()) do
+    if it[OWNER] == who then found[#found + 1] = { it[ID], it[ENGINE] or '', it[IN_LINE_SINCE] } end
   end
-  return packed_list(found)
+  return found
 end
 
-local function engine_states()
-  local found = {}
+local function engines_and_drained()
+  local engines, drained = {}, {}
   for slot, e in ipairs(config.engines) do
-    found[slot] = '\152' .. pack(e[E_ID], e[E_TOKENS], e[E_REQUESTS], e[E_PREFILL], e[E_SPEED], is_ready(e), now - e[E_SINCE], e[E_RAMP])
+    engines[slot] = { e[E_ID], e[E_TOKENS], e[E_REQUESTS], e[E_PREFILL], e[E_SPEED], is_ready(e), e[E_SINCE], e[E_RAMP] }
   end
-  return packed_list(found)
+  for i, engine in ipairs(sorted_keys(config.drained)) do drained[i] = { engine, unpack(config.drained[engine]) } end
+  return engines, drained
 end
 
-local function drained_of_all()
-  local found = {}
-  for i, engine in ipairs(sorted_keys(config.drained)) do
-    found[i] = '\147' .. pack(engine, config.drained[engine][1], config.drained[engine][2])
-  end
-  return packed_list(found)
-end
-
-local function reply(member, is_paused)
-  local alive, waiting = 0, 0
-  for _, other in pairs(members) do alive, waiting = alive + 1, waiting + other[BIDS] end
+local function reply(member)
+  local waiting, alive = count_all()
+  local engines, drained, own_lined
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
-  local parts = {
-    '\159', pack(call.number, 'ok'), packed_grants(member[OUTBOX]),
-    pack(max(alive, 1), is_paused or state[HOLD_UNTIL] > 0, member[IS_FOREIGN], waiting, next_change(waiting)),
-    engines_held(), tiers_held(), leaving_of_all(),
-  }
-  local found = not is_paused and shortage_for_caller()
-  parts[8] = found and packed_shortage(found) or '\192'
+  local on_hold = state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0
+  local first = pack(call[C_NUMBER], 'ok', now, member[OUTBOX], max(alive, 1), on_hold, member[IS_FOREIGN], waiting, next_change(waiting))
+  held_text = pack(held, tiers)
+  local found = not state[IS_BESIDE_OLD] and shortage_for_caller() or nil
   if member[SEEN] ~= state[VERSION] then
     member[SEEN] = state[VERSION]
-    parts[9], parts[10] = engine_states(), drained_of_all()
-  else
-    parts[9] = '\192\192'
+    engines, drained = engines_and_drained()
   end
-  parts[#parts + 1] = lined_of_caller()
-  return table.concat(parts)
+  if member[IS_LINE_NEW] then member[IS_LINE_NEW], own_lined = false, lined_of_caller() end
+  return '\220\0\17' .. first .. held_text .. pack(tags(), leaving_of_all(), found, engines, drained, own_lined)
 end
 
 -- ---- one call ---------------------------------------------------------------------------------------------------------
 
--- Time never goes back, whichever server answers. Returns for how long the store was silent.
-local function begin(server_us)
-  queues, rows, heads, views, changed_views, wake_ups, is_config_new, is_made = {}, {}, {}, nil, {}, {}, false, false
-  line, is_line_changed, is_line_written, needs = nil, false, false, nil
-  local found = redis_call('HMGET', root, 'layout', 'state', 'held', 'config')
-  if not found[1] then
+-- Time never goes back, whichever server answers. Returns for how long the store was silent, nil where another layout is in force.
+local function begin()
+  local names = { 'layout', 'state', 'held', 'config' }
+  fields, changed, all_fields, queues, wake_ups, is_config_new, is_made = {}, {}, nil, {}, {}, false, false
+  line, needs, held_text, known, kept[root] = nil, nil, nil, kept[root] or {}, nil -- a call that fails may have changed it
+  for i, cell in ipairs(call[C_CELLS]) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end
+  read_fields(names)
+  if not fields.layout then
     now = server_us
     create(0)
     return 0
   end
-  load(found)
+  load()
   local before = state[LAST_CALL]
   state[OFFSET] = max(state[OFFSET], before - server_us)
   now = server_us + state[OFFSET]
   state[LAST_CALL] = now
-  if tonumber(found[1]) == call.layout then return now - before end
+  if tonumber(fields.layout) == call[C_LAYOUT] then return now - before end
   for _, member in pairs(members) do
     if now - max(member[MEMBER_CALL], state[EPOCH]) < DEAD_US then return nil end
   end
@@ -292,52 +269,45 @@ local function begin(server_us)
   return 0
 end
 
-local function answer_to(is_paused)
+local function answer()
+  local silent_for = begin()
+  if not silent_for then return pack({ call[C_NUMBER], 'wait' }) end
+  if silent_for >= LOST_US then begin_epoch() end
   local member = members[who]
-  local is_next = member and member[STATED] == state[EPOCH] and call.number == member[LATEST_NUMBER] + 1
-  drop_dead(is_next and (call.kind == 'call' or call.kind == 'bye') and who or nil)
+  local is_next = member and member[STATED] == state[EPOCH] and call[C_NUMBER] == member[LATEST_NUMBER] + 1
+  drop_dead(is_next and (call[C_KIND] == 'call' or call[C_KIND] == 'bye') and who or nil)
   member = members[who]
-  if call.kind == 'bye' then
+  if call[C_KIND] == 'bye' then
     if is_next and member then
       drop(who)
       if not member[IS_NEW] then state[EXPECTED] = state[EXPECTED] - 1 end
-      if not is_paused then grant_all() end
+      grant_all()
     end
-    return short_reply('ok')
+    return pack({ call[C_NUMBER], 'ok' })
   end
-  if not is_accepted(member) then return short_reply('unknown') end
-  if call.kind == 'state' then take_statement() end
+  if not is_accepted(member) then return pack({ call[C_NUMBER], 'unknown' }) end
+  if call[C_KIND] == 'state' then take_statement() end
   member = members[who]
-  member[MEMBER_CALL], member[LATEST_NUMBER] = now, call.number
+  member[MEMBER_CALL], member[LATEST_NUMBER] = now, call[C_NUMBER]
   take_changes(member)
   end_hold()
-  if not is_paused then grant_all() end
-  return reply(member, is_paused)
+  grant_all()
+  return reply(member)
 end
 
-local function execute(keys, arguments)
-  redis_call, pack, unpacked, struct_pack, struct_unpack = redis.call, cmsgpack.pack, cmsgpack.unpack, struct.pack, struct.unpack
-  max, min, floor, ceil, char = math.max, math.min, math.floor, math.ceil, string.char
-  root = keys[1]
+local function execute(its_keys, arguments)
+  redis_call, pack, unpacked, struct_unpack = redis.call, cmsgpack.pack, cmsgpack.unpack, struct.unpack
+  max, min, floor, ceil = math.max, math.min, math.floor, math.ceil
+  keys, root = its_keys, its_keys[1]
   local is_read, read = pcall(read_call, arguments[1])
   if not is_read then return redis.error_reply('ERR this is no call of the ledger: ' .. tostring(read)) end
-  call, who = read, read.who
-  local server_us = tonumber(arguments[2])
+  call, who, server_us = read, read[C_WHO], tonumber(arguments[2])
   if not server_us then
     local time = redis_call('TIME')
     server_us = time[1] * 1000000 + time[2]
   end
-  local silent_for = begin(server_us)
-  local answer
-  if silent_for then
-    if silent_for >= LOST_US then begin_epoch() end
-    answer = answer_to(is_beside_old(keys, server_us))
-  else
-    answer = short_reply('wait')
-  end
+  local told = answer()
   write()
-  for _, wake_up in ipairs(wake_ups) do
-    redis_call('PUBLISH', wake_up[1] == '' and root or root .. ':' .. wake_up[1], packed_wake_up(wake_up))
-  end
-  return answer
+  for _, wake_up in ipairs(wake_ups) do redis_call('PUBLISH', wake_up[1] == '' and root or root .. ':' .. wake_up[1], pack(wake_up)) end
+  return told
 end

@@ -1,26 +1,24 @@
 -- Time, epochs and members, and what a statement says of everything (`ledger.py`).
 
-local function begin_member(is_new) return { 0, 0, -1, is_new, false, 0, -1, {}, {} } end
+local function begin_member(is_new) return { 0, 0, -1, is_new, false, 0, -1, {}, {}, true } end
 
--- The cell of a grant.
-local function hold_grant(packed, sign)
-  local _, tier, id, tokens, requests, prompt, sent, _, _, is_in_floor = unpack(unpacked(packed))
-  if is_in_floor then return hold(tier_of(tier), id, sign, tokens, requests, prompt, sent, tokens, requests, prompt) end
-  hold(tier_of(tier), id, sign, tokens, requests, prompt, sent, 0, 0, 0)
+-- A grant as a cell.
+local function cell_of(grant)
+  local _, tier, id, tokens, requests, prompt, sent, _, _, is_in_floor = unpack(grant)
+  local floor_of = is_in_floor and 1 or 0
+  return { tier, id, tokens, requests, prompt, sent, floor_of * tokens, floor_of * requests, floor_of * prompt }
 end
 
 local function hold_cell(cell, sign) hold(tier_of(cell[CELL_TIER]), cell[CELL_ENGINE], sign, unpack(cell, CELL_FIGURES + 1)) end
 
-local function field_of(tier, id) return tier .. '\0' .. id end
-
 local function drop_outbox(member)
-  for _, packed in ipairs(member[OUTBOX]) do hold_grant(packed, -1) end
+  for _, grant in ipairs(member[OUTBOX]) do hold_cell(cell_of(grant), -1) end
   member[OUTBOX] = {}
 end
 
 local function drop_cells(name)
   for_cells(name, function(cell) hold_cell(cell, -1) end)
-  for field in pairs(row_of(name).cells) do set_cell(name, field, false) end
+  for _, it in ipairs(cells_of(name)) do set_field(it) end
 end
 
 -- Gives up all bids of a replica, in each tier by arrival.
@@ -30,7 +28,7 @@ local function drop_bids(name)
   local function take(ticket)
     if ticket[OWNER] == name then own[#own + 1] = ticket end
   end
-  for i = 1, stands_in_line(name) and #load_line() or 0 do take(ticket_at(line, i)) end
+  for _, ticket in ipairs(load_line()) do take(ticket) end
   for tier = 1, #tiers do for_queue(tier, take) end
   table.sort(own, function(a, b)
     if a[TIER] ~= b[TIER] then return a[TIER] < b[TIER] end
@@ -42,7 +40,11 @@ end
 
 -- The newest view that names an engine counts; any that reaches it will do.
 local function combine_views()
-  local by_age, offers, all = sorted_keys(members), {}, views_of_all()
+  local by_age, offers, all = sorted_keys(members), {}, {}
+  for name in pairs(members) do
+    local view = field('v:' .. name)
+    all[name] = view and unpacked(view) -- its number, when it was told, its engines
+  end
   table.sort(by_age, function(a, b)
     local number, other = all[a] and all[a][1] or 0, all[b] and all[b][1] or 0
     if number ~= other then return number < other end
@@ -80,36 +82,36 @@ local function drop(name)
   drop_outbox(members[name])
   drop_cells(name)
   if state[ASKED] == name then state[ASKED] = false end
-  views_of_all()[name], changed_views[name] = nil, true
+  set_field('v:' .. name)
   members[name] = nil
   combine_views()
 end
 
 local function drop_dead(but)
-  for _, name in ipairs(sorted_keys(members)) do
-    if name ~= but and now - max(members[name][MEMBER_CALL], state[EPOCH]) >= DEAD_US then drop(name) end
+  local dead = {}
+  for name, member in pairs(members) do
+    if name ~= but and now - max(member[MEMBER_CALL], state[EPOCH]) >= DEAD_US then dead[name] = true end
   end
+  for _, name in ipairs(sorted_keys(dead)) do drop(name) end
 end
 
 -- While the store was silent replicas may have admitted alone: rows are a floor, bids and line are stated anew.
 local function begin_epoch()
-  state[EPOCH], state[HOLD_UNTIL], state[IS_EMPTY], state[EXPECTED] = now, now + HOLD_US, false, 0
+  state[EPOCH], state[HOLD_UNTIL], state[IS_EMPTY], state[EXPECTED], state[NEXT] = now, now + HOLD_US, false, 0, false
   for _, name in ipairs(sorted_keys(members)) do
     local member = members[name]
     state[EXPECTED] = state[EXPECTED] + 1
     drop_bids(name)
-    for _, packed in ipairs(member[OUTBOX]) do
-      local _, tier, id, tokens, requests, prompt, sent, _, _, is_in_floor = unpack(unpacked(packed))
-      local sums, field = { tokens, requests, prompt, sent, 0, 0, 0 }, field_of(tier, id)
-      if is_in_floor then sums[5], sums[6], sums[7] = tokens, requests, prompt end
-      local old = cell_at(name, field)
-      local before = old and unpacked(old)
-      for i = 1, before and FIGURES or 0 do sums[i] = sums[i] + before[CELL_FIGURES + i] end
-      set_cell(name, field, pack({ tier, id, unpack(sums) }))
+    for _, grant in ipairs(member[OUTBOX]) do
+      local cell = cell_of(grant)
+      local it = cell_field(name, cell[CELL_TIER], cell[CELL_ENGINE])
+      local before = field(it) and unpacked(field(it))
+      for i = CELL_FIGURES + 1, before and CELL_FIGURES + FIGURES or 0 do cell[i] = cell[i] + before[i] end
+      set_field(it, pack(cell))
     end
     member[OUTBOX], member[IS_NEW] = {}, false
   end
-  wake_ups[#wake_ups + 1] = { '' }
+  wake_ups[#wake_ups + 1] = { '', {}, false, 0 }
 end
 
 -- With the last replica that is expected. One that knows of nobody proves nothing.
@@ -122,16 +124,16 @@ local function end_hold()
 end
 
 local function is_accepted(member)
-  if call.kind == 'ask' then return false end
-  if call.kind == 'state' then return not member or call.number > member[LATEST_NUMBER] end
-  if not member or member[STATED] ~= state[EPOCH] or call.number ~= member[LATEST_NUMBER] + 1 then return false end
-  if not call.bid_count then return true end
+  if call[C_KIND] == 'ask' then return false end
+  if call[C_KIND] == 'state' then return not member or call[C_NUMBER] > member[LATEST_NUMBER] end
+  if not member or member[STATED] ~= state[EPOCH] or call[C_NUMBER] ~= member[LATEST_NUMBER] + 1 then return false end
+  if not call[C_BID_COUNT] then return true end
   local acked, unseen = {}, 0
-  for _, id in ipairs(call.acks) do acked[id] = true end
-  for _, packed in ipairs(member[OUTBOX]) do
-    if not acked[unpacked(packed)[GRANT_BID]] then unseen = unseen + 1 end
+  for _, id in ipairs(call[C_ACKS]) do acked[id] = true end
+  for _, grant in ipairs(member[OUTBOX]) do
+    if not acked[grant[1]] then unseen = unseen + 1 end
   end
-  return member[BIDS] <= call.bid_count and call.bid_count <= member[BIDS] + unseen
+  return member[BIDS] <= call[C_BID_COUNT] and call[C_BID_COUNT] <= member[BIDS] + unseen
 end
 
 -- ---- a statement ------------------------------------------------------------------------------------------------------
@@ -146,9 +148,9 @@ end
 
 local function take_rules(stated)
   local is_same = has_tiers(stated)
-  if #tiers > 0 and not (call.replaces and is_same) and not (call.takes_over and not is_same) then return end
+  if #tiers > 0 and not (call[C_REPLACES] and is_same) and not (call[C_TAKES_OVER] and not is_same) then return end
   local is_by_gain = rules and rules[R_BY_GAIN] or false
-  config.figures, is_config_new = nil, true
+  config.figures, is_config_new, state[NEXT] = nil, true, false
   if is_same and stated[R_BY_GAIN] == is_by_gain then
     config.rules, rules = stated, stated
     return
@@ -159,37 +161,33 @@ local function take_rules(stated)
   end
   local before = {}
   for _, t in ipairs(tiers) do before[t[NAME]] = t end
-  tiers, heads, config.rules, rules = {}, {}, stated, stated
+  tiers, heads, queues, config.rules, rules = {}, {}, {}, stated, stated
   for i, tier in ipairs(stated[R_TIERS]) do
-    local t, old = { tier[T_NAME], 0, 0, 1, 0, false, 0, 0, 0 }, before[tier[T_NAME]]
-    for d = 1, 12 do t[ON_ENGINES + d] = 0 end
-    t[MOST_TAGS], t[SMALLEST] = 64, UNBOUNDED
+    local old = before[tier[T_NAME]]
+    local t = { tier[T_NAME], 0, 0, 0, { 0, 0, 0 }, { 0, 0, 0 }, { 0, 0, 0 }, { 0, 0, 0 }, 1, 0, 0, 0, 64, UNBOUNDED }
     if old then t[VIRTUAL], t[OWES_UNTIL], t[LATEST] = old[VIRTUAL], old[OWES_UNTIL], old[LATEST] end
-    tiers[i] = t
+    tiers[i], heads[i], changed['q:' .. i] = t, false, true
   end
-  for slot = 1, #config.engines do
-    for i = H_TOKENS, H_SENT do held[(slot - 1) * HELD + i] = 0 end
-    told[slot] = false
-  end
+  for _, it in ipairs(held) do it[H_TOKENS], it[H_REQUESTS], it[H_PROMPT], it[H_SENT] = 0, 0, 0, 0 end
   for name, member in pairs(members) do
     for_cells(name, function(cell) hold_cell(cell, 1) end)
-    for _, packed in ipairs(member[OUTBOX]) do hold_grant(packed, 1) end
+    for _, grant in ipairs(member[OUTBOX]) do hold_cell(cell_of(grant), 1) end
   end
 end
 
 -- Everything that the replica has replaces everything that was known of it.
 local function take_statement()
-  take_rules(call.rules)
+  take_rules(call[C_RULES])
   local member = members[who]
   if not member then
-    member = begin_member(call.knew == 0)
+    member = begin_member(call[C_KNEW] == 0)
     members[who] = member
   end
   drop_bids(who)
   drop_outbox(member)
-  if state[IS_EMPTY] and now < state[EPOCH] + DEAD_US then state[EXPECTED] = max(state[EXPECTED], call.knew) end
-  member[STATED], member[SEEN], member[IS_FOREIGN] = state[EPOCH], -1, not has_tiers(call.rules)
-  for i = 1, member[IS_FOREIGN] and 0 or min(#tiers, #call.virtual) do
-    tiers[i][VIRTUAL] = max(tiers[i][VIRTUAL], call.virtual[i])
+  if state[IS_EMPTY] and now < state[EPOCH] + DEAD_US then state[EXPECTED] = max(state[EXPECTED], call[C_KNEW]) end
+  member[STATED], member[SEEN], member[IS_FOREIGN], member[IS_LINE_NEW] = state[EPOCH], -1, not has_tiers(call[C_RULES]), true
+  for i = 1, member[IS_FOREIGN] and 0 or min(#tiers, #call[C_VIRTUAL]) do
+    tiers[i][VIRTUAL] = max(tiers[i][VIRTUAL], call[C_VIRTUAL][i])
   end
 end

@@ -51,10 +51,12 @@ end
 local function shortage()
   if not may_preempt() then return nil end
   look()
-  local gone, order = taken_back(), in_order()
+  local gone, order, others = taken_back(), candidates()
+  for _, place in ipairs(others) do order[#order + 1] = place end
+  table.sort(order, is_place_before)
   local at, place = nil, nil
   for i = 1, #order do
-    local after = rules[R_TIERS][order[i].ticket[TIER]][T_PREEMPT_AFTER]
+    local after = rules[R_TIERS][order[i].tier][T_PREEMPT_AFTER]
     if after and now - order[i].ticket[ARRIVED] >= after then
       at, place = i, order[i]
       break
@@ -74,7 +76,7 @@ local function shortage()
   for tier = ticket[TIER] + 1, #tiers do
     local first, small = heads_of(tier)
     if (first and is_place_before(place_of(first, OTHER), place)) or (small and is_place_before(place_of(small, OTHER), place)) then
-      found.closed[tier] = true
+      found.closed[tiers[tier][NAME]] = true
     end
   end
   local is_served = #found.burst == 0 and has_room(ticket, slot, found.before, gone.engines[found.engine])
@@ -87,7 +89,7 @@ local function takeable(name, found)
   local tokens = 0
   local function add(cell, amount)
     local tier = tier_of(cell[CELL_TIER])
-    if tier and tier > found.served[TIER] and rules[R_TIERS][tier][T_PREEMPTIBLE] and not found.closed[tier]
+    if tier and tier > found.served[TIER] and rules[R_TIERS][tier][T_PREEMPTIBLE] and not found.closed[cell[CELL_TIER]]
       and cell[CELL_ENGINE] == found.engine then
       tokens = tokens + amount
     end
@@ -97,9 +99,18 @@ local function takeable(name, found)
   return tokens
 end
 
--- The room that the caller is to take back. Another one, which has more to take from, is woken instead.
+local function needed(tickets, engine)
+  local told = {}
+  for i, it in ipairs(tickets) do
+    told[i] = { it[ID], tiers[it[TIER]][NAME], it[TOKENS], it[REQUESTS], it[PROMPT], best_hit(it), it[HITS][engine] or 0, it[ARRIVED],
+      it[NUMBER] }
+  end
+  return told
+end
+
+-- The room that the caller is to take back (`calls.ShortageTold`). Another one, which has more to take from, is woken instead.
 function shortage_for_caller()
-  if state[HOLD_UNTIL] > 0 or (state[ASKED] and state[ASKED] ~= who and now < state[ASKED_UNTIL]) then return nil end
+  if state[HOLD_UNTIL] ~= 0 or (state[ASKED] and state[ASKED] ~= who and now < state[ASKED_UNTIL]) then return nil end
   state[ASKED] = false
   local found = shortage()
   if not found then return nil end
@@ -112,9 +123,13 @@ function shortage_for_caller()
   end
   if most_tokens == 0 then return nil end
   state[ASKED], state[ASKED_UNTIL] = most, now + ASKED_FOR_US
-  if most == who then return found end
-  wake_ups[#wake_ups + 1] = { most, is_asked = true }
-  return nil
+  if most ~= who then
+    wake_ups[#wake_ups + 1] = { most, {}, true, now }
+    return nil
+  end
+  local engine, place = found.engine, found.place
+  return { engine, place.class, place.before, place.key, needed({ found.served }, engine)[1], needed(found.before, engine),
+    needed(found.burst, engine), sorted_keys(found.closed) }
 end
 
 end

@@ -1,46 +1,53 @@
 -- Rule 2: the queue of one tier; its tenants take turns by start-time fair queueing (`queue.py`).
 --
--- A queue has lanes: tenant -> its tickets by arrival; `starts`, the tag of each lane's first; `returned`, those that came
--- back; and `finish`, the tags of tenants. It is read when its tier's head does not do. A ticket that comes to an empty tier
--- and is granted at once is never written.
+-- A queue has lanes: tenant -> its tickets by arrival, packed until they are looked at; `starts`, the tag of each
+-- lane's first; `returned`, those that came back; and `finish`, the tags of tenants. It is read when its tier's head does not do. A
+-- ticket that comes to an empty tier and is granted at once is never written.
 
-local heads -- of each tier: its next ticket in fair order
+local function lane_of(queue, tenant)
+  if not queue.lanes[tenant] and queue.texts[tenant] then queue.lanes[tenant] = { unpacked(queue.texts[tenant]) } end
+  return queue.lanes[tenant]
+end
 
 local function queue_of(tier)
   local queue = queues[tier]
   if queue then return queue end
-  queue = { lanes = {}, starts = {}, finish = {}, returned = {} }
-  queues[tier] = queue
+  queue = { lanes = {}, texts = {}, starts = {}, finish = {}, returned = {} }
   if tiers[tier][QUEUED] > 0 then
-    if tiers[tier][HEAD] and not heads[tier] then heads[tier] = ticket_at({ tiers[tier][HEAD] }, 1) end
-    local head = heads[tier]
-    queue.lanes, queue.starts, queue.finish, queue.returned = unpacked(redis_call('HGET', root, 'q:' .. tier))
-    queue.is_stored = true
+    local name = 'q:' .. tier
+    if known[name] and known[name][1] == field(name) then
+      queue = known[name][2]
+    else
+      queue.texts, queue.starts, queue.finish, queue.returned = unpacked(field(name))
+    end
+    local head = heads[tier] and ticket_at(heads, tier)
     if head and head[HAS_RETURNED] then -- it is one object, here and there
       for i = 1, #queue.returned do
-        if queue.returned[i] == head.packed then queue.returned[i] = head end
+        if packed_ticket(queue.returned[i]) == head.packed then queue.returned[i], queue.by_gain = head, nil end
       end
-    elseif head then
-      queue.lanes[head[TENANT]][1] = head
+    elseif head and lane_of(queue, head[TENANT])[1] ~= head then
+      queue.lanes[head[TENANT]][1], queue.by_gain = head, nil
     end
   end
+  queues[tier] = queue
   return queue
 end
 
 local function packed_queue(tier)
-  if not tiers[tier] or tiers[tier][QUEUED] == 0 then return nil end -- a tier that went
+  if not tiers[tier] or tiers[tier][QUEUED] == 0 then return false end -- empty, or of a tier that went
   local queue = queues[tier]
-  for _, lane in pairs(queue.lanes) do
-    for i = 1, #lane do lane[i] = packed_ticket(lane[i]) end
+  for tenant, lane in pairs(queue.lanes) do
+    queue.texts[tenant] = queue.texts[tenant] or pack(unpack(packed_tickets(lane)))
   end
-  for i = 1, #queue.returned do queue.returned[i] = packed_ticket(queue.returned[i]) end
-  return pack(queue.lanes, queue.starts, queue.finish, queue.returned)
+  return pack(queue.texts, queue.starts, queue.finish, packed_tickets(queue.returned))
 end
 
 -- Whatever changes in a queue may change its head.
-local function changed_queue(tier)
+local function changed_queue(tier, tenant)
   local queue = queue_of(tier)
-  queue.is_changed, heads[tier], tiers[tier][HEAD] = true, nil, false
+  lane_of(queue, tenant)
+  queue.texts[tenant] = nil
+  changed['q:' .. tier], heads[tier], state[NEXT] = true, false, false
   return queue
 end
 
@@ -52,15 +59,11 @@ end
 -- The next in fair order, of those that are wanted.
 local function next_of(tier, is_wanted)
   if tiers[tier][QUEUED] == 0 then return nil end
-  if not is_wanted and heads[tier] then return heads[tier] end
-  if not is_wanted and tiers[tier][HEAD] then
-    heads[tier] = ticket_at({ tiers[tier][HEAD] }, 1)
-    return heads[tier]
-  end
+  if not is_wanted and heads[tier] then return ticket_at(heads, tier) end
   local queue, found = queue_of(tier), nil
-  for tenant, lane in pairs(queue.lanes) do
-    if not found or queue.starts[tenant] <= found[START] or is_wanted then
-      local first = ticket_at(lane, 1)
+  for tenant, start in pairs(queue.starts) do
+    if is_wanted or not found or start <= found[START] then
+      local first = ticket_at(lane_of(queue, tenant), 1)
       if (not is_wanted or is_wanted(first)) and (not found or is_next(first, found)) then found = first end
     end
   end
@@ -72,24 +75,20 @@ local function next_of(tier, is_wanted)
   return found
 end
 
-local function start_at(queue, ticket, start)
-  ticket[START], ticket.packed, queue.starts[ticket[TENANT]] = start, nil, start
-end
-
 -- Gives the first of a tenant its start tag.
 local function tag_first(tier, queue, tenant)
-  local lane = queue.lanes[tenant]
+  local lane = lane_of(queue, tenant)
   if not lane then return end
   local first = ticket_at(lane, 1)
   if not first[START] then
-    start_at(queue, first, max(first[HINT] or tiers[tier][VIRTUAL], queue.finish[tenant] or 0))
+    first[START], first.packed = max(first[HINT] or tiers[tier][VIRTUAL], queue.finish[tenant] or 0), nil
   end
   queue.starts[tenant] = first[START]
 end
 
 -- Where none waits, all tags start afresh at a virtual time beyond every tag.
 local function tag(tier, tenant)
-  local t, queue = tiers[tier], changed_queue(tier)
+  local t, queue = tiers[tier], changed_queue(tier, tenant)
   if t[QUEUED] == 0 then
     for _, finish in pairs(queue.finish) do t[VIRTUAL] = max(t[VIRTUAL], finish) end
     queue.finish, t[LARGEST], t[SMALLEST], t[AFRESH] = {}, 1, UNBOUNDED, t[AFRESH] + 1
@@ -97,6 +96,34 @@ local function tag(tier, tenant)
   end
   tag_first(tier, queue, tenant)
   if rules[R_BY_GAIN] then t[VIRTUAL] = max(t[VIRTUAL], next_of(tier)[START]) end
+end
+
+-- Rule 9: weight for time.
+local function earned(ticket)
+  local gain = ticket[GAIN]
+  if not gain then return 0 end
+  local lost = floor(max(0, now - ticket[ARRIVED] - gain[GAIN_START_BY]) / gain[GAIN_SLACK])
+  local share = floor(max(0, gain[GAIN_TOKENS] - lost) * 1000 / gain[GAIN_TOKENS])
+  return floor(gain[GAIN_WEIGHT] * share * 1000000 / gain[GAIN_COST])
+end
+
+-- By gain: `by_gain` has what earns something, the most first, by what it earned when it was looked at last: with time that falls.
+local function rank(queue, ticket)
+  local list, bounds, low = queue.by_gain, queue.bounds, 1
+  local high = #list + 1
+  bounds[ticket] = earned(ticket)
+  while low < high do
+    local middle = floor((low + high) / 2)
+    local other = list[middle]
+    if bounds[other] > bounds[ticket] or (bounds[other] == bounds[ticket] and is_before(other, ticket)) then low = middle + 1 else high = middle end
+  end
+  if bounds[ticket] > 0 then table.insert(list, low, ticket) end
+end
+
+local function unrank(queue, ticket)
+  for i = 1, queue.by_gain and #queue.by_gain or 0 do
+    if queue.by_gain[i] == ticket then return table.remove(queue.by_gain, i) end
+  end
 end
 
 local function queue_add(ticket)
@@ -108,27 +135,31 @@ local function queue_add(ticket)
     ticket[START] = first and min(t[VIRTUAL], first[START]) or t[VIRTUAL]
     queue.returned[#queue.returned + 1] = ticket
   else
-    local lane = queue.lanes[tenant] or {}
+    local lane = lane_of(queue, tenant) or {}
     queue.lanes[tenant] = lane
     local i = #lane + 1
     while i > 1 and is_before(ticket, ticket_at(lane, i - 1)) do i = i - 1 end
     table.insert(lane, i, ticket)
   end
   t[QUEUED] = t[QUEUED] + 1
+  if queue.by_gain then rank(queue, ticket) end
   tag(tier, tenant)
 end
 
 local function take_out(queue, ticket)
-  local list, tenant = queue.returned, ticket[TENANT]
-  if not ticket[HAS_RETURNED] then list = queue.lanes[tenant] end
+  local tenant = ticket[TENANT]
+  local list = lane_of(queue, tenant)
+  if ticket[HAS_RETURNED] then list = queue.returned end
   for i = 1, #list do
     if list[i] == ticket then
       table.remove(list, i)
       break
     end
   end
+  queue.texts[tenant] = nil
   if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.starts[tenant] = nil, nil end
   tiers[ticket[TIER]][QUEUED] = tiers[ticket[TIER]][QUEUED] - 1
+  unrank(queue, ticket)
 end
 
 -- One that leaves by cancellation: it costs nothing.
@@ -153,11 +184,11 @@ local function queue_leave(ticket)
   local t, queue = tiers[tier], queue_of(tier)
   if not rules[R_BY_GAIN] then t[VIRTUAL] = max(t[VIRTUAL], ticket[START] or 0) end
   if not ticket[HAS_RETURNED] then
-    local first = ticket_at(queue.lanes[tenant], 1)
+    local first = ticket_at(lane_of(queue, tenant), 1)
     local finish = max(first[START] or 0, queue.finish[tenant] or 0) + ticket[TOKENS] / ticket[WEIGHT]
     queue.finish[tenant] = finish
     forget_tags(tier, queue)
-    if first ~= ticket and (not first[START] or first[START] < finish) then start_at(queue, first, finish) end
+    if first ~= ticket and (not first[START] or first[START] < finish) then first[START], first.packed = finish, nil end
   end
   take_out(queue, ticket)
   tag(tier, tenant)
@@ -167,7 +198,8 @@ end
 local function queue_charge(tier, tenant, tokens, weight)
   if tiers[tier][QUEUED] == 0 then return end
   local queue = queue_of(tier)
-  queue.finish[tenant], queue.is_changed = max(tiers[tier][VIRTUAL], queue.finish[tenant] or 0) + tokens / weight, true
+  queue.finish[tenant] = max(tiers[tier][VIRTUAL], queue.finish[tenant] or 0) + tokens / weight
+  changed['q:' .. tier] = true
 end
 
 -- Rule 9: whether a tenant had so much more than its part that it comes after all others.
@@ -180,8 +212,29 @@ end
 local function for_queue(tier, each)
   if tiers[tier][QUEUED] == 0 then return end
   local queue = queue_of(tier)
-  for _, lane in pairs(queue.lanes) do
+  for tenant in pairs(queue.starts) do
+    local lane = lane_of(queue, tenant)
     for i = 1, #lane do each(ticket_at(lane, i)) end
   end
   for i = 1, #queue.returned do each(ticket_at(queue.returned, i)) end
+end
+
+-- By gain: the best of all that wait in a queue, earn something, and whose tenant is not ahead.
+local function best_in_queue(tier)
+  local queue, i = queue_of(tier), 1
+  if not queue.by_gain then
+    queue.by_gain, queue.bounds = {}, {}
+    for_queue(tier, function(ticket) rank(queue, ticket) end)
+  end
+  while true do
+    local ticket = queue.by_gain[i]
+    if not ticket then return nil end
+    if earned(ticket) < queue.bounds[ticket] then
+      rank(queue, table.remove(queue.by_gain, i))
+    elseif is_ahead(ticket) then
+      i = i + 1
+    else
+      return ticket
+    end
+  end
 end

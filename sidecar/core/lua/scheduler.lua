@@ -9,17 +9,17 @@ local NOBODY = {}
 -- ---- sums -------------------------------------------------------------------------------------------------------------
 
 -- U in one dimension.
-local function used(tier, d) return tiers[tier][ON_ENGINES + d] + tiers[tier][IN_LINE + d] end
+local function used(tier, d) return tiers[tier][ON_ENGINES][d] + tiers[tier][IN_LINE][d] end
 
 -- U where it is compared with R: by gain, what was let in for the floor (rule 9).
 local function on_floor(tier, d)
   if not rules[R_BY_GAIN] then return used(tier, d) end
-  return tiers[tier][ON_FLOOR + d] + tiers[tier][IN_LINE_ON_FLOOR + d]
+  return tiers[tier][ON_FLOOR][d] + tiers[tier][IN_LINE_ON_FLOOR][d]
 end
 
-local function add_sums(tier, at, sign, tokens, requests, prompt)
-  local t = tiers[tier]
-  t[at + 1], t[at + 2], t[at + 3] = t[at + 1] + sign * tokens, t[at + 2] + sign * requests, t[at + 3] + sign * prompt
+local function add_sums(tier, what, sign, tokens, requests, prompt)
+  local sums = tiers[tier][what]
+  sums[1], sums[2], sums[3] = sums[1] + sign * tokens, sums[2] + sign * requests, sums[3] + sign * prompt
 end
 
 -- Adds to what a tier holds on an engine. A tier that the rules do not know counts on the engine only.
@@ -28,15 +28,13 @@ local function hold(tier, id, sign, tokens, requests, prompt, sent, floor_tokens
     add_sums(tier, ON_ENGINES, sign, tokens, requests, prompt)
     add_sums(tier, ON_FLOOR, sign, floor_tokens, floor_requests, floor_prompt)
   end
-  local slot = slot_of(id) or add_unknown(id)
-  local at = (slot - 1) * HELD
-  told[slot] = false
-  held[at + H_TOKENS], held[at + H_REQUESTS] = held[at + H_TOKENS] + sign * tokens, held[at + H_REQUESTS] + sign * requests
-  held[at + H_PROMPT], held[at + H_SENT] = held[at + H_PROMPT] + sign * prompt, held[at + H_SENT] + sign * sent
+  local slot = slot_of(id) or add_unknown(id) -- which makes another `held`
+  local it = held[slot]
+  it[H_TOKENS], it[H_REQUESTS] = it[H_TOKENS] + sign * tokens, it[H_REQUESTS] + sign * requests
+  it[H_PROMPT], it[H_SENT] = it[H_PROMPT] + sign * prompt, it[H_SENT] + sign * sent
 end
 
 local function hold_in_line(ticket, sign)
-  is_line_written = true
   add_sums(ticket[TIER], IN_LINE, sign, ticket[TOKENS], ticket[REQUESTS], ticket[COUNT])
   if ticket[IS_IN_FLOOR] then
     add_sums(ticket[TIER], IN_LINE_ON_FLOOR, sign, ticket[TOKENS], ticket[REQUESTS], ticket[COUNT])
@@ -45,7 +43,7 @@ end
 
 -- Rule 5: the tier has no turn for so much longer.
 local function owe(tier, owed_us)
-  if owed_us > 0 then tiers[tier][OWES_UNTIL] = max(now, tiers[tier][OWES_UNTIL]) + owed_us end
+  if owed_us > 0 then tiers[tier][OWES_UNTIL], state[NEXT] = max(now, tiers[tier][OWES_UNTIL]) + owed_us, false end
 end
 
 local function owes(tier) return now < tiers[tier][OWES_UNTIL] end
@@ -55,14 +53,14 @@ local function look()
   local capacity = { 0, 0, 0 }
   needs, total, largest_prefill, places = {}, { 0, 0, 0 }, 0, 0
   for slot, engine in ipairs(config.engines) do
-    local at = (slot - 1) * HELD
-    for d = 1, 3 do total[d] = total[d] + held[at + d] end
+    local it = held[slot]
+    for d = 1, 3 do total[d] = total[d] + it[H_ID + d] end
     if is_ready(engine) then
       local tokens, requests, prefill = size_of(engine)
       places, largest_prefill = places + 1, max(largest_prefill, prefill)
       capacity[1], capacity[2], capacity[3] = capacity[1] + tokens, capacity[2] + requests, capacity[3] + prefill
     else
-      for d = 1, 3 do capacity[d] = capacity[d] + held[at + d] end
+      for d = 1, 3 do capacity[d] = capacity[d] + it[H_ID + d] end
     end
   end
   for d = 1, 3 do capacity[d] = min(capacity[d], UNBOUNDED) end
@@ -70,20 +68,25 @@ local function look()
   local C = figures and figures.C
   if not C or C[1] ~= capacity[1] or C[2] ~= capacity[2] or C[3] ~= capacity[3] then
     figures = figures_of(capacity)
-    config.figures = figures -- written with the next change of engines or rules
+    config.figures, is_config_new, state[NEXT] = figures, true, false
   end
 end
 
 -- ---- rule 4: room -----------------------------------------------------------------------------------------------------
 
+local function best_hit(ticket)
+  local hit = 0
+  for _, tokens in pairs(ticket[HITS]) do hit = max(hit, tokens) end
+  return hit
+end
+
+local function uncached(ticket) return max(1, ticket[PROMPT] - best_hit(ticket)) end
+
 -- t: its prompt counts less its best hit, for no more than its size limit and the largest engine's prefill.
 local function need(ticket)
   local found = needs[ticket]
   if not found then
-    local hit = 0
-    for _, tokens in pairs(ticket[HITS]) do hit = max(hit, tokens) end
-    local uncached = max(1, ticket[PROMPT] - hit)
-    found = { ticket[TOKENS], ticket[REQUESTS], min(uncached, largest_prefill, figures.most_prompt[ticket[TIER]]) }
+    found = { ticket[TOKENS], ticket[REQUESTS], min(uncached(ticket), largest_prefill, figures.most_prompt[ticket[TIER]]) }
     needs[ticket] = found
   end
   return found
@@ -96,15 +99,15 @@ local function is_small(ticket)
 end
 
 -- `level * promote_after - waited`: a ticket rises one level per `promote_after`, not past the ceiling.
-local function aged_level(ticket)
-  local level, promote_after, ceiling = ticket[TIER] - 1, rules[R_PROMOTE], rules[R_CEILING]
+local function aged_level(tier, arrived)
+  local level, promote_after, ceiling = tier - 1, rules[R_PROMOTE], rules[R_CEILING]
   if not promote_after then return level end
   if level <= ceiling then return level * promote_after end
-  return max(level * promote_after - (now - ticket[ARRIVED]), ceiling * promote_after)
+  return max(level * promote_after - (now - arrived), ceiling * promote_after)
 end
 
 -- How many tiers are more important than the ticket: those at a level less than its aged level.
-local function tiers_above(ticket) return ceil(aged_level(ticket) / (rules[R_PROMOTE] or 1)) end
+local function tiers_above(ticket) return ceil(aged_level(ticket[TIER], ticket[ARRIVED]) / (rules[R_PROMOTE] or 1)) end
 
 -- Beside what engines hold and the idle headroom of tiers that are more important than the ticket.
 -- As if `gone` had ended and those `before` the ticket had entered.
@@ -185,28 +188,22 @@ end
 
 -- Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level.
 local function gain_key(ticket)
-  local gain = ticket[GAIN]
-  local waits_in_queue = not ticket[IN_LINE_SINCE] and ticket[ADMISSION] == 0
-  if gain and not (waits_in_queue and is_ahead(ticket)) then
-    local lost = floor(max(0, now - ticket[ARRIVED] - gain[GAIN_START_BY]) / gain[GAIN_SLACK])
-    local share = floor(max(0, gain[GAIN_TOKENS] - lost) * 1000 / gain[GAIN_TOKENS])
-    local earned = floor(gain[GAIN_WEIGHT] * share * 1000000 / gain[GAIN_COST])
-    if earned > 0 then return 0, -earned end
-  end
-  return 1, aged_level(ticket)
+  local earns, waits_in_queue = earned(ticket), not ticket[IN_LINE_SINCE] and ticket[ADMISSION] == 0
+  if earns > 0 and not (waits_in_queue and is_ahead(ticket)) then return 0, -earns end
+  return 1, aged_level(ticket[TIER], ticket[ARRIVED])
 end
 
 -- What the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged level.
 local function place_of(ticket, class)
-  local before, by = 0, nil
+  local before, key = 0, nil
   if class == LINE then
     before = ticket[ADMISSION]
   elseif class == TURN then
     before = tiers[ticket[TIER]][LATEST]
   elseif class == OTHER and rules[R_BY_GAIN] then
-    before, by = gain_key(ticket)
+    before, key = gain_key(ticket)
   end
-  return { class = class, before = before, key = by or aged_level(ticket), ticket = ticket }
+  return { class = class, before = before, key = key or aged_level(ticket[TIER], ticket[ARRIVED]), tier = ticket[TIER], ticket = ticket }
 end
 
 local function is_place_before(a, b)
@@ -216,35 +213,33 @@ local function is_place_before(a, b)
   return is_before(a.ticket, b.ticket)
 end
 
--- By gain: the best of all that wait in a queue.
-local function best_in_queue(tier)
-  local best
-  for_queue(tier, function(ticket)
-    local place = place_of(ticket, OTHER)
-    if not best or is_place_before(place, best) then best = place end
-  end)
-  return best and best.ticket
-end
-
 -- The candidates: those in line, the heads of all tiers, by gain the best of each tier. In order, but for those of class 4.
--- `is_idle`: of those in line only who may stand for the floor is looked at.
-local function candidates(is_idle)
-  local early, others, fronts = {}, {}, {}
+-- `open`, where nobody in line stops others: one in class 4 whose engine is not among these, and who goes to no other, does nothing.
+-- Of each tier the first that was left out so is told, too.
+local function candidates(open)
+  local early, others, fronts, left_out, is_open = {}, {}, {}, {}, {}
   local function consider(ticket, is_head)
     local tier = ticket[TIER]
     if is_for_floor(ticket) or rules[R_TIERS][tier][T_LIMIT] >= PPM or is_within(tier, need(ticket), figures.L[tier], used) then
       local class = class_of(ticket, fronts[tier], is_head)
-      if class == OTHER then others[#others + 1] = ticket else early[#early + 1] = place_of(ticket, class) end
+      local list = class == OTHER and others or early
+      list[#list + 1] = place_of(ticket, class)
     end
   end
-  for i = 1, #load_line() do
-    local ticket = ticket_at(line, i)
+  for _, slot in ipairs(open or NOBODY) do is_open[config.engines[slot][E_ID]] = true end
+  for _, ticket in ipairs(load_line()) do
     if not fronts[ticket[TIER]] and not is_for_floor(ticket) then fronts[ticket[TIER]] = ticket end
   end
-  for i = 1, #line do
-    local ticket = line[i]
+  for _, ticket in ipairs(line) do
     local tier = ticket[TIER]
-    if not is_idle or ticket == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST] then consider(ticket, false) end
+    local may_be_early = ticket == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST]
+    local is_plain = not is_for_floor(ticket) and not rules[R_BY_GAIN] and rules[R_TIERS][tier][T_LIMIT] >= PPM
+    if not may_be_early and open and (#open == 0 or (is_plain and ticket[STAYS] and not is_open[ticket[ENGINE]])) then
+      local first = left_out[tier]
+      if not first or is_before(ticket, first.ticket) then left_out[tier] = { class = OTHER, before = 0, tier = tier, ticket = ticket } end
+    else
+      consider(ticket, false)
+    end
   end
   for tier = 1, #tiers do
     local first, small = heads_of(tier)
@@ -252,35 +247,55 @@ local function candidates(is_idle)
     if small then consider(small, true) end
     if rules[R_BY_GAIN] and first and not rules[R_TIERS][tier][T_FIRST] then
       local best = best_in_queue(tier)
-      if best ~= first and best ~= small then consider(best, false) end
+      if best and best ~= first and best ~= small then consider(best, false) end
     end
   end
   table.sort(early, is_place_before)
-  return early, others
+  return early, others, left_out
 end
 
--- Those of class 4 in order.
-local function others_in_order(others)
-  local found = {}
-  for i = 1, #others do found[i] = place_of(others[i], OTHER) end
-  table.sort(found, is_place_before)
-  return found
+-- For reports (`reports.py`): the other tiers whose first came before the ticket, with the rule by which it enters before that one.
+local RULE_OF_CLASS = { [0] = 'always_first', 'reserve', 'reserve', 'reserve_turn' }
+
+local function rule_before(place, first)
+  if is_place_before(first, place) then return fits(first.ticket, NOBODY) and 'claim' or 'passed_over' end
+  if place.class < first.class or place.class == TURN then return RULE_OF_CLASS[place.class] end
+  return place.class == OTHER and rules[R_BY_GAIN] and place.before == 0 and 'gain' or 'level'
 end
 
-local function in_order()
-  local found, others = candidates()
-  for _, place in ipairs(others_in_order(others)) do found[#found + 1] = place end
+local function passed(place, ...)
+  local firsts, found = {}, {}
+  for _, places in ipairs({ ... }) do
+    for _, it in pairs(places) do
+      it.key = it.key or aged_level(it.tier, it.ticket[ARRIVED])
+      if not firsts[it.tier] or is_place_before(it, firsts[it.tier]) then firsts[it.tier] = it end
+    end
+  end
+  for tier, t in ipairs(tiers) do
+    if tier ~= place.tier and (t[LINED] > 0 or t[QUEUED] > 0) then
+      local first = firsts[tier]
+      local ticket = first and first.ticket or next_of(tier)
+      if ticket and is_before(ticket, place.ticket) then
+        found[#found + 1] = { t[NAME], first and rule_before(place, first) or 'limit' }
+      end
+    end
+  end
   return found
 end
 
 -- ---- rule 6: engines and the line -------------------------------------------------------------------------------------
 
 local function wait_for(ticket, slot)
-  local own = ticket[ENGINE] and slot_of(ticket[ENGINE])
-  if own then add_held(own, H_LINED, -ticket[PROMPT]) end
-  if slot then add_held(slot, H_LINED, ticket[PROMPT]) end
-  ticket[ENGINE], ticket.packed = slot and config.engines[slot][E_ID] or false, nil
-  is_line_changed, is_line_written = true, true
+  local own = ticket[ENGINE] and held[slot_of(ticket[ENGINE])]
+  if own then own[H_LINED] = own[H_LINED] - ticket[PROMPT] end
+  if slot then held[slot][H_LINED] = held[slot][H_LINED] + ticket[PROMPT] end
+  ticket[ENGINE] = slot and config.engines[slot][E_ID] or false
+  local own = ticket[HITS][ticket[ENGINE]] or 0
+  ticket[STAYS] = own > 0
+  for id, tokens in pairs(ticket[HITS]) do
+    if id ~= ticket[ENGINE] and tokens >= own then ticket[STAYS] = false end
+  end
+  change_line(ticket)
 end
 
 local function leave_line(ticket)
@@ -291,7 +306,8 @@ local function leave_line(ticket)
     end
   end
   tiers[ticket[TIER]][LINED] = tiers[ticket[TIER]][LINED] - 1
-  if #line == 0 then state[LEAST] = UNBOUNDED end
+  if #line == 0 then state[LEAST], state[MOST] = UNBOUNDED, { 0, 0, 0 } end
+  moved(ticket)
   wait_for(ticket, nil)
   if is_for_floor(ticket) then hold_in_line(ticket, -1) end
   ticket[IN_LINE_SINCE] = false
@@ -309,13 +325,15 @@ end
 local function choose_again()
   local gone = {}
   for i = 1, #load_line() do
-    local ticket = ticket_at(line, i)
+    local ticket = line[i]
     local own = ticket[ENGINE] and slot_of(ticket[ENGINE])
     if not own or not could_take(ticket, own) then gone[#gone + 1] = ticket end
   end
   for _, ticket in ipairs(gone) do
+    local before = ticket[ENGINE]
     wait_for(ticket, nil)
     wait_for(ticket, wanted(ticket))
+    if ticket[ENGINE] ~= before then moved(ticket) end
   end
 end
 
@@ -335,28 +353,32 @@ local function begin_to_count(ticket, class)
   tiers[tier][LATEST], ticket[ADMISSION], ticket.packed = state[ADMISSIONS], state[ADMISSIONS], nil
 end
 
-local function enter(ticket, slot, class)
-  local is_counted = is_for_floor(ticket)
+local function enter(ticket, slot, class, over)
+  local is_counted, lined_us = is_for_floor(ticket), ticket[IN_LINE_SINCE] and now - ticket[IN_LINE_SINCE] or 0
+  local most_tokens, most_requests = size_of(config.engines[slot])
+  local it = held[slot]
+  local found = { most_tokens, most_requests, it[H_TOKENS], it[H_REQUESTS], it[H_SENT], lined_us }
   if ticket[IN_LINE_SINCE] then leave_line(ticket) else queue_leave(ticket) end
   if not is_counted then begin_to_count(ticket, class) end
   ticket[ENGINE] = false
-  local id = config.engines[slot][E_ID]
-  local sent, tokens, requests, count = sent_to(ticket, id), ticket[TOKENS], ticket[REQUESTS], ticket[COUNT]
-  if count == 0 then sent = 0 end
-  if ticket[IS_IN_FLOOR] then
-    hold(ticket[TIER], id, 1, tokens, requests, count, sent, tokens, requests, count)
-  else
-    hold(ticket[TIER], id, 1, tokens, requests, count, sent, 0, 0, 0)
-  end
+  local id, floor_of = it[H_ID], ticket[IS_IN_FLOOR] and 1 or 0
+  local tokens, requests, count = ticket[TOKENS], ticket[REQUESTS], ticket[COUNT]
+  local sent = count > 0 and sent_to(ticket, id) or 0
+  hold(ticket[TIER], id, 1, tokens, requests, count, sent, floor_of * tokens, floor_of * requests, floor_of * count)
   total[1], total[2], total[3] = total[1] + tokens, total[2] + requests, total[3] + count
-  granted[#granted + 1] = { ticket = ticket, engine = id, sent = sent }
+  granted[#granted + 1] = { ticket[OWNER], { ticket[ID], tiers[ticket[TIER]][NAME], id, tokens, requests, count, sent, ticket[EXCESS],
+    ticket[EXCESS_PROMPT], ticket[IS_IN_FLOOR], ticket[COUNTED], found, over } }
 end
 
 local function join(ticket, slot)
+  local most = state[MOST]
   queue_leave(ticket)
   tiers[ticket[TIER]][LINED] = tiers[ticket[TIER]][LINED] + 1
   ticket[IN_LINE_SINCE], state[LEAST] = now, min(state[LEAST], ticket[TOKENS])
+  state[MOST] = { max(most[1], ticket[TOKENS]), max(most[2], ticket[REQUESTS]), max(most[3], uncached(ticket)) }
+  load_line()
   line[#line + 1] = ticket
+  moved(ticket)
   wait_for(ticket, slot)
 end
 
@@ -366,9 +388,9 @@ local function find_open()
   for tier = 1, #tiers do least = min(least, tiers[tier][SMALLEST]) end
   for slot, engine in ipairs(config.engines) do
     local tokens, requests, prefill = size_of(engine)
-    local at = (slot - 1) * HELD
-    local sent = held[at + H_SENT]
-    if is_ready(engine) and held[at + H_TOKENS] + least <= tokens and held[at + H_REQUESTS] < min(requests, cap_of(slot))
+    local it = held[slot]
+    local sent = it[H_SENT]
+    if is_ready(engine) and it[H_TOKENS] + least <= tokens and it[H_REQUESTS] < min(requests, cap_of(slot))
       and (sent == 0 or sent < prefill) then
       open[#open + 1] = slot
     end
@@ -417,46 +439,38 @@ local function front_may_stand_for_floor()
     local tokens, prompt = on_floor(tier, 1), on_floor(tier, 3)
     local has_floor = on_floor(tier, 2) < reserve[2]
       and ((tokens + state[LEAST] <= reserve[1] and prompt <= reserve[3]) or (not owes(tier) and tokens < reserve[1] and prompt < reserve[3]))
-    if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST] or has_floor) then
-      return true
-    end
+    if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST] or has_floor) then return true end
   end
 end
 
--- Where no engine is open, one in line matters to others if it holds its place or has stood there for long. Whether none does.
-local function is_line_idle(open)
-  local first = lined_now()[LINED_SINCE]
-  if #open > 0 or figures.has_headroom or (first and now >= first + PATIENCE_US) then return false end
-  for i = 1, #load_line() do
-    local t = need(ticket_at(line, i))
-    for d = 1, 3 do
-      if total[d] + t[d] > figures.C[d] then return false end
-    end
+-- One in line matters to others if it holds its place or has stood there for long. Whether none does.
+local function is_line_calm()
+  for d = 1, 3 do
+    if total[d] + state[MOST][d] > figures.C[d] then return false end
   end
-  return true
+  return not figures.has_headroom and not (load_line()[1] and now >= line[1][IN_LINE_SINCE] + PATIENCE_US)
 end
 
 -- What one candidate does: true where that is a step, false where it stops all after it.
-local function visit(place, open)
-  local ticket, class = place.ticket, place.class
+local function visit(place, open, ...)
+  local class = place.class
   if class == OTHER and open.is_stopped then return nil end
-  if not fits(ticket, NOBODY) then
-    if holds(ticket, class) then return false end
-    return nil
-  end
+  local ticket = place.ticket
+  if not fits(ticket, NOBODY) then return not holds(ticket, class) and nil end
   local was_in_line = ticket[IN_LINE_SINCE]
   local joins = not was_in_line and has_place(ticket[TIER])
   local is_late = was_in_line and now >= was_in_line + PATIENCE_US
   local own = wanted(ticket)
   local slot = engine_for(ticket, own, open, class == FIRST or is_late or not (was_in_line or joins))
   if slot then
-    enter(ticket, slot, class)
+    enter(ticket, slot, class, passed(place, ...))
     return true
   end
   if joins then join(ticket, own) end
   if ticket[IN_LINE_SINCE] and not is_for_floor(ticket) and own and class ~= OTHER then
     begin_to_count(ticket, class)
     hold_in_line(ticket, 1)
+    change_line(ticket)
     return true
   end
   if joins then return true end
@@ -471,29 +485,30 @@ local function step()
   local open, least = find_open()
   if total[1] + least > figures.C[1] or total[2] >= figures.C[2] then return false end -- nothing that waits fits the pool
   if #open == 0 and not someone_may_join() and not front_may_stand_for_floor() then return false end
-  local early, others = candidates(is_line_idle(open))
-  for i = 1, #early do
-    local is_step = visit(early[i], open)
-    if is_step ~= nil then return is_step end
-  end
-  if open.is_stopped or (#open == 0 and not someone_may_join()) then return false end
-  for _, place in ipairs(others_in_order(others)) do
-    local is_step = visit(place, open)
-    if is_step ~= nil then return is_step end
+  local early, others, left_out = candidates(is_line_calm() and open)
+  for _, places in ipairs({ early, others }) do
+    if places == others then
+      if open.is_stopped or (#open == 0 and not someone_may_join()) then return false end
+      table.sort(others, is_place_before)
+    end
+    for i = 1, #places do
+      local is_step = visit(places[i], open, early, others, left_out)
+      if is_step ~= nil then return is_step end
+    end
   end
   return false
 end
 
--- All steps that can be done now.
-local function decide()
+-- All steps that can be done now, while someone waits.
+local function decide(waiting)
   look()
   if places == 0 then return end
   if state[CHOOSES] then
     choose_again()
     state[CHOOSES] = false
-    for slot = 1, #config.engines do state[CHOOSES] = state[CHOOSES] or now < held_at(slot, H_CAP_UNTIL) end
+    for slot = 1, #config.engines do state[CHOOSES] = state[CHOOSES] or now < held[slot][H_CAP_UNTIL] end
   end
-  while step() do
+  while #granted < waiting and step() do
     if state[CHOOSES] then choose_again() end
   end
 end
