@@ -63,8 +63,7 @@ class Crowd:
         hits = ((f"e{number % self._engines}#1", PROMPT // 2),) if self._engines and number % 2 else ()
         gain = None
         if self.policy.rules.is_by_gain:
-            cost_us, start_by_us = self._luck.randint(10_000, 1_000_000), 120_000_000
-            gain = Gain(GAIN_WEIGHTS[tier], 300, cost_us, start_by_us, 50_000)
+            gain = Gain(GAIN_WEIGHTS[tier], 300, self._luck.randint(10_000, 1_000_000), 120_000_000, 50_000)
         tenant = f"tenant-{self._luck.randrange(self._tenants)}"
         lease = await self.pool.enter(Ask(tier, tenant, 1, TOKENS, 1, prompt=PROMPT, hits=hits, gain=gain))
         if lease.grant is not None:

@@ -16,25 +16,17 @@ def commit() -> str | None:
         return None
 
 
-def store_layout(*, has_engines: bool, is_by_gain: bool) -> str:
-    """Goes up when what the keys hold changes: replicas of two versions then keep two pools, and no broken one.
-
-    The keys of several engines hold more, so a pool that gets its first engines is another one. Another order is
-    another pool, too, and needs a restart. What the docs promise of it: docs/many-replicas.md.
-    """
-    if is_by_gain:
-        return "gain-engines-4" if has_engines else "gain-4"
-    return "engines-5" if has_engines else "9"
+STORE_LAYOUT = 100
+"""Goes up when what a pool's keys hold changes: two layouts never admit together. The docs' promise of it:
+docs/many-replicas.md."""
 
 
-def version_document(*, has_engines: bool, is_by_gain: bool) -> Mapping[str, str | None]:
-    """What runs here, in JSON types; the layout is that of a pool of such a policy."""
-    layout = store_layout(has_engines=has_engines, is_by_gain=is_by_gain)
-    return {"version": __version__, "commit": commit(), "store_layout": layout}
+def version_document() -> Mapping[str, str | None]:
+    """What runs here, in JSON types."""
+    return {"version": __version__, "commit": commit(), "store_layout": str(STORE_LAYOUT)}
 
 
 def version_line() -> str:
     """What `sidecar --version` prints."""
-    layouts = ", ".join(store_layout(has_engines=i % 2 == 1, is_by_gain=i > 1) for i in range(4))
     built_from = (found := commit()) and f"commit {found}, "
-    return f"admission-sidecar {__version__} ({built_from or ''}store layouts {layouts})"
+    return f"admission-sidecar {__version__} ({built_from or ''}store layout {STORE_LAYOUT})"

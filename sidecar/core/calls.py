@@ -11,8 +11,9 @@ from typing import Literal
 import msgspec
 
 from sidecar.core import rate_limit
+from sidecar.version import STORE_LAYOUT
 
-LAYOUT = 100
+LAYOUT = STORE_LAYOUT
 """The number of the format of the state, and of these records. Two numbers are never in force at once."""
 
 HEARTBEAT_US = 1_800_000

@@ -91,7 +91,7 @@ class Member:
         self._own_rules = rules_of(rules)
         self.mode = Mode.JOINING
         self.is_closing = self.is_gone = self.is_foreign = False
-        self.knew = 0
+        self.knew = self.others_waiting = 0
         self.leases: dict[str, Lease] = {}
         self.views: dict[str, EngineView] = {}
         self.reply: Reply | None = None
@@ -406,6 +406,7 @@ class Member:
             self.knew = reply.alive
         self._events += self.meter.take(call, reply.verdicts)
         self._take(reply.grants, True, self._ahead_us)
+        self.others_waiting = max(0, reply.waiting - len(self._bids.shown) - len(self._bids.withdrawn))
         self._bids.take_tags(reply)
         if self.is_foreign:
             self._events += [Refused(ticket) for ticket in self._bids.remove_all()]

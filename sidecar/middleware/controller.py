@@ -332,9 +332,8 @@ class AdmissionController:
     def state(self) -> Mapping[str, object]:
         """The controller's state, for people and dashboards: JSON types only."""
         generations = {} if self.monitor is None else self.monitor.generations()
-        rules = self.policy.rules
         return {
-            "version": version_document(has_engines=self.policy.engines is not None, is_by_gain=rules.is_by_gain),
+            "version": version_document(),
             "policy": {"generation": self.policy.generation, "engine": self.policy.engine.name},
             "mode": self.policy.mode.value,
             "engine": self.engine_watch.document(),

@@ -526,10 +526,11 @@ class LedgerPool:
 
     def _look_at_store(self) -> None:
         self._watch.look(self._member)
-        if not self._watch.is_patient(self._member):
-            for request in list(self._waiting.values()):
-                if refusal := self._watch.refusal(request.lease.ask, self._sizes.policy, self._member):
-                    self._refuse_waiting(request.lease, refusal)
+        unjudged = self._watch.unjudged(self._member)
+        for lease in [it.lease for it in self._waiting.values()] if unjudged is None else unjudged:
+            if refusal := self._watch.refusal(lease.ask, self._sizes.policy, self._member):
+                self._refuse_waiting(lease, refusal)
+            lease.waits()
 
     def _run_when_due(self) -> None:
         due_us = self._member.due_us()
@@ -606,6 +607,9 @@ class LedgerPool:
         held = entered.lease
         request = self._requests[held.ticket.id]
         lease, ticket, request.held = request.lease, held.ticket, held
+        if lease.has_grown():
+            self._ask_again(request, held, now_us)
+            return
         level = self._member.whole_level(ticket, now_us)
         grant = self._waits.so_far(request.wait, level, now_us, entered.passed)
         if self._has_names:
@@ -616,6 +620,13 @@ class LedgerPool:
         self._waits.admitted(request.wait, ticket.tokens, now_us)
         self._places.admitted(ticket.tier, now_us)
         lease.granted(grant)
+
+    def _ask_again(self, request: _Request, held: Held, now_us: int) -> None:
+        """It has grown since its bid was shown: it waits on, by its arrival."""
+        request.held = None
+        self._member.hand_back(held, request.lease.ask.barred, now_us)
+        if error := self._sizes.outgrown(request.lease.ask):
+            self._refuse_waiting(request.lease, error)
 
     # -- what the pool says of itself
 
@@ -666,7 +677,7 @@ class LedgerPool:
         if self._link.is_shared:
             own = {"leases": len(self._requests) - waiting, "waiting": waiting}
             if self.status.state is StoreState.SHARED and member.reply is not None:
-                state["waiting"] = max(waiting, member.reply.waiting)
+                state["waiting"] = waiting + member.others_waiting
                 state["leases"] = sum(tier.held_requests for tier in usage)
             state["store"] = self._watch.state(member, own, self._link.round_trips)
         if not self._has_names:

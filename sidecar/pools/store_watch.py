@@ -75,10 +75,6 @@ class StoreWatch:
             self.status.change(state, reason, is_refused=is_refused)
         if member.failures or member.mode in (Mode.SHARED, Mode.WAITING):
             self.decided.set()
-        if member.mode in (Mode.ALONE, Mode.WAITING) or state is StoreState.CLOSED:
-            for _, lease in self._entering:
-                lease.waits()
-            self._entering.clear()
 
     def _other_tiers(self, reply: Reply) -> str:
         theirs, own = ", ".join(tier.tier for tier in reply.tiers), ", ".join(self._tiers)
@@ -90,9 +86,16 @@ class StoreWatch:
 
     # -- without the store
 
-    def is_patient(self, member: Member) -> bool:
-        """Whether requests that waited when the store was lost may still hope for it."""
-        return member.first_failure_us is None or self._clock() < member.first_failure_us + DEAD_US
+    def unjudged(self, member: Member) -> Sequence[Lease] | None:
+        """Requests that the ledger has not looked at, and does not for now. None for all that wait: those that waited
+        when the store was lost may hope for it for as long as other replicas may be alive.
+        """
+        if member.first_failure_us is not None and self._clock() >= member.first_failure_us + DEAD_US:
+            return None
+        if self.status.state not in (StoreState.WAITING, StoreState.DIVIDED, StoreState.CLOSED):
+            return ()
+        unjudged, self._entering = [lease for _, lease in self._entering], []
+        return unjudged
 
     def refusal(self, ask: Ask, policy: Policy, member: Member) -> StoreUnavailable | None:
         """Why a request cannot be admitted as things are; None where it may wait."""

@@ -10,6 +10,7 @@ import pytest
 from tests.pools.core_harness import CoreHarness
 from tests.pools.harness import ByGain, Harness, LocalHarness
 from tests.pools.redis_harness import RedisHarness
+from tests.pools.store_harness import on_server
 from tests.support.redis_servers import RedisServer, binaries, first_binary
 
 BINARIES = {binary.name: binary for binary in binaries()}
@@ -48,8 +49,8 @@ def redis_server(request: pytest.FixtureRequest, servers: dict[str, RedisServer]
     return servers[request.param]
 
 
-KINDS = ["local", "core", *SERVERS]
-BY_GAIN = ["local by gain", "core by gain", f"{FIRST} by gain"]
+KINDS = ["local", "core", "shared", "three replicas", *SERVERS]
+BY_GAIN = ["local by gain", "core by gain", "shared by gain", f"{FIRST} by gain"]
 """Requests without deadlines, in a pool that orders by gain: it does what the contract says, too."""
 in_both_orders = pytest.mark.parametrize("harness", [*KINDS, *BY_GAIN], indirect=True)
 """For tests of what another order decides elsewhere: who is next, what a size changes, who is preempted."""
@@ -65,12 +66,15 @@ async def harness(request: pytest.FixtureRequest, servers: dict[str, RedisServer
 def harness_of(kind: str, servers: dict[str, RedisServer]) -> Harness:
     """That of one kind of pool."""
     kind, *order = kind.split(" by ")
+    made: Harness
     if kind == "fakeredis":
         from tests.pools.fake_harness import FakeHarness
 
         return FakeHarness()
-    if kind == "core":
-        made: Harness = CoreHarness()
+    if kind in ("shared", "three replicas"):
+        made = on_server(servers[FIRST], 0 if kind == "shared" else 2)
+    elif kind == "core":
+        made = CoreHarness()
     else:
         made = LocalHarness() if kind == "local" else RedisHarness(servers[kind])
     return ByGain(made) if order else made

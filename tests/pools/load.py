@@ -14,8 +14,9 @@ from sidecar.errors import AdmissionError
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.store import store_address
 from sidecar.pools.clock import Clock, monotonic_us
-from sidecar.pools.redis import RedisPool, connector
-from tests.pools.harness import ask
+from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.redis import RedisLink, ledger_connector
+from tests.pools.harness import ask, with_shares
 
 LONGEST_WAIT_S = 30.0
 """No request of these tests may wait longer, whatever is done to the store."""
@@ -25,7 +26,7 @@ LONGEST_WAIT_S = 30.0
 class Load:
     """The requests, all of one size and held for some time, and what became of them."""
 
-    pools: Sequence[RedisPool]
+    pools: Sequence[LedgerPool]
     tokens: int = 10
     held_s: tuple[float, float] = (0.005, 0.03)
     tiers: int = 2
@@ -94,6 +95,22 @@ def timeout(seconds: float) -> Any:
     return connection.timeout(seconds)
 
 
+def replica(
+    url: str, policy: Policy, clock: Clock = monotonic_us, *, name: str = "faults", takes_over: bool = False
+) -> LedgerPool:
+    """A pool in the store at `url`, as the product makes it."""
+    policy = replace(with_shares(policy), pool=name)
+    return LedgerPool(
+        policy, clock, link=RedisLink(ledger_connector(store_address(url), name), name), takes_over=takes_over
+    )
+
+
+def beat(pool: LedgerPool) -> None:
+    """States all at once, as with a heartbeat."""
+    pool._member._heartbeat_us = 0
+    pool._run()
+
+
 @contextlib.asynccontextmanager
 async def replicas(
     policy: Policy,
@@ -102,17 +119,10 @@ async def replicas(
     on_loss: StoreLoss = StoreLoss.DIVIDE,
     clocks: Sequence[Clock] = (),
     name: str = "faults",
-) -> AsyncIterator[list[RedisPool]]:
+) -> AsyncIterator[list[LedgerPool]]:
     """Pools that share one store, opened; each by an address of its own."""
-    policy = replace(policy, pool=name, on_store_loss=on_loss)
-    pools = [
-        RedisPool(
-            policy,
-            connector(store_address(url), name, is_by_gain=policy.rules.is_by_gain),
-            clocks[index] if clocks else monotonic_us,
-        )
-        for index, url in enumerate(urls)
-    ]
+    policy = replace(policy, on_store_loss=on_loss)
+    pools = [replica(url, policy, clocks[i] if clocks else monotonic_us, name=name) for i, url in enumerate(urls)]
     try:
         await asyncio.gather(*(pool.open() for pool in pools))
         await heard_of_each_other(pools)
@@ -121,14 +131,15 @@ async def replicas(
         await asyncio.gather(*(pool.close() for pool in pools))
 
 
-async def heard_of_each_other(pools: Sequence[RedisPool]) -> None:
-    """Returns when every pool knows how many there are: a beat, at most."""
+async def heard_of_each_other(pools: Sequence[LedgerPool]) -> None:
+    """Returns when every pool knows how many there are, and a new pool is not on hold any more."""
     for pool in pools:
-        pool._batches.beat()
+        beat(pool)
     await until(lambda: all(store_of(pool)["replicas"] in (None, len(pools)) for pool in pools))
+    await until(lambda: not any(pool._member.reply is not None and pool._member.reply.on_hold for pool in pools))
 
 
-def store_of(pool: RedisPool) -> Any:
+def store_of(pool: LedgerPool) -> Any:
     """What a pool says of its store."""
     return pool.state()["store"]
 
@@ -143,7 +154,7 @@ async def until(condition: Any, within_s: float = 60.0, what: str = "") -> float
     return loop.time() - began_s
 
 
-async def nothing_left(pools: Sequence[RedisPool]) -> None:
+async def nothing_left(pools: Sequence[LedgerPool]) -> None:
     """Fails unless, at a next heartbeat, neither the store nor a replica has a lease or a ticket left."""
 
     def is_empty() -> bool:
@@ -156,12 +167,12 @@ async def nothing_left(pools: Sequence[RedisPool]) -> None:
 
     def is_empty_after_a_beat() -> bool:
         for pool in pools:
-            pool._batches.beat()
+            beat(pool)
         return is_empty()
 
     await until(is_empty_after_a_beat, what="leases or tickets are left")
 
 
-async def recovered(pools: Sequence[RedisPool]) -> float:
+async def recovered(pools: Sequence[LedgerPool]) -> float:
     """Waits until every pool shares the store again."""
     return await until(lambda: all(pool.status.state.value == "shared" for pool in pools), what="not shared again")

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from dataclasses import replace
 
-from sidecar.policy.store import store_address
-from sidecar.pools.redis import RedisPool, connector
 from tests.pools.harness import ask, simple
+from tests.pools.load import replica
 
 
 async def main(url: str, name: str, leases: int, tokens: int) -> None:
-    policy = replace(simple(tokens=100), pool=name)
-    pool = RedisPool(policy, connector(store_address(url), name))
+    pool = replica(url, simple(tokens=100), name=name)
     await pool.open()
     held = [await pool.enter(ask(tokens=tokens)) for _ in range(leases)]
+    await asyncio.gather(*(lease.wait() for lease in held))
     say("holding" if all(lease.grant for lease in held) else "waiting")
     reader = asyncio.get_running_loop().run_in_executor
     while held:

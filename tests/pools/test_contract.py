@@ -32,13 +32,16 @@ from scenario_policy import SCENARIOS, rules_of
 
 pytestmark = pytest.mark.anyio
 AT_ONCE = Grant(1_000_000_000, 0, 0, None, {}, 0)
-KINDS = ["local", "core", "fakeredis", *SERVERS]
-CORE = ["core", "core by gain"]
+KINDS = ["local", "core", "shared", "three replicas", "fakeredis", *SERVERS]
+CORE_BY_GAIN = ["core by gain", "shared by gain"]
+CORE = ["core", "shared", "three replicas", *CORE_BY_GAIN]
 in_both_orders = pytest.mark.parametrize("harness", [*KINDS, *BY_GAIN], indirect=True)
 """For what another order decides elsewhere."""
 with_hold_back = pytest.mark.parametrize("harness", [it for it in [*KINDS, *BY_GAIN] if it not in CORE], indirect=True)
 """The page of rules knows no hold back: an engine in which too many wait is capped (rule 8)."""
-fair_by_gain = pytest.mark.parametrize("harness", [it for it in [*KINDS, *BY_GAIN] if it != CORE[1]], indirect=True)
+fair_by_gain = pytest.mark.parametrize(
+    "harness", [it for it in [*KINDS, *BY_GAIN] if it not in CORE_BY_GAIN], indirect=True
+)
 """By rule 9 a tier's best is a candidate though it earns nothing, so requests without objectives go by arrival."""
 
 

@@ -8,17 +8,20 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
+from sidecar.pools import store_watch
 from sidecar.pools.clock import monotonic_us
-from sidecar.pools.redis import RedisPool, outage, session
-from sidecar.pools.redis.protocol import SILENCE_S
+from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.redis import RedisLink, link
 from tests.pools.conftest import BINARIES, FIRST, OTHERS, SERVERS, Servers
 from tests.pools.harness import ask, simple
 from tests.pools.load import Load, nothing_left, recovered, replicas, store_of, until
+from tests.pools.store_harness import patient_library
 from tests.support.certificates import needs_openssl, started_with_tls
 from tests.support.fault_proxy import FaultProxy
 from tests.support.redis_servers import RedisServer, first_binary
@@ -59,7 +62,7 @@ async def do(server: RedisServer, *words: str | int) -> None:
     await asyncio.get_running_loop().run_in_executor(None, lambda: server.command(*map(str, words)))
 
 
-def check(load: Load, pools: list[RedisPool], *, at_least: int = 100, limit: int = CAPACITY) -> None:
+def check(load: Load, pools: list[LedgerPool], *, at_least: int = 100, limit: int = CAPACITY) -> None:
     assert load.admitted > at_least
     assert load.peak <= limit
     assert set(load.refused) <= {"store_unavailable"}
@@ -136,7 +139,7 @@ async def test_forgotten_scripts_are_loaded_again(server: RedisServer) -> None:
         async with load.going_on(30):
             for _ in range(5):
                 await asyncio.sleep(0.1)
-                await do(server, "SCRIPT", "FLUSH")
+                await do(server, "FUNCTION", "FLUSH")
         check(load, pools)
         assert load.refused == {}
         await nothing_left(pools)
@@ -217,7 +220,7 @@ async def test_closed_refuses_new_requests_and_lets_the_running_ones_end(server:
 
 @pytest.mark.long
 async def test_no_one_waits_for_a_store_that_stays_away(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outage, "SILENCE_S", 2.0)
+    monkeypatch.setattr(store_watch, "DEAD_US", 2_000_000)
     async with replicas(policy(), [server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
         running, waiting = await pools[0].enter(ask(tokens=100)), await pools[0].enter(ask(tokens=100))
         server.kill()
@@ -237,7 +240,7 @@ async def test_a_store_that_was_never_there_refuses_and_says_so_where_it_is_need
         server.restart()
         await recovered([pool])
         lease = await pool.enter(ask())
-        assert lease.grant is not None
+        await asyncio.wait_for(lease.wait(), 60)
         lease.settle()
 
 
@@ -310,15 +313,16 @@ async def test_grants_for_another_replica_are_heard_at_once(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a heartbeat, which would tell of them too."""
-    monkeypatch.setattr(session, "BEAT_EVERY_S", 600.0)
-    monkeypatch.setattr(session, "SILENT_SUBSCRIPTION_S", 600.0)  # else it listens anew, and misses a grant
+    monkeypatch.setattr(RedisLink, "heartbeat_us", 600_000_000)
+    monkeypatch.setattr(link, "ledger_library", patient_library)
+    monkeypatch.setattr(link, "SILENT_SUBSCRIPTION_S", 600.0)  # else it listens anew, and misses a grant
     async with replicas(policy(), [server.url] * 2) as pools:
-        await until(lambda: len(server.command("PUBSUB", "CHANNELS", "*")) == 2, what="each listens")
+        await until(lambda: len(server.command("PUBSUB", "CHANNELS", "*")) == 3, what="each listens")
         for _ in range(5):
             running = await pools[1].enter(ask(tokens=CAPACITY))
             waiting = await pools[0].enter(ask(tokens=CAPACITY))
             running.settle()
-            await asyncio.wait_for(waiting.wait(), SILENCE_S / 2)
+            await asyncio.wait_for(waiting.wait(), 60)
             waiting.settle()
         await nothing_left(pools)
 
@@ -442,7 +446,7 @@ async def settle_one(process: asyncio.subprocess.Process) -> None:
     await process.stdin.drain()
 
 
-def held(pool: RedisPool) -> int:
+def held(pool: LedgerPool) -> int:
     """What the whole pool holds, as this replica last heard."""
-    last = pool._last
-    return 0 if last is None else last.held_tokens
+    state: Any = pool.state()
+    return sum(int(tier["held"]["tokens"]) for tier in state["tiers"])

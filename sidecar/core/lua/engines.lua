@@ -26,36 +26,28 @@ local function set_table(engines, held_of)
   is_config_new, state[CHOOSES], state[NEXT] = true, true, false
 end
 
-local function held_by_engine()
-  local found = {}
-  for _, it in ipairs(held) do found[it[H_ID]] = it end
-  return found
-end
-
 -- An engine that nobody sees, but on which somebody holds something.
 local function add_unknown(id)
+  local found = {}
+  for _, it in ipairs(held) do found[it[H_ID]] = it end
   config.engines[#config.engines + 1] = { id, UNBOUNDED, UNBOUNDED, UNBOUNDED, 1000, true, 0, 0, false, false }
-  set_table(config.engines, held_by_engine())
+  set_table(config.engines, found)
   return slot_of(id)
 end
 
 -- The engines from now on. What others hold still counts; a cap ends with its engine (rule 8).
 local function set_engines(offers)
-  local found, engines, before = {}, {}, held_by_engine()
-  for _, old in ipairs(config.engines) do
-    local id = old[E_ID]
-    local own = before[id]
+  local found, engines = {}, {}
+  for slot, old in ipairs(config.engines) do
+    local id, own = old[E_ID], held[slot]
     local holds_something = own[H_TOKENS] ~= 0 or own[H_REQUESTS] ~= 0 or own[H_PROMPT] ~= 0
-    if offers[id] and (old[E_KNOWN] or holds_something) or not offers[id] and holds_something then found[id] = own end
-    if not offers[id] and holds_something then
-      old[E_KNOWN], offers[id] = false, old
-    end
+    if holds_something and not offers[id] then old[E_KNOWN], offers[id] = false, old end
+    if holds_something or old[E_KNOWN] then found[id] = own end
   end
   for _, engine in pairs(offers) do engines[#engines + 1] = engine end
   set_table(engines, found)
-  for i = 1, #load_line() do
-    if not offers[lined[i][L_ENGINE]] and lined[i][L_ENGINE] ~= '' then
-      local ticket = ticket_at(line, i)
+  for _, ticket in ipairs(load_line()) do
+    if ticket[ENGINE] and not offers[ticket[ENGINE]] then
       ticket[ENGINE] = false
       moved(ticket)
       change_line(ticket)

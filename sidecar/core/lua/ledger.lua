@@ -49,9 +49,7 @@ local function withdraw(member, id, tier_name)
   end
   local tier = tier_of(tier_name)
   if not tier then return end
-  for i = 1, #load_line() do
-    if lined[i][L_ID] == id then look_at(ticket_at(line, i)) end
-  end
+  for _, ticket in ipairs(load_line()) do look_at(ticket) end
   if not found then for_queue(tier, look_at) end
   if found and found[TIER] == tier then
     remove(found)
@@ -64,7 +62,7 @@ local function add_bid(member, bid)
   if not tier then return end
   bid[TIER], bid[ARRIVED], bid[OWNER], bid[START], bid[ENGINE] = tier, max(0, now - bid[ARRIVED]), who, false, false
   bid[IN_LINE_SINCE], bid[COUNT], bid[COUNTED], bid[ADMISSION], bid[EXCESS], bid[EXCESS_PROMPT] = false, 0, 0, 0, 0, 0
-  bid[IS_IN_FLOOR] = false
+  bid[IS_IN_FLOOR], bid[STAYS] = false, false
   member[BIDS] = member[BIDS] + 1
   queue_add(bid)
 end
@@ -115,11 +113,11 @@ local function count_all()
 end
 
 local function grant_all()
-  local waits, of_owner = count_all() > 0, {}
-  if waits or call[C_WHOLE] then state[IS_BESIDE_OLD] = is_beside_old() end
-  if not waits or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] > 0 then return end
+  local waiting, of_owner = count_all(), {}
+  if waiting > 0 or call[C_WHOLE] then state[IS_BESIDE_OLD] = is_beside_old() end
+  if waiting == 0 or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0 then return end
   granted = {}
-  decide()
+  decide(waiting)
   for _, it in ipairs(granted) do
     local owner, grant = it[1], it[2]
     local member = members[owner]
@@ -132,12 +130,12 @@ local function grant_all()
   end
 end
 
--- When time alone changes something (`time_alone.py`), 0 if nothing does. By gain each lost token may change the order:
+-- When time alone changes something (`time_alone.py`), UNBOUNDED if nothing does. By gain each lost token may change the order:
 -- then it is looked at every 100 ms.
 local function find_next()
-  local soonest = 0
+  local soonest = UNBOUNDED
   local function consider(at)
-    if at > now and not (soonest > 0 and soonest <= at) then soonest = at end
+    if at > now then soonest = min(soonest, at) end
   end
   local promote_after, ceiling = rules[R_PROMOTE], rules[R_CEILING]
   local function consider_ticket(tier, arrived) -- it reaches another level (rule 3), or may take room back (rule 7)
@@ -155,9 +153,9 @@ local function find_next()
     if small then consider_ticket(tier, small[ARRIVED]) end
     if rules[R_BY_GAIN] and first then consider(now + LOOK_AGAIN_US) end
   end
-  for i = 1, #load_line() do
-    consider(lined[i][L_SINCE] + PATIENCE_US)
-    consider_ticket(lined[i][L_TIER], lined[i][L_ARRIVED])
+  for _, ticket in ipairs(load_line()) do
+    consider(ticket[IN_LINE_SINCE] + PATIENCE_US)
+    consider_ticket(ticket[TIER], ticket[ARRIVED])
   end
   for slot, engine in ipairs(config.engines) do
     consider(held[slot][H_CAP_UNTIL])
@@ -175,10 +173,10 @@ local function next_change(waiting)
   if at == 0 then
     if not needs then look() end
     at = state[NEXT]
-    if not at or rules[R_BY_GAIN] or (at > 0 and at <= now) then at = find_next() end
+    if not at or rules[R_BY_GAIN] or at <= now then at = find_next() end
     state[NEXT] = at
   end
-  return at > 0 and max(1000, at - now) or nil
+  return at < UNBOUNDED and max(1000, at - now) or nil
 end
 
 -- ---- the reply: packed parts, in the order of `calls.Reply` -----------------------------------------------------------
@@ -213,9 +211,8 @@ end
 
 local function lined_of_caller()
   local found = {}
-  for i = 1, #load_line() do
-    local it = lined[i]
-    if it[L_OWNER] == who then found[#found + 1] = { it[L_ID], it[L_ENGINE], it[L_SINCE] } end
+  for _, it in ipairs(load_line()) do
+    if it[OWNER] == who then found[#found + 1] = { it[ID], it[ENGINE] or '', it[IN_LINE_SINCE] } end
   end
   return found
 end
@@ -233,7 +230,7 @@ local function reply(member)
   local waiting, alive = count_all()
   local engines, drained, own_lined
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
-  local on_hold = state[IS_BESIDE_OLD] or state[HOLD_UNTIL] > 0
+  local on_hold = state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0
   local first = pack(call[C_NUMBER], 'ok', now, member[OUTBOX], max(alive, 1), on_hold, member[IS_FOREIGN], waiting, next_change(waiting))
   held_text = pack(held, tiers)
   local found = not state[IS_BESIDE_OLD] and shortage_for_caller() or nil
@@ -252,7 +249,7 @@ local function begin()
   local names = { 'layout', 'state', 'held', 'config' }
   limits.begin()
   fields, changed, all_fields, queues, wake_ups, is_config_new, is_made = {}, {}, nil, {}, {}, false, false
-  line, lined, needs, held_text, known, kept = nil, nil, nil, nil, kept.root == root and kept or { root = root }, {}
+  line, needs, held_text, known, kept[root] = nil, nil, nil, kept[root] or {}, nil -- a call that fails may have changed it
   for i, cell in ipairs(call[C_CELLS]) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end
   read_fields(names)
   if not fields.layout then

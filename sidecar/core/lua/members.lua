@@ -28,9 +28,7 @@ local function drop_bids(name)
   local function take(ticket)
     if ticket[OWNER] == name then own[#own + 1] = ticket end
   end
-  for i = 1, #load_line() do
-    if lined[i][L_OWNER] == name then take(ticket_at(line, i)) end
-  end
+  for _, ticket in ipairs(load_line()) do take(ticket) end
   for tier = 1, #tiers do for_queue(tier, take) end
   table.sort(own, function(a, b)
     if a[TIER] ~= b[TIER] then return a[TIER] < b[TIER] end

@@ -57,17 +57,17 @@ local function shortage()
   local at, place = nil, nil
   for i = 1, #order do
     local after = rules[R_TIERS][order[i].tier][T_PREEMPT_AFTER]
-    if after and now - order[i][ARRIVED] >= after then
+    if after and now - order[i].ticket[ARRIVED] >= after then
       at, place = i, order[i]
       break
     end
   end
-  local ticket = place and ticket_of(place)
+  local ticket = place and place.ticket
   local slot = ticket and wanted(ticket)
   if not slot then return nil end
   local found = { served = ticket, place = place, engine = config.engines[slot][E_ID], before = {}, closed = {} }
   for i = 1, at - 1 do
-    local other = ticket_of(order[i])
+    local other = order[i].ticket
     if wanted(other) == slot and (fits(other, NOBODY) or holds(other, order[i].class)) then
       found.before[#found.before + 1] = other
     end
@@ -110,7 +110,7 @@ end
 
 -- The room that the caller is to take back (`calls.ShortageTold`). Another one, which has more to take from, is woken instead.
 function shortage_for_caller()
-  if state[HOLD_UNTIL] > 0 or (state[ASKED] and state[ASKED] ~= who and now < state[ASKED_UNTIL]) then return nil end
+  if state[HOLD_UNTIL] ~= 0 or (state[ASKED] and state[ASKED] ~= who and now < state[ASKED_UNTIL]) then return nil end
   state[ASKED] = false
   local found = shortage()
   if not found then return nil end

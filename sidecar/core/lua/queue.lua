@@ -1,7 +1,7 @@
 -- Rule 2: the queue of one tier; its tenants take turns by start-time fair queueing (`queue.py`).
 --
--- A queue has lanes: tenant -> its tickets by arrival, packed until they are looked at; `starts` and `arrived` of each lane's
--- first; `returned`, those that came back; and `finish`, the tags of tenants. It is read when its tier's head does not do. A
+-- A queue has lanes: tenant -> its tickets by arrival, packed until they are looked at; `starts`, the tag of each
+-- lane's first; `returned`, those that came back; and `finish`, the tags of tenants. It is read when its tier's head does not do. A
 -- ticket that comes to an empty tier and is granted at once is never written.
 
 local function lane_of(queue, tenant)
@@ -12,21 +12,21 @@ end
 local function queue_of(tier)
   local queue = queues[tier]
   if queue then return queue end
-  queue = { lanes = {}, texts = {}, starts = {}, arrived = {}, finish = {}, returned = {} }
+  queue = { lanes = {}, texts = {}, starts = {}, finish = {}, returned = {} }
   if tiers[tier][QUEUED] > 0 then
     local name = 'q:' .. tier
     if known[name] and known[name][1] == field(name) then
       queue = known[name][2]
     else
-      queue.texts, queue.starts, queue.arrived, queue.finish, queue.returned = unpacked(field(name))
+      queue.texts, queue.starts, queue.finish, queue.returned = unpacked(field(name))
     end
     local head = heads[tier] and ticket_at(heads, tier)
     if head and head[HAS_RETURNED] then -- it is one object, here and there
       for i = 1, #queue.returned do
-        if packed_ticket(queue.returned[i]) == head.packed then queue.returned[i] = head end
+        if packed_ticket(queue.returned[i]) == head.packed then queue.returned[i], queue.by_gain = head, nil end
       end
-    elseif head then
-      lane_of(queue, head[TENANT])[1] = head
+    elseif head and lane_of(queue, head[TENANT])[1] ~= head then
+      queue.lanes[head[TENANT]][1], queue.by_gain = head, nil
     end
   end
   queues[tier] = queue
@@ -39,7 +39,7 @@ local function packed_queue(tier)
   for tenant, lane in pairs(queue.lanes) do
     queue.texts[tenant] = queue.texts[tenant] or pack(unpack(packed_tickets(lane)))
   end
-  return pack(queue.texts, queue.starts, queue.arrived, queue.finish, packed_tickets(queue.returned))
+  return pack(queue.texts, queue.starts, queue.finish, packed_tickets(queue.returned))
 end
 
 -- Whatever changes in a queue may change its head.
@@ -62,7 +62,7 @@ local function next_of(tier, is_wanted)
   if not is_wanted and heads[tier] then return ticket_at(heads, tier) end
   local queue, found = queue_of(tier), nil
   for tenant, start in pairs(queue.starts) do
-    if is_wanted or not found or start < found[START] or (start == found[START] and queue.arrived[tenant] <= found[ARRIVED]) then
+    if is_wanted or not found or start <= found[START] then
       local first = ticket_at(lane_of(queue, tenant), 1)
       if (not is_wanted or is_wanted(first)) and (not found or is_next(first, found)) then found = first end
     end
@@ -83,7 +83,7 @@ local function tag_first(tier, queue, tenant)
   if not first[START] then
     first[START], first.packed = max(first[HINT] or tiers[tier][VIRTUAL], queue.finish[tenant] or 0), nil
   end
-  queue.starts[tenant], queue.arrived[tenant] = first[START], first[ARRIVED]
+  queue.starts[tenant] = first[START]
 end
 
 -- Where none waits, all tags start afresh at a virtual time beyond every tag.
@@ -96,6 +96,34 @@ local function tag(tier, tenant)
   end
   tag_first(tier, queue, tenant)
   if rules[R_BY_GAIN] then t[VIRTUAL] = max(t[VIRTUAL], next_of(tier)[START]) end
+end
+
+-- Rule 9: weight for time.
+local function earned(ticket)
+  local gain = ticket[GAIN]
+  if not gain then return 0 end
+  local lost = floor(max(0, now - ticket[ARRIVED] - gain[GAIN_START_BY]) / gain[GAIN_SLACK])
+  local share = floor(max(0, gain[GAIN_TOKENS] - lost) * 1000 / gain[GAIN_TOKENS])
+  return floor(gain[GAIN_WEIGHT] * share * 1000000 / gain[GAIN_COST])
+end
+
+-- By gain: `by_gain` has what earns something, the most first, by what it earned when it was looked at last: with time that falls.
+local function rank(queue, ticket)
+  local list, bounds, low = queue.by_gain, queue.bounds, 1
+  local high = #list + 1
+  bounds[ticket] = earned(ticket)
+  while low < high do
+    local middle = floor((low + high) / 2)
+    local other = list[middle]
+    if bounds[other] > bounds[ticket] or (bounds[other] == bounds[ticket] and is_before(other, ticket)) then low = middle + 1 else high = middle end
+  end
+  if bounds[ticket] > 0 then table.insert(list, low, ticket) end
+end
+
+local function unrank(queue, ticket)
+  for i = 1, queue.by_gain and #queue.by_gain or 0 do
+    if queue.by_gain[i] == ticket then return table.remove(queue.by_gain, i) end
+  end
 end
 
 local function queue_add(ticket)
@@ -114,6 +142,7 @@ local function queue_add(ticket)
     table.insert(lane, i, ticket)
   end
   t[QUEUED] = t[QUEUED] + 1
+  if queue.by_gain then rank(queue, ticket) end
   tag(tier, tenant)
 end
 
@@ -128,8 +157,9 @@ local function take_out(queue, ticket)
     end
   end
   queue.texts[tenant] = nil
-  if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.starts[tenant], queue.arrived[tenant] = nil, nil, nil end
+  if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.starts[tenant] = nil, nil end
   tiers[ticket[TIER]][QUEUED] = tiers[ticket[TIER]][QUEUED] - 1
+  unrank(queue, ticket)
 end
 
 -- One that leaves by cancellation: it costs nothing.
@@ -187,4 +217,24 @@ local function for_queue(tier, each)
     for i = 1, #lane do each(ticket_at(lane, i)) end
   end
   for i = 1, #queue.returned do each(ticket_at(queue.returned, i)) end
+end
+
+-- By gain: the best of all that wait in a queue, earn something, and whose tenant is not ahead.
+local function best_in_queue(tier)
+  local queue, i = queue_of(tier), 1
+  if not queue.by_gain then
+    queue.by_gain, queue.bounds = {}, {}
+    for_queue(tier, function(ticket) rank(queue, ticket) end)
+  end
+  while true do
+    local ticket = queue.by_gain[i]
+    if not ticket then return nil end
+    if earned(ticket) < queue.bounds[ticket] then
+      rank(queue, table.remove(queue.by_gain, i))
+    elseif is_ahead(ticket) then
+      i = i + 1
+    else
+      return ticket
+    end
+  end
 end

@@ -188,14 +188,8 @@ end
 
 -- Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level.
 local function gain_key(ticket)
-  local gain = ticket[GAIN]
-  local waits_in_queue = not ticket[IN_LINE_SINCE] and ticket[ADMISSION] == 0
-  if gain and not (waits_in_queue and is_ahead(ticket)) then
-    local lost = floor(max(0, now - ticket[ARRIVED] - gain[GAIN_START_BY]) / gain[GAIN_SLACK])
-    local share = floor(max(0, gain[GAIN_TOKENS] - lost) * 1000 / gain[GAIN_TOKENS])
-    local earned = floor(gain[GAIN_WEIGHT] * share * 1000000 / gain[GAIN_COST])
-    if earned > 0 then return 0, -earned end
-  end
+  local earns, waits_in_queue = earned(ticket), not ticket[IN_LINE_SINCE] and ticket[ADMISSION] == 0
+  if earns > 0 and not (waits_in_queue and is_ahead(ticket)) then return 0, -earns end
   return 1, aged_level(ticket[TIER], ticket[ARRIVED])
 end
 
@@ -209,30 +203,14 @@ local function place_of(ticket, class)
   elseif class == OTHER and rules[R_BY_GAIN] then
     before, key = gain_key(ticket)
   end
-  return { class = class, before = before, key = key or aged_level(ticket[TIER], ticket[ARRIVED]), tier = ticket[TIER], ticket = ticket,
-    [ARRIVED] = ticket[ARRIVED], [OWNER] = ticket[OWNER], [NUMBER] = ticket[NUMBER] }
+  return { class = class, before = before, key = key or aged_level(ticket[TIER], ticket[ARRIVED]), tier = ticket[TIER], ticket = ticket }
 end
 
 local function is_place_before(a, b)
   if a.class ~= b.class then return a.class < b.class end
   if a.before ~= b.before then return a.before < b.before end
   if a.key ~= b.key then return a.key < b.key end
-  return is_before(a, b)
-end
-
-local function ticket_of(place)
-  place.ticket = place.ticket or ticket_at(line, place.at)
-  return place.ticket
-end
-
--- By gain: the best of all that wait in a queue and earn something.
-local function best_in_queue(tier)
-  local best
-  for_queue(tier, function(ticket)
-    local place = place_of(ticket, OTHER)
-    if place.before == 0 and (not best or is_place_before(place, best)) then best = place end
-  end)
-  return best and best.ticket
+  return is_before(a.ticket, b.ticket)
 end
 
 -- The candidates: those in line, the heads of all tiers, by gain the best of each tier. In order, but for those of class 4.
@@ -249,23 +227,18 @@ local function candidates(open)
     end
   end
   for _, slot in ipairs(open or NOBODY) do is_open[config.engines[slot][E_ID]] = true end
-  for i = 1, #load_line() do
-    local tier = lined[i][L_TIER]
-    if not fronts[tier] and lined[i][L_ADMISSION] == 0 then fronts[tier] = ticket_at(line, i) end
+  for _, ticket in ipairs(load_line()) do
+    if not fronts[ticket[TIER]] and not is_for_floor(ticket) then fronts[ticket[TIER]] = ticket end
   end
-  for i, it in ipairs(lined) do
-    local tier, is_idle = it[L_TIER], open and (#open == 0 or (it[L_STAYS] and not is_open[it[L_ENGINE]]))
-    local is_plain = it[L_ADMISSION] == 0 and not rules[R_BY_GAIN] and rules[R_TIERS][tier][T_LIMIT] >= PPM
-    if line[i] == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST] or (not is_plain and not (open and #open == 0)) then
-      consider(ticket_at(line, i), false)
-    elseif not is_idle or not left_out[tier] or it[L_ARRIVED] <= left_out[tier][ARRIVED] then
-      local place = { class = OTHER, before = 0, key = aged_level(tier, it[L_ARRIVED]), tier = tier, at = i,
-        [ARRIVED] = it[L_ARRIVED], [OWNER] = it[L_OWNER], [NUMBER] = it[L_NUMBER] }
-      if not is_idle then
-        others[#others + 1] = place
-      elseif not left_out[tier] or is_before(place, left_out[tier]) then
-        left_out[tier] = place
-      end
+  for _, ticket in ipairs(line) do
+    local tier = ticket[TIER]
+    local may_be_early = ticket == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST]
+    local is_plain = not is_for_floor(ticket) and not rules[R_BY_GAIN] and rules[R_TIERS][tier][T_LIMIT] >= PPM
+    if not may_be_early and open and (#open == 0 or (is_plain and ticket[STAYS] and not is_open[ticket[ENGINE]])) then
+      local first = left_out[tier]
+      if not first or is_before(ticket, first.ticket) then left_out[tier] = { class = OTHER, before = 0, tier = tier, ticket = ticket } end
+    else
+      consider(ticket, false)
     end
   end
   for tier = 1, #tiers do
@@ -285,7 +258,7 @@ end
 local RULE_OF_CLASS = { [0] = 'always_first', 'reserve', 'reserve', 'reserve_turn' }
 
 local function rule_before(place, first)
-  if is_place_before(first, place) then return fits(ticket_of(first), NOBODY) and 'claim' or 'passed_over' end
+  if is_place_before(first, place) then return fits(first.ticket, NOBODY) and 'claim' or 'passed_over' end
   if place.class < first.class or place.class == TURN then return RULE_OF_CLASS[place.class] end
   return place.class == OTHER and rules[R_BY_GAIN] and place.before == 0 and 'gain' or 'level'
 end
@@ -294,14 +267,16 @@ local function passed(place, ...)
   local firsts, found = {}, {}
   for _, places in ipairs({ ... }) do
     for _, it in pairs(places) do
+      it.key = it.key or aged_level(it.tier, it.ticket[ARRIVED])
       if not firsts[it.tier] or is_place_before(it, firsts[it.tier]) then firsts[it.tier] = it end
     end
   end
   for tier, t in ipairs(tiers) do
     if tier ~= place.tier and (t[LINED] > 0 or t[QUEUED] > 0) then
-      local first = firsts[tier] or next_of(tier)
-      if first and is_before(first, place) then
-        found[#found + 1] = { t[NAME], firsts[tier] and rule_before(place, first) or 'limit' }
+      local first = firsts[tier]
+      local ticket = first and first.ticket or next_of(tier)
+      if ticket and is_before(ticket, place.ticket) then
+        found[#found + 1] = { t[NAME], first and rule_before(place, first) or 'limit' }
       end
     end
   end
@@ -315,6 +290,11 @@ local function wait_for(ticket, slot)
   if own then own[H_LINED] = own[H_LINED] - ticket[PROMPT] end
   if slot then held[slot][H_LINED] = held[slot][H_LINED] + ticket[PROMPT] end
   ticket[ENGINE] = slot and config.engines[slot][E_ID] or false
+  local own = ticket[HITS][ticket[ENGINE]] or 0
+  ticket[STAYS] = own > 0
+  for id, tokens in pairs(ticket[HITS]) do
+    if id ~= ticket[ENGINE] and tokens >= own then ticket[STAYS] = false end
+  end
   change_line(ticket)
 end
 
@@ -322,8 +302,6 @@ local function leave_line(ticket)
   for i = 1, #line do
     if line[i] == ticket then
       table.remove(line, i)
-      table.remove(lined, i)
-      table.remove(line_texts, i)
       break
     end
   end
@@ -347,7 +325,7 @@ end
 local function choose_again()
   local gone = {}
   for i = 1, #load_line() do
-    local ticket = ticket_at(line, i)
+    local ticket = line[i]
     local own = ticket[ENGINE] and slot_of(ticket[ENGINE])
     if not own or not could_take(ticket, own) then gone[#gone + 1] = ticket end
   end
@@ -461,9 +439,7 @@ local function front_may_stand_for_floor()
     local tokens, prompt = on_floor(tier, 1), on_floor(tier, 3)
     local has_floor = on_floor(tier, 2) < reserve[2]
       and ((tokens + state[LEAST] <= reserve[1] and prompt <= reserve[3]) or (not owes(tier) and tokens < reserve[1] and prompt < reserve[3]))
-    if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST] or has_floor) then
-      return true
-    end
+    if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST] or has_floor) then return true end
   end
 end
 
@@ -472,18 +448,15 @@ local function is_line_calm()
   for d = 1, 3 do
     if total[d] + state[MOST][d] > figures.C[d] then return false end
   end
-  return not figures.has_headroom and not (load_line()[1] and now >= lined[1][L_SINCE] + PATIENCE_US)
+  return not figures.has_headroom and not (load_line()[1] and now >= line[1][IN_LINE_SINCE] + PATIENCE_US)
 end
 
 -- What one candidate does: true where that is a step, false where it stops all after it.
 local function visit(place, open, ...)
   local class = place.class
   if class == OTHER and open.is_stopped then return nil end
-  local ticket = ticket_of(place)
-  if not fits(ticket, NOBODY) then
-    if holds(ticket, class) then return false end
-    return nil
-  end
+  local ticket = place.ticket
+  if not fits(ticket, NOBODY) then return not holds(ticket, class) and nil end
   local was_in_line = ticket[IN_LINE_SINCE]
   local joins = not was_in_line and has_place(ticket[TIER])
   local is_late = was_in_line and now >= was_in_line + PATIENCE_US
@@ -507,16 +480,8 @@ local function visit(place, open, ...)
   end
 end
 
-local function nobody_waits()
-  for _, t in ipairs(tiers) do
-    if t[QUEUED] > 0 or t[LINED] > 0 then return false end
-  end
-  return true
-end
-
 -- The next step, one enters an engine or comes to stand in line. False where there is none.
 local function step()
-  if nobody_waits() then return false end
   local open, least = find_open()
   if total[1] + least > figures.C[1] or total[2] >= figures.C[2] then return false end -- nothing that waits fits the pool
   if #open == 0 and not someone_may_join() and not front_may_stand_for_floor() then return false end
@@ -534,8 +499,8 @@ local function step()
   return false
 end
 
--- All steps that can be done now.
-local function decide()
+-- All steps that can be done now, while someone waits.
+local function decide(waiting)
   look()
   if places == 0 then return end
   if state[CHOOSES] then
@@ -543,7 +508,7 @@ local function decide()
     state[CHOOSES] = false
     for slot = 1, #config.engines do state[CHOOSES] = state[CHOOSES] or now < held[slot][H_CAP_UNTIL] end
   end
-  while step() do
+  while #granted < waiting and step() do
     if state[CHOOSES] then choose_again() end
   end
 end

@@ -16,7 +16,7 @@ local DEAD_US = 10000000
 local PATIENCE_US = 5000000
 local ASKED_FOR_US = 1000000
 local LOOK_AGAIN_US = 100000
-local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE = 9007199254740991, 1000, 1000000, 3600000, 1000
+local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE, MOST_KEPT = 9007199254740991, 1000, 1000000, 3600000, 1000, 32
 
 -- Positions in packed arrays. `state` begins with these. CHOOSES: those in line look at their engines again; LEAST, MOST: what those
 -- in line need at least (tokens) and at most; NEXT: when time alone changes something, false while that is not known.
@@ -30,10 +30,8 @@ local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX
 -- A ticket: what its replica said (`calls.Bid`), then what the ledger adds.
 local ID, TIER, TENANT, TOKENS, REQUESTS, PROMPT, WEIGHT, HITS, BARRED = 1, 2, 3, 4, 5, 6, 7, 8, 9
 local ARRIVED, NUMBER, GAIN, HAS_RETURNED, HINT, OWNER, START = 10, 11, 12, 13, 14, 15, 16
-local ENGINE, IN_LINE_SINCE, COUNT, COUNTED, ADMISSION, EXCESS, EXCESS_PROMPT, IS_IN_FLOOR = 17, 18, 19, 20, 21, 22, 23, 24
+local ENGINE, IN_LINE_SINCE, COUNT, COUNTED, ADMISSION, EXCESS, EXCESS_PROMPT, IS_IN_FLOOR, STAYS = 17, 18, 19, 20, 21, 22, 23, 24, 25
 local GAIN_WEIGHT, GAIN_TOKENS, GAIN_COST, GAIN_START_BY, GAIN_SLACK = 1, 2, 3, 4, 5
--- What is known of each in line without a look at its ticket. STAYS: no other engine has as much of its prompt as its own.
-local L_TIER, L_OWNER, L_NUMBER, L_ARRIVED, L_SINCE, L_ADMISSION, L_ID, L_ENGINE, L_STAYS = 1, 2, 3, 4, 5, 6, 7, 8, 9
 -- A call, as it is told.
 local C_LAYOUT, C_WHO, C_NUMBER, C_KIND, C_CELLS, C_WHOLE, C_BID_COUNT, C_LEAVING, C_ACKS, C_BIDS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 local C_WITHDRAWN, C_CHARGES, C_OWES, C_ENGINES, C_CAPS, C_DRAINS, C_RULES, C_REPLACES = 11, 12, 13, 14, 15, 16, 17, 18
@@ -50,10 +48,10 @@ local T_NAME, T_RESERVE, T_LEND, T_LIMIT, T_FIRST, T_PREEMPTIBLE, T_PREEMPT_AFTE
 -- Of one call:
 local keys, root, call, who, now, server_us
 local state, members, heads, held, tiers, config, rules -- heads: of each tier the next ticket in fair order, or false
-local line, lined, line_texts -- the tickets in line, once they were looked for
+local line -- the tickets in line, once they were looked for
 local fields, changed, all_fields -- what was read of the root, and what of it is to be written
 local queues, wake_ups, is_config_new, is_made
-local kept, known = {}, {} -- where the script is a function: what the calls before wrote, as it was unpacked; and for this call
+local kept, pools, known = {}, 0, nil -- where the script is a function: what was written of each pool, as it was unpacked
 local held_text -- `held` as it is told and written
 
 -- Whether a text comes before another, byte by byte: the server's own order is that of its locale.
@@ -111,9 +109,6 @@ local function parts_of(name)
   if it and it[1] == text then return it[2], it[3], it[4] end
   return unpacked(text)
 end
-
--- For the next call.
-local function keep(name, ...) kept[name] = { ... } end
 
 local function load()
   state, members, heads = parts_of('state')
@@ -174,39 +169,15 @@ local function is_before(a, b) -- by arrival
   return a[NUMBER] < b[NUMBER]
 end
 
--- ---- the line: its tickets, and what is known of each without a look at it --------------------------------------------
-
 local function load_line()
-  if line then return line end
-  lined, line, line_texts = {}, {}, {}
-  local it = field('line') and known.line
-  if it and it[1] == fields.line then
-    lined, line, line_texts = it[2], it[3], it[4]
-  elseif fields.line then
-    line_texts = unpacked(fields.line)
-    for i, text in ipairs(line_texts) do lined[i], line[i] = unpacked(text) end
+  if not line then
+    line = field('line') and parts_of('line') or {}
+    for i = 1, #line do ticket_at(line, i) end
   end
   return line
 end
 
-local function stays(ticket)
-  local own = ticket[HITS][ticket[ENGINE]] or 0
-  for id, tokens in pairs(ticket[HITS]) do
-    if id ~= ticket[ENGINE] and tokens >= own then return false end
-  end
-  return own > 0
-end
-
 -- One in line is another than it was.
-local function change_line(ticket)
-  ticket.packed, state[NEXT], changed.line = nil, false, true
-  for i = 1, #line do
-    if line[i] == ticket then
-      lined[i] = { ticket[TIER], ticket[OWNER], ticket[NUMBER], ticket[ARRIVED], ticket[IN_LINE_SINCE], ticket[ADMISSION], ticket[ID],
-        ticket[ENGINE] or '', stays(ticket) }
-      line_texts[i] = false
-    end
-  end
-end
+local function change_line(ticket) ticket.packed, state[NEXT], changed.line = nil, false, true end
 
 local function moved(ticket) members[ticket[OWNER]][IS_LINE_NEW] = true end

@@ -1,10 +1,5 @@
 -- The end of a call: what it changed is written.
 
-local function packed_line()
-  for i = 1, #line do line_texts[i] = line_texts[i] or pack(lined[i], packed_ticket(line[i])) end
-  return #line > 0 and pack(line_texts)
-end
-
 local function write()
   local put, gone = {}, {}
   local function add(name, value, is_stored)
@@ -20,7 +15,7 @@ local function write()
     if tier then
       add(name, packed_queue(tonumber(tier)), fields[name])
     elseif name == 'line' then
-      add(name, packed_line(), fields.line)
+      add(name, #line > 0 and pack(packed_tickets(line)), fields.line)
     else
       add(name, fields[name], is_stored)
     end
@@ -38,10 +33,9 @@ local function write()
   for i = 1, #put, MOST_AT_ONCE do redis_call('HSET', root, unpack(put, i, min(#put, i + MOST_AT_ONCE - 1))) end
   for i = 1, #gone, MOST_AT_ONCE do redis_call('HDEL', root, unpack(gone, i, min(#gone, i + MOST_AT_ONCE - 1))) end
   if call[C_WHOLE] then redis_call('PEXPIRE', root, HOUR_MS) end -- the pool vanishes an hour after the last heartbeat
-  kept = known
-  keep('state', fields.state, state, members, heads)
-  keep('held', fields.held, held, tiers)
-  keep('config', fields.config, config)
-  if line then keep('line', fields.line, lined, line, line_texts) end
-  for tier, queue in pairs(queues) do keep('q:' .. tier, fields['q:' .. tier], queue) end
+  pools = pools + (known.state and 0 or 1)
+  if pools > MOST_KEPT then kept, pools = {}, 1 end
+  kept[root], known.state, known.held, known.config = known, { fields.state, state, members, heads }, { fields.held, held, tiers }, { fields.config, config }
+  if line then known.line = { fields.line, line } end
+  for tier, queue in pairs(queues) do known['q:' .. tier] = { fields['q:' .. tier], queue } end
 end

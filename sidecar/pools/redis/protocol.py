@@ -21,7 +21,6 @@ from sidecar.pools.base import Ask
 from sidecar.pools.engines import EngineOffer, Found
 from sidecar.pools.runtime import figures_of
 from sidecar.scheduling import Rule
-from sidecar.version import store_layout
 
 TIER_FIELDS = [field.name for field in fields(TierRules) if field.name not in ("name", "level")]
 TIER_FIELDS.insert(TIER_FIELDS.index("preemptible"), "max_waiting")
@@ -73,7 +72,8 @@ Argument = str | bytes | int
 
 def root_key(pool: str, *, has_engines: bool = False, is_by_gain: bool = False) -> str:
     """The key that everything of a pool begins with; the braces keep it on one node of a cluster."""
-    return f"admission:{store_layout(has_engines=has_engines, is_by_gain=is_by_gain)}:{{{pool}}}"
+    layout = ("gain-engines-4" if has_engines else "gain-4") if is_by_gain else "engines-5" if has_engines else "9"
+    return f"admission:{layout}:{{{pool}}}"
 
 
 def ledger_key(pool: str) -> str:

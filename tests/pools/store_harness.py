@@ -1,0 +1,134 @@
+"""What the contract suite needs of a pool over a ledger in a store: a script that holds nothing back, and its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import count
+from typing import Any
+
+from sidecar.core import script
+from sidecar.core.calls import Call, Reply
+from sidecar.core.member import LAZY_US
+from sidecar.policy.model import Policy
+from sidecar.policy.store import store_address
+from sidecar.pools import Pool
+from sidecar.pools.ledger_link import LinkUser
+from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.redis import RedisLink, ledger_connector
+from sidecar.pools.redis.connection import Connect, Library, Script, StoreConnection
+from sidecar.pools.redis.protocol import ledger_key
+from tests.pools.harness import Clock, with_shares
+from tests.support.redis_servers import RedisServer
+
+_names = count(1)
+
+
+@cache
+def patient_library() -> Library:
+    """The ledger in a world where a test's clock leaps: silence is nothing, nobody dies, and no epoch begins on hold."""
+    texts = script.texts()
+    for name, value in {"LOST_US": 10**15, "DEAD_US": 10**15, "HOLD_US": 0}.items():
+        texts["state"], found = re.subn(rf"(local {name} = )\d+", rf"\g<1>{value}", texts["state"])
+        assert found == 1
+    function, library = script.library(texts)
+    return Library(function, library, Script.of(script.script(texts)))
+
+
+class WatchedLink(RedisLink):
+    """A link of which a test knows whether all was answered. The heartbeat is the test's: see `StoreHarness.poke`."""
+
+    heartbeat_us, lazy_us = 10**15, LAZY_US
+    is_busy = False
+
+    def send(self, call: Call, user: LinkUser) -> None:
+        self.is_busy = True
+        super().send(call, _Watched(self, user))
+
+
+class _Watched:
+    def __init__(self, link: WatchedLink, user: LinkUser) -> None:
+        self._link, self._user, self.woken = link, user, user.woken
+
+    def answered(self, reply: Reply) -> None:
+        self._link.is_busy = False
+        self._user.answered(reply)
+
+    def unanswered(self, why: str) -> None:
+        self._link.is_busy = False
+        self._user.unanswered(why)
+
+
+class StoreHarness:
+    """Pools in some store. Pools of one harness share what they hold. Beside each, `others` idle replicas run."""
+
+    def __init__(self, connect: Callable[[str], Connect], others: int = 0) -> None:
+        self.name = f"test-{next(_names)}"
+        self._connect, self._others = connect, others
+        self._pools: list[tuple[LedgerPool, WatchedLink]] = []
+
+    async def pool(self, policy: Policy, clock: Clock | None = None) -> LedgerPool:
+        for _ in range(self._others):
+            await self._one(policy, clock)
+        return await self._one(policy, clock)
+
+    async def _one(self, policy: Policy, clock: Clock | None) -> LedgerPool:
+        policy = replace(with_shares(policy), pool=self.name)
+        link = WatchedLink(self._connect(self.name), self.name, library=patient_library(), clock=clock)
+        pool = LedgerPool(policy, link=link) if clock is None else LedgerPool(policy, clock, link=link)
+        change_policy = pool.change_policy
+        pool.change_policy = lambda policy: change_policy(replace(with_shares(policy), pool=self.name))  # type: ignore[method-assign]
+        pool.change_rules = lambda rules: pool.change_policy(  # type: ignore[method-assign]
+            replace(pool._sizes.policy, rules=rules, shares=())
+        )
+        self._pools.append((pool, link))
+        await pool.open()
+        await self.quiet(pool)
+        return pool
+
+    async def quiet(self, pool: Pool) -> None:
+        end_s = time.monotonic() + 60
+        for _ in range(3):
+            for each, link in self._pools:
+                each._member._call_by(each.now_us())  # also what may be told later
+                each._run()
+                while link.is_busy:
+                    assert time.monotonic() < end_s
+                    await asyncio.sleep(0)
+            await asyncio.sleep(0.001)  # what was published meanwhile
+
+    async def poke(self, pool: Pool) -> None:
+        await self.quiet(pool)
+
+    async def close(self) -> None:
+        for pool, _ in self._pools:
+            await pool.close()
+
+
+def on_server(server: RedisServer, others: int = 0) -> StoreHarness:
+    """Pools on a real server."""
+    return StoreHarness(lambda name: ledger_connector(store_address(server.url), name), others)
+
+
+def in_process() -> StoreHarness:
+    """Pools in the Redis that lives in this process."""
+    import fakeredis
+
+    from tests.pools.fake_harness import LUA_MODULES as MODULES
+
+    server = fakeredis.FakeServer(version=(6,))  # without functions
+
+    def connect_to(name: str) -> Connect:
+        async def connect() -> StoreConnection:
+            made: Any = fakeredis.FakeAsyncRedis(
+                server=server, single_connection_client=True, lua_modules={*MODULES, "cmsgpack"}
+            )
+            return StoreConnection(await made.initialize(), ledger_key(name), "")
+
+        return connect
+
+    return StoreHarness(connect_to)
