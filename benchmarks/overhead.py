@@ -21,7 +21,6 @@ from pathlib import Path
 from benchmarks.load import Burst, burst, exchange, get, post
 from benchmarks.servers import Server, started
 from benchmarks.streams import StreamTimes, streams
-from benchmarks.where import where_it_goes
 
 CONNECTIONS = 8
 STREAMS = 32
@@ -157,10 +156,6 @@ async def run(rounds: int, requests: int) -> dict[str, object]:
     ratios = verdicts(mounted)
     for name, ratio in ratios.items():
         print(f"{ratio:8.2f}  {name}")
-    print("\nWhere admission's microseconds go, each part alone, in one process")
-    parts = where_it_goes(BODY, HEADERS)
-    for name, part_us in parts.items():
-        print(f"{part_us:8.1f}  {name}")
     with started(["plain"]) as upstream, started(["proxy", "proxy_admission"], upstream["plain"].port) as proxies:
         servers = {**upstream, **proxies}
         proxied = await costs(servers, rounds, requests)
@@ -170,7 +165,6 @@ async def run(rounds: int, requests: int) -> dict[str, object]:
     return {
         "mounted": {name: asdict(cost) for name, cost in mounted.items()},
         "ratios": ratios,
-        "where_us": parts,
         "proxied": {name: asdict(cost) for name, cost in proxied.items()},
         "streams": {name: asdict(times) for name, times in streamed.items()},
     }

@@ -35,7 +35,7 @@ from sidecar.cluster.report import ReplicaReport, TierReport
 from sidecar.lengths.buckets import LengthKey
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.pools import Ask
-from sidecar.pools.redis import RedisPool
+from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.telemetry.recent import BUCKET_S, BUCKETS, Bucket
 
 REPLICAS, RATES, SECONDS = 100, (1_000.0, 5_000.0), 12
@@ -70,13 +70,13 @@ class Counts:
     async def now(cls, client: Any) -> Counts:
         """As they are."""
         info = await client.info("everything")
-        script = info.get("cmdstat_evalsha", {"calls": 0})
+        scripts = sum(info.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "fcall"))
         return cls(
             time.monotonic(),
             info["used_cpu_user"] + info["used_cpu_sys"],
             info["total_net_input_bytes"],
             info["total_net_output_bytes"],
-            script["calls"],
+            scripts,
         )
 
 
@@ -145,7 +145,7 @@ async def sharing(shares: Sequence[Sharing]) -> AsyncIterator[None]:
 class Load:
     """Requests at random times to random pools."""
 
-    def __init__(self, pools: Sequence[RedisPool]) -> None:
+    def __init__(self, pools: Sequence[LedgerPool]) -> None:
         self._pools = pools
         self._chance = random.Random(9)
         self._under_way: set[asyncio.Task[None]] = set()
@@ -181,7 +181,7 @@ class Load:
 class Bench:
     """One server with all replicas of a pool."""
 
-    def __init__(self, client: Any, pools: Sequence[RedisPool], seconds: float) -> None:
+    def __init__(self, client: Any, pools: Sequence[LedgerPool], seconds: float) -> None:
         self._client = client
         self._pools = pools
         self._seconds = seconds
@@ -191,7 +191,7 @@ class Bench:
     def merged(self) -> list[Sharing]:
         """Each replica shares as it does."""
 
-        def of(pool: RedisPool, report: ReplicaReport, packed: bytes) -> Sharing:
+        def of(pool: LedgerPool, report: ReplicaReport, packed: bytes) -> Sharing:
             async def share() -> None:
                 await pool.share(packed, PoolMerge(report))
 
@@ -236,7 +236,9 @@ class Bench:
 
     async def _longest_us(self) -> int:
         entries = await self._client.slowlog_get(100_000)
-        return max((entry["duration"] for entry in entries if entry["command"].startswith(b"EVALSHA")), default=0)
+        return max(
+            (entry["duration"] for entry in entries if entry["command"].startswith((b"EVALSHA", b"FCALL"))), default=0
+        )
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> None:

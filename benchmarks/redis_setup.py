@@ -5,39 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from redis.asyncio import Redis
 
 from sidecar.events import StoreChanged, StoreState
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import TierRules
 from sidecar.policy.store import store_address
-from sidecar.pools.redis import Connect, RedisPool, connector
+from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.redis import RedisLink, ledger_connector
 from tests.support.redis_servers import Binary, RedisServer, binaries, first_binary
 
 CRITICAL, HIGH, NORMAL, LOW, BATCH = range(5)
 """The levels of the policy that we ship."""
-
-Parts = Mapping[str, float | Sequence[float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One figure and its target; `parts` are what it was made from, by names that say their units."""
-
-    name: str
-    value: float
-    target: float
-    parts: Parts = field(default_factory=dict)
-    at_least: bool = False
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the target is met."""
-        return self.value >= self.target if self.at_least else self.value <= self.target
 
 
 def chosen_binary() -> Binary:
@@ -102,10 +87,11 @@ def _larger(tier: TierRules, times: int) -> TierRules:
 
 
 @contextlib.asynccontextmanager
-async def replica(url: str, policy: Policy, connect: Connect | None = None) -> AsyncIterator[RedisPool]:
+async def replica(url: str, policy: Policy, weight_percent: int | None = None) -> AsyncIterator[LedgerPool]:
     """One replica, open. Raises RuntimeError at the end where it lost its store: then no figure of it would stand."""
     changes: list[StoreChanged] = []
-    pool = RedisPool(policy, connect or connector(store_address(url), policy.pool), observer=changes.append)
+    link = RedisLink(ledger_connector(store_address(url), policy.pool), policy.pool)
+    pool = LedgerPool(policy, link=link, observer=changes.append, weight_percent=weight_percent)
     await pool.open()
     try:
         yield pool
@@ -117,9 +103,9 @@ async def replica(url: str, policy: Policy, connect: Connect | None = None) -> A
 
 @contextlib.asynccontextmanager
 async def plain_client(url: str) -> AsyncIterator[Any]:
-    """A client of one connection, with the very settings of the pool's own."""
-    connection = await connector(store_address(url), "plain")()
+    """A client past the pools."""
+    client = Redis.from_url(url)
     try:
-        yield connection._client
+        yield client
     finally:
-        await connection.close()
+        await client.aclose()

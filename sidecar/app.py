@@ -28,8 +28,7 @@ from sidecar.observability import Observability
 from sidecar.one_pool import OnePool, policy_of, pool_here, pool_of, source_of
 from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.store import StoreAddress
-from sidecar.pools import EngineSizedPool, LocalPool, Pool
-from sidecar.pools.local import LimitsPool
+from sidecar.pools import EngineSize, LedgerPool, Pool
 from sidecar.proxy import EngineProxy
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from sidecar.fleet.routing import FleetRouting
     from sidecar.middleware.app_tenants import TenantOf
     from sidecar.policy.reload import PolicyFiles
-    from sidecar.pools.fleet import FleetPool
-    from sidecar.pools.redis import RedisFleetPool
 
 STATE_KEY = "admission"
 """In the lifespan's state."""
@@ -327,8 +324,9 @@ def _one_controller(
     routing: MountedRouting | None = None
     watch: EngineWatch
     pool: Pool
+    size = None if policy.engine_capacity is None else EngineSize(policy, pages)
     if policy.engines is None:
-        pool = _pool(policy, setup.environment, pages, takes_over=setup.takes_over)
+        pool = _pool(policy, setup.environment, size, takes_over=setup.takes_over)
         watch = _engine_watch(given_app, pages, expected, setup.files, setup.environment)
     else:
         from sidecar.fleet.mounted_engine import MountedWatch
@@ -353,9 +351,9 @@ def _one_controller(
         routing=routing,
     )
     sizes = controller.lease_sizes
-    if isinstance(pool, EngineSizedPool):
-        pool.on_unfinished = controller.pending_aborts.seen
-        pool.on_preemptions = partial(sizes.preempted, None)
+    if size is not None:
+        size.reader.on_unfinished = controller.pending_aborts.seen
+        size.reader.on_preemptions = partial(sizes.preempted, None)
     controller.pages = pages
     if routing is not None:
         from sidecar.fleet.mounted_view import MountedView
@@ -403,7 +401,8 @@ def _models_parts(
     from sidecar.fleet.app import FleetApp, FleetsApp
 
     allowances, estimator = RateLimiter(), _estimator(policy)
-    if len(policy.models) > 1 and store_of(policy, setup.environment) is not None:
+    counts_apart = store_of(policy, setup.environment) is not None
+    if len(policy.models) > 1 and counts_apart:
         _log.warning("%s", _LIMITS_BY_MODEL, extra={"event": "limits_by_model"})
     policies = {name: policy.of_model(name) for name in policy.models}
     routings = {name: _fleet_routing(one, setup, model=name, allowances=allowances) for name, one in policies.items()}
@@ -414,7 +413,8 @@ def _models_parts(
         app,
         controllers=controllers,
         policy=policy,
-        pool=LimitsPool(policy, allowances),
+        pool=LedgerPool(policy, allowances=allowances),
+        counts_apart=counts_apart,
         dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
         estimator=estimator,
         engine_key=setup.engine_key,
@@ -509,12 +509,13 @@ def _unguarded(app: ASGIApp, *, is_launched: bool, is_by_name: bool) -> Unguarde
     return None if is_by_name else Unguarded.GENERATING
 
 
-def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages, *, takes_over: bool) -> Pool:
+def _pool(policy: Policy, environment: Mapping[str, str], size: EngineSize | None, *, takes_over: bool) -> Pool:
     """Where the leases live, and who says how many. Raises ValueError for an address or a switch that is none."""
     store = store_of(policy, environment)
     takes_over = takes_over_a_store(environment, store, takes_over=takes_over)
-    pool = LocalPool(policy) if store is None else _shared_pool(policy, store, takes_over=takes_over)
-    return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
+    if store is None:
+        return LedgerPool(policy, size=size)
+    return _shared_pool(policy, store, takes_over=takes_over, size=size)
 
 
 def _fleet_routing(
@@ -529,40 +530,23 @@ def _fleet_routing(
         )
     from sidecar.fleet.routing import FleetRouting
     from sidecar.fleet.setup import new_fleet
-    from sidecar.pools.fleet import FleetPool
 
     pool = _engine_pool(policy, setup, allowances)
     check = _engine_check(setup.environment)
     fleet = new_fleet(policy, pool.now_us, engine_key=setup.engine_key, check=check, model=model)
-    if not isinstance(pool, FleetPool):
-        pool.on_incarnation, pool.on_drain = fleet.adopt, fleet.set_draining
-        pool.on_reached_elsewhere = fleet.set_reached_elsewhere
+    pool.elsewhere.on_incarnation, pool.elsewhere.on_drain = fleet.adopt, fleet.set_draining
+    pool.elsewhere.on_reached = fleet.set_reached_elsewhere
     return FleetRouting(fleet, pool, policy, model)
 
 
-def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None = None) -> FleetPool | RedisFleetPool:
+def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None = None) -> LedgerPool:
     """The pool of a policy with engines. Raises ValueError as `_pool` does."""
     assert policy.engines is not None
     store, weight_percent = store_of(policy, setup.environment), policy.engines.affinity.weight_percent
     takes_over = takes_over_a_store(setup.environment, store, takes_over=setup.takes_over)
     if store is None:
-        from sidecar.pools.fleet import FleetPool
-
-        return FleetPool(policy, weight_percent=weight_percent, allowances=allowances)
-    from sidecar.pools.redis import RedisFleetPool, connector
-    from sidecar.telemetry.metrics.store import StoreMetrics
-
-    metrics, is_by_gain = StoreMetrics(policy.pool), policy.rules.is_by_gain
-    connect = connector(store, policy.pool, has_engines=True, is_by_gain=is_by_gain)
-    return RedisFleetPool(
-        policy,
-        connect,
-        observer=metrics,
-        weight_percent=weight_percent,
-        took=metrics.round_trip,
-        takes_over=takes_over,
-        is_sole_user=policy.engines.mounted,
-    )
+        return LedgerPool(policy, weight_percent=weight_percent, allowances=allowances)
+    return _shared_pool(policy, store, takes_over=takes_over, weight_percent=weight_percent)
 
 
 def _mounted_engine(app: ASGIApp, policy: Policy, setup: _Setup, pages: Pages) -> MountedEngine:
@@ -577,19 +561,31 @@ def _mounted_engine(app: ASGIApp, policy: Policy, setup: _Setup, pages: Pages) -
     if isinstance(app, EngineProxy):
         raise ValueError("the policy's engines are mounted (`engines: {mounted: true}`), and a proxy is no engine")
     from sidecar.fleet.mounted_engine import MountedEngine, engine_of_process
-    from sidecar.pools.fleet import FleetPool
 
     pool = _engine_pool(policy, setup)
     engine = MountedEngine(engine_of_process(setup.environment), policy, pool, pages)
-    if not isinstance(pool, FleetPool):
-        pool.on_incarnation = engine.adopt
+    pool.elsewhere.on_incarnation = engine.adopt
     return engine
 
 
-def _shared_pool(policy: Policy, store: StoreAddress, *, takes_over: bool) -> Pool:
-    from sidecar.pools.redis import RedisPool, connector
+def _shared_pool(
+    policy: Policy,
+    store: StoreAddress,
+    *,
+    takes_over: bool,
+    weight_percent: int | None = None,
+    size: EngineSize | None = None,
+) -> LedgerPool:
+    from sidecar.pools.redis import RedisLink, ledger_connector
     from sidecar.telemetry.metrics.store import StoreMetrics
 
     metrics = StoreMetrics(policy.pool)
-    connect = connector(store, policy.pool, is_by_gain=policy.rules.is_by_gain)
-    return RedisPool(policy, connect, observer=metrics, took=metrics.round_trip, takes_over=takes_over)
+    return LedgerPool(
+        policy,
+        link=RedisLink(ledger_connector(store, policy.pool), policy.pool, took=metrics.round_trip),
+        observer=metrics,
+        takes_over=takes_over,
+        is_sole_user=policy.engines is not None and policy.engines.mounted,
+        weight_percent=weight_percent,
+        size=size,
+    )

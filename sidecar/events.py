@@ -398,9 +398,10 @@ class Observer(Protocol):
 
 
 class StoreState(str, Enum):
-    """Where a pool's leases are decided on."""
+    """Where a pool's leases are decided on. WAITING: nowhere, until the replicas of another version have ended."""
 
     CONNECTING = "connecting"
+    WAITING = "waiting"
     SHARED = "shared"
     DIVIDED = "divided"
     CLOSED = "closed"

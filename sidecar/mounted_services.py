@@ -16,7 +16,6 @@ from sidecar.admin import PORT_VARIABLE
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_watch import ENGINE_CHECK_VARIABLE, EngineState
 from sidecar.observability import Observability
-from sidecar.pools import EngineSizedPool
 from sidecar.server import CannotServe
 from sidecar.server.mounted import Lifespan, Step
 from sidecar.server.workers import ServerProcesses
@@ -145,7 +144,7 @@ def with_lifespan(
     open_pages = [one.open for one in observing]
     # What the pools say last is logged.
     closing = [end_leases, *(one.close for one in observing), *(one.pool.close for one in controllers), *ended]
-    if isinstance(controllers[0].pool, EngineSizedPool):
+    if controllers[0].policy.engine_capacity is not None:
         asking = [*started, look_at_engines, *open_pools, *ask]
         return Lifespan(app, opening=open_pages, asking=asking, closing=closing)
     asking = [*started, look_at_engines, *ask]

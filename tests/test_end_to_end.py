@@ -30,12 +30,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sidecar import AdmissionMiddleware
+from sidecar.core.calls import Granted
+from sidecar.core.tickets import Lease as Held
+from sidecar.core.tickets import Ticket
 from sidecar.engines import Dynamo, Sglang, TensorRtLlm, Vllm
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
-from sidecar.pools import LocalPool
+from sidecar.pools import LedgerPool
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.scheduling.ticket import Demand
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
@@ -421,7 +423,7 @@ async def until(condition: Any) -> None:
 trace_of: contextvars.ContextVar[str] = contextvars.ContextVar("trace_of")
 
 
-class Watched(LocalPool):
+class Watched(LedgerPool):
     """A pool that writes down who arrived and who was admitted, when and in which order, by the client's trace id."""
 
     def __init__(self, policy: Policy) -> None:
@@ -429,30 +431,19 @@ class Watched(LocalPool):
         self.journal: list[tuple[str, str, int]] = []
         self.asks: dict[str, Any] = {}
         self._traces: dict[str, str] = {}
-        scheduler = self._runtime.scheduler
-        submit, dispatch, at_once = scheduler.submit, scheduler.dispatch, scheduler.admit_at_once
+        submit = self._member.submit
 
-        def submitted(ticket_id: str, **ticket: Any) -> Any:
-            trace = self._traces[ticket_id] = trace_of.get()
-            self.asks[trace] = ticket
-            self.journal.append(("arrived", trace, ticket["now_us"]))
-            return submit(ticket_id, **ticket)
+        def submitted(ticket: Ticket, now_us: int) -> None:
+            trace = self._traces[ticket.id] = trace_of.get()
+            self.asks[trace] = {"tier": ticket.tier, "tokens": ticket.tokens}
+            self.journal.append(("arrived", trace, now_us))
+            submit(ticket, now_us)
 
-        def admitted_at_once(ticket_id: str, demand: Demand, now_us: int) -> bool:
-            is_admitted = at_once(ticket_id, demand, now_us)
-            if is_admitted:
-                trace = self._traces[ticket_id] = trace_of.get()
-                self.asks[trace] = {"tier": demand.tier, "tokens": demand.tokens}
-                self.journal += [("arrived", trace, now_us), ("admitted", trace, now_us)]
-            return is_admitted
+        self._member.submit = submitted  # type: ignore[method-assign]
 
-        def dispatched(now_us: int, most: int | None = None) -> Any:
-            admissions = dispatch(now_us, most)
-            self.journal += [("admitted", self._traces[one.ticket.id], now_us) for one in admissions]
-            return admissions
-
-        scheduler.submit, scheduler.dispatch = submitted, dispatched  # type: ignore[method-assign]
-        scheduler.admit_at_once = admitted_at_once  # type: ignore[method-assign]
+    def _admit(self, held: Held, granted: Granted, now_us: int) -> None:
+        self.journal.append(("admitted", self._traces[held.ticket.id], now_us))
+        super()._admit(held, granted, now_us)
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""Two ways to stand in the way: before a request that may preempt, and while the pool is held back.
+"""Two ways to stand in the way: before a request that may preempt, and while the engine is capped.
 
-In virtual time, before the real scheduler. A low request is first in order because its tier is below its floor, and
-too large for the room there is: the high one after it may preempt. And an hour with the pool held back, in which
-high and a tier with a floor of 25% always have requests waiting.
+In virtual time, before the product's decisions. A low request is first in order because its tier is below its floor,
+and too large for the room there is: the high one after it may preempt. And an hour in which the engine runs one request
+at a time, and high and a tier with a floor of 25% always have requests waiting.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.adversary.simulation import Decides, Request, Simulation, us
 from sidecar.policy.rules import PoolRules
 
 END_S, PREEMPTED_WITHIN_S = 600, 2.0
-HOUR_S, RENEWED_S, LEASE_S = 3_600, 5, 1.0
+HOUR_S, LEASE_S = 3_600, 1.0
 LEAST_PART = 0.45
 TWO_TIERS = {"high": {"reserve": "20%"}, "other": {"reserve": "25%"}}
 
@@ -29,9 +29,9 @@ def rows() -> Iterator[Line]:
     yield at_most(name, preempted_after_s(rules, is_low_there=True), PREEMPTED_WITHIN_S, " s")
     alone_s = preempted_after_s(rules, is_low_there=False)
     yield at_most("  control, no low request", alone_s, PREEMPTED_WITHIN_S, " s")
-    admitted = held_back(shipped(with_tiers(TWO_TIERS)).rules)
+    admitted = capped(shipped(with_tiers(TWO_TIERS)).rules)
     least = min(admitted) / sum(admitted)
-    name = "held back for an hour: the part of the admissions of the tier with fewer"
+    name = "capped for an hour: the part of the admissions of the tier with fewer"
     yield at_least(f"{name} ({admitted[0]:,} and {admitted[1]:,})", least, LEAST_PART)
 
 
@@ -57,18 +57,14 @@ def preempted_after_s(rules: PoolRules, *, is_low_there: bool) -> float:
     return high.waited_us(simulation.now_us) / us(1)
 
 
-def held_back(rules: PoolRules, scheduler: Decides | None = None) -> tuple[int, int]:
-    """Admissions of both tiers in an hour in which the pool is held back, and both always have requests waiting."""
+def capped(rules: PoolRules, scheduler: Decides | None = None) -> tuple[int, int]:
+    """Admissions of both tiers in an hour in which one request runs at a time, and both always have some waiting."""
     simulation = Simulation(rules, scheduler)
-
-    def hold_back() -> None:
-        simulation.scheduler.hold_back(simulation.now_us + us(2 * RENEWED_S))
-        simulation.at(simulation.now_us + us(RENEWED_S), hold_back)
 
     def send(tier: int) -> None:
         simulation.send(Request(tier, 1_000, us(LEASE_S), on_admitted=partial(send, tier)))
 
-    simulation.at(0, hold_back)
+    simulation.at(0, lambda: simulation.scheduler.cap(1, us(HOUR_S), 0))
     for tier in (0, 1, 0, 1, 0, 1):
         simulation.at(0, partial(send, tier))
     simulation.run(us(HOUR_S))

@@ -1,7 +1,7 @@
-"""Requests in virtual time before the real scheduler: clients give up, retry, and are preempted; engines abort late.
+"""Requests in virtual time before the product's decisions: clients give up, retry, are preempted; engines abort late.
 
-The scheduler knows no clock, so an hour of attacks takes seconds. `Simulation` does what `LocalPool` does around it: it
-refuses what is larger than the tier accepts, dispatches after every change, preempts, and wakes at `next_change_us`.
+The ledger knows no clock, so an hour of attacks takes seconds. `Simulation` does what a pool does around it: it refuses
+what is larger than the tier accepts, decides after every change, takes back, and wakes at `next_change_us`.
 """
 
 from __future__ import annotations
@@ -10,28 +10,34 @@ import heapq
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import count
 from typing import Protocol
 
-from sidecar.policy.rules import UNLIMITED, PoolRules, largest_request
-from sidecar.scheduling import Admission, Scheduler, Ticket, Wait
+from benchmarks.decisions import ENGINE, Decided, Decisions
+from sidecar.core import calls
+from sidecar.core.amounts import UNBOUNDED
+from sidecar.core.calls import EngineView
+from sidecar.core.tickets import Ticket
+from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_request
+from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT
 
 SECOND_US = 1_000_000
+_PPM = 1_000_000
 ABORT_US = 100_000
 """How long an engine takes to release a preempted request: vLLM's figure."""
 
 
 class Decides(Protocol):
-    """The part of `Scheduler` that a pool needs."""
+    """See `Decisions`. Tests play schedulers that must not pass."""
 
-    def submit(self, ticket_id: str, *, tier: int, tokens: int, now_us: int, requests: int, tenant: str) -> Ticket: ...
-    def dispatch(self, now_us: int) -> list[Admission]: ...
-    def settle(self, ticket_id: str, now_us: int) -> bool: ...
-    def cancel(self, ticket_id: str, now_us: int) -> Wait | None: ...
-    def preempt(self, now_us: int) -> list[Ticket]: ...
-    def requeue(self, ticket_id: str, now_us: int) -> bool: ...
-    def hold_back(self, until_us: int) -> None: ...
-    def next_change_us(self, now_us: int) -> int | None: ...
+    def submit(self, ticket: Ticket) -> None: ...
+    def cancel(self, ticket_id: str, now_us: int) -> None: ...
+    def settle(self, ticket_id: str, now_us: int) -> None: ...
+    def requeue(self, ticket_id: str, now_us: int) -> None: ...
+    def cap(self, requests: int, for_us: int, now_us: int) -> None: ...
+    def decide(self, now_us: int) -> Decided: ...
+    def next_change_us(self) -> int | None: ...
 
 
 @dataclass(slots=True)
@@ -109,7 +115,7 @@ class Simulation:
 
     def __init__(self, rules: PoolRules, scheduler: Decides | None = None) -> None:
         self.rules = rules
-        self.scheduler: Decides = scheduler or Scheduler(rules)
+        self.scheduler: Decides = scheduler or decisions(rules)
         self.use = Use(rules)
         self.now_us = 0
         self.sent: list[Request] = []
@@ -129,10 +135,20 @@ class Simulation:
             return None
         request.came_us = self.now_us
         self.sent.append(request)
-        ticket_id = str(next(self._ids))
+        number = next(self._ids)
+        ticket_id = str(number)
         self._by_id[ticket_id] = request
-        sizes = {"tokens": request.tokens, "requests": request.requests}
-        self.scheduler.submit(ticket_id, tier=request.tier, tenant=request.tenant, now_us=self.now_us, **sizes)
+        self.scheduler.submit(
+            Ticket(
+                ticket_id,
+                request.tier,
+                request.tenant,
+                request.tokens,
+                request.requests,
+                arrived_us=self.now_us,
+                number=number,
+            )
+        )
         if request.patience_us is not None:
             self.at(self.now_us + request.patience_us, lambda: self._give_up(ticket_id))
         return lambda: self._give_up(ticket_id)
@@ -161,12 +177,12 @@ class Simulation:
         return min(moments, default=None)
 
     def _decide(self) -> None:
-        while admissions := self.scheduler.dispatch(self.now_us):
-            for admission in admissions:
-                self._admitted(admission.ticket.id)
-        for victim in self.scheduler.preempt(self.now_us):
-            self._abort(victim.id)
-        self._change_us = self.scheduler.next_change_us(self.now_us)
+        decided = self.scheduler.decide(self.now_us)
+        for lease in decided.admitted:
+            self._admitted(lease.ticket.id)
+        for lease in decided.taken_back:
+            self._abort(lease.ticket.id)
+        self._change_us = self.scheduler.next_change_us()
 
     def _admitted(self, ticket_id: str) -> None:
         request = self._by_id[ticket_id]
@@ -180,7 +196,8 @@ class Simulation:
 
     def _end(self, ticket_id: str, turn: int) -> None:
         request = self._by_id[ticket_id]
-        if request.preemptions == turn and self.scheduler.settle(ticket_id, self.now_us):
+        if request.preemptions == turn:
+            self.scheduler.settle(ticket_id, self.now_us)
             self.use.hold(self.now_us, -request.tokens, -request.requests)
             request.ended_us = self.now_us
             if request.on_over is not None:
@@ -200,10 +217,43 @@ class Simulation:
 
     def _give_up(self, ticket_id: str) -> None:
         request = self._by_id[ticket_id]
-        if request.admitted_us is None and self.scheduler.cancel(ticket_id, self.now_us) is not None:
+        if request.admitted_us is None and request.gave_up_us is None:
+            self.scheduler.cancel(ticket_id, self.now_us)
             request.gave_up_us = self.now_us
             if request.on_over is not None:
                 request.on_over()
+
+
+def decisions(rules: PoolRules) -> Decisions:
+    """Those of the product, for one engine as large as the pool."""
+    stated = calls.PoolRules(
+        [_stated(rules, tier) for tier in rules.tiers],
+        rules.promote_after_us,
+        rules.ceiling,
+        rules.max_preemptions,
+        WEIGHT_PERCENT,
+        rules.is_by_gain,
+        _PPM,
+    )
+    engine = EngineView(ENGINE, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=True)
+    return Decisions(stated, [engine])
+
+
+def _stated(rules: PoolRules, tier: TierRules) -> calls.TierRules:
+    """A tier's shares of the pool, from its tokens."""
+
+    def part(tokens: int, of: int) -> int:
+        return round(Fraction(tokens, of) * _PPM) if of else 0
+
+    return calls.TierRules(
+        tier.name,
+        part(tier.reserve_tokens, rules.tokens),
+        _PPM - part(tier.headroom_tokens, tier.reserve_tokens),
+        part(tier.limit_tokens, rules.tokens),
+        tier.always_first,
+        tier.preemptible,
+        tier.preempt_after_us,
+    )
 
 
 def fits(rules: PoolRules, request: Request) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.fleet import comparison, scenarios
-from benchmarks.fleet.routers import GREEDY, OURS, NotStarted
+from benchmarks.fleet.routers import OURS, NotStarted
 from benchmarks.fleet.runs import written
 from benchmarks.fleet.setting import TRACE, Setting
 from benchmarks.fleet.verdict import Verdict, summary
@@ -34,7 +34,7 @@ def _arguments() -> argparse.Namespace:
     virtual = commands.add_parser("virtual", help="the same without processes, in virtual time")
     virtual.add_argument("--weight", type=int, default=300, help="of a hit, in percent (default: %(default)s)")
     for both in (routers, virtual):
-        names = [*RULES, OURS, GREEDY]  # the last one changes the process, where there is only one
+        names = [*RULES, OURS]
         both.add_argument("--only", action="append", choices=names, help="repeatable (default: all)")
         both.add_argument("--seeds", type=int, nargs="+", default=[1])
         both.add_argument("--rate", type=float, default=USUAL.rate, help="times the trace's own (default: %(default)s)")
@@ -71,7 +71,7 @@ def main() -> int:
 def _compared(args: argparse.Namespace) -> tuple[Sequence[Verdict], dict[str, object]]:
     setting = Setting(trace=args.trace, requests=args.requests, rate=args.rate, compression=args.compression)
     is_real = args.command == "routers"
-    names = [*(args.only or [*RULES, OURS, GREEDY]), *((*args.real, *args.also) if is_real else ())]
+    names = [*(args.only or [*RULES, OURS]), *((*args.real, *args.also) if is_real else ())]
     print(
         f"{setting.requests:,} requests at {setting.rate:g} times their own rate on {setting.engines} engines of "
         f"{setting.cache_tokens:,} tokens; lengths times {setting.scale:g}, {setting.compression:g} times as fast\n"

@@ -48,10 +48,10 @@ def compare(names: Sequence[str], seeds: Iterable[int], setting: Setting) -> Seq
 def compare_virtually(
     names: Sequence[str], seeds: Iterable[int], setting: Setting, weight_percent: int
 ) -> Sequence[Run]:
-    """The same in virtual time, see `virtual`. Greedy placement changes the process: it comes last."""
+    """The same in virtual time, see `virtual`."""
     print(HEAD)
     runs = []
-    for name, seed in itertools.product(sorted(names, key=lambda name: name == routers.GREEDY), seeds):
+    for name, seed in itertools.product(names, seeds):
         runs.append(virtual.play(name, replace(setting, seed=seed), weight_percent))
         print(line(runs[-1]), flush=True)
     return runs

@@ -23,7 +23,7 @@ from benchmarks.fleet_routers import RULES, real
 from benchmarks.fleet_routers.engines import free_ports
 from benchmarks.processes import addresses, start
 
-OURS, GREEDY = "ours", "ours-greedy"
+OURS = "ours"
 START_WITHIN_S = 120.0
 
 TIERS = """\
@@ -72,12 +72,11 @@ def running(
         words = ["--rule", name, "--cache-tokens", str(setting.engine_tokens), *(engine.url for engine in engines)]
         with _printing(start(*words, module="benchmarks.fleet_routers"), 1, name) as (process, (url,)):
             yield Router(name, url, process.pid)
-    elif name in (OURS, GREEDY):
+    elif name == OURS:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "policy.yaml").write_text(policy(engines, setting, tiers, store))
             words = ["serve", "--policy", folder, "--port", "0", "--admin-port", "0", "--grace", "1s"]
-            module = "sidecar.cli" if name == OURS else "benchmarks.fleet.greedy"
-            with _printing(start(*words, module=module), 2, name) as (process, (url, admin)):
+            with _printing(start(*words, module="sidecar.cli"), 2, name) as (process, (url, admin)):
                 yield Router(name, url, process.pid, admin)
     elif name in real.ROUTERS:
         with _real(name, engines) as router:
@@ -86,9 +85,7 @@ def running(
         with _other(name.partition("=")[0], name.partition("=")[2], engines) as router:
             yield router
     else:
-        raise NotStarted(
-            f"{name} is no router; there are {', '.join([*RULES, OURS, GREEDY, *real.ROUTERS])}, and NAME=COMMAND"
-        )
+        raise NotStarted(f"{name} is no router; there are {', '.join([*RULES, OURS, *real.ROUTERS])}, and NAME=COMMAND")
 
 
 @contextlib.contextmanager

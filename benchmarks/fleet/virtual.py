@@ -1,6 +1,6 @@
 """Virtual time: the same comparison without processes, clocks and a machine that could be busy.
 
-The load, the engines' step model and prefix caches, the rules of `fleet_routers` and the sidecar's own scheduler are
+The load, the engines' step model and prefix caches, the rules of `fleet_routers` and the sidecar's own decisions are
 those of the real run; the time is a number. A run takes seconds, and repeats exactly. What it leaves out: the sidecar's
 prefix table (here an LRU over the engines' own blocks, of the right size), the proxy, and all that breaks.
 """
@@ -8,23 +8,29 @@ prefix table (here an LRU over the engines' own blocks, of the right size), the 
 from __future__ import annotations
 
 import heapq
-import importlib
 import itertools
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
+from benchmarks.decisions import Decisions
 from benchmarks.fleet.engines import EngineFigures
 from benchmarks.fleet.load import load, tokens_of
-from benchmarks.fleet.routers import GREEDY, OURS, TIERS, NotStarted
+from benchmarks.fleet.routers import TIERS
 from benchmarks.fleet.runs import Figures, Run, quarters
 from benchmarks.fleet.setting import Setting
 from benchmarks.fleet_routers import RULES
 from benchmarks.fleet_routers.prefix_blocks import PrefixBlocks
 from benchmarks.fleet_routers.rule import Request, Rule
+from sidecar.core.calls import EngineView
+from sidecar.core.tickets import Ticket
+from sidecar.policy import compiler
+from sidecar.policy.model import Policy
+from sidecar.pools.engines import NORMAL_SPEED
+from sidecar.pools.ledger_rules import rules_of
 from sidecar.tools.emulator.kv_cache import KvCache
 from sidecar.tools.emulator.occupancy import Occupancy
 from sidecar.tools.emulator.scheduler import Rank, RunningBatch, StepModel, WaitingQueue, first_come
@@ -89,53 +95,45 @@ class Bound:
 
 
 class Late:
-    """The sidecar's scheduler, which binds a request when its engine has room. Raises NotStarted where it has none."""
+    """The sidecar's own decisions, which bind a request when its engine has room."""
 
     def __init__(self, setting: Setting, weight_percent: int) -> None:
-        try:
-            scheduler: Any = importlib.import_module("sidecar.scheduling.fleet_scheduler")
-            placement: Any = importlib.import_module("sidecar.scheduling.placement")
-        except ImportError as error:
-            raise NotStarted(f"{OURS} cannot place requests yet: {error}") from None
-        self._scheduler = scheduler.FleetScheduler(_policy().rules_of, weight_percent)
         self._ids = [f"engine-{number}#1" for number in range(setting.engines)]
         self._cached = [PrefixBlocks(setting.engine_tokens) for _ in self._ids]
-        offers = [
-            placement.EngineOffer(name, setting.engine_tokens, setting.sequences, setting.engine_prefill)
-            for name in self._ids
-        ]
-        self._scheduler.set_engines(offers, 0)
-        self._names = map(str, itertools.count())
-        self._waiting: dict[str, Sent] = {}
+        sizes = setting.engine_tokens, setting.sequences, setting.engine_prefill
+        views = [EngineView(name, *sizes, NORMAL_SPEED, is_reachable=True) for name in self._ids]
+        self._decisions = Decisions(rules_of(_policy(), weight_percent), views)
+        self._numbers = itertools.count()
+        self._sent: dict[str, Sent] = {}
         self._running: dict[Sent, str] = {}
 
     def arrives(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
         """See `Router`."""
-        name, tokens = next(self._names), sent.prompt_tokens
-        found = [cached.hit_tokens(sent.request.blocks, tokens) for cached in self._cached]
+        number, prompt = next(self._numbers), sent.prompt_tokens
+        found = [cached.hit_tokens(sent.request.blocks, prompt) for cached in self._cached]
         hits = sorted(((one, hit) for one, hit in zip(self._ids, found, strict=True) if hit), key=lambda it: -it[1])
-        self._waiting[name] = sent
-        self._scheduler.submit(
-            name, tier=0, tokens=sent.tokens, now_us=_us(now_s), prompt=tokens, hits=hits[:8], tenant="", weight=1
-        )
-        return self._dispatch(now_s)
+        self._sent[str(number)] = sent
+        ticket = Ticket(str(number), 0, "", sent.tokens, 1, prompt, arrived_us=_us(now_s), number=number)
+        ticket.hits = dict(hits[:8])
+        self._decisions.submit(ticket)
+        return self._decided(now_s)
 
     def first_byte(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
         """See `Router`."""
-        self._scheduler.prefilled(self._running[sent], _us(now_s))
-        return self._dispatch(now_s)
+        self._decisions.first_byte(self._running[sent], _us(now_s))
+        return self._decided(now_s)
 
     def ended(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
         """See `Router`."""
-        self._scheduler.settle(self._running.pop(sent), _us(now_s))
-        return self._dispatch(now_s)
+        self._decisions.settle(self._running.pop(sent), _us(now_s))
+        return self._decided(now_s)
 
-    def _dispatch(self, now_s: float) -> Iterable[tuple[Sent, int]]:
+    def _decided(self, now_s: float) -> Iterable[tuple[Sent, int]]:
         admitted = []
-        for admission in self._scheduler.dispatch(_us(now_s)):
-            sent = self._waiting.pop(admission.ticket.id)
-            self._running[sent] = admission.ticket.id
-            engine = self._ids.index(admission.engine)
+        for lease in self._decisions.decide(_us(now_s)).admitted:
+            sent = self._sent.pop(lease.ticket.id)
+            self._running[sent] = lease.ticket.id
+            engine = self._ids.index(lease.engine)
             self._cached[engine].add(sent.request.blocks)
             admitted.append((sent, engine))
         return admitted
@@ -145,24 +143,16 @@ def _us(now_s: float) -> int:
     return round(now_s * _MICROSECONDS)
 
 
-def _policy() -> Any:
-    compiler: Any = importlib.import_module("sidecar.policy.compiler")
+def _policy() -> Policy:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "policy.yaml").write_text(POLICY)
         return compiler.load(folder)
 
 
 def router_of(name: str, setting: Setting, weight_percent: int) -> Router:
-    """The router of that name. `ours-greedy` changes the process for good. Raises NotStarted."""
+    """The router of that name."""
     if name in RULES:
         return Bound(RULES[name](setting.engines, setting.engine_tokens))
-    if name == GREEDY:
-        from benchmarks.fleet.greedy import make_greedy
-
-        try:
-            make_greedy()
-        except ImportError as error:
-            raise NotStarted(f"{GREEDY} cannot place requests yet: {error}") from None
     return Late(setting, weight_percent)
 
 
@@ -199,7 +189,7 @@ class EmulatedEngine:
 
 
 def play(name: str, setting: Setting, weight_percent: int = 200) -> Run:
-    """One run. Raises NotStarted."""
+    """One run."""
     router = router_of(name, setting, weight_percent)
     engines = [EmulatedEngine(setting) for _ in range(setting.engines)]
     requests = [Sent(planned) for planned in load(setting)]

@@ -28,20 +28,21 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from benchmarks.crowd import Crowd
 from benchmarks.instructions import marks
 from benchmarks.instructions.counters import call
 from benchmarks.overhead import BODY, HEADERS
 from benchmarks.overhead_apps import CHUNK, DoNothing, Nowhere, bare
-from benchmarks.scheduler import Crowd
 from sidecar import AdmissionMiddleware
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Policy, ServiceObjectives
-from sidecar.pools import Ask, LocalPool
+from sidecar.policy.model import Order, Policy, ServiceObjectives
+from sidecar.pools import Ask
+from sidecar.pools.ledger_pool import LedgerPool
 
 WARM_UP = 200
 """Repetitions before the first mark: they fill caches and let the interpreter specialize its bytecode."""
 PATH = "/v1/chat/completions"
-WAITING = 1_000
+WAITING, LEASES, TENANTS = 1_000, 160, 200
 """Tickets that wait while the scheduler decides."""
 STREAMING_BODY = BODY[:-1] + b', "stream": true}'
 """The service gain of a stream is measured only where the client asked for one."""
@@ -170,7 +171,7 @@ def install_sdk() -> None:
 
 async def pool_cycles(policy: Policy, count: int) -> None:
     """Counts enter + settle of one request in a local pool that has room."""
-    pool = LocalPool(policy)
+    pool = LedgerPool(policy)
     ask = Ask(2, "standard", 1, 700, 1)
 
     async def cycles(repetitions: int) -> None:
@@ -185,14 +186,19 @@ async def pool_cycles(policy: Policy, count: int) -> None:
     marks.end()
 
 
-def decisions(count: int) -> None:
-    """Counts submit + settle + dispatch of a scheduler in which 1,000 tickets wait."""
-    crowd = Crowd(WAITING)
-    for _ in range(WARM_UP):
-        crowd.admit_behind_the_queue()
+async def decisions(count: int) -> None:
+    """Counts the end of a lease, the admission of one that waits and the entry of another, with 1,000 waiting."""
+    crowd = Crowd(WAITING, LEASES, TENANTS, Order.LEVEL)
+    await crowd.fill()
+
+    async def cycles(repetitions: int) -> None:
+        for _ in range(repetitions):
+            await crowd.cycle()
+            await asyncio.sleep(0)
+
+    await cycles(WARM_UP)
     marks.begin()
-    for _ in range(count):
-        crowd.admit_behind_the_queue()
+    await cycles(count)
     marks.end()
 
 
@@ -201,7 +207,7 @@ async def part(name: str, policy: Policy, count: int) -> None:
     if name == "pool":
         await pool_cycles(policy, count)
     elif name == "scheduler":
-        decisions(count)
+        await decisions(count)
     else:
         around, is_streamed, _ = name.partition("_chunk")
         app = around_app(around, stream_of(count) if is_streamed else bare, policy)

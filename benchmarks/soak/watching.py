@@ -15,8 +15,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.soak.setting import POOL, Setting
-from sidecar.pools.redis.protocol import root_key
+from benchmarks.soak.setting import Setting
 
 SAMPLE_EVERY_S = 5.0
 MIB = 2**20
@@ -139,24 +138,14 @@ def left_over(setting: Setting) -> list[str]:
         found += [f"replica {number}: {count} {what}" for what, count in figures.items() if count]
         if pool["store"]["state"] != "shared":
             found.append(f"replica {number}: the store is {pool['store']['state']} ({pool['store']['reason']})")
-    return found + _keys_left(setting)
-
-
-def _keys_left(setting: Setting) -> list[str]:
-    """Tickets, leases and grants in Redis. What may stay are the figures: the root, heartbeats, a replica's fence."""
-    redis, found = setting.redis, []
-    root = root_key(POOL)
-    for key in map(str, redis.command("KEYS", f"{root}*")):
-        kind, size = key.removeprefix(root).split(":")[2:3], _size(setting, key)
-        if kind in (["q"], ["w"], ["o"]) or (kind == ["r"] and size > 1):
-            found.append(f"Redis: {key} has {size} entries")
+        found += _held(number, pool)
     return found
 
 
-def _size(setting: Setting, key: str) -> int:
-    sizes = {"hash": "HLEN", "zset": "ZCARD", "list": "LLEN", "set": "SCARD", "string": "STRLEN"}
-    kind = str(setting.redis.command("TYPE", key))
-    return int(setting.redis.command(sizes[kind], key)) if kind in sizes else 0
+def _held(number: int, pool: Any) -> list[str]:
+    """What the store counts as held, by all replicas."""
+    held = {tier["tier"]: tier["held"] for tier in pool["tiers"] if any(tier["held"].values())}
+    return [f"replica {number}: the store counts {held}"] if held else []
 
 
 def _get(url: str) -> bytes:

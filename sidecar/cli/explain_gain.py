@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sidecar.core.tickets import Gain
 from sidecar.durations import exact_duration, policy_duration
 from sidecar.gain.engine_speed import DEFAULTS, Coefficients
 from sidecar.gain.token_deadlines import Objective
@@ -17,7 +18,6 @@ from sidecar.middleware.request_gain import LEAST_SLACK_US
 from sidecar.middleware.slo_headers import asked_slo
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, TierRules
-from sidecar.scheduling.gain import GainFigures, density
 from sidecar.telemetry.ahead import counted
 
 Found = dict[str, Any]
@@ -51,7 +51,6 @@ def gain(policy: Policy, sized: SizedForGain, headers: Mapping[bytes, bytes]) ->
     return {
         "always_first": rules.tiers[sized.level].always_first,
         "floor": _floor(policy, sized, rules.tiers[sized.level]),
-        "headroom": _headroom(sized, rules.tiers[sized.level], policy),
         "weight": tier.gain_weight if objective is not None else None,
         "ttft_s": None if objective is None else objective.ttft_us / 1e6,
         "tpot_s": None if objective is None else objective.tpot_us / 1e6,
@@ -72,28 +71,20 @@ def _why_not(objective: Objective | None, sized: SizedForGain) -> str | None:
 
 
 def _floor(policy: Policy, sized: SizedForGain, rules: TierRules) -> Found:
+    """Rule 9: the fair part of the tier's reserve, and no less than what it never lends."""
     share = policy.shares[sized.level]
-    part = share.reserve * policy.fair
-    fits = sized.tokens <= rules.reserve_tokens and sized.requests <= rules.reserve_requests
+    part = max(share.reserve * policy.fair, share.reserve * (1 - share.lend))
+    tokens = max(rules.reserve_tokens, rules.headroom_tokens)
+    requests = max(rules.reserve_requests, rules.headroom_requests)
     return {
         "fair": float(policy.fair),
         "reserve": float(share.reserve),
+        "lend": float(share.lend),
         "part": float(part),
-        "tokens": _bounded(rules.reserve_tokens),
-        "requests": _bounded(rules.reserve_requests),
-        "fits": fits and bool(part),
+        "tokens": _bounded(tokens),
+        "requests": _bounded(requests),
+        "fits": sized.tokens <= tokens and sized.requests <= requests and bool(part),
     }
-
-
-def _headroom(sized: SizedForGain, rules: TierRules, policy: Policy) -> Found | None:
-    """What the tier does not lend of its reserve; None where it lends all, or the request is larger."""
-    share = policy.shares[sized.level]
-    part = share.reserve * (1 - share.lend)
-    tokens = rules.headroom_tokens if policy.rules.tokens < UNLIMITED else UNLIMITED
-    requests = rules.headroom_requests if policy.rules.requests < UNLIMITED else UNLIMITED
-    if not part or sized.tokens > tokens or sized.requests > requests:
-        return None
-    return {"part": float(part), "tokens": _bounded(tokens), "requests": _bounded(requests)}
 
 
 def _speed(speed: Coefficients) -> Found:
@@ -105,16 +96,15 @@ def _speed(speed: Coefficients) -> Found:
     }
 
 
-def _figures(objective: Objective, sized: SizedForGain) -> GainFigures:
+def _figures(objective: Objective, sized: SizedForGain) -> Gain:
     """As `GainMeter.appraise` makes them before anything was measured."""
-    return GainFigures(
+    return Gain(
         objective.weight,
         sized.output_tokens,
         DEFAULTS.cost_us(sized.prompt_tokens, sized.output_tokens),
-        objective.ttft_us,
-        objective.ttft_us - DEFAULTS.prefill_us(sized.prompt_tokens),
+        max(0, objective.ttft_us - DEFAULTS.prefill_us(sized.prompt_tokens)),
         max(LEAST_SLACK_US, objective.tpot_us - DEFAULTS.token_us),
-    ).bounded()
+    )
 
 
 def _earns(objective: Objective, sized: SizedForGain) -> Found:
@@ -124,7 +114,7 @@ def _earns(objective: Objective, sized: SizedForGain) -> Found:
         "output_tokens": figures.tokens,
         "gain": figures.weight * figures.tokens,
         "cost_us": figures.cost_us,
-        "density": density(figures, 0),
+        "density": figures.earned_after(0),
         "start_by_s": figures.start_by_us / 1e6,
         "slack_s": figures.slack_us / 1e6,
         "nothing_after_s": (figures.start_by_us + figures.tokens * figures.slack_us) / 1e6,
@@ -139,7 +129,7 @@ def _densities(policy: Policy, sized: SizedForGain) -> Mapping[str, int | None]:
         if objective is None or not sized.output_tokens:
             found[tier.name] = None
         else:
-            found[tier.name] = density(_figures(objective, sized), 0)
+            found[tier.name] = _figures(objective, sized).earned_after(0)
     return found
 
 
@@ -154,13 +144,15 @@ def gain_lines(found: Found, tier: str) -> list[str]:
     rows = [("floor", _floor_said(found["floor"], tier))]
     if found["earns"] is not None:
         rows += _earning(found)
-    rows += _first(found, tier)
+    rows += _first(found)
     rows += _place(found)
     return [f"   {label:<9} {said}" for label, said in rows]
 
 
 def _floor_said(floor: Found, tier: str) -> str:
     of = f"fair {_percent(floor['fair'])} of its reserve, {_percent(floor['reserve'])}"
+    if floor["part"] > floor["fair"] * floor["reserve"]:
+        of = f"what it never lends of its reserve, {_percent(floor['reserve'])}"
     return f"tier {tier} has {_share(floor)} ({of})" if floor["part"] else f"tier {tier} has none ({of})"
 
 
@@ -199,23 +191,21 @@ def _earning(found: Found) -> list[tuple[str, str]]:
             f"{exact_duration(speed['first_us'] / 1e6)} and its prompt to a first token, then "
             f"{exact_duration(speed['token_us'] / 1e6)} for each; these four are defaults until they are measured",
         ),
-        ("density", f"{earns['density']:,} for each second of the engine"),
+        ("density", f"{earns['density']:,} for each second of the engine: weight x the part of its tokens in time"),
     ]
     said = [f"{name} {'none' if value is None else f'{value:,}'}" for name, value in found["densities"].items()]
     return [*rows, ("", f"by the tiers' own objectives it would have: {', '.join(said)}")] if len(said) > 1 else rows
 
 
-def _first(found: Found, tier: str) -> list[tuple[str, str]]:
+def _first(found: Found) -> list[tuple[str, str]]:
     """Where it is before all that is ordered by gain."""
-    rows, headroom = [], found["headroom"]
     if found["floor"]["fits"]:
-        rows.append(("first", "where it fits into what is free of its tier's floor, in fair order   (rule reserve)"))
-    elif found["floor"]["part"]:
-        said = "while its tier's floor, which is smaller than it, is not full: by turns   (rule reserve_turn)"
-        rows.append(("first", said))
-    if headroom is not None:
-        rows.append(("then", f"where it fits into the {_share(headroom)} that {tier} never lends   (rule reserve)"))
-    return rows
+        return [("first", "where it fits into what is free of its tier's floor, in fair order   (rule reserve)")]
+    if found["floor"]["part"]:
+        return [
+            ("first", "while its tier's floor, which is smaller than it, is not full: by turns   (rule reserve_turn)")
+        ]
+    return []
 
 
 def _place(found: Found) -> list[tuple[str, str]]:
@@ -223,14 +213,9 @@ def _place(found: Found) -> list[tuple[str, str]]:
     if earns is None:
         return [("last", f"by level, in fair order: {found['why_not']}   (rule level)")]
     start_s, end_s = earns["start_by_s"], exact_duration(earns["nothing_after_s"])
-    falls = f"After it waited {exact_duration(start_s)} its density falls, for tokens would come late"
     return [
-        ("then", "while urgent, the highest density first: its deadline is nearer than half of the engine's time for"),
-        (
-            "",
-            f"all that waits. {falls}   (rule gain)",
-        ),
-        ("then", "while not urgent, the nearest deadline of a first token first   (rule gain)"),
+        ("then", f"the highest density first; after it waited {exact_duration(start_s)} its density falls, for tokens"),
+        ("", "would come late   (rule gain)"),
         (
             "last",
             f"after it waited {end_s}, when no token can be in time; or while its tenant is ahead of the others of",

@@ -41,7 +41,7 @@ from sidecar.policy.model import CapacitySource, Endpoint, Learn, Mode, Policy, 
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools import LocalPool
+from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter
 
 SMALLEST = {
@@ -170,7 +170,7 @@ class _Explanation:
         await count_tokens(request, self._snapshot)
         self._found |= self._classification(request.classification)
         pool = of_model(self._policy, request.payload.model, request.body)
-        self._enter(request, pool)
+        await self._enter(request, pool)
         self._found["placement"] = placement(self._policy, pool, self._found["holds"])
         self._found["gain"] = self._gain(request)
         self._found["engine"] = self._engine(endpoint.api, request.classification.level)
@@ -238,9 +238,9 @@ class _Explanation:
                 return f"{place}: {key}: {best}"
         return f"tenant {tenant.name}"
 
-    def _enter(self, request: SizedRequest, pool: Policy) -> None:
+    async def _enter(self, request: SizedRequest, pool: Policy) -> None:
         """Enters the empty pool of a policy, and notes what the request would hold there. Raises the pool's refusal."""
-        entered = LocalPool(pool)
+        entered = LedgerPool(pool)
         ask = sized_ask(entered, request, LeaseSizes(pool.learn, entered.now_us, LengthEstimator(), lambda: 1))
         level, sizes = request.classification.level, SizeLimits(pool)
         tokens, requests = sizes.limits(level)
@@ -264,8 +264,9 @@ class _Explanation:
             "requests": sizes.reason(level, requests, tokens=False) if requests < UNLIMITED else None,
         }
         self._found["capacity_from"] = CapacitySource.ENGINE.value if pool.reads_capacity else None
-        lease = entered.enter_now(ask)
+        lease = await entered.enter(ask)
         lease.settle(0)
+        await entered.close()
         request.classification.note_charged(lease.ask.tier)
         self._found |= self._classification(request.classification)
         self._found["longest_wait_s"] = request.longest_wait_s(self._policy)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from sidecar.core.best import BestByGain
 from sidecar.core.calls import BIDS_SHOWN, Bid, GainBid, Reply, TierHeld, Withdrawn
@@ -55,10 +56,10 @@ class Bids:
         self._most, self._size_now = most, size_now
         self._bids: dict[str, int] = {}
         self._lined: set[int] = set()
-        self._made = 0
+        self._made = self._count = 0
 
     def __len__(self) -> int:
-        return sum(len(tier.queue) + len(tier.shown) for tier in self._tiers)
+        return self._count
 
     @property
     def shown(self) -> dict[int, Ticket]:
@@ -71,11 +72,19 @@ class Bids:
 
     def add(self, ticket: Ticket) -> None:
         """One that waits from now on."""
+        self._count += 1
         self._tiers[ticket.tier].wait(ticket)
+
+    def passed(self, tier: int, virtual: float, afresh: int) -> None:
+        """One of a tier of which none waited was not shown: it entered at once."""
+        of = self._tiers[tier]
+        of.afresh = afresh
+        of.queue.start_afresh(virtual, of.queue.afresh)
 
     def remove(self, ticket: Ticket) -> bool:
         """One that is given up. Returns whether it was shown, so that the ledger must hear of it."""
         tier = self._tiers[ticket.tier]
+        self._count -= 1
         bid = self._bids.get(ticket.id)
         if bid is None:
             tier.queue.remove(ticket)
@@ -89,6 +98,7 @@ class Bids:
         for tier in self._tiers:
             if (ticket := tier.shown.pop(bid, None)) is not None:
                 del self._bids[ticket.id]
+                self._count -= 1
                 return ticket
         return None
 
@@ -143,6 +153,7 @@ class Bids:
         self.go_back()
         tickets = [ticket for tier in self._tiers for ticket in tier.queue]
         self._tiers = [_Tier(tier.name) for tier in self._tiers]
+        self._count = 0
         return tickets
 
     def take_tags(self, reply: Reply) -> None:
@@ -160,6 +171,8 @@ class Bids:
         shown = self._uncharged(tier)
         if tier.afresh != held.afresh:
             tier.afresh = held.afresh
+            if not queue:
+                queue.largest = 1
             queue.finish = {tenant: held.virtual + more for tenant, more in shown.items()}
         for tenant, finish in ahead.items():
             queue.finish[tenant] = finish + shown.get(tenant, 0.0)
@@ -227,7 +240,7 @@ class Bids:
             sorted(ticket.barred),
             now_us - ticket.arrived_us,
             ticket.number,
-            None if ticket.gain is None else GainBid(*dataclasses.astuple(ticket.gain)),
+            None if ticket.gain is None else GainBid(*msgspec.structs.astuple(ticket.gain)),
             ticket.has_returned,
             start if start is not None and start < tier.queue.virtual else None,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sidecar.core.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
+from sidecar.core.amounts import NOTHING, UNBOUNDED, Amount
 from sidecar.core.tickets import Ticket
 
 
@@ -88,13 +88,21 @@ class Engine:
             and ticket.owner not in self.unreachable_for
         )
 
+    def is_full(self, now_us: int) -> bool:
+        """Whether it has room for nothing."""
+        if not self.is_ready:
+            return True
+        tokens, requests, _ = self.size(now_us)
+        return self.held[0] >= tokens or self.held[1] >= min(requests, self.cap(now_us))
+
     def has_room(self, ticket: Ticket, now_us: int, before: Iterable[Ticket] = (), gone: Freed = NOTHING_FREED) -> bool:
         """Tokens, requests, and the prompt's turn: one prompt of any size, or several within `prefill`.
 
         As if `gone` were taken off and those `before` the ticket had entered.
         """
-        tokens, requests, _ = plus(minus(self.held, gone.amount), ticket.amount)
-        sent = self.sent - gone.sent
+        tokens, requests, sent = self.held[0] + ticket.tokens, self.held[1] + ticket.requests, self.sent
+        if gone is not NOTHING_FREED:
+            tokens, requests, sent = tokens - gone.amount[0], requests - gone.amount[1], sent - gone.sent
         for other in before:
             tokens, requests, sent = tokens + other.tokens, requests + other.requests, sent + other.sent_to(self.id)
         size = self.size(now_us)

@@ -6,20 +6,23 @@ replica's outbox until it is acknowledged. Sums are absolute, so that stating th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 import msgspec
 
 from sidecar.core import calls
-from sidecar.core.amounts import NOTHING
+from sidecar.core.amounts import NOTHING, minus
 from sidecar.core.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
 from sidecar.core.engines import Engine
 from sidecar.core.figures import Rules
 from sidecar.core.preemption import Shortage, shortage
+from sidecar.core.queue import FairQueue
 from sidecar.core.reports import Found
-from sidecar.core.scheduler import Gone, Scheduler
-from sidecar.core.tickets import Gain, Ticket
+from sidecar.core.row import Sides, Sums, added, sums_of
+from sidecar.core.scheduler import Gone, Grant, Scheduler
+from sidecar.core.tickets import Gain, Lease, Ticket
 from sidecar.core.time_alone import next_change
 from sidecar.policy.rules import Shares
 
@@ -65,21 +68,22 @@ class _Entry:
     found: Found
     passed: list[tuple[str, str]]
 
-    def cell(self, tier: str) -> Cell:
-        floor = (self.tokens, self.ticket.requests, self.prompt) if self.ticket.is_in_floor else NOTHING
-        return Cell(tier, self.engine, self.tokens, self.ticket.requests, self.prompt, self.sent, *floor)
+    @property
+    def sums(self) -> Sums:
+        amount = self.tokens, self.ticket.requests, self.prompt
+        return *amount, self.sent, *(amount if self.ticket.is_in_floor else NOTHING)
 
 
 @dataclass(eq=False)
 class _Member:
-    """A replica. Its row is what it stated (`cells`), and its outbox. It has stated in the epoch `stated`."""
+    """A replica. What it holds is what it stated (`row`), and its outbox. It has stated in the epoch `stated`."""
 
     number: int = 0
     last_call: int = 0
     stated: int = -1
     is_new: bool = False
     is_foreign: bool = False
-    cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
+    row: dict[Sides, Sums] = field(default_factory=dict)
     leaving: dict[tuple[str, str], Cell] = field(default_factory=dict)
     outbox: dict[int, tuple[str, _Entry]] = field(default_factory=dict)
     bids: dict[int, Ticket] = field(default_factory=dict)
@@ -101,21 +105,51 @@ class State:
         self.drained: dict[str, Drain] = {}
         self.views = self.version = 0
         self.asked: tuple[str, int] | None = None  # whom to take room back, and until when others are not
-        self.scheduler = Scheduler(Rules(()))
+        self.begin_with(Scheduler(Rules(())))
 
-    @property
-    def names(self) -> list[str]:
-        """The tiers, by level."""
-        return [tier.name for tier in self.scheduler.rules.tiers]
+    def begin_with(self, scheduler: Scheduler) -> None:
+        """Sums and order from now on. `names` are the tiers by level."""
+        self.scheduler = scheduler
+        self.names = [tier.name for tier in scheduler.rules.tiers]
+        self.levels = {name: level for level, name in enumerate(self.names)}
 
 
 class Ledger:
-    """One atomic call after the other, on the store's clock. In one that is not shared silence begins no epoch."""
+    """One atomic call after the other, on the store's clock.
 
-    def __init__(self, *, is_shared: bool = True) -> None:
-        self._is_shared = is_shared
+    It may serve one replica in this process alone (`serves`): silence begins no epoch then, calls state no sums, and no
+    grant waits to be acknowledged.
+    """
+
+    def __init__(self) -> None:
         self.state: State | None = None
         self._wake_ups: list[WakeUp] = []
+        self._near: Mapping[str, Lease] | None = None
+
+    def serves(self, leases: Mapping[str, Lease]) -> None:
+        """`leases` are those of its only replica, in this process, which tells what changes by `hold` and `owe`."""
+        self._near = leases
+
+    def hold(self, lease: Lease, sign: int) -> None:
+        """A lease counts, or counts no more."""
+        ticket = lease.ticket
+        amount, floor, sent = ticket.amount, ticket.on_floor, lease.sent
+        if sign < 0:
+            amount, floor, sent = minus(NOTHING, amount), minus(NOTHING, floor), -sent
+        self._held().scheduler.hold(ticket.tier, lease.engine, amount, sent, floor)
+
+    def queue(self, tier: int) -> FairQueue:
+        """What waits of a tier."""
+        return self._held().scheduler.tiers[tier].queue
+
+    def owe(self, tier: int, owed_us: int, now_us: int) -> None:
+        """A turn that a tier pays back."""
+        self._now(now_us).scheduler.owe(tier, owed_us, now_us)
+
+    def enter(self, ticket: Ticket, now_us: int) -> Grant | None:
+        """What a call with this bid alone would grant, where nothing waits; None where it may have to wait."""
+        state = self._now(now_us)
+        return None if state.hold_until else state.scheduler.enter(ticket, state.last_call)
 
     def execute(self, call: Call, server_us: int) -> tuple[Reply, list[WakeUp]]:
         """What `call` is answered, and what is published to others. `server_us` may go back."""
@@ -128,7 +162,7 @@ class Ledger:
             if any(state.last_call - max(m.last_call, state.epoch) < DEAD_US for m in state.members.values()):
                 return Reply(call.number, "wait"), self._wake_ups
             state, silent_for = self._create(state.last_call, call.layout, state.offset), 0
-        if self._is_shared and silent_for >= LOST_US:
+        if self._near is None and silent_for >= LOST_US:
             self._begin_epoch()
         member = state.members.get(call.who)
         is_next = member is not None and member.stated == state.epoch and call.number == member.number + 1
@@ -175,17 +209,11 @@ class Ledger:
         for _, member in sorted(state.members.items()):
             self._drop_bids(member)
             for tier, entry in member.outbox.values():
-                self._add_cell(member, entry.cell(tier))
+                key = tier, entry.engine
+                member.row[key] = added(entry.sums, member.row[key], 1) if key in member.row else entry.sums
             member.outbox.clear()
             member.is_new = False
         self._wake_ups.append(WakeUp(""))
-
-    def _add_cell(self, member: _Member, cell: Cell) -> None:
-        old = member.cells.get((cell.tier, cell.engine))
-        if old is not None:
-            sums = (a + b for a, b in zip(_figures(old), _figures(cell), strict=True))
-            cell = Cell(cell.tier, cell.engine, *sums)
-        member.cells[cell.tier, cell.engine] = cell
 
     def _held(self) -> State:
         assert self.state is not None
@@ -195,7 +223,8 @@ class Ledger:
         """With the last replica that is expected. One that knows of nobody proves nothing."""
         state = self._held()
         stated = sum(m.stated == state.epoch and not m.is_new for m in state.members.values())
-        if state.hold_until and (state.last_call >= state.hold_until or stated >= max(state.expected, 1)):
+        is_known = self._near is not None or stated >= max(state.expected, 1)
+        if state.hold_until and (state.last_call >= state.hold_until or is_known):
             state.hold_until = 0
 
     def _drop_dead(self, but: str | None) -> None:
@@ -209,9 +238,9 @@ class Ledger:
         member = state.members[who]
         self._drop_bids(member)
         for tier, entry in member.outbox.values():
-            self._hold(entry.cell(tier), -1)
-        for cell in member.cells.values():
-            self._hold(cell, -1)
+            self._hold((tier, entry.engine), entry.sums, -1)
+        for key, sums in member.row.items():
+            self._hold(key, sums, -1)
         if state.asked is not None and state.asked[0] == who:
             state.asked = None
         del state.members[who]
@@ -242,7 +271,7 @@ class Ledger:
             member = state.members[call.who] = _Member(is_new=call.knew == 0)
         self._drop_bids(member)
         for tier, entry in member.outbox.values():
-            self._hold(entry.cell(tier), -1)
+            self._hold((tier, entry.engine), entry.sums, -1)
         member.outbox.clear()
         if state.is_empty and state.last_call < state.epoch + DEAD_US:
             state.expected = max(state.expected, call.knew)
@@ -261,14 +290,14 @@ class Ledger:
             return
         rules = rules_of(stated)
         if is_same and rules.by_gain == state.scheduler.rules.by_gain:
-            state.scheduler.rules = rules
+            state.scheduler.change_rules(rules)
             return
         for _, member in sorted(state.members.items()):
             self._drop_bids(member)  # a replica whose number of bids is not right states everything
             member.is_foreign = names != state.names and not member.is_foreign
         before = dict(zip(state.names, state.scheduler.tiers, strict=True))
         engines, admissions, moved = state.scheduler.engines, state.scheduler.admissions, state.scheduler.moved
-        state.scheduler = Scheduler(rules)
+        state.begin_with(Scheduler(rules))
         state.scheduler.admissions, state.scheduler.moved = admissions, moved
         for engine in engines.values():
             engine.held, engine.sent = NOTHING, 0
@@ -277,16 +306,20 @@ class Ledger:
             if (old := before.get(name)) is not None:
                 tier.queue.virtual, tier.owes_until_us, tier.latest = old.queue.virtual, old.owes_until_us, old.latest
         for member in state.members.values():
-            for cell in member.cells.values():
-                self._hold(cell, 1)
+            for key, sums in self._row(member).items():
+                self._hold(key, sums, 1)
             for tier_name, entry in member.outbox.values():
-                self._hold(entry.cell(tier_name), 1)
+                self._hold((tier_name, entry.engine), entry.sums, 1)
+
+    def _row(self, member: _Member) -> dict[Sides, Sums]:
+        return member.row if self._near is None else sums_of(self._held().names, self._near.values())
 
     def _take_changes(self, call: Call, member: _Member) -> None:
         state, now = self._held(), self._held().last_call
         for acknowledged in call.acks:
             if (granted := member.outbox.pop(acknowledged, None)) is not None:
-                self._hold(granted[1].cell(granted[0]), -1)
+                tier, entry = granted
+                self._hold((tier, entry.engine), entry.sums, -1)
         if call.engines is not None:
             state.views += 1
             member.view, member.view_number, member.viewed_at = {e.id: e for e in call.engines}, state.views, now
@@ -300,7 +333,7 @@ class Ledger:
         for cap in call.caps:
             if (engine := state.scheduler.engines.get(cap.engine)) is not None:
                 engine.set_cap(cap.requests, now + cap.for_us, now)
-        levels = {name: level for level, name in enumerate(state.names)}
+        levels = state.levels
         for charge in call.charges:
             if charge.tier in levels:
                 state.scheduler.tiers[levels[charge.tier]].queue.charge(charge.tenant, charge.tokens, charge.weight)
@@ -309,7 +342,7 @@ class Ledger:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
         if not member.is_foreign:
             for bid in call.bids:
-                self._add_bid(bid, call.who, member, levels)
+                self._add_bid(bid, call.who, member)
         for gone in call.withdrawn:
             ticket = member.bids.get(gone.id)
             if ticket is not None and ticket.tier == levels.get(gone.tier):
@@ -319,30 +352,30 @@ class Ledger:
     def _take_cells(self, call: Call, member: _Member) -> None:
         """Absolute: what was stated of these cells before is taken off."""
         if call.whole:
-            for cell in member.cells.values():
-                self._hold(cell, -1)
-            member.cells.clear()
+            for key, old in member.row.items():
+                self._hold(key, old, -1)
+            member.row.clear()
         for cell in call.cells:
-            key = cell.tier, cell.engine
-            if (old := member.cells.pop(key, None)) is not None:
-                self._hold(old, -1)
-            if any(_figures(cell)):
-                member.cells[key] = cell
-                self._hold(cell, 1)
+            key, sums = (cell.tier, cell.engine), _sums(cell)
+            if key in member.row:
+                self._hold(key, member.row.pop(key), -1)
+            if any(sums):
+                member.row[key] = sums
+                self._hold(key, sums, 1)
         if call.leaving is not None:
             member.leaving = {(cell.tier, cell.engine): cell for cell in call.leaving}
             asked = self._held().asked
             if asked is not None and asked[0] == call.who:
                 self._held().asked = None
 
-    def _add_bid(self, bid: Bid, who: str, member: _Member, levels: dict[str, int]) -> None:
+    def _add_bid(self, bid: Bid, who: str, member: _Member) -> None:
         state = self._held()
-        if bid.tier not in levels:
+        if bid.tier not in state.levels:
             return
         gain = bid.gain
         ticket = Ticket(
             id=str(bid.id),
-            tier=levels[bid.tier],
+            tier=state.levels[bid.tier],
             tenant=bid.tenant,
             tokens=bid.tokens,
             requests=bid.requests,
@@ -368,15 +401,11 @@ class Ledger:
 
     # -- sums and engines
 
-    def _hold(self, cell: Cell, sign: int) -> None:
-        scheduler = self._held().scheduler
-        names = self._held().names
-        if cell.engine not in scheduler.engines:
-            scheduler.engines[cell.engine] = Engine(cell.engine, is_known=False)
-        amount = (sign * cell.tokens, sign * cell.requests, sign * cell.prompt)
-        floor = (sign * cell.floor_tokens, sign * cell.floor_requests, sign * cell.floor_prompt)
-        tier = names.index(cell.tier) if cell.tier in names else None
-        scheduler.hold(tier, cell.engine, amount, sign * cell.sent, floor)
+    def _hold(self, sides: Sides, sums: Sums, sign: int) -> None:
+        state, (tier, engine) = self._held(), sides
+        tokens, requests, prompt, sent, *floor = sums if sign > 0 else (-figure for figure in sums)
+        on_floor = floor[0], floor[1], floor[2]
+        state.scheduler.hold(state.levels.get(tier), engine, (tokens, requests, prompt), sent, on_floor)
 
     def _combine_views(self) -> None:
         """The newest view that names an engine counts; any that reaches it will do."""
@@ -443,10 +472,10 @@ class Ledger:
         state, gone = self._held(), Gone()
         for member in state.members.values():
             for cell in member.leaving.values():
-                if cell.tier in state.names:
-                    tokens, requests, prompt, sent, *floor = _figures(cell)
+                if cell.tier in state.levels:
+                    tokens, requests, prompt, sent, *floor = _sums(cell)
                     amount, on_floor = (tokens, requests, prompt), (floor[0], floor[1], floor[2])
-                    gone.add(state.names.index(cell.tier), cell.engine, amount, sent, on_floor)
+                    gone.add(state.levels[cell.tier], cell.engine, amount, sent, on_floor)
         return gone
 
     def _shortage_for(self, caller: str) -> Shortage | None:
@@ -478,7 +507,7 @@ class Ledger:
             if level > found.served.tier and tier.preemptible and level not in found.closed
         }
         member = state.members[who]
-        held = sum(c.tokens - c.floor_tokens for (t, e), c in member.cells.items() if t in tiers and e == found.engine)
+        held = sum(sums[0] - sums[4] for (t, e), sums in self._row(member).items() if t in tiers and e == found.engine)
         return held - sum(c.tokens for (t, e), c in member.leaving.items() if t in tiers and e == found.engine)
 
     def _told(self, found: Shortage) -> calls.ShortageTold:
@@ -531,7 +560,10 @@ class Ledger:
             member.is_foreign,
             sum(len(m.bids) for m in state.members.values()),
             self._next_change(),
-            [calls.EngineHeld(e.id, *e.held, e.sent, e.lined, e.cap_requests, e.cap_until_us) for e in engines],
+            [
+                calls.EngineHeld(e.id, *e.held, e.sent, e.lined, e.cap_requests, e.cap_until_us)
+                for e in (engines if self._near is None else ())
+            ],
             [
                 calls.TierHeld(
                     name,
@@ -549,6 +581,8 @@ class Ledger:
         for name, tenant in dict.fromkeys((bid.tier, bid.tenant) for bid in call.bids):
             if name in tiers and (ahead := tiers[name].queue.ahead([tenant])):
                 reply.finish.append((name, tenant, ahead[tenant]))
+        if self._near is not None:
+            member.outbox.clear()
         reply.leaving = [
             cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
         ]
@@ -572,6 +606,6 @@ class Ledger:
         return reply
 
 
-def _figures(cell: Cell) -> tuple[int, ...]:
-    figures: tuple[int, ...] = msgspec.structs.astuple(cell)[2:]
-    return figures
+def _sums(cell: Cell) -> Sums:
+    sums: Sums = msgspec.structs.astuple(cell)[2:]
+    return sums

@@ -6,7 +6,7 @@ for requests comes out of `take_events`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -22,6 +22,7 @@ from sidecar.core.calls import (
     LAYOUT,
     Call,
     Cap,
+    Cell,
     Charge,
     Drain,
     EngineView,
@@ -38,7 +39,7 @@ from sidecar.core.engines import Engine
 from sidecar.core.figures import aged_level, whole_level
 from sidecar.core.ledger import Ledger, rules_of
 from sidecar.core.preemption import Shortage, leases_to_take_back
-from sidecar.core.row import Row
+from sidecar.core.row import Row, sums_of
 from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Lease, Ticket
 
@@ -68,10 +69,11 @@ class Mode(Enum):
 
 
 class Entered(NamedTuple):
-    """A ticket got an engine: it is a lease."""
+    """A ticket got an engine: it is a lease. `found` and `passed`: see `calls.Granted`."""
 
     lease: Lease
-    grant: Granted
+    found: tuple[int, int, int, int, int, int]
+    passed: Mapping[str, str]
 
 
 class TakeBack(NamedTuple):
@@ -102,7 +104,9 @@ class Member:
 
     `own_us`: of the owner's clock. `size_now` is called with a ticket that is about to be shown. `divides`: whether it
     admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
-    so much later; UNBOUNDED for a ledger that has no other replicas.
+    so much later; UNBOUNDED for a ledger that has no other replicas. `presumed`: how many replicas there are where the
+    ledger never answered, 0 for not known. `shares_engines`: whether others can use the same engines. `near`: the
+    ledger, if it serves this replica alone, in this process.
     """
 
     def __init__(
@@ -114,9 +118,12 @@ class Member:
         most_bids: int = BIDS_SHOWN,
         divides: bool = True,
         takes_over: bool = False,
+        presumed: int = 0,
+        shares_engines: bool = True,
         heartbeat_us: int = HEARTBEAT_US,
         lazy_us: int = LAZY_US,
         size_now: Callable[[Ticket], None] = lambda _: None,
+        near: Ledger | None = None,
     ) -> None:
         self.who, self.rules, self.layout = who, rules, layout
         self._own_rules = rules_of(rules)
@@ -128,9 +135,13 @@ class Member:
         self.reply: Reply | None = None
         """The last one with figures."""
         self._divides, self._beat_us, self._lazy_us = divides, heartbeat_us, lazy_us
+        self._presumed, self._shares_engines = presumed, shares_engines
         self._replaces, self._takes_over = True, takes_over
         self._names = [tier.name for tier in rules.tiers]
         self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
+        self._near, self._size_now = near, size_now
+        if near is not None:
+            near.serves(self.leases)
         self._number = self._entered = 0
         self._acks: list[int] = []
         self._told: list[_Told] = []
@@ -139,12 +150,12 @@ class Member:
         self._config: dict[str, calls.EngineState] = {}
         self._drained: dict[str, Drain] = {}
         self._own_held: dict[str, tuple[int, int, int]] = {}
-        self._own_tiers: dict[int, Amount] = {}
+        self._own_tiers: dict[str, Amount] = {}
         self._events: list[Event] = []
         self._in_flight: Call | None = None
         self._sent_us = self._retry_us = self._last_answer_us = self._ahead_us = 0
-        self._first_failure_us: int | None = None
-        self._failures = 0
+        self.first_failure_us: int | None = None
+        self.failures = 0
         self._due_us: int | None = 0
         self._heartbeat_us = 0
         self._alone: Ledger | None = None
@@ -158,8 +169,24 @@ class Member:
         if self.is_foreign:
             self._events.append(Refused(ticket))
             return
+        if self._near is not None and self._enters(ticket, self._near, now_us):
+            return
         self._bids.add(ticket)
         self._call_by(now_us)
+
+    def _enters(self, ticket: Ticket, near: Ledger, now_us: int) -> bool:
+        """Whether it enters at once, without a call: nothing waits, and there is nothing else to tell the ledger."""
+        has_news = self._in_flight is not None or (self._due_us is not None and self._due_us <= now_us)
+        if has_news or self.mode is not Mode.SHARED or self._bids or self._bids.is_paused:
+            return False
+        self._size_now(ticket)
+        grant = near.enter(ticket, now_us)
+        if grant is None:
+            return False
+        queue = near.queue(ticket.tier)
+        self._bids.passed(ticket.tier, queue.virtual, queue.afresh)
+        self._start(ticket, grant.engine, grant.sent, grant.found, {})
+        return True
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up."""
@@ -169,9 +196,9 @@ class Member:
     def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
         """A lease holds other tokens."""
         is_less = tokens < lease.ticket.tokens
-        self._row.add(lease, -1)
+        self._count(lease, -1)
         lease.ticket.tokens = tokens
-        self._row.add(lease, 1)
+        self._count(lease, 1)
         if is_less:
             self._tell_soon(now_us)
         else:
@@ -180,25 +207,33 @@ class Member:
     def charge(self, lease: Lease, tokens: int, now_us: int) -> None:
         """The tenant of a lease is charged for so many tokens more (rule 2)."""
         ticket = lease.ticket
+        if self._near is not None and not self._bids:
+            return
         self._told.append(_Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight)))
         self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
         self._call_by(now_us + self._lazy_us)
 
     def first_byte(self, lease: Lease, now_us: int) -> None:
         """The prompt of a lease counts no longer."""
-        self._row.add(lease, -1)
+        self._count(lease, -1)
         self._owe(lease, lease.first_byte(now_us), now_us)
-        self._row.add(lease, 1)
+        self._count(lease, 1)
         self._tell_soon(now_us)
 
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
-        self._row.add(lease, -1)
+        self._count(lease, -1)
         self._is_leaving_new = self._is_leaving_new or lease.is_chosen
         self._owe(lease, lease.end(now_us), now_us)
         del self.leases[lease.ticket.id]
         self._returns.pop(lease.ticket.id, None)
         self._tell_soon(now_us)
+
+    def _count(self, lease: Lease, sign: int) -> None:
+        if self._near is None:
+            self._row.add(lease, sign)
+        else:
+            self._near.hold(lease, sign)
 
     def keep(self, lease: Lease, now_us: int) -> None:
         """The first byte of a lease is on its way: it is taken back no more."""
@@ -246,6 +281,25 @@ class Member:
         self._bids.pause(is_paused)
         self._call_by(now_us)
 
+    @property
+    def number(self) -> int:
+        """That of its last call."""
+        return self._number
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a call is on its way."""
+        return self._in_flight is not None
+
+    def own(self) -> dict[str, Amount]:
+        """What its leases hold, by tier."""
+        return self._row.by_tier()
+
+    def seen(self) -> tuple[list[calls.EngineState], dict[str, Drain]]:
+        """The engines that the pool knows, and the operators' words on them, by name; its own also if not answered."""
+        own = {told.record.engine: told.record for told in self._told if isinstance(told.record, Drain)}
+        return list(self._config.values()), {**self._drained, **own}
+
     def waiting(self) -> int:
         """How many requests wait."""
         return len(self._bids)
@@ -259,15 +313,16 @@ class Member:
 
     def due_us(self) -> int | None:
         """When `poll` has something to do next; None: not before something is told."""
-        times = [self._heartbeat_us] if self._due_us is None else [self._due_us, self._heartbeat_us]
+        if self.is_gone:
+            return None
+        at = self._heartbeat_us if self._due_us is None else min(self._due_us, self._heartbeat_us)
         if self._in_flight is not None:
-            within = ASK_WITHIN_US if self._in_flight.kind == "ask" else ANSWER_WITHIN_US
-            times = [self._sent_us + within]
-        elif self.mode in (Mode.JOINING, Mode.WAITING, Mode.LOST, Mode.ALONE):
-            times = [max(self._retry_us, min(times))]
-        if self._first_failure_us is not None and self.mode in (Mode.LOST, Mode.ALONE):
-            times += [self._first_failure_us + ALONE_US] if self.mode is Mode.LOST else []
-        return None if self.is_gone else min(times)
+            at = self._sent_us + (ASK_WITHIN_US if self._in_flight.kind == "ask" else ANSWER_WITHIN_US)
+        elif self.mode is not Mode.SHARED and self.mode is not Mode.STATING:
+            at = max(self._retry_us, at)
+        if self.first_failure_us is not None and self.mode is Mode.LOST:
+            at = min(at, self.first_failure_us + ALONE_US)
+        return at
 
     def poll(self, now_us: int) -> Call | None:
         """The call to make now, if one is due. Each is followed by `answered` or `unanswered`, or lost by time."""
@@ -311,13 +366,12 @@ class Member:
             call.drains = list(self._drained.values())
         elif is_beat:
             call.bid_count = len(self._bids.shown) + len(self._bids.withdrawn)
-        call.whole = kind == "state" or is_beat
-        call.cells = self._row.state(call.whole)
+        if self._near is None:
+            call.whole = kind == "state" or is_beat
+            call.cells = self._row.state(call.whole)
         if self._is_leaving_new or call.whole:
-            call.leaving, self._is_leaving_new = (
-                self._row.of(lease for lease in self.leases.values() if lease.is_chosen),
-                False,
-            )
+            leaving = sums_of(self._names, (lease for lease in self.leases.values() if lease.is_chosen))
+            call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
         call.acks, self._acks = self._acks, []
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
@@ -347,7 +401,7 @@ class Member:
         call = self._in_flight
         if call is None or reply.number != call.number:
             return
-        self._in_flight, self._last_answer_us, self._failures = None, now_us, 0
+        self._in_flight, self._last_answer_us, self.failures = None, now_us, 0
         if reply.kind == "wait":
             self._bids.go_back()
             self.mode, self._retry_us = Mode.WAITING, now_us + RETRY_US
@@ -363,7 +417,7 @@ class Member:
             self._in_pool(call, reply, now_us)
 
     def _in_pool(self, call: Call, reply: Reply, now_us: int) -> None:
-        self.mode, self._first_failure_us = Mode.SHARED, None
+        self.mode, self.first_failure_us = Mode.SHARED, None
         if reply.lined is None and self.reply is not None:
             reply.lined = self.reply.lined
         self.reply, self._ahead_us = reply, reply.now_us - now_us
@@ -381,7 +435,8 @@ class Member:
         self._bids.take_tags(reply)
         if self.is_foreign:
             self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
-        self._own_held, self._own_tiers = self._row.by_engine(), self._row.by_tier()
+        if self._near is None:
+            self._own_held, self._own_tiers = self._row.by_engine(), self._row.by_tier()
         if reply.shortage is not None and not self._is_leaving_new:
             self._take_room_back(reply, reply.shortage, now_us)
         if reply.next_us is not None and self.waiting():
@@ -426,7 +481,10 @@ class Member:
         return whole_level(aged, rules.promote_after_us)
 
     def mirror(self, now_us: int) -> Scheduler:
-        """The pool without what waits, by the last reply and what changed here since."""
+        """The pool, by the last reply and what changed here since. Nothing that waits is in it that is to be read."""
+        if self._near is not None and self._near.state is not None:
+            self._near.state.scheduler.look(now_us)
+            return self._near.state.scheduler
         scheduler = Scheduler(self._own_rules)
         own, own_tiers = self._row.by_engine(), self._row.by_tier()
         if self.reply is not None:
@@ -440,8 +498,8 @@ class Member:
                     of.sent, of.lined = now.sent + sent, now.lined
                     of.cap_requests, of.cap_until_us = now.cap_requests, now.cap_until_us - self._ahead_us
                 scheduler.engines[engine.id] = of
-            for level, (state, tier) in enumerate(zip(scheduler.tiers, self.reply.tiers, strict=False)):
-                change = minus(own_tiers.get(level, NOTHING), self._own_tiers.get(level, NOTHING))
+            for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=False):
+                change = minus(own_tiers.get(tier.tier, NOTHING), self._own_tiers.get(tier.tier, NOTHING))
                 state.on_engines, state.in_line = plus(tier.on_engines, change), tier.in_line
                 state.on_floor, state.in_line_on_floor = tier.on_floor, tier.in_line_on_floor
         scheduler.look(now_us)
@@ -456,7 +514,8 @@ class Member:
             ticket = self._bids.granted(grant.bid)
             if ticket is None and (not is_reply or grant.bid in self._acks):
                 continue
-            self._acks.append(grant.bid)
+            if self._near is None:
+                self._acks.append(grant.bid)
             if ticket is not None:
                 self._begin(ticket, grant, ahead_us)
 
@@ -464,11 +523,22 @@ class Member:
         ticket.tokens, ticket.count = grant.tokens, grant.prompt
         ticket.excess, ticket.excess_prompt, ticket.is_in_floor = grant.excess, grant.excess_prompt, grant.is_in_floor
         ticket.counted_us, ticket.admission = grant.counted_us - ahead_us, 1
+        self._start(ticket, grant.engine, grant.sent, grant.found, dict(grant.passed))
+
+    def _start(
+        self,
+        ticket: Ticket,
+        engine: str,
+        sent: int,
+        found: tuple[int, int, int, int, int, int],
+        passed: Mapping[str, str],
+    ) -> None:
         self._entered += 1
-        lease = Lease(ticket, grant.engine, self._entered, grant.sent, self._returns.get(ticket.id, 0))
+        lease = Lease(ticket, engine, self._entered, sent, self._returns.get(ticket.id, 0))
         self.leases[ticket.id] = lease
-        self._row.add(lease, 1)
-        self._events.append(Entered(lease, grant))
+        if self._near is None:
+            self._row.add(lease, 1)
+        self._events.append(Entered(lease, found, passed))
 
     def woken(self, wake_up: WakeUp, now_us: int) -> None:
         """A hint: grants of this replica, or that an epoch begins."""
@@ -487,23 +557,23 @@ class Member:
         if call is None:
             self._heartbeat_us = now_us
             return
-        self._failures += 1
-        if self._first_failure_us is None:
-            self._first_failure_us = self._sent_us
+        self.failures += 1
+        if self.first_failure_us is None:
+            self.first_failure_us = self._sent_us
         if call.kind == "bye":
             self.is_gone = True
             return
-        if self.mode in (Mode.SHARED, Mode.STATING):
-            self.mode = Mode.LOST if self.knew and self._divides else Mode.JOINING
-        self._retry_us = now_us if self._failures == 1 else now_us + RETRY_US
+        if self.mode in (Mode.SHARED, Mode.STATING, Mode.JOINING):
+            self.mode = Mode.LOST if self._known() and self._divides else Mode.JOINING
+        self._retry_us = now_us if self.failures == 1 else now_us + RETRY_US
         self._call_by(self._retry_us)
 
     # -- alone
 
     def _admit_alone(self, now_us: int) -> None:
         """Without the store: a ledger of its own, of the part `min(C // n, own + free // n)` of each engine."""
-        if self.mode is Mode.LOST and self._first_failure_us is not None:
-            if now_us < self._first_failure_us + ALONE_US:
+        if self.mode is Mode.LOST and self.first_failure_us is not None:
+            if now_us < self.first_failure_us + ALONE_US:
                 return
             self._begin_alone()
         if self.mode is not Mode.ALONE or self._alone is None:
@@ -531,17 +601,22 @@ class Member:
         call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call", whole=is_first)
         if is_first:
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
-        call.engines, call.cells = self._parts(now_us), self._row.state(is_first)
+        call.engines, call.cells = self.parts(now_us), self._row.state(is_first)
         call.acks, self._acks = self._acks, []
         call.bids = self._bids.new(now_us, UNBOUNDED)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
 
-    def _parts(self, now_us: int) -> list[EngineView]:
-        alive, parts = max(1, self.knew), []
+    def _known(self) -> int:
+        """How many replicas there are, 0 for not known. Who got only replies on hold knows of nobody."""
+        return self.knew or (0 if self._last_answer_us else self._presumed)
+
+    def parts(self, now_us: int) -> list[EngineView]:
+        """The engines of a replica that is alone; at UNBOUNDED as they are when the others have died."""
+        alive, parts = max(1, self._known()) if self._shares_engines else 1, []
         held = {engine.id: engine for engine in self.reply.held} if self.reply is not None else {}
         for view in self.views.values():
-            config = self._config.get(view.id)
+            config = view if self.reply is None else self._config.get(view.id)
             if config is None:
                 continue
             sizes = []
@@ -561,7 +636,9 @@ class Member:
 
     def _owe(self, lease: Lease, owed_us: int, now_us: int) -> None:
         """The ledger counts it from the moment when it is told."""
-        if owed_us:
+        if owed_us and self._near is not None:
+            self._near.owe(lease.ticket.tier, owed_us, now_us)
+        elif owed_us:
             self._told.append(_Told(Owed(self._names[lease.ticket.tier], owed_us)))
             self._call_by(now_us)
 
@@ -570,7 +647,7 @@ class Member:
             self._due_us = at_us
 
     def _tell_soon(self, now_us: int) -> None:
-        someone_waits = self.waiting() or (self.reply is not None and self.reply.waiting)
+        someone_waits = self._bids or (self._near is None and self.reply is not None and self.reply.waiting)
         self._call_by(now_us if someone_waits else now_us + self._lazy_us)
 
     def _call_if_needed(self, now_us: int) -> None:

@@ -30,6 +30,9 @@ class FairQueue:
         # A heap of first tickets; entries that are not true any more are dropped when they come up.
         self._order: list[tuple[float, tuple[int, str, int], int, Ticket]] = []
         self._pushes = 0
+        self._changes = 0
+        self._best: tuple[tuple[int, int, float], Ticket | None] = (0, -1, 0.0), None
+        # The best, as of a moment, so many changes, and a virtual time.
         self._most_tags = 64  # from so many on, tags that are not beyond the virtual time are forgotten
         self._tops: dict[str, Ticket] = {}
 
@@ -52,6 +55,7 @@ class FairQueue:
         """One that came, or that came back: it waits outside of its tenant's queue and is not charged again."""
         self.largest = max(self.largest, ticket.tokens)
         self._count += 1
+        self._changes += 1
         if ticket.has_returned:
             first = self.next()
             ticket.start = self.virtual if first is None or first.start is None else min(self.virtual, first.start)
@@ -74,6 +78,18 @@ class FairQueue:
         self._take_out(ticket)
         self._tag(ticket.tenant)
 
+    def pass_through(self, ticket: Ticket) -> None:
+        """`add` and `leave` of one that comes while none waits."""
+        self.start_afresh(self.virtual + ticket.tokens / ticket.weight, self.afresh + 1)
+
+    def start_afresh(self, virtual: float, afresh: int) -> None:
+        """None of the tier waits: all tags begin at a virtual time beyond every one of them."""
+        self.virtual, self.afresh, self.largest = virtual, afresh, 1
+        if self.finish or self._order or self._tops:
+            self.finish.clear()
+            self._order.clear()
+            self._tops.clear()
+
     def show(self, ticket: Ticket) -> None:
         """One that waits elsewhere from now on, as a bid: what waits here comes after it, and no time passes."""
         self._charge_for(ticket)
@@ -83,7 +99,11 @@ class FairQueue:
     def give_back(self, ticket: Ticket) -> None:
         """The charge of a bid that was taken out before it was let in."""
         if not ticket.has_returned and ticket.tenant in self.finish:
-            self.finish[ticket.tenant] -= ticket.tokens / ticket.weight
+            self.finish[ticket.tenant] = finish = self.finish[ticket.tenant] - ticket.tokens / ticket.weight
+            first = next(iter(self._lanes.get(ticket.tenant, ())), None)
+            if first is not None and first.start is not None and first.start > max(self.virtual, finish):
+                first.start = max(self.virtual, finish)
+                self._push(first)
 
     def take_back(self, ticket: Ticket) -> None:
         """A bid waits here again, at its place."""
@@ -99,6 +119,7 @@ class FairQueue:
     def charge(self, tenant: str, tokens: int, weight: int) -> None:
         """Growth of a tenant's lease, while others of the tier wait."""
         if self._count:
+            self._changes += 1
             self.finish[tenant] = max(self.virtual, self.finish.get(tenant, 0.0)) + tokens / weight
 
     def next(self, wanted: Callable[[Ticket], bool] | None = None) -> Ticket | None:
@@ -112,6 +133,20 @@ class FairQueue:
                 return ticket
             heapq.heappop(self._order)
         return None
+
+    def best(self, now_us: int) -> Ticket | None:
+        """Rule 9: the best by gain of all that earn something, and whose tenant is not ahead."""
+        as_of, best = self._best
+        if as_of != (now_us, self._changes, self.virtual):
+            best, most = None, 0
+            for ticket in self:
+                earned = ticket.earned(now_us)
+                if earned < most or not earned or self.is_ahead(ticket):
+                    continue
+                if best is None or earned > most or ticket.arrival < best.arrival:
+                    best, most = ticket, earned
+            self._best = (now_us, self._changes, self.virtual), best
+        return best
 
     def ahead(self, tenants: Iterable[str]) -> dict[str, float]:
         """The finish tags of those that are beyond the virtual time."""
@@ -154,6 +189,7 @@ class FairQueue:
 
     def _take_out(self, ticket: Ticket) -> None:
         self._count -= 1
+        self._changes += 1
         if ticket.has_returned:
             self._returned.remove(ticket)
             return
@@ -165,12 +201,7 @@ class FairQueue:
     def _tag(self, tenant: str) -> None:
         """Gives the first of a tenant its start tag; lets all tags start afresh where none waits."""
         if not self._count:
-            self.virtual = max([self.virtual, *self.finish.values()])
-            self.finish.clear()
-            self.afresh += 1
-            self._order.clear()
-            self._tops.clear()
-            self.largest = 1
+            self.start_afresh(max([self.virtual, *self.finish.values()]), self.afresh + 1)
             return
         self._tag_first(tenant)
         if self.by_gain and (first_of_all := self.next()) is not None and first_of_all.start is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
@@ -120,18 +120,23 @@ class Scheduler:
     """Decides for one pool. Its owner keeps the leases and tells what they hold (`hold`)."""
 
     def __init__(self, rules: Rules) -> None:
-        self.rules = rules
         self.tiers = [TierState(FairQueue(rules.by_gain)) for _ in rules.tiers]
         self.engines: dict[str, Engine] = {}
         self.line: list[Ticket] = []
         self.moved: set[str] = set()  # the owners of those that came into the line, left it, or chose another engine
         self.admissions = 0
         self._now = 0
-        self._figures = figures_of(rules, NOTHING)
-        self._largest_prefill = 0
         self._total = NOTHING
+        self._largest_prefill = 0
+        self.change_rules(rules)
 
     # -- what comes, ends and changes
+
+    def change_rules(self, rules: Rules) -> None:
+        """Other rules of the same tiers."""
+        self.rules, self._is_steady = rules, False
+        self._is_limited = [tier.limit < 1 for tier in rules.tiers]
+        self._take_figures(NOTHING)
 
     def add(self, ticket: Ticket) -> None:
         """A ticket that came, or came back, waits in its queue."""
@@ -159,8 +164,12 @@ class Scheduler:
         """
         if tier is not None:
             state = self.tiers[tier]
-            state.on_engines, state.on_floor = plus(state.on_engines, amount), plus(state.on_floor, on_floor)
-        of = self.engines[engine]
+            state.on_engines = plus(state.on_engines, amount)
+            if on_floor is not NOTHING:
+                state.on_floor = plus(state.on_floor, on_floor)
+        if engine not in self.engines:
+            self.engines[engine], self._is_steady = Engine(engine, is_known=False), False
+        of, self._total = self.engines[engine], plus(self._total, amount)
         of.held, of.sent = plus(of.held, amount), of.sent + sent
 
     def owe(self, tier: int, owed_us: int, now_us: int) -> None:
@@ -180,7 +189,7 @@ class Scheduler:
             elif name not in known and old.held != NOTHING:
                 old.is_known = False
                 known[name] = old
-        self.engines = known
+        self.engines, self._is_steady = known, False
         for ticket in self.line:
             if ticket.engine is not None and ticket.engine not in known:
                 ticket.engine = None
@@ -197,9 +206,26 @@ class Scheduler:
                 pass
         return grants
 
+    def enter(self, ticket: Ticket, now_us: int) -> Grant | None:
+        """`add` and `decide` where nothing waits and the engine that the ticket wants has room for it.
+
+        Else None, and nothing has changed. That most requests find an idle pool makes it worth its lines.
+        """
+        self.look(now_us)
+        level, wanted = ticket.tier, self.wanted(ticket)
+        if wanted is None or not self.engines[wanted].has_room(ticket, now_us) or not self.fits(ticket):
+            return None
+        if self._is_limited[level] and not self.is_within_limit([ticket]):
+            return None
+        order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket)
+        self.tiers[level].queue.pass_through(ticket)
+        return self._into(ticket, wanted, order_class, 0, {})
+
     def look(self, now_us: int) -> None:
-        """Figures change with the engines, in slow start with time."""
+        """Figures change with the engines, in slow start with time; of those that are not ready with what they hold."""
         self._now = now_us
+        if self._is_steady:
+            return
         capacity, total, self._largest_prefill = NOTHING, NOTHING, 0
         for engine in self.engines.values():
             total = plus(total, engine.held)
@@ -209,8 +235,12 @@ class Scheduler:
                 capacity = plus(capacity, size)
             else:
                 capacity = plus(capacity, engine.held)
-        self._total = total
-        self._figures = figures_of(self.rules, smaller(capacity, (UNBOUNDED, UNBOUNDED, UNBOUNDED)))
+        self._total, self._is_steady = total, all(e.is_ready and not e.ramp_us for e in self.engines.values())
+        self._take_figures(smaller(capacity, (UNBOUNDED, UNBOUNDED, UNBOUNDED)))
+
+    def _take_figures(self, capacity: Amount) -> None:
+        self._figures = figures_of(self.rules, capacity)
+        self._most_prompt = [min(self._largest_prefill, prompt) for _, _, prompt in self._figures.size_limit]
 
     @property
     def capacity(self) -> Amount:
@@ -222,6 +252,7 @@ class Scheduler:
         self._choose_again()
         closed: set[str] = set()  # engines that those before want
         is_stopped = False  # a small one before it has stood in line for 5 s
+        roomy = [engine for engine in self.engines.values() if not engine.is_full(self._now)]
         order = self.in_order()
         for candidate in order:
             _, ticket, order_class = candidate
@@ -235,8 +266,9 @@ class Scheduler:
             joins = not was_in_line and self._has_place(ticket, order_class)
             is_late = was_in_line and self._now >= ticket.in_line_since_us + PATIENCE_US
             wanted = self.wanted(ticket)
+            open_ = [engine for engine in roomy if engine.id not in closed]
             engine = self._engine_for(
-                ticket, wanted, closed, order_class == FIRST or is_late or not (was_in_line or joins)
+                ticket, wanted, open_, order_class == FIRST or is_late or not (was_in_line or joins)
             )
             if engine is not None:
                 grants.append(self._enter(ticket, engine, order_class, passed(self, candidate, order)))
@@ -258,22 +290,21 @@ class Scheduler:
 
     def in_order(self) -> list[Candidate]:
         """The candidates: those in line, the heads of all tiers, by gain the best of each tier that earns something."""
-        candidates = list(self.line)
+        candidates, fronts = list(self.line), dict[int, Ticket]()
+        for ticket in self.line:
+            if not ticket.is_for_floor:
+                fronts.setdefault(ticket.tier, ticket)
+        heads = [self.heads(level) for level in range(len(self.tiers))]
         for level, tier in enumerate(self.rules.tiers):
-            if not self.tiers[level].queue:
-                continue
-            heads = self.heads(level)
-            candidates += heads
-            if self.rules.by_gain and not tier.always_first:
-                earning = [t for t in self.tiers[level].queue if not self._gain_key(t)[0]]
-                best = min(earning, key=lambda t: self.place(t, OTHER), default=None)
-                candidates += [best] if best and best not in heads else []
+            candidates += heads[level]
+            if self.rules.by_gain and heads[level] and not tier.always_first:
+                best = self.tiers[level].queue.best(self._now)
+                candidates += [best] if best and best not in heads[level] else []
         found = []
         for ticket in candidates:
-            used, limit = self.tiers[ticket.tier].used, self._figures.limit[ticket.tier]
-            is_free = ticket.is_for_floor or self.rules.tiers[ticket.tier].limit >= 1
-            if is_free or within(plus(used, self.need(ticket)), limit):
-                order_class = self.class_of(ticket)
+            level = ticket.tier
+            if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit([ticket]):
+                order_class = self.class_of(ticket, fronts.get(level), heads[level])
                 found.append(Candidate(self.place(ticket, order_class), ticket, order_class))
         found.sort(key=lambda candidate: candidate.place)
         return found
@@ -289,31 +320,33 @@ class Scheduler:
         small = queue.next(self.is_small)
         return [first] if small is None else [first, small]
 
-    def class_of(self, ticket: Ticket) -> OrderClass:
-        """A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not."""
+    def class_of(self, ticket: Ticket, front: Ticket | None, heads: Sequence[Ticket]) -> OrderClass:
+        """A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not.
+
+        `front` is the one in line, None where the heads are.
+        """
         if self.rules.tiers[ticket.tier].always_first:
             return FIRST
         if ticket.is_for_floor:
             return LINE
-        front = next((t for t in self.line if t.tier == ticket.tier and not t.is_for_floor), None)
-        owes = self._owes(ticket.tier)
         if front is None:
-            may_be_inside = not ticket.is_in_line and ticket in self.heads(ticket.tier)
+            may_be_inside = ticket in heads
         elif ticket is front:
             may_be_inside = True
         else:
             may_be_inside = (
-                owes
+                self._owes(ticket.tier)
                 and not self.is_small(front)
                 and self.is_small(ticket)
-                and (ticket.is_in_line or ticket in self.heads(ticket.tier))
+                and (ticket.is_in_line or ticket in heads)
             )
-        if not may_be_inside:
-            return OTHER
+        return self._class_of_front(ticket) if may_be_inside else OTHER
+
+    def _class_of_front(self, ticket: Ticket) -> OrderClass:
         held, reserve = self.on_floor(ticket.tier), self._figures.reserve[ticket.tier]
         if within(plus(held, self.need(ticket)), reserve):
             return INSIDE
-        return TURN if below(held, reserve) and not owes else OTHER
+        return TURN if below(held, reserve) and not self._owes(ticket.tier) else OTHER
 
     def place(self, ticket: Ticket, order_class: OrderClass) -> Place:
         """What the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged level."""
@@ -346,9 +379,10 @@ class Scheduler:
 
     def need(self, ticket: Ticket) -> Amount:
         """t: its prompt counts less its best hit, for no more than its size limit and the largest engine's prefill."""
-        uncached = max(1, ticket.prompt - max(ticket.hits.values(), default=0))
-        most = min(self._largest_prefill, self._figures.size_limit[ticket.tier][2])
-        return ticket.tokens, ticket.requests, min(uncached, most)
+        uncached, most = ticket.prompt, self._most_prompt[ticket.tier]
+        if ticket.hits:
+            uncached -= max(ticket.hits.values())
+        return ticket.tokens, ticket.requests, min(max(1, uncached), most)
 
     def is_small(self, ticket: Ticket) -> bool:
         """`t <= R`."""
@@ -359,7 +393,9 @@ class Scheduler:
 
         As if `gone` had ended and those `before` the ticket had entered.
         """
-        needed = minus(plus(self._total, self.need(ticket)), gone.total)
+        needed = plus(self._total, self.need(ticket))
+        if gone is not NOTHING_GONE:
+            needed = minus(needed, gone.total)
         for other in before:
             needed = plus(needed, self.need(other))
         if self._figures.has_headroom:
@@ -414,26 +450,26 @@ class Scheduler:
 
     def wanted(self, ticket: Ticket) -> str | None:
         """The engine with the smallest score. One in line keeps to the engine that it waits for."""
+        if len(self.engines) == 1:
+            (only,) = self.engines.values()
+            return only.id if only.could_take(ticket, self._now) else None
         if ticket.engine is not None and self.engines[ticket.engine].could_take(ticket, self._now):
             return ticket.engine
-        return self._best(ticket, lambda engine: engine.could_take(ticket, self._now))
+        return self._best(ticket, [e for e in self.engines.values() if e.could_take(ticket, self._now)])
 
-    def _best(self, ticket: Ticket, may_take: Callable[[Engine], bool]) -> str | None:
+    def _best(self, ticket: Ticket, engines: Sequence[Engine]) -> str | None:
+        if len(engines) < 2:
+            return engines[0].id if engines else None
         percent = self.rules.affinity_percent
-        best = min(filter(may_take, self.engines.values()), key=lambda e: e.score(ticket, percent), default=None)
-        return None if best is None else best.id
+        return min(engines, key=lambda engine: engine.score(ticket, percent)).id
 
-    def _engine_for(self, ticket: Ticket, wanted: str | None, closed: set[str], takes_any: bool) -> str | None:
+    def _engine_for(self, ticket: Ticket, wanted: str | None, open_: Sequence[Engine], takes_any: bool) -> str | None:
         """The engine that it enters now: the one that it wants, or the best other one without less of its prompt."""
-
-        def is_open(engine: Engine) -> bool:
-            return (
-                engine.id not in closed and engine.could_take(ticket, self._now) and engine.has_room(ticket, self._now)
-            )
-
-        if wanted is not None and is_open(self.engines[wanted]):
+        now = self._now
+        engines = [e for e in open_ if e.has_room(ticket, now) and e.could_take(ticket, now)]
+        if any(engine.id == wanted for engine in engines):
             return wanted
-        other = self._best(ticket, is_open)
+        other = self._best(ticket, engines)
         if other is None or takes_any:
             return other
         return other if ticket.hits.get(other, 0) >= ticket.hits.get(wanted or "", 0) else None
@@ -444,21 +480,24 @@ class Scheduler:
         return order_class == FIRST or self.tiers[ticket.tier].lined < places
 
     def _enter(self, ticket: Ticket, engine: str, order_class: OrderClass, over: dict[int, Rule]) -> Grant:
-        of = self.engines[engine]
-        lined_us = self._now - ticket.in_line_since_us if ticket.is_in_line else 0
-        found = Found(*of.size(self._now)[:2], *of.held[:2], of.sent, lined_us)
-        if ticket.is_in_line:
-            is_counted = ticket.is_for_floor
-            self._leave_line(ticket)
-        else:
-            is_counted = False
+        if not ticket.is_in_line:
             self.tiers[ticket.tier].queue.leave(ticket)
-        if not is_counted:
+            return self._into(ticket, engine, order_class, 0, over)
+        self._leave_line(ticket)
+        return self._into(ticket, engine, order_class, self._now - ticket.in_line_since_us, over)
+
+    def _into(
+        self, ticket: Ticket, engine: str, order_class: OrderClass, lined_us: int, over: dict[int, Rule]
+    ) -> Grant:
+        """One that left its queue or the line. If it stood there for the floor, it counts already."""
+        of = self.engines[engine]
+        size, held = of.size(self._now), of.held
+        found = Found(size[0], size[1], held[0], held[1], of.sent, lined_us)
+        if not ticket.admission:
             self._begin_to_count(ticket, order_class)
         ticket.engine = None
         sent = ticket.sent_to(engine) if ticket.count else 0
         self.hold(ticket.tier, engine, ticket.amount, sent, ticket.on_floor)
-        self._total = plus(self._total, ticket.amount)
         return Grant(ticket, engine, sent, found, over)
 
     def _join(self, ticket: Ticket, wanted: str | None) -> None:

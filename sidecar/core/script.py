@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from hashlib import sha1
 from importlib.resources import files
 
 FILES = (
     "state", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "write", "ledger",
 )  # fmt: skip
-LIBRARY, FUNCTION = "admission_ledger", "admission_ledger"
+FUNCTION = "admission_ledger"
 
 _NAMES = r"[A-Z][A-Z0-9_]*(?:, [A-Z][A-Z0-9_]*)*"
 _PIECE = re.compile(
@@ -43,6 +44,10 @@ def script(parts: Mapping[str, str]) -> str:
     return joined(parts) + "return execute(KEYS, ARGV)\n"
 
 
-def library(parts: Mapping[str, str]) -> str:
-    """For FUNCTION LOAD."""
-    return f"#!lua name={LIBRARY}\n{joined(parts)}redis.register_function('{FUNCTION}', execute)\n"
+def library(parts: Mapping[str, str]) -> tuple[str, str]:
+    """The name of the function, and the text for FUNCTION LOAD. The name tells texts apart: replicas of two versions
+    have one each.
+    """
+    text = joined(parts)
+    name = f"{FUNCTION}_{sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]}"
+    return name, f"#!lua name={name}\n{text}redis.register_function('{name}', execute)\n"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from sidecar.core.amounts import NOTHING, Amount
 
+MOST_OF_GAIN = 2**43
+"""A thousand times that can be computed with doubles."""
 
-@dataclass(frozen=True)
-class Gain:
+
+class Gain(msgspec.Struct, frozen=True, gc=False):
     """What a request earns in time (rule 9).
 
     `tokens`: its expected tokens that are in time if it enters `start_by_us` after its arrival or before; one less for
@@ -22,6 +25,17 @@ class Gain:
     start_by_us: int
     slack_us: int
 
+    def bounded(self) -> Gain:
+        """The same within the bounds that the products of these figures need."""
+        most = MOST_OF_GAIN
+        return Gain(
+            self.weight,
+            min(max(1, self.tokens), most),
+            min(max(1, self.cost_us), most),
+            min(max(0, self.start_by_us), most),
+            min(max(1, self.slack_us), most),
+        )
+
     def earned_after(self, waited_us: int) -> int:
         """Weight for time: what the tokens that are still in time are worth for a second of the engine."""
         lost = max(0, waited_us - self.start_by_us) // self.slack_us
@@ -29,8 +43,7 @@ class Gain:
         return self.weight * share * 1_000_000 // self.cost_us
 
 
-@dataclass(eq=False)
-class Ticket:
+class Ticket(msgspec.Struct, eq=False):
     """A request that waits. Its owner fills the first block, the scheduler the second.
 
     `tier` is its level. `hits`: engine to cached prompt tokens. `barred`: names of engines that refused it.
@@ -45,7 +58,7 @@ class Ticket:
     requests: int = 1
     prompt: int = 0
     weight: int = 1
-    hits: Mapping[str, int] = field(default_factory=dict)
+    hits: Mapping[str, int] = {}
     barred: frozenset[str] = frozenset()
     arrived_us: int = 0
     owner: str = ""
@@ -100,8 +113,7 @@ class Ticket:
         return self.tokens, self.requests, self.count
 
 
-@dataclass(eq=False)
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """A ticket that entered `engine` as the `entered`-th. Its owner keeps it, and tells the scheduler sums.
 
     `sent`: its prompt as it was sent, 0 from the first byte on. `returns`: how often it came back. `is_kept`: its first

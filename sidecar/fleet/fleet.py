@@ -16,7 +16,7 @@ from sidecar.fleet.member import Member
 from sidecar.fleet.settings import FleetSettings
 from sidecar.policy.fleet import EngineAddress
 from sidecar.pools.engine_reader import warn_of_unbounded
-from sidecar.scheduling.placement import EngineOffer
+from sidecar.pools.engines import EngineOffer
 from sidecar.tasks import end
 
 FIRST_LOOKS_WITHIN_S = 6.0
@@ -179,12 +179,6 @@ class Fleet:
         if member is not None:
             member.resume()
         return member
-
-    def cap(self, engine_id: str, for_s: float) -> None:
-        """The engine said that it is full, for so many seconds: for people. The pool bounds what it gets."""
-        member = self.member(engine_id)
-        if member is not None:
-            member.cap(for_s)
 
     def set_draining(self, name: str, drains: bool) -> None:  # as a pool calls it
         """Other replicas drain the engine, or use it again."""

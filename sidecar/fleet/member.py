@@ -26,13 +26,14 @@ from sidecar.middleware.engine_pages import ANSWER_WITHIN_S, EnginePages
 from sidecar.middleware.engine_watch import Cause, EngineWatch
 from sidecar.policy.fleet import EngineAddress, offered
 from sidecar.policy.rules import EngineCapacity
-from sidecar.pools.engine_capacity import HELD_BACK_S
-from sidecar.pools.engine_reader import READ_EVERY_S, EngineReader, Size, amounts
+from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader, Size, amounts
+from sidecar.pools.engines import EngineOffer
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.proxy.upstream import CONNECT_TIMEOUT_S
-from sidecar.scheduling.placement import EngineOffer
 from sidecar.tasks import end
 
+FIRST_CAP_S = 1.0
+"""So soon an engine that refused a request is tried again, in a long Retry-After, too: it may refuse that one alone."""
 READS_A_SECOND = 16
 """Readings of capacity by a whole fleet: one costs about a millisecond. Each engine is read so much less often."""
 SAME_START_S = 2.0
@@ -104,7 +105,7 @@ class Member:
     `in_flight` counts the admitted requests that this process has sent to it, `open_requests` all of them,
     `ejections` how often it went out of use, by cause, and `preemptions` how often the engine has preempted a running
     request since it was first read. `is_reached_elsewhere` says that other replicas can use it. It
-    is full, by its own word, from `capped_since_us` to `capped_until_us`. Raises ValueError for an invalid address.
+    is full, by its own word, until `capped_until_us`. Raises ValueError for an invalid address.
     """
 
     def __init__(self, address: EngineAddress, owner: MemberOwner, engine_key: str | None = None) -> None:
@@ -112,7 +113,8 @@ class Member:
         self.in_flight = 0
         self.ejections: Counter[Cause] = Counter()
         self.is_draining = self.is_gone = self.is_reached_elsewhere = False
-        self.capped_since_us = self.capped_until_us = self.since_us = 0
+        self.capped_until_us = self.since_us = 0
+        self._capped_since_us, self._cap_s = 0, 0.0
         self._owner = owner
         self.open_requests = 0
         self._ramps = self._is_up = self._was_up = False
@@ -296,12 +298,29 @@ class Member:
         self._owner.changed(self)
 
     def cap(self, for_s: float) -> None:
-        """The engine said that it is full. The pool bounds its requests; this is what people see."""
+        """The engine is full. The pool bounds its requests; this is what people see."""
+        self.capped_until_us = max(self.capped_until_us, self._owner.now_us() + round(for_s * 1e6))
+        self._owner.changed(self)
+
+    def refused(self, retry_after_s: float) -> float:
+        """The engine says that it is full. Returns for how long it gets no more requests than it runs.
+
+        At most as long as it says, and a second at first. That doubles each time that it refuses again, and answered
+        none in between.
+        """
         now_us = self._owner.now_us()
         if now_us >= self.capped_until_us:
-            self.capped_since_us = now_us
-        self.capped_until_us = max(self.capped_until_us, now_us + round(for_s * 1e6))
-        self._owner.changed(self)
+            self._capped_since_us = now_us
+            self._cap_s *= 2
+        self._cap_s = self._cap_s or FIRST_CAP_S
+        for_s = min(self._cap_s, retry_after_s)
+        self.cap(for_s)
+        return for_s
+
+    def answered(self, sent_us: int) -> None:
+        """The engine answers a request that was sent to it then."""
+        if sent_us > self._capped_since_us:
+            self._cap_s = 0.0
 
     def adopt(self, incarnation: int, *, is_restart: bool) -> None:
         """Other replicas know the engine as this incarnation. A smaller number changes nothing.
@@ -476,6 +495,7 @@ class Member:
     def _become(self, incarnation: int) -> None:
         before, self.incarnation = self.id, incarnation
         self.is_draining = False
+        self._cap_s = 0.0
         self.capped_until_us, self.since_us, self._ramps = 0, self._owner.now_us(), True
         _log.warning("engine %s restarted, and is now %s", before, self.id, extra={"event": "engine_restarted"})
         self._owner.restarted(self)

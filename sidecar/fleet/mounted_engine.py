@@ -25,9 +25,8 @@ from sidecar.policy.fleet import offered
 from sidecar.policy.model import Mode, Policy
 from sidecar.policy.rules import EngineCapacity
 from sidecar.pools.base import EnginePool
-from sidecar.pools.engine_capacity import HELD_BACK_S
-from sidecar.pools.engine_reader import EngineReader, Size, amounts, warn_of_unbounded
-from sidecar.scheduling.placement import EngineOffer, name_and_incarnation
+from sidecar.pools.engine_reader import HELD_BACK_S, EngineReader, Size, amounts, warn_of_unbounded
+from sidecar.pools.engines import EngineOffer, name_and_incarnation
 from sidecar.tasks import end
 
 NAME_VARIABLE = "SIDECAR_ENGINE_NAME"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from sidecar.fleet.mounted_engine import LOOK_EVERY_S, MountedEngine
 from sidecar.middleware.engine_view import DrainEnd, EngineAmount, EngineDocument
+from sidecar.pools.engines import EngineState, name_and_incarnation
 from sidecar.pools.stats import bounded
-from sidecar.scheduling.placement import EngineState, name_and_incarnation
 
 
 class MountedView:

@@ -5,7 +5,7 @@ What becomes of an attempt that ends before the first byte of the response's bod
 | what happened | what becomes of the request |
 |---|---|
 | it was not sent: no connection, or the engine has restarted or gone | it waits again |
-| 429, 503 or 529 | it waits again, and the engine gets no more requests than it runs for its Retry-After |
+| 429, 503 or 529 | it waits again, and the engine gets no more requests than it runs, for a while |
 | the connection broke, and the engine has crashed, restarted or gone | it is replayed at another engine |
 | the connection broke, and the engine answers | the same, within the replay budget |
 | a second engine broke it, or there is no other | the client gets a 502 |
@@ -46,8 +46,6 @@ from sidecar.sending import BODY_FOLLOWS, ResponseCut, SendChunk, chunk_path
 FULL_STATUSES = frozenset((429, 503, 529))
 MOST_REFUSALS = 5
 """The most refusals of one request that its client does not see: the next one may be about this request."""
-TRIED_AFTER_S = 1.0
-"""So soon an engine that refused a request while it ran no other gets the next one, in a long Retry-After, too."""
 JUDGED_WITHIN_S = 1.0
 """How long an engine that broke a connection may take to show that it lives."""
 
@@ -82,7 +80,6 @@ class FleetRouting:
         self.prefill_times = PrefillTimes()
         self.drain_timeout_s = policy.engines.drain_timeout_s
         self.has_choice = False
-        self._to_be_tried: set[str] = set()
         self.refusals = Refusals()
         self.most_breaks = policy.engines.replay.before_first_byte
         self.budget = ReplayBudget(policy.engines.replay.budget)
@@ -117,24 +114,9 @@ class FleetRouting:
             self._engines_changed()
 
     def refused(self, member: Member, error: EngineRefused, requests: int, tenant: str) -> None:
-        """An engine refused a request of so many sequences. Where only this tenant is refused, nothing follows.
-
-        Where it runs nothing else, no answer could show that it has room for others. Then it is tried, one by one:
-        else a single request that is always refused would keep every engine from all of them.
-        """
-        if self.refusals.refused(member.id, tenant, self.pool.now_us()):
-            return
-        self.pool.cap_engine(member.id, error.retry_after_s, requests)
-        member.cap(error.retry_after_s)
-        if not member.in_flight and member.id not in self._to_be_tried:
-            self._to_be_tried.add(member.id)
-            asyncio.get_running_loop().call_later(TRIED_AFTER_S, self._try, member.id, requests)
-
-    def _try(self, engine_id: str, requests: int) -> None:
-        self._to_be_tried.discard(engine_id)
-        member = self.fleet.member(engine_id)
-        if member is not None and not member.in_flight and self.pool.now_us() < member.capped_until_us:
-            self.pool.raise_cap(engine_id, requests)
+        """An engine refused a request of so many sequences. Where only this tenant is refused, nothing follows."""
+        if not self.refusals.refused(member.id, tenant, self.pool.now_us()):
+            self.pool.cap_engine(member.id, member.refused(error.retry_after_s), requests)
 
     def served(self, name: str, prompt_tokens: int, hit: int) -> None:
         """An engine answers a prompt, of which it was predicted to have `hit` tokens."""
@@ -294,9 +276,8 @@ class Route:
         if self._request.payload.stream:
             took_s = (now_us - self._sent_us) / 1e6
             routing.prefill_times.learn(grant.engine, self._uncached_tokens, took_s)
-        if member is not None and member.capped_since_us < self._sent_us < now_us < member.capped_until_us:
-            # It takes requests again: one that it refuses must not hold it back for all others.
-            routing.pool.raise_cap(grant.engine, self._request.requests)
+        if member is not None:
+            member.answered(self._sent_us)
 
     def ended(self) -> None:
         """See `EngineRoute`."""

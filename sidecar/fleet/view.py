@@ -13,8 +13,8 @@ from sidecar.fleet.member import Member
 from sidecar.fleet.routing import FleetRouting
 from sidecar.middleware.engine_view import DrainEnd, EngineAmount, EngineDocument
 from sidecar.middleware.engine_watch import Cause
+from sidecar.pools.engines import EngineState
 from sidecar.pools.stats import bounded
-from sidecar.scheduling.placement import EngineState
 
 LOOK_EVERY_S = 0.1
 """Between two looks at the ledger of an engine that drains: a shared pool says nothing when it is empty."""

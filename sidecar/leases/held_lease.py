@@ -26,7 +26,7 @@ from sidecar.events import (
 )
 from sidecar.leases.lease_request import LeaseRequest, refuse_other_counts
 from sidecar.middleware.controller import AdmissionController
-from sidecar.pools import Grant, Lease, LocalPool
+from sidecar.pools import Grant, Lease
 from sidecar.pools.base import WaitGivenUp
 
 METHOD, PATH, API = "LEASE", "/python", "lease"
@@ -231,7 +231,7 @@ class HeldLease:
             pool = controller.pool
             if controller.usage is not None and self._tenant.limits.have_budgets:
                 ask = self._ask = controller.usage.within(ask, self._tenant, pool)
-            lease = self._lease = pool.enter_now(ask) if isinstance(pool, LocalPool) else await pool.enter(ask)
+            lease = self._lease = await pool.enter(ask)
         except QueueFull as full:
             self._classified(at_us, ask.tier if full.level is None else full.level)
             raise

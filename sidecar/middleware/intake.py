@@ -16,6 +16,7 @@ from starlette.types import Message, Scope
 
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification
+from sidecar.core.tickets import Gain
 from sidecar.engines import Engine
 from sidecar.errors import (
     BackgroundNotAllowed,
@@ -41,7 +42,6 @@ from sidecar.policy.model import NO_LIMITS, Background, Endpoint, Policy, Tenant
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask, Pool
-from sidecar.scheduling.gain import GainFigures
 from sidecar.tokens import tokens_to_hold
 from sidecar.via import refuse_loop
 
@@ -98,7 +98,7 @@ class SizedRequest(msgspec.Struct, gc=False):
     hits: tuple[tuple[str, int], ...] | None = None
     expected: Expected | None = None
     objective: Objective | None = None
-    gain: GainFigures | None = None
+    gain: Gain | None = None
     is_unread: bool = False
 
     def __hash__(self) -> int:

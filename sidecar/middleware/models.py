@@ -33,7 +33,8 @@ class ModelsController(AdmissionController):
 
     `app` takes the requests that no pool admits, and serves the lifespan of all engines. No request enters the front's
     own pool: it is the clock, and has the tenants' limits, which count for all models. Of the other arguments see
-    `AdmissionController`; `observer` is set when there is one.
+    `AdmissionController`; `observer` is set when there is one. Where each model `counts_apart`, in a store, its
+    own pool has the limits.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class ModelsController(AdmissionController):
         controllers: Mapping[str, AdmissionController],
         policy: Policy,
         pool: Pool,
+        counts_apart: bool,
         dialect: Engine,
         estimator: Estimator,
         engine_key: str | None,
     ) -> None:
         self.controllers = controllers
+        self.counts_apart = counts_apart
         self.names = ModelNames(policy)
         super().__init__(
             app,

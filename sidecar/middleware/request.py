@@ -52,7 +52,7 @@ from sidecar.middleware.wait import (
     within_budget,
 )
 from sidecar.policy.model import Endpoint
-from sidecar.pools import Grant, Lease, LocalPool
+from sidecar.pools import Grant, Lease
 from sidecar.sending import CLIENT_KEY, SENT, SendChunk, chunk_path
 from sidecar.tasks import is_canceled_again
 
@@ -180,8 +180,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             ask = sized_ask(pool, request, controller.lease_sizes, appraise)
             if controller.usage is not None and classification.tenant.limits.have_budgets:
                 ask = controller.usage.within(ask, classification.tenant, pool)
-            # A pool of this process decides at once: no coroutine is needed.
-            lease = self._lease = pool.enter_now(ask) if isinstance(pool, LocalPool) else await pool.enter(ask)
+            lease = self._lease = await pool.enter(ask)
             entered_us = lease.entered_us
             if lease.ask.tier != classification.level:
                 classification.note_charged(lease.ask.tier)

@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from sidecar.apis import Api
+from sidecar.core.tickets import Gain
 from sidecar.events import Outcome, ServiceGain
 from sidecar.gain.engine_speed import (
     LOOK_AFTER,
@@ -34,7 +35,6 @@ from sidecar.gain.token_deadlines import Earned, Objective, TokenDeadlines
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.usage import UsageReader
-from sidecar.scheduling.gain import GainFigures
 from sidecar.sending import SendChunk
 
 FIRST_LATER_STATUS = 429
@@ -116,11 +116,10 @@ class GainMeter:
         speed = self.speeds.typical()
         tokens = self.expected_tokens(request, tier)
         uncached = max(0, request.prompt_tokens - max((hit for _, hit in request.hits or ()), default=0))
-        request.gain = GainFigures(
+        request.gain = Gain(
             objective.weight,
             tokens,
             speed.cost_us(uncached, tokens),
-            objective.ttft_us,
             objective.ttft_us - speed.prefill_us(uncached),
             max(LEAST_SLACK_US, objective.tpot_us - speed.token_us),
         ).bounded()

@@ -21,7 +21,6 @@ from sidecar.middleware.request_path import exact_paths
 from sidecar.middleware.response_headers import REQUEST_ID, request_id
 from sidecar.middleware.tenant_usage import BudgetView
 from sidecar.policy.model import Tenant
-from sidecar.pools import LocalPool
 from sidecar.pools.base import TenantUse
 
 PATH = "/v1/admission/self"
@@ -182,8 +181,7 @@ async def _limits_by_model(controller: ModelsController, tenant: Tenant) -> dict
 
 def _count_apart(controller: AdmissionController) -> bool:
     """Whether each model's pool counts the tenants' limits by itself, and the front has none of them."""
-    models = controller.controllers.values() if isinstance(controller, ModelsController) else ()
-    return any(not isinstance(one.pool, LocalPool) for one in models)
+    return isinstance(controller, ModelsController) and controller.counts_apart
 
 
 async def _left(controller: AdmissionController, tenant: Tenant) -> RemainingLimits | None:

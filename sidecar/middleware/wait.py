@@ -24,7 +24,7 @@ from sidecar.middleware.response_headers import early_headers
 from sidecar.middleware.sse_keepalive import STREAMING, SseKeepAlive
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.policy.model import Tenant
-from sidecar.pools import Ask, Grant, Lease, LocalPool, Pool
+from sidecar.pools import Ask, Grant, Lease, Pool
 from sidecar.pools.base import QueueStanding, WaitGivenUp
 from sidecar.tasks import is_canceled_again
 
@@ -191,8 +191,7 @@ async def enter_pool(pool: Pool, ask: Ask, classification: Classification, usage
     if usage is not None and classification.tenant.limits.have_budgets:
         ask = usage.within(ask, classification.tenant, pool)
     try:
-        # A pool of this process decides at once: no coroutine is needed.
-        lease = pool.enter_now(ask) if isinstance(pool, LocalPool) else await pool.enter(ask)
+        lease = await pool.enter(ask)
     except QueueFull as full:
         classification.note_charged(full.level)
         raise

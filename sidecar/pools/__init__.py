@@ -1,16 +1,16 @@
 """The pools of leases: in one process, in a store that many share, or as large as the engine says."""
 
 from sidecar.pools.base import Ask, EnginePool, Grant, Lease, Merge, NotShared, PeerReport, PeerReports, Pool
-from sidecar.pools.engine_capacity import EngineSizedPool
-from sidecar.pools.local import LocalPool
+from sidecar.pools.engine_size import EngineSize
+from sidecar.pools.ledger_pool import LedgerPool
 
 __all__ = [
     "Ask",
     "EnginePool",
-    "EngineSizedPool",
+    "EngineSize",
     "Grant",
     "Lease",
-    "LocalPool",
+    "LedgerPool",
     "Merge",
     "NotShared",
     "PeerReport",

@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from sidecar.core.tickets import Gain
 from sidecar.errors import AdmissionError, RemainingLimits
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
-from sidecar.scheduling.gain import GainFigures
-from sidecar.scheduling.placement import EngineOffer, EngineState
+from sidecar.pools.engines import EngineOffer, EngineState
 from sidecar.scheduling.rate_limit import Charge
 
 _MUCH = 8
@@ -52,7 +52,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     hits: tuple[tuple[str, int], ...] = ()
     barred: tuple[str, ...] = ()
     most: int = 0
-    gain: GainFigures | None = None
+    gain: Gain | None = None
 
     @property
     def charged_tokens(self) -> int:
@@ -426,9 +426,6 @@ class Pool(Protocol):
         that has drained. Otherwise as `change_rules`.
         """
 
-    def hold_back(self, for_s: float) -> None:
-        """Admits one request at a time for so many seconds; 0 ends it."""
-
     def pause(self, reason: str | None) -> None:
         """Admits no request of this process from now on, and preempts none for one, because of `reason`; None ends it.
 
@@ -519,13 +516,8 @@ class EnginePool(Pool, Protocol):
     def cap_engine(self, engine: str, for_s: float, refused: int = 1) -> None:
         """An engine, by its id, runs no more requests for so many seconds than it does now, less those it `refused`.
 
-        Call it before the refused lease is handed back.
-        """
-
-    def raise_cap(self, engine: str, requests: int) -> None:
-        """A capped engine has answered a request that it got since: it may run so many requests more.
-
-        Without this, one request that an engine always refuses would keep it from ever running more than it did.
+        Where it refused none, it may run one. A cap in force only falls. Call it before the refused lease is handed
+        back.
         """
 
     def change_weight(self, weight_percent: int) -> None:

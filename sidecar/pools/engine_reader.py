@@ -23,6 +23,10 @@ READ_EVERY_S = 1.0
 CONFIRM_AFTER_S = 0.1
 """An engine takes new requests in with its next step, which is a fraction of this."""
 READ_WHILE_HELD_BACK_S = 0.25
+HELD_BACK_S = 1.0
+"""How long an engine is capped because too many requests wait inside it, by one reading: a few times as long as until
+the next.
+"""
 LONGEST_STEP_US = 900_000
 """Longer than any step of an engine, and about as long as the time between two readings."""
 

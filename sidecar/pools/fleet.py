@@ -6,23 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from sidecar.events import Obstacle, Placed
+from sidecar.events import Obstacle
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
-from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Lease
+from sidecar.pools.clock import Clock, monotonic_us
+from sidecar.pools.engine_reports import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer, EngineState
 from sidecar.pools.local import LocalPool
-from sidecar.pools.runtime import MOST_ADMITTED, Clock, LeaseRuntime, monotonic_us
-from sidecar.pools.stats import ALONE, bounded, grant_of
+from sidecar.pools.runtime import MOST_ADMITTED, LeaseRuntime, grant_of
 from sidecar.scheduling import Admission
 from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
-from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer, EngineState, Found, sum_of_offers
 from sidecar.scheduling.rate_limit import RateLimiter
-
-NO_ENGINE = "no engine takes new requests at present"
-MOST_NAMED = 3
-"""More engines than these are only counted in a sentence."""
 
 
 class EngineRuntime(LeaseRuntime):
@@ -178,80 +174,3 @@ class FleetPool(LocalPool):
 
     def _size(self) -> None:
         change_sizes(self._sizes, self._offers)
-
-
-def change_sizes(sizes: SizeLimits, offers: Sequence[EngineOffer]) -> None:
-    """Sizes are judged by the whole capacity of all engines: a pool that shrinks for a while refuses no one."""
-    if not offers:
-        sizes.change_rules(sizes.policy.rules_of(None, None))
-        return
-    tokens, requests, _ = sum_of_offers(offers)
-    largest = max(offer.tokens for offer in offers), max(offer.requests for offer in offers)
-    sizes.change_rules(sizes.policy.rules_of(tokens, requests), largest)
-
-
-def engine_obstacle(
-    engines: Sequence[EngineState], ask: Ask, of_pool: tuple[Obstacle, str]
-) -> tuple[Obstacle, str] | None:
-    """Why no engine takes a request although the pool might; None where the obstacle is the pool's own."""
-    taking = [engine for engine in engines if engine.takes_new]
-    if not taking:
-        return Obstacle.ENGINE, NO_ENGINE
-    if not any(ask.tokens <= engine.tokens and ask.requests <= engine.requests for engine in taking):
-        return Obstacle.ENGINE, "it is larger than every engine that takes new requests at present"
-    if of_pool[0] is not Obstacle.BEHIND:
-        return None  # there is no room for it in the pool
-    with_room = [engine for engine in taking if _has_room(engine, ask)]
-    if not with_room:
-        return Obstacle.NO_ROOM, f"none of {len(taking)} engines has room for it, though all together have"
-    open_ones = [engine for engine in with_room if not engine.unprefilled_tokens or _has_prefill(engine, ask)]
-    if not open_ones:
-        return Obstacle.NO_ROOM, f"{_have(with_room)} room for it, and no prefill beside the prompts sent there"
-    unclaimed = [engine for engine in open_ones if not engine.claims]
-    if not unclaimed:
-        return Obstacle.BEHIND, f"{_have(open_ones)} room for it, and requests before it wait for room there"
-    if of_pool[1] == ALONE or any(engine.claims for engine in taking):
-        return Obstacle.CLAIM, f"it waits for the engine that suits it best, while {_have(unclaimed)} room for it"
-    return None
-
-
-def placed_on(found: Found | None, ask: Ask, claimed_us: int) -> Placed | None:
-    """Why an engine got a request, for people: its ledger as the request `found` it, and the predictions."""
-    if found is None:
-        return None
-    amounts = (found.held_tokens, found.held_requests, found.unprefilled_tokens)
-    return Placed(bounded(found.tokens), bounded(found.requests), *amounts, ask.prompt, ask.hits, claimed_us)
-
-
-def _has_room(engine: EngineState, ask: Ask) -> bool:
-    return (
-        engine.held_tokens + ask.tokens <= engine.effective_tokens
-        and engine.held_requests + ask.requests <= engine.effective_requests
-    )
-
-
-def _has_prefill(engine: EngineState, ask: Ask) -> bool:
-    hit = dict(ask.hits).get(engine.id, 0)
-    return engine.unprefilled_tokens + max(1, ask.prompt - hit) <= engine.effective_prefill
-
-
-def _have(engines: Sequence[EngineState]) -> str:
-    names = [engine.id.rpartition("#")[0] for engine in engines]
-    if len(names) > MOST_NAMED:
-        return f"{len(names)} engines have"
-    return f"engine {names[0]} has" if len(names) == 1 else f"engines {', '.join(names[:-1])} and {names[-1]} have"
-
-
-def engine_state(engine: EngineState) -> Mapping[str, object]:
-    """One engine's ledger: JSON types only."""
-    return {
-        "engine": engine.id,
-        "takes_new": engine.takes_new,
-        "capped": engine.is_capped,
-        "capacity": {"tokens": bounded(engine.tokens), "requests": bounded(engine.requests)},
-        "effective": {"tokens": bounded(engine.effective_tokens), "requests": bounded(engine.effective_requests)},
-        "prefill": bounded(engine.effective_prefill),
-        "held": {"tokens": engine.held_tokens, "requests": engine.held_requests},
-        "unprefilled_tokens": engine.unprefilled_tokens,
-        "claims": engine.claims,
-    }

@@ -7,7 +7,8 @@ from typing import Protocol
 from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.calls import Call, Reply, WakeUp
 from sidecar.core.ledger import Ledger
-from sidecar.pools.runtime import Clock
+from sidecar.pools.base import Merge, PeerReports
+from sidecar.pools.clock import Clock
 
 
 class LinkUser(Protocol):
@@ -16,8 +17,8 @@ class LinkUser(Protocol):
     def answered(self, reply: Reply) -> None:
         """The reply to a call."""
 
-    def unanswered(self) -> None:
-        """The call in flight has no answer: the connection ended."""
+    def unanswered(self, why: str) -> None:
+        """The call in flight has no answer, because of `why`: one line, without secrets."""
 
     def woken(self, wake_up: WakeUp) -> None:
         """The ledger published something to this replica, or to all."""
@@ -26,16 +27,25 @@ class LinkUser(Protocol):
 class Link(Protocol):
     """The way to one ledger.
 
-    `heartbeat_us` and `lazy_us`: how often, and how late, the ledger needs to hear what nobody waits for. `knew`: how
-    many replicas are in the pool before the first answer.
+    `heartbeat_us` and `lazy_us`: how often, and how late, the ledger needs to hear what nobody waits for. `is_shared`:
+    it is in a store, for many processes, and answers later; `round_trips` were made to it. `near`: the ledger, where it
+    is in this process.
     """
 
     heartbeat_us: int
     lazy_us: int
-    knew: int
+    is_shared: bool
+    round_trips: int
+
+    @property
+    def near(self) -> Ledger | None:
+        """The ledger, where it is in this process."""
 
     def send(self, call: Call, user: LinkUser) -> None:
         """Carries a call. `user` is told the reply or the loss, at once or later; another call may follow then."""
+
+    async def share(self, who: str, report: bytes, merge: Merge) -> PeerReports:
+        """See `Pool.share`."""
 
     async def close(self) -> None:
         """Carries no more."""
@@ -45,15 +55,21 @@ class LocalLink:
     """A ledger in this process, which answers at once. Nobody else shares it, so silence means nothing."""
 
     heartbeat_us = lazy_us = UNBOUNDED
-    knew = 1
+    is_shared = False
+    round_trips = 0
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._ledger = Ledger(is_shared=False)
+        self.near: Ledger | None = Ledger()
 
     def send(self, call: Call, user: LinkUser) -> None:
         """See `Link.send`."""
-        user.answered(self._ledger.execute(call, self._clock())[0])
+        assert self.near is not None
+        user.answered(self.near.execute(call, self._clock())[0])
+
+    async def share(self, who: str, report: bytes, merge: Merge) -> PeerReports:  # noqa: ARG002
+        """See `Link.share`."""
+        return PeerReports({})
 
     async def close(self) -> None:
         """See `Link.close`."""

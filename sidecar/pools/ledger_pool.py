@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 
 import msgspec
 
 from sidecar.core import calls
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import Cap, Drain, EngineView, Granted, Reply, WakeUp
-from sidecar.core.member import Entered, Member, TakeBack
+from sidecar.core.amounts import NOTHING, UNBOUNDED
+from sidecar.core.calls import Cap, Drain, EngineView, Reply, WakeUp
+from sidecar.core.member import Entered, Member, Mode, TakeBack
 from sidecar.core.tickets import Lease as Held
 from sidecar.core.tickets import Ticket
-from sidecar.errors import AdmissionError, QueueFull, RemainingLimits, StoreUnavailable
-from sidecar.events import Obstacle
-from sidecar.policy.model import Limits, Policy
+from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
+from sidecar.events import Obstacle, StoreObserver, StoreState
+from sidecar.policy.model import Limits, Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import (
@@ -25,6 +28,7 @@ from sidecar.pools.base import (
     Grant,
     Lease,
     Merge,
+    NotShared,
     PeerReports,
     QueueMark,
     QueueStanding,
@@ -33,17 +37,19 @@ from sidecar.pools.base import (
     new_lease,
     use_of,
 )
-from sidecar.pools.fleet import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.clock import Clock, monotonic_us
+from sidecar.pools.engine_reports import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.engine_size import EngineSize
+from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, EngineState, Found
 from sidecar.pools.ledger_link import Link, LocalLink
 from sidecar.pools.ledger_rules import engines_of, rules_of, ticket_of, views_of
 from sidecar.pools.limits import TenantLimits
 from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
-from sidecar.pools.runtime import Clock, monotonic_us
-from sidecar.pools.stats import TierUsage, obstacle, pool_state
+from sidecar.pools.stats import HELD_BACK, TierUsage, no_room, obstacle, part_in_words, pool_state
+from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.pools.tenant_places import TenantPlaces
 from sidecar.pools.waits import Wait, Waits
-from sidecar.scheduling.placement import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, EngineState, Found
 from sidecar.scheduling.rate_limit import RateLimiter
 
 POOL = "pool#1"
@@ -52,7 +58,7 @@ POOL = "pool#1"
 MOST_ADMITTED = 16
 """After so many admissions the rest waits for the next turn of the event loop. One reply may have more of them."""
 
-OTHER_TIERS = "the pool in the store has other tiers than this process"
+CLOSE_WITHIN_S = 1.0
 
 
 class _Request(msgspec.Struct, eq=False, gc=False):
@@ -69,7 +75,12 @@ class LedgerPool:
 
     Use it from one event loop. `weight_percent` is the weight of a predicted hit, None for a pool whose engines are not
     named. `allowances` are the tenants' limits where other pools of the process count in them, too. `link` leads to the
-    ledger; without one it is in this process. `clock` is for tests.
+    ledger; without one it is in this process. `size` is that of a pool that is as large as its engine says. `clock` is
+    for tests.
+
+    For a ledger in a store: `observer` is called when that is lost and when it is back. `takes_over`: where the pool
+    has other tiers, it is made anew with this policy's, once. `is_sole_user`: no other replica can use the engines that
+    are set here, so that they are not divided while the store is lost.
     """
 
     def __init__(
@@ -78,10 +89,14 @@ class LedgerPool:
         clock: Clock = monotonic_us,
         *,
         link: Link | None = None,
-        who: str = "",
+        observer: StoreObserver | None = None,
+        takes_over: bool = False,
+        is_sole_user: bool = False,
         weight_percent: int | None = None,
         allowances: RateLimiter | None = None,
+        size: EngineSize | None = None,
     ) -> None:
+        self.name = uuid.uuid4().hex[:16]
         self.now_us = clock
         self._has_names, self._weight_percent = weight_percent is not None, weight_percent
         self._rules = self._rules_of(policy)
@@ -106,23 +121,87 @@ class LedgerPool:
         self._timer_at_us = 0
         self._soon: asyncio.Handle | None = None
         self._link = link or LocalLink(clock)
-        beat_us, lazy_us = self._link.heartbeat_us, self._link.lazy_us
-        self._member = Member(who, self._rules, heartbeat_us=beat_us, lazy_us=lazy_us, size_now=self._size_now)
-        self._member.knew = self._link.knew
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch = StoreWatch(policy.pool, self._names, clock, observer)
+        self.status, self.elsewhere = self._watch.status, Elsewhere()
+        self._takes_over, self._is_sole_user = takes_over, is_sole_user
+        self._member = self._new_member()
         self.most_tokens, self.most_requests = self._sizes.most_tokens, self._sizes.most_requests
+        self._size = size
+        if size is not None:
+            size.follow(self.change_rules, partial(self.cap_engine, POOL))
         self._set_size(policy.rules)
 
     async def open(self) -> None:
-        """See `Pool.open`."""
+        """See `Pool.open`. Returns when the engine was read that says the size, and the store has answered, or where
+        they could not be reached.
+        """
+        if self._size is not None:
+            await self._size.open()
+        self._begin()
+        if self._link.is_shared:
+            await self._watch.decided.wait()
 
     async def close(self) -> None:
-        """See `Pool.close`."""
+        """See `Pool.close`. A replica says goodbye in a store that can be reached: what it held is free at once."""
+        if self._size is not None:
+            await self._size.reader.close()
+        now_us = self.now_us()
+        for request in self._requests.values():
+            if request.held is not None:
+                self._member.end(request.held, now_us)
+            else:
+                self._member.cancel(request.ticket, now_us)
+        self._member.close(now_us)
+        self._run()
+        end_s = time.monotonic() + CLOSE_WITHIN_S
+        while self._loop is not None and self._link.is_shared and not self._member.is_gone:
+            if self.status.state is not StoreState.SHARED or time.monotonic() > end_s:
+                break
+            await asyncio.sleep(0.001)
+        await self._link.close()
+        self._start_over()
+
+    def _begin(self) -> asyncio.AbstractEventLoop:
+        """Calls are made from now on; in another event loop than before all begins anew."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None:
+                self._start_over()
+            self._loop = loop
+            self._run()
+        return loop
+
+    def _start_over(self) -> None:
+        """Forgets everything of an event loop that has ended, or of a pool that was closed."""
         self._outgrown.stop()
         for handle in (self._timer, self._soon):
             if handle is not None:
                 handle.cancel()
-        self._timer = self._soon = None
-        await self._link.close()
+        self._timer = self._soon = self._loop = None
+        for request in list(self._requests.values()):
+            self._stop_waiting(request)
+        self._requests.clear()
+        self._watch.forget()
+        views = self._member.views.values()
+        self._member = self._new_member()
+        self._member.view(views, self.now_us())
+        self._run()
+
+    def _new_member(self) -> Member:
+        policy, link = self._sizes.policy, self._link
+        return Member(
+            self.name,
+            self._rules,
+            divides=policy.on_store_loss is StoreLoss.DIVIDE,
+            takes_over=self._takes_over,
+            presumed=policy.replicas,
+            shares_engines=not self._is_sole_user,
+            heartbeat_us=link.heartbeat_us,
+            lazy_us=link.lazy_us,
+            size_now=self._size_now,
+            near=link.near,
+        )
 
     # -- size and rules
 
@@ -133,6 +212,7 @@ class LedgerPool:
 
     def change_policy(self, policy: Policy) -> None:
         """See `Pool.change_policy`."""
+        policy = policy if self._size is None else self._size.sized(policy)
         self._sizes.policy = policy
         self._rules = self._rules_of(policy)
         self._member.change_rules(self._rules, self.now_us())
@@ -162,11 +242,8 @@ class LedgerPool:
         now_us = self.now_us()
         of = self._member.mirror(now_us).engines.get(engine)
         if of is not None:
-            self._member.tell(Cap(engine, max(0, of.held[1] - refused), round(for_s * 1e6)), now_us)
+            self._member.tell(Cap(engine, max(0 if refused else 1, of.held[1] - refused), round(for_s * 1e6)), now_us)
             self._run()
-
-    def raise_cap(self, engine: str, requests: int) -> None:
-        """See `EnginePool.raise_cap`. Nothing changes: a cap in force only falls, until it ends (rule 8)."""
 
     def pause(self, reason: str | None) -> None:
         """See `Pool.pause`."""
@@ -184,8 +261,9 @@ class LedgerPool:
             change_sizes(self._sizes, self._offers)
             engines = views_of(self._offers, now_us)
         else:
-            self._sizes.change_rules(rules)
-            engines = [EngineView(POOL, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=True)]
+            self._sizes.change_rules(rules, self._sizes.policy.largest_engine)
+            is_known = self._size is None or self._size.is_known
+            engines = [EngineView(POOL, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=is_known)]
         self._member.view(engines, now_us)
         self._outgrown.look(request.lease for request in self._waiting.values())
         self._run()
@@ -193,10 +271,16 @@ class LedgerPool:
     # -- requests
 
     async def enter(self, ask: Ask) -> Lease:
-        """See `Pool.enter`."""
+        """See `Pool.enter`. Raises CapacityUnknown, too, where its engine says how large it is."""
+        if self._size is not None:
+            await self._size.require()
+        loop = self._begin()
         self._sizes.refuse_what_never_fits(ask)
+        if refusal := self._watch.refusal(ask, self._sizes.policy, self._member):
+            raise refusal
         now_us = self.now_us()
-        lease = new_lease(self, next(self._ids), ask, now_us)
+        answered = loop.create_future() if self._link.is_shared else None
+        lease = new_lease(self, next(self._ids), ask, now_us, answered)
         if (limits := ask.limits) is not None:
             lease.ask = ask = self._limits.within(ask, now_us)
         most, queued, others_wait = self._sizes.places(ask.tier), self._waits.queued(ask.tier), bool(self._waiting)
@@ -207,14 +291,29 @@ class LedgerPool:
             self._refuse_waiting(displaced, self._places.queue_full(displaced.ask, queued, now_us))
         request = _Request(lease, ticket_of(lease), self._waits.came(lease.id, ask.tier, now_us))
         self._requests[lease.ticket_id] = request
+        is_busy = self._member.is_awaiting
         self._member.submit(request.ticket, now_us)
         self._run(now_us, UNBOUNDED if most == 0 else MOST_ADMITTED)
+        if lease.grant is None and answered is not None and most == 0:
+            await self._looked_at(lease, answered, is_busy=is_busy)
         if lease.grant is None:
             if most is not None and not (most and others_wait):
                 self._find_place_or_leave(request, queued, most, now_us)
             self._begin_to_wait(request)
+            if answered is not None and most != 0:
+                await self._looked_at(lease, answered, is_busy=is_busy)
         self._places.taken(ask)
         return lease
+
+    async def _looked_at(self, lease: Lease, answered: asyncio.Future[None], *, is_busy: bool) -> None:
+        """Returns when the store has looked at a request, or cannot. Raises its refusal."""
+        self._watch.enters(lease, self._member, is_sent=self._member.is_awaiting and not is_busy)
+        try:
+            await answered
+        except asyncio.CancelledError:
+            if not lease.settle(0):
+                lease.leave()
+            raise
 
     def _find_place(self, ask: Ask, queued: int, most: int, now_us: int) -> Lease | None:
         """The request that has to give its place, None where one is free. Raises QueueFull where there is neither."""
@@ -345,7 +444,7 @@ class LedgerPool:
 
     def _run(self, now_us: int | None = None, most_admitted: int = MOST_ADMITTED) -> None:
         """Makes the calls that are due, and tells requests what they bring. All of it is at one moment, `now_us`."""
-        if self._run_at_us is not None:
+        if self._run_at_us is not None or (self._loop is None and self._link.is_shared):
             return
         self._run_at_us = now_us = self.now_us() if now_us is None else now_us
         try:
@@ -354,9 +453,18 @@ class LedgerPool:
                 self._link.send(call, self)
                 admitted += self._tell_requests(now_us)
             self._tell_requests(now_us)  # a member that is alone admits in `poll`
+            if self._link.is_shared:
+                self._look_at_store()
         finally:
             self._run_at_us = None
         self._run_when_due()
+
+    def _look_at_store(self) -> None:
+        self._watch.look(self._member)
+        if not self._watch.is_patient(self._member):
+            for request in list(self._waiting.values()):
+                if refusal := self._watch.refusal(request.lease.ask, self._sizes.policy, self._member):
+                    self._refuse_waiting(request.lease, refusal)
 
     def _run_when_due(self) -> None:
         due_us = self._member.due_us()
@@ -383,12 +491,21 @@ class LedgerPool:
     def answered(self, reply: Reply) -> None:
         """See `LinkUser.answered`."""
         now_us = self.now_us() if self._run_at_us is None else self._run_at_us
+        is_statement = self._member.mode is Mode.STATING
         self._member.answered(reply, now_us)
         self._note_blocked(now_us, is_blocked=bool(reply.lined))
+        if self._link.is_shared:
+            self._tell_requests(now_us)
+            self._watch.answered(reply)
+            if reply.config is not None or reply.drained is not None:
+                self._takes_over = self._takes_over and not is_statement
+                self.elsewhere.heard(self._member, self._offers, is_first=is_statement)
+                self._drained |= self.elsewhere.draining
         self._run()
 
-    def unanswered(self) -> None:
+    def unanswered(self, why: str) -> None:
         """See `LinkUser.unanswered`."""
+        self._watch.why = why
         self._member.unanswered(self.now_us())
         self._run()
 
@@ -402,22 +519,23 @@ class LedgerPool:
         admitted = 0
         for event in self._member.take_events():
             if isinstance(event, Entered):
-                self._admit(event.lease, event.grant, now_us)
+                self._admit(event, now_us)
                 admitted += 1
             elif isinstance(event, TakeBack):
                 lease = self._requests[event.lease.ticket.id].lease
                 lease.chosen(lease.returns)
             else:
-                self._refuse_waiting(self._requests[event.ticket.id].lease, StoreUnavailable(OTHER_TIERS))
+                self._refuse_waiting(self._requests[event.ticket.id].lease, self._watch.other_tiers())
         return admitted
 
-    def _admit(self, held: Held, granted: Granted, now_us: int) -> None:
+    def _admit(self, entered: Entered, now_us: int) -> None:
+        held = entered.lease
         request = self._requests[held.ticket.id]
         lease, ticket, request.held = request.lease, held.ticket, held
         level = self._member.whole_level(ticket, now_us)
-        grant = self._waits.so_far(request.wait, level, now_us, dict(granted.passed))
+        grant = self._waits.so_far(request.wait, level, now_us, entered.passed)
         if self._has_names:
-            *found, lined_us = granted.found
+            *found, lined_us = entered.found
             placed = placed_on(Found(*found), lease.ask, lined_us)
             grant = msgspec.structs.replace(grant, engine=held.engine, placed=placed)
         self._stop_waiting(request)
@@ -456,13 +574,23 @@ class LedgerPool:
     def engines(self) -> Sequence[EngineState]:
         """See `EnginePool.engines`."""
         now_us = self.now_us()
-        return engines_of(self._member.mirror(now_us), self._claims(), now_us) if self._has_names else ()
+        if not self._has_names:
+            return ()
+        return engines_of(self._member.mirror(now_us), self._claims(), now_us, {offer.id for offer in self._offers})
 
     def state(self) -> Mapping[str, object]:
-        """See `Pool.state`; with the engines, where they are named."""
+        """See `Pool.state`; with the engines, where they are named, or the figures of the one that says its size."""
         rules, usage = self._usage()
-        waiting = len(self._waiting)
+        waiting, member = len(self._waiting), self._member
         state = pool_state(rules, usage, leases=len(self._requests) - waiting, waiting=waiting)
+        if self._size is not None:
+            state["engine"] = self._size.state()
+        if self._link.is_shared:
+            own = {"leases": len(self._requests) - waiting, "waiting": waiting}
+            if self.status.state is StoreState.SHARED and member.reply is not None:
+                state["waiting"] = max(waiting, member.reply.waiting)
+                state["leases"] = sum(tier.held_requests for tier in usage)
+            state["store"] = self._watch.state(member, own, self._link.round_trips)
         if not self._has_names:
             return state
         since_us, engines = self._blocked_since_us, [engine_state(engine) for engine in self.engines()]
@@ -473,21 +601,34 @@ class LedgerPool:
         """See `Pool.obstacle`."""
         if self._paused is not None:
             return Obstacle.ENGINE, self._paused
-        of_pool = obstacle(*self._usage(), ask)
+        if self._size is not None and self._size.is_held_back:
+            return HELD_BACK
+        rules, usage = self._usage()
+        if self.status.state is StoreState.DIVIDED:
+            found = no_room(rules, usage, ask)
+            figures = "" if found is None else f": {found}"
+            return Obstacle.STORE, f"the store is lost, and this replica's part of the pool has no room{figures}"
+        of_pool = obstacle(rules, usage, ask)
         of_engine = engine_obstacle(self.engines(), ask, of_pool) if self._has_names else None
         return of_engine or of_pool
 
     def readiness(self) -> Sequence[str]:
         """See `Pool.readiness`."""
-        return ()
+        of_engine = () if self._size is None else self._size.readiness()
+        return (*of_engine, *(self.status.readiness() if self._link.is_shared else ()))
 
     def notices(self) -> Sequence[str]:
         """See `Pool.notices`."""
-        return ()
+        found = [] if self._size is None else [*self._size.notices()]
+        if self._link.is_shared:
+            found += self.status.notices(part_in_words(self._usage()[0], self._sizes.rules))
+        return found
 
-    async def share(self, report: bytes, merge: Merge) -> PeerReports:  # noqa: ARG002
+    async def share(self, report: bytes, merge: Merge) -> PeerReports:
         """See `Pool.share`."""
-        return PeerReports({})
+        if self._link.is_shared and self.status.state is not StoreState.SHARED:
+            raise NotShared(f"the store is {self.status.state.value}: {self.status.reason}")
+        return await self._link.share(self.name, report, merge)
 
     def _usage(self) -> tuple[PoolRules, Sequence[TierUsage]]:
         """The rules of the pool's present size, and what its tiers hold in all processes and have waiting in this one.
@@ -495,12 +636,16 @@ class LedgerPool:
         A ticket that stands in line for its tier's floor holds its tokens.
         """
         pool, rules = self._member.mirror(self.now_us()), self._sizes.rules
-        if self._has_names:
+        held = [tier.used[:2] for tier in pool.tiers]
+        if (part := self._watch.part(self._member)) is not None:
+            own = self._member.own()
+            rules, held = self._sizes.policy.rules_of(*part), [own.get(name, NOTHING)[:2] for name in self._names]
+        elif self._has_names:
             sizes = [None if size == UNBOUNDED else size for size in pool.capacity]
             rules = self._sizes.policy.rules_of(*sizes)
         usage = [
-            TierUsage(*tier.on_engines[:2], self._queued_tokens[level], self._waits.queued(level))
-            for level, tier in enumerate(pool.tiers)
+            TierUsage(*of_tier, self._queued_tokens[level], self._waits.queued(level))
+            for level, of_tier in enumerate(held)
         ]
         return rules, usage
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from sidecar.core.calls import EngineView, PoolRules, TierRules
 from sidecar.core.scheduler import Scheduler
-from sidecar.core.tickets import Gain, Ticket
+from sidecar.core.tickets import Ticket
 from sidecar.policy.model import Policy
-from sidecar.pools.base import Ask, Lease
-from sidecar.scheduling.placement import EngineOffer, EngineState
+from sidecar.pools.base import Lease
+from sidecar.pools.engines import EngineOffer, EngineState
 
 _PPM = 1_000_000
 
@@ -59,8 +59,13 @@ def views_of(offers: Iterable[EngineOffer], now_us: int) -> list[EngineView]:
     ]
 
 
-def engines_of(pool: Scheduler, claims: Mapping[str, int], now_us: int) -> Sequence[EngineState]:
-    """The engines of a pool, by name and incarnation; `claims` counts those in line for each."""
+def engines_of(
+    pool: Scheduler, claims: Mapping[str, int], now_us: int, offered: Collection[str]
+) -> Sequence[EngineState]:
+    """The engines of a pool, by name and incarnation; `claims` counts those in line for each.
+
+    One that gets nothing new and holds nothing is there while it is `offered`.
+    """
     return [
         EngineState(
             engine.id,
@@ -75,6 +80,7 @@ def engines_of(pool: Scheduler, claims: Mapping[str, int], now_us: int) -> Seque
             claims.get(engine.id, 0) if engine.is_ready else 0,
         )
         for engine in sorted(pool.engines.values(), key=lambda engine: engine.order)
+        if engine.is_ready or engine.held[1] or engine.id in offered
     ]
 
 
@@ -94,12 +100,5 @@ def ticket_of(lease: Lease) -> Ticket:
         lease.entered_us,
         "",
         lease.id,
-        _gain_of(ask),
+        ask.gain,
     )
-
-
-def _gain_of(ask: Ask) -> Gain | None:
-    if ask.gain is None:
-        return None
-    figures = ask.gain
-    return Gain(figures.weight, figures.tokens, figures.cost_us, figures.start_by_us, figures.slack_us)

@@ -22,10 +22,11 @@ from sidecar.pools.base import (
     WaitOutcome,
     new_lease,
 )
+from sidecar.pools.clock import Clock, monotonic_us
 from sidecar.pools.limits import TenantLimits
 from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
-from sidecar.pools.runtime import Clock, LeaseRuntime, monotonic_us
+from sidecar.pools.runtime import LeaseRuntime
 from sidecar.pools.stats import HELD_BACK, obstacle, pool_state
 from sidecar.scheduling.rate_limit import RateLimiter
 

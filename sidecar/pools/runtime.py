@@ -7,18 +7,18 @@ has lost its store has one for its part of the pool (`redis.partition`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from time import monotonic_ns
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sidecar.core.tickets import Gain
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.base import Ask, Grant, Lease, TenantUse
-from sidecar.pools.stats import TierUsage, grant_of
-from sidecar.scheduling import Admission, Scheduler, Wait
+from sidecar.pools.clock import Clock
+from sidecar.pools.stats import TierUsage, served_by_name
+from sidecar.scheduling import Admission, Rule, Scheduler, Wait
+from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.gain_scheduler import GainScheduler
 from sidecar.scheduling.ticket import Ticket
-
-Clock = Callable[[], int]
 
 _NONE: Mapping[str, Any] = {}
 
@@ -26,9 +26,19 @@ MOST_ADMITTED = 16
 """Requests that are admitted in one tick of the event loop: 20 to 200 us each."""
 
 
-def monotonic_us() -> int:
-    """The process's monotonic clock in whole microseconds."""
-    return monotonic_ns() // 1000
+def grant_of(
+    names: Sequence[str], wait: Wait, at_us: int, level: int, passed: Sequence[tuple[int, Rule]] = ()
+) -> Grant:
+    """A wait that ended at `at_us` at an aged `level`. `names` are the tiers', most important first."""
+    ahead = served_by_name(names, wait.served_ahead) if any(wait.served_ahead) else {}
+    overtaken = {names[tier]: rule.value for tier, rule in passed} if passed else {}
+    return Grant(at_us, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, ahead, level, overtaken)
+
+
+def figures_of(gain: Gain) -> GainFigures:
+    """As the old order has them."""
+    due_us = getattr(gain, "deadline_us", max(0, gain.start_by_us))
+    return GainFigures(gain.weight, gain.tokens, gain.cost_us, due_us, gain.start_by_us, gain.slack_us)
 
 
 class LeaseRuntime:
@@ -92,7 +102,7 @@ class LeaseRuntime:
 
     def _appraise(self, ticket: Ticket, ask: Ask) -> None:
         if ask.gain is not None and isinstance(self.scheduler, GainScheduler):
-            self.scheduler.appraise(ticket, ask.gain)
+            self.scheduler.appraise(ticket, figures_of(ask.gain))
 
     def dispatch(self, now_us: int) -> None:
         """Admits every request that the rules let in now; for the first that they do not, leases are preempted."""

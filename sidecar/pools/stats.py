@@ -1,4 +1,4 @@
-"""Statistics of a pool for people: a wait as a grant, the tiers as JSON, loans between tiers, the cause of a wait.
+"""Statistics of a pool for people: the tiers as JSON, loans between tiers, the cause of a wait.
 
 Loans. A reserve that its tier does not use is lent to any tier. Tokens have no color, so it is a matter of accounting
 which tier borrowed from which. Tokens that tiers hold above their own reserves come first out of the unreserved ones.
@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from sidecar.events import Obstacle
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
-from sidecar.pools.base import Ask, Grant, Lease
-from sidecar.scheduling import Rule, Wait
+from sidecar.pools.base import Ask, Lease
 
 
 class TierUsage(NamedTuple):
@@ -25,15 +24,6 @@ class TierUsage(NamedTuple):
     held_requests: int
     queued_tokens: int
     queued_requests: int
-
-
-def grant_of(
-    names: Sequence[str], wait: Wait, at_us: int, level: int, passed: Sequence[tuple[int, Rule]] = ()
-) -> Grant:
-    """A wait that ended at `at_us` at an aged `level`. `names` are the tiers', most important first."""
-    ahead = served_by_name(names, wait.served_ahead) if any(wait.served_ahead) else {}
-    overtaken = {names[tier]: rule.value for tier, rule in passed} if passed else {}
-    return Grant(at_us, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, ahead, level, overtaken)
 
 
 def served_by_name(names: Sequence[str], served: Sequence[int]) -> Mapping[str, int]:

@@ -66,11 +66,16 @@ class Waits:
         """A request enters an engine with so many tokens."""
         wait.overtaken_us = self._overtaken_us(wait)
         self.ended(wait)
-        if wait.number > self._latest:
-            self._latest = wait.number
-            self._steps.append(wait.number)
-            self._moments.append(now_us)
-        self._note_overtaken()
+        if not (self._ahead or self._ahead_again):
+            self._latest = max(self._latest, wait.number)
+            self._steps.clear()
+            self._moments.clear()
+        else:
+            if wait.number > self._latest:
+                self._latest = wait.number
+                self._steps.append(wait.number)
+                self._moments.append(now_us)
+            self._note_overtaken()
         served = list(self._served)
         served[wait.tier] += tokens
         self._served, wait.admitted_tokens = tuple(served), tokens

@@ -25,23 +25,40 @@ or a wrong prediction, costs a ticket no more than that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from operator import attrgetter
-from typing import NamedTuple
 
 from sidecar.policy.rules import UNLIMITED
+from sidecar.pools.engines import (
+    NORMAL_SPEED,
+    WEIGHT_PERCENT,
+    Capacity,
+    EngineOffer,
+    EngineState,
+    Found,
+    name_and_incarnation,
+    sum_of,
+    sum_of_offers,
+)
 
-WEIGHT_PERCENT = 200
-"""The weight of a predicted hit where the caller names none: 2. A policy's default is 3.
-Below 1 affinity is lost to load, far above it one engine takes everything.
-"""
+__all__ = [
+    "NORMAL_SPEED",
+    "WEIGHT_PERCENT",
+    "Capacity",
+    "EngineOffer",
+    "EngineState",
+    "Found",
+    "name_and_incarnation",
+    "sum_of",
+    "sum_of_offers",
+]
+
 HELD_PER_PREFILL = 50
 """So many tokens held (mostly decoding, side by side) delay a request as much as one un-prefilled token before it."""
 NEVER_US = 2**53 - 1
 RAMP_STEPS = 10
-NORMAL_SPEED = 1_000
 MOST_PLACED = 16
 """The most tickets for which one walk chooses an engine: the work of a decision is bounded, whatever waits."""
 MOST_HITS = 8
@@ -49,55 +66,6 @@ PATIENCE_US = 5_000_000
 PATIENCE_US_PER_HIT = 500
 """A hit saves less than that even on slow engines: they prefill 2,000 tokens a second. If tickets had less patience
 than claimants need under usual loads, every prefix would spread over all engines."""
-
-
-class EngineOffer(NamedTuple):
-    """The facts about one engine that its pool is given; whole numbers. `id` is `name#incarnation`.
-
-    `prefill` is the most un-prefilled prompt tokens that it may have, UNLIMITED where that is not bounded. `speed` is
-    in thousandths: 1000 is 1.0. An engine that does not take new work (it drains, is suspect, or is gone) keeps what it
-    holds. An engine that has been there since `since_us` starts slowly where `ramp_us` is not 0.
-    """
-
-    id: str
-    tokens: int
-    requests: int
-    prefill: int = UNLIMITED
-    speed: int = NORMAL_SPEED
-    takes_new: bool = True
-    ramp_us: int = 0
-    since_us: int = 0
-
-
-class EngineState(NamedTuple):
-    """One engine's ledger, for people. Without slow start the effective amounts are those of the offer.
-
-    `claims` counts the tickets that claimed it when the last walk over the waiting tickets ended.
-    """
-
-    id: str
-    takes_new: bool
-    is_capped: bool
-    tokens: int
-    requests: int
-    prefill: int
-    effective_tokens: int
-    effective_requests: int
-    effective_prefill: int
-    held_tokens: int
-    held_requests: int
-    unprefilled_tokens: int
-    claims: int
-
-
-class Found(NamedTuple):
-    """One engine's ledger when a ticket was admitted there, without the ticket; the capacity is the effective one."""
-
-    tokens: int
-    requests: int
-    held_tokens: int
-    held_requests: int
-    unprefilled_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -249,14 +217,6 @@ class EngineLedger:
             unprefilled_tokens=self.unprefilled,
             claims=self.claims if has_claimants and self.is_taking else 0,
         )
-
-
-class Capacity(NamedTuple):
-    """The size of the pool, None where a dimension is unbounded."""
-
-    tokens: int | None
-    requests: int | None
-    prefill: int | None
 
 
 _load = attrgetter("load")
@@ -476,22 +436,6 @@ class Placement:
         for ledger in self._claimed:
             ledger.load = ledger.unprefilled * HELD_PER_PREFILL + ledger.held_tokens
         self.placed, self._by_load = 0, None
-
-
-def name_and_incarnation(engine: str) -> tuple[bytes, int]:
-    """The order of engines, by their ids."""
-    name, _, incarnation = engine.rpartition("#")
-    return name.encode(), int(incarnation)
-
-
-def sum_of(figures: Collection[int]) -> int | None:
-    """The sum of several engines in one dimension, None where one of them is unbounded."""
-    return None if UNLIMITED in figures else sum(figures)
-
-
-def sum_of_offers(offers: Sequence[EngineOffer]) -> Capacity:
-    """The whole capacity of several engines."""
-    return Capacity(*map(sum_of, zip((0, 0, 0), *((it.tokens, it.requests, it.prefill) for it in offers), strict=True)))
 
 
 def _by_name(ledger: EngineLedger) -> tuple[bytes, int]:

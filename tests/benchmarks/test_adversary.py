@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +18,8 @@ from benchmarks.adversary.policies import BATCH, LOW, preempting, shipped
 from benchmarks.adversary.report import at_least, at_most
 from benchmarks.adversary.serving import Held
 from benchmarks.adversary.simulation import Overfilled, Request, Simulation, mean_of_steps, us
+from benchmarks.decisions import Decided
+from sidecar.core.tickets import Lease, Ticket
 from sidecar.events import StoreState
 from sidecar.policy.rules import Shares, pool_rules
 
@@ -35,30 +36,27 @@ class OneQueue:
 
     def __init__(self, room: float) -> None:
         self.room = room
-        self.waiting: dict[str, int] = {}
+        self.waiting: dict[str, Ticket] = {}
         self.held: dict[str, int] = {}
 
-    def submit(self, ticket_id: str, *, tokens: int, **_: object) -> None:
-        self.waiting[ticket_id] = tokens
+    def submit(self, ticket: Ticket) -> None:
+        self.waiting[ticket.id] = ticket
 
-    def dispatch(self, now_us: int) -> list[SimpleNamespace]:
+    def decide(self, now_us: int) -> Decided:
         admitted = []
-        while self.waiting and sum(self.held.values()) + next(iter(self.waiting.values())) <= self.room:
-            ticket_id = next(iter(self.waiting))
-            self.held[ticket_id] = self.waiting.pop(ticket_id)
-            admitted.append(SimpleNamespace(ticket=SimpleNamespace(id=ticket_id)))
-        return admitted
+        while self.waiting and sum(self.held.values()) + next(iter(self.waiting.values())).tokens <= self.room:
+            ticket = self.waiting.pop(next(iter(self.waiting)))
+            self.held[ticket.id] = ticket.tokens
+            admitted.append(Lease(ticket, "pool#1", 0, 0))
+        return Decided(admitted, [])
 
-    def settle(self, ticket_id: str, now_us: int) -> bool:
-        return self.held.pop(ticket_id, None) is not None
+    def settle(self, ticket_id: str, now_us: int) -> None:
+        del self.held[ticket_id]
 
-    def cancel(self, ticket_id: str, now_us: int) -> int | None:
-        return self.waiting.pop(ticket_id, None)
+    def cancel(self, ticket_id: str, now_us: int) -> None:
+        del self.waiting[ticket_id]
 
-    def preempt(self, now_us: int) -> list[SimpleNamespace]:
-        return []
-
-    def next_change_us(self, now_us: int) -> None:
+    def next_change_us(self) -> None:
         return None
 
 
@@ -198,7 +196,7 @@ def test_the_time_divided_lasts_until_the_last_one_is_back():
 
 
 def test_only_scripts_count_as_long_scripts():
-    entries = [[1, 0, 25_000, ["EVALSHA", "x"]], [2, 0, 90_000, ["FLUSHALL"]]]
+    entries = [[1, 0, 25_000, ["FCALL", "x"]], [2, 0, 90_000, ["FLUSHALL"]]]
     assert longest_ms(entries) == 25.0
     assert longest_ms([]) == 0.0
 

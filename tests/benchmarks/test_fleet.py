@@ -251,7 +251,6 @@ def test_virtual_time_and_real_processes_agree_where_nothing_is_by_chance(settin
 
 
 def test_the_sidecars_own_scheduler_runs_in_virtual_time(setting: Setting) -> None:
-    pytest.importorskip("sidecar.scheduling.fleet_scheduler")
     run = virtual.play(routers.OURS, setting)
     assert run.failed == 0
     assert max(each.most_tokens for each in run.engines) <= setting.engine_tokens
@@ -312,29 +311,6 @@ def test_a_router_that_does_not_start_is_named(setting: Setting) -> None:
         named = "nothing is no router; there are round-robin"
         with pytest.raises(routers.NotStarted, match=named), started("nothing", engines, setting):
             pass
-
-
-GREEDY = """
-from benchmarks.fleet.greedy import make_greedy
-from sidecar.scheduling.placement import EngineOffer, Placement, Placing
-
-def choices():
-    placement = Placement()
-    placement.set_engines([EngineOffer("a#1", 1_000, 10, 100), EngineOffer("b#1", 1_000, 10, 100)], 0)
-    placement.book(placement.ledgers["a#1"], 100, 1, 90, 90)
-    return [placement.best(100, 1, Placing(80, {"a#1": hit})).id for hit in (79, 60, 0)]
-
-before = choices()
-make_greedy()
-print(before, choices())
-"""
-
-
-def test_greedy_placement_takes_an_engine_with_room_and_not_the_best_one() -> None:
-    """In a process of its own: it replaces the placement of the process."""
-    pytest.importorskip("sidecar.scheduling.placement")
-    ended = subprocess.run([sys.executable, "-c", GREEDY], capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "['a#1', 'a#1', 'b#1'] ['a#1', 'b#1', 'b#1']"
 
 
 def test_every_scenario_has_a_row_in_the_documentation() -> None:

@@ -1,8 +1,10 @@
-"""Plays a scenario of `scenarios/` on the core: a pool that keeps the leases, as an owner does."""
+"""Plays a program on the core: a pool that keeps the leases, as an owner does."""
 
 from __future__ import annotations
 
 from fractions import Fraction
+
+from programs import expected
 
 from sidecar.core.amounts import UNBOUNDED, minus
 from sidecar.core.engines import Engine
@@ -69,6 +71,8 @@ def ticket_of(step, tier, now, number):
 
 
 class CorePlayer:
+    is_beyond = False  # see `LedgerPlayer`
+
     def __init__(self, scenario):
         self.rules = rules_of(scenario)
         self.names = [t.name for t in self.rules.tiers]
@@ -147,7 +151,8 @@ class CorePlayer:
 
     def dispatch(self, now):
         found = []
-        for ticket, engine, sent, *_ in self.scheduler.decide(now):
+        self.grants = self.scheduler.decide(now)
+        for ticket, engine, sent, *_ in self.grants:
             del self.tickets[ticket.id]
             self.leases[ticket.id] = Lease(ticket, engine, len(self.entered), sent, self.returns.get(ticket.id, 0))
             self.entered.append((ticket, now))
@@ -162,3 +167,17 @@ class CorePlayer:
         for lease in chosen:
             lease.is_chosen = True
         return [lease.ticket.id for lease in chosen]
+
+
+def first_difference(program, player_of=CorePlayer):
+    """The first step whose answer is another than the program's, in words for a reader."""
+    player = player_of(program)
+    for number, step in enumerate(program["steps"], 1):
+        now = round(step["at"] * 1e6)
+        player.do(step, now)
+        found = player.dispatch(now), player.preempt(now)
+        if player.is_beyond:
+            break
+        if found != expected(step):
+            return f"{program['name']}, step {number}: {found}, not {expected(step)}; {step}"
+    return None

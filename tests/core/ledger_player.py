@@ -1,4 +1,4 @@
-"""Plays a scenario of `rules/` or a golden program on a ledger: one replica, which shows all that waits."""
+"""Plays a program on a ledger: one replica, which shows all that waits."""
 
 from __future__ import annotations
 

@@ -665,9 +665,9 @@ class World:
     @staticmethod
     def row(member):
         total = {}
-        cells = [*member.cells.values(), *(entry.cell(tier) for tier, entry in member.outbox.values())]
-        for cell in cells:
-            add(total.setdefault((cell.tier, cell.engine), [0, 0, 0]), [cell.tokens, cell.requests, cell.sent])
+        granted = [((tier, entry.engine), entry.sums) for tier, entry in member.outbox.values()]
+        for key, sums in [*member.row.items(), *granted]:
+            add(total.setdefault(key, [0, 0, 0]), [*sums[:2], sums[3]])
         return total
 
     def excess(self, replica, engine):

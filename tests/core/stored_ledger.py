@@ -30,7 +30,8 @@ class StoredLedger:
                 parts["state"], count = re.subn(rf"(local {name} = )\d+", rf"\g<1>{10**15}", parts["state"])
                 assert count == 1
         if as_function:
-            client.function_load(script.library(parts), replace=True)
+            self._function, library = script.library(parts)
+            client.function_load(library, replace=True)
         else:
             self._hash = client.script_load(script.script(parts))
         self._messages = client.pubsub(ignore_subscribe_messages=True)
@@ -41,7 +42,7 @@ class StoredLedger:
         keys = [ROOT, *OLD_POOLS]
         words = [len(keys), *keys, packed, *([] if now_us is None else [now_us])]
         if self.as_function:
-            return self.client.execute_command("FCALL", script.FUNCTION, *words)
+            return self.client.execute_command("FCALL", self._function, *words)
         return self.client.execute_command("EVALSHA", self._hash, *words)
 
     def wake_ups(self) -> list[bytes]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import struct
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +12,16 @@ import fakeredis
 import msgspec
 import pytest
 import redis
+from core_player import first_difference
 from ledger_player import LedgerPlayer, rules_told
 from ledger_world import PROFILES, World
+from programs import programs, scenarios
 from stored_ledger import OLD_POOLS, ROOT, Both, StoredLedger
 
 from sidecar.core import ledger
 from sidecar.core.calls import LAYOUT, Bid, Call, Cell, EngineView, Reply
 from tests.support.each import each
 from tests.support.redis_servers import RedisServer, first_binary
-
-SCHEDULING = Path(__file__).parent.parent / "scheduling"
-sys.path.insert(0, str(SCHEDULING))
-
-import reference  # noqa: E402
-from golden_programs import read  # noqa: E402
-from record_golden import STEPS, Author, random_header  # noqa: E402
 
 os.environ["LUA_PATH"] = f"{Path(__file__).parents[1] / 'support' / 'lua'}/?.lua;;"
 
@@ -96,64 +88,29 @@ def both(stored: StoredLedger) -> Both:
     return Both(stored)
 
 
-def wrong_scenarios(stored: StoredLedger, part: slice) -> list[str]:
-    wrong = []
-    scenarios = [
-        each for file in sorted((SCHEDULING / "rules").glob("*.json")) for each in json.loads(file.read_text())
-    ]
-    assert len(scenarios) == 214
-    for scenario in scenarios[part]:
-        player = LedgerPlayer(scenario, both(stored))
-        for step in scenario["steps"]:
-            now = round(step["at"] * 1e6)
-            player.do(step, now)
-            entered = [(it["id"], it.get("engine", "pool#1")) for it in step["admitted"]]
-            found = player.dispatch(now), player.preempt(now)
-            if found != (entered, step.get("chosen", [])) and not player.is_beyond:
-                wrong.append(f"{scenario['name']}, at {step['at']}: {found}")
-                break
-    return wrong
+def wrong(stored: StoredLedger, played: Iterable[dict[str, Any]]) -> list[str]:
+    def player(program: dict[str, Any]) -> LedgerPlayer:
+        return LedgerPlayer(program, both(stored))
 
-
-def first_difference(stored: StoredLedger, program: dict[str, Any]) -> str | None:
-    """The first step whose answer is not the reference's."""
-    judge, player = reference.new(program), LedgerPlayer(program, both(stored))
-    judge.divide = lambda tokens, weight: tokens / weight
-    for number, step in enumerate(program["steps"], 1):
-        now = round(step["at"] * 1e6)
-        judge.do(step, now)
-        player.do(step, now)
-        expected = judge.dispatch(now), judge.preempt(now)
-        if (found := (player.dispatch(now), player.preempt(now))) != expected and not player.is_beyond:
-            return f"{program['name']}, step {number} {step}: {found}, not {expected}"
-    return None
-
-
-def random_program(seed: int) -> dict[str, Any]:
-    luck = random.Random(seed)
-    header = random_header(luck, f"seed {seed}", several=bool(seed & 1), by_gain=bool(seed & 2))
-    return Author(luck, header).write(STEPS)
+    return [found for program in played if (found := first_difference(program, player))]
 
 
 def test_it_gives_the_answers_of_scenarios(patient: StoredLedger) -> None:
-    assert wrong_scenarios(patient, slice(None, None, 6)) == []
+    assert wrong(patient, scenarios()[::6]) == []
 
 
 def test_it_answers_random_programs_as_the_reference(patient: StoredLedger) -> None:
-    assert [found for seed in range(12) if (found := first_difference(patient, random_program(seed)))] == []
+    assert wrong(patient, programs(range(12))) == []
 
 
 @pytest.mark.usefixtures("time_does_not_matter")
 def test_it_answers_programs_as_the_reference_in_a_fake() -> None:
-    stored = StoredLedger(fake(), is_patient=True)
-    assert [found for seed in range(4) if (found := first_difference(stored, random_program(seed)))] == []
+    assert wrong(StoredLedger(fake(), is_patient=True), programs(range(4))) == []
 
 
 @pytest.mark.soak
 def test_it_gives_the_answers_of_all_scenarios_and_programs(patient: StoredLedger) -> None:
-    assert wrong_scenarios(patient, slice(None)) == []
-    programs = [*read(), *map(random_program, range(100, 300))]
-    assert [found for program in programs if (found := first_difference(patient, program))] == []
+    assert wrong(patient, [*scenarios(), *programs(range(500))]) == []
 
 
 # -- what is no call

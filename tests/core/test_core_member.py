@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import math
-import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_replica import pool_rules
 from one_replica import OneReplica
+from programs import programs, random_program
 
 from sidecar.core import ledger, member
 from sidecar.core.calls import EngineView
 from sidecar.core.tickets import Ticket
 from tests.support.examples import examples
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scheduling"))
-
-import reference
-from golden_programs import read
-from record_golden import STEPS, Author, random_header
 
 BEAT_US = 1_000_000
 
@@ -60,21 +53,19 @@ def _play(judge: reference.Reference, one: OneReplica, step: dict[str, Any], now
     return True
 
 
-def test_it_gives_the_answers_of_golden_programs() -> None:
-    assert [found for program in read()[::20] if (found := first_difference(program, 32))] == []
+def test_it_gives_the_answers_of_programs() -> None:
+    assert [found for program in programs(range(16)) if (found := first_difference(program, 32))] == []
 
 
 @pytest.mark.long
-def test_it_gives_the_answers_of_all_golden_programs() -> None:
-    assert [found for program in read() if (found := first_difference(program, 32))] == []
+def test_it_gives_the_answers_of_300_programs() -> None:
+    assert [found for program in programs(range(300)) if (found := first_difference(program, 32))] == []
 
 
 @settings(max_examples=examples(20))
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, by_gain: bool) -> None:
-    luck = random.Random(seed)
-    header = random_header(luck, f"seed {seed}", several=several, by_gain=by_gain)
-    assert first_difference(Author(luck, header).write(STEPS), 32) is None
+    assert first_difference(random_program(seed, several=several, by_gain=by_gain), 32) is None
 
 
 LOOK_US = 100_000
@@ -124,13 +115,13 @@ def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_heartbeats")
 def test_calls_at_next_are_as_good_as_calls_all_the_time() -> None:
-    assert [found for program in [AGES, *read()[::20]] if (found := _calls_only_when_it_is_told(program))] == []
+    assert [found for program in [AGES, *programs(range(16))] if (found := _calls_only_when_it_is_told(program))] == []
 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("no_heartbeats")
-def test_calls_at_next_are_as_good_in_all_golden_programs() -> None:
-    assert [found for program in read() if (found := _calls_only_when_it_is_told(program))] == []
+def test_calls_at_next_are_as_good_in_300_programs() -> None:
+    assert [found for program in programs(range(300)) if (found := _calls_only_when_it_is_told(program))] == []
 
 
 def test_by_gain_the_best_is_shown_too() -> None:

@@ -16,7 +16,7 @@ import aiohttp
 from sidecar.app import AdmissionMiddleware
 from sidecar.fleet.routing import FleetRouting, ReplayReason
 from sidecar.policy.compiler import load
-from sidecar.pools.fleet import FleetPool
+from sidecar.pools import LedgerPool
 from sidecar.pools.redis import RedisFleetPool
 from tests.fleet.waiting import until
 from tests.support.engine import Connection, RawEngine, Received, raw_engine
@@ -104,7 +104,7 @@ class Routed:
         self.controller.observer = self.recorder
         assert isinstance(self.controller.routing, FleetRouting)
         self.routing = self.controller.routing
-        assert isinstance(self.routing.pool, FleetPool | RedisFleetPool)
+        assert isinstance(self.routing.pool, LedgerPool | RedisFleetPool)
         self.pool: Any = self.routing.pool
         self.fleet = self.routing.fleet
 
@@ -166,9 +166,8 @@ class Routed:
         for engine in self.pool.engines():
             found += [engine.held_tokens, engine.held_requests, engine.unprefilled_tokens, engine.claims]
         found += [member.in_flight for member in self.fleet.members()]
-        for level, tier in enumerate(pool["tiers"]):
+        for tier in pool["tiers"]:
             found += [tier["held"]["tokens"], tier["held"]["requests"]]
-            found += [] if is_shared else [self.pool._runtime.scheduler.held_prefill(level)]
         return [it for it in found if it]
 
 

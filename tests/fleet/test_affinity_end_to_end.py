@@ -76,7 +76,7 @@ async def test_without_affinity_nothing_is_predicted_and_a_reload_brings_it(tmp_
         text = policy.read_text()
         policy.write_text(text.replace("affinity: {prefix: false}", "affinity: {prefix: true, weight: 3}"))
         changed(sidecar, policy)
-        assert sidecar.pool._runtime.scheduler.placement.weight_percent == 300
+        assert sidecar.pool._rules.affinity_percent == 300
         found = await asyncio.gather(*(converse(sidecar, 100 + number, 3) for number in range(8)))
         assert all(len(set(engines)) == 1 for engines in found), found
 

@@ -16,7 +16,8 @@ from sidecar.middleware import engine_watch
 from sidecar.middleware.engine_watch import Cause, EngineCheck
 from sidecar.policy.fleet import MOST_OF_AN_ENGINE, Health
 from sidecar.policy.rules import UNLIMITED
-from sidecar.scheduling.placement import EngineOffer
+from sidecar.pools.engine_reader import HELD_BACK_S
+from sidecar.pools.engines import EngineOffer
 from tests.fleet.engines import FAST, READ, WRITTEN, LocalEngine, RudeEngine, engines, fleet_of, listed, states
 from tests.fleet.waiting import now_us, open_sockets, other_tasks, until
 from tests.support.redis_servers import free_port
@@ -322,7 +323,7 @@ async def test_an_engine_with_a_crowd_inside_is_capped() -> None:
         fleet.on_crowded = lambda engine_id, for_s: crowded.append((engine_id, for_s))
         rude.waiting = 50
         await until(lambda: crowded)
-        assert crowded[0] == ("a#1", 3.0)
+        assert crowded[0] == ("a#1", HELD_BACK_S)
         assert states(fleet) == {"a#1": "capped"}
         assert offer(fleet, "a").takes_new is True, "the pool bounds what it gets"
     await engine.stop()
@@ -372,8 +373,7 @@ async def test_drain_and_resume(caplog: pytest.LogCaptureFixture) -> None:
         assert (states(fleet), offer(fleet, "a").takes_new) == ({"a#1": "draining"}, False)
         fleet.resume("a")
         assert (states(fleet), offer(fleet, "a").takes_new) == ({"a#1": "ready"}, True)
-        fleet.cap("a#1", 0.2)
-        fleet.cap("a#9", 0.2)
+        fleet.members()[0].cap(0.2)
         assert states(fleet) == {"a#1": "capped"}
         await until(lambda: states(fleet) == {"a#1": "ready"})
     logged = [

@@ -1,4 +1,4 @@
-"""Several engines and `order: gain`, with real requests: whose deadline is nearer goes first, on whichever engine."""
+"""Several engines and `order: gain`, with real requests: the most for the engine's time goes first, on any engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from sidecar.policy.store import STORE_VARIABLE
-from sidecar.pools.redis import RedisFleetPool
-from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
 from tests.fleet.routed import Act, Routed, Rude, changed, engines_of, ok, routed, rude, write_policy
 from tests.fleet.waiting import until
 from tests.support.engine import Connection, Received
@@ -19,7 +17,6 @@ from tests.support.redis_servers import RedisServer, first_binary
 
 pytestmark = pytest.mark.anyio
 SLO = "max_wait: 30s}, slo: {ttft: 2s, tpot: 100ms}, gain: {weight: 4}}"
-PATIENT = {"x-priority": "normal", "x-slo-ttft-ms": "60000"}
 
 
 @pytest.fixture(autouse=True, params=["one process", "store"])
@@ -82,8 +79,6 @@ async def stand(folder: Path, **settings: str) -> AsyncIterator[tuple[Routed, He
     """Two engines, both busy."""
     held = Held()
     async with rude(held.act(), held.act()) as engines, routed(by_gain(folder, engines, **settings)) as sidecar:
-        is_shared = isinstance(sidecar.pool, RedisFleetPool)
-        assert is_shared or isinstance(sidecar.pool._runtime.scheduler, GainFleetScheduler)
         running = [sidecar.begin(headers=named("running")) for _ in range(2)]
         await until(lambda: len(held.came) == 2)
         yield sidecar, held
@@ -99,23 +94,24 @@ async def in_queue(sidecar: Routed, *requests: dict[str, str]) -> list[asyncio.T
     begun = []
     before = sidecar.waiting
     for number, headers in enumerate(requests):
-        begun.append(sidecar.begin(headers=headers))
+        tokens = 4_000 if headers["x-name"].startswith("long") else 5
+        begun.append(sidecar.begin(headers=headers, max_tokens=tokens))
         await until(lambda number=number: sidecar.waiting == before + number + 1)
     return begun
 
 
-async def test_the_nearer_deadline_goes_first_on_any_engine(tmp_path: Path) -> None:
+async def test_what_costs_less_of_the_engines_time_goes_first_on_any_engine(tmp_path: Path) -> None:
     async with stand(tmp_path) as (sidecar, held):
         waiting = await in_queue(
             sidecar,
             named("bulk", {"x-priority": "batch"}),
-            named("patient", PATIENT),
-            named("patient too", PATIENT),
-            named("urgent"),
-            named("urgent too"),
+            named("long"),
+            named("long too"),
+            named("short"),
+            named("short too"),
         )
         found = await held.serve(waiting)
-        assert found == ["urgent", "urgent too", "patient", "patient too", "bulk"]
+        assert found == ["short", "short too", "long", "long too", "bulk"]
 
 
 async def test_an_engine_that_breaks_loses_no_request_and_no_order(tmp_path: Path) -> None:
@@ -123,22 +119,22 @@ async def test_an_engine_that_breaks_loses_no_request_and_no_order(tmp_path: Pat
     async with rude(held.act(), held.act()) as engines, routed(by_gain(tmp_path, engines)) as sidecar:
         running = [sidecar.begin(headers=named("running")) for _ in range(2)]
         await until(lambda: len(held.came) == 2)
-        waiting = await in_queue(sidecar, named("patient", PATIENT), named("urgent"))
+        waiting = await in_queue(sidecar, named("long"), named("short"))
         await engines[0].crash()
         found = await held.serve([*waiting, running[0]])
-        assert sorted(found) == ["patient", "running", "urgent"]  # the one that the broken engine had, once more
-        assert found.index("urgent") < found.index("patient")
+        assert sorted(found) == ["long", "running", "short"]  # the one that the broken engine had, once more
+        assert found.index("short") < found.index("long")
         assert {reply.status for reply in await asyncio.gather(*running)} == {200}
 
 
 async def test_a_reload_keeps_what_waits_and_its_order(tmp_path: Path) -> None:
     async with stand(tmp_path) as (sidecar, held):
-        waiting = await in_queue(sidecar, named("patient", PATIENT), named("urgent"))
+        waiting = await in_queue(sidecar, named("long"), named("short"))
         path = tmp_path / "policy.yaml"
         path.write_text(path.read_text().replace("order: gain", "order: gain\nfair: 100%"))
         changed(sidecar, path)
-        waiting += await in_queue(sidecar, named("patient too", PATIENT))
-        assert await held.serve(waiting) == ["urgent", "patient", "patient too"]
+        waiting += await in_queue(sidecar, named("long too"))
+        assert await held.serve(waiting) == ["short", "long", "long too"]
 
 
 async def test_the_floor_is_filled_in_fair_order_before_any_gain(tmp_path: Path) -> None:
@@ -146,17 +142,16 @@ async def test_the_floor_is_filled_in_fair_order_before_any_gain(tmp_path: Path)
         path = tmp_path / "policy.yaml"
         path.write_text(path.read_text().replace("batch: {", "batch: {reserve: 50%, "))
         changed(sidecar, path)
-        waiting = await in_queue(sidecar, named("urgent"), named("bulk", {"x-priority": "batch"}))
-        assert await held.serve(waiting) == ["bulk", "urgent"]
+        waiting = await in_queue(sidecar, named("short"), named("bulk", {"x-priority": "batch"}))
+        assert await held.serve(waiting) == ["bulk", "short"]
 
 
 @pytest.mark.parametrize("place", ["one process"], indirect=True)
 @pytest.mark.long
 async def test_without_the_store_a_replica_keeps_the_order_on_its_parts(tmp_path: Path, store: RedisServer) -> None:
     async with stand(tmp_path) as (sidecar, held):
-        waiting = await in_queue(sidecar, named("patient", PATIENT), named("urgent"))
+        waiting = await in_queue(sidecar, named("long"), named("short"))
         store.kill()
-        await until(lambda: sidecar.pool._partition is not None)
-        assert isinstance(sidecar.pool._partition.scheduler, GainFleetScheduler)
-        waiting += await in_queue(sidecar, named("patient too", PATIENT), named("urgent too"))
-        assert await held.serve(waiting) == ["urgent", "urgent too", "patient", "patient too"]
+        await until(sidecar.pool.readiness)
+        waiting += await in_queue(sidecar, named("long too"), named("short too"))
+        assert await held.serve(waiting) == ["short", "short too", "long", "long too"]

@@ -178,15 +178,14 @@ class World:
 
     def check(self) -> None:
         """The ledgers are those of the leases, un-prefilled tokens those of calls without a first byte at the most."""
-        scheduler = self.stand.pool._runtime.scheduler
+        of_pool = [it.held for it in self.stand.pool._requests.values() if it.held is not None]
         for state in self.stand.pool.engines():
-            leases = [it for it in scheduler._leases.values() if it.placing.engine and it.placing.engine.id == state.id]
-            held = sum(it.tokens for it in leases), sum(it.requests for it in leases)
+            leases = [it for it in of_pool if it.engine == state.id]
+            held = sum(it.ticket.tokens for it in leases), sum(it.ticket.requests for it in leases)
             assert (state.held_tokens, state.held_requests) == held
-            assert state.unprefilled_tokens == sum(it.placing.unprefilled for it in leases)
+            assert state.unprefilled_tokens == sum(it.sent for it in leases)
             assert min(state.held_tokens, state.held_requests, state.unprefilled_tokens) >= 0
-            bound = sum(it.placing.prompt for it in leases)
-            assert state.unprefilled_tokens <= bound
+            assert state.unprefilled_tokens <= sum(it.ticket.prompt for it in leases)
         running = len(self.calls)
         timers = [route for route in self.routes if route._timer is not None and not route._timer.cancelled()]
         assert len([route for route in timers if route._timer.when() > asyncio.get_running_loop().time()]) <= running  # type: ignore[union-attr]

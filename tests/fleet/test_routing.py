@@ -6,11 +6,12 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from sidecar.fleet import routing
-from tests.fleet.engines import LocalEngine
+from tests.fleet.engines import LocalEngine, engines, fleet_of
 from tests.fleet.routed import (
     Act,
     engines_of,
@@ -52,9 +53,9 @@ async def test_a_refused_connection_is_no_error_and_the_engine_gets_no_more_requ
             assert [story.end.outcome.value for story in sidecar.recorder.stories] == ["completed"] * 8
 
 
-@pytest.mark.parametrize(("status", "header", "capped_s"), [(429, None, 1), (503, "20", 20), (529, "9" * 400, 60)])
+@pytest.mark.parametrize(("status", "header"), [(429, None), (503, "20"), (529, "9" * 400)])
 async def test_an_engine_that_says_it_is_full_is_capped_and_the_request_goes_elsewhere(
-    tmp_path: Path, status: int, header: str | None, capped_s: int
+    tmp_path: Path, status: int, header: str | None
 ) -> None:
     headers = () if header is None else (f"retry-after: {header}",)
     async with fleet_before(tmp_path, refusing(status, *headers), ok) as (sidecar, a, _b):
@@ -62,14 +63,24 @@ async def test_an_engine_that_says_it_is_full_is_capped_and_the_request_goes_els
         found = await sidecar.ask()
         assert (found.status, found.engine) == (200, "b")
         member = sidecar.fleet.members()[0]
-        assert before_us <= member.capped_until_us - capped_s * 10**6 <= sidecar.pool.now_us()
+        assert before_us <= member.capped_until_us - 10**6 <= sidecar.pool.now_us()
         assert member.ejections == {}, "not a failure"
         assert sidecar.replays == {"full": 1}
-        if header is not None:
-            assert member.state.value == "capped"
-            for _ in range(5):
-                assert (await sidecar.ask()).engine == "b"
-            assert a.count == 1, "it was left alone"
+        assert a.count == 1
+
+
+async def test_an_engine_that_refuses_again_is_left_alone_for_longer_and_no_longer_than_it_says() -> None:
+    async with engines(1) as (engine,), fleet_of([engine.address("a")]) as fleet:
+        member, now_us = fleet.members()[0], fleet.now_us()
+        with mock.patch.object(fleet, "now_us", side_effect=lambda: now_us):
+            capped_s = []
+            for retry_after_s in (20, 20, 20, 20, 20, 20, 3):
+                capped_s.append(member.refused(retry_after_s))
+                assert member.refused(retry_after_s) == capped_s[-1], "by what was sent before"
+                now_us = member.capped_until_us
+            assert capped_s == [1, 2, 4, 8, 16, 20, 3]
+            member.answered(now_us)
+            assert member.refused(20) == 1
 
 
 @pytest.mark.parametrize("act", [reset, reset_after_head])

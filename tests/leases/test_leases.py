@@ -35,7 +35,7 @@ from sidecar.leases import Admission, HeldLease
 from sidecar.leases.threads import ThreadLeaseBlock
 from sidecar.policy.compiler import load
 from sidecar.policy.model import StoreLoss
-from sidecar.pools import Ask, LocalPool
+from sidecar.pools import Ask
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.middleware import Recorder
@@ -330,19 +330,18 @@ class TestPreemption:
     async def test_one_that_is_preempted_before_its_holder_has_it_waits_again(self, admission: Admission) -> None:
         """Its task is canceled by no one: nothing was begun."""
         pool = admission.controller.pool
-        assert isinstance(pool, LocalPool)
 
         async def low() -> tuple[bool, int]:
             async with admission.lease(tier="low", tokens=1000) as lease:
                 return lease.is_preempted, _cancelling()
 
-        first = pool.enter_now(HIGH)
+        first = await pool.enter(HIGH)
         task = asyncio.ensure_future(low())
         await anyio.sleep(0.01)
         first.settle()  # the room of `low`, which has not run since
-        second = pool.enter_now(HIGH)
+        second = await pool.enter(HIGH)
         time.sleep(0.05)  # noqa: ASYNC251  # the time of `preempt_after` is over before `low` runs
-        third = pool.enter_now(HIGH)  # the pool decides now
+        third = await pool.enter(HIGH)  # the pool decides now
         await anyio.sleep(0.05)
         assert second.grant is not None
         assert not task.done()

@@ -15,7 +15,7 @@ from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Learn
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools import LocalPool
+from sidecar.pools import LedgerPool
 from sidecar.pools.base import Ask, Lease
 from tests.middleware.test_lease_size import Stream
 from tests.pools.harness import policy_of
@@ -43,7 +43,7 @@ class World:
     """One pool that is always full, two tenants of equal weight that always wait, and their real lengths."""
 
     def __init__(self, learn: Learn) -> None:
-        self.pool = LocalPool(policy_of(pool_rules(tokens=60_000, requests=None, tiers=(Shares("normal"),))))
+        self.pool = LedgerPool(policy_of(pool_rules(tokens=60_000, requests=None, tiers=(Shares("normal"),))))
         self.sizes = LeaseSizes(learn, self.pool.now_us, LengthEstimator())
         self.payload = decode(Api.CHAT, BODY)
         self.rng = random.Random(7)
@@ -99,7 +99,7 @@ async def share_of_bursty(learn: Learn) -> float:
 
 @pytest.mark.parametrize("learn", [Learn.CAUTIOUS, pytest.param(Learn.FULL, marks=pytest.mark.long)])
 async def test_a_tenant_whose_few_answers_are_very_long_gets_half_of_two_tenants(learn: Learn) -> None:
-    assert 0.42 <= await share_of_bursty(learn) <= 0.56
+    assert 0.42 <= await share_of_bursty(learn) <= 0.58
 
 
 async def test_without_the_charge_it_would_get_far_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +120,4 @@ async def test_an_engine_that_says_an_absurd_number_costs_no_more_than_the_reque
     size = world.sizes.begin(expected, running, answer, streams=False)
     assert size is not None
     size.ended(said)
-    queue = world.pool._runtime.scheduler._tiers[0].queue
-    finish = queue._lanes["steady"].finish if "steady" in queue._lanes else 0.0
-    assert finish == (PROMPT + MOST - expected.tokens if said > 0 else 0)
+    assert running.paid_tokens == (PROMPT + MOST if said > 0 else expected.tokens)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from fractions import Fraction
 
 from sidecar.policy.model import Policy
-from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules
 from sidecar.pools import Pool
 from sidecar.pools.ledger_pool import LedgerPool
-from tests.pools.harness import Clock
+from tests.pools.harness import Clock, with_shares
 
 
 class CoreHarness:
@@ -35,28 +33,3 @@ class CoreHarness:
 
     async def close(self) -> None:
         pass
-
-
-def with_shares(policy: Policy) -> Policy:
-    """The policy with the shares that its rules were made of, as far as whole numbers say."""
-    if policy.shares:
-        return policy
-    fair = Fraction(1)  # floors are all of the reserves
-    return replace(policy, shares=tuple(_shares(policy.rules, tier) for tier in policy.rules.tiers), fair=fair)
-
-
-def _shares(rules: PoolRules, tier: TierRules) -> Shares:
-    sizes = [
-        (rules.tokens, tier.reserve_tokens, tier.headroom_tokens, tier.limit_tokens),
-        (rules.requests, tier.reserve_requests, tier.headroom_requests, tier.limit_requests),
-    ]
-    size, reserve, headroom, limit = max(it for it in sizes if it[0] != UNLIMITED) if sizes else sizes[0]
-    return Shares(
-        tier.name,
-        Fraction(reserve, size),
-        1 - Fraction(headroom, reserve) if reserve else Fraction(1),
-        Fraction(limit, size) if tier.limited else Fraction(1),
-        tier.always_first,
-        tier.preemptible,
-        tier.preempt_after_us,
-    )

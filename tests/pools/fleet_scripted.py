@@ -20,11 +20,11 @@ from test_gain_fleet import GainTwins
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools.base import Ask
+from sidecar.pools.engines import WEIGHT_PERCENT
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Argument, Reply
 from sidecar.pools.redis.script import joined
 from sidecar.scheduling import Admission
-from sidecar.scheduling.placement import WEIGHT_PERCENT
 from tests.pools.harness import Clock, policy_of
 from tests.pools.redis_harness import clocked, undivided
 from tests.pools.scripted import Scripted, finish_tags

@@ -10,9 +10,10 @@ from typing import Protocol
 
 from sidecar.engines import NoEngine
 from sidecar.policy.model import Policy, Source, Tier
-from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, pool_rules
+from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, pool_rules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools import Ask, LocalPool, Pool
+from sidecar.pools import Ask, Pool
+from sidecar.pools.local import LocalPool
 
 
 class Clock:
@@ -88,7 +89,7 @@ def allow_any_size(sizes: SizeLimits) -> None:
 
 def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_tokens: int | None = None) -> Policy:
     """A policy around rules; what a pool does not look at is left empty."""
-    return Policy(
+    policy = Policy(
         rules=rules,
         tiers=tuple(
             Tier(tier.name, tier.level, 512, max_waiting=max_waiting, max_request_tokens=max_request_tokens)
@@ -108,6 +109,32 @@ def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_t
         disconnect_grace_s=2,
         tokenizer=None,
         generation="test",
+    )
+    return with_shares(policy)
+
+
+def with_shares(policy: Policy) -> Policy:
+    """The policy with the shares that its rules were made of, as far as whole numbers say."""
+    if policy.shares:
+        return policy
+    fair = Fraction(1)  # floors are all of the reserves
+    return replace(policy, shares=tuple(_shares(policy.rules, tier) for tier in policy.rules.tiers), fair=fair)
+
+
+def _shares(rules: PoolRules, tier: TierRules) -> Shares:
+    sizes = [
+        (rules.tokens, tier.reserve_tokens, tier.headroom_tokens, tier.limit_tokens),
+        (rules.requests, tier.reserve_requests, tier.headroom_requests, tier.limit_requests),
+    ]
+    size, reserve, headroom, limit = max([it for it in sizes if it[0] != UNLIMITED] or [(1, 0, 0, 1)])
+    return Shares(
+        tier.name,
+        Fraction(reserve, size),
+        1 - Fraction(headroom, reserve) if reserve else Fraction(1),
+        Fraction(limit, size) if tier.limited else Fraction(1),
+        tier.always_first,
+        tier.preemptible,
+        tier.preempt_after_us,
     )
 
 

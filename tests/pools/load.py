@@ -13,8 +13,8 @@ from typing import Any
 from sidecar.errors import AdmissionError
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.store import store_address
+from sidecar.pools.clock import Clock, monotonic_us
 from sidecar.pools.redis import RedisPool, connector
-from sidecar.pools.runtime import Clock, monotonic_us
 from tests.pools.harness import ask
 
 LONGEST_WAIT_S = 30.0

@@ -14,14 +14,14 @@ import pytest
 from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, Shares, pool_rules
-from sidecar.pools import EngineSizedPool, LocalPool, Pool
+from sidecar.pools import Pool
 from sidecar.pools.redis.protocol import root_key, rules_text
 from sidecar.scheduling import Scheduler
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 from tests.pools.load import until
 from tests.pools.redis_harness import RedisHarness
-from tests.pools.test_engine_capacity import Engine, following
+from tests.pools.test_engine_capacity import Engine, following, sized
 from tests.pools.test_engine_capacity import policy_of as sized_by_engine
 from tests.support.redis_servers import RedisServer, first_binary
 
@@ -228,7 +228,7 @@ async def test_a_new_policy_admits_no_one_before_the_engine_has_spoken() -> None
 
 async def test_how_many_may_wait_inside_the_engine_is_followed() -> None:
     policy = sized_by_engine("1", waiting=2)
-    pool = EngineSizedPool(policy, LocalPool(policy), Engine(1000, 4), 60)
+    pool = sized(Engine(1000, 4), policy, 60)
     await pool.open()
     assert pool.state()["capacity"] == {"tokens": 1000, "requests": 6}
     pool.change_policy(replace(policy, engine_capacity=EngineCapacity(Fraction(1), 8)))

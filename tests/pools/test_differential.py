@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from sidecar.errors import QueueFull
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools import LocalPool
 from sidecar.pools.base import Lease
+from sidecar.pools.local import LocalPool
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Argument, WaitReply
 from tests.pools.harness import Clock, allow_any_size, ask, policy_of

@@ -17,7 +17,7 @@ from sidecar.engines.pages import Page, Unread
 from sidecar.errors import CapacityUnknown, RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, Shares
-from sidecar.pools import EngineSizedPool, LocalPool
+from sidecar.pools import EngineSize, LedgerPool
 from tests.pools.harness import ask, simple
 
 pytestmark = pytest.mark.anyio
@@ -60,10 +60,15 @@ def policy_of(fraction: str = "1", waiting: int = 2, **written: int) -> Policy:
     return replace(simple(tokens=None), engine=Vllm, engine_capacity=capacity, shares=shares)
 
 
+def sized(engine: Engine, policy: Policy, every_s: float = EVERY_S) -> LedgerPool:
+    return LedgerPool(policy, size=EngineSize(policy, engine, read_every_s=every_s))
+
+
 @asynccontextmanager
-async def following(engine: Engine, policy: Policy | None = None) -> AsyncIterator[EngineSizedPool]:
-    policy = policy or policy_of()
-    pool = EngineSizedPool(policy, LocalPool(policy), engine, EVERY_S)
+async def following(
+    engine: Engine, policy: Policy | None = None, every_s: float = EVERY_S
+) -> AsyncIterator[LedgerPool]:
+    pool = sized(engine, policy or policy_of(), every_s)
     await pool.open()
     try:
         yield pool
@@ -79,7 +84,7 @@ async def until(condition: Callable[[], Any]) -> None:
     raise AssertionError("never happened")
 
 
-def capacity(pool: EngineSizedPool) -> Any:
+def capacity(pool: LedgerPool) -> Any:
     return pool.state()["capacity"]
 
 
@@ -116,7 +121,7 @@ async def test_no_one_is_admitted_before_the_engine_has_spoken_and_all_is_well_w
 
 
 async def test_a_server_without_a_lifespan_reads_the_engine_at_the_first_request() -> None:
-    pool = EngineSizedPool(policy_of(), LocalPool(policy_of()), Engine(), EVERY_S)
+    pool = sized(Engine(), policy_of())
     assert (await pool.enter(ask())).grant is not None
     await pool.close()
 
@@ -198,17 +203,21 @@ async def test_admission_stops_while_too_much_waits_inside_the_engine() -> None:
         assert pool.notices() == []
 
 
-async def test_a_tier_with_a_reserve_goes_on_one_request_at_a_time_while_the_engine_is_full() -> None:
+async def test_the_engine_runs_no_more_than_it_does_while_it_is_full_and_its_tiers_take_turns() -> None:
     engine = Engine()
     async with following(engine, policy_of(waiting=2)) as pool:
-        await pool.enter(ask(tier=1))
+        running = [await pool.enter(ask(tier=1)) for _ in range(2)]
         engine.waiting = 3
         await until(lambda: pool.state()["engine"]["held_back"])  # type: ignore[index]
+        later = await pool.enter(ask(tier=1))
         first, second = await pool.enter(ask()), await pool.enter(ask())
-        assert first.grant is not None
-        assert second.grant is None
-        first.settle()
+        assert [lease.grant for lease in (later, first, second)] == [None] * 3
+        running[0].settle()
+        assert first.grant is not None, "it is inside its tier's reserve"
+        assert [lease.grant for lease in (later, second)] == [None] * 2
+        running[1].settle()
         assert second.grant is not None
+        assert later.grant is None
 
 
 async def test_an_engine_that_does_not_say_how_many_it_runs_shows_it_when_it_is_full() -> None:
@@ -233,21 +242,19 @@ async def test_an_engine_that_does_not_say_how_many_it_runs_shows_it_when_it_is_
 
 async def test_what_waits_for_a_moment_only_stops_no_one() -> None:
     engine = Engine()
-    pool = EngineSizedPool(policy_of(waiting=2), LocalPool(policy_of()), engine, 0.2)
-    await pool.open()
-    await pool.enter(ask())
-    engine.waiting = 50  # a burst has arrived, and the engine takes it in with its next step
-    reads = engine.reads
-    await until(lambda: engine.reads > reads)
-    engine.waiting = 0
-    assert (await pool.enter(ask())).grant is not None
-    await until(lambda: engine.reads > reads + 4)
-    assert not pool.state()["engine"]["held_back"]  # type: ignore[index]
-    await pool.close()
+    async with following(engine, policy_of(waiting=2), 0.2) as pool:
+        await pool.enter(ask())
+        engine.waiting = 50  # a burst has arrived, and the engine takes it in with its next step
+        reads = engine.reads
+        await until(lambda: engine.reads > reads)
+        engine.waiting = 0
+        assert (await pool.enter(ask())).grant is not None
+        await until(lambda: engine.reads > reads + 4)
+        assert not pool.state()["engine"]["held_back"]  # type: ignore[index]
 
 
 async def test_an_engine_that_is_lost_while_it_was_full_stops_no_one_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidecar.pools.engine_capacity.HELD_BACK_S", 0.2)
+    monkeypatch.setattr("sidecar.pools.engine_size.HELD_BACK_S", 0.2)
     engine = Engine()
     async with following(engine, policy_of(waiting=0)) as pool:
         await pool.enter(ask())
@@ -285,7 +292,8 @@ async def test_a_defect_in_reading_is_survived(caplog: pytest.LogCaptureFixture)
 async def test_preemptions_are_passed_on_also_over_a_restart_and_a_time_without_them() -> None:
     engine, passed = Engine(), list[int]()
     async with following(engine) as pool:
-        pool.on_preemptions = lambda total, now_us: passed.append(total if now_us > 0 else -1)
+        assert pool._size is not None
+        pool._size.reader.on_preemptions = lambda total, now_us: passed.append(total if now_us > 0 else -1)
         await until(lambda: engine.reads > 3)
         assert passed == []
         for counter, total in ((7, 0), (9, 2), (9, 2), (4, 6), (None, 6), (5, 7), (2**60, 2**60 + 2), (0, 2**60 + 2)):

@@ -13,9 +13,9 @@ import pytest
 
 from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
+from sidecar.pools.clock import monotonic_us
 from sidecar.pools.redis import RedisPool, outage, session
 from sidecar.pools.redis.protocol import SILENCE_S
-from sidecar.pools.runtime import monotonic_us
 from tests.pools.conftest import BINARIES, FIRST, OTHERS, SERVERS, Servers
 from tests.pools.harness import ask, simple
 from tests.pools.load import Load, nothing_left, recovered, replicas, store_of, until

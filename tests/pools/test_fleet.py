@@ -11,9 +11,9 @@ from sidecar.events import Obstacle, Placed
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, Shares, pool_rules
 from sidecar.pools import Ask, EnginePool, Lease
+from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 from sidecar.pools.fleet import FleetPool
 from sidecar.pools.ledger_pool import LedgerPool
-from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer
 from tests.pools.harness import Clock, policy_of
 
 pytestmark = pytest.mark.anyio

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from sidecar.policy.rules import UNLIMITED, Shares, pool_rules
 from sidecar.pools.base import Ask
+from sidecar.pools.engines import EngineOffer
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.script import joined
 from sidecar.scheduling.claims import MOST_CLAIMANTS
-from sidecar.scheduling.placement import PATIENCE_US, EngineOffer
+from sidecar.scheduling.placement import PATIENCE_US
 from tests.pools.fleet_scripted import ScriptedFleet, Triplets, TwoReplicas, engines_policy
 from tests.pools.harness import Clock
 from tests.support.redis_servers import RedisServer, first_binary

@@ -11,9 +11,10 @@ import redis
 
 from sidecar.policy.rules import Shares
 from sidecar.pools.base import Ask
+from sidecar.pools.engines import EngineOffer, Found
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Reply
-from sidecar.scheduling.placement import PATIENCE_US, PATIENCE_US_PER_HIT, EngineOffer, Found
+from sidecar.scheduling.placement import PATIENCE_US, PATIENCE_US_PER_HIT
 from tests.pools.fleet_scripted import ScriptedFleet, engines_policy
 from tests.pools.harness import Clock
 from tests.support.redis_servers import RedisServer

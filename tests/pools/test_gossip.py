@@ -14,8 +14,9 @@ import pytest
 
 from sidecar.events import StoreState
 from sidecar.policy.store import store_address
-from sidecar.pools import LocalPool, Merge, NotShared, PeerReport, PeerReports, Pool
+from sidecar.pools import Merge, NotShared, PeerReport, PeerReports, Pool
 from sidecar.pools.base import MOST_REPORT_BYTES
+from sidecar.pools.local import LocalPool
 from sidecar.pools.redis import RedisPool, connector
 from sidecar.pools.redis.protocol import root_key
 from tests.fleet.waiting import until

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from sidecar.errors import QueueFull, RemainingLimits, TenantLimit
 from sidecar.policy.model import Limits, Policy
-from sidecar.pools import Ask, LocalPool
+from sidecar.pools import Ask
 from sidecar.pools.base import Lease
 from sidecar.pools.limits import downgraded, tenant_limit
+from sidecar.pools.local import LocalPool
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.pool import _remaining
 from tests.pools import scripted

@@ -19,16 +19,16 @@ from sidecar.errors import RequestTooLarge, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.policy.store import store_address
-from sidecar.pools import Ask, Lease, LocalPool, Pool
+from sidecar.pools import Ask, Lease, Pool
 from sidecar.pools.base import new_lease
+from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 from sidecar.pools.fleet import FleetPool
 from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.local import LocalPool
 from sidecar.pools.redis import RedisFleetPool, RedisPool, connector
 from sidecar.pools.redis.batch import MOST_RESIZES, SHRINKS_WITHIN_S, BatchQueue
 from sidecar.pools.redis.protocol import BEAT_S, END, RESIZE
-from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer
 from tests.pools.conftest import in_both_orders
-from tests.pools.core_harness import with_shares
 from tests.pools.fleet_scripted import engines_policy
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 from tests.pools.load import until
@@ -56,7 +56,7 @@ async def opened(kind: str, server: RedisServer, name: str = "moving") -> AsyncI
     elif kind == "fleet":
         pool = FleetPool(several)
     elif kind == "core":
-        pool = LedgerPool(with_shares(one))
+        pool = LedgerPool(one)
     elif kind == "core fleet":
         pool = LedgerPool(several, weight_percent=WEIGHT_PERCENT)
     elif kind == "redis":

@@ -8,9 +8,8 @@ import pytest
 
 from sidecar.events import Obstacle
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools import LocalPool
 from sidecar.pools.ledger_pool import LedgerPool
-from tests.pools.core_harness import with_shares
+from sidecar.pools.local import LocalPool
 from tests.pools.harness import Clock, ask, policy_of, simple
 
 pytestmark = pytest.mark.anyio
@@ -37,7 +36,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 async def test_a_pool_without_room_says_what_it_counts(
     kind: Kind, tokens: int | None, requests: int | None, said: str
 ) -> None:
-    pool = kind(with_shares(simple(tokens=tokens, requests=requests)), Clock())
+    pool = kind(simple(tokens=tokens, requests=requests), Clock())
     await pool.enter(ask(tokens=60, requests=2))
     waiting = ask(tokens=30, requests=2)
     assert (await pool.enter(waiting)).grant is None
@@ -45,7 +44,7 @@ async def test_a_pool_without_room_says_what_it_counts(
 
 
 async def test_a_single_request_that_has_no_place_asks_for_one_request_and_not_for_its_tokens(kind: Kind) -> None:
-    pool = kind(with_shares(simple(tokens=1000, requests=1)), Clock())
+    pool = kind(simple(tokens=1000, requests=1), Clock())
     await pool.enter(ask(tokens=3))
     await pool.enter(ask(tokens=3))
     said = "the pool has no room: 1 of 1 requests are held, and it asks for 1 request"
@@ -54,7 +53,7 @@ async def test_a_single_request_that_has_no_place_asks_for_one_request_and_not_f
 
 async def test_a_tier_at_its_limit_says_which_one(kind: Kind) -> None:
     tiers = (Shares("high", Fraction(0)), Shares("low", Fraction(0), limit=Fraction(1, 5)))
-    pool = kind(with_shares(policy_of(pool_rules(tokens=1000, requests=10, tiers=tiers))), Clock())
+    pool = kind(policy_of(pool_rules(tokens=1000, requests=10, tiers=tiers)), Clock())
     for _ in range(3):
         await pool.enter(ask(tier=1, tokens=5))
     obstacle, said = pool.obstacle(ask(tier=1, tokens=5))

@@ -18,11 +18,11 @@ from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, larges
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools import Ask, Grant
 from sidecar.pools.base import Lease, WaitOutcome
+from sidecar.pools.clock import monotonic_us
 from sidecar.pools.redis import outage as outage_module
 from sidecar.pools.redis.outage import Outage
 from sidecar.pools.redis.partition import LastKnown, Partition, equal_part, first_part, fits_into
 from sidecar.pools.redis.protocol import BEAT_S
-from sidecar.pools.runtime import monotonic_us
 from sidecar.scheduling import Admission, Scheduler
 from tests.pools.harness import Clock, ask, policy_of, simple
 from tests.pools.load import until

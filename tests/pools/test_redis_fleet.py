@@ -17,10 +17,10 @@ from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.rules import Shares
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask, EnginePool, Lease
+from sidecar.pools.clock import monotonic_us
+from sidecar.pools.engines import EngineOffer
 from sidecar.pools.redis import RedisFleetPool, connector, protocol, session
 from sidecar.pools.redis.protocol import SILENCE_S
-from sidecar.pools.runtime import monotonic_us
-from sidecar.scheduling.placement import EngineOffer
 from tests.pools.fleet_scripted import engines_policy
 from tests.pools.load import until
 from tests.support.redis_servers import RedisServer, first_binary

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from oracle import ALWAYS_FIRST, INSIDE, MOST_EXCESS, OTHER, TURN, Answer, Oracle, Policy, Request
 
 from sidecar.policy.rules import UNLIMITED, PoolRules
-from sidecar.scheduling.placement import EngineOffer
+from sidecar.pools.engines import EngineOffer
 
 MOST_PLACED = 16
 """K: the tickets for which one walk chooses an engine."""

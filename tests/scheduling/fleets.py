@@ -10,9 +10,9 @@ from fleet_oracle import FleetOracle, Placed
 from oracle import Answer, Policy
 
 from sidecar.policy.rules import UNLIMITED
+from sidecar.pools.engines import EngineOffer
 from sidecar.scheduling import Admission
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
-from sidecar.scheduling.placement import EngineOffer
 
 NAMES = ("a", "b", "c", "d", "e")
 MOMENTS = (1, 3, 7, 20, 60)

@@ -270,8 +270,10 @@ class Author:
             self.engines[known] = random_engine(self.luck, known, self.at)
         return {"do": "engines", "engines": list(self.engines.values())}
 
-    def cap(self) -> dict[str, Any]:
+    def cap(self) -> dict[str, Any] | None:
         """An engine refuses, so it is capped at no more than what it runs."""
+        if not self.engines:
+            return None
         engine = self.luck.choice(sorted(self.engines))
         runs = sum(self.requests[ticket] for ticket in self.running if self.places[ticket] == engine)
         until = self.at + self.luck.choice([1, 5])

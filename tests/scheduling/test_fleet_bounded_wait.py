@@ -26,12 +26,12 @@ from test_gain_fleet_bounded_wait import MOST_LEASES, WORST_LEASES
 from test_gain_fleet_bounded_wait import D as LEASE
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, largest_request
+from sidecar.pools.engines import EngineOffer
 from sidecar.scheduling import Admission, Ticket
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
 from sidecar.scheduling.fleet_tier import FleetOrder, FleetTier
 from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.order import Candidate
-from sidecar.scheduling.placement import EngineOffer
 from tests.support.examples import examples
 
 SETTLE, SUBMIT = range(2)

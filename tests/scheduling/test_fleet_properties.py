@@ -18,11 +18,12 @@ from strategies import policies, preempting_policies, preempting_policy, random_
 from test_fleet_scenarios import answers, recorded
 
 from sidecar.policy.rules import Shares
+from sidecar.pools.engines import EngineOffer
 from sidecar.scheduling.claims import ClaimQueue
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
 from sidecar.scheduling.fleet_tier import FleetOrder, FleetTier
 from sidecar.scheduling.order import Candidate
-from sidecar.scheduling.placement import EngineLedger, EngineOffer, Placement, Placing
+from sidecar.scheduling.placement import EngineLedger, Placement, Placing
 from sidecar.scheduling.ticket import Ticket
 from tests.support.examples import examples
 

@@ -4,8 +4,8 @@ from fleet_oracle import FleetOracle
 from scenario_policy import OF_FLEETS, policy_of
 
 from sidecar.policy.rules import UNLIMITED
+from sidecar.pools.engines import EngineOffer
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
-from sidecar.scheduling.placement import EngineOffer
 
 
 def offers_of(engines: list[dict]) -> list[EngineOffer]:

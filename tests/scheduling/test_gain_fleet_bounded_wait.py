@@ -29,6 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.policy.rules import UNLIMITED, Shares, largest_request
+from sidecar.pools.engines import EngineOffer
 from sidecar.scheduling import Admission, Ticket
 from sidecar.scheduling.claims import MOST_CLAIMANTS
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
@@ -36,7 +37,6 @@ from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.gain_fleet import GainFleetTier
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
 from sidecar.scheduling.order import Candidate, OrderClass
-from sidecar.scheduling.placement import EngineOffer
 from tests.support.examples import examples
 
 D = 1_000 * LONGEST_LEASE_US

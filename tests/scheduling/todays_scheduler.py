@@ -8,12 +8,12 @@ from typing import Any
 from golden_programs import Program, Step
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, pool_rules
+from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 from sidecar.scheduling import Admission, Scheduler
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
 from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
 from sidecar.scheduling.gain_scheduler import GainScheduler
-from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer
 
 ONE = "pool#1"
 """The engine of a program without engines."""

@@ -62,7 +62,7 @@ def _run(name: str, setting: Setting, count: int) -> Run:
     with contextlib.ExitStack() as stack:
         engines = stack.enter_context(emulated.running(setting))
         store = None
-        if name in (routers.OURS, routers.GREEDY) and count == 2:
+        if name == routers.OURS and count == 2:
             store = stack.enter_context(running_server()).url
         started: list[Router] = [
             stack.enter_context(routers.running(name, engines, setting, tiers=routers.THREE_TIERS, store=store))

@@ -22,11 +22,11 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import InvalidResponse, NoScriptError, RedisError
+from redis.exceptions import InvalidResponse, NoPermissionError, NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sidecar.policy.store import StoreAddress, StoreKind
-from sidecar.pools.redis.protocol import Argument, root_key, tenants_key, usage_key
+from sidecar.pools.redis.protocol import Argument, ledger_key, root_key, tenants_key, usage_key
 from sidecar.pools.redis.script import source
 from sidecar.pools.redis.wire import NO_ANSWER_YET, Answered, Wire
 
@@ -81,6 +81,17 @@ class Script(NamedTuple):
         return cls(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
+class Library(NamedTuple):
+    """A program as a function, for a server that has these, and as a script for one that has not.
+
+    Its name has a digest of its text: replicas of two versions, each with its own, do not replace each other's.
+    """
+
+    function: str
+    source: str
+    script: Script
+
+
 class StoreConnection:
     """One connection to one server."""
 
@@ -90,6 +101,7 @@ class StoreConnection:
         self._script = Script.of(script)
         self._wire: Wire | None = None
         self._is_in_use = asyncio.Lock()
+        self._has_functions = True
         self.is_closed = False
 
     @property
@@ -127,6 +139,42 @@ class StoreConnection:
                     await self._execute(within_s, "SCRIPT", "LOAD", script.source)
                     return await self._execute(within_s, "EVALSHA", script.sha, 1, self._root, *arguments)
 
+    async def ask(self, library: Library, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+        """Runs the library, and returns its answer. Raises StoreError; then it may have run, or may run later."""
+        words = (len(keys), *keys, *arguments)
+        with _as_store_errors():
+            if self._has_functions:
+                try:
+                    return await self._command("FCALL", library.function, *words)
+                except ResponseError as error:  # it did not run
+                    await self._load(library, error)
+                if self._has_functions:
+                    return await self._command("FCALL", library.function, *words)
+            try:
+                return await self._command("EVALSHA", library.script.sha, *words)
+            except NoScriptError:
+                await self._command("SCRIPT", "LOAD", library.script.source)
+                return await self._command("EVALSHA", library.script.sha, *words)
+
+    async def _load(self, library: Library, error: ResponseError) -> None:
+        """Loads the function that the server does not know. Raises any other error again."""
+        try:
+            if "Function not found" in str(error):
+                await self._command("FUNCTION", "LOAD", library.source)
+            else:
+                raise error
+        except ResponseError as refusal:
+            if "already exists" in str(refusal):  # another replica was faster
+                return
+            if not isinstance(refusal, NoPermissionError) and not str(refusal).lower().startswith("unknown "):
+                raise
+            self._has_functions = False
+
+    async def _command(self, *words: Argument) -> Any:
+        async with self._is_in_use:
+            await self._client.connection.send_packed_command(pack_command(words))  # type: ignore[arg-type] # its stub has one
+            return await self._client.connection.read_response()
+
     def _opened_wire(self) -> Wire | None:
         """The wire, opened when it is first needed. None where the client has no transport, as a fake one."""
         connection = self._client.connection
@@ -149,14 +197,18 @@ class StoreConnection:
             await self._client.connection.send_packed_command(command)
             return await self._client.connection.read_response()
 
-    async def listen(self, channel: str, heard: Callable[[bytes], None], silence_s: float) -> None:
+    async def listen(self, channels: Sequence[str], heard: Callable[[bytes], None], silence_s: float) -> None:
         """Passes on what is published, on a connection of its own. Raises StoreError when that ends or is silent."""
         with _as_store_errors():
             async with self._client.pubsub() as subscription:
                 async with timeout(CONNECT_WITHIN_S + GREETING_WITHIN_S):
-                    await subscription.subscribe(channel)
-                while message := await subscription.get_message(timeout=silence_s):
-                    if message["type"] == "message":
+                    await subscription.subscribe(*channels)
+                is_asked = False
+                while (message := await subscription.get_message(timeout=silence_s)) or not is_asked:
+                    is_asked = message is None
+                    if is_asked:
+                        await subscription.ping()
+                    elif message["type"] == "message":
                         heard(message["data"])
         raise StoreError(f"nothing was heard for {silence_s:g} s")
 
@@ -226,6 +278,11 @@ def connector(address: StoreAddress, pool: str, *, has_engines: bool = False, is
     """
     script = source(has_engines=has_engines, is_by_gain=is_by_gain)
     return _connector(address, pool, root_key(pool, has_engines=has_engines, is_by_gain=is_by_gain), script)
+
+
+def ledger_connector(address: StoreAddress, pool: str) -> Connect:
+    """Makes connections to the server at `address` that keeps the ledger of the pool called `pool`."""
+    return _connector(address, pool, ledger_key(pool), "")
 
 
 def tenants_connector(address: StoreAddress, pool: str) -> Connect:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from sidecar.pools.engines import EngineState, name_and_incarnation, sum_of
 from sidecar.pools.redis.protocol import Reply
-from sidecar.scheduling.placement import EngineState, name_and_incarnation, sum_of
 
 
 class StoredEngine(NamedTuple):

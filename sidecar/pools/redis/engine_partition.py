@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Sequence
 from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Lease
+from sidecar.pools.clock import Clock
+from sidecar.pools.engines import EngineOffer, sum_of_offers
 from sidecar.pools.fleet import EngineRuntime, new_fleet_scheduler
 from sidecar.pools.redis.engine_ledgers import EngineLedgers
 from sidecar.pools.redis.outage import Outage
 from sidecar.pools.redis.partition import LastKnown, Partition, fits_into
-from sidecar.pools.runtime import Clock
 from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
-from sidecar.scheduling.placement import EngineOffer, sum_of_offers
 
 
 class EnginePartition(Partition, EngineRuntime):

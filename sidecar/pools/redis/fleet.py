@@ -16,7 +16,9 @@ from sidecar.events import Obstacle, StoreObserver
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.base import Ask, Grant, Lease, WaitOutcome
-from sidecar.pools.fleet import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.clock import Clock, monotonic_us
+from sidecar.pools.engine_reports import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer, EngineState
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.batch import Batch, EngineBatchQueue, operations_in_line
 from sidecar.pools.redis.connection import Connect
@@ -26,8 +28,6 @@ from sidecar.pools.redis.partition import LastKnown
 from sidecar.pools.redis.pool import RedisPool
 from sidecar.pools.redis.resync import EngineStatement, Statement
 from sidecar.pools.redis.session import RoundTripObserver
-from sidecar.pools.runtime import Clock, monotonic_us
-from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer, EngineState
 
 
 class _SaidDrain(NamedTuple):

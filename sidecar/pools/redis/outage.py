@@ -18,6 +18,7 @@ from sidecar.policy.model import StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Lease
+from sidecar.pools.clock import Clock
 from sidecar.pools.redis.partition import (
     LastKnown,
     Partition,
@@ -28,7 +29,6 @@ from sidecar.pools.redis.partition import (
     part_of,
 )
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S
-from sidecar.pools.runtime import Clock
 from sidecar.pools.stats import bounded
 
 JUDGED_AT_ONCE = 100

@@ -29,9 +29,10 @@ from sidecar.policy.model import Limits
 from sidecar.policy.rules import UNLIMITED, PoolRules, largest_admissible
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Grant, Lease
+from sidecar.pools.clock import Clock
 from sidecar.pools.limits import TenantLimits
 from sidecar.pools.redis.protocol import BEAT_S
-from sidecar.pools.runtime import Clock, LeaseRuntime
+from sidecar.pools.runtime import LeaseRuntime
 
 TAKEN_OVER_AT_ONCE = 192
 """Leases and waiting requests that a part takes over in one turn of the event loop: 4 to 20 us each."""

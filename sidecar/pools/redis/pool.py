@@ -34,6 +34,7 @@ from sidecar.pools.base import (
     new_lease,
     use_of,
 )
+from sidecar.pools.clock import Clock, monotonic_us
 from sidecar.pools.limits import downgraded, tenant_limit
 from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
@@ -45,9 +46,8 @@ from sidecar.pools.redis.outage import Outage
 from sidecar.pools.redis.partition import LastKnown, Partition
 from sidecar.pools.redis.resync import KnownUsage, Membership, Statement
 from sidecar.pools.redis.session import RoundTripObserver, StoreSession
-from sidecar.pools.redis.status import StoreStatus
-from sidecar.pools.runtime import Clock, monotonic_us
 from sidecar.pools.stats import TierUsage, no_room, obstacle, part_in_words, pool_state, served_by_name, usage_of
+from sidecar.pools.store_status import StoreStatus
 from sidecar.scheduling.overtaking import Overtaking
 from sidecar.scheduling.rate_limit import stored_allowance
 

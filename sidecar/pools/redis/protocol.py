@@ -17,8 +17,9 @@ import msgspec
 from sidecar.policy.model import Policy, Tier
 from sidecar.policy.rules import PoolRules, Shares, TierRules
 from sidecar.pools.base import Ask
+from sidecar.pools.engines import EngineOffer, Found
+from sidecar.pools.runtime import figures_of
 from sidecar.scheduling import Rule
-from sidecar.scheduling.placement import EngineOffer, Found
 from sidecar.scheduling.rate_limit import ExceededLimit, Limit
 from sidecar.version import store_layout
 
@@ -73,6 +74,16 @@ Argument = str | bytes | int
 def root_key(pool: str, *, has_engines: bool = False, is_by_gain: bool = False) -> str:
     """The key that everything of a pool begins with; the braces keep it on one node of a cluster."""
     return f"admission:{store_layout(has_engines=has_engines, is_by_gain=is_by_gain)}:{{{pool}}}"
+
+
+def ledger_key(pool: str) -> str:
+    """The root of a pool's ledger, with which all of its keys begin; the braces keep them on one node of a cluster."""
+    return f"ledger:{{{pool}}}"
+
+
+def old_pools(pool: str) -> Sequence[str]:
+    """The roots of the layouts before the ledger. While a pool there is alive, the ledger grants nothing."""
+    return [f"admission:{layout}:{{{pool}}}" for layout in ("9", "engines-5", "gain-4", "gain-engines-4")]
 
 
 def tenants_key(pool: str) -> str:
@@ -144,7 +155,7 @@ def enter(lease_id: int, ask: Ask, lower: int | None, promised: int | None = Non
 
 def gain(lease_id: int, ask: Ask) -> Sequence[Argument]:
     """The operation before that of a request that asks for a lease, waits or returns, in a pool that orders by gain."""
-    return () if ask.gain is None else (GAIN, lease_id, ask.tier, ",".join(map(str, ask.gain)))
+    return () if ask.gain is None else (GAIN, lease_id, ask.tier, ",".join(map(str, figures_of(ask.gain))))
 
 
 def placing(ask: Ask) -> Sequence[Argument]:

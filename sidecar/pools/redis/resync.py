@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools.base import Lease
+from sidecar.pools.clock import Clock
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.connection import PoolRefuses
 from sidecar.pools.redis.partition import LastKnown
-from sidecar.pools.runtime import Clock
 
 STATED_AT_ONCE = 32
 """Leases and tickets of one slice. The script needs 30 to 50 us for each, up to 100 us by gain, so 1 to 3 ms."""

@@ -381,5 +381,5 @@ class StoreSession:
         """Passes on the messages for this replica. A message that is lost comes again with the next heartbeat."""
         while not connection.is_closed:
             with contextlib.suppress(StoreError):
-                await connection.listen(self._channel, self._owner.heard, SILENT_SUBSCRIPTION_S)
+                await connection.listen((self._channel,), self._owner.heard, SILENT_SUBSCRIPTION_S)
             await asyncio.sleep(RETRY_S)

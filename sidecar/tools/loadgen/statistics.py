@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sidecar.scheduling.overtaking import Overtaking
+from sidecar.tools.loadgen.overtaking import Overtaking
 
 _NORMAL_975 = statistics.NormalDist().inv_cdf(0.975)
 _FEWEST_FOR_CORRELATION = 4  # Fisher's z has a standard error of 1 / sqrt(n - 3)
@@ -84,7 +84,7 @@ def starvation_s(sent: Sequence[float], first_token: Sequence[float]) -> list[fl
         moment_us = int(first_token[index] * 1e6)
         overtaken_us = overtaking.first_after(rank[index])
         found[index] = 0.0 if overtaken_us is None else (moment_us - overtaken_us) / 1e6
-        overtaking.admitted(rank[index], moment_us)
+        overtaking.went(rank[index], moment_us)
     return found
 
 

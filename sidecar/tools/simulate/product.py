@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from sidecar.apis import Api
+from sidecar.core.tickets import Gain
 from sidecar.errors import AdmissionError
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes
@@ -23,10 +24,8 @@ from sidecar.middleware.request_gain import LEAST_SLACK_US
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Ask, Lease
-from sidecar.pools.fleet import FleetPool
-from sidecar.pools.local import LocalPool
-from sidecar.scheduling.gain import GainFigures
-from sidecar.scheduling.placement import EngineOffer
+from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
+from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, Stage
 from sidecar.tools.simulate.virtual_loop import at_once
@@ -146,7 +145,7 @@ class ProductAdmission:
         ]
         return tuple(sorted((one for one in found if one[1]), key=lambda one: -one[1])[:_MOST_HITS])
 
-    def _gain(self, request: Request, expected: Expected | None, assumed: int, hit: int) -> GainFigures | None:
+    def _gain(self, request: Request, expected: Expected | None, assumed: int, hit: int) -> Gain | None:
         """What the product estimates, with the engine's true coefficients in place of learned ones."""
         objective = self._objectives[request.tier]
         if objective is None:
@@ -158,11 +157,10 @@ class ProductAdmission:
         prompt_us = model.step_us_per_prefill_token * (request.prompt - hit)
         engines = self._stage.engines
         step_us = model.duration_us(sum(len(engine.running()) for engine in engines) // len(engines), 0)
-        return GainFigures(
+        return Gain(
             objective.weight,
             tokens,
             round(prompt_us + tokens * model.cost_us_per_output_token),
-            objective.ttft_us,
             round(objective.ttft_us - step_us - prompt_us),
             max(LEAST_SLACK_US, objective.tpot_us - step_us),
         ).bounded()
@@ -211,14 +209,14 @@ def _id(number: int) -> str:
     return f"e{number}#1"
 
 
-def _pool(policy: Policy, stage: Stage, now_us: Callable[[], int]) -> LocalPool:
+def _pool(policy: Policy, stage: Stage, now_us: Callable[[], int]) -> LedgerPool:
     """A pool as large as the engines: the policy's own figures are those of other engines."""
     model, count = stage.model, len(stage.engines)
     if count == 1 and policy.engines is None:
         sized = replace(policy, rules=policy.rules_of(model.kv_tokens, model.max_sequences))
-        return LocalPool(sized, now_us)
+        return LedgerPool(sized, now_us)
     prefill = model.chunk_tokens if policy.engines is None else policy.engines.prefill
-    pool = FleetPool(policy, now_us)
+    pool = LedgerPool(policy, now_us, weight_percent=WEIGHT_PERCENT)
     offers = [EngineOffer(_id(number), model.kv_tokens, model.max_sequences, prefill) for number in range(count)]
     pool.set_engines(offers)
     return pool

@@ -310,7 +310,7 @@ async def test_a_defect_of_ours_is_logged_once_and_every_request_passes(
     sidecar = DryRun(app, policy())
     targets: dict[str, tuple[Any, str]] = {
         "intake": (intake, "decode"),
-        "pool": (sidecar.pool, "enter_now"),
+        "pool": (sidecar.pool, "enter"),
         "observer": (sidecar.recorder, "received"),
         "observed": (sidecar.sidecar, "observed"),
         "overheard": (intake.RequestIntake, "feed"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from sidecar.durations import short_duration
 from sidecar.events import StoreChanged, StoreObserver, StoreState
-from sidecar.pools.runtime import Clock
+from sidecar.pools.clock import Clock
 
 _log = logging.getLogger("sidecar.store")
 
@@ -57,6 +57,8 @@ class StoreStatus:
 
     def notices(self, part: str) -> Sequence[str]:
         """Warnings for the operator although requests are being admitted. `part` is this replica's, in words."""
+        if self.state is StoreState.WAITING:
+            return (f"requests have waited for {short_duration(self.since_s)}: {self.reason}",)
         if self.state is not StoreState.DIVIDED:
             return ()
         what = f"only this replica's requests are shown, its part of the pool is {part}"
@@ -77,14 +79,16 @@ class StoreStatus:
             return
         before_s, is_first = self.since_s, self.state is StoreState.CONNECTING
         self.state, self._since_us = state, self._clock()
-        if state is not StoreState.SHARED:
+        if state is StoreState.WAITING:
+            _log.warning("pool %s admits nothing yet: %s", self._pool, reason, extra=self._fields(state))
+        elif state is not StoreState.SHARED:
             if not is_refused:
                 self._log_loss(reason)
         elif not is_first:
             back = "store is back" if self.was_reached else "store is reached"
             text = "%s after %.1f s, pool %s is %s: %s"
             _log.warning(text, back, before_s, self._pool, state.value, reason, extra=self._fields(state))
-        self.was_reached = self.was_reached or state is StoreState.SHARED
+        self.was_reached = self.was_reached or state in (StoreState.SHARED, StoreState.WAITING)
         if self._observer is not None:
             self._observer(StoreChanged(self._since_us, state, reason))
 

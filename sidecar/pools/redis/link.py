@@ -1,0 +1,174 @@
+"""The way to a pool's ledger in Redis or Valkey: a connection for calls, and one on which wake-ups come.
+
+`Member` makes one call at a time and says when an answer is late. What else ends a call without a reply is told at
+once, and the connection is made anew for the next: also after an answer that is an error, because another server may be
+the one that can be written to now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from functools import cache
+
+import msgspec
+
+from sidecar.core import script
+from sidecar.core.calls import HEARTBEAT_US, Call, Reply, WakeUp
+from sidecar.core.member import LAZY_US
+from sidecar.pools.base import Merge, PeerReports
+from sidecar.pools.clock import Clock
+from sidecar.pools.ledger_link import LinkUser
+from sidecar.pools.redis.connection import Connect, Library, Script, StoreConnection, StoreError
+from sidecar.pools.redis.gossip import Gossip
+from sidecar.pools.redis.protocol import ledger_key, old_pools
+
+BETWEEN_CONNECTIONS_S = 0.5
+SILENT_SUBSCRIPTION_S = 5.0
+"""A subscription on which nothing was heard for so long is asked whether it lives. Way-stations forget silent ones."""
+
+RoundTripObserver = Callable[[float], None]
+"""Called with how long each call to the store took, in seconds, answered or not. Must not raise and must not block."""
+
+_log = logging.getLogger("sidecar.store")
+_reply, _wake_up = msgspec.msgpack.Decoder(Reply), msgspec.msgpack.Decoder(WakeUp)
+
+
+@cache
+def ledger_library() -> Library:
+    """The ledger's script."""
+    texts = script.texts()
+    function, library = script.library(texts)
+    return Library(function, library, Script.of(script.script(texts)))
+
+
+class RedisLink:
+    """See `Link`. `connect` is `ledger_connector(...)`; use it from one event loop at a time.
+
+    `took` is called with how long each call takes. `library` and `clock` are for tests: the script, and its time.
+    """
+
+    heartbeat_us, lazy_us = HEARTBEAT_US, LAZY_US
+    is_shared = True
+    near = None
+
+    def __init__(
+        self,
+        connect: Connect,
+        pool: str,
+        *,
+        took: RoundTripObserver | None = None,
+        library: Library | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.round_trips = 0
+        self._connect, self._took = connect, took
+        self._root, self._keys = ledger_key(pool), (ledger_key(pool), *old_pools(pool))
+        self._library, self._clock = library or ledger_library(), clock
+        self._user: LinkUser | None = None
+        self._who = ""
+        self._call: bytes | None = None
+        self._is_on_its_way = False
+        self._wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._connected_s = 0.0
+        self._gossip: Gossip | None = None
+
+    def send(self, call: Call, user: LinkUser) -> None:
+        """See `Link.send`. A call that is on its way was given up: its answer must not be taken for this one's."""
+        self._user, self._who, self._call = user, call.who, msgspec.msgpack.encode(call)
+        if self._is_on_its_way and self._task is not None:
+            self._task.cancel()
+            self._task = None
+        if self._task is None:
+            self._wanted = asyncio.Event()
+            self._is_on_its_way = False
+            self._task = asyncio.get_running_loop().create_task(self._run(self._wanted), name="sidecar store")
+        self._wanted.set()
+
+    async def share(self, who: str, report: bytes, merge: Merge) -> PeerReports:
+        """See `Link.share`."""
+        if self._gossip is None:
+            self._gossip = Gossip(who, self._connect)
+        return await self._gossip.share(report, merge)
+
+    async def close(self) -> None:
+        """See `Link.close`."""
+        task, gossip, self._task, self._gossip, self._user = self._task, self._gossip, None, None, None
+        if gossip is not None:
+            await gossip.close()
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,))
+
+    async def _run(self, wanted: asyncio.Event) -> None:
+        while True:
+            await wanted.wait()
+            loop = asyncio.get_running_loop()
+            await asyncio.sleep(self._connected_s + BETWEEN_CONNECTIONS_S - loop.time())
+            self._connected_s = loop.time()
+            try:
+                await self._stay_connected(wanted)
+            except StoreError as error:
+                why = str(error)
+            except Exception as defect:
+                _log.exception("a defect in the sidecar; going on as if the store were lost", extra={"event": "defect"})
+                why = f"{type(defect).__name__}: {defect}"
+            wanted.clear()
+            self._is_on_its_way = False
+            if self._user is not None:
+                self._user.unanswered(why)
+
+    async def _stay_connected(self, wanted: asyncio.Event) -> None:
+        """Carries calls until one has no answer, and raises StoreError then."""
+        connection = await self._connect()
+        listening: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await wanted.wait()
+                wanted.clear()
+                reply = await self._answer(connection)
+                if listening is None:
+                    listening = asyncio.ensure_future(self._listen(connection))
+                if self._user is not None:
+                    self._user.answered(reply)
+        finally:
+            try:
+                if listening is not None:
+                    listening.cancel()
+                    await asyncio.wait((listening,))
+            finally:
+                await connection.close()
+
+    async def _answer(self, connection: StoreConnection) -> Reply:
+        assert self._call is not None
+        self._is_on_its_way = True
+        self.round_trips += 1
+        began_s = time.perf_counter()
+        try:
+            now = () if self._clock is None else (self._clock(),)
+            answer = await connection.ask(self._library, self._keys, (self._call, *now))
+        finally:
+            if self._took is not None:
+                self._took(time.perf_counter() - began_s)
+        self._is_on_its_way = False
+        try:
+            return _reply.decode(answer)
+        except (msgspec.DecodeError, TypeError):
+            raise StoreError(f"an answer that is none of the ledger's: {answer!r:.100}") from None
+
+    async def _listen(self, connection: StoreConnection) -> None:
+        """Passes on wake-ups. One that is lost comes again with the next reply."""
+        while True:
+            with contextlib.suppress(StoreError):
+                await connection.listen((self._root, f"{self._root}:{self._who}"), self._heard, SILENT_SUBSCRIPTION_S)
+            await asyncio.sleep(2 * BETWEEN_CONNECTIONS_S)
+
+    def _heard(self, message: bytes) -> None:
+        with contextlib.suppress(msgspec.DecodeError):  # of another layout
+            wake_up = _wake_up.decode(message)
+            if self._user is not None:
+                self._user.woken(wake_up)

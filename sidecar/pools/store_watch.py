@@ -1,0 +1,186 @@
+"""What a replica says of its pool's store, by how its member stands with the ledger, and what it refuses meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from sidecar.core.amounts import UNBOUNDED
+from sidecar.core.calls import DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
+from sidecar.core.member import Member, Mode
+from sidecar.errors import StoreUnavailable
+from sidecar.events import StoreObserver, StoreState
+from sidecar.policy.model import Policy
+from sidecar.policy.rules import largest_admissible
+from sidecar.pools.base import Ask, Lease
+from sidecar.pools.clock import Clock
+from sidecar.pools.engines import EngineOffer, sum_of
+from sidecar.pools.store_status import StoreStatus
+
+OTHER_LAYOUT = f"the pool is kept in another layout than {LAYOUT} until the last replica of another version has ended"
+
+
+class StoreWatch:
+    """The state of one replica's store. `name` is the replica's; `observer` is called with every change."""
+
+    def __init__(self, pool: str, tiers: Sequence[str], clock: Clock, observer: StoreObserver | None) -> None:
+        self.status = StoreStatus(pool, clock, observer)
+        self.decided = asyncio.Event()
+        self.why = ""
+        self._pool, self._tiers, self._clock = pool, tiers, clock
+        self._held_since_us: int | None = None
+        self._entering: list[tuple[int, Lease]] = []
+
+    def answered(self, reply: Reply) -> None:
+        """The ledger has looked at the requests of its call."""
+        now_us = self._clock()
+        if not reply.on_hold:
+            self._held_since_us = None
+        elif self._held_since_us is None:
+            self._held_since_us = now_us
+        for number, lease in self._entering:
+            if number <= reply.number:
+                lease.waits()
+        self._entering = [(number, lease) for number, lease in self._entering if number > reply.number]
+
+    def enters(self, lease: Lease, member: Member, *, is_sent: bool) -> None:
+        """A new request, which the ledger looks at with the call that is on its way, or with the one after it."""
+        self._entering.append((member.number + (not is_sent), lease))
+
+    def forget(self) -> None:
+        """The pool begins anew."""
+        self.decided = asyncio.Event()
+        self._held_since_us = None
+        self._entering.clear()
+
+    def look(self, member: Member) -> None:
+        """Notes how the member stands with the ledger now."""
+        state, reason = self.status.state, self.why
+        is_refused = False
+        if member.mode is Mode.SHARED:
+            state, reason = StoreState.SHARED, f"{len(member.leases) + member.waiting()} requests of this replica"
+            if member.is_foreign and member.reply is not None:
+                state, reason, is_refused = StoreState.CLOSED, self._other_tiers(member.reply), True
+            elif self._held_since_us is not None and self._clock() - self._held_since_us > HOLD_US + HEARTBEAT_US:
+                state, reason = StoreState.WAITING, OTHER_LAYOUT
+        elif member.mode is Mode.WAITING:
+            state, reason = StoreState.WAITING, OTHER_LAYOUT
+        elif member.mode is Mode.ALONE:
+            state = StoreState.DIVIDED
+        elif member.mode is Mode.JOINING and member.failures > self.status.was_reached:
+            state = StoreState.CLOSED
+        if state is not StoreState.CONNECTING:
+            self.status.change(state, reason, is_refused=is_refused)
+        if member.failures or member.mode in (Mode.SHARED, Mode.WAITING):
+            self.decided.set()
+        if member.mode in (Mode.ALONE, Mode.WAITING) or state is StoreState.CLOSED:
+            for _, lease in self._entering:
+                lease.waits()
+            self._entering.clear()
+
+    def _other_tiers(self, reply: Reply) -> str:
+        theirs, own = ", ".join(tier.tier for tier in reply.tiers), ", ".join(self._tiers)
+        return (
+            f"pool {self._pool} has the tiers {theirs}, and the policy of this process has {own}; start it with the "
+            "pool's tiers, name another pool, end all replicas of the pool first, or take it over with "
+            "--take-over-pool"
+        )
+
+    # -- without the store
+
+    def is_patient(self, member: Member) -> bool:
+        """Whether requests that waited when the store was lost may still hope for it."""
+        return member.first_failure_us is None or self._clock() < member.first_failure_us + DEAD_US
+
+    def refusal(self, ask: Ask, policy: Policy, member: Member) -> StoreUnavailable | None:
+        """Why a request cannot be admitted as things are; None where it may wait."""
+        state = self.status.state
+        if state is StoreState.CLOSED and member.is_foreign:
+            return self.other_tiers()
+        if state is StoreState.CLOSED and not self.status.was_reached:
+            why = "the store of this pool has not been reached yet; try again"
+        elif state is StoreState.CLOSED:
+            why = "the store of this pool cannot be reached; try again"
+        elif state is StoreState.DIVIDED and not _fits(ask, policy, member.parts(UNBOUNDED)):
+            why = (
+                f"the store of this pool cannot be reached, and this request ({ask.tokens} tokens, {ask.requests} "
+                "sequences) does not fit into this replica's part of it; try again, or ask for less output"
+            )
+        else:
+            return None
+        return _unavailable(why)
+
+    def other_tiers(self) -> StoreUnavailable:
+        """The refusal in a pool that has other tiers."""
+        return _unavailable(
+            "this replica admits nothing, because its policy and its pool have other tiers; try another replica"
+        )
+
+    def state(self, member: Member, own: Mapping[str, int], round_trips: int) -> Mapping[str, object]:
+        """For people and dashboards: JSON types only."""
+        part = self.part(member)
+        return {
+            **self.status.state_for_people(),
+            "replica": member.who,
+            "replicas": member.reply.alive if member.reply is not None else None,
+            "own": own,
+            "part": None if part is None else dict(zip(("tokens", "requests"), part, strict=True)),
+            "round_trips": round_trips,
+        }
+
+    def part(self, member: Member) -> tuple[int | None, int | None] | None:
+        """The size of what this replica has for itself now, None for an unbounded one; None where it is not alone."""
+        return _size(member.parts(self._clock())) if self.status.state is StoreState.DIVIDED else None
+
+
+def _unavailable(why: str) -> StoreUnavailable:
+    return StoreUnavailable(why, retry_after_s=HEARTBEAT_US / 1e6 * random.uniform(1, 2))
+
+
+def _size(engines: Sequence[EngineView]) -> tuple[int | None, int | None]:
+    """Of all together."""
+    return sum_of([it.tokens for it in engines]), sum_of([it.requests for it in engines])
+
+
+def _fits(ask: Ask, policy: Policy, engines: Sequence[EngineView]) -> bool:
+    """Whether engines of these sizes could ever run the request."""
+    tokens, requests = largest_admissible(policy.rules_of(*_size(engines)), ask.tier)
+    is_within = ask.tokens <= tokens and ask.requests <= requests
+    return is_within and any(ask.tokens <= it.tokens and ask.requests <= it.requests for it in engines)
+
+
+def _split(engine: str) -> tuple[str, int]:
+    name, _, incarnation = engine.rpartition("#")
+    return name, int(incarnation)
+
+
+class Elsewhere:
+    """What other replicas have seen of the engines, told to this process's own engines where it has changed."""
+
+    def __init__(self) -> None:
+        self.on_incarnation: Callable[[str, int, bool], None] = lambda _, __, ___: None
+        self.on_drain: Callable[[str, bool], None] = lambda _, __: None
+        self.on_reached: Callable[[Collection[str]], None] = lambda _: None
+        self.draining: set[str] = set()
+        self._reached: set[str] = set()
+
+    def heard(self, member: Member, offers: Sequence[EngineOffer], *, is_first: bool) -> None:
+        """The pool has told its engines; `is_first`: in answer to a statement."""
+        engines, words = member.seen()
+        latest: dict[str, int] = {}
+        for engine in engines:
+            name, incarnation = _split(engine.id)
+            latest[name] = max(latest.get(name, 0), incarnation)
+        for name, own in [_split(offer.id) for offer in offers]:
+            if own < latest.get(name, own):
+                self.on_incarnation(name, latest[name], not is_first)
+        draining = {name for name, word in words.items() if word.is_drained}
+        before, self.draining = self.draining, draining
+        for name in sorted(before ^ draining):
+            self.on_drain(name, name in draining)
+        usable = {_split(offer.id)[0] for offer in offers if offer.takes_new}
+        reached = {_split(engine.id)[0] for engine in engines if engine.is_ready} - usable
+        if reached != self._reached:
+            self._reached = reached
+            self.on_reached(reached)

@@ -1,0 +1,143 @@
+"""What holds whatever happens, beside the answers of the reference: invariants 1 to 5 of the page, and the sizes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import reference
+from core_player import CorePlayer
+from hypothesis import given
+from hypothesis import strategies as st
+from programs import expected, programs, random_header, random_program
+
+from sidecar.core.amounts import NOTHING, UNBOUNDED, within
+from sidecar.core.scheduler import INSIDE, OTHER, TURN
+from sidecar.core.tickets import Ticket
+from tests.support.walks import random_walks
+
+
+class Watched(CorePlayer):
+    """Looks at each admission: invariants 1 to 3."""
+
+    def __init__(self, program: dict[str, Any]) -> None:
+        super().__init__(program)
+        self.enter, self.scheduler._enter = self.scheduler._enter, self.watched
+
+    def watched(self, ticket: Ticket, engine: str, order_class: int, over: Any) -> Any:
+        pool = self.scheduler
+        if order_class in (TURN, OTHER):
+            inside = [c.ticket for c in pool.in_order() if c.order_class == INSIDE]
+            assert all(map(pool.fits, inside)), "a floor is a floor"
+        grant = self.enter(ticket, engine, order_class, over)
+        of = pool.engines[engine]
+        assert within((*of.held[:2], 0), of.size(pool._now))
+        assert within(pool._total, pool.capacity)
+        return grant
+
+    def dispatch(self, now: int) -> Any:
+        found = super().dispatch(now)
+        assert self.scheduler.decide(now) == [], "who waits after a decision waits for something to change"
+        sums = [NOTHING] * len(self.names)
+        for lease in self.leases.values():
+            sums[lease.ticket.tier] = tuple(map(sum, zip(sums[lease.ticket.tier], lease.amount, strict=True)))
+        assert [state.on_engines for state in self.scheduler.tiers] == sums
+        lined = [ticket.tier for ticket in self.scheduler.line]
+        assert [state.lined for state in self.scheduler.tiers] == [lined.count(n) for n in range(len(self.names))]
+        return found
+
+
+@random_walks(25)
+def test_an_admission_fits_and_is_next_and_nobody_waits_in_vain(seed: int) -> None:
+    program = random_program(seed, several=bool(seed & 1), by_gain=bool(seed & 2))
+    player = Watched(program)
+    for step in program["steps"]:
+        now = round(step["at"] * 1e6)
+        player.do(step, now)
+        player.dispatch(now)
+        player.preempt(now)
+    end(player, program, now)
+
+
+def end(player: CorePlayer, program: dict[str, Any], now: int) -> None:
+    """All that came ends, each exactly once, and nothing is remembered."""
+    ended: set[str] = set()
+    engine = {"id": "z#1", "tokens": 1000, "requests": 100, "prefill": 500}
+    player.do({"do": "engines", "engines": [engine]}, now)
+    for _ in range(len(player.arrivals) + 1):
+        player.dispatch(now)
+        for name in list(player.leases):
+            assert name not in ended
+            ended.add(name)
+            for _ in range(2):
+                player.do({"do": "settle", "id": name}, now)
+        now += 5_000_000
+    player.do({"do": "engines", "engines": [engine]}, now)  # those that are gone hold nothing now
+    pool = player.scheduler
+    assert player.tickets == player.leases == {}
+    assert pool.line == []
+    for state in pool.tiers:
+        assert len(state.queue) == 0
+        assert (state.used, state.on_floor, state.in_line_on_floor) == (NOTHING, NOTHING, NOTHING)
+        assert [*state.queue._lanes, *state.queue._returned, *state.queue._order, *state.queue.finish] == []
+    assert [(it.held, it.sent, it.lined) for it in pool.engines.values()] == [(NOTHING, 0, 0)]
+
+
+SIZES = st.lists(st.integers(1, 40), min_size=5, max_size=30)
+TENANTS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 7]), SIZES), min_size=2, max_size=4)
+
+
+@given(tenants=TENANTS, seed=st.integers(0, 99))
+def test_backlogged_tenants_differ_by_at_most_one_largest_request_each(tenants: Any, seed: int) -> None:
+    """Invariant 4: of their service, scaled by weight, as long as both wait."""
+    luck = random.Random(seed)
+    player = CorePlayer({"tiers": [{"name": "t"}], "capacity": {"tokens": 40}})
+    asks = [(name, weight, tokens) for name, (weight, sizes) in enumerate(tenants) for tokens in sizes]
+    luck.shuffle(asks)
+    left = [len(sizes) for _, sizes in tenants]
+    for number, (name, weight, tokens) in enumerate(asks):
+        step = {"do": "submit", "id": f"{number}", "tier": "t", "tenant": f"{name}", "weight": weight, "tokens": tokens}
+        player.do(step, number)
+    served = [0.0] * len(tenants)
+    while all(left):
+        for name, _ in player.dispatch(1_000):
+            tenant, weight, tokens = asks[int(name)]
+            served[tenant] += tokens / weight
+            left[tenant] -= 1
+            if not all(left):
+                return
+            for other, (its_weight, sizes) in enumerate(tenants):
+                most = max(tenants[tenant][1]) / weight + max(sizes) / its_weight
+                assert abs(served[tenant] - served[other]) <= most + 1e-9
+        player.do({"do": "settle", "id": luck.choice(list(player.leases))}, 1_000)
+
+
+@random_walks(30)
+def test_the_largest_request_gets_into_an_idle_pool_and_one_more_never(seed: int) -> None:
+    program = random_header(random.Random(seed), "sizes", several=False, by_gain=bool(seed & 1))
+    idle = CorePlayer(program).scheduler
+    idle.look(0)
+    for tier, size in enumerate(idle._figures.returnable):
+        most = [8 if part == UNBOUNDED else part for part in size]
+        if min(most[:2]) < 1:
+            continue
+        assert enters(program, tier, most[0], most[1])
+        assert not enters(program, tier, most[0] + 1, 1)
+        assert size[1] == UNBOUNDED or not enters(program, tier, 1, most[1] + 1)
+
+
+def enters(program: dict[str, Any], tier: int, tokens: int, requests: int) -> bool:
+    """Once it has aged as far as it can."""
+    player = CorePlayer(program)
+    step = {"do": "submit", "id": "only", "tier": f"t{tier}", "tokens": tokens, "requests": requests}
+    player.do(step, 0)
+    return bool(player.dispatch(10**9))
+
+
+def test_fractions_and_doubles_give_the_same_answers() -> None:
+    for program in programs(range(8)):
+        exact = reference.new(program)
+        for step in program["steps"]:
+            now = round(step["at"] * 1e6)
+            exact.do(step, now)
+            assert (exact.dispatch(now), exact.preempt(now)) == expected(step)
