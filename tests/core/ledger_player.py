@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 from core_player import rules_of, ticket_of, us
 
 from sidecar.core import calls
@@ -12,7 +12,7 @@ from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.calls import Call
 from sidecar.core.engines import Engine
 from sidecar.core.preemption import Shortage, leases_to_take_back
-from sidecar.core.row import Row
+from sidecar.core.row import Row, sums_of
 from sidecar.core.scheduler import Gone, Scheduler
 from sidecar.core.tickets import Lease, Ticket
 
@@ -70,7 +70,7 @@ class LedgerPlayer:
         self.made += 1
         self.bids[self.made] = ticket
         self.waiting[ticket.id] = self.made, ticket
-        gain = None if ticket.gain is None else calls.GainBid(*dataclasses.astuple(ticket.gain))
+        gain = None if ticket.gain is None else calls.GainBid(*msgspec.structs.astuple(ticket.gain))
         self.news.bids.append(
             calls.Bid(
                 self.made, self.names[ticket.tier], ticket.tenant, ticket.tokens, ticket.requests, ticket.prompt,
@@ -136,7 +136,8 @@ class LedgerPlayer:
         self.number += 1
         call, self.news = self.news, Call(1, "r", 0, "call")
         call.number, call.cells, call.acks, self.acks = self.number, self.row.state(call.whole), self.acks, []
-        call.leaving = self.row.of(lease for lease in self.leases.values() if lease.is_chosen)
+        leaving = sums_of(self.names, [lease for lease in self.leases.values() if lease.is_chosen])
+        call.leaving = [calls.Cell(*sides, *sums) for sides, sums in sorted(leaving.items())]
         self.reply, _ = self.ledger.execute(call, now)
         assert self.reply.kind == "ok", self.reply
         if self.reply.config is not None:
