@@ -252,7 +252,7 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
     excess_prompt: int
     is_in_floor: bool
     counted_us: int
-    found: tuple[int, int, int, int, int, int]
+    found: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
     passed: list[tuple[str, str]] = []
 
 

@@ -506,17 +506,10 @@ class Ledger:
             sorted(state.names[level] for level in found.closed),
         )
 
-    def _needed(self, ticket: Ticket, engine: str) -> calls.Needed:
+    def _needed(self, t: Ticket, engine: str) -> calls.Needed:
+        tier, cached = self._held().names[t.tier], max(t.hits.values(), default=0)
         return calls.Needed(
-            int(ticket.id),
-            self._held().names[ticket.tier],
-            ticket.tokens,
-            ticket.requests,
-            ticket.prompt,
-            max(ticket.hits.values(), default=0),
-            ticket.hits.get(engine, 0),
-            ticket.arrived_us,
-            ticket.number,
+            int(t.id), tier, t.tokens, t.requests, t.prompt, cached, t.hits.get(engine, 0), t.arrived_us, t.number
         )
 
     def _next_change(self) -> int | None:
@@ -546,25 +539,15 @@ class Ledger:
                 calls.EngineHeld(e.id, *e.held, e.sent, e.lined, e.cap_requests, e.cap_until_us)
                 for e in (engines if self._near is None else ())
             ],
-            [
-                calls.TierHeld(
-                    name,
-                    tier.queue.virtual,
-                    tier.queue.afresh,
-                    tier.owes_until_us,
-                    tier.on_engines,
-                    tier.in_line,
-                    tier.on_floor,
-                    tier.in_line_on_floor,
-                )
-                for name, tier in tiers.items()
-            ],
         )
-        if self._near is not None:
-            member.outbox.clear()
+        for name, of in tiers.items():
+            sums = of.on_engines, of.in_line, of.on_floor, of.in_line_on_floor
+            reply.tiers.append(calls.TierHeld(name, of.queue.virtual, of.queue.afresh, of.owes_until_us, *sums))
         for name, tenant in dict.fromkeys((bid.tier, bid.tenant) for bid in call.bids):
             if name in tiers and (ahead := tiers[name].queue.ahead([tenant])):
                 reply.finish.append((name, tenant, ahead[tenant]))
+        if self._near is not None:
+            member.outbox.clear()
         reply.leaving = [
             cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
         ]

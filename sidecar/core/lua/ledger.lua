@@ -131,7 +131,7 @@ local function grant_all()
 end
 
 -- When time alone changes something (`time_alone.py`), UNBOUNDED if nothing does. By gain each lost token may change the order:
--- then it is looked at every 100 ms.
+-- then it is looked at every 100 ms (`next_change`).
 local function find_next()
   local soonest = UNBOUNDED
   local function consider(at)
@@ -151,7 +151,6 @@ local function find_next()
     local first, small = heads_of(tier)
     if first then consider_ticket(tier, first[ARRIVED]) end
     if small then consider_ticket(tier, small[ARRIVED]) end
-    if rules[R_BY_GAIN] and first then consider(now + LOOK_AGAIN_US) end
   end
   for _, ticket in ipairs(load_line()) do
     consider(ticket[IN_LINE_SINCE] + PATIENCE_US)
@@ -172,9 +171,11 @@ local function next_change(waiting)
   local at = state[HOLD_UNTIL]
   if at == 0 then
     if not needs then look() end
+    if not state[NEXT] or state[NEXT] <= now then state[NEXT] = find_next() end
     at = state[NEXT]
-    if not at or rules[R_BY_GAIN] or at <= now then at = find_next() end
-    state[NEXT] = at
+    for _, t in ipairs(rules[R_BY_GAIN] and tiers or {}) do
+      if t[QUEUED] > 0 then at = min(at, now + LOOK_AGAIN_US) end
+    end
   end
   return at < UNBOUNDED and max(1000, at - now) or nil
 end

@@ -42,6 +42,15 @@ local function packed_queue(tier)
   return pack(queue.texts, queue.starts, queue.finish, packed_tickets(queue.returned))
 end
 
+-- All at once.
+local function read_queues()
+  local names = {}
+  for tier, t in ipairs(tiers) do
+    if t[QUEUED] > 0 and fields['q:' .. tier] == nil then names[#names + 1] = 'q:' .. tier end
+  end
+  read_fields(names)
+end
+
 -- Whatever changes in a queue may change its head.
 local function changed_queue(tier, tenant)
   local queue = queue_of(tier)

@@ -215,7 +215,7 @@ end
 
 -- The candidates: those in line, the heads of all tiers, by gain the best of each tier. In order, but for those of class 4.
 -- `open`, where nobody in line stops others: one in class 4 whose engine is not among these, and who goes to no other, does nothing.
--- Of each tier the first that was left out so is told, too.
+-- Who was left out so is told, too; by level of each tier the first.
 local function candidates(open)
   local early, others, fronts, left_out, is_open = {}, {}, {}, {}, {}
   local function consider(ticket, is_head)
@@ -233,10 +233,10 @@ local function candidates(open)
   for _, ticket in ipairs(line) do
     local tier = ticket[TIER]
     local may_be_early = ticket == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST]
-    local is_plain = not is_for_floor(ticket) and not rules[R_BY_GAIN] and rules[R_TIERS][tier][T_LIMIT] >= PPM
+    local is_plain = not is_for_floor(ticket) and rules[R_TIERS][tier][T_LIMIT] >= PPM
     if not may_be_early and open and (#open == 0 or (is_plain and ticket[STAYS] and not is_open[ticket[ENGINE]])) then
-      local first = left_out[tier]
-      if not first or is_before(ticket, first.ticket) then left_out[tier] = { class = OTHER, before = 0, tier = tier, ticket = ticket } end
+      local at = rules[R_BY_GAIN] and ticket or tier -- by level the first of a tier is the one that came first
+      if not left_out[at] or is_before(ticket, left_out[at]) then left_out[at] = ticket end
     else
       consider(ticket, false)
     end
@@ -267,7 +267,7 @@ local function passed(place, ...)
   local firsts, found = {}, {}
   for _, places in ipairs({ ... }) do
     for _, it in pairs(places) do
-      it.key = it.key or aged_level(it.tier, it.ticket[ARRIVED])
+      if not it.class then it = place_of(it, OTHER) end
       if not firsts[it.tier] or is_place_before(it, firsts[it.tier]) then firsts[it.tier] = it end
     end
   end
@@ -502,6 +502,7 @@ end
 -- All steps that can be done now, while someone waits.
 local function decide(waiting)
   look()
+  if rules[R_BY_GAIN] then read_queues() end
   if places == 0 then return end
   if state[CHOOSES] then
     choose_again()

@@ -91,7 +91,7 @@ end
 
 -- Reads many.
 local function read_fields(names)
-  for i = 1, #names, MOST_AT_ONCE do
+  for i = 1, is_made and 0 or #names, MOST_AT_ONCE do
     local part = { unpack(names, i, min(#names, i + MOST_AT_ONCE - 1)) }
     for j, value in ipairs(redis_call('HMGET', root, unpack(part))) do fields[part[j]] = value end
   end
