@@ -305,8 +305,8 @@ class Member:
     def refused(self, retry_after_s: float) -> float:
         """The engine says that it is full. Returns for how long it gets no more requests than it runs.
 
-        At most as long as it says, and `FIRST_CAP_S` at first. That doubles each time that it refuses again and answered
-        none in between.
+        At most as long as it says, and `FIRST_CAP_S` at first. That doubles each time that it refuses again and
+        answered none in between.
         """
         now_us = self._owner.now_us()
         if now_us >= self.capped_until_us:
