@@ -30,6 +30,7 @@ from sidecar.one_pool import OnePool, policy_of, pool_here, pool_of, source_of
 from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSize, LedgerPool, Pool
+from sidecar.pools.limits_pool import LimitsPool
 from sidecar.proxy import EngineProxy
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.server.mounted import FailedStart, MountedLifespan, check_processes
@@ -413,7 +414,7 @@ def _models_parts(
         app,
         controllers=controllers,
         policy=policy,
-        pool=LedgerPool(policy, allowances=allowances),
+        pool=LimitsPool(policy, allowances),
         counts_apart=counts_apart,
         dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
         estimator=estimator,

@@ -140,7 +140,7 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 
     `capacity_tokens` and `capacity_requests` are what it had at that moment, less while it starts slowly. `hits` are
     tokens of the `prompt` that engines, by their ids, were predicted to have. `claimed_us` is for how long the request
-    had claimed an engine that had no room for it; 0 where it had not.
+    stood in line for an engine; 0 where it did not.
     """
 
     capacity_tokens: int | None
@@ -162,7 +162,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     `served_ahead` counts, by tier, the tokens admitted while it waited; `level` is its aged level in whole levels;
     `engine_priority` was sent to the engine, None where nothing was forwarded. `passed` has those it overtook: of
     every other tier whose first in line had come before it, by which rule it went first all the same: `always_first`,
-    `reserve`, `reserve_turn`, `level`, `gain`, `limit`, `passed_over` or `claim` (`scheduling.Rule` says what each
+    `reserve`, `reserve_turn`, `level`, `gain`, `limit`, `passed_over` or `claim` (`core.reports.Rule` says what each
     means). `is_dry_run` says that it passed without a lease, in `mode: observe`.
     """
 

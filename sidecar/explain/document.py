@@ -89,7 +89,7 @@ class EngineChoice(msgspec.Struct, frozen=True):
     """The engine that it got in a pool of several, as it stood without the request. None is unbounded, or not known.
 
     `hit` of the `prompt_tokens` it was predicted to have cached; `other_hits` are those of other engines, by their
-    names. `claimed_s` is for how long the request had claimed an engine that had no room for it.
+    names. `claimed_s` is for how long the request stood in line for an engine.
     """
 
     engine: str

@@ -119,7 +119,7 @@ def chosen(choice: EngineChoice) -> str:
         parts.append(f"it held {tokens}{sent}, and {requests}")
         parts.append(_hits(choice))
     if choice.claimed_s:
-        parts.append(f"for {exact_duration(choice.claimed_s)} the request claimed an engine that had no room for it")
+        parts.append(f"for {exact_duration(choice.claimed_s)} the request stood in line for an engine")
     return "; ".join(parts)
 
 

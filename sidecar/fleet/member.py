@@ -32,7 +32,7 @@ from sidecar.proxy.proxy import ReverseProxy
 from sidecar.proxy.upstream import CONNECT_TIMEOUT_S
 from sidecar.tasks import end
 
-FIRST_CAP_S = 1.0
+FIRST_CAP_S = 0.1
 """So soon an engine that refused a request is tried again, in a long Retry-After, too: it may refuse that one alone."""
 READS_A_SECOND = 16
 """Readings of capacity by a whole fleet: one costs about a millisecond. Each engine is read so much less often."""
@@ -305,8 +305,8 @@ class Member:
     def refused(self, retry_after_s: float) -> float:
         """The engine says that it is full. Returns for how long it gets no more requests than it runs.
 
-        At most as long as it says, and a second at first. That doubles each time that it refuses again, and answered
-        none in between.
+        At most as long as it says, and `FIRST_CAP_S` at first. That doubles each time that it refuses again and
+        answered none in between.
         """
         now_us = self._owner.now_us()
         if now_us >= self.capped_until_us:

@@ -44,7 +44,7 @@ from sidecar.pools.base import EnginePool
 from sidecar.sending import BODY_FOLLOWS, ResponseCut, SendChunk, chunk_path
 
 FULL_STATUSES = frozenset((429, 503, 529))
-MOST_REFUSALS = 5
+MOST_REFUSALS = 8
 """The most refusals of one request that its client does not see: the next one may be about this request."""
 JUDGED_WITHIN_S = 1.0
 """How long an engine that broke a connection may take to show that it lives."""

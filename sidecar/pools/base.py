@@ -341,7 +341,7 @@ class Lease(msgspec.Struct, eq=False):
     def has_grown(self) -> bool:
         """Whether a waiting request needs much more now than a pool is about to give it: its ask says so from now on.
 
-        Many are admitted at once. Each that has grown asks again, by its arrival: together they might overfill the pool.
+        Many are admitted at once. Each that has grown asks again, by its arrival: together they may overfill the pool.
         """
         tokens, before = 0 if self.size_now is None else self.size_now(), self.ask.tokens
         if tokens <= before + before // _MUCH:

@@ -138,19 +138,19 @@ def rule_of(ahead: RequestRecord, waiter: RequestRecord) -> str:
     """The rule by which `ahead` was admitted before `waiter`: one of the scheduler's, or one of the three here.
 
     The scheduler reports no rule within one tier. There its tenants take turns; but of several engines a request that
-    has claimed one takes part in no turn, and of one tenant's requests only a claim lets a later one go first.
+    stands in line for one takes part in no turn, and of one tenant's requests a later one goes first only beside that.
     """
     classified, admitted, waiting = _tiers(ahead, waiter)
     if ahead.arrived_us <= waiter.arrived_us:
         return TURN
     if classified.tier == waiting.tier:
-        is_claim = classified.tenant == waiting.tenant or _had_claimed(waiter, admitted.at_us)
+        is_claim = classified.tenant == waiting.tenant or _stood_in_line(waiter, admitted.at_us)
         return CLAIM if admitted.engine is not None and is_claim else FAIR_SHARE
     return admitted.passed.get(waiting.tier, BEHIND)
 
 
-def _had_claimed(waiter: RequestRecord, at_us: int) -> bool:
-    """Whether it waited for an engine that it had claimed then. Not known before it is admitted."""
+def _stood_in_line(waiter: RequestRecord, at_us: int) -> bool:
+    """Whether it stood in line for an engine then. Not known before it is admitted."""
     admitted = waiter.admitted
     if admitted is None or admitted.placed is None or not admitted.placed.claimed_us:
         return False
@@ -176,7 +176,7 @@ def in_words(rule: str, by: str, tier: str) -> str:
         "always_first": f"{by} always goes first",
         "reserve": f"{by} held less than its reserve",
         "reserve_turn": f"{by} held less than its reserve, and it was its turn",
-        "gain": f"{by} earned more in that time, or its deadline was nearer",
+        "gain": f"{by} earned more in that time",
         "level": f"{by} is more important",
         "limit": f"{tier} was at its limit",
         "passed_over": f"{tier} asked for more than the reserves of the others leave",

@@ -98,8 +98,7 @@ def test_the_explanation_says_why_this_engine_and_what_the_others_did():
     lines = {line.split("  ")[0]: line for line in text(story).splitlines()}
     assert lines["engine"].split(maxsplit=1)[1] == (
         "b; it held 3,000 of 20,000 tokens, 500 of them not prefilled, and 3 of 4 requests; it was predicted to have "
-        "600 of the prompt's 700 tokens (others: c 200); for 1.50 s the request claimed an engine that had no room "
-        "for it"
+        "600 of the prompt's 700 tokens (others: c 200); for 1.50 s the request stood in line for an engine"
     )
     again = [line for line in text(story).splitlines() if line.startswith("waited again")]
     assert [line.rpartition(": ")[2] for line in again] == [

@@ -394,7 +394,7 @@ POLICY_REJECTED = Gauge(
 NO_ENGINE_FITS = Gauge(
     semconv.NO_ENGINE_FITS,
     "no_engine_fits_s",
-    "For how long a request waited that fitted the pool, because the engine that it claimed had no room.",
+    "For how long a request waited that fitted the pool, because no engine that it wanted took it.",
     SECONDS,
 )
 LOOP_BLOCKED = Gauge(
