@@ -19,6 +19,7 @@ from sidecar.core.calls import (
     BIDS_SHOWN,
     DEAD_US,
     HEARTBEAT_US,
+    HOLD_US,
     LAYOUT,
     Call,
     Cap,
@@ -311,8 +312,8 @@ class Member:
             if now_us < self._retry_us:
                 return None
             kind: Kind = "ask"
-        elif self.mode is Mode.STATING:
-            kind = "state"
+        elif self.mode is Mode.STATING or (self.is_foreign and is_beat and not self.is_closing):
+            kind = "state"  # also where the pool had other tiers: its own replicas may be gone
         else:
             kind = "bye" if self.is_closing and not self.leases and not self.waiting() else "call"
         self._due_us = None
@@ -379,7 +380,10 @@ class Member:
             # Until its statement is answered it admits nothing alone.
             self.mode, self._alone = Mode.STATING, None
             self._bids.go_back()
-            self._call_by(now_us)
+            if self.is_foreign:  # the pool's own replicas come first
+                self._heartbeat_us = now_us + HOLD_US
+            else:
+                self._call_by(now_us)
         elif call.kind == "bye":
             self.is_gone = True
         else:
