@@ -70,7 +70,7 @@ class StoreWatch:
             state = StoreState.DIVIDED
         elif member.mode is Mode.JOINING and member.failures > self.status.was_reached:
             state = StoreState.CLOSED
-        if state is not StoreState.CONNECTING:
+        if state is not StoreState.CONNECTING and member.mode not in (Mode.STATING, Mode.LOST):
             self.status.change(state, reason, is_refused=is_refused)
         if member.failures or member.mode in (Mode.SHARED, Mode.WAITING):
             self.decided.set()
