@@ -486,7 +486,7 @@ class LedgerPool:
             if reply.config is not None or reply.drained is not None:
                 self._takes_over = self._takes_over and not is_statement
                 self.elsewhere.heard(self._member, self._offers, is_first=is_statement)
-                self._drained |= self.elsewhere.draining
+                self._drained = set(self.elsewhere.draining)
         self._run()
 
     def unanswered(self, why: str) -> None:
