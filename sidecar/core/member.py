@@ -168,7 +168,7 @@ class Member:
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up."""
-        if self._bids.remove(ticket):
+        if not self.is_foreign and self._bids.remove(ticket):  # else it was given up as it was refused
             self._call_by(now_us)
 
     def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
