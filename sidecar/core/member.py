@@ -103,8 +103,8 @@ class Member:
 
     `own_us`: of the owner's clock. `size_now` is called with a ticket that is about to be shown. `divides`: whether it
     admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
-    so much later; UNBOUNDED for a ledger that has no other replicas. `presumed`: how many replicas there are where the
-    ledger never answered, 0 for not known. `shares_engines`: whether others can use the same engines.
+    so much later; UNBOUNDED for a ledger that has no other replicas. `knew`: how many are in the pool.
+    `presumed`: how many there are where the ledger never answered, 0 for not known. `shares_engines`: whether others can use the same engines.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class Member:
         most_bids: int = BIDS_SHOWN,
         divides: bool = True,
         takes_over: bool = False,
+        knew: int = 0,
         presumed: int = 0,
         shares_engines: bool = True,
         heartbeat_us: int = HEARTBEAT_US,
@@ -126,7 +127,7 @@ class Member:
         self._own_rules = rules_of(rules)
         self.mode = Mode.JOINING
         self.is_closing = self.is_gone = self.is_foreign = False
-        self.knew = self.others_waiting = 0
+        self.knew, self.others_waiting = knew, 0
         self.leases: dict[str, Lease] = {}
         self.views: dict[str, EngineView] = {}
         self.reply: Reply | None = None

@@ -27,12 +27,14 @@ class LinkUser(Protocol):
 class Link(Protocol):
     """The way to one ledger.
 
-    `heartbeat_us` and `lazy_us`: how often, and how late, the ledger needs to hear what nobody waits for. `is_shared`:
+    `heartbeat_us` and `lazy_us`: how often, and how late, the ledger needs to hear what nobody waits for. `knew`:
+    how many replicas are in the pool before the first answer. `is_shared`:
     it is in a store, for many processes, and answers later; `round_trips` were made to it.
     """
 
     heartbeat_us: int
     lazy_us: int
+    knew: int
     is_shared: bool
     round_trips: int
 
@@ -50,7 +52,7 @@ class LocalLink:
     """A ledger in this process, which answers at once. Nobody else shares it, so silence means nothing."""
 
     heartbeat_us = lazy_us = UNBOUNDED
-    is_shared = False
+    knew, is_shared = 1, False
     round_trips = 0
 
     def __init__(self, clock: Clock) -> None:

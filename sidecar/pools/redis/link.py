@@ -52,7 +52,7 @@ class RedisLink:
     """
 
     heartbeat_us, lazy_us = HEARTBEAT_US, LAZY_US
-    is_shared = True
+    knew, is_shared = 0, True
 
     def __init__(
         self,
