@@ -104,8 +104,8 @@ class Member:
     `own_us`: of the owner's clock. `size_now` is called with a ticket that is about to be shown. `divides`: whether it
     admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
     so much later; UNBOUNDED for a ledger that has no other replicas. `knew`: how many are in the pool.
-    `presumed`: how many there are where the ledger never answered, 0 for not known. `shares_engines`: whether others can
-    use the same engines.
+    `presumed`: how many there are where the ledger never answered, 0 for not known. `shares_engines`: whether others
+    can use the same engines.
     """
 
     def __init__(

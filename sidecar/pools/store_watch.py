@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
+from sidecar.core.calls import ALONE_US, DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
 from sidecar.core.member import Member, Mode
 from sidecar.errors import StoreUnavailable
 from sidecar.events import StoreObserver, StoreState
@@ -88,12 +88,17 @@ class StoreWatch:
             state, reason = StoreState.WAITING, OTHER_LAYOUT
         elif member.mode is Mode.ALONE:
             state = StoreState.DIVIDED
-        elif member.mode is Mode.JOINING and member.failures > self.status.was_reached:
+        elif member.mode is Mode.JOINING and self._has_been_lost(member):
             state = StoreState.CLOSED
         if state is not StoreState.CONNECTING and member.mode not in (Mode.STATING, Mode.LOST):
             self.status.change(state, reason, is_refused=is_refused)
         if member.failures or member.mode in (Mode.SHARED, Mode.WAITING):
             self.decided.set()
+
+    def _has_been_lost(self, member: Member) -> bool:
+        """A store that was never reached is lost at the first failure, another when others may go on alone."""
+        since_us = member.first_failure_us
+        return since_us is not None and (not self.status.was_reached or self._clock() >= since_us + ALONE_US)
 
     def _other_tiers(self, reply: Reply) -> str:
         theirs, own = ", ".join(tier.tier for tier in reply.tiers), ", ".join(self._tiers)
