@@ -34,7 +34,7 @@ from sidecar.core.tickets import Gain
 from sidecar.policy.model import Order, Policy
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.ledger_pool import LedgerPool
-from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer
+from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 
 TOKENS, PROMPT, EACH, PREFILL, TENANTS = 2_500, 300, 16, 8_000, 24
 APART_S = 0.03

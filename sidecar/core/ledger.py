@@ -273,7 +273,8 @@ class Ledger:
         state = self._held()
         names = [tier.name for tier in stated.tiers]
         is_same = names == state.names
-        if state.names and not (call.replaces and is_same) and not (call.takes_over and not is_same):
+        is_owned = any(not member.is_foreign for who, member in state.members.items() if who != call.who)
+        if state.names and not (call.replaces if is_same else call.takes_over or not is_owned):
             return
         rules = rules_of(stated)
         if is_same and rules.by_gain == state.scheduler.rules.by_gain:

@@ -17,6 +17,7 @@ from sidecar.core.calls import (
     BIDS_SHOWN,
     DEAD_US,
     HEARTBEAT_US,
+    HOLD_US,
     LAYOUT,
     Call,
     Cap,
@@ -155,7 +156,8 @@ class Member:
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
-        if not self.meter.give_up(ticket.number) and self._bids.remove(ticket):
+        was_asked = self.meter.give_up(ticket.number)  # and in a pool of other tiers it was given up as it was refused
+        if not was_asked and not self.is_foreign and self._bids.remove(ticket):
             self._call_by(now_us)
 
     def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
@@ -312,8 +314,8 @@ class Member:
             if now_us < self._retry_us:
                 return None
             kind: Kind = "ask"
-        elif self.mode is Mode.STATING:
-            kind = "state"
+        elif self.mode is Mode.STATING or (self.is_foreign and is_beat and not self.is_closing):
+            kind = "state"  # also where the pool had other tiers: its own replicas may be gone
         else:
             kind = "bye" if self._has_ended() else "call"
         self._due_us = None
@@ -383,7 +385,10 @@ class Member:
             # Until its statement is answered it admits nothing alone.
             self.mode, self._alone = Mode.STATING, None
             self._bids.go_back()
-            self._call_by(now_us)
+            if self.is_foreign:  # the pool's own replicas come first
+                self._heartbeat_us = now_us + HOLD_US
+            else:
+                self._call_by(now_us)
         elif call.kind == "bye":
             self.is_gone = True
         else:

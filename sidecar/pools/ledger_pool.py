@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from itertools import count
 import msgspec
 
 from sidecar.core import calls
-from sidecar.core.amounts import NOTHING, UNBOUNDED
+from sidecar.core.amounts import UNBOUNDED
 from sidecar.core.calls import Cap, Drain, EngineView, Metered, Reply, WakeUp
 from sidecar.core.member import Member
 from sidecar.core.member_events import Entered, Mode, TakeBack
@@ -46,10 +45,11 @@ from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, EngineState, Found
 from sidecar.pools.ledger_link import Link, LocalLink
 from sidecar.pools.ledger_rules import engines_of, rules_of, ticket_of, views_of
+from sidecar.pools.ledger_usage import usage_alone, usage_of_all
 from sidecar.pools.limits import downgraded, metered, refusal, remaining
 from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
-from sidecar.pools.stats import HELD_BACK, TierUsage, no_room, obstacle, part_in_words, pool_state
+from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_words, pool_state
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.pools.tenant_places import TenantPlaces
 from sidecar.pools.waits import Wait, Waits
@@ -59,8 +59,6 @@ POOL = "pool#1"
 
 MOST_ADMITTED = 16
 """After so many admissions the rest waits for the next turn of the event loop. One reply may have more of them."""
-
-CLOSE_WITHIN_S = 1.0
 
 
 class _Request(msgspec.Struct, eq=False, gc=False):
@@ -156,11 +154,8 @@ class LedgerPool:
                 self._member.cancel(request.ticket, now_us)
         self._member.close(now_us)
         self._run()
-        end_s = time.monotonic() + CLOSE_WITHIN_S
-        while self._loop is not None and self._link.is_shared and not self._member.is_gone:
-            if self.status.state is not StoreState.SHARED or time.monotonic() > end_s:
-                break
-            await asyncio.sleep(0.001)
+        if self._loop is not None and self._link.is_shared:
+            await self._watch.gone(self._member)
         await self._link.close()
         self._start_over()
 
@@ -302,13 +297,13 @@ class LedgerPool:
         self._member.submit(request.ticket, now_us)
         self._run(now_us, UNBOUNDED if most == 0 else MOST_ADMITTED)
         if lease.grant is None and answered is not None and most == 0:
-            await self._looked_at(lease, answered, is_busy=is_busy)
+            await self._watch.looked_at(lease, answered, self._member, is_busy=is_busy)
         if lease.grant is None:
             if most is not None and not (most and others_wait):
                 self._find_place_or_leave(request, queued, most, now_us)
             self._begin_to_wait(request)
             if answered is not None and most != 0:
-                await self._looked_at(lease, answered, is_busy=is_busy)
+                await self._watch.looked_at(lease, answered, self._member, is_busy=is_busy)
 
     async def _enter_within(self, limits: Limits, lease: Lease, now_us: int) -> None:
         """The same within a tenant's limits: the ledger is asked by the call that shows the request."""
@@ -365,16 +360,6 @@ class LedgerPool:
         request = _Request(lease, ticket_of(lease), self._waits.came(lease.id, lease.tier, lease.entered_us))
         self._requests[lease.ticket_id] = request
         return request
-
-    async def _looked_at(self, lease: Lease, answered: asyncio.Future[None], *, is_busy: bool) -> None:
-        """Returns when the store has looked at a request, or cannot. Raises its refusal."""
-        self._watch.enters(lease, self._member, is_sent=self._member.is_awaiting and not is_busy)
-        try:
-            await answered
-        except asyncio.CancelledError:
-            if not lease.settle(0):
-                lease.leave()
-            raise
 
     def _find_place(self, ask: Ask, queued: int, most: int, now_us: int) -> Lease | None:
         """The request that has to give its place, None where one is free. Raises QueueFull where there is neither."""
@@ -566,7 +551,7 @@ class LedgerPool:
             if reply.config is not None or reply.drained is not None:
                 self._takes_over = self._takes_over and not is_statement
                 self.elsewhere.heard(self._member, self._offers, is_first=is_statement)
-                self._drained |= self.elsewhere.draining
+                self._drained = set(self.elsewhere.draining)
         self._run()
 
     def unanswered(self, why: str) -> None:
@@ -670,16 +655,13 @@ class LedgerPool:
     def state(self) -> Mapping[str, object]:
         """See `Pool.state`; with the engines, where they are named, or the figures of the one that says its size."""
         rules, usage = self._usage()
-        waiting, member = len(self._waiting), self._member
+        waiting = len(self._waiting)
         state = pool_state(rules, usage, leases=len(self._requests) - waiting, waiting=waiting)
         if self._size is not None:
             state["engine"] = self._size.state()
         if self._link.is_shared:
             own = {"leases": len(self._requests) - waiting, "waiting": waiting}
-            if self.status.state is StoreState.SHARED and member.reply is not None:
-                state["waiting"] = waiting + member.others_waiting
-                state["leases"] = sum(tier.held_requests for tier in usage)
-            state["store"] = self._watch.state(member, own, self._link.round_trips)
+            state |= self._watch.state(self._member, own, usage, self._link.round_trips)
         if not self._has_names:
             return state
         since_us, engines = self._blocked_since_us, [engine_state(engine) for engine in self.engines()]
@@ -694,9 +676,7 @@ class LedgerPool:
             return HELD_BACK
         rules, usage = self._usage()
         if self.status.state is StoreState.DIVIDED:
-            found = no_room(rules, usage, ask)
-            figures = "" if found is None else f": {found}"
-            return Obstacle.STORE, f"the store is lost, and this replica's part of the pool has no room{figures}"
+            return alone(rules, usage, ask)
         of_pool = obstacle(rules, usage, ask)
         of_engine = engine_obstacle(self.engines(), ask, of_pool) if self._has_names else None
         return of_engine or of_pool
@@ -724,24 +704,15 @@ class LedgerPool:
 
         A ticket that stands in line for its tier's floor holds its tokens.
         """
-        pool, rules = self._member.mirror(self.now_us()), self._sizes.rules
-        held = [tier.used[:2] for tier in pool.tiers]
-        if (part := self._watch.part(self._member)) is not None:
-            own = self._member.own()
-            rules, held = self._sizes.policy.rules_of(*part), [own.get(name, NOTHING)[:2] for name in self._names]
-        elif self._has_names:
-            sizes = [None if size == UNBOUNDED else size for size in pool.capacity]
-            rules = self._sizes.policy.rules_of(*sizes)
-        usage = [
-            TierUsage(*of_tier, self._queued_tokens[level], self._waits.queued(level))
-            for level, of_tier in enumerate(held)
-        ]
-        return rules, usage
+        queued = [(tokens, self._waits.queued(tier)) for tier, tokens in enumerate(self._queued_tokens)]
+        part, sizes = self._watch.part(self._member), self._sizes
+        if part is not None:
+            return usage_alone(sizes.policy, part, self._member, queued)
+        return usage_of_all(sizes, self._member.mirror(self.now_us()), queued, is_of_engines=self._has_names)
 
     def _claims(self) -> Mapping[str, int]:
-        return (
-            Counter(lined.engine for lined in self._member.reply.lined or ()) if self._member.reply is not None else {}
-        )
+        reply = self._member.reply
+        return {} if reply is None else Counter(lined.engine for lined in reply.lined or ())
 
     def _note_blocked(self, now_us: int, *, is_blocked: bool) -> None:
         """Keeps the time during which a request that fits the pool waits for an engine."""

@@ -144,6 +144,13 @@ def obstacle(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> tuple[Ob
     return Obstacle.BEHIND, ALONE
 
 
+def alone(part: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> tuple[Obstacle, str]:
+    """The same for a replica without its store."""
+    found = no_room(part, tiers, ask)
+    figures = "" if found is None else f": {found}"
+    return Obstacle.STORE, f"the store is lost, and this replica's part of the pool has no room{figures}"
+
+
 def _kept(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> Sequence[str]:
     """The more important tiers whose headroom leaves no room for `ask`; none where there is room beside it."""
     tokens = rules.tokens - sum(tier.held_tokens for tier in tiers) - ask.tokens

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
+from sidecar.core.calls import ALONE_US, DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
 from sidecar.core.member import Member
 from sidecar.core.member_events import Mode
 from sidecar.errors import StoreUnavailable
@@ -17,8 +18,10 @@ from sidecar.policy.rules import largest_admissible
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.clock import Clock
 from sidecar.pools.engines import EngineOffer, sum_of
+from sidecar.pools.stats import TierUsage
 from sidecar.pools.store_status import StoreStatus
 
+CLOSE_WITHIN_S = 1.0
 OTHER_LAYOUT = f"the pool is kept in another layout than {LAYOUT} until the last replica of another version has ended"
 
 
@@ -27,7 +30,7 @@ class StoreWatch:
 
     def __init__(self, pool: str, tiers: Sequence[str], clock: Clock, observer: StoreObserver | None) -> None:
         self.status = StoreStatus(pool, clock, observer)
-        self.decided = asyncio.Event()
+        self.decided, self._left = asyncio.Event(), asyncio.Event()
         self.why = ""
         self._pool, self._tiers, self._clock = pool, tiers, clock
         self._held_since_us: int | None = None
@@ -45,18 +48,35 @@ class StoreWatch:
                 lease.waits()
         self._entering = [(number, lease) for number, lease in self._entering if number > reply.number]
 
-    def enters(self, lease: Lease, member: Member, *, is_sent: bool) -> None:
-        """A new request, which the ledger looks at with the call that is on its way, or with the one after it."""
-        self._entering.append((member.number + (not is_sent), lease))
+    async def looked_at(self, lease: Lease, answered: asyncio.Future[None], member: Member, *, is_busy: bool) -> None:
+        """Returns when the ledger has looked at a new request, or cannot. Raises its refusal.
+
+        It does so with the call that is on its way; with the one after it where one was before (`is_busy`).
+        """
+        self._entering.append((member.number + (is_busy or not member.is_awaiting), lease))
+        try:
+            await answered
+        except asyncio.CancelledError:
+            if not lease.settle(0):
+                lease.leave()
+            raise
 
     def forget(self) -> None:
         """The pool begins anew."""
-        self.decided = asyncio.Event()
+        self.decided, self._left = asyncio.Event(), asyncio.Event()
         self._held_since_us = None
         self._entering.clear()
 
+    async def gone(self, member: Member) -> None:
+        """Returns when the store has heard the goodbye, or cannot within a second."""
+        if self.status.state is StoreState.SHARED and not member.is_gone:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._left.wait(), CLOSE_WITHIN_S)
+
     def look(self, member: Member) -> None:
         """Notes how the member stands with the ledger now."""
+        if member.is_gone:
+            self._left.set()
         state, reason = self.status.state, self.why
         is_refused = False
         if member.mode is Mode.SHARED:
@@ -69,12 +89,17 @@ class StoreWatch:
             state, reason = StoreState.WAITING, OTHER_LAYOUT
         elif member.mode is Mode.ALONE:
             state = StoreState.DIVIDED
-        elif member.mode is Mode.JOINING and member.failures > self.status.was_reached:
+        elif member.mode is Mode.JOINING and self._has_been_lost(member):
             state = StoreState.CLOSED
-        if state is not StoreState.CONNECTING:
+        if state is not StoreState.CONNECTING and member.mode not in (Mode.STATING, Mode.LOST):
             self.status.change(state, reason, is_refused=is_refused)
         if member.failures or member.mode in (Mode.SHARED, Mode.WAITING):
             self.decided.set()
+
+    def _has_been_lost(self, member: Member) -> bool:
+        """A store that was never reached is lost at the first failure, another when others may go on alone."""
+        since_us = member.first_failure_us
+        return since_us is not None and (not self.status.was_reached or self._clock() >= since_us + ALONE_US)
 
     def _other_tiers(self, reply: Reply) -> str:
         theirs, own = ", ".join(tier.tier for tier in reply.tiers), ", ".join(self._tiers)
@@ -121,17 +146,24 @@ class StoreWatch:
             "this replica admits nothing, because its policy and its pool have other tiers; try another replica"
         )
 
-    def state(self, member: Member, own: Mapping[str, int], round_trips: int) -> Mapping[str, object]:
-        """For people and dashboards: JSON types only."""
-        part = self.part(member)
-        return {
+    def state(
+        self, member: Member, own: Mapping[str, int], usage: Sequence[TierUsage], round_trips: int
+    ) -> Mapping[str, object]:
+        """What it adds to the pool's state, for people and dashboards: JSON types only."""
+        part, reply = self.part(member), member.reply
+        found: dict[str, object] = {}
+        if self.status.state is StoreState.SHARED:
+            found["waiting"] = own["waiting"] + member.others_waiting
+            found["leases"] = sum(tier.held_requests for tier in usage)
+        found["store"] = {
             **self.status.state_for_people(),
             "replica": member.who,
-            "replicas": member.reply.alive if member.reply is not None else None,
+            "replicas": None if reply is None else reply.alive,
             "own": own,
             "part": None if part is None else dict(zip(("tokens", "requests"), part, strict=True)),
             "round_trips": round_trips,
         }
+        return found
 
     def part(self, member: Member) -> tuple[int | None, int | None] | None:
         """The size of what this replica has for itself now, None for an unbounded one; None where it is not alone."""

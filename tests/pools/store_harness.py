@@ -30,7 +30,7 @@ _names = count(1)
 
 @cache
 def patient_library() -> Library:
-    """The ledger in a world where a test's clock leaps: silence is nothing, nobody dies, and no epoch begins on hold."""
+    """The ledger where a test's clock leaps: silence is nothing, nobody dies, and no epoch begins on hold."""
     texts = script.texts()
     for name, value in {"LOST_US": 10**15, "DEAD_US": 10**15, "HOLD_US": 0}.items():
         texts["state"], found = re.subn(rf"(local {name} = )\d+", rf"\g<1>{value}", texts["state"])

@@ -12,10 +12,9 @@ import pytest
 
 from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
-from sidecar.policy.store import store_address
-from sidecar.pools.redis import RedisPool, connector
+from sidecar.pools.ledger_pool import LedgerPool
 from tests.pools.harness import ask, simple
-from tests.pools.load import Load, nothing_left, replicas, until
+from tests.pools.load import Load, nothing_left, replica, replicas, until
 from tests.support.redis_servers import RedisServer
 
 pytestmark = pytest.mark.anyio
@@ -31,10 +30,9 @@ def on_loss(request: pytest.FixtureRequest) -> StoreLoss:
 @contextlib.asynccontextmanager
 async def newcomer(
     server: RedisServer, on_loss: StoreLoss = StoreLoss.DIVIDE, *, policy: Policy = OTHER, takes_over: bool = False
-) -> AsyncIterator[RedisPool]:
+) -> AsyncIterator[LedgerPool]:
     """A process that starts beside the others, in their pool."""
-    policy = replace(policy, pool="faults", on_store_loss=on_loss)
-    pool = RedisPool(policy, connector(store_address(server.url), "faults"), takes_over=takes_over)
+    pool = replica(server.url, replace(policy, on_store_loss=on_loss), takes_over=takes_over)
     try:
         await pool.open()
         yield pool
@@ -131,9 +129,10 @@ async def test_taking_over_is_on_purpose_and_those_that_had_the_pool_admit_nothi
             with pytest.raises(StoreUnavailable):
                 await old.enter(ask())
             lease = await pool.enter(ask(tokens=5))
+            assert lease.grant is None  # what they run, counts
+            assert running.settle()
             await asyncio.wait_for(lease.wait(), 60)
             lease.settle()
-            assert running.settle()
             await do(redis_server, "FLUSHALL")  # it takes over once, and the others do not take back
             await asyncio.sleep(2.2)
             assert (pool.status.state.value, old.status.state.value) == ("shared", "closed")

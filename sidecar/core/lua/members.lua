@@ -148,8 +148,9 @@ local function has_tiers(stated)
 end
 
 local function take_rules(stated)
-  local is_same = has_tiers(stated)
-  if #tiers > 0 and not (call[C_REPLACES] and is_same) and not (call[C_TAKES_OVER] and not is_same) then return end
+  local is_same, is_owned = has_tiers(stated), false
+  for name, member in pairs(members) do is_owned = is_owned or name ~= who and not member[IS_FOREIGN] end
+  if #tiers > 0 and (is_same and not call[C_REPLACES] or not is_same and is_owned and not call[C_TAKES_OVER]) then return end
   local is_by_gain = rules and rules[R_BY_GAIN] or false
   config.figures, is_config_new, state[NEXT] = nil, true, false
   if is_same and stated[R_BY_GAIN] == is_by_gain then
