@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import replace
 from itertools import count
 
-from sidecar.core.tickets import Gain
+from sidecar.scheduling.tickets import Gain
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Order
 from sidecar.pools.base import Ask, Lease

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import Cap, EngineView, PoolRules
-from sidecar.core.ledger import Ledger
-from sidecar.core.member import Member
-from sidecar.core.member_events import Entered, TakeBack
-from sidecar.core.tickets import Lease, Ticket
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.pools.calls import Cap, EngineView, PoolRules
+from sidecar.pools.ledger import Ledger
+from sidecar.pools.member import Member
+from sidecar.pools.member_events import Entered, TakeBack
+from sidecar.scheduling.tickets import Lease, Ticket
 
 ENGINE = "pool#1"
 """The engine of a pool of one."""

@@ -30,7 +30,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.redis_setup import NORMAL, plain_client, replica, running_server, shipped_policy, version_of
-from sidecar.core.tickets import Gain
+from sidecar.scheduling.tickets import Gain
 from sidecar.policy.model import Order, Policy
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.ledger_pool import LedgerPool

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin import PORT_VARIABLE
-from sidecar.core.rate_limit import RateLimiter
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
 from sidecar.leases import Admission
@@ -32,6 +31,7 @@ from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSize, LedgerPool, Pool
 from sidecar.pools.limits_pool import LimitsPool
 from sidecar.proxy import EngineProxy
+from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.server.mounted import FailedStart, MountedLifespan, check_processes
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of

@@ -30,9 +30,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sidecar import AdmissionMiddleware
-from sidecar.core.calls import Granted
-from sidecar.core.tickets import Lease as Held
-from sidecar.core.tickets import Ticket
+from sidecar.pools.calls import Granted
+from sidecar.scheduling.tickets import Lease as Held
+from sidecar.scheduling.tickets import Ticket
 from sidecar.engines import Dynamo, Sglang, TensorRtLlm, Vllm
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy

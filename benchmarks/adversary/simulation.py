@@ -15,10 +15,10 @@ from itertools import count
 from typing import Protocol
 
 from benchmarks.decisions import ENGINE, Decided, Decisions
-from sidecar.core import calls
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import EngineView
-from sidecar.core.tickets import Ticket
+from sidecar.pools import calls
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.pools.calls import EngineView
+from sidecar.scheduling.tickets import Ticket
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_request
 from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT
 

@@ -25,8 +25,8 @@ from benchmarks.fleet.setting import Setting
 from benchmarks.fleet_routers import RULES
 from benchmarks.fleet_routers.prefix_blocks import PrefixBlocks
 from benchmarks.fleet_routers.rule import Request, Rule
-from sidecar.core.calls import EngineView
-from sidecar.core.tickets import Ticket
+from sidecar.pools.calls import EngineView
+from sidecar.scheduling.tickets import Ticket
 from sidecar.policy import compiler
 from sidecar.policy.model import Policy
 from sidecar.pools.engines import NORMAL_SPEED

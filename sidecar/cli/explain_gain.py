@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sidecar.core.tickets import Gain
 from sidecar.durations import exact_duration, policy_duration
 from sidecar.gain.engine_speed import DEFAULTS, Coefficients
 from sidecar.gain.token_deadlines import Objective
@@ -18,6 +17,7 @@ from sidecar.middleware.request_gain import LEAST_SLACK_US
 from sidecar.middleware.slo_headers import asked_slo
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, TierRules
+from sidecar.scheduling.tickets import Gain
 from sidecar.telemetry.ahead import counted
 
 Found = dict[str, Any]

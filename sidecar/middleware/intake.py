@@ -16,7 +16,6 @@ from starlette.types import Message, Scope
 
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification
-from sidecar.core.tickets import Gain
 from sidecar.engines import Engine
 from sidecar.errors import (
     BackgroundNotAllowed,
@@ -42,6 +41,7 @@ from sidecar.policy.model import NO_LIMITS, Background, Endpoint, Policy, Tenant
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask, Pool
+from sidecar.scheduling.tickets import Gain
 from sidecar.tokens import tokens_to_hold
 from sidecar.via import refuse_loop
 

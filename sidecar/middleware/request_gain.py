@@ -19,7 +19,6 @@ from typing import Protocol
 import msgspec
 
 from sidecar.apis import Api
-from sidecar.core.tickets import Gain
 from sidecar.events import Outcome, ServiceGain
 from sidecar.gain.engine_speed import (
     LOOK_AFTER,
@@ -35,6 +34,7 @@ from sidecar.gain.token_deadlines import Earned, Objective, TokenDeadlines
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.usage import UsageReader
+from sidecar.scheduling.tickets import Gain
 from sidecar.sending import SendChunk
 
 FIRST_LATER_STATUS = 429

@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from sidecar.core.rate_limit import Charge
-from sidecar.core.tickets import Gain
 from sidecar.errors import AdmissionError, RemainingLimits
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.engines import EngineOffer, EngineState
+from sidecar.scheduling.rate_limit import Charge
+from sidecar.scheduling.tickets import Gain
 
 _MUCH = 8
 """A waiting request asks again for an eighth more than before: less is no reason for another call to the store."""

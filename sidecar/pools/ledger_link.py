@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import Call, Reply, WakeUp
-from sidecar.core.ledger import Ledger
-from sidecar.core.rate_limit import RateLimiter
 from sidecar.pools.base import Merge, PeerReports
+from sidecar.pools.calls import Call, Reply, WakeUp
 from sidecar.pools.clock import Clock
+from sidecar.pools.ledger import Ledger
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.scheduling.rate_limit import RateLimiter
 
 
 class LinkUser(Protocol):

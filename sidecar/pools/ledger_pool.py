@@ -11,20 +11,12 @@ from itertools import count
 
 import msgspec
 
-from sidecar.core import calls
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import Cap, Drain, EngineView, Metered, Reply, WakeUp
-from sidecar.core.member import Member
-from sidecar.core.member_events import Entered, Mode, TakeBack
-from sidecar.core.meter import Judged
-from sidecar.core.rate_limit import RateLimiter
-from sidecar.core.tickets import Lease as Held
-from sidecar.core.tickets import Ticket
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
 from sidecar.events import Obstacle, StoreObserver, StoreState
 from sidecar.policy.model import Limits, Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
+from sidecar.pools import calls
 from sidecar.pools.base import (
     Ask,
     Grant,
@@ -39,6 +31,7 @@ from sidecar.pools.base import (
     new_lease,
     use_of,
 )
+from sidecar.pools.calls import Cap, Drain, EngineView, Metered, Reply, WakeUp
 from sidecar.pools.clock import Clock, monotonic_us
 from sidecar.pools.engine_reports import change_sizes, engine_obstacle, engine_state, placed_on
 from sidecar.pools.engine_size import EngineSize
@@ -47,12 +40,19 @@ from sidecar.pools.ledger_link import Link, LocalLink
 from sidecar.pools.ledger_rules import engines_of, rules_of, ticket_of, views_of
 from sidecar.pools.ledger_usage import usage_alone, usage_of_all
 from sidecar.pools.limits import downgraded, metered, refusal, remaining
+from sidecar.pools.member import Member
+from sidecar.pools.member_events import Entered, Mode, TakeBack
+from sidecar.pools.meter import Judged
 from sidecar.pools.outgrown import OutgrownRequests
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_words, pool_state
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.pools.tenant_places import TenantPlaces
 from sidecar.pools.waits import Wait, Waits
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.scheduling.rate_limit import RateLimiter
+from sidecar.scheduling.tickets import Lease as Held
+from sidecar.scheduling.tickets import Ticket
 
 POOL = "pool#1"
 """The engine of a pool whose engines are not named: one engine is a fleet of one."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 
-from sidecar.core.calls import EngineView, PoolRules, TierRules
-from sidecar.core.scheduler import Scheduler
-from sidecar.core.tickets import Ticket
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Lease
+from sidecar.pools.calls import EngineView, PoolRules, TierRules
 from sidecar.pools.engines import EngineOffer, EngineState
+from sidecar.scheduling.scheduler import Scheduler
+from sidecar.scheduling.tickets import Ticket
 
 _PPM = 1_000_000
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sidecar.core.amounts import NOTHING, UNBOUNDED
-from sidecar.core.member import Member
-from sidecar.core.scheduler import Scheduler
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
+from sidecar.pools.member import Member
 from sidecar.pools.stats import TierUsage
+from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
+from sidecar.scheduling.scheduler import Scheduler
 
 
 def usage_of_all(

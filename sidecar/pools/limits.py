@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from sidecar.core.calls import HEARTBEAT_US, Metered
-from sidecar.core.meter import Judged
-from sidecar.core.rate_limit import UNIT, Charge, ExceededLimit, Limit, RateLimiter
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits, StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.policy.size_limits import SizeLimits, requests_text
 from sidecar.pools.base import Ask, Lease
+from sidecar.pools.calls import HEARTBEAT_US, Metered
+from sidecar.pools.meter import Judged
+from sidecar.scheduling.rate_limit import UNIT, Charge, ExceededLimit, Limit, RateLimiter
 
 
 class TenantLimits:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sidecar.core.rate_limit import RateLimiter
 from sidecar.policy.model import Policy
 from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.scheduling.rate_limit import RateLimiter
 
 
 class LimitsPool(LedgerPool):

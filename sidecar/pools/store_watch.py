@@ -7,19 +7,19 @@ import contextlib
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import ALONE_US, DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
-from sidecar.core.member import Member
-from sidecar.core.member_events import Mode
 from sidecar.errors import StoreUnavailable
 from sidecar.events import StoreObserver, StoreState
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import largest_admissible
 from sidecar.pools.base import Ask, Lease
+from sidecar.pools.calls import ALONE_US, DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
 from sidecar.pools.clock import Clock
 from sidecar.pools.engines import EngineOffer, sum_of
+from sidecar.pools.member import Member
+from sidecar.pools.member_events import Mode
 from sidecar.pools.stats import TierUsage
 from sidecar.pools.store_status import StoreStatus
+from sidecar.scheduling.amounts import UNBOUNDED
 
 CLOSE_WITHIN_S = 1.0
 OTHER_LAYOUT = f"the pool is kept in another layout than {LAYOUT} until the last replica of another version has ended"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sidecar.pools.base import Lease
-from sidecar.scheduling.tenants_by_use import TenantsByUse
+from sidecar.pools.tenants_by_use import TenantsByUse
 
 
 class TenantPlaces:

@@ -1,215 +1,141 @@
-"""Preemption: room is taken back from leases for a more important ticket that has waited long enough.
-
-The served ticket is the first in order that has waited `preempt_after` of its own tier. It is not served alone: room is
-taken until it, and every ticket before it that fits or holds its place, would fit one after the other. So a ticket
-before it that may not preempt does not switch preemption off, and every rule stays in force. Room of leases that were
-chosen earlier counts as free. A lease may be chosen while all of this holds.
-
-1. Its tier is `preemptible` and less important than the served ticket's; its first byte has not gone out (it was not
-   kept), and it returned to the queue fewer than `max_preemptions` times.
-2. Without it, and without those chosen before it, its tier is not below its reserve (rule 1).
-3. Back in the queue it would not come before the served ticket, nor does a head of its tier. Else its room would go
-   back to it or to that head.
-4. It could be admitted again at all: the pool may have shrunk since.
-
-Leases are chosen from the least important tier first, the latest admitted first, until the tickets fit. Then those that
-are not needed are spared, the last chosen first. Where all of them together are not enough, none is chosen.
-
-A burst. An `always_first` tier takes room for all that waits in it, as soon as its served ticket has its room: each
-ticket would else wait for an abort of its own. What waits counts as tickets of the mean size, in both dimensions,
-within the tier's limit. Leases are chosen in the same order, and kept out only as far as one ticket more would fit: a
-rest that is too small for one is not taken. All tickets of such a tier come before every victim, so rule 3 above holds
-for each of them.
-
-No thrashing. The tier of a victim is not below its reserve, and by 3 the served ticket comes before the victim and
-before every head of that tier. So, if nothing else happens meanwhile, the tickets that room was taken for are admitted
-next, in order. Another ticket is admitted first only if it has come before them meanwhile: by its level, its floor or
-its age. In any case no request is preempted more than `max_preemptions` times.
-"""
+"""Rule 7: room that is taken back for the first in order that has waited long enough."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from typing import Protocol
+from dataclasses import dataclass
 
-from sidecar.policy.rules import PoolRules, largest_admissible
-from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
-from sidecar.scheduling.ticket import Ticket
-from sidecar.scheduling.tier import TierState
+from sidecar.scheduling.amounts import NOTHING, plus
+from sidecar.scheduling.scheduler import OTHER, Gone, Place, Scheduler
+from sidecar.scheduling.tickets import Lease, Ticket
 
 
-class Room(Protocol):
-    """The room of the pool, as preemption needs it from the scheduler."""
+@dataclass(frozen=True)
+class Shortage:
+    """A ticket that is to be `served` on an engine, at its place in order.
 
-    def book(self, level: int, tokens: int, requests: int) -> None:
-        """Books tokens and requests, of either sign, with a tier."""
+    `before`: those that come before it, want the same engine, and fit or hold their place. `burst`: what else waits of
+    an always_first tier. `closed`: levels whose leases stay, because a head of theirs in class 4 comes before it.
+    """
 
-    def fits(self, candidate: Candidate) -> bool:
-        """Rule 2."""
-
-    def holds_its_place(self, candidate: Candidate) -> bool:
-        """Rule 3."""
-
-
-class Burst:
-    """What waits in the tier of an `always_first` ticket: how many tickets of the mean size fit, the served one too."""
-
-    def __init__(self, served: Candidate, tier: TierState, room: Room) -> None:
-        self._tier = tier
-        self._room = room
-        self._ticket = copy(served.ticket)
-        self._candidate = served._replace(ticket=self._ticket)
-        self._number = 1
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all fit that wait, or all that the tier's limit admits."""
-        return self._number >= self._tier.queue.count or self._tier.is_at_limit(self._with_one_more())
-
-    def grow(self) -> bool:
-        """Counts the tickets that fit beside what is booked now. Whether they are more than before."""
-        before = self._number
-        while not self.is_whole and self._room.fits(self._candidate):
-            self._number += 1
-        return self._number > before
-
-    def _with_one_more(self) -> Ticket:
-        queue, number = self._tier.queue, self._number + 1
-        self._ticket.tokens = -(-queue.tokens * number // queue.count)
-        self._ticket.requests = -(-queue.requests * number // queue.count)
-        return self._ticket
+    engine: str
+    served: Ticket
+    place: Place
+    before: Sequence[Ticket]
+    burst: Sequence[Ticket]
+    closed: frozenset[int]
 
 
-class Preemption:
-    """The leases that may be preempted, and the victims among them. A victim holds its room until it is released."""
+def shortage(scheduler: Scheduler, now_us: int, gone: Gone) -> Shortage | None:
+    """What room is to be taken back for now, if any. `gone` is taken back already."""
+    if not scheduler.may_preempt():
+        return None
+    scheduler.look(now_us)
+    tiers = scheduler.rules.tiers
+    order = scheduler.in_order()
+    for n, candidate in enumerate(order):
+        at, place, ticket = n, candidate.place, candidate.ticket
+        after_us = tiers[ticket.tier].preempt_after_us
+        if after_us is not None and now_us - ticket.arrived_us >= after_us:
+            break
+    else:
+        return None
+    engine = scheduler.wanted(ticket)
+    if engine is None:
+        return None
+    before = [
+        c.ticket
+        for c in order[:at]
+        if scheduler.wanted(c.ticket) == engine
+        and (scheduler.fits(c.ticket) or scheduler.holds(c.ticket, c.order_class))
+    ]
+    burst: list[Ticket] = []
+    if tiers[ticket.tier].always_first:
+        waiting = sorted(scheduler.tiers[ticket.tier].queue, key=lambda t: (t.number, t.owner))
+        burst = [other for other in waiting if other is not ticket]
+    closed = frozenset(
+        level
+        for level in range(ticket.tier + 1, len(tiers))
+        if any(scheduler.place(head, OTHER) < place for head in scheduler.heads(level))
+    )
+    found = Shortage(engine, ticket, place, before, burst, closed)
+    is_served = not burst and _Search(scheduler, found, (), now_us, gone).is_enough([], [ticket])
+    return None if is_served else found
 
-    def __init__(self, tiers: Sequence[TierState], order: LevelOrder, room: Room) -> None:
-        self._tiers = tiers
-        self._order = order
-        self._room = room
-        self.leases: dict[str, Ticket] = {}  # in order of admission
-        self._victims: dict[str, Ticket] = {}  # those of them that were chosen
 
-    def admitted(self, lease: Ticket) -> None:
-        """A lease of a preemptible tier begins."""
-        self.leases[lease.id] = lease
+def leases_to_take_back(
+    scheduler: Scheduler, found: Shortage, leases: Sequence[Lease], now_us: int, gone: Gone
+) -> list[Lease]:
+    """The leases whose room is enough; empty where all together are not."""
+    scheduler.look(now_us)
+    return _Search(scheduler, found, leases, now_us, gone).leases()
 
-    def keep(self, lease_id: str) -> bool:
-        """A lease has ended, or must never be preempted. Returns whether it had been chosen."""
-        self.leases.pop(lease_id, None)
-        return self._victims.pop(lease_id, None) is not None
 
-    def released(self, lease_id: str) -> Ticket | None:
-        """The engine has released a victim. None where no such lease was chosen."""
-        victim = self._victims.pop(lease_id, None)
-        if victim is not None:
-            del self.leases[lease_id]
-        return victim
+class _Search:
+    """Looks for leases on one engine whose room is enough."""
 
-    def choose(self, order: Sequence[Candidate], rules: PoolRules, now_us: int) -> list[Ticket]:
-        """Chooses the leases whose room the last of `order` needs, beside those chosen before. Empty where none help.
+    def __init__(self, scheduler: Scheduler, found: Shortage, leases: Sequence[Lease], now_us: int, gone: Gone) -> None:
+        self._scheduler, self._found, self._now, self._gone = scheduler, found, now_us, gone
+        self._engine = scheduler.engines[found.engine]
+        candidates = [lease for lease in leases if lease.engine == found.engine and self._may_end(lease)]
+        candidates.sort(key=lambda lease: (lease.ticket.tier, lease.entered))
+        self._candidates, self._taken = candidates, list[Lease]()  # the last is the next to be taken
 
-        `order` has the candidates up to the served ticket, the first in order first.
-        """
-        victims = list(self._victims.values())
-        self._book(victims, -1)
-        fits = self._all_fit(order)
-        chosen = [] if fits else self._enough(order, rules, now_us)
-        if (fits or chosen) and order[-1].order_class is OrderClass.ALWAYS_FIRST:
-            chosen += self._for_the_burst(order, chosen, rules, now_us)
-        self._book(victims, 1)
-        self._victims.update((victim.id, victim) for victim in chosen)
-        return chosen
-
-    def _all_fit(self, order: Sequence[Candidate]) -> bool:
-        """Whether the last of the candidates is admitted, and none before it holds its place without fitting."""
-        admitted: list[Ticket] = []
-        is_in = False
-        for candidate in order:
-            is_in = self._room.fits(candidate)
-            if is_in:
-                admitted.append(candidate.ticket)
-                self._book((candidate.ticket,), 1)
-            elif self._room.holds_its_place(candidate):
-                break
-        self._book(admitted, -1)
-        return is_in and admitted[-1] is order[-1].ticket
-
-    def _enough(self, order: Sequence[Candidate], rules: PoolRules, now_us: int) -> list[Ticket]:
-        chosen: list[Ticket] = []
-        is_enough = False
-        for lease in self._eligible(order[-1], rules, now_us):
-            if self._may_be_taken(lease, order[-1], now_us):
-                chosen.append(lease)
-                self._book((lease,), -1)
-                is_enough = self._all_fit(order)
-                if is_enough:
+    def leases(self) -> list[Lease]:
+        """Of an always_first tier as much as all that waits needs, one ticket more at a time, while that can be had."""
+        group = [self._found.served]
+        taken = self._take_for(group)
+        if taken is None:
+            return []
+        for ticket in self._found.burst:
+            more = [*group, ticket]
+            if self._scheduler.is_within_limit(more):
+                enough = self._take_for(more)
+                if enough is None:
                     break
-        found = self._needed(order, chosen) if is_enough else []
-        self._book(found or chosen, 1)
-        return found
+                group, taken = more, enough
+        for lease in reversed(taken.copy()):  # those that are not needed are spared
+            rest = [other for other in taken if other is not lease]
+            if self.is_enough(rest, group):
+                taken = rest
+        return taken
 
-    def _needed(self, order: Sequence[Candidate], chosen: Sequence[Ticket]) -> list[Ticket]:
-        """Spares the leases without which the tickets fit as well, and books them in again."""
-        needed = list(chosen)
-        for lease in reversed(chosen):
-            self._book((lease,), 1)
-            if self._all_fit(order):
-                needed.remove(lease)
-            else:
-                self._book((lease,), -1)
-        return needed
+    def _take_for(self, group: Sequence[Ticket]) -> list[Lease] | None:
+        """Least important tiers first, the last that entered first, beside those that were taken for fewer."""
+        while not self.is_enough(self._taken, group):
+            while self._candidates and not self._may_take(self._candidates[-1]):
+                self._candidates.pop()
+            if not self._candidates:
+                return None
+            self._taken.append(self._candidates.pop())
+        return self._taken.copy()
 
-    def _for_the_burst(
-        self, order: Sequence[Candidate], taken: Sequence[Ticket], rules: PoolRules, now_us: int
-    ) -> list[Ticket]:
-        """More leases than `taken`, for the other tickets that wait in the tier of the last of `order`."""
-        served = order[-1]
-        self._book(taken, -1)
-        burst = Burst(served, self._tiers[served.ticket.tier], self._room)
-        chosen: list[Ticket] = []
-        spare: list[Ticket] = []  # of no use until one ticket more fits
-        burst.grow()
-        for lease in () if burst.is_whole else self._eligible(served, rules, now_us):
-            if lease in taken or not self._may_be_taken(lease, served, now_us):
-                continue
-            spare.append(lease)
-            self._book((lease,), -1)
-            if burst.grow():
-                chosen += spare
-                spare = []
-            if burst.is_whole:
-                break
-        self._book([*taken, *chosen, *spare], 1)
-        return chosen
-
-    def _eligible(self, served: Candidate, rules: PoolRules, now_us: int) -> list[Ticket]:
-        """The leases of tiers that satisfy 1, 3 and 4, in the order in which they are chosen."""
-        largest: dict[int, tuple[int, int]] = {}
-        for level in range(served.ticket.tier + 1, len(self._tiers)):
-            tier = self._tiers[level]
-            if tier.rules.preemptible and not any(
-                self._order.comes_before(head, served, now_us) for head in tier.heads(now_us)
+    def is_enough(self, taken: Sequence[Lease], group: Sequence[Ticket]) -> bool:
+        """Whether all of the group fit with those before, if these leases end."""
+        gone = self._gone.beside(taken)
+        freed, in_pool, on_engine = gone.on(self._engine.id), NOTHING, NOTHING
+        for number, ticket in enumerate([*self._found.before, *group], -len(self._found.before)):
+            if number >= 0 and not (
+                self._engine.has_room(ticket, self._now, on_engine, freed)
+                and self._scheduler.fits(ticket, in_pool, gone)
             ):
-                largest[level] = largest_admissible(rules, level)
-        found = [
-            lease
-            for lease in reversed(self.leases.values())
-            if lease.id not in self._victims
-            and (most := largest.get(lease.tier)) is not None
-            and lease.returns < rules.max_preemptions
-            and lease.tokens <= most[0]
-            and lease.requests <= most[1]
-        ]
-        return sorted(found, key=lambda lease: -lease.tier)  # stable: the latest admitted stay first
+                return False
+            in_pool = plus(in_pool, self._scheduler.need(ticket))
+            on_engine = plus(on_engine, (ticket.tokens, ticket.requests, ticket.sent_to(self._engine.id)))
+        return True
 
-    def _may_be_taken(self, lease: Ticket, served: Candidate, now_us: int) -> bool:
-        """Whether a lease satisfies 2 and the rest of 3, beside those that were taken before it."""
-        return self._tiers[lease.tier].has_its_reserve_without(lease) and not self._order.comes_before(
-            lease, served, now_us
-        )
+    def _may_end(self, lease: Lease) -> bool:
+        ticket, rules = lease.ticket, self._scheduler.rules
+        if ticket.tier <= self._found.served.tier or not rules.tiers[ticket.tier].preemptible:
+            return False
+        if lease.is_kept or lease.is_chosen or ticket.is_in_floor or lease.returns >= rules.max_preemptions:
+            return False
+        # Otherwise its room would go back to one of its tier.
+        return self._scheduler.could_come_back(ticket) and ticket.tier not in self._found.closed
 
-    def _book(self, leases: Sequence[Ticket], sign: int) -> None:
-        for lease in leases:
-            self._room.book(lease.tier, sign * lease.tokens, sign * lease.requests)
+    def _may_take(self, lease: Lease) -> bool:
+        """Its tier keeps its floor without those that were taken before it; and its room would not go back to it."""
+        scheduler, ticket = self._scheduler, lease.ticket
+        if scheduler.would_be_below_floor(ticket.tier, self._gone.beside([*self._taken, lease])):
+            return False
+        return scheduler.place(ticket, OTHER) >= self._found.place

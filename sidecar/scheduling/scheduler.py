@@ -1,561 +1,563 @@
-"""The scheduler: four admission rules, without I/O and without a clock. Time is an argument, in whole microseconds.
-
-For every tier q: U its leases, C the pool; R = ceil(reserve * C) its floor, H = floor((1 - lend) * reserve * C) its
-headroom, L = floor(limit * C), each in tokens and in requests.
-
-1. Order (`order`). Four classes: tickets of an `always_first` tier; tickets inside their tier's reserve
-   (U + t <= R in both dimensions); tickets that have a turn, because their tier is below its reserve (U < R in both
-   dimensions) and owes nothing; all others. Among turns the tier whose last admission is longest ago comes first;
-   then, and in the other classes, by aged level, then by arrival. A ticket admitted by a turn may make its tier hold
-   x whole reserves too much. The tier then owes: when the lease ends after a time h, the tier has no turn for x * h.
-   While a tier owes, its tickets of t <= R may go before a larger one at its head.
-2. Room. A ticket t at aged level e fits when, in each dimension,
-   t <= C - sum(U) - sum over tiers q more important than e, other than its own, of max(0, H_q - U_q).
-   A tier with a limit is a candidate only while U + t <= L.
-3. No overtaking, where it helps. The first ticket in order that does not fit holds its place, and nothing after it is
-   admitted, if it would fit once all after it had released what they hold beyond their reserves. Otherwise the ticket
-   is passed over: it is admitted as soon as there is room.
-4. Aging. A waiting ticket rises one level per `promote_after`, never past the ceiling; usage stays with its own tier.
-
-Preemption (`preemption`) takes room back for the first ticket in order that has waited `preempt_after` of its own tier.
-The four rules stay in force. The room of a victim is free only once it is released, and the rules then decide on it. A
-victim waits again with its original arrival.
-
-Held back (the engine's own queue is too long): one ticket at a time is admitted, the next when the one before has
-ended. An `always_first` tier comes first. Tiers with a ticket inside the reserve or with a turn then take it in turn.
-Other tickets are admitted only while nothing is held.
-
-Inside a tier fair queueing over tenants chooses the head (`fair_queue`). A decision reads at most two heads per tier:
-O(tiers * log tiers), O(tiers) for each ticket that is passed over, and O(log n) for the queue, whatever waits.
-
-Bounded wait. Let D be the longest time a lease is held, with the reserves at most C in sum, sizes within the size limit
-(`policy.rules.largest_request`), every limit at least its tier's reserve, every `always_first` tier within its reserve,
-and the pool not held back; k tiers have a reserve. As the head of its tier a ticket is admitted
-(a) within D of the moment at which it is inside its reserve;
-(b) within 2 D if it is no larger than the reserve;
-(c) within (k + 1) D of becoming head and of its tier owing nothing more, if it is larger. A tier owes at most
-    D * t_max / R for each of its leases by a turn that run at once. More than one of them run only where leases shrink.
-`tests/scheduling/wait_bounds.py` states all clauses, for a whole wait and for several tenants, too, and measures them.
-"""
+"""Rules 3 to 6: the order of what waits, and one step after the other into engines and into the line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter, sub
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
 
-from sidecar.policy.rules import PoolRules
-from sidecar.scheduling.fair_queue import FairQueue
-from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
-from sidecar.scheduling.overtaking import TicketOvertaking
-from sidecar.scheduling.preemption import Preemption
-from sidecar.scheduling.ticket import Admission, Demand, Rule, Ticket, Wait
-from sidecar.scheduling.tier import TierState
+from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
+from sidecar.scheduling.engines import NOTHING_FREED, Engine, Freed
+from sidecar.scheduling.figures import Rules, aged_level, figures_of, whole_level
+from sidecar.scheduling.queue import FairQueue
+from sidecar.scheduling.reports import Found, Rule, passed
+from sidecar.scheduling.tickets import Lease, Ticket
 
-_ALWAYS_FIRST, _, _TURN, _OTHER = OrderClass
+PATIENCE_US = 5_000_000
+"""How long one in line waits for the engine that it wants, before it takes any (rule 6)."""
 
-SORTS_AGAIN_US = 1_000
-"""The pause between two parts of the work that other reserves make: requests have their turn meanwhile."""
+MOST_EXCESS = 1_000
+"""The most whole reserves that one ticket counts as too much (rule 5)."""
+
+
+class OrderClass(IntEnum):
+    """Rule 3: the classes, in order."""
+
+    FIRST = 0
+    LINE = 1
+    INSIDE = 2
+    TURN = 3
+    OTHER = 4
+
+
+FIRST, LINE, INSIDE, TURN, OTHER = OrderClass
+
+Place: TypeAlias = tuple[int, int, int, tuple[int, str, int]]
+
+
+class Candidate(NamedTuple):
+    """A ticket that may be next. Candidates compare by `place`."""
+
+    place: Place
+    ticket: Ticket
+    order_class: OrderClass
+
+
+class Grant(NamedTuple):
+    """A ticket enters an engine. `sent`: the prompt tokens that the engine has to prefill of it.
+
+    `passed`: the levels whose first in order had come before it.
+    """
+
+    ticket: Ticket
+    engine: str
+    sent: int
+    found: Found
+    passed: dict[int, Rule]
+
+
+class Gone:
+    """What is as good as given free: sums of leases that are taken back, by tier and by engine."""
+
+    def __init__(self) -> None:
+        self.total = NOTHING
+        self._tiers: dict[int, tuple[Amount, Amount]] = {}
+        self._engines: dict[str, Freed] = {}
+
+    def add(self, tier: int, engine: str, amount: Amount, sent: int, on_floor: Amount = NOTHING) -> None:
+        """Leases of one tier on one engine. `on_floor`: the part of them that fills its floor by gain."""
+        self.total = plus(self.total, amount)
+        held, floor = self._tiers.get(tier, (NOTHING, NOTHING))
+        self._tiers[tier] = plus(held, amount), plus(floor, on_floor)
+        freed = self.on(engine)
+        self._engines[engine] = Freed(plus(freed.amount, amount), freed.sent + sent)
+
+    def on(self, engine: str) -> Freed:
+        """On one engine."""
+        return self._engines.get(engine, NOTHING_FREED)
+
+    def of(self, tier: int, floor_only: bool = False) -> Amount:
+        """Of one tier; or only what was let in for its floor."""
+        return self._tiers.get(tier, (NOTHING, NOTHING))[floor_only]
+
+    def beside(self, leases: Iterable[Lease]) -> Gone:
+        """This, and these leases."""
+        found = Gone()
+        found.total, found._tiers, found._engines = self.total, dict(self._tiers), dict(self._engines)
+        for lease in leases:
+            found.add(lease.ticket.tier, lease.engine, lease.amount, lease.sent, lease.ticket.on_floor)
+        return found
+
+
+NOTHING_GONE = Gone()
+
+
+@dataclass
+class TierState:
+    """What one tier holds, owes and had.
+
+    `on_engines` and `in_line` (for the floor) are U together. `on_floor` and `in_line_on_floor`: the part of them that
+    was let in for the floor (rule 9). `latest`: the number of its last admission.
+    """
+
+    queue: FairQueue
+    on_engines: Amount = NOTHING
+    in_line: Amount = NOTHING
+    on_floor: Amount = NOTHING
+    in_line_on_floor: Amount = NOTHING
+    owes_until_us: int = 0
+    latest: int = 0
+    lined: int = 0
+
+    @property
+    def used(self) -> Amount:
+        """U."""
+        return plus(self.on_engines, self.in_line)
 
 
 class Scheduler:
-    """Decides which tickets are admitted. Not thread-safe; every method returns at once.
+    """Decides for one pool. Its owner keeps the leases and tells what they hold (`hold`)."""
 
-    `submit`, `register`, `settle`, `cancel`, `resize`, `keep`, `requeue` and `hand_back` change what waits and what is
-    held; none admits a ticket. While it `is_paused` nothing is admitted and no lease is chosen; tickets come, age and
-    leave as always. Call `dispatch` afterwards, and again at `next_change_us`: it returns what became a lease, in
-    order. Call `preempt` after it: it returns the leases that the engine is to release.
-    """
+    def __init__(self, rules: Rules) -> None:
+        self.tiers = [TierState(FairQueue(rules.by_gain)) for _ in rules.tiers]
+        self.engines: dict[str, Engine] = {}
+        self.line: list[Ticket] = []
+        self.moved: set[str] = set()  # the owners of those that came into the line, left it, or chose another engine
+        self.admissions = 0
+        self._now = 0
+        self._total = NOTHING
+        self._largest_prefill = 0
+        self.change_rules(rules)
 
-    # What a scheduler is made of: each kind has its own.
-    _ticket_type: type[Ticket] = Ticket
-    _tier_type: type[TierState] = TierState
-    _order_type: type[LevelOrder] = LevelOrder
-    _preemption_type: type[Preemption] = Preemption
+    # -- what comes, ends and changes
 
-    # What of a tier's tokens and requests is kept for it, up to its reserve, by rule 3.
-    _in_reserve: attrgetter[tuple[int, int]] = attrgetter("held_tokens", "held_requests")
+    def change_rules(self, rules: Rules) -> None:
+        """Other rules of the same tiers."""
+        self.rules, self._is_steady = rules, False
+        self._is_limited = [tier.limit < 1 for tier in rules.tiers]
+        self._take_figures(NOTHING)
 
-    def __init__(self, rules: PoolRules) -> None:
-        self.rules = rules
-        self.is_paused = False
-        self._tiers = tuple(self._tier_type(tier) for tier in rules.tiers)
-        self._unsorted: Sequence[FairQueue] = ()
-        self._keeping = self._tiers_with_headroom()
-        self._order = self._order_type(rules, self._tiers)
-        self._is_by_level = type(self._order) is LevelOrder
-        self._all_tokens = 0
-        self._all_requests = 0
-        self._none_served = (0,) * len(rules.tiers)
-        self._served = [*self._none_served]
-        self._served_now = self._none_served  # the same, shared by all tickets that come before the next admission
-        self._waiting: dict[str, Ticket] = {}  # in order of arrival, unless a victim has returned
-        self._has_returned = False
-        self._leases: dict[str, Ticket] = {}
-        self._preemption = self._preemption_type(self._tiers, self._order, self)
-        self._overtaking = TicketOvertaking()
-        self._sequence = 0
-        self._admissions = 0
-        self._latest_admitted = 0
-        self._held_back_until_us = 0
-        self._admitted_while_held_back: str | None = None
+    def add(self, ticket: Ticket) -> None:
+        """A ticket that came, or came back, waits in its queue."""
+        self.tiers[ticket.tier].queue.add(ticket)
 
-    def change_rules(self, rules: PoolRules) -> None:
-        """Applies other rules for the same tiers from now on. All leases and tickets stay. Tickets age by the new
-        rules.
+    def resize(self, ticket: Ticket, tokens: int) -> None:
+        """One in line is of another size now."""
+        if ticket.is_for_floor:
+            self._hold_in_line(ticket, (tokens - ticket.tokens, 0, 0))
+        ticket.tokens = tokens
 
-        The leases may hold more than the new pool: admission then stops until they end. A ticket that the new pool
-        could never hold waits until the caller cancels it. By rule 3 it does not hold the others up.
-        """
-        self.rules = rules
-        for tier, tier_rules in zip(self._tiers, rules.tiers, strict=True):
-            tier.change_rules(tier_rules)
-        self._keeping = self._tiers_with_headroom()
-        self._order.change_rules(rules)
-        self._note_unsorted()
-
-    def _note_unsorted(self) -> None:
-        """The queues whose tickets are being sorted by other reserves. Each dispatch sorts a part."""
-        self._unsorted = [tier.queue for tier in self._tiers if tier.queue.is_unsorted]
-
-    def _sort_some(self) -> None:
-        for queue in self._unsorted:
-            queue.sort_some()
-        self._note_unsorted()
-
-    def hold_back(self, until_us: int) -> None:
-        """Admits one ticket at a time before `until_us`, the next when the one before has ended.
-
-        This is for a pool whose engine has too many requests waiting inside. The one ticket keeps the floors in force.
-        It also keeps the pool from stopping for good where the engine's figure no longer changes.
-        """
-        self._held_back_until_us = until_us
-
-    def submit(
-        self,
-        ticket_id: str,
-        *,
-        tier: int,
-        tokens: int,
-        now_us: int,
-        requests: int = 1,
-        tenant: str = "",
-        weight: int = 1,
-        returns: int = 0,
-    ) -> Ticket:
-        """Puts a request in the queue of its tier; at the front where another scheduler had admitted it so often.
-
-        Raises ValueError where the id is taken or a size is not positive.
-        """
-        if ticket_id in self._waiting or ticket_id in self._leases:
-            raise ValueError(f"a ticket called {ticket_id!r} is already here")
-        if tokens < 1 or requests < 1 or weight < 1:
-            raise ValueError(f"tokens, requests and weight are at least 1, not {tokens}, {requests}, {weight}")
-        self._sequence += 1
-        ticket = self._ticket_type(
-            ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served_now
-        )
-        self._enqueue(ticket, returns)
-        return ticket
-
-    def _enqueue(self, ticket: Ticket, returns: int) -> None:
-        self._waiting[ticket.id] = ticket
-        self._overtaking.came(ticket)
-        if returns:
-            ticket.returns = returns
-            self._tiers[ticket.tier].queue.put_back(ticket)
+    def remove(self, ticket: Ticket, now_us: int) -> None:
+        """A waiting ticket that is given up, in its queue or in line."""
+        if ticket.is_in_line:
+            owed = (ticket.excess + ticket.excess_prompt) * (now_us - ticket.counted_us)
+            self._leave_line(ticket)
+            self.owe(ticket.tier, owed, now_us)
         else:
-            self._tiers[ticket.tier].queue.push(ticket)
+            self.tiers[ticket.tier].queue.remove(ticket)
 
-    def admit_at_once(self, ticket_id: str, demand: Demand, now_us: int) -> bool:
-        """Admits a request that comes while none waits, just as `submit` and `dispatch` would, without the queue.
+    def hold(self, tier: int | None, engine: str, amount: Amount, sent: int, on_floor: Amount = NOTHING) -> None:
+        """Adds to what a tier holds on an engine; what is given free is negative.
 
-        False, and nothing changes, where another waits or where this one would, and in another order, which may give a
-        ticket other levels than its tier's. Raises ValueError where the id is taken.
+        `on_floor`: the part of it that was let in for the tier's floor. None: a tier that the rules do not know.
         """
-        if self._waiting or self.is_paused or not self._is_by_level or now_us < self._held_back_until_us:
-            return False
-        if ticket_id in self._leases:
-            raise ValueError(f"a ticket called {ticket_id!r} is already here")
-        tier, tokens, requests = demand.tier, demand.tokens, demand.requests
-        state = self._tiers[tier]
-        if not self._has_room(demand, tier) or (state.rules.limited and state.would_exceed_limit(demand)):
-            return False
-        self._sequence = sequence = self._sequence + 1
-        excess = state.excess(demand) if state.has_turn(demand, now_us) else 0
-        served = self._served_now
-        place = now_us, sequence, served, now_us, tokens, excess
-        ticket = self._ticket_type(ticket_id, tier, demand.tenant, demand.weight, tokens, requests, *place)
-        self._begin(ticket, state)
-        return True
+        if tier is not None:
+            state = self.tiers[tier]
+            state.on_engines = plus(state.on_engines, amount)
+            if on_floor is not NOTHING:
+                state.on_floor = plus(state.on_floor, on_floor)
+        if engine not in self.engines:
+            self.engines[engine], self._is_steady = Engine(engine, is_known=False), False
+        of, self._total = self.engines[engine], plus(self._total, amount)
+        of.held, of.sent = plus(of.held, amount), of.sent + sent
 
-    def register(self, ticket_id: str, *, tier: int, tokens: int, requests: int) -> None:
-        """Registers a lease that was granted elsewhere. It may outgrow the pool: admission then stops until leases end.
+    def owe(self, tier: int, owed_us: int, now_us: int) -> None:
+        """Rule 5: the tier has no turn for so much longer."""
+        if owed_us:
+            state = self.tiers[tier]
+            state.owes_until_us = max(now_us, state.owes_until_us) + owed_us
 
-        It is never preempted: its first byte may have gone out already.
+    def set_engines(self, offers: Iterable[Engine]) -> None:
+        """The engines from now on. What others hold still counts; a cap ends with its engine (rule 8)."""
+        known = {e.id: e for e in offers}
+        for name, old in self.engines.items():
+            if name in known and (old.is_known or old.held != NOTHING):
+                new = known[name]
+                new.held, new.sent, new.lined = old.held, old.sent, old.lined
+                new.cap_requests, new.cap_until_us = old.cap_requests, old.cap_until_us
+            elif name not in known and old.held != NOTHING:
+                old.is_known = False
+                known[name] = old
+        self.engines, self._is_steady = known, False
+        for ticket in self.line:
+            if ticket.engine is not None and ticket.engine not in known:
+                ticket.engine = None
+                self.moved.add(ticket.owner)
 
-        Raises ValueError where the id is taken.
+    # -- one decision
+
+    def decide(self, now_us: int) -> list[Grant]:
+        """All steps that can be done now: what enters which engine, in order."""
+        self.look(now_us)
+        grants: list[Grant] = []
+        if any(e.is_ready for e in self.engines.values()):
+            while self._step(grants):
+                pass
+        return grants
+
+    def enter(self, ticket: Ticket, now_us: int) -> Grant | None:
+        """`add` and `decide` where nothing waits and the engine that the ticket wants has room for it.
+
+        Else None, and nothing has changed. That most requests find an idle pool makes it worth its lines.
         """
-        if ticket_id in self._waiting or ticket_id in self._leases:
-            raise ValueError(f"a ticket called {ticket_id!r} is already here")
-        self._leases[ticket_id] = self._ticket_type(ticket_id, tier, "", 1, tokens, requests, 0, 0, self._served_now)
-        self.book(tier, tokens, requests)
-
-    def dispatch(self, now_us: int, most: int | None = None) -> list[Admission]:
-        """Admits every ticket that the rules let in now, in order; at most so many. Call it again for the others."""
-        admissions: list[Admission] = []
-        if self._unsorted:
-            self._sort_some()
-        if self.is_paused:
-            return admissions
-        while self._waiting and self._has_any_room() and len(admissions) != most:
-            candidate = self._next_admission(now_us)
-            if candidate is None:
-                break
-            admissions.append(self._admit(candidate, now_us))
-        return admissions
-
-    def settle(self, ticket_id: str, now_us: int) -> bool:
-        """Ends a lease. False, and nothing changes, where there is no such lease: settling twice is harmless."""
-        lease = self._leases.pop(ticket_id, None)
-        if lease is None:
-            return False
-        self._release(lease, now_us)
-        if self._preemption.leases:
-            self._preemption.keep(ticket_id)
-        return True
-
-    def preempt(self, now_us: int) -> list[Ticket]:
-        """The leases newly chosen as victims for the first ticket that may preempt. Call it after `dispatch`.
-
-        No room is free yet: each of them holds its room until `requeue` or `settle`.
-        """
-        if not self._preemption.leases or not self._waiting or self.is_paused or self.is_held_back(now_us):
-            return []
-        order = self._order.in_order(now_us)
-        for place, candidate in enumerate(order):
-            preempt_after_us = self._tiers[candidate.ticket.tier].rules.preempt_after_us
-            if preempt_after_us is not None and now_us - candidate.arrived_us >= preempt_after_us:
-                return self._preemption.choose(order[: place + 1], self.rules, now_us)
-        return []
-
-    def keep(self, ticket_id: str) -> bool:
-        """The first byte of a lease goes out, so it is never preempted. Returns whether it had been chosen."""
-        return self._preemption.keep(ticket_id)
-
-    def requeue(self, ticket_id: str, now_us: int) -> bool:
-        """The engine has released a victim: it gives its room back and waits again, by its original arrival.
-
-        From now on it counts as overtaken, if it was not before. False, and nothing changes, where it was not chosen or
-        has ended.
-        """
-        ticket = self._preemption.released(ticket_id)
-        if ticket is None:
-            return False
-        if ticket.overtaken_us is None:
-            ticket.overtaken_us = now_us
-        self._return(ticket, now_us)
-        return True
-
-    def hand_back(self, ticket_id: str, now_us: int, overtaken_us: int | None) -> bool:
-        """No engine has taken the request of a lease: it waits again, as if it had not been admitted.
-
-        It keeps its arrival, and its tenant is not charged a second time. `overtaken_us` is its first overtaking before
-        the admission; admissions of that time do not count as more. False, and nothing changes, where there is no such
-        lease, or it was registered. Not for a lease that was kept.
-        """
-        ticket = self._leases.get(ticket_id)
-        if ticket is None or not ticket.sequence:
-            return False
-        self._preemption.keep(ticket_id)
-        ticket.overtaken_us = overtaken_us
-        ticket.overtaken_after = max(ticket.sequence, self._latest_admitted)
-        self._return(ticket, now_us)
-        if overtaken_us is None:
-            self._overtaking.hand_back(ticket)
-        else:
-            self._overtaking.part(ticket.overtaken_after)
-        return True
-
-    def _return(self, ticket: Ticket, now_us: int) -> None:
-        del self._leases[ticket.id]
-        self._release(ticket, now_us)
-        if ticket.id == self._admitted_while_held_back:
-            self._admitted_while_held_back = None
-        ticket.returns += 1
-        served = list(ticket.served_before)
-        served[ticket.tier] += ticket.admitted_tokens  # no ticket is served ahead of itself
-        ticket.served_before = tuple(served)
-        self._waiting[ticket.id] = ticket
-        self._has_returned = True
-        self._tiers[ticket.tier].queue.put_back(ticket)
-
-    def cancel(self, ticket_id: str, now_us: int) -> Wait | None:
-        """Takes a waiting ticket out and returns its wait. None, and nothing changes, where no such ticket waits."""
-        ticket = self._waiting.pop(ticket_id, None)
-        if ticket is None:
+        self.look(now_us)
+        level, wanted = ticket.tier, self.wanted(ticket)
+        if wanted is None or not self.engines[wanted].has_room(ticket, now_us) or not self.fits(ticket):
             return None
-        self._tiers[ticket.tier].queue.remove(ticket)
-        wait = self._wait(ticket, now_us)
-        self._overtaking.look(ticket, self._waiting)
-        return wait
-
-    def resize(self, ticket_id: str, tokens: int) -> bool:
-        """Sets the tokens that a lease holds. It may outgrow the pool: admission then stops until leases end.
-
-        False, and nothing changes, where there is no such lease. Raises ValueError for a size below 1.
-        """
-        if tokens < 1:
-            raise ValueError(f"a lease holds at least 1 token, not {tokens}")
-        lease = self._leases.get(ticket_id)
-        if lease is None:
-            return False
-        self.book(lease.tier, tokens - lease.tokens, 0)
-        lease.tokens = tokens
-        return True
-
-    def charge(self, tier: int, tenant: str, weight: int, tokens: int) -> None:
-        """Charges a tenant for what a lease came to use beyond what it was charged for: see `FairQueue.charge`."""
-        self._tiers[tier].queue.charge(tenant, weight, tokens)
-
-    def next_change_us(self, now_us: int) -> int | None:
-        """When `dispatch` could next admit a ticket though nothing else happens, None where time changes nothing.
-
-        Time matters when the pool is held back no longer, when a tier owes nothing more, and when the order changes
-        (`order.changes_us`). `preempt` could choose a lease when a head has waited `preempt_after`.
-        """
-        if not self._waiting or self.is_paused:
+        if self._is_limited[level] and not self.is_within_limit([ticket]):
             return None
-        changes = [tier.owes_until_us for tier in self._tiers if tier.queue.count and tier.owes_until_us > now_us]
-        heads = self._firsts(now_us)
-        changes += self._order.changes_us(heads, now_us)
-        if any(tier.rules.preemptible for tier in self._tiers) and self.rules.max_preemptions:
-            changes += self._preemptions_us(heads, now_us)
-        if self._held_back_until_us > now_us:
-            changes.append(self._held_back_until_us)
-        if self._unsorted:
-            changes.append(now_us + SORTS_AGAIN_US)
-        return min(changes, default=None)
+        order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket)
+        self.tiers[level].queue.pass_through(ticket)
+        return self._into(ticket, wanted, order_class, 0, {})
 
-    def _firsts(self, now_us: int) -> list[Ticket]:
-        """The tickets that may be next."""
-        return [head for tier in self._tiers if tier.queue.count for head in tier.heads(now_us)]
+    def look(self, now_us: int) -> None:
+        """Figures change with the engines, in slow start with time; of those that are not ready with what they hold."""
+        self._now = now_us
+        if self._is_steady:
+            return
+        capacity, total, self._largest_prefill = NOTHING, NOTHING, 0
+        for engine in self.engines.values():
+            total = plus(total, engine.held)
+            if engine.is_ready:
+                size = engine.size(now_us)
+                self._largest_prefill = max(self._largest_prefill, size[2])
+                capacity = plus(capacity, size)
+            else:
+                capacity = plus(capacity, engine.held)
+        self._total, self._is_steady = total, all(e.is_ready and not e.ramp_us for e in self.engines.values())
+        self._take_figures(smaller(capacity, (UNBOUNDED, UNBOUNDED, UNBOUNDED)))
 
-    def _preemptions_us(self, heads: Iterable[Ticket], now_us: int) -> Iterator[int]:
-        return (
-            due_us
-            for head in heads
-            if (preempt_after_us := self._tiers[head.tier].rules.preempt_after_us) is not None
-            if (due_us := head.arrived_us + preempt_after_us) > now_us
-        )
+    def _take_figures(self, capacity: Amount) -> None:
+        self._figures = figures_of(self.rules, capacity)
+        self._most_prompt = [min(self._largest_prefill, prompt) for _, _, prompt in self._figures.size_limit]
 
-    def held(self, tier: int) -> tuple[int, int]:
-        """Tokens and requests that a tier's leases hold."""
-        return self._tiers[tier].held_tokens, self._tiers[tier].held_requests
+    @property
+    def capacity(self) -> Amount:
+        """C, as of the last look."""
+        return self._figures.capacity
 
-    def oldest(self, now_us: int) -> Sequence[Wait | None]:
-        """How the oldest ticket of every tier has waited so far, None for a tier without waiting tickets."""
-        found: list[Wait | None] = [None] * len(self._tiers)
-        missing = sum(tier.queue.count > 0 for tier in self._tiers)
-        for ticket in self._in_order():
-            if not missing:
-                break
-            if found[ticket.tier] is None:
-                found[ticket.tier] = self._wait(ticket, now_us)
-                missing -= 1
+    def _step(self, grants: list[Grant]) -> bool:
+        """Rule 6: the next step, one enters an engine or comes to stand in line. False where there is none."""
+        self._choose_again()
+        closed: set[str] = set()  # engines that those before want
+        is_stopped = False  # a small one before it has stood in line for 5 s
+        roomy = [engine for engine in self.engines.values() if not engine.is_full(self._now)]
+        order = self.in_order()
+        for candidate in order:
+            _, ticket, order_class = candidate
+            if order_class == OTHER and is_stopped:
+                continue
+            if not self.fits(ticket):
+                if self.holds(ticket, order_class):
+                    return False
+                continue
+            was_in_line = ticket.is_in_line
+            joins = not was_in_line and self._has_place(ticket, order_class)
+            is_late = was_in_line and self._now >= ticket.in_line_since_us + PATIENCE_US
+            wanted = self.wanted(ticket)
+            open_ = [engine for engine in roomy if engine.id not in closed]
+            engine = self._engine_for(
+                ticket, wanted, open_, order_class == FIRST or is_late or not (was_in_line or joins)
+            )
+            if engine is not None:
+                grants.append(self._enter(ticket, engine, order_class, passed(self, candidate, order)))
+                return True
+            if joins:
+                self._join(ticket, wanted)
+            if ticket.is_in_line and not ticket.is_for_floor and wanted and order_class in (FIRST, INSIDE, TURN):
+                self._begin_to_count(ticket, order_class)
+                self._hold_in_line(ticket, ticket.amount)
+                return True
+            if joins:
+                return True
+            if wanted:
+                closed.add(wanted)
+                is_stopped = is_stopped or (is_late and self.is_small(ticket))
+        return False
+
+    # -- rule 3: order
+
+    def in_order(self) -> list[Candidate]:
+        """The candidates: those in line, the heads of all tiers, by gain the best of each tier that earns something."""
+        candidates, fronts = list(self.line), dict[int, Ticket]()
+        for ticket in self.line:
+            if not ticket.is_for_floor:
+                fronts.setdefault(ticket.tier, ticket)
+        heads = [self.heads(level) for level in range(len(self.tiers))]
+        for level, tier in enumerate(self.rules.tiers):
+            candidates += heads[level]
+            if self.rules.by_gain and heads[level] and not tier.always_first:
+                best = self.tiers[level].queue.best(self._now)
+                candidates += [best] if best and best not in heads[level] else []
+        found = []
+        for ticket in candidates:
+            level = ticket.tier
+            if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit([ticket]):
+                order_class = self.class_of(ticket, fronts.get(level), heads[level])
+                found.append(Candidate(self.place(ticket, order_class), ticket, order_class))
+        found.sort(key=lambda candidate: candidate.place)
         return found
 
-    def use_of(self, tenant: str) -> tuple[int, int, int]:
-        """A tenant's waiting tickets, its leases, and the tokens that these hold. Costs O(tickets)."""
-        waiting = sum(ticket.tenant == tenant for ticket in self._waiting.values())
-        held = [ticket.tokens for ticket in self._leases.values() if ticket.tenant == tenant]
-        return waiting, len(held), sum(held)
-
-    def queued(self, tier: int) -> tuple[int, int]:
-        """Tokens and requests that wait in a tier."""
-        return self._tiers[tier].queue.tokens, self._tiers[tier].queue.count
-
-    def is_within_share(self, tier: int, tenant: str, weight: int, places: int, *, promised: int = 0) -> bool:
-        """Whether one more ticket of a tenant, with the places `promised` to it, is within its share of the queue."""
-        return self._tiers[tier].queue.is_within_share(tenant, weight, places, promised)
-
-    def displaced(self, tier: int, tenant: str, weight: int, places: int) -> Ticket | None:
-        """The ticket whose place in a full queue a newcomer within its tenant's share takes: see `fair_queue`.
-
-        Nothing changes: the caller cancels it. None where the newcomer's tenant would be above its share, or no other
-        is.
-        """
-        return self._tiers[tier].queue.displaced(tenant, weight, places)
-
-    def waiting(self) -> int:
-        """How many tickets wait, in all tiers."""
-        return len(self._waiting)
-
-    def leases(self) -> int:
-        """How many leases are held, in all tiers."""
-        return len(self._leases)
-
-    def is_held_back(self, now_us: int) -> bool:
-        """Whether `hold_back` is in force, and something is held."""
-        return now_us < self._held_back_until_us and self._all_requests > 0
-
-    def book(self, level: int, tokens: int, requests: int) -> None:
-        """Books tokens and requests, of either sign, with a tier. For `Preemption`."""
-        tier = self._tiers[level]
-        tier.held_tokens += tokens
-        tier.held_requests += requests
-        self._all_tokens += tokens
-        self._all_requests += requests
-
-    def fits(self, candidate: Candidate) -> bool:
-        """Rule 2: room for the ticket beside the leases and the headroom of every more important tier."""
-        return self._has_room(candidate.ticket, candidate.headroom_level)
-
-    def _has_room(self, demand: Demand, headroom_level: int) -> bool:
-        tokens = self.rules.tokens - self._all_tokens - demand.tokens
-        requests = self.rules.requests - self._all_requests - demand.requests
-        for tier in self._keeping[headroom_level]:
-            rules = tier.rules
-            if rules.level != demand.tier:
-                if tier.held_tokens < rules.headroom_tokens:
-                    tokens -= rules.headroom_tokens - tier.held_tokens
-                if tier.held_requests < rules.headroom_requests:
-                    requests -= rules.headroom_requests - tier.held_requests
-        return tokens >= 0 and requests >= 0
-
-    def holds_its_place(self, candidate: Candidate) -> bool:
-        """Rule 3: whether the ticket would fit once all after it had released what they hold beyond their reserves."""
-        ticket, order_class = candidate.ticket, candidate.order_class
-        if order_class is _ALWAYS_FIRST:
-            return True
-        tokens, requests = self.rules.tokens - ticket.tokens, self.rules.requests - ticket.requests
-        for level, tier in enumerate(self._tiers):
-            if level == ticket.tier:
-                continue
-            rules = tier.rules
-            if rules.always_first or (order_class is _OTHER and level < candidate.yields_to):
-                kept_tokens, kept_requests = tier.held_tokens, tier.held_requests
-            else:
-                kept_tokens, kept_requests = self._in_reserve(tier)
-                if kept_tokens > rules.reserve_tokens:  # noqa: PLR1730  # `min` is one call more
-                    kept_tokens = rules.reserve_tokens
-                if kept_requests > rules.reserve_requests:  # noqa: PLR1730
-                    kept_requests = rules.reserve_requests
-            if level < candidate.headroom_level:
-                if kept_tokens < rules.headroom_tokens:  # noqa: PLR1730
-                    kept_tokens = rules.headroom_tokens
-                if kept_requests < rules.headroom_requests:  # noqa: PLR1730
-                    kept_requests = rules.headroom_requests
-            tokens -= kept_tokens
-            requests -= kept_requests
-        return tokens >= 0 and requests >= 0
-
-    def _tiers_with_headroom(self) -> Sequence[Sequence[TierState]]:
-        """By level: the tiers that are more important, and keep room free that is not lent."""
-        keeping = [tier for tier in self._tiers if tier.rules.headroom_tokens or tier.rules.headroom_requests]
-        levels = range(len(self._tiers) + 1)
-        return tuple(tuple(tier for tier in keeping if tier.rules.level < level) for level in levels)
-
-    def _has_any_room(self) -> bool:
-        return self._all_tokens < self.rules.tokens and self._all_requests < self.rules.requests
-
-    def _next_admission(self, now_us: int) -> Candidate | None:
-        """The ticket that is admitted next: the first in order that fits, unless one before it holds its place."""
-        for candidate in self._candidates(now_us):
-            if self.fits(candidate):
-                return candidate
-            if self.holds_its_place(candidate):
-                return None
-        return None
-
-    def _candidates(self, now_us: int) -> list[Candidate]:
-        """The candidates in order. While the pool is held back, none until the ticket that was admitted has ended."""
-        if now_us >= self._held_back_until_us:
-            return self._order.in_order(now_us)
-        if self._admitted_while_held_back in self._leases:
+    def heads(self, level: int) -> list[Ticket]:
+        """The next in fair order; while the tier owes and that one is not small, also the next that is."""
+        queue = self.tiers[level].queue
+        first = queue.next()
+        if first is None:
             return []
-        return self._order.in_turn(now_us, is_idle=not self._all_requests)
+        if not self._owes(level) or self.is_small(first):
+            return [first]
+        small = queue.next(self.is_small)
+        return [first] if small is None else [first, small]
 
-    def _admit(self, candidate: Candidate, now_us: int) -> Admission:
-        ticket = candidate.ticket
-        tier = self._tiers[ticket.tier]
-        wait = self._wait(ticket, now_us)
-        passed = self._passed(candidate, now_us) if len(self._waiting) > 1 else ()
-        if candidate.order_class is _TURN:
-            ticket.excess = tier.excess(ticket)
-        if now_us < self._held_back_until_us:
-            self._admitted_while_held_back = ticket.id
-        tier.queue.admit(ticket)
-        del self._waiting[ticket.id]
-        ticket.admitted_us, ticket.admitted_tokens = now_us, ticket.tokens
-        self._begin(ticket, tier)
-        ticket.overtaken_us = wait.overtaken_at_us  # its wait goes on if it is preempted
-        if self._waiting:
-            self._overtaking.admitted(ticket.sequence, now_us)
-        self._overtaking.look(ticket, self._waiting)
-        return Admission(ticket, wait, candidate.engine_level, passed)
+    def class_of(self, ticket: Ticket, front: Ticket | None, heads: Sequence[Ticket]) -> OrderClass:
+        """A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not.
 
-    def _begin(self, ticket: Ticket, tier: TierState) -> None:
-        """A ticket becomes a lease."""
-        tokens, level = ticket.tokens, ticket.tier
-        self._admissions = tier.latest_admission = self._admissions + 1
-        self._leases[ticket.id] = ticket
-        # As `book`, in line: every request comes by here and by `_release`.
-        requests = ticket.requests
-        tier.held_tokens += tokens
-        tier.held_requests += requests
-        self._all_tokens += tokens
-        self._all_requests += requests
-        if tier.rules.preemptible:
-            self._preemption.admitted(ticket)
-        served = self._served
-        served[level] += tokens
-        self._served_now = tuple(served)
-        if ticket.sequence > self._latest_admitted:  # noqa: PLR1730  # `max` is one call more
-            self._latest_admitted = ticket.sequence
-
-    def _release(self, lease: Ticket, now_us: int) -> None:
-        tier, tokens, requests = self._tiers[lease.tier], lease.tokens, lease.requests
-        tier.held_tokens -= tokens
-        tier.held_requests -= requests
-        self._all_tokens -= tokens
-        self._all_requests -= requests
-        if lease.excess:
-            tier.owe(lease, now_us)
-
-    def _passed(self, candidate: Candidate, now_us: int) -> Sequence[tuple[int, Rule]]:
-        """The tiers whose head arrived before the ticket, each with the rule. The amounts held are those of the
-        decision.
+        `front` is the one in line, None where the heads are.
         """
-        passed: list[tuple[int, Rule]] = []
-        for level, tier in enumerate(self._tiers):
-            head = tier.queue.head()
-            if head is None or level == candidate.ticket.tier or not _arrived_before(head, candidate.ticket):
+        if self.rules.tiers[ticket.tier].always_first:
+            return FIRST
+        if ticket.is_for_floor:
+            return LINE
+        if front is None:
+            may_be_inside = ticket in heads
+        elif ticket is front:
+            may_be_inside = True
+        else:
+            may_be_inside = (
+                self._owes(ticket.tier)
+                and not self.is_small(front)
+                and self.is_small(ticket)
+                and (ticket.is_in_line or ticket in heads)
+            )
+        return self._class_of_front(ticket) if may_be_inside else OTHER
+
+    def _class_of_front(self, ticket: Ticket) -> OrderClass:
+        held, reserve = self.on_floor(ticket.tier), self._figures.reserve[ticket.tier]
+        if within(plus(held, self.need(ticket)), reserve):
+            return INSIDE
+        return TURN if below(held, reserve) and not self._owes(ticket.tier) else OTHER
+
+    def place(self, ticket: Ticket, order_class: OrderClass) -> Place:
+        """What the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged level."""
+        before, key = 0, self.aged_level(ticket)
+        if order_class == LINE:
+            before = ticket.admission
+        elif order_class == TURN:
+            before = self.tiers[ticket.tier].latest
+        elif order_class == OTHER and self.rules.by_gain:
+            before, key = self._gain_key(ticket)
+        return order_class, before, key, ticket.arrival
+
+    def aged_level(self, ticket: Ticket) -> int:
+        """See `figures.aged_level`."""
+        waited_us = self._now - ticket.arrived_us
+        return aged_level(ticket.tier, waited_us, self.rules.promote_after_us, self.rules.ceiling)
+
+    def _tiers_above(self, ticket: Ticket) -> int:
+        """How many tiers are more important than the ticket."""
+        return whole_level(self.aged_level(ticket), self.rules.promote_after_us)
+
+    def _gain_key(self, ticket: Ticket) -> tuple[int, int]:
+        """Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level."""
+        earned, waits_in_queue = ticket.earned(self._now), not ticket.is_in_line and ticket.admission == 0
+        if not earned or (waits_in_queue and self.tiers[ticket.tier].queue.is_ahead(ticket)):
+            return 1, self.aged_level(ticket)
+        return 0, -earned
+
+    # -- rule 4: room
+
+    def need(self, ticket: Ticket) -> Amount:
+        """t: its prompt counts less its best hit, for no more than its size limit and the largest engine's prefill."""
+        uncached, most = ticket.prompt, self._most_prompt[ticket.tier]
+        if ticket.hits:
+            uncached -= max(ticket.hits.values())
+        return ticket.tokens, ticket.requests, min(max(1, uncached), most)
+
+    def is_small(self, ticket: Ticket) -> bool:
+        """`t <= R`."""
+        return within(self.need(ticket), self._figures.reserve[ticket.tier])
+
+    def fits(self, ticket: Ticket, before: Amount = NOTHING, gone: Gone = NOTHING_GONE) -> bool:
+        """Beside what engines hold and the idle headroom of tiers that are more important than the ticket.
+
+        As if `gone` had ended and `before` had entered before the ticket.
+        """
+        needed = plus(self._total, self.need(ticket))
+        if gone is not NOTHING_GONE:
+            needed = plus(minus(needed, gone.total), before)
+        if self._figures.has_headroom:
+            for tier, headroom in enumerate(self._figures.headroom[: self._tiers_above(ticket)]):
+                if tier != ticket.tier:
+                    used = minus(self.tiers[tier].used, gone.of(tier))
+                    needed = plus(needed, larger(NOTHING, minus(headroom, used)))
+        return within(needed, self._figures.capacity)
+
+    def holds(self, ticket: Ticket, order_class: OrderClass) -> bool:
+        """Whether it holds its place though it does not fit, so that nothing after it is admitted."""
+        if order_class == FIRST:
+            return True
+        kept, above = self.need(ticket), self._tiers_above(ticket)
+        for q, tier in enumerate(self.rules.tiers):
+            if q == ticket.tier:
                 continue
-            if tier.is_at_limit(head):
-                rule = Rule.LIMIT
-            elif now_us < self._held_back_until_us:
-                rule = Rule.ALWAYS_FIRST if candidate.order_class is _ALWAYS_FIRST else Rule.TURN
-            else:
-                rule = self._order.rule(candidate, self._order.candidate(tier, head, now_us))
-            passed.append((level, rule))
-        return passed
+            is_better, k = q < above, self.tiers[q].used
+            if not (tier.always_first or (order_class == OTHER and is_better and not self.rules.by_gain)):
+                k = smaller(self.on_floor(q), self._figures.reserve[q])
+            kept = plus(kept, larger(k, self._figures.headroom[q]) if is_better else k)
+        return within(kept, self._figures.capacity)
 
-    def _wait(self, ticket: Ticket, now_us: int) -> Wait:
-        overtaken_at_us = ticket.overtaken_us
-        if overtaken_at_us is None:
-            overtaken_at_us = self._overtaking.first_after(ticket.overtaken_after or ticket.sequence)
-        served, before = self._served_now, ticket.served_before
-        starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
-        served_ahead = self._none_served if served is before else tuple(map(sub, served, before))
-        return Wait(now_us - ticket.arrived_us, starvation_us, overtaken_at_us, served_ahead)
+    def is_within_limit(self, group: Iterable[Ticket]) -> bool:
+        """Whether a tier may hold all of these, its own, beside what it holds."""
+        after, level = NOTHING, 0
+        for ticket in group:
+            level = ticket.tier
+            after = plus(after, NOTHING if ticket.is_for_floor else self.need(ticket))
+        return within(plus(self.tiers[level].used, after), self._figures.limit[level])
 
-    def _in_order(self) -> Iterable[Ticket]:
-        """The waiting tickets, in order of arrival."""
-        if self._has_returned:
-            self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].sequence))
-            self._has_returned = False
-        return self._waiting.values()
+    # -- rule 7: what may be taken back (`preemption`)
 
+    def could_come_back(self, ticket: Ticket) -> bool:
+        """Whether its tokens and requests would be let in again."""
+        tokens, requests, _ = self._figures.returnable[ticket.tier]
+        return ticket.tokens <= tokens and ticket.requests <= requests
 
-def _arrived_before(ticket: Ticket, other: Ticket) -> bool:
-    return (ticket.arrived_us, ticket.sequence) < (other.arrived_us, other.sequence)
+    def would_be_below_floor(self, level: int, gone: Gone) -> bool:
+        """Whether it would be `U < R` in all dimensions."""
+        left = minus(self.on_floor(level), gone.of(level, floor_only=self.rules.by_gain))
+        return below(left, self._figures.reserve[level])
+
+    def may_preempt(self) -> bool:
+        """Whether something that may be served so waits."""
+        return self.rules.max_preemptions > 0 and any(
+            tier.preempt_after_us is not None and (state.lined or state.queue)
+            for tier, state in zip(self.rules.tiers, self.tiers, strict=True)
+        )
+
+    # -- rule 6: engines and the line
+
+    def wanted(self, ticket: Ticket) -> str | None:
+        """The engine with the smallest score. One in line keeps to the engine that it waits for."""
+        if len(self.engines) == 1:
+            (only,) = self.engines.values()
+            return only.id if only.could_take(ticket, self._now) else None
+        if ticket.engine is not None and self.engines[ticket.engine].could_take(ticket, self._now):
+            return ticket.engine
+        return self._best(ticket, [e for e in self.engines.values() if e.could_take(ticket, self._now)])
+
+    def _best(self, ticket: Ticket, engines: Sequence[Engine]) -> str | None:
+        if len(engines) < 2:
+            return engines[0].id if engines else None
+        percent = self.rules.affinity_percent
+        return min(engines, key=lambda engine: engine.score(ticket, percent)).id
+
+    def _engine_for(self, ticket: Ticket, wanted: str | None, open_: Sequence[Engine], takes_any: bool) -> str | None:
+        """The engine that it enters now: the one that it wants, or the best other one without less of its prompt."""
+        now = self._now
+        engines = [e for e in open_ if e.has_room(ticket, now) and e.could_take(ticket, now)]
+        if any(engine.id == wanted for engine in engines):
+            return wanted
+        other = self._best(ticket, engines)
+        if other is None or takes_any:
+            return other
+        return other if ticket.hits.get(other, 0) >= ticket.hits.get(wanted or "", 0) else None
+
+    def _has_place(self, ticket: Ticket, order_class: OrderClass) -> bool:
+        """Each tier has as many places in line as there are ready engines; class 0 has always one."""
+        places = sum(engine.is_ready for engine in self.engines.values())
+        return order_class == FIRST or self.tiers[ticket.tier].lined < places
+
+    def _enter(self, ticket: Ticket, engine: str, order_class: OrderClass, over: dict[int, Rule]) -> Grant:
+        if not ticket.is_in_line:
+            self.tiers[ticket.tier].queue.leave(ticket)
+            return self._into(ticket, engine, order_class, 0, over)
+        self._leave_line(ticket)
+        return self._into(ticket, engine, order_class, self._now - ticket.in_line_since_us, over)
+
+    def _into(
+        self, ticket: Ticket, engine: str, order_class: OrderClass, lined_us: int, over: dict[int, Rule]
+    ) -> Grant:
+        """One that left its queue or the line. If it stood there for the floor, it counts already."""
+        of = self.engines[engine]
+        size, held = of.size(self._now), of.held
+        found = Found(size[0], size[1], held[0], held[1], of.sent, lined_us)
+        if not ticket.admission:
+            self._begin_to_count(ticket, order_class)
+        ticket.engine = None
+        sent = ticket.sent_to(engine) if ticket.count else 0
+        self.hold(ticket.tier, engine, ticket.amount, sent, ticket.on_floor)
+        return Grant(ticket, engine, sent, found, over)
+
+    def _join(self, ticket: Ticket, wanted: str | None) -> None:
+        state = self.tiers[ticket.tier]
+        state.queue.leave(ticket)
+        state.lined += 1
+        ticket.is_in_line, ticket.in_line_since_us = True, self._now
+        self.line.append(ticket)
+        self.moved.add(ticket.owner)
+        self._wait_for(ticket, wanted)
+
+    def _leave_line(self, ticket: Ticket) -> None:
+        self.line.remove(ticket)
+        self.moved.add(ticket.owner)
+        self.tiers[ticket.tier].lined -= 1
+        self._wait_for(ticket, None)
+        if ticket.is_for_floor:
+            self._hold_in_line(ticket, minus(NOTHING, ticket.amount))
+        ticket.is_in_line = False
+
+    def _wait_for(self, ticket: Ticket, wanted: str | None) -> None:
+        if ticket.engine is not None:
+            self.engines[ticket.engine].lined -= ticket.prompt
+        if wanted is not None:
+            self.engines[wanted].lined += ticket.prompt
+        ticket.engine = wanted
+
+    def _choose_again(self) -> None:
+        """Those in line for an engine that can take them no more."""
+        gone = [t for t in self.line if t.engine is None or not self.engines[t.engine].could_take(t, self._now)]
+        for ticket in gone:
+            before = ticket.engine
+            self._wait_for(ticket, None)
+            self._wait_for(ticket, self.wanted(ticket))
+            if ticket.engine != before:
+                self.moved.add(ticket.owner)
+
+    def _begin_to_count(self, ticket: Ticket, order_class: OrderClass) -> None:
+        """Rule 5: by a turn, how many whole reserves too much; of the prompt, what is above that."""
+        if order_class == TURN:
+            after = plus(self.on_floor(ticket.tier), self.need(ticket))
+            tokens, requests, prompt = (
+                min(MOST_EXCESS, max(0, (a - r) // r))
+                for a, r in zip(after, self._figures.reserve[ticket.tier], strict=True)
+            )
+            ticket.excess = max(tokens, requests)
+            ticket.excess_prompt = max(0, prompt - ticket.excess)
+        ticket.count = self.need(ticket)[2]
+        ticket.is_in_floor, ticket.counted_us = self.rules.by_gain and order_class != OTHER, self._now
+        self.admissions += 1
+        self.tiers[ticket.tier].latest = ticket.admission = self.admissions
+
+    def _hold_in_line(self, ticket: Ticket, amount: Amount) -> None:
+        state = self.tiers[ticket.tier]
+        state.in_line = plus(state.in_line, amount)
+        if ticket.is_in_floor:
+            state.in_line_on_floor = plus(state.in_line_on_floor, amount)
+
+    def on_floor(self, level: int) -> Amount:
+        """U where it is compared with R: by gain, what was let in for the floor (rule 9)."""
+        state = self.tiers[level]
+        return plus(state.on_floor, state.in_line_on_floor) if self.rules.by_gain else state.used
+
+    def _owes(self, level: int) -> bool:
+        return self._now < self.tiers[level].owes_until_us

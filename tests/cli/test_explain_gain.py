@@ -12,7 +12,7 @@ import pytest
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.cli import main
-from sidecar.core.tickets import Gain
+from sidecar.scheduling.tickets import Gain
 from sidecar.middleware.request_gain import GainMeter
 from sidecar.policy.compiler import load
 from sidecar.proxy.proxy import ReverseProxy

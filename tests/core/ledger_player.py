@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 from core_player import rules_of, ticket_of, us
 
-from sidecar.core import calls
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import Call
-from sidecar.core.engines import Engine
-from sidecar.core.preemption import Shortage, leases_to_take_back
-from sidecar.core.row import Row, sums_of
-from sidecar.core.scheduler import Gone, Scheduler
-from sidecar.core.tickets import Lease, Ticket
+from sidecar.pools import calls
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.pools.calls import Call
+from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.preemption import Shortage, leases_to_take_back
+from sidecar.pools.row import Row, sums_of
+from sidecar.scheduling.scheduler import Gone, Scheduler
+from sidecar.scheduling.tickets import Lease, Ticket
 
 Step = dict[str, Any]
 

@@ -2,11 +2,11 @@
 
 import copy
 
-from sidecar.core import calls
-from sidecar.core.calls import EngineView
-from sidecar.core.member import Member
-from sidecar.core.member_events import Refused
-from sidecar.core.tickets import Ticket
+from sidecar.pools import calls
+from sidecar.pools.calls import EngineView
+from sidecar.pools.member import Member
+from sidecar.pools.member_events import Refused
+from sidecar.scheduling.tickets import Ticket
 
 
 def pool_rules(tiers):

@@ -20,9 +20,9 @@ import random
 from ledger_replica import ModelReplica as Replica
 from ledger_replica import Request, pool_rules
 
-from sidecar.core.calls import DEAD_US as DEAD
-from sidecar.core.calls import HEARTBEAT_US as BEAT
-from sidecar.core.ledger import Ledger
+from sidecar.pools.calls import DEAD_US as DEAD
+from sidecar.pools.calls import HEARTBEAT_US as BEAT
+from sidecar.pools.ledger import Ledger
 
 SECOND = 1_000_000
 

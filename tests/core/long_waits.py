@@ -15,10 +15,10 @@ from typing import Any
 
 from core_player import CorePlayer
 
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.figures import figures_of
-from sidecar.core.scheduler import INSIDE, LINE
-from sidecar.core.time_alone import next_change
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.scheduling.figures import figures_of
+from sidecar.scheduling.scheduler import INSIDE, LINE
+from sidecar.scheduling.time_alone import next_change
 
 D = 10_000_000
 """The longest lease: twice the patience of one in line (rule 6)."""

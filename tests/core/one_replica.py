@@ -2,11 +2,11 @@
 
 from core_player import rules_of, ticket_of, us
 
-from sidecar.core import calls
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.ledger import Ledger
-from sidecar.core.member import Member
-from sidecar.core.member_events import Entered, TakeBack
+from sidecar.pools import calls
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.pools.ledger import Ledger
+from sidecar.pools.member import Member
+from sidecar.pools.member_events import Entered, TakeBack
 
 
 class OneReplica:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from programs import expected, programs, random_header, random_program
 
-from sidecar.core.amounts import NOTHING, UNBOUNDED, within
-from sidecar.core.scheduler import INSIDE, OTHER, TURN
-from sidecar.core.tickets import Ticket
+from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, within
+from sidecar.scheduling.scheduler import INSIDE, OTHER, TURN
+from sidecar.scheduling.tickets import Ticket
 from tests.support.walks import random_walks
 
 

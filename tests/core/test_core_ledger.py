@@ -9,10 +9,10 @@ import pytest
 from ledger_replica import pool_rules
 from ledger_world import PROFILES, Violation, World, play
 
-from sidecar.core import ledger, member
-from sidecar.core.bids import Bids
-from sidecar.core.calls import Call, Cell, EngineView, Reply, WakeUp
-from sidecar.core.ledger import Ledger
+from sidecar.pools import ledger, member
+from sidecar.pools.bids import Bids
+from sidecar.pools.calls import Call, Cell, EngineView, Reply, WakeUp
+from sidecar.pools.ledger import Ledger
 from tests.support.each import each
 
 

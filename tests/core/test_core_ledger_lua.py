@@ -18,8 +18,8 @@ from ledger_world import PROFILES, World
 from programs import programs, scenarios
 from stored_ledger import OLD_POOLS, ROOT, Both, StoredLedger
 
-from sidecar.core import ledger
-from sidecar.core.calls import LAYOUT, Bid, Call, Cell, EngineView, Reply
+from sidecar.pools import ledger
+from sidecar.pools.calls import LAYOUT, Bid, Call, Cell, EngineView, Reply
 from tests.support.each import each
 from tests.support.redis_servers import RedisServer, first_binary
 

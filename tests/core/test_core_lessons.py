@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from core_player import CorePlayer
 
-from sidecar.core.time_alone import next_change
+from sidecar.scheduling.time_alone import next_change
 
 CAPACITY = 20_000
 MEAN_TOKENS = 500

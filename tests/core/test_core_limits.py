@@ -12,10 +12,10 @@ import redis
 from ledger_player import rules_told
 from stored_ledger import Both, StoredLedger
 
-from sidecar.core import script
-from sidecar.core.calls import DEAD_US, LAYOUT, Bid, Call, EngineView, Metered, Reply, Running, Settled
-from sidecar.core.ledger import Ledger
-from sidecar.core.rate_limit import GUESSED_US, Limit
+from sidecar.pools.redis import script
+from sidecar.pools.calls import DEAD_US, LAYOUT, Bid, Call, EngineView, Metered, Reply, Running, Settled
+from sidecar.pools.ledger import Ledger
+from sidecar.scheduling.rate_limit import GUESSED_US, Limit
 from tests.support.each import each
 from tests.support.redis_servers import RedisServer, first_binary
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from one_replica import OneReplica
 
-from sidecar.core.calls import BIDS_SHOWN, GainBid
-from sidecar.core.queue import FairQueue
-from sidecar.core.tickets import Gain, Ticket
+from sidecar.pools.calls import BIDS_SHOWN, GainBid
+from sidecar.scheduling.queue import FairQueue
+from sidecar.scheduling.tickets import Gain, Ticket
 from tests.support.each import each
 
 TIERS = [{"name": "high", "reserve": 0.3}, {"name": "low", "reserve": 0.1}]

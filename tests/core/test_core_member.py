@@ -14,9 +14,9 @@ from ledger_replica import pool_rules
 from one_replica import OneReplica
 from programs import programs, random_program
 
-from sidecar.core import ledger, member
-from sidecar.core.calls import EngineView
-from sidecar.core.tickets import Ticket
+from sidecar.pools import ledger, member
+from sidecar.pools.calls import EngineView
+from sidecar.scheduling.tickets import Ticket
 from tests.support.examples import examples
 
 BEAT_US = 1_000_000

@@ -6,8 +6,8 @@ from typing import Any
 
 from core_player import CorePlayer
 
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.reports import Found, Rule
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.scheduling.reports import Found, Rule
 from tests.support.each import each
 
 Step = dict[str, Any]

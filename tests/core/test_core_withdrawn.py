@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.calls import EngineView, PoolRules, TierRules
-from sidecar.core.ledger import Ledger
-from sidecar.core.member import Member
-from sidecar.core.tickets import Ticket
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.pools.calls import EngineView, PoolRules, TierRules
+from sidecar.pools.ledger import Ledger
+from sidecar.pools.member import Member
+from sidecar.scheduling.tickets import Ticket
 
 
 def test_withdrawn_bids_cost_their_tenant_no_place_among_those_that_are_shown() -> None:

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sidecar.core import scheduler as module
-from sidecar.core.amounts import UNBOUNDED
-from sidecar.core.engines import Engine
-from sidecar.core.figures import figures_of
-from sidecar.core.preemption import _Search
-from sidecar.core.queue import FairQueue
-from sidecar.core.scheduler import INSIDE, LINE, OTHER, TURN, Gone, Scheduler
-from sidecar.core.tickets import Gain, Lease, Ticket
+from sidecar.scheduling import scheduler as module
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.figures import figures_of
+from sidecar.scheduling.preemption import _Search
+from sidecar.scheduling.queue import FairQueue
+from sidecar.scheduling.scheduler import INSIDE, LINE, OTHER, TURN, Gone, Scheduler
+from sidecar.scheduling.tickets import Gain, Lease, Ticket
 
 Patch = tuple[Any, str, Any]
 

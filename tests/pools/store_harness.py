@@ -11,9 +11,9 @@ from functools import cache
 from itertools import count
 from typing import Any
 
-from sidecar.core import script
-from sidecar.core.calls import Call, Reply
-from sidecar.core.member import LAZY_US
+from sidecar.pools.redis import script
+from sidecar.pools.calls import Call, Reply
+from sidecar.pools.member import LAZY_US
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool

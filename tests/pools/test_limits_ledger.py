@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import redis
 
-from sidecar.core import script
-from sidecar.core.calls import ALONE_US, HEARTBEAT_US, Call, Reply
+from sidecar.pools.redis import script
+from sidecar.pools.calls import ALONE_US, HEARTBEAT_US, Call, Reply
 from sidecar.errors import QueueFull, StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask

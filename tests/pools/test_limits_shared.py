@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from sidecar.core.rate_limit import GUESSED_US, ExceededLimit, Limit
+from sidecar.scheduling.rate_limit import GUESSED_US, ExceededLimit, Limit
 from sidecar.errors import StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask

@@ -1,15 +1,6 @@
-"""The pool of many processes. Its state is in Redis (or Valkey), and its rules are one Lua script there."""
+"""The pool's ledger in Redis or Valkey, for many replicas."""
 
-from sidecar.pools.redis.connection import Connect, connector, ledger_connector
-from sidecar.pools.redis.fleet import RedisFleetPool
+from sidecar.pools.redis.connection import Connect, ledger_connector
 from sidecar.pools.redis.link import RedisLink
-from sidecar.pools.redis.pool import RedisPool
 
-__all__ = [
-    "Connect",
-    "RedisFleetPool",
-    "RedisLink",
-    "RedisPool",
-    "connector",
-    "ledger_connector",
-]
+__all__ = ["Connect", "RedisLink", "ledger_connector"]

@@ -16,19 +16,16 @@ from errno import ECONNREFUSED
 from hashlib import sha1
 from typing import Any, NamedTuple
 
-from hiredis import Reader, pack_command
+from hiredis import pack_command
 from redis.asyncio import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import InvalidResponse, NoPermissionError, NoScriptError, RedisError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sidecar.policy.store import StoreAddress, StoreKind
-from sidecar.pools.redis.protocol import Argument, ledger_key, root_key
-from sidecar.pools.redis.script import source
-from sidecar.pools.redis.wire import NO_ANSWER_YET, Answered, Wire
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -42,6 +39,8 @@ ANSWER_WITHIN_S = 1.5
 less; it is not lost, although it looks like one that hangs. A connection that is closed or refused fails at once."""
 GREETING_WITHIN_S = 0.25
 """The same for a new connection, after which the server is lost."""
+
+Argument = str | bytes | int
 
 _FOREIGN_ERRORS = (RedisError, OSError, EOFError, asyncio.TimeoutError, ValueError)
 
@@ -59,14 +58,6 @@ def is_foreign(error: BaseException) -> bool:
 
 class StoreError(Exception):
     """The store cannot be reached, or answered something else. The message is one line, without secrets."""
-
-
-class PoolRefuses(StoreError):
-    """The pool has other tiers than this process. `tiers` are the pool's, None where only this was known before."""
-
-    def __init__(self, tiers: str | None) -> None:
-        super().__init__("the pool has other tiers")
-        self.tiers = tiers
 
 
 class Script(NamedTuple):
@@ -95,49 +86,26 @@ class Library(NamedTuple):
 class StoreConnection:
     """One connection to one server."""
 
-    def __init__(self, client: Redis, root: str, script: str) -> None:
+    def __init__(self, client: Redis, root: str) -> None:
         self._client: Any = client  # redis-py's commands are half typed
         self._root = root
-        self._script = Script.of(script)
-        self._wire: Wire | None = None
         self._is_in_use = asyncio.Lock()
         self._has_functions = True
         self.is_closed = False
 
-    @property
-    def sends(self) -> bool:
-        """Whether there is `send`. From now on the client itself reads no answer."""
-        return self._opened_wire() is not None
-
-    def send(self, arguments: Sequence[Argument], answered: Answered) -> None:
-        """Calls the admission script, and `answered` with its answer, or with an error: see `store_error`.
-
-        Use it while no other call is on its way.
-        """
-        command = pack_command(("EVALSHA", self._script.sha, 1, self._root, *arguments))  # type: ignore[arg-type] # its stub has one
-        if self._wire is None:
-            raise RuntimeError("this connection does not send")
-        self._wire.send(command, answered, ANSWER_WITHIN_S)
-
-    async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> Any:
-        """Runs the admission script, and returns whatever comes. Raises as `run` does."""
-        return await self._run(self._script, arguments, within_s)
-
-    async def run(self, script: Script, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:
+    async def run(self, script: Script, arguments: Sequence[Argument]) -> list[Any]:
         """Runs a script, and returns its answer. Raises StoreError; then it may have run, or may run later."""
-        answer = await self._run(script, arguments, within_s)
-        if not isinstance(answer, list):
-            raise not_of_script(answer)
-        return answer
-
-    async def _run(self, script: Script, arguments: Sequence[Argument], within_s: float) -> Any:
+        words = (script.sha, 1, self._root, *arguments)
         with _as_store_errors():
-            async with timeout(within_s):
+            async with timeout(ANSWER_WITHIN_S):
                 try:
-                    return await self._execute(within_s, "EVALSHA", script.sha, 1, self._root, *arguments)
+                    answer = await self._command("EVALSHA", *words)
                 except NoScriptError:  # a new server, or SCRIPT FLUSH: it did not run
-                    await self._execute(within_s, "SCRIPT", "LOAD", script.source)
-                    return await self._execute(within_s, "EVALSHA", script.sha, 1, self._root, *arguments)
+                    await self._command("SCRIPT", "LOAD", script.source)
+                    answer = await self._command("EVALSHA", *words)
+        if not isinstance(answer, list):
+            raise StoreError(f"an answer that is none of the script's: {answer!r}")
+        return answer
 
     async def ask(self, library: Library, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
         """Runs the library, and returns its answer. Raises StoreError; then it may have run, or may run later."""
@@ -171,30 +139,12 @@ class StoreConnection:
             self._has_functions = False
 
     async def _command(self, *words: Argument) -> Any:
-        async with self._is_in_use:
-            await self._client.connection.send_packed_command(pack_command(words))  # type: ignore[arg-type] # its stub has one
-            return await self._client.connection.read_response()
-
-    def _opened_wire(self) -> Wire | None:
-        """The wire, opened when it is first needed. None where the client has no transport, as a fake one."""
-        connection = self._client.connection
-        transport: Any = getattr(getattr(connection, "_writer", None), "transport", None)
-        if self._wire is None and hasattr(transport, "get_protocol"):
-            errors = {"protocolError": InvalidResponse, "replyError": connection._parser.parse_error}
-            reader = Reader(notEnoughData=NO_ANSWER_YET, **errors)
-            self._wire = Wire(transport, reader)
-        return self._wire
-
-    async def _execute(self, within_s: float, *arguments: Argument) -> Any:
         """Sends a command and reads its answer, past the client: that does more for a call than the call itself does.
 
         hiredis writes the command, too: the client's own loop over the arguments takes as long as all of the rest.
         """
-        command = pack_command(arguments)  # type: ignore[arg-type] # its stub has one
         async with self._is_in_use:
-            if (wire := self._opened_wire()) is not None:
-                return await wire.answer(command, within_s)
-            await self._client.connection.send_packed_command(command)
+            await self._client.connection.send_packed_command(pack_command(words))  # type: ignore[arg-type] # its stub has one
             return await self._client.connection.read_response()
 
     async def listen(self, channels: Sequence[str], heard: Callable[[bytes], None], silence_s: float) -> None:
@@ -215,29 +165,12 @@ class StoreConnection:
     async def close(self) -> None:
         """Closes the connection, in any state."""
         self.is_closed = True
-        if self._wire is not None:
-            self._wire.end()
         try:
             async with timeout(GREETING_WITHIN_S):
                 await self._client.aclose()
         except (*_FOREIGN_ERRORS, RuntimeError) as error:
             if not is_foreign(error):
                 raise
-
-
-def not_of_script(answer: Any) -> StoreError:
-    """The error for an answer that no script gives."""
-    return StoreError(f"an answer that is none of the script's: {answer!r}")
-
-
-def is_unknown_script(error: Exception) -> bool:
-    """Whether the server does not know the script, so that it did not run. `StoreConnection.call` loads it."""
-    return isinstance(error, NoScriptError)
-
-
-def store_error(error: Exception) -> Exception:
-    """An error of the client, its connection or the store as the one that it becomes here; any other as it is."""
-    return StoreError(_words(error, None)) if is_foreign(error) else error
 
 
 Connect = Callable[[], Awaitable[StoreConnection]]
@@ -272,12 +205,9 @@ class SideConnection:
             await connection.close()
 
 
-def connector(address: StoreAddress, pool: str, *, has_engines: bool = False, is_by_gain: bool = False) -> Connect:
-    """Makes connections to the server at `address` that keeps the pool called `pool`: one of several engines, or one
-    that orders by gain, or both, or none of these.
-    """
-    script = source(has_engines=has_engines, is_by_gain=is_by_gain)
-    return connector_to(address, pool, root_key(pool, has_engines=has_engines, is_by_gain=is_by_gain), script)
+def ledger_key(pool: str) -> str:
+    """The root of a pool's ledger, with which all of its keys begin; the braces keep them on one node of a cluster."""
+    return f"ledger:{{{pool}}}"
 
 
 def ledger_connector(address: StoreAddress, pool: str) -> Connect:
@@ -285,7 +215,7 @@ def ledger_connector(address: StoreAddress, pool: str) -> Connect:
     return connector_to(address, pool, ledger_key(pool))
 
 
-def connector_to(address: StoreAddress, pool: str, root: str, script: str = "") -> Connect:
+def connector_to(address: StoreAddress, pool: str, root: str) -> Connect:
     """Makes connections to the server at `address` that keeps what begins with `root`, beside the pool of that name."""
     locate = {
         StoreKind.SERVER: _stated,
@@ -301,10 +231,10 @@ def connector_to(address: StoreAddress, pool: str, root: str, script: str = "") 
                 **place,
                 **_settings(address),
                 db=address.db,
-                socket_timeout=None,  # `StoreConnection.call` has its own limit for each call
+                socket_timeout=None,  # who calls has a limit for each call
                 single_connection_client=True,
             )
-            connection = StoreConnection(client, root, script)
+            connection = StoreConnection(client, root)
             try:
                 async with timeout(CONNECT_WITHIN_S + GREETING_WITHIN_S):
                     await client.initialize()
@@ -363,7 +293,7 @@ async def _owner_in_cluster(address: StoreAddress, pool: str) -> dict[str, Any]:
     cluster = RedisCluster(startup_nodes=nodes, **_settings(address), socket_timeout=GREETING_WITHIN_S)
     try:
         await cluster.initialize()
-        owner = cluster.get_node_from_key(root_key(pool))
+        owner = cluster.get_node_from_key(ledger_key(pool))
     finally:
         closing = asyncio.ensure_future(_close_cluster(cluster))
         try:

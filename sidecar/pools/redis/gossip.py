@@ -1,7 +1,5 @@
 """Gossip of replicas through the store: each leaves a report for the others. No admission depends on it.
 
-What a tenant asks of its limits is read here, too.
-
 It has a connection of its own, opened when it is first needed: no admission waits for a large answer, and a failure
 here does not count as a loss of the store. The header of `gossip.lua` is the contract.
 """
@@ -19,7 +17,6 @@ from sidecar.pools.redis.connection import Connect, Script, SideConnection, Stor
 
 SOURCE = (files(__package__) / "lua" / "gossip.lua").read_text(encoding="utf-8")
 _SCRIPT = Script.of(SOURCE)
-_ACCOUNT = Script.of((files(__package__) / "lua" / "account.lua").read_text(encoding="utf-8"))
 
 
 class Gossip:
@@ -42,20 +39,6 @@ class Gossip:
                 if isinstance(error, StoreError):
                     raise NotShared(str(error)) from None
                 raise
-
-    async def account(self, tenant: str) -> tuple[Sequence[int], int]:
-        """What a tenant has used of its limits, and the store's time. Raises NotShared."""
-        async with self._turn:
-            try:
-                found = await self._connection.run(_ACCOUNT, [tenant])
-            except BaseException as error:
-                await self._connection.disconnect()
-                if isinstance(error, StoreError):
-                    raise NotShared(str(error)) from None
-                raise
-        if not found:
-            raise NotShared("the pool is not in the store yet")
-        return [int(figure) for figure in found[0].split()], int(found[1])
 
     async def _shared(self, report: bytes, merge: Merge) -> PeerReports:
         kind, *rest = await self._connection.run(_SCRIPT, ["share", self._replica, report])

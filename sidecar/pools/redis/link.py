@@ -11,20 +11,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import msgspec
 
-from sidecar.core import script
-from sidecar.core.calls import HEARTBEAT_US, Call, Reply, WakeUp
-from sidecar.core.member import LAZY_US
 from sidecar.pools.base import Merge, PeerReports
+from sidecar.pools.calls import HEARTBEAT_US, Call, Reply, WakeUp
 from sidecar.pools.clock import Clock
 from sidecar.pools.ledger_link import LinkUser
-from sidecar.pools.redis.connection import Connect, Library, Script, StoreConnection, StoreError
+from sidecar.pools.member import LAZY_US
+from sidecar.pools.redis import script
+from sidecar.pools.redis.connection import Connect, Library, Script, StoreConnection, StoreError, ledger_key
 from sidecar.pools.redis.gossip import Gossip
-from sidecar.pools.redis.protocol import ledger_key, old_pools
 
 BETWEEN_CONNECTIONS_S = 0.5
 SILENT_SUBSCRIPTION_S = 5.0
@@ -35,6 +34,11 @@ RoundTripObserver = Callable[[float], None]
 
 _log = logging.getLogger("sidecar.store")
 _reply, _wake_up = msgspec.msgpack.Decoder(Reply), msgspec.msgpack.Decoder(WakeUp)
+
+
+def old_pools(pool: str) -> Sequence[str]:
+    """The roots of the layouts before the ledger. While a pool there is alive, the ledger grants nothing."""
+    return [f"admission:{layout}:{{{pool}}}" for layout in ("9", "engines-5", "gain-4", "gain-engines-4")]
 
 
 @cache

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 
 from sidecar.apis import Api
-from sidecar.core.tickets import Gain
 from sidecar.errors import AdmissionError
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes
@@ -26,6 +25,7 @@ from sidecar.policy.model import Policy
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.scheduling.tickets import Gain
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, Stage
 from sidecar.tools.simulate.virtual_loop import at_once

@@ -1,266 +1,135 @@
--- Preemption: the twin of `scheduling/preemption.py`. Defined where a ticket may preempt, or a lease returns.
+-- Rule 7: room that is taken back for the first in order that has waited long enough (`preemption.py`).
 
--- Reads how a lease of a preemptible tier had waited. A sequence of 0: it was stated, and its wait is not known.
-function pool.recall(lease)
-  local text = call('HGET', prefix .. 'v', lease.owner .. ' ' .. lease.id)
-  if not text then return false end
-  local sequence, arrived, times, overtaken, served = match(text, '^(%d+) (%d+) (%d+) (%-?%d+) ?(.*)$')
-  lease.sequence, lease.arrived, lease.times = tonumber(sequence), tonumber(arrived), tonumber(times)
-  lease.served = served
-  if overtaken ~= '-1' then lease.overtaken = tonumber(overtaken) end
-  return true
-end
+local shortage_for_caller
 
-function pool.forget_all_preemption()
-  call('UNLINK', prefix .. 'v', prefix .. 'c')
-  for level = 0, levels - 1 do call('UNLINK', pool.preemptible_key(level)) end
-end
+do
 
--- Whether the store does not know yet that this lease was preempted for the `times`-th time.
-function pool.is_before_return(id, record, times)
-  local lease = {owner = me, id = id}
-  return string.sub(record, 1, 1) == 'L' and (not pool.recall(lease) or lease.times < times)
-end
-
--- How the lease of a tier that is not preemptible had waited, by its record: nothing is remembered of it.
-function pool.recall_record(lease, record)
-  local _, _, _, text, _, _, sequence, arrived = pool.read_lease(record or '')
-  if not sequence or sequence == 0 then return false end
-  local wait, starved, ahead = match(text, '^%S+ (%d+) (%-?%d+) %d+ ([%d ]*)')
-  local since, served = string.gmatch(ahead or '', '%d+'), {}
-  for level = 0, levels - 1 do served[level + 1] = pool.int(tiers[level][SERVED] - tonumber(since() or 0)) end
-  lease.sequence, lease.arrived, lease.served = sequence, arrived, concat(served, ' ')
-  if starved and starved ~= '-1' then lease.overtaken = arrived + tonumber(wait) - tonumber(starved) end
-  return true
-end
-
--- An operation, or a statement: a lease gives its room back and waits again, first in its tier. The replica states what the
--- store does not know of it. `is_handed_back`: it was no victim, but no engine has taken its request.
-function pool.requeue(index, is_handed_back)
-  local id, level, times = ARGV[index + 1], tonumber(ARGV[index + 2]), tonumber(ARGV[index + 8])
-  local record = call('HGET', mine, id)
-  if record and not pool.is_before_return(id, record, times) then return end
-  local ticket = {
-    id = id, owner = me, level = level, tokens = tonumber(ARGV[index + 5]), requests = tonumber(ARGV[index + 6]),
-    tenant = ARGV[index + 3], weight = tonumber(ARGV[index + 4]),
-  }
-  if (not pool.recall(ticket) or ticket.sequence == 0) and not pool.recall_record(ticket, record) then
-    local served = {}
-    for other = 0, levels - 1 do served[other + 1] = pool.int(tiers[other][SERVED]) end
-    ticket.sequence, ticket.arrived = pool.next_sequence(), now - tonumber(ARGV[index + 7])
-    ticket.served = concat(served, ' ')
-  end
-  if record then pool.end_record(me, id, record) end
-  ticket.times = times
-  if is_handed_back then
-    ticket.after = not ticket.overtaken and math.max(ticket.sequence, meta[LATEST])
-  else
-    ticket.overtaken = ticket.overtaken or now
-  end
-  pool.put_back(ticket)
-end
-
-function pool.put_back(ticket)
-  local level, tier = ticket.level, tiers[ticket.level]
-  ticket.start = pool.start_of_return(level)
-  pool.count_queued(tier, ticket, 1)
-  meta[WAITING] = meta[WAITING] + 1
-  is_changed[level], heads[level] = true, nil
-  pool.store_head(ticket)
-  if ticket.after then call('ZADD', waiting_key, pool.int(ticket.after) .. '.5', pool.int(ticket.sequence)) end
-  call('HSET', mine, ticket.id,
-    pool.ticket_text(ticket, ticket.served .. fmt(';%d %d', ticket.times, ticket.overtaken or -ticket.after)))
-end
-
--- Books leases in (1) or out (-1), to see what would be without them.
-function pool.book_all(leases, sign)
-  for _, lease in ipairs(leases) do
-    local tier, tokens, requests = tiers[lease.level], sign * lease.tokens, sign * lease.requests
-    tier[HELD_TOKENS], tier[HELD_REQUESTS] = tier[HELD_TOKENS] + tokens, tier[HELD_REQUESTS] + requests
-    all_tokens, all_requests = all_tokens + tokens, all_requests + requests
-  end
-end
-
-function pool.lease_of(member)
-  local owner, id = match(member, '^(%S+) (%S+)$')
-  local level, tokens, requests = pool.read_lease(call('HGET', pool.replica_key(owner), id) or '')
-  if not level then return pool.damaged() end
-  return {owner = owner, id = id, member = member, level = level, tokens = tokens, requests = requests}
-end
-
-function pool.victims()
-  local found = {}
-  for _, member in ipairs(call('HKEYS', prefix .. 'c')) do found[#found + 1] = pool.lease_of(member) end
-  return found
-end
-
--- The most that a ticket of a tier could ever be given.
-function pool.largest(level)
-  local rule, highest = rules[FIRST_RULE + level], level
-  if rules[PROMOTE_AFTER] > 0 then highest = math.min(level, rules[CEILING]) end
-  local tokens, requests = rules[CAPACITY_TOKENS], rules[CAPACITY_REQUESTS]
-  for other = 0, highest - 1 do
-    tokens, requests = tokens - rules[FIRST_RULE + other][HEADROOM_TOKENS], requests - rules[FIRST_RULE + other][HEADROOM_REQUESTS]
-  end
-  return math.min(rule[LIMIT_TOKENS], tokens), math.min(rule[LIMIT_REQUESTS], requests)
-end
-
-function pool.is_tier_eligible(level, served)
-  if rules[FIRST_RULE + level][PREEMPTIBLE] == 0 then return false end
-  if tiers[level][QUEUED] == 0 then return true end
-  local second = pool.second_head(level)
-  return not pool.comes_before(pool.head_of(level), served)
-    and not (second and pool.comes_before(second, served))
-end
-
-function pool.is_eligible(lease, most_tokens, most_requests, served)
-  local rule, tier = rules[FIRST_RULE + lease.level], tiers[lease.level]
-  local has_its_reserve = rule[ALWAYS_FIRST] == 0 and (tier[HELD_TOKENS] - lease.tokens >= rule[RESERVE_TOKENS]
-    or tier[HELD_REQUESTS] - lease.requests >= rule[RESERVE_REQUESTS])
-  if not has_its_reserve or lease.tokens > most_tokens or lease.requests > most_requests then return false end
-  if not pool.recall(lease) then return pool.damaged() end
-  return lease.times < rule[PREEMPTIBLE] and not pool.comes_before(lease, served)
-end
-
--- Whether the last of the candidates is admitted, and no candidate before it holds its place without fitting.
-function pool.all_fit(order)
-  local admitted, is_in = {}, false
-  for _, candidate in ipairs(order) do
-    is_in = pool.fits(candidate)
-    if is_in then
-      admitted[#admitted + 1] = candidate.ticket
-      pool.book_all({candidate.ticket}, 1)
-    elseif pool.holds_its_place(candidate) then
-      break
-    end
-  end
-  pool.book_all(admitted, -1)
-  return is_in and admitted[#admitted] == order[#order].ticket
-end
-
--- Books out the leases that the candidates need. Returns them, and whether they are enough.
-function pool.enough(order)
-  local chosen, served = {}, order[#order]
-  for level = levels - 1, served.ticket.level + 1, -1 do
-    if pool.is_tier_eligible(level, served) then
-      local most_tokens, most_requests = pool.largest(level)
-      for _, member in ipairs(call('ZREVRANGE', pool.preemptible_key(level), 0, -1)) do
-        local lease = pool.lease_of(member)
-        if pool.is_eligible(lease, most_tokens, most_requests, served) then
-          chosen[#chosen + 1] = lease
-          pool.book_all({lease}, -1)
-          if pool.all_fit(order) then return chosen, true end
+-- What is as good as given free: sums of leases that are taken back, by tier and by engine.
+local function taken_back()
+  local gone = { total = { 0, 0, 0 }, tiers = {}, engines = {} }
+  for _, member in pairs(members) do
+    for _, cell in ipairs(member[LEAVING]) do
+      local tier, id = tier_of(cell[CELL_TIER]), cell[CELL_ENGINE]
+      if tier then
+        local of_tier, of_engine = gone.tiers[tier] or { 0, 0, 0 }, gone.engines[id] or { 0, 0, 0, 0 }
+        gone.tiers[tier], gone.engines[id] = of_tier, of_engine
+        for d = 1, 4 do
+          local amount = cell[CELL_FIGURES + d]
+          of_engine[d] = of_engine[d] + amount
+          if d < 4 then of_tier[d], gone.total[d] = of_tier[d] + amount, gone.total[d] + amount end
         end
       end
     end
   end
-  return chosen, false
+  return gone
 end
 
--- Spares the leases without which the candidates fit as well, the last chosen first. Books the others in again.
-function pool.needed(chosen, order)
-  local needed = {}
-  for index = #chosen, 1, -1 do
-    local lease = chosen[index]
-    pool.book_all({lease}, 1)
-    if not pool.all_fit(order) then
-      pool.book_all({lease}, -1)
-      table.insert(needed, 1, lease)
-    end
+-- Whether something that may be served so waits.
+local function may_preempt()
+  if not rules or rules[R_PREEMPTIONS] == 0 then return false end
+  for i, tier in ipairs(rules[R_TIERS]) do
+    if tier[T_PREEMPT_AFTER] and (tiers[i][LINED] > 0 or tiers[i][QUEUED] > 0) then return true end
   end
-  pool.book_all(needed, 1)
-  return needed
+  return false
 end
 
--- So many of the mean size, rounded up, where `count` are `sum` together.
-function pool.of_mean(sum, number, count)
-  local rest = sum * number % count
-  return (sum * number - rest) / count + (rest > 0 and 1 or 0)
-end
-
--- As `Burst.is_whole`: whether `number` tickets are all that wait in the tier, or all that its limit admits. It makes the
--- burst one ticket larger than that.
-function pool.is_whole(burst, number)
-  local ticket, tier = burst.ticket, tiers[burst.ticket.level]
-  ticket.tokens = pool.of_mean(tier[QUEUED_TOKENS], number + 1, tier[QUEUED])
-  ticket.requests = pool.of_mean(tier[QUEUED_REQUESTS], number + 1, tier[QUEUED])
-  return number >= tier[QUEUED] or pool.is_at_limit(ticket.level, ticket)
-end
-
--- How many tickets of the burst fit beside what is booked now, `number` at least, and whether they are all.
-function pool.grow(burst, number)
-  local is_whole = pool.is_whole(burst, number)
-  while not is_whole and pool.fits(burst) do
-    number = number + 1
-    is_whole = pool.is_whole(burst, number)
-  end
-  return number, is_whole
-end
-
--- The served candidate with a copy of its ticket.
-function pool.burst_of(served)
-  local burst, ticket = {}, {}
-  for key, value in pairs(served) do burst[key] = value end
-  for key, value in pairs(served.ticket) do ticket[key] = value end
-  burst.ticket = ticket
+-- Of an always_first tier, what else waits in its queue, in the order of submission.
+local function burst_beside(ticket)
+  local burst = {}
+  if not rules[R_TIERS][ticket[TIER]][T_FIRST] then return burst end
+  for_queue(ticket[TIER], function(other)
+    if other ~= ticket then burst[#burst + 1] = other end
+  end)
+  table.sort(burst, function(a, b)
+    if a[NUMBER] ~= b[NUMBER] then return a[NUMBER] < b[NUMBER] end
+    return is_less(a[OWNER], b[OWNER])
+  end)
   return burst
 end
 
--- Adds leases to those that are taken, for the other tickets that wait in the tier of the last candidate.
-function pool.add_for_burst(order, taken)
-  local served = order[#order]
-  local burst, is_taken, spare = pool.burst_of(served), {}, {}
-  local number, is_whole = pool.grow(burst, 1)
-  for _, lease in ipairs(taken) do is_taken[lease.member] = true end
-  for level = levels - 1, served.ticket.level + 1, -1 do
-    if is_whole then break end
-    if pool.is_tier_eligible(level, served) then
-      local most_tokens, most_requests = pool.largest(level)
-      for _, member in ipairs(call('ZREVRANGE', pool.preemptible_key(level), 0, -1)) do
-        local lease = not is_taken[member] and pool.lease_of(member)
-        if lease and pool.is_eligible(lease, most_tokens, most_requests, served) then
-          spare[#spare + 1] = lease
-          pool.book_all({lease}, -1)
-          local before = number
-          number, is_whole = pool.grow(burst, before)
-          if number > before then
-            for _, one in ipairs(spare) do taken[#taken + 1] = one end
-            spare = {}
-          end
-          if is_whole then break end
-        end
-      end
+-- What room is to be taken back for now, if any.
+local function shortage()
+  if not may_preempt() then return nil end
+  look()
+  local gone, order, others = taken_back(), candidates()
+  for _, place in ipairs(others) do order[#order + 1] = place end
+  table.sort(order, is_place_before)
+  local at, place = nil, nil
+  for i = 1, #order do
+    local after = rules[R_TIERS][order[i].tier][T_PREEMPT_AFTER]
+    if after and now - order[i].ticket[ARRIVED] >= after then
+      at, place = i, order[i]
+      break
     end
   end
-  pool.book_all(spare, 1)
+  local ticket = place and place.ticket
+  local slot = ticket and wanted(ticket)
+  if not slot then return nil end
+  local found = { served = ticket, place = place, engine = config.engines[slot][E_ID], before = {}, closed = {} }
+  for i = 1, at - 1 do
+    local other = order[i].ticket
+    if wanted(other) == slot and (fits(other, NOBODY) or holds(other, order[i].class)) then
+      found.before[#found.before + 1] = other
+    end
+  end
+  found.burst = burst_beside(ticket)
+  for tier = ticket[TIER] + 1, #tiers do
+    local first, small = heads_of(tier)
+    if (first and is_place_before(place_of(first, OTHER), place)) or (small and is_place_before(place_of(small, OTHER), place)) then
+      found.closed[tiers[tier][NAME]] = true
+    end
+  end
+  local is_served = #found.burst == 0 and has_room(ticket, slot, found.before, gone.engines[found.engine])
+    and fits(ticket, found.before, gone)
+  return not is_served and found or nil
 end
 
-function pool.choose(order)
-  local victims, needed, served = pool.victims(), {}, order[#order]
-  pool.book_all(victims, -1)
-  local is_enough = pool.all_fit(order)
-  if not is_enough then
-    local chosen
-    chosen, is_enough = pool.enough(order)
-    if is_enough then needed = pool.needed(chosen, order) else pool.book_all(chosen, 1) end
+-- The tokens of the leases of a replica that may be taken back for it.
+local function takeable(name, found)
+  local tokens = 0
+  local function add(cell, amount)
+    local tier = tier_of(cell[CELL_TIER])
+    if tier and tier > found.served[TIER] and rules[R_TIERS][tier][T_PREEMPTIBLE] and not found.closed[cell[CELL_TIER]]
+      and cell[CELL_ENGINE] == found.engine then
+      tokens = tokens + amount
+    end
   end
-  if is_enough and served.order_class == CLASS_ALWAYS_FIRST then
-    pool.book_all(needed, -1)
-    pool.add_for_burst(order, needed)
-    pool.book_all(needed, 1)
-  end
-  pool.book_all(victims, 1)
-  return needed
+  for_cells(name, function(cell) add(cell, cell[CELL_FIGURES + 1] - cell[CELL_FIGURES + 5]) end)
+  for _, cell in ipairs(members[name][LEAVING]) do add(cell, -cell[CELL_FIGURES + 1]) end
+  return tokens
 end
 
-pool.in_order_of_turn = pool.in_order
-
--- The candidates up to the first that has waited long enough, nil where there is none.
-function pool.up_to_served()
-  local order = {}
-  for _, candidate in ipairs(pool.in_order_of_turn()) do
-    order[#order + 1] = candidate
-    local after = rules[FIRST_RULE + candidate.ticket.level][PREEMPT_AFTER_US]
-    if after >= 0 and now - candidate.ticket.arrived >= after then return order end
+local function needed(tickets, engine)
+  local told = {}
+  for i, it in ipairs(tickets) do
+    told[i] = { it[ID], tiers[it[TIER]][NAME], it[TOKENS], it[REQUESTS], it[PROMPT], best_hit(it), it[HITS][engine] or 0, it[ARRIVED],
+      it[NUMBER] }
   end
+  return told
+end
+
+-- The room that the caller is to take back (`calls.ShortageTold`). Another one, which has more to take from, is woken instead.
+function shortage_for_caller()
+  if state[HOLD_UNTIL] ~= 0 or (state[ASKED] and state[ASKED] ~= who and now < state[ASKED_UNTIL]) then return nil end
+  state[ASKED] = false
+  local found = shortage()
+  if not found then return nil end
+  local most, most_tokens
+  for name in pairs(members) do
+    local tokens = takeable(name, found)
+    local is_more = not most or tokens > most_tokens
+    if most and tokens == most_tokens then is_more = name == who or (most ~= who and is_less(most, name)) end
+    if is_more then most, most_tokens = name, tokens end
+  end
+  if most_tokens == 0 then return nil end
+  state[ASKED], state[ASKED_UNTIL] = most, now + ASKED_FOR_US
+  if most ~= who then
+    wake_ups[#wake_ups + 1] = { most, {}, true, now }
+    return nil
+  end
+  local engine, place = found.engine, found.place
+  return { engine, place.class, place.before, place.key, needed({ found.served }, engine)[1], needed(found.before, engine),
+    needed(found.burst, engine), sorted_keys(found.closed) }
+end
+
 end

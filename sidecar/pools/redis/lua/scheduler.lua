@@ -1,177 +1,515 @@
--- Rules 2 and 3, and the admission of a ticket: the twin of `scheduling/scheduler.py`, which says what the rules are.
+-- Rules 3 to 6: the order of what waits, and one step after the other into engines and into the line (`scheduler.py`).
 
-function pool.is_at_limit(level, ticket)
-  local rule, tier = rules[FIRST_RULE + level], tiers[level]
-  return rule[LIMITED] == 1 and (tier[HELD_TOKENS] + ticket.tokens > rule[LIMIT_TOKENS]
-    or tier[HELD_REQUESTS] + ticket.requests > rule[LIMIT_REQUESTS])
+local FIRST, LINE, INSIDE, TURN, OTHER = 0, 1, 2, 3, 4 -- rule 3: the classes, in order
+
+local needs   -- ticket -> what it needs
+local granted -- what one decision admits, in order
+local NOBODY = {}
+
+-- ---- sums -------------------------------------------------------------------------------------------------------------
+
+-- U in one dimension.
+local function used(tier, d) return tiers[tier][ON_ENGINES][d] + tiers[tier][IN_LINE][d] end
+
+-- U where it is compared with R: by gain, what was let in for the floor (rule 9).
+local function on_floor(tier, d)
+  if not rules[R_BY_GAIN] then return used(tier, d) end
+  return tiers[tier][ON_FLOOR][d] + tiers[tier][IN_LINE_ON_FLOOR][d]
 end
 
--- Rule 2: room for the ticket beside the leases and the headroom of every more important tier.
-function pool.fits(candidate)
-  local ticket = candidate.ticket
-  local tokens = rules[CAPACITY_TOKENS] - all_tokens - ticket.tokens
-  local requests = rules[CAPACITY_REQUESTS] - all_requests - ticket.requests
-  for level = 0, candidate.headroom_level - 1 do
-    if level ~= ticket.level then
-      local rule, tier = rules[FIRST_RULE + level], tiers[level]
-      tokens = tokens - math.max(0, rule[HEADROOM_TOKENS] - tier[HELD_TOKENS])
-      requests = requests - math.max(0, rule[HEADROOM_REQUESTS] - tier[HELD_REQUESTS])
-    end
+local function add_sums(tier, what, sign, tokens, requests, prompt)
+  local sums = tiers[tier][what]
+  sums[1], sums[2], sums[3] = sums[1] + sign * tokens, sums[2] + sign * requests, sums[3] + sign * prompt
+end
+
+-- Adds to what a tier holds on an engine. A tier that the rules do not know counts on the engine only.
+local function hold(tier, id, sign, tokens, requests, prompt, sent, floor_tokens, floor_requests, floor_prompt)
+  if tier then
+    add_sums(tier, ON_ENGINES, sign, tokens, requests, prompt)
+    add_sums(tier, ON_FLOOR, sign, floor_tokens, floor_requests, floor_prompt)
   end
-  return tokens >= 0 and requests >= 0
+  local slot = slot_of(id) or add_unknown(id) -- which makes another `held`
+  local it = held[slot]
+  it[H_TOKENS], it[H_REQUESTS] = it[H_TOKENS] + sign * tokens, it[H_REQUESTS] + sign * requests
+  it[H_PROMPT], it[H_SENT] = it[H_PROMPT] + sign * prompt, it[H_SENT] + sign * sent
 end
 
--- What a tier holds that counts in its reserve.
-function pool.in_reserve(tier) return tier[HELD_TOKENS], tier[HELD_REQUESTS] end
-
--- Rule 3: whether the ticket would fit once all after it had released what they hold beyond their reserves.
-function pool.holds_its_place(candidate)
-  if candidate.order_class == CLASS_ALWAYS_FIRST then return true end
-  local tokens = rules[CAPACITY_TOKENS] - candidate.ticket.tokens
-  local requests = rules[CAPACITY_REQUESTS] - candidate.ticket.requests
-  for level = 0, levels - 1 do
-    if level ~= candidate.ticket.level then
-      local rule, tier = rules[FIRST_RULE + level], tiers[level]
-      local kept_tokens, kept_requests = tier[HELD_TOKENS], tier[HELD_REQUESTS]
-      if rule[ALWAYS_FIRST] == 0 and not (candidate.order_class == CLASS_OTHER and level < candidate.yields_to) then
-        local tokens_inside, requests_inside = pool.in_reserve(tier)
-        kept_tokens = math.min(tokens_inside, rule[RESERVE_TOKENS])
-        kept_requests = math.min(requests_inside, rule[RESERVE_REQUESTS])
-      end
-      if level < candidate.headroom_level then
-        kept_tokens = math.max(kept_tokens, rule[HEADROOM_TOKENS])
-        kept_requests = math.max(kept_requests, rule[HEADROOM_REQUESTS])
-      end
-      tokens, requests = tokens - kept_tokens, requests - kept_requests
-    end
-  end
-  return tokens >= 0 and requests >= 0
-end
-
-function pool.is_held_back() return now < meta[BACK_UNTIL] end
-
--- The candidates in order. While the pool is held back, none until the ticket that was admitted has ended.
-function pool.candidates()
-  if not pool.is_held_back() then return pool.in_order() end
-  if held_back_lease then return {} end
-  return pool.in_turn()
-end
-
--- The ticket that is admitted next: the first in order that fits, unless one before it holds its place. A ticket of a
--- dead replica is ended instead, one of a replica that is cut off parked. Where this call has done that to as many as it
--- may, such a ticket is skipped.
-function pool.next_admission()
-  for _, candidate in ipairs(pool.candidates()) do
-    if candidate.ticket.is_away then
-      if pool.may_discard() then return candidate end
-    elseif pool.fits(candidate) then
-      return candidate
-    elseif pool.holds_its_place(candidate) then
-      return nil
-    end
+local function hold_in_line(ticket, sign)
+  add_sums(ticket[TIER], IN_LINE, sign, ticket[TOKENS], ticket[REQUESTS], ticket[COUNT])
+  if ticket[IS_IN_FLOOR] then
+    add_sums(ticket[TIER], IN_LINE_ON_FLOOR, sign, ticket[TOKENS], ticket[REQUESTS], ticket[COUNT])
   end
 end
 
--- Admits every ticket that the rules let in now, in order, as long as this call may.
-function pool.dispatch()
-  if meta[WAITING] == 0 or pool.is_engine_gone() or pool.is_on_hold() then return end
-  while meta[WAITING] > 0 and pool.to_admit_us > 0 and all_tokens < rules[CAPACITY_TOKENS] and all_requests < rules[CAPACITY_REQUESTS] do
-    local candidate = pool.next_admission()
-    if not candidate then return end
-    if candidate.ticket.is_away then
-      pool.discard(candidate.ticket)
+-- Rule 5: the tier has no turn for so much longer.
+local function owe(tier, owed_us)
+  if owed_us > 0 then tiers[tier][OWES_UNTIL], state[NEXT] = max(now, tiers[tier][OWES_UNTIL]) + owed_us, false end
+end
+
+local function owes(tier) return now < tiers[tier][OWES_UNTIL] end
+
+-- Figures change with the engines, in slow start with time.
+local function look()
+  local capacity = { 0, 0, 0 }
+  needs, total, largest_prefill, places = {}, { 0, 0, 0 }, 0, 0
+  for slot, engine in ipairs(config.engines) do
+    local it = held[slot]
+    for d = 1, 3 do total[d] = total[d] + it[H_ID + d] end
+    if is_ready(engine) then
+      local tokens, requests, prefill = size_of(engine)
+      places, largest_prefill = places + 1, max(largest_prefill, prefill)
+      capacity[1], capacity[2], capacity[3] = capacity[1] + tokens, capacity[2] + requests, capacity[3] + prefill
     else
-      pool.to_admit_us = pool.to_admit_us - ADMISSION_US
-      pool.admit(candidate)
+      for d = 1, 3 do capacity[d] = capacity[d] + it[H_ID + d] end
     end
+  end
+  for d = 1, 3 do capacity[d] = min(capacity[d], UNBOUNDED) end
+  figures = config.figures
+  local C = figures and figures.C
+  if not C or C[1] ~= capacity[1] or C[2] ~= capacity[2] or C[3] ~= capacity[3] then
+    figures = figures_of(capacity)
+    config.figures, is_config_new, state[NEXT] = figures, true, false
   end
 end
 
--- The tiers whose head arrived before the ticket, as text after its figures. The amounts held are those of the decision.
-function pool.passed_text(candidate)
-  local codes, is_any, ticket = {}, false, candidate.ticket
-  for level = 0, levels - 1 do
-    codes[level + 1] = '.'
-    if level ~= ticket.level and tiers[level][QUEUED] > 0 then
-      local head = pool.head_of(level)
-      if head.arrived < ticket.arrived or (head.arrived == ticket.arrived and head.sequence < ticket.sequence) then
-        is_any = true
-        if pool.is_at_limit(level, head) then
-          codes[level + 1] = 'x'
-        elseif pool.is_held_back() then
-          codes[level + 1] = candidate.order_class == CLASS_ALWAYS_FIRST and 'a' or 't'
-        else
-          codes[level + 1] = pool.rule_code(candidate, pool.candidate(level, head))
+-- ---- rule 4: room -----------------------------------------------------------------------------------------------------
+
+local function best_hit(ticket)
+  local hit = 0
+  for _, tokens in pairs(ticket[HITS]) do hit = max(hit, tokens) end
+  return hit
+end
+
+local function uncached(ticket) return max(1, ticket[PROMPT] - best_hit(ticket)) end
+
+-- t: its prompt counts less its best hit, for no more than its size limit and the largest engine's prefill.
+local function need(ticket)
+  local found = needs[ticket]
+  if not found then
+    found = { ticket[TOKENS], ticket[REQUESTS], min(uncached(ticket), largest_prefill, figures.most_prompt[ticket[TIER]]) }
+    needs[ticket] = found
+  end
+  return found
+end
+
+-- `t <= R`.
+local function is_small(ticket)
+  local t, most = need(ticket), figures.R[ticket[TIER]]
+  return t[1] <= most[1] and t[2] <= most[2] and t[3] <= most[3]
+end
+
+-- `level * promote_after - waited`: a ticket rises one level per `promote_after`, not past the ceiling.
+local function aged_level(tier, arrived)
+  local level, promote_after, ceiling = tier - 1, rules[R_PROMOTE], rules[R_CEILING]
+  if not promote_after then return level end
+  if level <= ceiling then return level * promote_after end
+  return max(level * promote_after - (now - arrived), ceiling * promote_after)
+end
+
+-- How many tiers are more important than the ticket: those at a level less than its aged level.
+local function tiers_above(ticket) return ceil(aged_level(ticket[TIER], ticket[ARRIVED]) / (rules[R_PROMOTE] or 1)) end
+
+-- Beside what engines hold and the idle headroom of tiers that are more important than the ticket.
+-- As if `gone` had ended and those `before` the ticket had entered.
+local function fits(ticket, before, gone)
+  local t, above = need(ticket), figures.has_headroom and tiers_above(ticket) or 0
+  for d = 1, 3 do
+    local needed = total[d] + t[d] - (gone and gone.total[d] or 0)
+    for _, other in ipairs(before) do needed = needed + need(other)[d] end
+    for q = 1, min(above, #tiers) do
+      if q ~= ticket[TIER] then
+        local of_tier = gone and gone.tiers[q]
+        needed = needed + max(0, figures.H[q][d] - used(q, d) + (of_tier and of_tier[d] or 0))
+      end
+    end
+    if needed > figures.C[d] then return false end
+  end
+  return true
+end
+
+-- Whether it holds its place though it does not fit, so that nothing after it is admitted.
+local function holds(ticket, class)
+  if class == FIRST then return true end
+  local t, above = need(ticket), tiers_above(ticket)
+  for d = 1, 3 do
+    local kept = t[d]
+    for q = 1, #tiers do
+      if q ~= ticket[TIER] then
+        local is_better, k = q <= above, used(q, d)
+        if not (rules[R_TIERS][q][T_FIRST] or (class == OTHER and is_better and not rules[R_BY_GAIN])) then
+          k = min(on_floor(q, d), figures.R[q][d])
         end
+        kept = kept + (is_better and max(k, figures.H[q][d]) or k)
+      end
+    end
+    if kept > figures.C[d] then return false end
+  end
+  return true
+end
+
+-- ---- rule 3: order ----------------------------------------------------------------------------------------------------
+
+local function is_for_floor(ticket) return ticket[IN_LINE_SINCE] and ticket[ADMISSION] > 0 end
+
+-- The next in fair order; while the tier owes and that one is not small, also the next that is.
+local function heads_of(tier)
+  local first = next_of(tier)
+  if not first or not owes(tier) or is_small(first) then return first end
+  return first, next_of(tier, is_small)
+end
+
+local function is_within(tier, t, most, sum)
+  for d = 1, 3 do
+    if sum(tier, d) + t[d] > most[d] then return false end
+  end
+  return true
+end
+
+-- A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not.
+-- `front`: of those in line that are not for the floor the first. `is_head`: it is a head of its tier.
+local function class_of(ticket, front, is_head)
+  local tier = ticket[TIER]
+  if rules[R_TIERS][tier][T_FIRST] then return FIRST end
+  if is_for_floor(ticket) then return LINE end
+  local may_be_inside = ticket == front
+  if not front then
+    may_be_inside = is_head
+  elseif ticket ~= front and owes(tier) and not is_small(front) and is_small(ticket) then
+    may_be_inside = ticket[IN_LINE_SINCE] or is_head
+  end
+  if not may_be_inside then return OTHER end
+  local reserve = figures.R[tier]
+  if is_within(tier, need(ticket), reserve, on_floor) then return INSIDE end
+  for d = 1, 3 do
+    if on_floor(tier, d) >= reserve[d] then return OTHER end
+  end
+  return owes(tier) and OTHER or TURN
+end
+
+-- Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level.
+local function gain_key(ticket)
+  local earns, waits_in_queue = earned(ticket), not ticket[IN_LINE_SINCE] and ticket[ADMISSION] == 0
+  if earns > 0 and not (waits_in_queue and is_ahead(ticket)) then return 0, -earns end
+  return 1, aged_level(ticket[TIER], ticket[ARRIVED])
+end
+
+-- What the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged level.
+local function place_of(ticket, class)
+  local before, key = 0, nil
+  if class == LINE then
+    before = ticket[ADMISSION]
+  elseif class == TURN then
+    before = tiers[ticket[TIER]][LATEST]
+  elseif class == OTHER and rules[R_BY_GAIN] then
+    before, key = gain_key(ticket)
+  end
+  return { class = class, before = before, key = key or aged_level(ticket[TIER], ticket[ARRIVED]), tier = ticket[TIER], ticket = ticket }
+end
+
+local function is_place_before(a, b)
+  if a.class ~= b.class then return a.class < b.class end
+  if a.before ~= b.before then return a.before < b.before end
+  if a.key ~= b.key then return a.key < b.key end
+  return is_before(a.ticket, b.ticket)
+end
+
+-- The candidates: those in line, the heads of all tiers, by gain the best of each tier. In order, but for those of class 4.
+-- `open`, where nobody in line stops others: one in class 4 whose engine is not among these, and who goes to no other, does nothing.
+-- Who was left out so is told, too; by level of each tier the first.
+local function candidates(open)
+  local early, others, fronts, left_out, is_open = {}, {}, {}, {}, {}
+  local function consider(ticket, is_head)
+    local tier = ticket[TIER]
+    if is_for_floor(ticket) or rules[R_TIERS][tier][T_LIMIT] >= PPM or is_within(tier, need(ticket), figures.L[tier], used) then
+      local class = class_of(ticket, fronts[tier], is_head)
+      local list = class == OTHER and others or early
+      list[#list + 1] = place_of(ticket, class)
+    end
+  end
+  for _, slot in ipairs(open or NOBODY) do is_open[config.engines[slot][E_ID]] = true end
+  for _, ticket in ipairs(load_line()) do
+    if not fronts[ticket[TIER]] and not is_for_floor(ticket) then fronts[ticket[TIER]] = ticket end
+  end
+  for _, ticket in ipairs(line) do
+    local tier = ticket[TIER]
+    local may_be_early = ticket == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST]
+    local is_plain = not is_for_floor(ticket) and rules[R_TIERS][tier][T_LIMIT] >= PPM
+    if not may_be_early and open and (#open == 0 or (is_plain and ticket[STAYS] and not is_open[ticket[ENGINE]])) then
+      local at = rules[R_BY_GAIN] and ticket or tier -- by level the first of a tier is the one that came first
+      if not left_out[at] or is_before(ticket, left_out[at]) then left_out[at] = ticket end
+    else
+      consider(ticket, false)
+    end
+  end
+  for tier = 1, #tiers do
+    local first, small = heads_of(tier)
+    if first then consider(first, true) end
+    if small then consider(small, true) end
+    if rules[R_BY_GAIN] and first and not rules[R_TIERS][tier][T_FIRST] then
+      local best = best_in_queue(tier)
+      if best and best ~= first and best ~= small then consider(best, false) end
+    end
+  end
+  table.sort(early, is_place_before)
+  return early, others, left_out
+end
+
+-- For reports (`reports.py`): the other tiers whose first came before the ticket, with the rule by which it enters before that one.
+local RULE_OF_CLASS = { [0] = 'always_first', 'reserve', 'reserve', 'reserve_turn' }
+
+local function rule_before(place, first)
+  if is_place_before(first, place) then return fits(first.ticket, NOBODY) and 'claim' or 'passed_over' end
+  if place.class < first.class or place.class == TURN then return RULE_OF_CLASS[place.class] end
+  return place.class == OTHER and rules[R_BY_GAIN] and place.before == 0 and 'gain' or 'level'
+end
+
+local function passed(place, ...)
+  local firsts, found = {}, {}
+  for _, places in ipairs({ ... }) do
+    for _, it in pairs(places) do
+      if not it.class then it = place_of(it, OTHER) end
+      if not firsts[it.tier] or is_place_before(it, firsts[it.tier]) then firsts[it.tier] = it end
+    end
+  end
+  for tier, t in ipairs(tiers) do
+    if tier ~= place.tier and (t[LINED] > 0 or t[QUEUED] > 0) then
+      local first = firsts[tier]
+      local ticket = first and first.ticket or next_of(tier)
+      if ticket and is_before(ticket, place.ticket) then
+        found[#found + 1] = { t[NAME], first and rule_before(place, first) or 'limit' }
       end
     end
   end
-  return is_any and ' p' .. concat(codes) or ''
+  return found
 end
 
--- How many whole reserves too much the tier, which is below its reserve, would hold with a ticket.
-function pool.excess(ticket)
-  local rule, tier = rules[FIRST_RULE + ticket.level], tiers[ticket.level]
-  local tokens = math.floor((tier[HELD_TOKENS] + ticket.tokens - rule[RESERVE_TOKENS]) / rule[RESERVE_TOKENS])
-  local requests = math.floor((tier[HELD_REQUESTS] + ticket.requests - rule[RESERVE_REQUESTS]) / rule[RESERVE_REQUESTS])
-  return math.min(MOST_EXCESS, math.max(0, tokens, requests))
-end
+-- ---- rule 6: engines and the line -------------------------------------------------------------------------------------
 
--- A lease has ended: its tier owes for the excess, in addition to what it owes already.
-function pool.owe(level, excess, admitted)
-  local owed = excess * math.max(0, now - admitted)
-  tiers[level][OWES_UNTIL] = math.min(LATEST_US, math.max(now, tiers[level][OWES_UNTIL]) + owed)
-end
-
--- The wait of a ticket that is admitted by the call that it came with.
-function pool.served_text(level)
-  local parts = {'0', '-1', pool.int(level)}
-  for other = 0, levels - 1 do parts[#parts + 1] = pool.int(served_since[other] or 0) end
-  return concat(parts, ' ')
-end
-
--- The grant of a ticket as text, and when the ticket was first overtaken.
-function pool.grant_text(candidate)
-  local ticket, overtaken = candidate.ticket, nil
-  local text = ticket.id
-  if ticket.is_stored then
-    if not ticket.served then
-      local record = call('HGET', pool.replica_key(ticket.owner), ticket.id)
-      if not record then return pool.damaged() end
-      local read = pool.read_ticket(ticket.owner, ticket.id, record)
-      ticket.served, ticket.times, ticket.overtaken, ticket.after = read.served, read.times, read.overtaken, read.after
-    end
-    local figures
-    figures, overtaken = pool.wait_text(ticket, candidate.engine_level)
-    text = text .. ' ' .. figures
-  elseif next(served_since) or candidate.engine_level ~= ticket.level then -- others were admitted first by this call
-    text = text .. ' ' .. pool.served_text(candidate.engine_level)
+local function wait_for(ticket, slot)
+  local own = ticket[ENGINE] and held[slot_of(ticket[ENGINE])]
+  if own then own[H_LINED] = own[H_LINED] - ticket[PROMPT] end
+  if slot then held[slot][H_LINED] = held[slot][H_LINED] + ticket[PROMPT] end
+  ticket[ENGINE] = slot and config.engines[slot][E_ID] or false
+  local own = ticket[HITS][ticket[ENGINE]] or 0
+  ticket[STAYS] = own > 0
+  for id, tokens in pairs(ticket[HITS]) do
+    if id ~= ticket[ENGINE] and tokens >= own then ticket[STAYS] = false end
   end
-  if meta[WAITING] > 1 then text = text .. pool.passed_text(candidate) end
-  if ticket.times then text = text .. ' r' .. ticket.times end
-  return text, overtaken
+  change_line(ticket)
 end
 
-function pool.admit(candidate)
-  local ticket = candidate.ticket
-  local level = ticket.level
-  local text, overtaken = pool.grant_text(candidate)
-  if ticket.is_stored then pool.charge_tenant(ticket) end
-  if rules[FIRST_RULE + level][PREEMPTIBLE] > 0 then pool.may_return(ticket, overtaken) end
-  local excess = candidate.order_class == CLASS_TURN and pool.excess(ticket) or 0
-  if pool.is_held_back() then held_back_lease = ticket.owner .. ' ' .. ticket.id end
-  meta[ADMISSIONS] = meta[ADMISSIONS] + 1
-  tiers[level][LATEST_ADMISSION] = meta[ADMISSIONS]
-  pool.remove(ticket)
-  pool.book(level, ticket.tokens, ticket.requests)
-  tiers[level][SERVED], tiers[level][ADMITTED] = tiers[level][SERVED] + ticket.tokens, tiers[level][ADMITTED] + 1
-  served_since[level] = (served_since[level] or 0) + ticket.tokens
-  meta[LEASES] = meta[LEASES] + 1
-  pool.note_overtaking(ticket.sequence, ticket.arrived)
-  if ticket.is_stored then pool.settle_steps(ticket, overtaken) end
-  call('HSET', pool.replica_key(ticket.owner), ticket.id,
-    pool.lease_record(level, ticket.tokens, ticket.requests, excess, excess > 0 and now or 0, ticket.sequence,
-      ticket.arrived, ticket.is_stored and text))
-  ticket.is_admitted = true
-  pool.grant(ticket.owner, text)
+local function leave_line(ticket)
+  for i = 1, #line do
+    if line[i] == ticket then
+      table.remove(line, i)
+      break
+    end
+  end
+  tiers[ticket[TIER]][LINED] = tiers[ticket[TIER]][LINED] - 1
+  if #line == 0 then state[LEAST], state[MOST] = UNBOUNDED, { 0, 0, 0 } end
+  moved(ticket)
+  wait_for(ticket, nil)
+  if is_for_floor(ticket) then hold_in_line(ticket, -1) end
+  ticket[IN_LINE_SINCE] = false
+end
+
+-- A waiting ticket that is given up, in its queue or in line.
+local function remove(ticket)
+  if not ticket[IN_LINE_SINCE] then return queue_remove(ticket) end
+  local owed = (ticket[EXCESS] + ticket[EXCESS_PROMPT]) * (now - ticket[COUNTED])
+  leave_line(ticket)
+  owe(ticket[TIER], owed)
+end
+
+-- Those in line for an engine that can take them no more.
+local function choose_again()
+  local gone = {}
+  for i = 1, #load_line() do
+    local ticket = line[i]
+    local own = ticket[ENGINE] and slot_of(ticket[ENGINE])
+    if not own or not could_take(ticket, own) then gone[#gone + 1] = ticket end
+  end
+  for _, ticket in ipairs(gone) do
+    local before = ticket[ENGINE]
+    wait_for(ticket, nil)
+    wait_for(ticket, wanted(ticket))
+    if ticket[ENGINE] ~= before then moved(ticket) end
+  end
+end
+
+-- Rule 5: by a turn, how many whole reserves too much; of the prompt, what is above that.
+local function begin_to_count(ticket, class)
+  local tier, t = ticket[TIER], need(ticket)
+  if class == TURN then
+    local excess, reserve = {}, figures.R[tier]
+    for d = 1, 3 do
+      excess[d] = min(MOST_EXCESS, max(0, floor((on_floor(tier, d) + t[d] - reserve[d]) / reserve[d])))
+    end
+    ticket[EXCESS] = max(excess[1], excess[2])
+    ticket[EXCESS_PROMPT] = max(0, excess[3] - ticket[EXCESS])
+  end
+  ticket[COUNT], ticket[IS_IN_FLOOR], ticket[COUNTED] = t[3], rules[R_BY_GAIN] and class ~= OTHER, now
+  state[ADMISSIONS] = state[ADMISSIONS] + 1
+  tiers[tier][LATEST], ticket[ADMISSION], ticket.packed = state[ADMISSIONS], state[ADMISSIONS], nil
+end
+
+local function enter(ticket, slot, class, over)
+  local is_counted, lined_us = is_for_floor(ticket), ticket[IN_LINE_SINCE] and now - ticket[IN_LINE_SINCE] or 0
+  local most_tokens, most_requests = size_of(config.engines[slot])
+  local it = held[slot]
+  local found = { most_tokens, most_requests, it[H_TOKENS], it[H_REQUESTS], it[H_SENT], lined_us }
+  if ticket[IN_LINE_SINCE] then leave_line(ticket) else queue_leave(ticket) end
+  if not is_counted then begin_to_count(ticket, class) end
+  ticket[ENGINE] = false
+  local id, floor_of = it[H_ID], ticket[IS_IN_FLOOR] and 1 or 0
+  local tokens, requests, count = ticket[TOKENS], ticket[REQUESTS], ticket[COUNT]
+  local sent = count > 0 and sent_to(ticket, id) or 0
+  hold(ticket[TIER], id, 1, tokens, requests, count, sent, floor_of * tokens, floor_of * requests, floor_of * count)
+  total[1], total[2], total[3] = total[1] + tokens, total[2] + requests, total[3] + count
+  granted[#granted + 1] = { ticket[OWNER], { ticket[ID], tiers[ticket[TIER]][NAME], id, tokens, requests, count, sent, ticket[EXCESS],
+    ticket[EXCESS_PROMPT], ticket[IS_IN_FLOOR], ticket[COUNTED], found, over } }
+end
+
+local function join(ticket, slot)
+  local most = state[MOST]
+  queue_leave(ticket)
+  tiers[ticket[TIER]][LINED] = tiers[ticket[TIER]][LINED] + 1
+  ticket[IN_LINE_SINCE], state[LEAST] = now, min(state[LEAST], ticket[TOKENS])
+  state[MOST] = { max(most[1], ticket[TOKENS]), max(most[2], ticket[REQUESTS]), max(most[3], uncached(ticket)) }
+  load_line()
+  line[#line + 1] = ticket
+  moved(ticket)
+  wait_for(ticket, slot)
+end
+
+-- The engines with room for the smallest that waits, and its tokens. Beside them nobody can enter.
+local function find_open()
+  local least, open = state[LEAST], {}
+  for tier = 1, #tiers do least = min(least, tiers[tier][SMALLEST]) end
+  for slot, engine in ipairs(config.engines) do
+    local tokens, requests, prefill = size_of(engine)
+    local it = held[slot]
+    local sent = it[H_SENT]
+    if is_ready(engine) and it[H_TOKENS] + least <= tokens and it[H_REQUESTS] < min(requests, cap_of(slot))
+      and (sent == 0 or sent < prefill) then
+      open[#open + 1] = slot
+    end
+  end
+  return open, least
+end
+
+local function close(open, slot)
+  for i = #open, 1, -1 do
+    if open[i] == slot then table.remove(open, i) end
+  end
+end
+
+-- The engine that it enters now: the one that it wants, or the best other one without less of its prompt.
+local function engine_for(ticket, own, open, takes_any)
+  local other, least
+  for i = 1, #open do
+    if open[i] == own and has_room(ticket, own, NOBODY) then return own end
+  end
+  for i = 1, #open do
+    local slot = open[i]
+    if slot ~= own and could_take(ticket, slot) and has_room(ticket, slot, NOBODY) then
+      local points = score(ticket, slot)
+      if not least or points < least then other, least = slot, points end
+    end
+  end
+  if not other or takes_any then return other end
+  local hits = ticket[HITS]
+  local hit, own_hit = hits[config.engines[other][E_ID]] or 0, own and hits[config.engines[own][E_ID]] or 0
+  return hit >= own_hit and other or nil
+end
+
+-- Each tier has as many places in line as there are ready engines; class 0 has always one.
+local function has_place(tier) return tiers[tier][LINED] < places or rules[R_TIERS][tier][T_FIRST] end
+
+local function someone_may_join()
+  for tier = 1, #tiers do
+    if tiers[tier][QUEUED] > 0 and has_place(tier) then return true end
+  end
+end
+
+-- Whether one in line may be in class 0, 2 or 3, and not for the floor yet.
+local function front_may_stand_for_floor()
+  for tier = 1, #tiers do
+    local reserve = figures.R[tier]
+    local tokens, prompt = on_floor(tier, 1), on_floor(tier, 3)
+    local has_floor = on_floor(tier, 2) < reserve[2]
+      and ((tokens + state[LEAST] <= reserve[1] and prompt <= reserve[3]) or (not owes(tier) and tokens < reserve[1] and prompt < reserve[3]))
+    if tiers[tier][LINED] > 0 and (rules[R_TIERS][tier][T_FIRST] or has_floor) then return true end
+  end
+end
+
+-- One in line matters to others if it holds its place or has stood there for long. Whether none does.
+local function is_line_calm()
+  for d = 1, 3 do
+    if total[d] + state[MOST][d] > figures.C[d] then return false end
+  end
+  return not figures.has_headroom and not (load_line()[1] and now >= line[1][IN_LINE_SINCE] + PATIENCE_US)
+end
+
+-- What one candidate does: true where that is a step, false where it stops all after it.
+local function visit(place, open, ...)
+  local class = place.class
+  if class == OTHER and open.is_stopped then return nil end
+  local ticket = place.ticket
+  if not fits(ticket, NOBODY) then return not holds(ticket, class) and nil end
+  local was_in_line = ticket[IN_LINE_SINCE]
+  local joins = not was_in_line and has_place(ticket[TIER])
+  local is_late = was_in_line and now >= was_in_line + PATIENCE_US
+  local own = wanted(ticket)
+  local slot = engine_for(ticket, own, open, class == FIRST or is_late or not (was_in_line or joins))
+  if slot then
+    enter(ticket, slot, class, passed(place, ...))
+    return true
+  end
+  if joins then join(ticket, own) end
+  if ticket[IN_LINE_SINCE] and not is_for_floor(ticket) and own and class ~= OTHER then
+    begin_to_count(ticket, class)
+    hold_in_line(ticket, 1)
+    change_line(ticket)
+    return true
+  end
+  if joins then return true end
+  if own then
+    close(open, own)
+    open.is_stopped = open.is_stopped or (is_late and is_small(ticket)) -- a small one has stood in line for 5 s
+  end
+end
+
+-- The next step, one enters an engine or comes to stand in line. False where there is none.
+local function step()
+  local open, least = find_open()
+  if total[1] + least > figures.C[1] or total[2] >= figures.C[2] then return false end -- nothing that waits fits the pool
+  if #open == 0 and not someone_may_join() and not front_may_stand_for_floor() then return false end
+  local early, others, left_out = candidates(is_line_calm() and open)
+  for _, places in ipairs({ early, others }) do
+    if places == others then
+      if open.is_stopped or (#open == 0 and not someone_may_join()) then return false end
+      table.sort(others, is_place_before)
+    end
+    for i = 1, #places do
+      local is_step = visit(places[i], open, early, others, left_out)
+      if is_step ~= nil then return is_step end
+    end
+  end
+  return false
+end
+
+-- All steps that can be done now, while someone waits.
+local function decide(waiting)
+  look()
+  if rules[R_BY_GAIN] then read_queues() end
+  if places == 0 then return end
+  if state[CHOOSES] then
+    choose_again()
+    state[CHOOSES] = false
+    for slot = 1, #config.engines do state[CHOOSES] = state[CHOOSES] or now < held[slot][H_CAP_UNTIL] end
+  end
+  while #granted < waiting and step() do
+    if state[CHOOSES] then choose_again() end
+  end
 end

@@ -1,69 +1,183 @@
--- The state of the pool: its keys, its figures, its time.
+-- The ledger of a pool in the store: one call of one replica (`calls.Call`), as `sidecar/pools/ledger.py` executes it.
+--
+-- KEYS[1]: the root; KEYS[2] and so on: pools of the layouts before. ARGV[1]: the call. ARGV[2]: the time, for tests.
+-- Answers a packed `calls.Reply`. Publishes each `calls.WakeUp`: to all at the root's name, to one at `ROOT:WHO`.
+--
+-- The root is a hash, and all that there is but for tenants' limits (limits.lua): `layout`, `state`, `held` and `config` (all in this file), `line`, the tickets in
+-- line, `q:TIER`, what waits in the tier's queue (queue.lua), `c:WHO\0TIER\0ENGINE`, a cell, and `v:WHO`, a replica's view. It is read
+-- as it is needed, changed in memory, and written at the end: a call that fails has written nothing.
 
-function pool.int(number) return fmt('%d', number) end
-function pool.tag(number) return fmt('%.17g', number) end
+-- Set by each call: while a function is loaded the server has no libraries.
+local redis_call, pack, unpacked, struct_unpack, max, min, floor, ceil
 
-function pool.replica_key(replica) return prefix .. 'r:' .. replica end
-function pool.outbox_key(replica) return prefix .. 'o:' .. replica end
+local LOST_US = 2200000
+local HOLD_US = 2200000
+local DEAD_US = 10000000
+local PATIENCE_US = 5000000
+local ASKED_FOR_US = 1000000
+local LOOK_AGAIN_US = 100000
+local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE, MOST_KEPT = 9007199254740991, 1000, 1000000, 3600000, 1000, 32
 
--- An inconsistent pool was lost in part (evicted, or deleted by hand). Its root is deleted, and the replicas state all anew.
-function pool.damaged()
-  is_damaged = true
-  error('damaged')
+-- Positions in packed arrays. `state` begins with these. CHOOSES: those in line look at their engines again; LEAST, MOST: what those
+-- in line need at least (tokens) and at most; NEXT: when time alone changes something, false while that is not known.
+local OFFSET, LAST_CALL, EPOCH, HOLD_UNTIL, EXPECTED, IS_EMPTY, VIEWS, VERSION = 1, 2, 3, 4, 5, 6, 7, 8
+local ASKED, ASKED_UNTIL, ADMISSIONS, NEXT, CHOOSES, LEAST, MOST, IS_BESIDE_OLD = 9, 10, 11, 12, 13, 14, 15, 16
+-- A tier: `calls.TierHeld`, then figures of its queue and line. SMALLEST: none in its queue has fewer tokens.
+local NAME, VIRTUAL, AFRESH, OWES_UNTIL, ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR = 1, 2, 3, 4, 5, 6, 7, 8
+local LARGEST, QUEUED, LATEST, LINED, MOST_TAGS, SMALLEST = 9, 10, 11, 12, 13, 14
+-- A member. Its outbox has grants, CHARGED the verdicts of its last call (packed), its sums of leases that are taken back are cells as it told them.
+local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING, IS_LINE_NEW, CHARGED = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
+-- A ticket: what its replica said (`calls.Bid`), then what the ledger adds.
+local ID, TIER, TENANT, TOKENS, REQUESTS, PROMPT, WEIGHT, HITS, BARRED = 1, 2, 3, 4, 5, 6, 7, 8, 9
+local ARRIVED, NUMBER, GAIN, HAS_RETURNED, HINT, OWNER, START = 10, 11, 12, 13, 14, 15, 16
+local ENGINE, IN_LINE_SINCE, COUNT, COUNTED, ADMISSION, EXCESS, EXCESS_PROMPT, IS_IN_FLOOR, STAYS = 17, 18, 19, 20, 21, 22, 23, 24, 25
+local GAIN_WEIGHT, GAIN_TOKENS, GAIN_COST, GAIN_START_BY, GAIN_SLACK = 1, 2, 3, 4, 5
+-- A call, as it is told.
+local C_LAYOUT, C_WHO, C_NUMBER, C_KIND, C_CELLS, C_WHOLE, C_BID_COUNT, C_LEAVING, C_ACKS, C_BIDS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+local C_WITHDRAWN, C_CHARGES, C_OWES, C_ENGINES, C_CAPS, C_DRAINS, C_RULES, C_REPLACES = 11, 12, 13, 14, 15, 16, 17, 18
+local C_TAKES_OVER, C_KNEW, C_VIRTUAL, C_METERED, C_SETTLED, C_RUNNING = 19, 20, 21, 22, 23, 24
+-- A cell, as it is told.
+local CELL_TIER, CELL_ENGINE, CELL_FIGURES, FIGURES = 1, 2, 2, 7
+-- An engine in `config`, sorted by name and incarnation; and, as it is told, what it holds.
+local E_ID, E_TOKENS, E_REQUESTS, E_PREFILL, E_SPEED, E_TAKES_NEW, E_SINCE, E_RAMP, E_KNOWN, E_UNREACHABLE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+local H_ID, H_TOKENS, H_REQUESTS, H_PROMPT, H_SENT, H_LINED, H_CAP, H_CAP_UNTIL = 1, 2, 3, 4, 5, 6, 7, 8
+-- The rules of a pool and of a tier, as they are told.
+local R_TIERS, R_PROMOTE, R_CEILING, R_PREEMPTIONS, R_AFFINITY, R_BY_GAIN, R_FAIR = 1, 2, 3, 4, 5, 6, 7
+local T_NAME, T_RESERVE, T_LEND, T_LIMIT, T_FIRST, T_PREEMPTIBLE, T_PREEMPT_AFTER = 1, 2, 3, 4, 5, 6, 7
+
+-- Of one call:
+local keys, root, call, who, now, server_us
+local state, members, heads, held, tiers, config, rules -- heads: of each tier the next ticket in fair order, or false
+local line -- the tickets in line, once they were looked for
+local fields, changed, all_fields -- what was read of the root, and what of it is to be written
+local queues, wake_ups, is_config_new, is_made
+local kept, pools, known = {}, 0, nil -- where the script is a function: what was written of each pool, as it was unpacked
+local held_text -- `held` as it is told and written
+
+-- Whether a text comes before another, byte by byte: the server's own order is that of its locale.
+local function is_less(a, b)
+  if a == b then return false end
+  for i = 1, min(#a, #b) do
+    local x, y = a:byte(i), b:byte(i)
+    if x ~= y then return x < y end
+  end
+  return #a < #b
 end
 
--- -- the figures of the pool: read once and written once a call
-
-function pool.name_keys()
-  prefix = root .. ':' .. pool.int(meta[BIRTH]) .. ':'
-  mine, beats, waiting_key, steps_key = pool.replica_key(me), prefix .. 'beats', prefix .. 'w', prefix .. 's'
+local function sorted_keys(of)
+  local names = {}
+  for name in pairs(of) do names[#names + 1] = name end
+  table.sort(names, is_less)
+  return names
 end
 
-function pool.load()
-  if not meta and not read_root() then return false end
-  rules_text = call('HGET', root, 'rules')
-  rules = cjson.decode(rules_text)
-  pool.read_tiers()
-  pool.apply_rules()
-  pool.name_keys()
-  return true
-end
-
--- Those that `plain_calls.lua` has read may have changed.
-function pool.read_tiers()
-  for level = 0, #tiers_kept / TIER_BYTES - 1 do
-    tiers[level] = tiers[level] or {struct.unpack(TIER_FORMAT, tiers_kept, 1 + level * TIER_BYTES)}
+local function tier_of(name)
+  for i = 1, #tiers do
+    if tiers[i][NAME] == name then return i end
   end
 end
 
-function pool.save(is_complete)
-  local kept, changed = {}, {}
-  for level = 0, levels - 1 do
-    local figures = struct.pack(TIER_FORMAT, unpack(tiers[level]))
-    kept[level + 1] = figures
-    if is_complete or is_changed[level] then changed[#changed + 1], changed[#changed + 2] = level, figures end
-  end
-  local fields = {'meta', struct.pack(META_FORMAT, unpack(meta)), 'tiers', concat(kept)}
-  if held_back_lease and held_back_lease ~= held_back_lease_before then fields[#fields + 1], fields[#fields + 2] = 'went', held_back_lease end
-  local sorting = {}
-  for level, place in pairs(sorts) do sorting[#sorting + 1] = level .. ' ' .. place end
-  sorting = concat(sorting, ',')
-  if sorting ~= '' and sorting ~= sorts_before then fields[#fields + 1], fields[#fields + 2] = 'sorts', sorting end
-  call('HSET', root, unpack(fields))
-  if sorts_before ~= '' and sorting == '' then call('HDEL', root, 'sorts') end
-  if held_back_lease_before and not held_back_lease then call('HDEL', root, 'went') end
-  return changed
+-- ---- the root ---------------------------------------------------------------------------------------------------------
+
+local function field(name)
+  if fields[name] == nil then fields[name] = not is_made and redis_call('HGET', root, name) end
+  return fields[name]
 end
 
--- The time never runs backwards, whichever server answers.
-function pool.read_time()
-  now = clock_us() + meta[OFFSET]
-  if now < meta[NOW] then
-    meta[OFFSET], now = meta[OFFSET] + meta[NOW] - now, meta[NOW]
-  elseif now - meta[NOW] > LOST_US then
-    -- The store was silent, not the replicas: they get time to call, and first state what they have run meanwhile.
-    if now - meta[NOW] > 2 * BEAT_US then meta[GRACE] = now + 2 * BEAT_US end
-    pool.wait_for_all()
-  end
-  meta[NOW] = now
+local function set_field(name, value)
+  if changed[name] == nil then changed[name] = field(name) and true end -- whether the store has one
+  fields[name] = value or false
 end
+
+-- Reads many.
+local function read_fields(names)
+  for i = 1, is_made and 0 or #names, MOST_AT_ONCE do
+    local part = { unpack(names, i, min(#names, i + MOST_AT_ONCE - 1)) }
+    for j, value in ipairs(redis_call('HMGET', root, unpack(part))) do fields[part[j]] = value end
+  end
+end
+
+local function create(offset)
+  state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, false, false, UNBOUNDED, { 0, 0, 0 }, false }
+  members, heads, held, tiers, config, rules = {}, {}, {}, {}, { engines = {}, drained = {} }, nil
+  fields, changed, is_config_new, is_made, wake_ups[#wake_ups + 1] = {}, {}, true, true, { '', {}, false, 0 }
+end
+
+-- The parts of a field.
+local function parts_of(name)
+  local text, it = field(name), known[name]
+  if it and it[1] == text then return it[2], it[3], it[4] end
+  return unpacked(text)
+end
+
+local function load()
+  state, members, heads = parts_of('state')
+  held, tiers = parts_of('held')
+  config = parts_of('config')
+  rules = config.rules
+end
+
+-- ---- cells: what a replica states -------------------------------------------------------------------------------------
+
+local function cell_field(name, tier, id) return 'c:' .. name .. '\0' .. tier .. '\0' .. id end
+
+-- The names of the fields of a replica's cells.
+local function cells_of(name)
+  local prefix, missing, found = cell_field(name, '', ''):sub(1, -2), {}, {}
+  all_fields = all_fields or is_made and {} or redis_call('HKEYS', root)
+  for _, it in ipairs(all_fields) do
+    if fields[it] == nil and it:sub(1, #prefix) == prefix then missing[#missing + 1] = it end
+  end
+  read_fields(missing)
+  for it, value in pairs(fields) do
+    if value and it:sub(1, #prefix) == prefix then found[#found + 1] = it end
+  end
+  return found
+end
+
+local function for_cells(name, each)
+  for _, it in ipairs(cells_of(name)) do each(unpacked(fields[it])) end
+end
+
+-- ---- tickets, packed as long as nobody looks at them ------------------------------------------------------------------
+
+local function packed_ticket(ticket)
+  if type(ticket) == 'string' then return ticket end
+  ticket.packed = ticket.packed or pack(ticket)
+  return ticket.packed
+end
+
+-- The ticket at a place of a list.
+local function ticket_at(list, i)
+  local ticket = list[i]
+  if type(ticket) == 'string' then
+    list[i] = unpacked(ticket)
+    list[i].packed, ticket = ticket, list[i]
+  end
+  return ticket
+end
+
+local function packed_tickets(tickets)
+  local found = {}
+  for i = 1, #tickets do found[i] = packed_ticket(tickets[i]) end
+  return found
+end
+
+local function is_before(a, b) -- by arrival
+  if a[ARRIVED] ~= b[ARRIVED] then return a[ARRIVED] < b[ARRIVED] end
+  if a[OWNER] ~= b[OWNER] then return is_less(a[OWNER], b[OWNER]) end
+  return a[NUMBER] < b[NUMBER]
+end
+
+local function load_line()
+  if not line then
+    line = field('line') and parts_of('line') or {}
+    for i = 1, #line do ticket_at(line, i) end
+  end
+  return line
+end
+
+-- One in line is another than it was.
+local function change_line(ticket) ticket.packed, state[NEXT], changed.line = nil, false, true end
+
+local function moved(ticket) members[ticket[OWNER]][IS_LINE_NEW] = true end

@@ -1,0 +1,286 @@
+"""The waiting tickets of one replica: those that it shows the ledger as bids, and those after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sidecar.pools.calls import BIDS_SHOWN, Bid, GainBid, Reply, TierHeld, Withdrawn
+from sidecar.scheduling.best import BestByGain
+from sidecar.scheduling.queue import FairQueue
+from sidecar.scheduling.tickets import Ticket
+
+
+@dataclass
+class _Tier:
+    """Tickets of one tier.
+
+    `queue`: those not shown, in fair order by the tags of the last reply; `by_gain`: the same. `shown`: by bid, in the
+    order of showing; `best`: the one of them that is shown for its gain, beyond fair order. `last`: that of the others
+    which is last in fair order and does not stand in line, if that `is_known`. `afresh`: how often the ledger's tags
+    had started afresh.
+    """
+
+    name: str
+    queue: FairQueue = field(default_factory=FairQueue)
+    by_gain: BestByGain = field(init=False)
+    shown: dict[int, Ticket] = field(default_factory=dict)
+    best: int | None = None
+    last: int | None = None
+    is_known: bool = False
+    owes: bool = False
+    afresh: int = -1
+
+    def __post_init__(self) -> None:
+        self.by_gain = BestByGain(self.queue)
+
+    def wait(self, ticket: Ticket) -> None:
+        """One that came, or came back."""
+        self.queue.add(ticket)
+        self.by_gain.add(ticket)
+
+    def wait_again(self, ticket: Ticket) -> None:
+        """A bid that is shown no more."""
+        self.queue.take_back(ticket)
+        self.by_gain.add(ticket)
+
+
+class Bids:
+    """Rule 10: of each tier at most `most` tickets are shown, the next in fair order, and the best by gain.
+
+    `size_now` is called with each that is about to be shown.
+    """
+
+    def __init__(self, tiers: Iterable[str], most: int, size_now: Callable[[Ticket], None]) -> None:
+        self.withdrawn: list[Withdrawn] = []
+        self.is_paused = False
+        self._tiers = [_Tier(name) for name in tiers]
+        self._most, self._size_now = most, size_now
+        self._bids: dict[str, int] = {}
+        self._lined: set[int] = set()
+        self._made = self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def shown(self) -> dict[int, Ticket]:
+        """All bids that the ledger may know."""
+        return {bid: ticket for tier in self._tiers for bid, ticket in tier.shown.items()}
+
+    def virtual(self) -> list[float]:
+        """The virtual time of each tier, as far as it is known here."""
+        return [tier.queue.virtual for tier in self._tiers]
+
+    def add(self, ticket: Ticket) -> None:
+        """One that waits from now on."""
+        self._count += 1
+        self._tiers[ticket.tier].wait(ticket)
+
+    def passed(self, tier: int, virtual: float, afresh: int) -> None:
+        """One of a tier of which none waited was not shown: it entered at once."""
+        of = self._tiers[tier]
+        of.afresh = afresh
+        of.queue.start_afresh(virtual, of.queue.afresh)
+
+    def remove(self, ticket: Ticket) -> bool:
+        """One that is given up. Returns whether it was shown, so that the ledger must hear of it."""
+        tier = self._tiers[ticket.tier]
+        self._count -= 1
+        bid = self._bids.get(ticket.id)
+        if bid is None:
+            tier.queue.remove(ticket)
+            return False
+        self._withdraw(tier, bid)
+        return True
+
+    def drop(self, ticket: Ticket) -> None:
+        """One that the ledger refused: it knows no bid of it."""
+        if self.remove(ticket):
+            self.withdrawn.pop()
+
+    def granted(self, bid: int) -> Ticket | None:
+        """The ticket of a bid that got an engine; None where it is gone."""
+        self.withdrawn = [gone for gone in self.withdrawn if gone.id != bid]
+        for tier in self._tiers:
+            if (ticket := tier.shown.pop(bid, None)) is not None:
+                del self._bids[ticket.id]
+                self._count -= 1
+                tier.is_known = tier.is_known and bid != tier.last
+                return ticket
+        return None
+
+    def charge(self, tier: int, tenant: str, tokens: int, weight: int) -> None:
+        """Growth of a tenant's lease, while others of the tier wait."""
+        held = self._tiers[tier]
+        if held.queue or not self._lined.issuperset(held.shown):
+            held.queue.charge(tenant, tokens, weight)
+
+    def has_urgent(self, now_us: int, of_level: int | None = None) -> bool:
+        """Whether one is to be shown at once, and not with what is told next.
+
+        Half of the bids of a tier are enough until then: those after them do not enter before them.
+        """
+        tiers = self._tiers if of_level is None else self._tiers[of_level : of_level + 1]
+        return not self.is_paused and any(
+            (self._is_next(tier) if self._has_few(tier) else self._comes_before_last(tier))
+            or self._better(tier, now_us) is not None
+            for tier in tiers
+        )
+
+    def new(self, now_us: int, most: int = BIDS_SHOWN) -> list[Bid]:
+        """At most so many more bids. One that comes before the last that is shown takes its place."""
+        made: list[Bid] = []
+        for tier in () if self.is_paused else self._tiers:
+            while len(made) < most and self._is_next(tier) and (ticket := tier.queue.next()) is not None:
+                if self._is_full(tier) and (last := self._last(tier)) is not None:
+                    tier.wait_again(self._withdraw(tier, last))
+                made.append(self._show(tier, ticket, now_us))
+            if len(made) < most and (ticket := self._better(tier, now_us)) is not None:
+                if tier.best in tier.shown:
+                    tier.wait_again(self._withdraw(tier, tier.best))
+                made.append(self._show(tier, ticket, now_us))
+                tier.best, tier.is_known = self._made, False
+        return made
+
+    def go_back(self) -> None:
+        """The ledger knows none of them any more."""
+        for tier in self._tiers:
+            for bid in reversed(list(tier.shown)):
+                tier.wait_again(self._withdraw(tier, bid))
+            tier.afresh = -1
+        self._bids.clear()
+        self._lined.clear()
+        self.withdrawn.clear()
+
+    def pause(self, is_paused: bool) -> None:
+        """Shows none, or shows them again."""
+        self.is_paused = is_paused
+        if is_paused:
+            withdrawn = [Withdrawn(bid, tier.name) for tier in self._tiers for bid in tier.shown]
+            withdrawn += self.withdrawn
+            self.go_back()
+            self.withdrawn = withdrawn
+
+    def remove_all(self) -> list[Ticket]:
+        """Gives up all that wait."""
+        self.go_back()
+        tickets = [ticket for tier in self._tiers for ticket in tier.queue]
+        self._tiers = [_Tier(tier.name) for tier in self._tiers]
+        self._count = 0
+        return tickets
+
+    def take_tags(self, reply: Reply) -> None:
+        """The tags as the ledger has them, and beyond them what is shown. Those in line were charged there."""
+        lined = self._lined if reply.lined is None else {lined.bid for lined in reply.lined}
+        if lined != self._lined:
+            self._lined = lined
+            for of in self._tiers:
+                of.is_known = False
+        known = {tier.name: tier for tier in self._tiers}
+        for held in reply.tiers:
+            if (tier := known.get(held.tier)) is not None:
+                ahead = {tenant: tag for name, tenant, tag in reply.finish if name == held.tier}
+                self._tag(tier, held, ahead, reply.now_us)
+
+    def _tag(self, tier: _Tier, held: TierHeld, ahead: dict[str, float], now_us: int) -> None:
+        queue = tier.queue
+        queue.virtual, tier.owes = max(queue.virtual, held.virtual), held.owes_until_us > now_us
+        if tier.afresh == held.afresh and not ahead:
+            return
+        shown = self._uncharged(tier)
+        if tier.afresh != held.afresh:
+            tier.afresh = held.afresh
+            if not queue:
+                queue.largest = 1
+            queue.finish = {tenant: held.virtual + more for tenant, more in shown.items()}
+        for tenant, finish in ahead.items():
+            queue.finish[tenant] = finish + shown.get(tenant, 0.0)
+
+    def _uncharged(self, tier: _Tier) -> dict[str, float]:
+        """What each tenant will be charged for its bids. Those in line were charged."""
+        found: dict[str, float] = {}
+        for bid, ticket in tier.shown.items():
+            if bid not in self._lined and not ticket.has_returned:
+                found[ticket.tenant] = found.get(ticket.tenant, 0.0) + ticket.tokens / ticket.weight
+        return found
+
+    def _better(self, tier: _Tier, now_us: int) -> Ticket | None:
+        """One that earns more than the best that is shown."""
+        if not tier.by_gain:
+            return None
+        queue = tier.queue
+        ticket = tier.by_gain.find(
+            now_us, lambda t: queue.is_ahead(t) and queue.is_ahead(t, self._uncharged(tier).get(t.tenant, 0.0))
+        )
+        shown = tier.shown.get(tier.best) if tier.best is not None else None
+        if ticket is None or shown is None:
+            return ticket
+        is_free = tier.best not in self._lined
+        return ticket if is_free and ticket.earned(now_us) > shown.earned(now_us) else None
+
+    def _is_full(self, tier: _Tier) -> bool:
+        return len(tier.shown) - (tier.best in tier.shown) >= self._most
+
+    def _has_few(self, tier: _Tier) -> bool:
+        most = self._most if tier.owes else self._most // 2
+        return len(tier.shown) <= most or self._lined.issuperset(tier.shown)
+
+    def _is_next(self, tier: _Tier) -> bool:
+        """Whether the next of a tier's queue is to be shown."""
+        return self._comes_before_last(tier) if self._is_full(tier) else bool(tier.queue)
+
+    def _comes_before_last(self, tier: _Tier) -> bool:
+        if not tier.queue:
+            return False
+        last, ticket = self._last(tier), tier.queue.next()
+        return last is not None and ticket is not None and _order(ticket) < _order(tier.shown[last])
+
+    def _last(self, tier: _Tier) -> int | None:
+        """The bid that is last in fair order, of those that are shown for it and do not stand in line."""
+        if not tier.is_known:
+            waiting = [bid for bid in tier.shown if bid not in self._lined and bid != tier.best]
+            tier.last, tier.is_known = max(waiting, key=lambda bid: _order(tier.shown[bid]), default=None), True
+        return tier.last
+
+    def _withdraw(self, tier: _Tier, bid: int) -> Ticket:
+        ticket = tier.shown.pop(bid)
+        tier.is_known = tier.is_known and bid != tier.last
+        del self._bids[ticket.id]
+        self.withdrawn.append(Withdrawn(bid, tier.name))
+        if bid not in self._lined:
+            tier.queue.give_back(ticket)
+        return ticket
+
+    def _show(self, tier: _Tier, ticket: Ticket, now_us: int) -> Bid:
+        """One that is shown again has another id, so that a grant of its former bid cannot be taken for this one."""
+        self._size_now(ticket)
+        tier.queue.show(ticket)
+        self._made += 1
+        self._bids[ticket.id] = self._made
+        if tier.is_known and (tier.last is None or _order(ticket) >= _order(tier.shown[tier.last])):
+            tier.last = self._made
+        tier.shown[self._made] = ticket
+        start = ticket.start
+        return Bid(
+            self._made,
+            tier.name,
+            ticket.tenant,
+            ticket.tokens,
+            ticket.requests,
+            ticket.prompt,
+            ticket.weight,
+            dict(ticket.hits),
+            sorted(ticket.barred),
+            now_us - ticket.arrived_us,
+            ticket.number,
+            None if ticket.gain is None else GainBid(*msgspec.structs.astuple(ticket.gain)),
+            ticket.has_returned,
+            start if start is not None and start < tier.queue.virtual else None,
+        )
+
+
+def _order(ticket: Ticket) -> tuple[float, tuple[int, str, int]]:
+    return ticket.start or 0.0, ticket.arrival

@@ -1,0 +1,388 @@
+"""What a replica and the ledger of its pool say to one another. Packed as arrays, so the order of the fields counts.
+
+Times are in microseconds. A call has spans, since both clocks may differ; what is answered has moments on the ledger's
+clock, and says what that shows now.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from sidecar.scheduling import rate_limit
+from sidecar.version import STORE_LAYOUT
+
+LAYOUT = STORE_LAYOUT
+"""The number of the format of the state, and of these records. Two numbers are never in force at once."""
+
+HEARTBEAT_US = 1_800_000
+"""A replica states all its cells at least so often."""
+
+LOST_US = 2_200_000
+"""A store without any call for so long begins an epoch."""
+
+HOLD_US = 2_200_000
+"""The longest time in which nothing is granted at the beginning of an epoch."""
+
+ALONE_US = 2_500_000
+"""Without an answer for so long a replica admits alone. More than LOST_US, so who was alone finds a new epoch."""
+
+DEAD_US = 10_000_000
+"""A replica without an accepted call for so long is dropped; one that is alone takes its whole part."""
+
+BIDS_SHOWN = 32
+"""The most bids of one replica and tier, and in one call."""
+
+
+class Cell(msgspec.Struct, array_like=True, frozen=True):
+    """The absolute sums of one tier of one replica on one engine.
+
+    `prompt` counts in the pool, `sent` in the engine. `floor_...`: the part that fills the tier's floor, by gain.
+    """
+
+    tier: str
+    engine: str
+    tokens: int = 0
+    requests: int = 0
+    prompt: int = 0
+    sent: int = 0
+    floor_tokens: int = 0
+    floor_requests: int = 0
+    floor_prompt: int = 0
+
+
+class GainBid(msgspec.Struct, array_like=True, frozen=True):
+    """What a request earns in time: `tickets.Gain`."""
+
+    weight: int
+    tokens: int
+    cost_us: int
+    start_by_us: int
+    slack_us: int
+
+
+class Bid(msgspec.Struct, array_like=True, frozen=True):
+    """A ticket that its replica shows. A ticket that is shown again has a new `id`; its `number` stays."""
+
+    id: int
+    tier: str
+    tenant: str
+    tokens: int
+    requests: int
+    prompt: int
+    weight: int
+    hits: dict[str, int]
+    barred: list[str]
+    waited_us: int
+    number: int
+    gain: GainBid | None = None
+    has_returned: bool = False
+    hint: float | None = None
+
+
+class Withdrawn(msgspec.Struct, array_like=True, frozen=True):
+    """A bid whose client left."""
+
+    id: int
+    tier: str
+
+
+class Charge(msgspec.Struct, array_like=True, frozen=True):
+    """The growth of a lease."""
+
+    tier: str
+    tenant: str
+    tokens: int
+    weight: int
+
+
+class Owed(msgspec.Struct, array_like=True, frozen=True):
+    """A turn that its tier pays back."""
+
+    tier: str
+    owed_us: int
+
+
+class EngineView(msgspec.Struct, array_like=True, frozen=True):
+    """An engine as a replica sees it."""
+
+    id: str
+    tokens: int
+    requests: int
+    prefill: int
+    speed: int
+    is_reachable: bool
+    age_us: int = 0
+    ramp_us: int = 0
+
+
+class Cap(msgspec.Struct, array_like=True, frozen=True):
+    """An engine refused, or too many wait in it: at most so many `requests` for so long."""
+
+    engine: str
+    requests: int
+    for_us: int
+
+
+class Drain(msgspec.Struct, array_like=True, frozen=True):
+    """An operator's word on an engine; `at_us` is the ledger's time of it, 0 for now."""
+
+    engine: str
+    is_drained: bool
+    at_us: int = 0
+
+
+class TierRules(msgspec.Struct, array_like=True, frozen=True):
+    """The rules of one tier, its shares in millionths of the pool."""
+
+    name: str
+    reserve_ppm: int
+    lend_ppm: int
+    limit_ppm: int
+    always_first: bool
+    preemptible: bool
+    preempt_after_us: int | None
+
+
+class PoolRules(msgspec.Struct, array_like=True, frozen=True):
+    """The rules of a pool: `figures.Rules`."""
+
+    tiers: list[TierRules]
+    promote_after_us: int | None
+    ceiling: int
+    max_preemptions: int
+    affinity_percent: int
+    by_gain: bool
+    fair_ppm: int
+
+
+class Metered(msgspec.Struct, array_like=True, frozen=True):
+    """The question whether a request is within its tenant's limits. If so it is charged; else its bid is not taken.
+
+    `number` is its bid's. Without `charges` it is only a question. None: there is no such limit.
+    """
+
+    number: int
+    tenant: str
+    tokens: int
+    charges: bool
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    concurrent: int | None
+    burst_us: int
+
+
+class Settled(msgspec.Struct, array_like=True, frozen=True):
+    """A request that was charged has ended: it `used` so many tokens, None for its estimate.
+
+    `told_with` is the number of the first call that said so: it is heard once. `is_counted`: it counts as a request.
+    `was_held`: it ran, so its time says how long requests take.
+    """
+
+    told_with: int
+    charge: rate_limit.Charge
+    used: int | None
+    is_counted: bool
+    was_held: bool
+
+
+class Running(msgspec.Struct, array_like=True, frozen=True):
+    """So many requests of a tenant with limits wait or run at the replica."""
+
+    tenant: str
+    count: int
+
+
+Kind = Literal["ask", "state", "call", "bye"]
+
+
+class Call(msgspec.Struct, array_like=True):
+    """A replica's question or news.
+
+    `ask`: is the store there? `state`: all that it has. `call`: the changes. `bye`: it leaves.
+    `number` goes up by one with each call of the replica `who`. `whole`: the cells are all that there are. `bid_count`,
+    with a heartbeat: the bids that it has shown and not seen granted. `leaving`: all sums of leases that are being
+    taken back, if they changed. `knew`: how many replicas it knew last. `replaces`: its rules replace others of the
+    same tiers; `takes_over`: also those of other tiers. `virtual`: the virtual times of its tiers, as it knew them.
+    `running`: the counts that fell; in a statement all. What a verdict charged counts already.
+    """
+
+    layout: int
+    who: str
+    number: int
+    kind: Kind
+    cells: list[Cell] = []
+    whole: bool = False
+    bid_count: int | None = None
+    leaving: list[Cell] | None = None
+    acks: list[int] = []
+    bids: list[Bid] = []
+    withdrawn: list[Withdrawn] = []
+    charges: list[Charge] = []
+    owes: list[Owed] = []
+    engines: list[EngineView] | None = None
+    caps: list[Cap] = []
+    drains: list[Drain] = []
+    rules: PoolRules | None = None
+    replaces: bool = False
+    takes_over: bool = False
+    knew: int = 0
+    virtual: list[float] = []
+    metered: list[Metered] = []
+    settled: list[Settled] = []
+    running: list[Running] = []
+
+
+class Granted(msgspec.Struct, array_like=True, frozen=True):
+    """A bid that got an engine. It counts since `counted_us`; `excess` and `excess_prompt`: rule 5.
+
+    For reports: `found` is the engine as it found it, `passed` the tiers whose first had come before it, each with the
+    rule (`scheduler.Found`, `scheduler.Rule`).
+    """
+
+    bid: int
+    tier: str
+    engine: str
+    tokens: int
+    requests: int
+    prompt: int
+    sent: int
+    excess: int
+    excess_prompt: int
+    is_in_floor: bool
+    counted_us: int
+    found: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
+    passed: list[tuple[str, str]] = []
+
+
+class EngineHeld(msgspec.Struct, array_like=True, frozen=True):
+    """What an engine holds of all replicas; `lined`: the prompts of those in line for it.
+
+    It may run at most `cap_requests` until `cap_until_us` (rule 8).
+    """
+
+    id: str
+    tokens: int
+    requests: int
+    prompt: int
+    sent: int
+    lined: int
+    cap_requests: int
+    cap_until_us: int
+
+
+class EngineState(msgspec.Struct, array_like=True, frozen=True):
+    """An engine as the pool sees it."""
+
+    id: str
+    tokens: int
+    requests: int
+    prefill: int
+    speed: int
+    is_ready: bool
+    since_us: int
+    ramp_us: int
+
+
+class Lined(msgspec.Struct, array_like=True, frozen=True):
+    """A bid of the replica that stands in line for an engine, or for none (`engine` is empty)."""
+
+    bid: int
+    engine: str
+    since_us: int
+
+
+class TierHeld(msgspec.Struct, array_like=True, frozen=True):
+    """What a tier holds: `scheduler.TierState`. Its virtual time, and how often its tags started afresh."""
+
+    tier: str
+    virtual: float
+    afresh: int
+    owes_until_us: int
+    on_engines: tuple[int, int, int]
+    in_line: tuple[int, int, int]
+    on_floor: tuple[int, int, int]
+    in_line_on_floor: tuple[int, int, int]
+
+
+class Needed(msgspec.Struct, array_like=True, frozen=True):
+    """A bid as who is asked for room sees it: what it needs. Cached: at most, and on the engine that is asked for."""
+
+    bid: int
+    tier: str
+    tokens: int
+    requests: int
+    prompt: int
+    cached: int
+    cached_there: int
+    arrived_us: int
+    number: int
+
+
+class ShortageTold(msgspec.Struct, array_like=True, frozen=True):
+    """`preemption.Shortage`. The place is the ledger's but for arrivals: it is `order_class`, `before_key`, `key`."""
+
+    engine: str
+    order_class: int
+    before_key: int
+    key: int
+    served: Needed
+    before: list[Needed]
+    burst: list[Needed]
+    closed: list[str]
+
+
+class Verdict(msgspec.Struct, array_like=True, frozen=True):
+    """The answer to `Metered`: its charge, or the limit that it exceeds and when it would fit, None for never.
+
+    Then what is left of requests and of tokens, each with the time until all of it is there.
+    """
+
+    number: int
+    charge: rate_limit.Charge | None
+    over: rate_limit.Limit | None
+    after_us: int | None
+    requests: tuple[int, int] | None
+    tokens: tuple[int, int] | None
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """`unknown`: state all. `wait`: another layout is in force. `ok`: with the fields that follow.
+
+    `grants` are all that are not acknowledged. `next_us`: when time alone changes something. `is_foreign`: the pool has
+    other tiers than the replica. `finish`: the tags of the tenants of this call's bids that are ahead. `shortage`: room
+    that this replica is to take back from its leases; `leaving` is what all take back already.
+    If they changed since its last reply: `config`, the engines, `drained`, and `lined`, its bids in line.
+    """
+
+    number: int
+    kind: Literal["unknown", "wait", "ok"]
+    now_us: int = 0
+    grants: list[Granted] = []
+    alive: int = 0
+    on_hold: bool = False
+    is_foreign: bool = False
+    waiting: int = 0
+    next_us: int | None = None
+    held: list[EngineHeld] = []
+    tiers: list[TierHeld] = []
+    finish: list[tuple[str, str, float]] = []
+    leaving: list[Cell] = []
+    shortage: ShortageTold | None = None
+    config: list[EngineState] | None = None
+    drained: list[Drain] | None = None
+    lined: list[Lined] | None = None
+    verdicts: list[Verdict] = []
+
+
+class WakeUp(msgspec.Struct, array_like=True, frozen=True):
+    """Published to one replica, or to all at a new epoch (`to` is empty). A hint that may get lost.
+
+    `is_asked`: room is short that this replica may take back; its next call gets the shortage.
+    """
+
+    to: str
+    grants: list[Granted] = []
+    is_asked: bool = False
+    now_us: int = 0

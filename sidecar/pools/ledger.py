@@ -1,0 +1,578 @@
+"""The ledger of one pool: who holds how much of which engine, and who is next. `ledger.lua` is this in the store.
+
+Replicas state sums and show bids (`calls`); the ledger decides by the rules (`scheduler`) and keeps each grant in its
+replica's outbox until it is acknowledged. Sums are absolute, so that stating them again heals any error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sidecar.pools import calls
+from sidecar.pools import ledger_limits as limits
+from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
+from sidecar.pools.row import Sides, Sums, added, sums_of
+from sidecar.pools.shortage_told import gone_of
+from sidecar.scheduling.amounts import NOTHING, minus
+from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.figures import Rules, rules_of
+from sidecar.scheduling.preemption import Shortage, shortage
+from sidecar.scheduling.queue import FairQueue
+from sidecar.scheduling.rate_limit import RateLimiter
+from sidecar.scheduling.reports import Found
+from sidecar.scheduling.scheduler import Gone, Grant, Scheduler
+from sidecar.scheduling.tickets import Gain, Lease, Ticket
+from sidecar.scheduling.time_alone import next_change
+
+_ASKED_FOR_US = 1_000_000
+"""So long one replica alone is asked to take room back."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A grant that its replica has not acknowledged."""
+
+    ticket: Ticket
+    engine: str
+    tokens: int
+    prompt: int
+    sent: int
+    found: Found
+    passed: list[tuple[str, str]]
+
+    @property
+    def sums(self) -> Sums:
+        amount = self.tokens, self.ticket.requests, self.prompt
+        return *amount, self.sent, *(amount if self.ticket.is_in_floor else NOTHING)
+
+
+@dataclass(eq=False)
+class _Member:
+    """A replica. What it holds is what it stated (`row`), and its outbox. It has stated in the epoch `stated`."""
+
+    number: int = 0
+    last_call: int = 0
+    stated: int = -1
+    is_new: bool = False
+    is_foreign: bool = False
+    row: dict[Sides, Sums] = field(default_factory=dict)
+    leaving: dict[tuple[str, str], Cell] = field(default_factory=dict)
+    outbox: dict[int, tuple[str, _Entry]] = field(default_factory=dict)
+    bids: dict[int, Ticket] = field(default_factory=dict)
+    view: dict[str, EngineView] = field(default_factory=dict)
+    view_number: int = 0
+    viewed_at: int = 0
+    seen: int = -1
+    charged: dict[int, calls.Verdict] = field(default_factory=dict)
+    is_line_new: bool = True
+
+
+class State:
+    """What is lost with the store."""
+
+    def __init__(self, now: int, layout: int, offset: int, limiter: RateLimiter) -> None:
+        self.layout, self.last_call, self.offset = layout, now, offset
+        self.epoch, self.hold_until, self.expected = now, now + HOLD_US, 0
+        self.is_empty = True  # nothing is known of before this epoch
+        self.members: dict[str, _Member] = {}
+        self.drained: dict[str, Drain] = {}
+        self.views = self.version = 0
+        self.asked: tuple[str, int] | None = None  # whom to take room back, and until when others are not
+        self.begin_with(Scheduler(Rules(())))
+        self.limiter = limiter
+
+    def begin_with(self, scheduler: Scheduler) -> None:
+        """Sums and order from now on. `names` are the tiers by level."""
+        self.scheduler = scheduler
+        self.names = [tier.name for tier in scheduler.rules.tiers]
+        self.levels = {name: level for level, name in enumerate(self.names)}
+
+
+class Ledger:
+    """One atomic call after the other, on the store's clock.
+
+    It may serve one replica in this process alone (`serves`): silence begins no epoch then, calls state no sums, and no
+    grant waits to be acknowledged. `limiter`: its tenants' limits, where other ledgers count in them, too.
+    """
+
+    def __init__(self, limiter: RateLimiter | None = None) -> None:
+        self._limiter = limiter
+        self.state: State | None = None
+        self._wake_ups: list[WakeUp] = []
+        self._near: Mapping[str, Lease] | None = None
+
+    def serves(self, leases: Mapping[str, Lease]) -> None:
+        """`leases` are those of its only replica, in this process, which tells what changes by `hold` and `owe`."""
+        self._near = leases
+
+    def hold(self, lease: Lease, sign: int) -> None:
+        """A lease counts, or counts no more."""
+        ticket = lease.ticket
+        amount, floor, sent = ticket.amount, ticket.on_floor, lease.sent
+        if sign < 0:
+            amount, floor, sent = minus(NOTHING, amount), minus(NOTHING, floor), -sent
+        self._held().scheduler.hold(ticket.tier, lease.engine, amount, sent, floor)
+
+    def queue(self, tier: int) -> FairQueue:
+        """What waits of a tier."""
+        return self._held().scheduler.tiers[tier].queue
+
+    def owe(self, tier: int, owed_us: int, now_us: int) -> None:
+        """A turn that a tier pays back."""
+        self._now(now_us).scheduler.owe(tier, owed_us, now_us)
+
+    def enter(self, ticket: Ticket, now_us: int) -> Grant | None:
+        """What a call with this bid alone would grant, where nothing waits; None where it may have to wait."""
+        state = self._now(now_us)
+        return None if state.hold_until else state.scheduler.enter(ticket, state.last_call)
+
+    def execute(self, call: Call, server_us: int) -> tuple[Reply, list[WakeUp]]:
+        """What `call` is answered, and what is published to others. `server_us` may go back."""
+        self._wake_ups = []
+        if self.state is None:
+            self._create(server_us, call.layout, 0)
+        state = self._now(server_us)
+        silent_for = state.last_call - self._before
+        if call.layout != state.layout:
+            if any(state.last_call - max(m.last_call, state.epoch) < DEAD_US for m in state.members.values()):
+                return Reply(call.number, "wait"), self._wake_ups
+            state, silent_for = self._create(state.last_call, call.layout, state.offset), 0
+        if self._near is None and silent_for >= LOST_US:
+            self._begin_epoch()
+        member = state.members.get(call.who)
+        is_next = member is not None and member.stated == state.epoch and call.number == member.number + 1
+        self._drop_dead(call.who if is_next and call.kind in ("call", "bye") else None)
+        member = state.members.get(call.who)
+        if call.kind == "bye":
+            if is_next and member is not None:
+                self._drop(call.who)
+                state.expected -= not member.is_new
+                self._decide(call.who)
+            return Reply(call.number, "ok"), self._wake_ups
+        if not self._is_accepted(call, member):
+            return Reply(call.number, "unknown"), self._wake_ups
+        last_number = 0 if member is None else member.number
+        if call.kind == "state":
+            member = self._take_statement(call)
+        assert member is not None
+        member.last_call, member.number = state.last_call, call.number
+        verdicts = limits.decide(state.limiter, call, last_number, member.charged, state.last_call)
+        self._take_changes(call, member)
+        self._end_hold()
+        self._decide(call.who)
+        reply = self._reply(call, member)
+        reply.verdicts = verdicts
+        return reply, self._wake_ups
+
+    # -- time, epochs, members
+
+    def _now(self, server_us: int) -> State:
+        """Time never goes back, whichever server answers."""
+        state = self.state
+        assert state is not None
+        state.offset = max(state.offset, state.last_call - server_us)
+        self._before, state.last_call = state.last_call, server_us + state.offset
+        return state
+
+    def _create(self, now: int, layout: int, offset: int) -> State:
+        limiter = RateLimiter() if self._limiter is None else self._limiter
+        if self.state is not None:  # what tenants have used outlasts a layout
+            limiter = self.state.limiter
+            for who in self.state.members:
+                limiter.forget(who)
+        self.state = State(now, layout, offset, limiter)
+        self._before = now
+        self._wake_ups.append(WakeUp(""))
+        return self.state
+
+    def _begin_epoch(self) -> None:
+        """Replicas may have admitted alone while the store was silent: rows are a floor, bids are stated anew."""
+        state = self._held()
+        state.epoch, state.hold_until = state.last_call, state.last_call + HOLD_US
+        state.expected, state.is_empty = len(state.members), False
+        for _, member in sorted(state.members.items()):
+            self._drop_bids(member)
+            for tier, entry in member.outbox.values():
+                key = tier, entry.engine
+                member.row[key] = added(entry.sums, member.row[key], 1) if key in member.row else entry.sums
+            member.outbox.clear()
+            member.is_new = False
+        self._wake_ups.append(WakeUp(""))
+
+    def _held(self) -> State:
+        assert self.state is not None
+        return self.state
+
+    def _end_hold(self) -> None:
+        """With the last replica that is expected. One that knows of nobody proves nothing."""
+        state = self._held()
+        stated = sum(m.stated == state.epoch and not m.is_new for m in state.members.values())
+        is_known = self._near is not None or stated >= max(state.expected, 1)
+        if state.hold_until and (state.last_call >= state.hold_until or is_known):
+            state.hold_until = 0
+
+    def _drop_dead(self, but: str | None) -> None:
+        state = self._held()
+        for who, member in sorted(state.members.items()):
+            if who != but and state.last_call - max(member.last_call, state.epoch) >= DEAD_US:
+                self._drop(who)
+
+    def _drop(self, who: str) -> None:
+        state = self._held()
+        member = state.members[who]
+        self._drop_bids(member)
+        for tier, entry in member.outbox.values():
+            self._hold((tier, entry.engine), entry.sums, -1)
+        for key, sums in member.row.items():
+            self._hold(key, sums, -1)
+        if state.asked is not None and state.asked[0] == who:
+            state.asked = None
+        del state.members[who]
+        state.limiter.forget(who)
+        self._combine_views()
+
+    def _is_accepted(self, call: Call, member: _Member | None) -> bool:
+        state = self._held()
+        if call.kind == "ask":
+            return False
+        if call.kind == "state":
+            return member is None or call.number > member.number
+        if member is None or member.stated != state.epoch or call.number != member.number + 1:
+            return False
+        if call.bid_count is None:
+            return True
+        unseen = sum(bid not in call.acks for bid in member.outbox)
+        return len(member.bids) <= call.bid_count <= len(member.bids) + unseen
+
+    # -- what a call says
+
+    def _take_statement(self, call: Call) -> _Member:
+        """Everything that the replica has replaces everything that was known of it."""
+        state = self._held()
+        assert call.rules is not None
+        self._take_rules(call, call.rules)
+        member = state.members.get(call.who)
+        if member is None:
+            member = state.members[call.who] = _Member(is_new=call.knew == 0)
+        self._drop_bids(member)
+        for tier, entry in member.outbox.values():
+            self._hold((tier, entry.engine), entry.sums, -1)
+        member.outbox.clear()
+        if state.is_empty and state.last_call < state.epoch + DEAD_US:
+            state.expected = max(state.expected, call.knew)
+        member.stated, member.seen, member.is_line_new = state.epoch, -1, True
+        member.is_foreign = [t.name for t in call.rules.tiers] != state.names
+        if not member.is_foreign:
+            for of, virtual in zip(state.scheduler.tiers, call.virtual, strict=False):
+                of.queue.virtual = max(of.queue.virtual, virtual)
+        return member
+
+    def _take_rules(self, call: Call, stated: calls.PoolRules) -> None:
+        state = self._held()
+        names = [tier.name for tier in stated.tiers]
+        is_same = names == state.names
+        is_owned = any(not member.is_foreign for who, member in state.members.items() if who != call.who)
+        if state.names and not (call.replaces if is_same else call.takes_over or not is_owned):
+            return
+        rules = rules_of(stated)
+        if is_same and rules.by_gain == state.scheduler.rules.by_gain:
+            state.scheduler.change_rules(rules)
+            return
+        for _, member in sorted(state.members.items()):
+            self._drop_bids(member)  # a replica whose number of bids is not right states everything
+            member.is_foreign = names != state.names and not member.is_foreign
+        before = dict(zip(state.names, state.scheduler.tiers, strict=True))
+        engines, admissions, moved = state.scheduler.engines, state.scheduler.admissions, state.scheduler.moved
+        state.begin_with(Scheduler(rules))
+        state.scheduler.admissions, state.scheduler.moved = admissions, moved
+        for engine in engines.values():
+            engine.held, engine.sent = NOTHING, 0
+        state.scheduler.engines = engines
+        for name, tier in zip(names, state.scheduler.tiers, strict=True):
+            if (old := before.get(name)) is not None:
+                tier.queue.virtual, tier.owes_until_us, tier.latest = old.queue.virtual, old.owes_until_us, old.latest
+        for member in state.members.values():
+            row = member.row if self._near is None else sums_of(names, self._near.values())
+            for key, sums in row.items():
+                self._hold(key, sums, 1)
+            for tier_name, entry in member.outbox.values():
+                self._hold((tier_name, entry.engine), entry.sums, 1)
+
+    def _take_changes(self, call: Call, member: _Member) -> None:
+        state, now = self._held(), self._held().last_call
+        for acknowledged in call.acks:
+            if (granted := member.outbox.pop(acknowledged, None)) is not None:
+                tier, entry = granted
+                self._hold((tier, entry.engine), entry.sums, -1)
+        if call.engines is not None:
+            state.views += 1
+            member.view, member.view_number, member.viewed_at = {e.id: e for e in call.engines}, state.views, now
+        for drain in call.drains:
+            told = Drain(drain.engine, drain.is_drained, drain.at_us or now)
+            if told.at_us >= state.drained.get(drain.engine, told).at_us:
+                state.drained[drain.engine] = told
+        if call.engines is not None or call.drains:
+            self._combine_views()
+        self._take_cells(call, member)
+        for cap in call.caps:
+            if (engine := state.scheduler.engines.get(cap.engine)) is not None:
+                engine.set_cap(cap.requests, now + cap.for_us, now)
+        levels = state.levels
+        for charge in call.charges:
+            if charge.tier in levels:
+                state.scheduler.tiers[levels[charge.tier]].queue.charge(charge.tenant, charge.tokens, charge.weight)
+        for owed in call.owes:
+            if owed.tier in levels:
+                state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
+        if not member.is_foreign:
+            for bid in call.bids:
+                self._add_bid(bid, call.who, member)
+        for gone in call.withdrawn:
+            ticket = member.bids.get(gone.id)
+            if ticket is not None and ticket.tier == levels.get(gone.tier):
+                del member.bids[gone.id]
+                state.scheduler.remove(ticket, now)
+
+    def _take_cells(self, call: Call, member: _Member) -> None:
+        """Absolute: what was stated of these cells before is taken off."""
+        if call.whole:
+            for key, old in member.row.items():
+                self._hold(key, old, -1)
+            member.row.clear()
+        for cell in call.cells:
+            key, sums = (cell.tier, cell.engine), _sums(cell)
+            if key in member.row:
+                self._hold(key, member.row.pop(key), -1)
+            if any(sums):
+                member.row[key] = sums
+                self._hold(key, sums, 1)
+        if call.leaving is not None:
+            member.leaving = {(cell.tier, cell.engine): cell for cell in call.leaving}
+            asked = self._held().asked
+            if asked is not None and asked[0] == call.who:
+                self._held().asked = None
+
+    def _add_bid(self, bid: Bid, who: str, member: _Member) -> None:
+        state = self._held()
+        if bid.tier not in state.levels:
+            return
+        gain = bid.gain
+        ticket = Ticket(
+            id=str(bid.id),
+            tier=state.levels[bid.tier],
+            tenant=bid.tenant,
+            tokens=bid.tokens,
+            requests=bid.requests,
+            prompt=bid.prompt,
+            weight=bid.weight,
+            hits=bid.hits,
+            barred=frozenset(bid.barred),
+            arrived_us=max(0, state.last_call - bid.waited_us),
+            owner=who,
+            number=bid.number,
+            gain=None if gain is None else Gain(*msgspec.structs.astuple(gain)),
+            has_returned=bid.has_returned,
+            hint=bid.hint,
+        )
+        member.bids[bid.id] = ticket
+        state.scheduler.add(ticket)
+
+    def _drop_bids(self, member: _Member) -> None:
+        state = self._held()
+        for ticket in sorted(member.bids.values(), key=lambda t: (t.tier, t.arrival)):
+            state.scheduler.remove(ticket, state.last_call)
+        member.bids.clear()
+
+    # -- sums and engines
+
+    def _hold(self, sides: Sides, sums: Sums, sign: int) -> None:
+        state, (tier, engine) = self._held(), sides
+        tokens, requests, prompt, sent, *floor = sums if sign > 0 else (-figure for figure in sums)
+        on_floor = floor[0], floor[1], floor[2]
+        state.scheduler.hold(state.levels.get(tier), engine, (tokens, requests, prompt), sent, on_floor)
+
+    def _combine_views(self) -> None:
+        """The newest view that names an engine counts; any that reaches it will do."""
+        state = self._held()
+        table: dict[str, Engine] = {}
+        by_age = sorted(state.members.items(), key=lambda it: it[1].view_number)
+        for _, member in by_age:
+            for view in member.view.values():
+                is_ready = view.is_reachable or (view.id in table and table[view.id].takes_new)
+                since = member.viewed_at - view.age_us
+                table[view.id] = Engine(
+                    view.id, view.tokens, view.requests, view.prefill, view.speed, is_ready, since, view.ramp_us
+                )
+        for engine in table.values():
+            drained = state.drained.get(engine.name)
+            engine.takes_new = engine.takes_new and not (drained is not None and drained.is_drained)
+            engine.unreachable_for = frozenset(
+                who for who, member in by_age if not (engine.id in member.view and member.view[engine.id].is_reachable)
+            )
+        state.scheduler.set_engines(table.values())
+        state.version += 1
+
+    # -- decide and reply
+
+    def _decide(self, caller: str) -> None:
+        state = self._held()
+        if state.hold_until:
+            return
+        granted: dict[str, list[Granted]] = {}
+        for ticket, engine, sent, found, passed in state.scheduler.decide(state.last_call):
+            member = state.members[ticket.owner]
+            bid = int(ticket.id)
+            del member.bids[bid]
+            by_name = [(state.names[level], rule.value) for level, rule in passed.items()]
+            entry = _Entry(ticket, engine, ticket.tokens, ticket.count, sent, found, by_name)
+            tier = state.names[ticket.tier]
+            member.outbox[bid] = tier, entry
+            granted.setdefault(ticket.owner, []).append(self._granted(bid, tier, entry))
+        for who, grants in granted.items():
+            if who != caller:
+                self._wake_ups.append(WakeUp(who, grants, False, state.last_call))
+
+    def _granted(self, bid: int, tier: str, entry: _Entry) -> Granted:
+        ticket = entry.ticket
+        return Granted(
+            bid,
+            tier,
+            entry.engine,
+            entry.tokens,
+            ticket.requests,
+            entry.prompt,
+            entry.sent,
+            ticket.excess,
+            ticket.excess_prompt,
+            ticket.is_in_floor,
+            ticket.counted_us,
+            entry.found,
+            entry.passed,
+        )
+
+    # -- rule 7: whom to ask for room
+
+    def _gone(self) -> Gone:
+        state = self._held()
+        cells = (cell for member in state.members.values() for cell in member.leaving.values())
+        return gone_of(cells, state.levels)
+
+    def _shortage_for(self, caller: str) -> Shortage | None:
+        """The room that the caller is to take back. Another one, which has more to take from, is woken instead."""
+        state = self._held()
+        if state.hold_until or (
+            state.asked is not None and state.asked[0] != caller and state.last_call < state.asked[1]
+        ):
+            return None
+        state.asked = None
+        found = shortage(state.scheduler, state.last_call, self._gone()) if state.scheduler.may_preempt() else None
+        if found is None:
+            return None
+        if self._near is not None:
+            return found
+        most = max(state.members, key=lambda who: (self._takeable(who, found), who == caller, who))
+        if not self._takeable(most, found):
+            return None
+        state.asked = most, state.last_call + _ASKED_FOR_US
+        if most == caller:
+            return found
+        self._wake_ups.append(WakeUp(most, [], True, state.last_call))
+        return None
+
+    def _takeable(self, who: str, found: Shortage) -> int:
+        """The tokens of the leases of a replica that may be taken back for it."""
+        state = self._held()
+        tiers = {
+            tier.name
+            for level, tier in enumerate(state.scheduler.rules.tiers)
+            if level > found.served.tier and tier.preemptible and level not in found.closed
+        }
+        member = state.members[who]
+        held = sum(sums[0] - sums[4] for (t, e), sums in member.row.items() if t in tiers and e == found.engine)
+        return held - sum(c.tokens for (t, e), c in member.leaving.items() if t in tiers and e == found.engine)
+
+    def _told(self, found: Shortage) -> calls.ShortageTold:
+        state = self._held()
+        order_class, before, key, _ = found.place
+        return calls.ShortageTold(
+            found.engine,
+            order_class,
+            before,
+            key,
+            self._needed(found.served, found.engine),
+            [self._needed(ticket, found.engine) for ticket in found.before],
+            [self._needed(ticket, found.engine) for ticket in found.burst],
+            sorted(state.names[level] for level in found.closed),
+        )
+
+    def _needed(self, t: Ticket, engine: str) -> calls.Needed:
+        tier, cached = self._held().names[t.tier], max(t.hits.values(), default=0)
+        return calls.Needed(
+            int(t.id), tier, t.tokens, t.requests, t.prompt, cached, t.hits.get(engine, 0), t.arrived_us, t.number
+        )
+
+    def _next_change(self) -> int | None:
+        """When time alone changes something, at least a millisecond from now."""
+        state, now = self._held(), self._held().last_call
+        if not any(m.bids for m in state.members.values()):
+            return None
+        at = state.hold_until or next_change(state.scheduler, now)
+        return None if at is None else max(1_000, at - now)
+
+    def _reply(self, call: Call, member: _Member) -> Reply:
+        state, scheduler = self._held(), self._held().scheduler
+        engines = sorted(scheduler.engines.values(), key=lambda e: e.order)
+        tiers = dict(zip(state.names, scheduler.tiers, strict=True))
+        expected = state.expected if state.last_call < state.epoch + DEAD_US else 0
+        reply = Reply(
+            call.number,
+            "ok",
+            state.last_call,
+            [self._granted(bid, tier, entry) for bid, (tier, entry) in member.outbox.items()],
+            max(len(state.members), expected, 1),
+            bool(state.hold_until),
+            member.is_foreign,
+            sum(len(m.bids) for m in state.members.values()),
+            self._next_change(),
+            [
+                calls.EngineHeld(e.id, *e.held, e.sent, e.lined, e.cap_requests, e.cap_until_us)
+                for e in (engines if self._near is None else ())
+            ],
+        )
+        for name, of in tiers.items():
+            sums = of.on_engines, of.in_line, of.on_floor, of.in_line_on_floor
+            reply.tiers.append(calls.TierHeld(name, of.queue.virtual, of.queue.afresh, of.owes_until_us, *sums))
+        for name, tenant in dict.fromkeys((bid.tier, bid.tenant) for bid in call.bids):
+            if name in tiers and (ahead := tiers[name].queue.ahead([tenant])):
+                reply.finish.append((name, tenant, ahead[tenant]))
+        if self._near is not None:
+            member.outbox.clear()
+        reply.leaving = [
+            cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
+        ]
+        if (found := self._shortage_for(call.who)) is not None:
+            reply.shortage = self._told(found)
+        if member.seen != state.version:
+            member.seen = state.version
+            reply.config = [
+                calls.EngineState(e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, e.since_us, e.ramp_us)
+                for e in engines
+            ]
+            reply.drained = [state.drained[name] for name in sorted(state.drained)]
+        if member.is_line_new or call.who in scheduler.moved:
+            member.is_line_new = False
+            scheduler.moved.discard(call.who)
+            reply.lined = [
+                calls.Lined(int(t.id), t.engine or "", t.in_line_since_us)
+                for t in scheduler.line
+                if t.owner == call.who
+            ]
+        return reply
+
+
+def _sums(cell: Cell) -> Sums:
+    sums: Sums = msgspec.structs.astuple(cell)[2:]
+    return sums

@@ -1,0 +1,620 @@
+"""A replica's side of the ledger: its bids and leases, and when it calls. No I/O; its owner carries calls and replies.
+
+`poll` gives the next call, `due_us` says when to ask for it. Replies, wake-ups and losses are told; what they change
+for requests comes out of `take_events`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from sidecar.pools import calls
+from sidecar.pools.bids import Bids
+from sidecar.pools.calls import (
+    ALONE_US,
+    BIDS_SHOWN,
+    DEAD_US,
+    HEARTBEAT_US,
+    HOLD_US,
+    LAYOUT,
+    Call,
+    Cap,
+    Cell,
+    Charge,
+    Drain,
+    EngineView,
+    Granted,
+    Kind,
+    Owed,
+    PoolRules,
+    Reply,
+    ShortageTold,
+    WakeUp,
+)
+from sidecar.pools.ledger import Ledger
+from sidecar.pools.member_events import Entered, Event, Mode, Refused, TakeBack
+from sidecar.pools.meter import Meter
+from sidecar.pools.row import Row, sums_of
+from sidecar.pools.shortage_told import gone_of, shortage_of
+from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
+from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.figures import aged_level, rules_of, whole_level
+from sidecar.scheduling.preemption import leases_to_take_back
+from sidecar.scheduling.scheduler import Scheduler
+from sidecar.scheduling.tickets import Lease, Ticket
+
+ANSWER_WITHIN_US = 1_500_000
+"""A call without an answer for so long is lost: whether it was executed is not known."""
+
+ASK_WITHIN_US = 750_000
+RETRY_US = 500_000
+
+LAZY_US = 20_000
+"""What no one waits for is told so much later, with what happened meanwhile."""
+
+
+@dataclass
+class _Told:
+    """Something that the ledger adds up: it is sent once, and again with a statement if no answer came."""
+
+    record: Charge | Owed | Drain | Cap
+    number: int = 0
+
+
+class Member:
+    """One replica of a pool.
+
+    `own_us`: of the owner's clock. `size_now` is called with a ticket that is about to be shown. `divides`: whether it
+    admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
+    so much later; UNBOUNDED for a ledger that has no other replicas. `presumed`: how many replicas there are where the
+    ledger never answered, 0 for not known. `shares_engines`: whether others can use the same engines. `near`: the
+    ledger, if it serves this replica alone, in this process.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        rules: PoolRules,
+        *,
+        layout: int = LAYOUT,
+        most_bids: int = BIDS_SHOWN,
+        divides: bool = True,
+        takes_over: bool = False,
+        presumed: int = 0,
+        shares_engines: bool = True,
+        heartbeat_us: int = HEARTBEAT_US,
+        lazy_us: int = LAZY_US,
+        size_now: Callable[[Ticket], None] = lambda _: None,
+        near: Ledger | None = None,
+    ) -> None:
+        self.who, self.rules, self.layout = who, rules, layout
+        self._own_rules = rules_of(rules)
+        self.mode = Mode.JOINING
+        self.is_closing = self.is_gone = self.is_foreign = False
+        self.knew = self.others_waiting = 0
+        self.leases: dict[str, Lease] = {}
+        self.views: dict[str, EngineView] = {}
+        self.reply: Reply | None = None
+        """The last one with figures."""
+        self._divides, self._beat_us, self._lazy_us = divides, heartbeat_us, lazy_us
+        self._presumed, self._shares_engines = presumed, shares_engines
+        self._replaces, self._takes_over = True, takes_over
+        self._names = [tier.name for tier in rules.tiers]
+        self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
+        self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
+        self._near, self._size_now = near, size_now
+        if near is not None:
+            near.serves(self.leases)
+        self._number = self._entered = 0
+        self._acks: list[int] = []
+        self._told: list[_Told] = []
+        self._is_view_new = True
+        self._leaving: dict[str, Lease] = {}
+        self._is_leaving_new = False
+        self._config: dict[str, calls.EngineState] = {}
+        self._drained: dict[str, Drain] = {}
+        self._own_held: dict[str, tuple[int, int, int]] = {}
+        self._own_tiers: dict[str, Amount] = {}
+        self._events: list[Event] = []
+        self._in_flight: Call | None = None
+        self._sent_us = self._retry_us = self._last_answer_us = self._ahead_us = 0
+        self.first_failure_us: int | None = None
+        self.failures = 0
+        self._due_us: int | None = 0
+        self._heartbeat_us = 0
+        self._alone: Ledger | None = None
+        self._alone_number = 0
+        self._returns: dict[str, int] = {}
+
+    # -- requests
+
+    def submit(self, ticket: Ticket, now_us: int) -> None:
+        """A request waits."""
+        if self.is_foreign:
+            self._events.append(Refused(ticket))
+            return
+        if self._near is not None and self._enters(ticket, self._near, now_us):
+            return
+        self._bids.add(ticket)
+        if self.mode is not Mode.SHARED or self._bids.has_urgent(now_us, ticket.tier):
+            self._call_by(now_us)
+
+    def _enters(self, ticket: Ticket, near: Ledger, now_us: int) -> bool:
+        """Whether it enters at once, without a call: nothing waits, and there is nothing else to tell the ledger."""
+        has_news = self._in_flight is not None or (self._due_us is not None and self._due_us <= now_us)
+        if has_news or self.mode is not Mode.SHARED or self._bids or self._bids.is_paused:
+            return False
+        self._size_now(ticket)
+        grant = near.enter(ticket, now_us)
+        if grant is None:
+            return False
+        queue = near.queue(ticket.tier)
+        self._bids.passed(ticket.tier, queue.virtual, queue.afresh)
+        self._start(ticket, grant.engine, grant.sent, grant.found, {})
+        return True
+
+    def cancel(self, ticket: Ticket, now_us: int) -> None:
+        """A waiting request is given up, perhaps before its verdict."""
+        was_asked = self.meter.give_up(ticket.number)  # and in a pool of other tiers it was given up as it was refused
+        if not was_asked and not self.is_foreign and self._bids.remove(ticket):
+            self._call_by(now_us)
+
+    def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
+        """A lease holds other tokens."""
+        is_less = tokens < lease.ticket.tokens
+        self._count(lease, -1)
+        lease.ticket.tokens = tokens
+        self._count(lease, 1)
+        if is_less:
+            self._tell_soon(now_us)
+        else:
+            self._call_by(now_us + self._lazy_us)
+
+    def charge(self, lease: Lease, tokens: int, now_us: int) -> None:
+        """The tenant of a lease is charged for so many tokens more (rule 2)."""
+        ticket = lease.ticket
+        if self._near is not None and not self._bids:
+            return
+        self._told.append(_Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight)))
+        self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
+        self._call_by(now_us + self._lazy_us)
+
+    def first_byte(self, lease: Lease, now_us: int) -> None:
+        """The prompt of a lease counts no longer."""
+        self._count(lease, -1)
+        self._owe(lease, lease.first_byte(now_us), now_us)
+        self._count(lease, 1)
+        self._tell_soon(now_us)
+
+    def end(self, lease: Lease, now_us: int) -> None:
+        """A lease ends."""
+        self._count(lease, -1)
+        self._leaves_no_more(lease)
+        self._owe(lease, lease.end(now_us), now_us)
+        del self.leases[lease.ticket.id]
+        self._returns.pop(lease.ticket.id, None)
+        self._tell_soon(now_us)
+
+    def _count(self, lease: Lease, sign: int) -> None:
+        if self._near is None:
+            self._row.add(lease, sign)
+        else:
+            self._near.hold(lease, sign)
+
+    def keep(self, lease: Lease, now_us: int) -> None:
+        """The first byte of a lease is on its way: it is taken back no more."""
+        lease.is_kept = True
+        if lease.is_chosen:
+            lease.is_chosen = False
+            self._leaves_no_more(lease)
+            self._call_by(now_us)
+
+    def _leaves_no_more(self, lease: Lease) -> None:
+        if self._leaving.pop(lease.ticket.id, None) is not None:
+            self._is_leaving_new = True
+
+    def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
+        """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
+        self._returns[lease.ticket.id] = lease.returns + 1
+        returns = self._returns[lease.ticket.id]
+        self.end(lease, now_us)
+        self._returns[lease.ticket.id] = returns
+        lease.ticket.come_back()
+        lease.ticket.barred |= frozenset(barred)
+        self._bids.add(lease.ticket)
+        self._call_by(now_us)
+
+    def view(self, engines: Iterable[EngineView], now_us: int) -> None:
+        """The engines as this replica sees them now."""
+        self.views, self._is_view_new = {engine.id: engine for engine in engines}, True
+        self._call_by(now_us)
+
+    def tell(self, record: Drain | Cap, now_us: int) -> None:
+        """An operator's word on an engine, or a cap."""
+        self._told.append(_Told(record))
+        self._call_by(now_us)
+
+    def change_rules(self, rules: PoolRules, now_us: int) -> None:
+        """Other rules of the same tiers, which replace those of the pool."""
+        self.rules, self._own_rules, self._replaces = rules, rules_of(rules), True
+        if self.mode is Mode.SHARED:
+            self.mode = Mode.STATING
+        self._call_by(now_us)
+
+    def close(self, now_us: int) -> None:
+        """Says goodbye when the last request has ended."""
+        self.is_closing = True
+        self._call_by(now_us)
+
+    def pause(self, is_paused: bool, now_us: int) -> None:
+        """Its requests wait and are not shown, or are shown again."""
+        self._bids.pause(is_paused)
+        self._call_by(now_us)
+
+    @property
+    def number(self) -> int:
+        """That of its last call."""
+        return self._number
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a call is on its way."""
+        return self._in_flight is not None
+
+    def own(self) -> dict[str, Amount]:
+        """What its leases hold, by tier."""
+        return self._row.by_tier()
+
+    def seen(self) -> tuple[list[calls.EngineState], dict[str, Drain]]:
+        """The engines that the pool knows, and the operators' words on them, by name; its own also if not answered."""
+        own = {told.record.engine: told.record for told in self._told if isinstance(told.record, Drain)}
+        return list(self._config.values()), {**self._drained, **own}
+
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._bids)
+
+    def take_events(self) -> list[Event]:
+        """What happened to requests since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    # -- calls
+
+    def due_us(self) -> int | None:
+        """When `poll` has something to do next; None: not before something is told."""
+        if self.is_gone:
+            return None
+        at = self._heartbeat_us if self._due_us is None else min(self._due_us, self._heartbeat_us)
+        if self._in_flight is not None:
+            at = self._sent_us + (ASK_WITHIN_US if self._in_flight.kind == "ask" else ANSWER_WITHIN_US)
+        elif self.mode is not Mode.SHARED and self.mode is not Mode.STATING:
+            at = max(self._retry_us, at)
+        if self.first_failure_us is not None and self.mode is Mode.LOST:
+            at = min(at, self.first_failure_us + ALONE_US)
+        return at
+
+    def poll(self, now_us: int) -> Call | None:
+        """The call to make now, if one is due. Each is followed by `answered` or `unanswered`, or lost by time."""
+        if self.is_gone:
+            return None
+        if self._in_flight is not None:
+            within = ASK_WITHIN_US if self._in_flight.kind == "ask" else ANSWER_WITHIN_US
+            if now_us >= self._sent_us + within:
+                self.unanswered(now_us)
+            else:
+                self._admit_alone(now_us)
+                return None
+        self._admit_alone(now_us)
+        is_beat = now_us >= self._heartbeat_us
+        if not is_beat and (self._due_us is None or now_us < self._due_us):
+            return None
+        if self.mode in (Mode.JOINING, Mode.WAITING, Mode.LOST, Mode.ALONE):
+            if now_us < self._retry_us:
+                return None
+            kind: Kind = "ask"
+        elif self.mode is Mode.STATING or (self.is_foreign and is_beat and not self.is_closing):
+            kind = "state"  # also where the pool had other tiers: its own replicas may be gone
+        else:
+            kind = "bye" if self._has_ended() else "call"
+        self._due_us = None
+        if is_beat:
+            self._heartbeat_us = now_us + self._beat_us
+        self._in_flight, self._sent_us = self._compose(kind, is_beat, now_us), now_us
+        return self._in_flight
+
+    def _compose(self, kind: Kind, is_beat: bool, now_us: int) -> Call:
+        self._number += 1
+        call = Call(self.layout, self.who, self._number, kind)
+        if kind == "ask":
+            return call
+        if kind == "state":
+            self._bids.go_back()
+            self._is_view_new, self._acks = True, []
+            call.knew, call.rules, call.virtual = self.knew, self.rules, self._bids.virtual()
+            call.replaces, call.takes_over = self._replaces, self._takes_over
+            call.drains = list(self._drained.values())
+        elif is_beat:
+            call.bid_count = len(self._bids.shown) + len(self._bids.withdrawn)
+        if self._near is None:
+            call.whole = kind == "state" or is_beat
+            call.cells = self._row.state(call.whole)
+        if self._is_leaving_new or call.whole:
+            leaving = sums_of(self._names, self._leaving.values())
+            call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
+        call.acks, self._acks = self._acks, []
+        if self._is_view_new:
+            call.engines, self._is_view_new = list(self.views.values()), False
+        for told in self._told:
+            if told.number == 0 or kind == "state":
+                told.number = call.number
+                self._put(call, told.record)
+        self.meter.put(call)
+        call.bids = self._bids.new(now_us)
+        call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
+        return call
+
+    def _has_ended(self) -> bool:
+        return self.is_closing and not self.leases and not self.waiting() and self.meter.is_idle
+
+    @staticmethod
+    def _put(call: Call, record: Charge | Owed | Drain | Cap) -> None:
+        if isinstance(record, Charge):
+            call.charges = [*call.charges, record]
+        elif isinstance(record, Owed):
+            call.owes = [*call.owes, record]
+        elif isinstance(record, Drain):
+            call.drains = [*call.drains, record]
+        else:
+            call.caps = [*call.caps, record]
+
+    # -- answers
+
+    def answered(self, reply: Reply, now_us: int) -> None:
+        """The reply of the ledger to the call in flight. Others are ignored."""
+        call = self._in_flight
+        if call is None or reply.number != call.number:
+            return
+        self._in_flight, self._last_answer_us, self.failures = None, now_us, 0
+        if reply.kind == "wait":
+            self._bids.go_back()
+            self.mode, self._retry_us = Mode.WAITING, now_us + RETRY_US
+            self._call_by(self._retry_us)
+        elif reply.kind == "unknown":
+            # Until its statement is answered it admits nothing alone.
+            self.mode, self._alone = Mode.STATING, None
+            self._bids.go_back()
+            if self.is_foreign:  # the pool's own replicas come first
+                self._heartbeat_us = now_us + HOLD_US
+            else:
+                self._call_by(now_us)
+        elif call.kind == "bye":
+            self.is_gone = True
+        else:
+            self._in_pool(call, reply, now_us)
+
+    def _in_pool(self, call: Call, reply: Reply, now_us: int) -> None:
+        self.mode, self.first_failure_us = Mode.SHARED, None
+        if reply.lined is None and self.reply is not None:
+            reply.lined = self.reply.lined
+        self.reply, self._ahead_us = reply, reply.now_us - now_us
+        self.is_foreign = reply.is_foreign
+        if call.kind == "state":
+            self._replaces = self._takes_over = False
+        self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
+        if reply.config is not None:
+            self._config = {engine.id: engine for engine in reply.config}
+        if reply.drained is not None:
+            self._drained = {drain.engine: drain for drain in reply.drained}
+        if not reply.on_hold:
+            self.knew = reply.alive
+        self._events += self.meter.take(call, reply.verdicts)
+        self._take(reply.grants, True, self._ahead_us)
+        self.others_waiting = max(0, reply.waiting - len(self._bids.shown) - len(self._bids.withdrawn))
+        self._bids.take_tags(reply)
+        if self.is_foreign:
+            self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
+        if self._near is None:
+            self._own_held, self._own_tiers = self._row.by_engine(), self._row.by_tier()
+        if reply.shortage is not None and not self._is_leaving_new:
+            self._take_room_back(reply, reply.shortage, now_us)
+        if reply.next_us is not None and self.waiting():
+            self._call_by(now_us + reply.next_us)
+        self._call_if_needed(now_us)
+
+    def _take_room_back(self, reply: Reply, told: ShortageTold, now_us: int) -> None:
+        """Rule 7, among the leases of this replica, by the sums of the reply."""
+        levels = {name: level for level, name in enumerate(self._names)}
+        found, gone = shortage_of(told, levels, self._ahead_us), gone_of(reply.leaving, levels)
+        for lease in leases_to_take_back(self.mirror(now_us), found, list(self.leases.values()), now_us, gone):
+            lease.is_chosen = self._is_leaving_new = True
+            self._leaving[lease.ticket.id] = lease
+            self._events.append(TakeBack(lease))
+
+    def whole_level(self, ticket: Ticket, now_us: int) -> int:
+        """The aged level of a ticket as a whole level (rule 3)."""
+        rules = self._own_rules
+        aged = aged_level(ticket.tier, now_us - ticket.arrived_us, rules.promote_after_us, rules.ceiling)
+        return whole_level(aged, rules.promote_after_us)
+
+    def mirror(self, now_us: int) -> Scheduler:
+        """The pool, by the last reply and what changed here since. Nothing that waits is in it that is to be read."""
+        if self._near is not None and self._near.state is not None:
+            self._near.state.scheduler.look(now_us)
+            return self._near.state.scheduler
+        scheduler = Scheduler(self._own_rules)
+        own, own_tiers = self._row.by_engine(), self._row.by_tier()
+        if self.reply is not None:
+            held = {engine.id: engine for engine in self.reply.held}
+            for engine in self._config.values():
+                of = Engine(engine.id, engine.tokens, engine.requests, engine.prefill, engine.speed, engine.is_ready)
+                of.since_us, of.ramp_us = engine.since_us - self._ahead_us, engine.ramp_us
+                if (now := held.get(engine.id)) is not None:
+                    tokens, requests, sent = minus(own.get(of.id, NOTHING), self._own_held.get(of.id, NOTHING))
+                    of.held = (now.tokens + tokens, now.requests + requests, now.prompt)
+                    of.sent, of.lined = now.sent + sent, now.lined
+                    of.cap_requests, of.cap_until_us = now.cap_requests, now.cap_until_us - self._ahead_us
+                scheduler.engines[engine.id] = of
+            for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=False):
+                change = minus(own_tiers.get(tier.tier, NOTHING), self._own_tiers.get(tier.tier, NOTHING))
+                state.on_engines, state.in_line = plus(tier.on_engines, change), tier.in_line
+                state.on_floor, state.in_line_on_floor = tier.on_floor, tier.in_line_on_floor
+        scheduler.look(now_us)
+        return scheduler
+
+    def _take(self, grants: Iterable[Granted], is_reply: bool, ahead_us: int) -> None:
+        """`ahead_us`: of the ledger's clock.
+
+        Only a reply is complete: a grant there for a bid that is gone gives its room back. A wake-up is a hint.
+        """
+        for grant in grants:
+            ticket = self._bids.granted(grant.bid)
+            if ticket is None and (not is_reply or grant.bid in self._acks):
+                continue
+            if self._near is None:
+                self._acks.append(grant.bid)
+            if ticket is not None:
+                self._begin(ticket, grant, ahead_us)
+
+    def _begin(self, ticket: Ticket, grant: Granted, ahead_us: int) -> None:
+        ticket.tokens, ticket.count = grant.tokens, grant.prompt
+        ticket.excess, ticket.excess_prompt, ticket.is_in_floor = grant.excess, grant.excess_prompt, grant.is_in_floor
+        ticket.counted_us, ticket.admission = grant.counted_us - ahead_us, 1
+        self._start(ticket, grant.engine, grant.sent, grant.found, dict(grant.passed))
+
+    def _start(
+        self,
+        ticket: Ticket,
+        engine: str,
+        sent: int,
+        found: tuple[int, int, int, int, int, int],
+        passed: Mapping[str, str],
+    ) -> None:
+        self._entered += 1
+        lease = Lease(ticket, engine, self._entered, sent, self._returns.get(ticket.id, 0))
+        self.leases[ticket.id] = lease
+        if self._near is None:
+            self._row.add(lease, 1)
+        self._events.append(Entered(lease, found, passed))
+
+    def woken(self, wake_up: WakeUp, now_us: int) -> None:
+        """A hint: grants of this replica, or that an epoch begins."""
+        if not wake_up.to or wake_up.is_asked:
+            if self.mode is Mode.SHARED:
+                self._call_by(now_us)
+            return
+        if self.mode in (Mode.SHARED, Mode.LOST, Mode.STATING):
+            self._take(wake_up.grants, False, wake_up.now_us - now_us)
+        if self.mode is Mode.SHARED:
+            self._call_if_needed(now_us)
+
+    def unanswered(self, now_us: int) -> None:
+        """The call in flight has no answer. Whether it was executed is not known: ask, and state everything."""
+        call, self._in_flight = self._in_flight, None
+        if call is None:
+            self._heartbeat_us = now_us
+            return
+        self.failures += 1
+        if self.first_failure_us is None:
+            self.first_failure_us = self._sent_us
+        if call.kind == "bye":
+            self.is_gone = True
+            return
+        if self.mode in (Mode.SHARED, Mode.STATING, Mode.JOINING):
+            self.mode = Mode.LOST if self._known() and self._divides else Mode.JOINING
+        self._retry_us = now_us if self.failures == 1 else now_us + RETRY_US
+        self._call_by(self._retry_us)
+
+    # -- alone
+
+    def _admit_alone(self, now_us: int) -> None:
+        """Without the store: a ledger of its own, of the part `min(C // n, own + free // n)` of each engine."""
+        if self.mode is Mode.LOST and self.first_failure_us is not None:
+            if now_us < self.first_failure_us + ALONE_US:
+                return
+            self._begin_alone()
+        if self.mode is not Mode.ALONE or self._alone is None:
+            return
+        is_done = False
+        while not is_done:
+            call = self._compose_alone(now_us)
+            reply, _ = self._alone.execute(call, now_us)
+            if reply.kind == "unknown":  # no call for LOST_US
+                self._begin_alone()
+                continue
+            before = len(self.leases)
+            self._events += self.meter.take(call, reply.verdicts, self._alone)
+            self._take(reply.grants, True, 0)
+            self._bids.take_tags(reply)
+            is_done = len(self.leases) == before and not self.meter.has_questions
+
+    def _begin_alone(self) -> None:
+        self.mode, self._alone, self._alone_number = Mode.ALONE, Ledger(), 0
+        self._acks = []
+        self._bids.go_back()
+
+    def _compose_alone(self, now_us: int) -> Call:
+        self._alone_number += 1
+        is_first = self._alone_number == 1
+        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call", whole=is_first)
+        if is_first:
+            call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
+        call.engines, call.cells = self.parts(now_us), self._row.state(is_first)
+        call.acks, self._acks = self._acks, []
+        self.meter.put(call, self._alone, max(1, self.knew))
+        call.bids = self._bids.new(now_us, UNBOUNDED)
+        call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
+        return call
+
+    def _known(self) -> int:
+        """How many replicas there are, 0 for not known. Who got only replies on hold knows of nobody."""
+        return self.knew or (0 if self._last_answer_us else self._presumed)
+
+    def parts(self, now_us: int) -> list[EngineView]:
+        """The engines of a replica that is alone; at UNBOUNDED as they are when the others have died."""
+        alive, parts = max(1, self._known()) if self._shares_engines else 1, []
+        held = {engine.id: engine for engine in self.reply.held} if self.reply is not None else {}
+        for view in self.views.values():
+            config = view if self.reply is None else self._config.get(view.id)
+            if config is None:
+                continue
+            sizes = []
+            known = held.get(view.id)
+            for d, size in enumerate((config.tokens, config.requests, config.prefill)):
+                part = size if size == UNBOUNDED else size // alive
+                if now_us < self._last_answer_us + DEAD_US and size != UNBOUNDED:
+                    taken = 0 if known is None else (known.tokens, known.requests, known.sent)[d]
+                    part = min(part, self._own_held.get(view.id, (0, 0, 0))[d] + max(0, size - taken) // alive)
+                sizes.append(part)
+            is_ready = view.is_reachable and (view.id.rpartition("#")[0] not in self._drained_names())
+            parts.append(EngineView(view.id, sizes[0], sizes[1], sizes[2], view.speed, is_ready))
+        return parts
+
+    def _drained_names(self) -> set[str]:
+        return {drain.engine for drain in self._drained.values() if drain.is_drained}
+
+    def _owe(self, lease: Lease, owed_us: int, now_us: int) -> None:
+        """The ledger counts it from the moment when it is told."""
+        if owed_us and self._near is not None:
+            self._near.owe(lease.ticket.tier, owed_us, now_us)
+        elif owed_us:
+            self._told.append(_Told(Owed(self._names[lease.ticket.tier], owed_us)))
+            self._call_by(now_us)
+
+    def _call_by(self, at_us: int) -> None:
+        if self._due_us is None or self._due_us > at_us:
+            self._due_us = at_us
+
+    def _tell_soon(self, now_us: int) -> None:
+        someone_waits = self._bids or (self._near is None and self.reply is not None and self.reply.waiting)
+        self._call_by(now_us if someone_waits else now_us + self._lazy_us)
+
+    def _call_if_needed(self, now_us: int) -> None:
+        has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new
+        if has_news or self.meter.has_news or any(told.number == 0 for told in self._told):
+            self._tell_soon(now_us)
+        if self._has_ended():
+            self._call_by(now_us)
+        if self.mode is Mode.SHARED and (self.meter.has_questions or self._bids.has_urgent(now_us)):
+            self._call_by(now_us)

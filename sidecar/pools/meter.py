@@ -1,0 +1,147 @@
+"""A replica's side of its tenants' limits: what it asks about requests that come, and tells of those that ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import msgspec
+
+from sidecar.pools.bids import Bids
+from sidecar.pools.calls import BIDS_SHOWN, Call, Metered, Running, Settled, Verdict
+from sidecar.pools.ledger import Ledger
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.scheduling.rate_limit import Charge
+from sidecar.scheduling.tickets import Ticket
+
+
+class Judged(NamedTuple):
+    """The verdict on a request, by the limits that it was asked about: those of the replica's part while it is alone.
+
+    One that is refused does not wait any more.
+    """
+
+    asked: Metered
+    verdict: Verdict
+
+
+@dataclass
+class _Question:
+    """`ticket` is that of the request, None where nothing is to be charged. It waits from when the question is sent."""
+
+    asked: Metered
+    ticket: Ticket | None
+    is_sent: bool = False
+
+
+@dataclass
+class _Ended:
+    """A charged request that ended, for the ledger that charged it: None for that of the pool."""
+
+    record: Settled
+    ledger: Ledger | None
+
+
+class Meter:
+    """Its questions travel with the `bids`, which get the ticket of a question as soon as that is sent.
+
+    `call_by` says when there is something to tell: of what has ended `lazy_us` later.
+    """
+
+    def __init__(self, bids: Bids, call_by: Callable[[int], None], lazy_us: int) -> None:
+        self._bids, self._call_by, self._lazy_us = bids, call_by, lazy_us
+        self._questions: dict[int, _Question] = {}
+        self._charges: dict[int, tuple[Charge, Ledger | None]] = {}
+        self._running = Counter[str]()
+        self._fallen: set[str] = set()
+        self._ended: list[_Ended] = []
+
+    @property
+    def has_questions(self) -> bool:
+        """Whether requests wait for a verdict."""
+        return bool(self._questions)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell that was not told yet."""
+        return bool(self._fallen) or any(it.ledger is None and not it.record.told_with for it in self._ended)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is asked, and nothing is to be told."""
+        return not self.has_questions and not self.has_news
+
+    def ask(self, asked: Metered, ticket: Ticket | None, now_us: int) -> None:
+        """A request came. Its ticket is not to wait before."""
+        self._questions[asked.number] = _Question(asked, ticket)
+        self._call_by(now_us)
+
+    def give_up(self, number: int) -> bool:
+        """Its client left before the verdict. Returns whether its ticket did not wait yet."""
+        question = self._questions.pop(number, None)
+        return question is not None and not question.is_sent
+
+    def settle(self, number: int, used: int | None, now_us: int, *, is_counted: bool, was_held: bool) -> None:
+        """A request has ended. Nothing changes where it was not charged."""
+        charge, ledger = self._charges.pop(number, (None, None))
+        if charge is not None:
+            self._running[charge.tenant] -= 1
+            used = None if used is None else max(0, min(used, UNBOUNDED))
+            self._end(Settled(0, charge, used, is_counted, was_held), ledger)
+            self._call_by(now_us + self._lazy_us)
+
+    def _end(self, record: Settled, ledger: Ledger | None) -> None:
+        self._fallen.add(record.charge.tenant)
+        self._ended.append(_Ended(record, ledger))
+
+    def put(self, call: Call, ledger: Ledger | None = None, replicas: int = 1) -> None:
+        """Puts questions and news into a call to a ledger, which has one of so many parts of the limits."""
+        is_statement = call.kind == "state"
+        self._ended = [it for it in self._ended if it.ledger is None or it.ledger is ledger]
+        tenants = sorted(self._running if is_statement else self._fallen)
+        call.running = [Running(tenant, self._running[tenant]) for tenant in tenants]
+        self._fallen.clear()
+        self._running = +self._running
+        for ended in self._ended:
+            if ended.ledger is ledger and (is_statement or not ended.record.told_with):
+                told_with = ended.record.told_with or call.number
+                ended.record = msgspec.structs.replace(ended.record, told_with=told_with)
+                call.settled.append(ended.record)
+        for question in islice(self._questions.values(), BIDS_SHOWN):
+            if question.ticket is not None and not question.is_sent:
+                self._bids.add(question.ticket)
+            question.is_sent = True
+            call.metered.append(_part(question.asked, replicas))
+
+    def take(self, call: Call, verdicts: list[Verdict], ledger: Ledger | None = None) -> list[Judged]:
+        """The verdicts of an answered call."""
+        told = range(1, call.number + 1)
+        self._ended = [it for it in self._ended if it.ledger is not ledger or it.record.told_with not in told]
+        found: list[Judged] = []
+        for asked, verdict in zip(call.metered, verdicts, strict=True):
+            question, charge = self._questions.pop(verdict.number, None), verdict.charge
+            if question is None:
+                if charge is not None:
+                    self._end(Settled(0, charge, 0, is_counted=True, was_held=False), ledger)
+                continue
+            if charge is not None:
+                self._charges[verdict.number] = charge, ledger
+                self._running[asked.tenant] += 1
+            elif verdict.over is not None and question.ticket is not None:
+                self._bids.drop(question.ticket)
+            found.append(Judged(asked, verdict))
+        return found
+
+
+def _part(asked: Metered, replicas: int) -> Metered:
+    """The same by one of so many equal parts of the limits, at least one of each."""
+    if replicas == 1:
+        return asked
+    requests, tokens, concurrent = (
+        None if limit is None else max(1, limit // replicas)
+        for limit in (asked.requests_per_minute, asked.tokens_per_minute, asked.concurrent)
+    )
+    return msgspec.structs.replace(asked, requests_per_minute=requests, tokens_per_minute=tokens, concurrent=concurrent)

@@ -1,0 +1,116 @@
+"""Rules 6 and 8: the engines of a pool, what they hold, and which of them a ticket wants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount
+from sidecar.scheduling.tickets import Ticket
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What leases give free on one engine if they are taken back: in the pool, and of the prompts that it was sent."""
+
+    amount: Amount = NOTHING
+    sent: int = 0
+
+
+NOTHING_FREED = Freed()
+
+
+@dataclass
+class Engine:
+    """One incarnation of an engine: its sizes, and what it holds.
+
+    `speed` is per mille of the usual. `is_known`: it is there; `takes_new`: it is open for new work; what it holds
+    counts in any case. `unreachable_for`: the owners whose tickets cannot enter it. `lined`: the prompts of those that
+    stand in line for it. Its slow start ends `ramp_us` after `since_us`.
+    """
+
+    id: str
+    tokens: int = UNBOUNDED
+    requests: int = UNBOUNDED
+    prefill: int = UNBOUNDED
+    speed: int = 1_000
+    takes_new: bool = True
+    since_us: int = 0
+    ramp_us: int = 0
+    is_known: bool = True
+    unreachable_for: frozenset[str] = frozenset()
+    held: Amount = NOTHING
+    sent: int = 0
+    lined: int = 0
+    cap_requests: int = UNBOUNDED
+    cap_until_us: int = 0
+    name: str = field(init=False)
+    order: tuple[bytes, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name, _, incarnation = self.id.rpartition("#")
+        self.order = self.name.encode(), int(incarnation)
+
+    @property
+    def is_ready(self) -> bool:
+        """It may get new work."""
+        return self.is_known and self.takes_new
+
+    def size(self, now_us: int) -> Amount:
+        """What it may hold now: in slow start so many tenths, at least one request."""
+        if self.ramp_us:
+            tenths = 1 + max(0, now_us - self.since_us) * 10 // self.ramp_us
+            if tenths < 10:
+                tokens, requests, prefill = (
+                    s if s == UNBOUNDED else s * tenths // 10 for s in (self.tokens, self.requests, self.prefill)
+                )
+                return tokens, max(1, requests), prefill
+        return self.tokens, max(1, self.requests), self.prefill
+
+    def cap(self, now_us: int) -> int:
+        """Rule 8: the most requests that it may run now."""
+        return self.cap_requests if now_us < self.cap_until_us else UNBOUNDED
+
+    def set_cap(self, requests: int, until_us: int, now_us: int) -> None:
+        """Rule 8: a cap in force only falls, and lasts on."""
+        if now_us < self.cap_until_us:
+            requests, until_us = min(requests, self.cap_requests), max(until_us, self.cap_until_us)
+        self.cap_requests, self.cap_until_us = requests, until_us
+
+    def could_take(self, ticket: Ticket, now_us: int) -> bool:
+        """Whether it is ready, not barred, large enough, and its cap is not reached by the ticket."""
+        return (
+            self.is_ready
+            and ticket.tokens <= self.tokens
+            and ticket.requests <= self.requests
+            and self.held[1] + ticket.requests <= self.cap(now_us)
+            and self.name not in ticket.barred
+            and ticket.owner not in self.unreachable_for
+        )
+
+    def is_full(self, now_us: int) -> bool:
+        """Whether it has room for nothing."""
+        if not self.is_ready:
+            return True
+        tokens, requests, _ = self.size(now_us)
+        return self.held[0] >= tokens or self.held[1] >= min(requests, self.cap(now_us))
+
+    def has_room(self, ticket: Ticket, now_us: int, before: Amount = NOTHING, gone: Freed = NOTHING_FREED) -> bool:
+        """Tokens, requests, and the prompt's turn: one prompt of any size, or several within `prefill`.
+
+        As if `gone` were taken off, and tokens, requests and sent prompts `before` the ticket had entered.
+        """
+        tokens, requests, sent = self.held[0] + ticket.tokens, self.held[1] + ticket.requests, self.sent
+        if gone is not NOTHING_FREED:
+            tokens, requests = tokens - gone.amount[0] + before[0], requests - gone.amount[1] + before[1]
+            sent += before[2] - gone.sent
+        size = self.size(now_us)
+        if tokens > size[0] or requests > min(size[1], self.cap(now_us)):
+            return False
+        return not sent or sent + ticket.sent_to(self.id) <= size[2]
+
+    def score(self, ticket: Ticket, affinity_percent: int) -> tuple[int, tuple[bytes, int]]:
+        """How late it would begin with a ticket: the smallest is wanted."""
+        lined = self.lined - (ticket.prompt if ticket.is_in_line and ticket.engine == self.id else 0)
+        hit = affinity_percent * ticket.hits.get(self.id, 0) // 100
+        work = self.sent + lined + ticket.prompt - hit
+        return (work * 50 + self.held[0]) * 1_000 // self.speed, self.order

@@ -1,0 +1,225 @@
+"""Rule 2: the queue of one tier. Its tenants take turns by start-time fair queueing (Goyal, Vin, Cheng 1996)."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
+
+from sidecar.scheduling.tickets import Ticket
+
+
+class FairQueue:
+    """The waiting tickets of one tier, in the order of their tenants' tags.
+
+    `by_gain`: the virtual time is the smallest start tag of those that wait; else the largest of those that left.
+    Tags never go back: when the queue becomes empty all tenants start afresh at a virtual time beyond every tag.
+    """
+
+    def __init__(self, by_gain: bool = False) -> None:
+        self.by_gain = by_gain
+        self.virtual = 0.0
+        self.afresh = 0
+        """How often all tags started afresh."""
+        self.finish: dict[str, float] = {}
+        self.largest = 1
+        """The most tokens of a ticket since the queue was empty."""
+        self._lanes: dict[str, list[Ticket]] = {}
+        self._returned: set[Ticket] = set()
+        self._count = 0
+        # A heap of first tickets; entries that are not true any more are dropped when they come up.
+        self._order: list[tuple[float, tuple[int, str, int], int, Ticket]] = []
+        self._pushes = 0
+        self._changes = 0
+        self._best: tuple[tuple[int, int, float], Ticket | None] = (0, -1, 0.0), None
+        # The best, as of a moment, so many changes, and a virtual time.
+        self._most_tags = 64  # from so many on, tags that are not beyond the virtual time are forgotten
+        self._tops: dict[str, Ticket] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, ticket: Ticket) -> bool:
+        if ticket.has_returned:
+            return ticket in self._returned
+        lane = self._lanes.get(ticket.tenant, ())
+        at = bisect_left(lane, ticket.arrival, key=_arrival)
+        return at < len(lane) and lane[at] is ticket
+
+    def __iter__(self) -> Iterator[Ticket]:
+        for lane in self._lanes.values():
+            yield from lane
+        yield from self._returned
+
+    def add(self, ticket: Ticket) -> None:
+        """One that came, or that came back: it waits outside of its tenant's queue and is not charged again."""
+        self.largest = max(self.largest, ticket.tokens)
+        self._count += 1
+        self._changes += 1
+        if ticket.has_returned:
+            first = self.next()
+            ticket.start = self.virtual if first is None or first.start is None else min(self.virtual, first.start)
+            self._returned.add(ticket)
+            self._push(ticket)
+        else:
+            insort(self._lanes.setdefault(ticket.tenant, []), ticket, key=_arrival)
+        self._tag(ticket.tenant)
+
+    def remove(self, ticket: Ticket) -> None:
+        """One that leaves by cancellation: it costs nothing."""
+        self._take_out(ticket)
+        self._tag(ticket.tenant)
+
+    def leave(self, ticket: Ticket) -> None:
+        """One that leaves for an engine or for the line: its tenant is charged."""
+        if not self.by_gain:
+            self.virtual = max(self.virtual, ticket.start or 0.0)
+        self._charge_for(ticket)
+        self._take_out(ticket)
+        self._tag(ticket.tenant)
+
+    def pass_through(self, ticket: Ticket) -> None:
+        """`add` and `leave` of one that comes while none waits."""
+        self.start_afresh(self.virtual + ticket.tokens / ticket.weight, self.afresh + 1)
+
+    def start_afresh(self, virtual: float, afresh: int) -> None:
+        """None of the tier waits: all tags begin at a virtual time beyond every one of them."""
+        self.virtual, self.afresh, self.largest = virtual, afresh, 1
+        if self.finish or self._order or self._tops:
+            self.finish.clear()
+            self._order.clear()
+            self._tops.clear()
+
+    def show(self, ticket: Ticket) -> None:
+        """One that waits elsewhere from now on, as a bid: what waits here comes after it, and no time passes."""
+        self._charge_for(ticket)
+        self._take_out(ticket)
+        self._tag_first(ticket.tenant)
+
+    def give_back(self, ticket: Ticket) -> None:
+        """The charge of a bid that was taken out before it was let in."""
+        if not ticket.has_returned and ticket.tenant in self.finish:
+            self.finish[ticket.tenant] = finish = self.finish[ticket.tenant] - ticket.tokens / ticket.weight
+            first = next(iter(self._lanes.get(ticket.tenant, ())), None)
+            if first is not None and first.start is not None and first.start > max(self.virtual, finish):
+                first.start = max(self.virtual, finish)
+                self._push(first)
+
+    def take_back(self, ticket: Ticket) -> None:
+        """A bid waits here again, at its place."""
+        if not ticket.has_returned and (lane := self._lanes.get(ticket.tenant)):
+            first = lane[0]
+            if first.arrival > ticket.arrival:
+                first.start = None
+            else:
+                ticket.start, first.start = None, min(first.start or 0.0, self.finish.get(ticket.tenant, 0.0))
+                self._push(first)
+        self.add(ticket)
+
+    def charge(self, tenant: str, tokens: int, weight: int) -> None:
+        """Growth of a tenant's lease, while others of the tier wait."""
+        if self._count:
+            self._changes += 1
+            self.finish[tenant] = max(self.virtual, self.finish.get(tenant, 0.0)) + tokens / weight
+
+    def next(self, wanted: Callable[[Ticket], bool] | None = None) -> Ticket | None:
+        """The next in fair order, of those that are wanted."""
+        if wanted is not None:
+            firsts = [*(lane[0] for lane in self._lanes.values()), *self._returned]
+            return min(filter(wanted, firsts), key=lambda t: (t.start, t.arrival), default=None)
+        while self._order:
+            start, _, _, ticket = self._order[0]
+            if ticket.start == start and self._is_first(ticket):
+                return ticket
+            heapq.heappop(self._order)
+        return None
+
+    def best(self, now_us: int) -> Ticket | None:
+        """Rule 9: the best by gain of all that earn something, and whose tenant is not ahead."""
+        as_of, best = self._best
+        if as_of != (now_us, self._changes, self.virtual):
+            best, most = None, 0
+            for ticket in self:
+                earned = ticket.earned(now_us)
+                if earned < most or not earned or self.is_ahead(ticket):
+                    continue
+                if best is None or earned > most or ticket.arrival < best.arrival:
+                    best, most = ticket, earned
+            self._best = (now_us, self._changes, self.virtual), best
+        return best
+
+    def ahead(self, tenants: Iterable[str]) -> dict[str, float]:
+        """The finish tags of those that are beyond the virtual time."""
+        return {t: finish for t in sorted(tenants) if (finish := self.finish.get(t, 0.0)) > self.virtual}
+
+    def is_ahead(self, ticket: Ticket, uncharged: float = 0.0) -> bool:
+        """Rule 9: whether the tenant had so much more than its part that it comes after all others.
+
+        `uncharged`: what its tag has of bids that wait still.
+        """
+        ahead = self.finish.get(ticket.tenant, 0.0) - uncharged - self.virtual
+        return not ticket.has_returned and ahead * ticket.weight > 2 * self.largest
+
+    def _charge_for(self, ticket: Ticket) -> None:
+        if ticket.has_returned:
+            return
+        first = self._lanes[ticket.tenant][0]
+        finish = max(first.start or 0.0, self.finish.get(ticket.tenant, 0.0)) + ticket.tokens / ticket.weight
+        self.finish[ticket.tenant] = finish
+        if len(self.finish) > self._most_tags:
+            self.finish = {t: f for t, f in self.finish.items() if f > self.virtual or t in self._lanes}
+            self._most_tags = 2 * len(self.finish) + 64
+        if first is not ticket and (first.start is None or first.start < finish):
+            first.start = finish
+            self._push(first)
+
+    def _is_first(self, ticket: Ticket) -> bool:
+        if ticket.has_returned:
+            return ticket in self._returned
+        lane = self._lanes.get(ticket.tenant)
+        return lane is not None and lane[0] is ticket
+
+    def _push(self, ticket: Ticket) -> None:
+        assert ticket.start is not None
+        if len(self._order) > 2 * (len(self._lanes) + len(self._returned)) + 64:
+            self._order = [entry for entry in self._order if entry[3].start == entry[0] and self._is_first(entry[3])]
+            heapq.heapify(self._order)
+        self._pushes += 1
+        heapq.heappush(self._order, (ticket.start, ticket.arrival, self._pushes, ticket))
+
+    def _take_out(self, ticket: Ticket) -> None:
+        self._count -= 1
+        self._changes += 1
+        if ticket.has_returned:
+            self._returned.remove(ticket)
+            return
+        lane = self._lanes[ticket.tenant]
+        del lane[bisect_left(lane, ticket.arrival, key=_arrival)]
+        if not lane:
+            del self._lanes[ticket.tenant]
+
+    def _tag(self, tenant: str) -> None:
+        """Gives the first of a tenant its start tag; lets all tags start afresh where none waits."""
+        if not self._count:
+            self.start_afresh(max([self.virtual, *self.finish.values()]), self.afresh + 1)
+            return
+        self._tag_first(tenant)
+        if self.by_gain and (first_of_all := self.next()) is not None and first_of_all.start is not None:
+            self.virtual = max(self.virtual, first_of_all.start)
+
+    def _tag_first(self, tenant: str) -> None:
+        lane = self._lanes.get(tenant)
+        if not lane:
+            self._tops.pop(tenant, None)
+            return
+        first = lane[0]
+        if first.start is None:
+            virtual = self.virtual if first.hint is None else first.hint
+            first.start = max(virtual, self.finish.get(tenant, 0.0))
+        if self._tops.get(tenant) is not first:
+            self._tops[tenant] = first
+            self._push(first)
+
+
+def _arrival(ticket: Ticket) -> tuple[int, str, int]:
+    return ticket.arrival
