@@ -6,11 +6,14 @@ clock, and says what that shows now.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Literal
 
 import msgspec
 
+from sidecar.policy.rules import Shares
 from sidecar.scheduling import rate_limit
+from sidecar.scheduling.figures import Rules
 from sidecar.version import STORE_LAYOUT
 
 LAYOUT = STORE_LAYOUT
@@ -30,6 +33,9 @@ ALONE_US = 2_500_000
 
 DEAD_US = 10_000_000
 """A replica without an accepted call for so long is dropped; one that is alone takes its whole part."""
+
+PPM = 1_000_000
+"""Shares cross in millionths."""
 
 BIDS_SHOWN = 32
 """The most bids of one replica and tier, and in one call."""
@@ -155,6 +161,29 @@ class PoolRules(msgspec.Struct, array_like=True, frozen=True):
     affinity_percent: int
     by_gain: bool
     fair_ppm: int
+
+    def as_rules(self) -> Rules:
+        """The rules themselves."""
+        return Rules(
+            tuple(
+                Shares(
+                    tier.name,
+                    Fraction(tier.reserve_ppm, PPM),
+                    Fraction(tier.lend_ppm, PPM),
+                    Fraction(tier.limit_ppm, PPM),
+                    tier.always_first,
+                    tier.preemptible,
+                    tier.preempt_after_us,
+                )
+                for tier in self.tiers
+            ),
+            self.promote_after_us,
+            self.ceiling,
+            self.max_preemptions,
+            self.affinity_percent,
+            self.by_gain,
+            Fraction(self.fair_ppm, PPM),
+        )
 
 
 class Metered(msgspec.Struct, array_like=True, frozen=True):

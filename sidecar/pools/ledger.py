@@ -18,7 +18,7 @@ from sidecar.pools.row import Sides, Sums, added, sums_of
 from sidecar.pools.shortage_told import gone_of
 from sidecar.scheduling.amounts import NOTHING, minus
 from sidecar.scheduling.engines import Engine
-from sidecar.scheduling.figures import Rules, rules_of
+from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Shortage, shortage
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.rate_limit import RateLimiter
@@ -277,7 +277,7 @@ class Ledger:
         is_owned = any(not member.is_foreign for who, member in state.members.items() if who != call.who)
         if state.names and not (call.replaces if is_same else call.takes_over or not is_owned):
             return
-        rules = rules_of(stated)
+        rules = stated.as_rules()
         if is_same and rules.by_gain == state.scheduler.rules.by_gain:
             state.scheduler.change_rules(rules)
             return

@@ -7,12 +7,10 @@ from fractions import Fraction
 
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Lease
-from sidecar.pools.calls import EngineView, PoolRules, TierRules
+from sidecar.pools.calls import PPM, EngineView, PoolRules, TierRules
 from sidecar.pools.engines import EngineOffer, EngineState
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Ticket
-
-_PPM = 1_000_000
 
 
 def rules_of(policy: Policy, weight_percent: int) -> PoolRules:
@@ -21,9 +19,9 @@ def rules_of(policy: Policy, weight_percent: int) -> PoolRules:
     tiers = [
         TierRules(
             tier.name,
-            round(tier.reserve * _PPM),
-            round(tier.lend * _PPM),
-            round(tier.limit * _PPM),
+            round(tier.reserve * PPM),
+            round(tier.lend * PPM),
+            round(tier.limit * PPM),
             tier.always_first,
             tier.preemptible,
             tier.preempt_after_us,
@@ -38,7 +36,7 @@ def rules_of(policy: Policy, weight_percent: int) -> PoolRules:
         rules.max_preemptions,
         weight_percent,
         rules.is_by_gain,
-        round(fair * _PPM),
+        round(fair * PPM),
     )
 
 

@@ -39,7 +39,7 @@ from sidecar.pools.row import Row, sums_of
 from sidecar.pools.shortage_told import gone_of, shortage_of
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
 from sidecar.scheduling.engines import Engine
-from sidecar.scheduling.figures import aged_level, rules_of, whole_level
+from sidecar.scheduling.figures import aged_level, whole_level
 from sidecar.scheduling.preemption import leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
@@ -89,7 +89,7 @@ class Member:
         near: Ledger | None = None,
     ) -> None:
         self.who, self.rules, self.layout = who, rules, layout
-        self._own_rules = rules_of(rules)
+        self._own_rules = rules.as_rules()
         self.mode = Mode.JOINING
         self.is_closing = self.is_gone = self.is_foreign = False
         self.knew = self.others_waiting = 0
@@ -237,7 +237,7 @@ class Member:
 
     def change_rules(self, rules: PoolRules, now_us: int) -> None:
         """Other rules of the same tiers, which replace those of the pool."""
-        self.rules, self._own_rules, self._replaces = rules, rules_of(rules), True
+        self.rules, self._own_rules, self._replaces = rules, rules.as_rules(), True
         if self.mode is Mode.SHARED:
             self.mode = Mode.STATING
         self._call_by(now_us)

@@ -9,7 +9,6 @@ from fractions import Fraction
 from functools import lru_cache
 
 from sidecar.policy.rules import Shares
-from sidecar.pools import calls
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, larger, plus
 
 
@@ -31,33 +30,6 @@ class Rules:
     affinity_percent: int = 200
     by_gain: bool = False
     fair: Fraction = Fraction(1)
-
-
-_PPM = 1_000_000
-
-
-def rules_of(stated: calls.PoolRules) -> Rules:
-    """The rules that a replica stated."""
-    return Rules(
-        tuple(
-            Shares(
-                t.name,
-                Fraction(t.reserve_ppm, _PPM),
-                Fraction(t.lend_ppm, _PPM),
-                Fraction(t.limit_ppm, _PPM),
-                t.always_first,
-                t.preemptible,
-                t.preempt_after_us,
-            )
-            for t in stated.tiers
-        ),
-        stated.promote_after_us,
-        stated.ceiling,
-        stated.max_preemptions,
-        stated.affinity_percent,
-        stated.by_gain,
-        Fraction(stated.fair_ppm, _PPM),
-    )
 
 
 def aged_level(level: int, waited_us: int, promote_after_us: int | None, ceiling: int) -> int:

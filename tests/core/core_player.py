@@ -6,13 +6,13 @@ from fractions import Fraction
 
 from programs import expected
 
+from sidecar.policy.rules import Shares
 from sidecar.scheduling.amounts import UNBOUNDED, minus
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import leases_to_take_back, shortage
 from sidecar.scheduling.scheduler import Gone, Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
-from sidecar.policy.rules import Shares
 
 
 def us(seconds):

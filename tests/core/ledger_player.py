@@ -8,11 +8,11 @@ import msgspec
 from core_player import rules_of, ticket_of, us
 
 from sidecar.pools import calls
-from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.pools.calls import Call
+from sidecar.pools.row import Row, sums_of
+from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.preemption import Shortage, leases_to_take_back
-from sidecar.pools.row import Row, sums_of
 from sidecar.scheduling.scheduler import Gone, Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 

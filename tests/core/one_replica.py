@@ -3,10 +3,10 @@
 from core_player import rules_of, ticket_of, us
 
 from sidecar.pools import calls
-from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, TakeBack
+from sidecar.scheduling.amounts import UNBOUNDED
 
 
 class OneReplica:

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from sidecar.pools.redis import script
 from sidecar.pools.calls import Call, Reply, WakeUp
 from sidecar.pools.ledger import Ledger, State
+from sidecar.pools.redis import script
 
 ROOT = "ledger:{pool}"
 OLD_POOLS = [f"admission:{layout}:{{pool}}" for layout in ("9", "engines-5", "gain-4", "gain-engines-4")]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.pools.calls import EngineView, PoolRules, TierRules
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member import Member
+from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.tickets import Ticket
 
 
