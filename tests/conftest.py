@@ -12,7 +12,8 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from opentelemetry.util._once import Once
 
 from sidecar.open_files import raise_limit
-from sidecar.pools.redis import connection, session
+from sidecar.pools import member
+from sidecar.pools.redis import connection
 from tests.support import stages
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.signals import restore_for_children
@@ -59,15 +60,10 @@ def patient_stores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """A store may take as long as a busy machine does, but where the test is about one that hangs (`hasty`)."""
     if request.node.get_closest_marker("hasty"):
         return
-    for module, bound in (
-        (connection, "CONNECT_WITHIN_S"),
-        (connection, "GREETING_WITHIN_S"),
-        (connection, "ANSWER_WITHIN_S"),
-        (session, "ANSWER_WITHIN_S"),
-    ):
-        monkeypatch.setattr(module, bound, 60.0)
-    for call in (connection.StoreConnection.call, connection.StoreConnection.run):
-        monkeypatch.setattr(call, "__defaults__", (60.0,))
+    for bound in ("CONNECT_WITHIN_S", "GREETING_WITHIN_S", "ANSWER_WITHIN_S"):
+        monkeypatch.setattr(connection, bound, 60.0)
+    for bound in ("ANSWER_WITHIN_US", "ASK_WITHIN_US"):
+        monkeypatch.setattr(member, bound, 60_000_000)
 
 
 @pytest.fixture

@@ -30,14 +30,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sidecar import AdmissionMiddleware
-from sidecar.pools.calls import Granted
-from sidecar.scheduling.tickets import Lease as Held
-from sidecar.scheduling.tickets import Ticket
 from sidecar.engines import Dynamo, Sglang, TensorRtLlm, Vllm
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
 from sidecar.pools import LedgerPool
+from sidecar.pools.calls import Granted
 from sidecar.proxy.proxy import ReverseProxy
+from sidecar.scheduling.tickets import Lease as Held
+from sidecar.scheduling.tickets import Ticket
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator

@@ -19,9 +19,9 @@ from benchmarks.adversary.report import at_least, at_most
 from benchmarks.adversary.serving import Held
 from benchmarks.adversary.simulation import Overfilled, Request, Simulation, mean_of_steps, us
 from benchmarks.decisions import Decided
-from sidecar.scheduling.tickets import Lease, Ticket
 from sidecar.events import StoreState
 from sidecar.policy.rules import Shares, pool_rules
+from sidecar.scheduling.tickets import Lease, Ticket
 
 pytestmark = pytest.mark.long
 

@@ -12,10 +12,10 @@ import pytest
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.cli import main
-from sidecar.scheduling.tickets import Gain
 from sidecar.middleware.request_gain import GainMeter
 from sidecar.policy.compiler import load
 from sidecar.proxy.proxy import ReverseProxy
+from sidecar.scheduling.tickets import Gain
 from tests.support.serving import serving
 from tests.tools.emulator.emulated import VLLM, emulated
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pools.core_harness import CoreHarness
 from tests.pools.harness import ByGain, Harness, LocalHarness
-from tests.pools.redis_harness import RedisHarness
 from tests.pools.store_harness import on_server
 from tests.support.redis_servers import RedisServer, binaries, first_binary
 
@@ -49,8 +47,13 @@ def redis_server(request: pytest.FixtureRequest, servers: dict[str, RedisServer]
     return servers[request.param]
 
 
-KINDS = ["local", "core", "shared", "three replicas", *SERVERS]
-BY_GAIN = ["local by gain", "core by gain", "shared by gain", f"{FIRST} by gain"]
+KINDS = [
+    "local",
+    "shared",
+    "three replicas",
+    *(pytest.param(f"shared on {name}", marks=pytest.mark.long) for name in OTHERS),
+]
+BY_GAIN = ["local by gain", "shared by gain"]
 """Requests without deadlines, in a pool that orders by gain: it does what the contract says, too."""
 in_both_orders = pytest.mark.parametrize("harness", [*KINDS, *BY_GAIN], indirect=True)
 """For tests of what another order decides elsewhere: who is next, what a size changes, who is preempted."""
@@ -66,15 +69,10 @@ async def harness(request: pytest.FixtureRequest, servers: dict[str, RedisServer
 def harness_of(kind: str, servers: dict[str, RedisServer]) -> Harness:
     """That of one kind of pool."""
     kind, *order = kind.split(" by ")
+    kind, *server = kind.split(" on ")
     made: Harness
-    if kind == "fakeredis":
-        from tests.pools.fake_harness import FakeHarness
-
-        return FakeHarness()
-    if kind in ("shared", "three replicas"):
-        made = on_server(servers[FIRST], 0 if kind == "shared" else 2)
-    elif kind == "core":
-        made = CoreHarness()
+    if kind == "local":
+        made = LocalHarness()
     else:
-        made = LocalHarness() if kind == "local" else RedisHarness(servers[kind])
+        made = on_server(servers[server[0] if server else FIRST], 0 if kind == "shared" else 2)
     return ByGain(made) if order else made

@@ -13,7 +13,7 @@ from sidecar.policy.model import Policy, Source, Tier
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, pool_rules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools import Ask, Pool
-from sidecar.pools.local import LocalPool
+from sidecar.pools.ledger_pool import LedgerPool
 
 
 class Clock:
@@ -46,16 +46,23 @@ class Harness(Protocol):
 
 
 class LocalHarness:
-    """The pool of one process."""
+    """The pool over a ledger in the process. Rules that a test states in whole numbers become shares again."""
 
     async def pool(self, policy: Policy, clock: Clock | None = None) -> Pool:
-        return LocalPool(policy) if clock is None else LocalPool(policy, clock)
+        pool = LedgerPool(with_shares(policy)) if clock is None else LedgerPool(with_shares(policy), clock)
+        change_policy = pool.change_policy
+        pool.change_policy = lambda policy: change_policy(with_shares(policy))  # type: ignore[method-assign]
+        pool.change_rules = lambda rules: pool.change_policy(  # type: ignore[method-assign]
+            replace(pool._sizes.policy, rules=rules, shares=())
+        )
+        return pool
 
     async def quiet(self, pool: Pool) -> None:
-        await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
 
     async def poke(self, pool: Pool) -> None:
-        pool._runtime.dispatch(pool.now_us())  # type: ignore[attr-defined]
+        pool._run()  # type: ignore[attr-defined]
         await asyncio.sleep(0)
 
     async def close(self) -> None:

@@ -9,19 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import count
-from typing import Any
 
-from sidecar.pools.redis import script
-from sidecar.pools.calls import Call, Reply
-from sidecar.pools.member import LAZY_US
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
+from sidecar.pools.calls import Call, Reply
 from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.ledger_pool import LedgerPool
-from sidecar.pools.redis import RedisLink, ledger_connector
-from sidecar.pools.redis.connection import Connect, Library, Script, StoreConnection
-from sidecar.pools.redis.protocol import ledger_key
+from sidecar.pools.member import LAZY_US
+from sidecar.pools.redis import RedisLink, ledger_connector, script
+from sidecar.pools.redis.connection import Connect, Library, Script
 from tests.pools.harness import Clock, with_shares
 from tests.support.redis_servers import RedisServer
 
@@ -112,23 +109,3 @@ class StoreHarness:
 def on_server(server: RedisServer, others: int = 0) -> StoreHarness:
     """Pools on a real server."""
     return StoreHarness(lambda name: ledger_connector(store_address(server.url), name), others)
-
-
-def in_process() -> StoreHarness:
-    """Pools in the Redis that lives in this process."""
-    import fakeredis
-
-    from tests.pools.fake_harness import LUA_MODULES as MODULES
-
-    server = fakeredis.FakeServer(version=(6,))  # without functions
-
-    def connect_to(name: str) -> Connect:
-        async def connect() -> StoreConnection:
-            made: Any = fakeredis.FakeAsyncRedis(
-                server=server, single_connection_client=True, lua_modules={*MODULES, "cmsgpack"}
-            )
-            return StoreConnection(await made.initialize(), ledger_key(name), "")
-
-        return connect
-
-    return StoreHarness(connect_to)

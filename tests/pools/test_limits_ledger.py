@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import redis
 
-from sidecar.pools.redis import script
-from sidecar.pools.calls import ALONE_US, HEARTBEAT_US, Call, Reply
 from sidecar.errors import QueueFull, StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask
+from sidecar.pools.calls import ALONE_US, HEARTBEAT_US, Call, Reply
 from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.redis import script
 from tests.pools.core_harness import with_shares
 from tests.pools.harness import Clock, simple
 from tests.support.redis_servers import RedisServer, first_binary

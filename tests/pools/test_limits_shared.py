@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from sidecar.scheduling.rate_limit import GUESSED_US, ExceededLimit, Limit
 from sidecar.errors import StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask
 from sidecar.pools.redis import protocol
+from sidecar.scheduling.rate_limit import GUESSED_US, ExceededLimit, Limit
 from tests.pools.harness import Clock, simple
 from tests.pools.load import nothing_left, recovered, replicas, until
 from tests.pools.scripted import Scripted

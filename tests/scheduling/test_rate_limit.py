@@ -9,9 +9,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from sidecar.scheduling.rate_limit import FEWEST_SWEPT, GUESSED_US, Charge, ExceededLimit, Limit, RateLimiter
 from sidecar.errors import RemainingLimit, RemainingLimits
 from sidecar.policy.model import Limits
+from sidecar.scheduling.rate_limit import FEWEST_SWEPT, GUESSED_US, Charge, ExceededLimit, Limit, RateLimiter
 
 MINUTE_US = 60_000_000
 
