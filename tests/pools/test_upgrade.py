@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from sidecar.pools.redis.link import old_pools
 
 from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.redis.link import old_pools
 from tests.pools.harness import ask, simple
 from tests.pools.load import replica, replicas, until
 from tests.support.redis_servers import RedisServer
