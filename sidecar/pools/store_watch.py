@@ -51,15 +51,23 @@ class StoreWatch:
     async def looked_at(self, lease: Lease, answered: asyncio.Future[None], member: Member, *, is_busy: bool) -> None:
         """Returns when the ledger has looked at a new request, or cannot. Raises its refusal.
 
-        It does so with the call that is on its way; with the one after it where one was before (`is_busy`).
+        It does so with the call that is on its way; with the one after it where one was before (`is_busy`). Where none
+        is, enough before it are shown, and it only waits.
         """
         self._entering.append((member.number + (is_busy or not member.is_awaiting), lease))
+        self._let_wait(member)
         try:
             await answered
         except asyncio.CancelledError:
             if not lease.settle(0):
                 lease.leave()
             raise
+
+    def _let_wait(self, member: Member) -> None:
+        if self._entering and member.mode is Mode.SHARED and not member.is_awaiting:
+            for _, lease in self._entering:
+                lease.waits()
+            self._entering = []
 
     def forget(self) -> None:
         """The pool begins anew."""
@@ -75,6 +83,7 @@ class StoreWatch:
 
     def look(self, member: Member) -> None:
         """Notes how the member stands with the ledger now."""
+        self._let_wait(member)
         if member.is_gone:
             self._left.set()
         state, reason = self.status.state, self.why
