@@ -160,23 +160,24 @@ class LedgerPool:
         self._start_over()
 
     def _begin(self) -> asyncio.AbstractEventLoop:
-        """Calls are made from now on; in another event loop than before all begins anew."""
+        """Calls are made from now on. In another event loop than before a replica begins anew; a ledger in the process
+        goes on with what it holds.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            if self._loop is not None:
+            if self._loop is not None and self._link.is_shared:
                 self._start_over()
+            self._stop_timers()
             self._loop = loop
             self._run()
         return loop
 
     def _start_over(self) -> None:
         """Forgets everything of an event loop that has ended, or of a pool that was closed."""
-        self._outgrown.stop()
-        for handle in (self._timer, self._soon):
-            if handle is not None:
-                handle.cancel()
-        self._timer = self._soon = self._loop = None
+        self._stop_timers()
+        self._loop = None
         for request in list(self._requests.values()):
+            request.lease.is_over = True
             self._stop_waiting(request)
         self._requests.clear()
         self._watch.forget()
@@ -184,6 +185,13 @@ class LedgerPool:
         self._member = self._new_member()
         self._member.view(views, self.now_us())
         self._run()
+
+    def _stop_timers(self) -> None:
+        self._outgrown.stop()
+        for handle in (self._timer, self._soon):
+            if handle is not None:
+                handle.cancel()
+        self._timer = self._soon = None
 
     def _new_member(self) -> Member:
         policy, link = self._sizes.policy, self._link
