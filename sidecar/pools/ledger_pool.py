@@ -139,26 +139,34 @@ class LedgerPool:
         self._start_over()
 
     def _begin(self) -> asyncio.AbstractEventLoop:
-        """Calls are made from now on; in another event loop than before all begins anew."""
+        """Calls are made from now on. In another event loop than before a replica begins anew; a ledger in the process
+        goes on with what it holds.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            if self._loop is not None:
+            if self._loop is not None and self._link.is_shared:
                 self._start_over()
+            self._stop_timers()
             self._loop = loop
             self._run()
         return loop
 
     def _start_over(self) -> None:
         """Forgets everything of an event loop that has ended, or of a pool that was closed."""
-        self._outgrown.stop()
-        self._alarm.stop()
+        self._stop_timers()
         self._loop = None
+        for request in self._requests.all():
+            request.lease.is_over = True
         self._requests.clear()
         self._watch.forget()
         views = self._member.views.values()
         self._member = self._new_member()
         self._member.view(views, self.now_us())
         self._run()
+
+    def _stop_timers(self) -> None:
+        self._outgrown.stop()
+        self._alarm.stop()
 
     def _new_member(self) -> Member:
         policy, link = self._sizes.policy, self._link
