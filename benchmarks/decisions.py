@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.pools.calls import Cap, EngineView, PoolRules
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, TakeBack
+from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.tickets import Lease, Ticket
 
 ENGINE = "pool#1"
