@@ -29,7 +29,7 @@ class Decisions:
     def __init__(self, rules: PoolRules, engines: Sequence[EngineView]) -> None:
         self._ledger = Ledger()
         self._member = Member("", rules, heartbeat_us=UNBOUNDED, lazy_us=UNBOUNDED, near=self._ledger)
-        self._member.knew = 1
+        self._member.pool.knew = 1
         self._member.view(engines, 0)
         self._waiting: dict[str, Ticket] = {}
 

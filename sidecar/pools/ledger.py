@@ -558,7 +558,7 @@ class Ledger:
         if member.seen != state.version:
             member.seen = state.version
             reply.config = [
-                calls.EngineState(e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, e.since_us, e.ramp_us)
+                calls.EngineConfig(e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, e.since_us, e.ramp_us)
                 for e in engines
             ]
             reply.drained = [state.drained[name] for name in sorted(state.drained)]

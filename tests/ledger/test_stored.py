@@ -27,6 +27,9 @@ os.environ["LUA_PATH"] = f"{Path(__file__).parents[1] / 'support' / 'lua'}/?.lua
 pytestmark = pytest.mark.hasty  # the time is the world's
 
 
+pytestmark = pytest.mark.hasty  # replicas are as patient as they are
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with RedisServer(first_binary(), tmp_path_factory.mktemp("server")) as running:
