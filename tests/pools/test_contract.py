@@ -6,11 +6,9 @@ import asyncio
 import itertools
 import json
 import random
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +22,8 @@ from sidecar.pools.queue_places import LEAST_S, MOST_S
 from tests.pools.conftest import BY_GAIN, SERVERS, harness_of
 from tests.pools.harness import Clock, Harness, allow_any_size, ask, policy_of, simple
 from tests.pools.redis_harness import RedisHarness
+from tests.scheduling.scenario_policy import SCENARIOS, rules_of
 from tests.support.redis_servers import RedisServer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
-
-from scenario_policy import SCENARIOS, rules_of
 
 pytestmark = pytest.mark.anyio
 AT_ONCE = Grant(1_000_000_000, 0, 0, None, {}, 0)

@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sidecar.pools.local import LocalPool
+from sidecar.pools.redis.protocol import root_key
 
 from sidecar.events import StoreState
 from sidecar.policy.store import store_address
 from sidecar.pools import Merge, NotShared, PeerReport, PeerReports, Pool
 from sidecar.pools.base import MOST_REPORT_BYTES
-from sidecar.pools.local import LocalPool
 from sidecar.pools.redis import RedisPool, connector
-from sidecar.pools.redis.protocol import root_key
 from tests.fleet.waiting import until
 from tests.pools.conftest import SERVERS
 from tests.pools.harness import Harness, ask, simple
