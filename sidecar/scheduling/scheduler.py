@@ -400,20 +400,23 @@ class Scheduler:
         """`t <= R`."""
         return within(self.need(ticket), self._figures.reserve[ticket.tier])
 
-    def fits(self, ticket: Ticket, before: Amount = NOTHING, gone: Gone = NOTHING_GONE) -> bool:
-        """Beside what engines hold and the idle headroom of tiers that are more important than the ticket.
+    def fits(self, ticket: Ticket) -> bool:
+        """Beside what engines hold and the idle headroom of tiers that are more important than the ticket."""
+        return within(self._with(ticket, NOTHING_GONE), self._figures.capacity)
 
-        As if `gone` had ended and `before` had entered before the ticket.
-        """
+    def lacking(self, ticket: Ticket, before: Amount, gone: Gone) -> Amount:
+        """What it is too much for that, as if `gone` had ended and `before` had entered before the ticket."""
+        needed = plus(self._with(ticket, gone), minus(before, gone.total))
+        return larger(NOTHING, minus(needed, self._figures.capacity))
+
+    def _with(self, ticket: Ticket, gone: Gone) -> Amount:
         needed = plus(self._total, self.need(ticket))
-        if gone is not NOTHING_GONE:
-            needed = plus(minus(needed, gone.total), before)
         if self._figures.has_headroom:
             for tier, headroom in enumerate(self._figures.headroom[: self._tiers_above(ticket)]):
                 if tier != ticket.tier:
                     used = minus(self.tiers[tier].used, gone.of(tier))
                     needed = plus(needed, larger(NOTHING, minus(headroom, used)))
-        return within(needed, self._figures.capacity)
+        return needed
 
     def holds(self, ticket: Ticket, order_class: OrderClass) -> bool:
         """Whether it holds its place though it does not fit, so that nothing after it is admitted."""
@@ -444,10 +447,10 @@ class Scheduler:
         tokens, requests, _ = self._figures.returnable[ticket.tier]
         return ticket.tokens <= tokens and ticket.requests <= requests
 
-    def would_be_below_floor(self, level: int, gone: Gone) -> bool:
-        """Whether it would be `U < R` in all dimensions."""
+    def would_be_below_floor(self, level: int, taken: Amount, gone: Gone) -> bool:
+        """Whether it would be `U < R` in all dimensions without leases that were `taken`, none for its floor."""
         left = minus(self.on_floor(level), gone.of(level, floor_only=self.rules.by_gain))
-        return below(left, self._figures.reserve[level])
+        return below(left if self.rules.by_gain else minus(left, taken), self._figures.reserve[level])
 
     def may_preempt(self) -> bool:
         """Whether something that may be served so waits."""
