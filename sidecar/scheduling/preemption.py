@@ -110,16 +110,17 @@ class _Search:
 
     def leases(self) -> list[Lease]:
         """Of an always_first tier as much as all that waits needs, one ticket more at a time, while that can be had."""
-        group, lacking = [self._found.served], self.lacking(self._found.served)
+        served = self._found.served
+        group, lacking = NOTHING if served.is_for_floor else self._scheduler.need(served), self.lacking(served)
         if not self._take(lacking):
             return []
         taken = len(self._taken)
         for ticket in self._found.burst:
-            if self._scheduler.is_within_limit([*group, ticket]):
+            if self._scheduler.is_within_limit(ticket, group):
                 more = _most(lacking, self.lacking(ticket))
                 if not self._take(more):
                     break
-                group, lacking, taken = [*group, ticket], more, len(self._taken)
+                group, lacking, taken = plus(group, self._scheduler.need(ticket)), more, len(self._taken)
         return self._needed(self._taken[:taken], lacking)
 
     def lacking(self, ticket: Ticket) -> Room:
@@ -190,7 +191,7 @@ def _most(a: Room, b: Room) -> Room:
 
 
 def _covers(freed: Room, lacking: Room) -> bool:
-    return all(free >= lacks for free, lacks in zip(freed, lacking, strict=True))
+    return freed[0] >= lacking[0] and freed[1] >= lacking[1] and freed[2] >= lacking[2] and freed[3] >= lacking[3]
 
 
 def _changed(freed: Room, lease: Lease, sign: int) -> Room:

@@ -225,7 +225,7 @@ class Scheduler:
         if tokens + needed[0] > most[0] or requests + needed[1] > most[1] or prompt + needed[2] > most[2]:
             return None
         if (self._figures.has_headroom and not self.fits(ticket)) or (
-            self._is_limited[level] and not self.is_within_limit([ticket])
+            self._is_limited[level] and not self.is_within_limit(ticket)
         ):
             return None
         order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
@@ -315,7 +315,7 @@ class Scheduler:
         found = []
         for ticket in candidates:
             level = ticket.tier
-            if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit([ticket]):
+            if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit(ticket):
                 order_class = self.class_of(ticket, fronts.get(level), heads[level])
                 found.append(Candidate(self.place(ticket, order_class), ticket, order_class))
         found.sort(key=lambda candidate: candidate.place)
@@ -432,13 +432,10 @@ class Scheduler:
             kept = plus(kept, larger(k, self._figures.headroom[q]) if is_better else k)
         return within(kept, self._figures.capacity)
 
-    def is_within_limit(self, group: Iterable[Ticket]) -> bool:
-        """Whether a tier may hold all of these, its own, beside what it holds."""
-        after, level = NOTHING, 0
-        for ticket in group:
-            level = ticket.tier
-            after = plus(after, NOTHING if ticket.is_for_floor else self.need(ticket))
-        return within(plus(self.tiers[level].used, after), self._figures.limit[level])
+    def is_within_limit(self, ticket: Ticket, others: Amount = NOTHING) -> bool:
+        """Whether its tier may hold it beside what that holds, and beside `others`."""
+        more = others if ticket.is_for_floor else plus(others, self.need(ticket))
+        return within(plus(self.tiers[ticket.tier].used, more), self._figures.limit[ticket.tier])
 
     # -- rule 7: what may be taken back (`preemption`)
 
