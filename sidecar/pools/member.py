@@ -354,7 +354,7 @@ class Member:
             call.replaces, call.takes_over = self._replaces, self._takes_over
             call.drains = list(self.pool.drained.values())
         elif is_beat:
-            call.bid_count = len(self._bids.shown) + len(self._bids.withdrawn)
+            call.bid_count = self._bids.count()
         if self._near is None:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
@@ -421,7 +421,7 @@ class Member:
         self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
         self.events += self.meter.take(call, reply.verdicts)
         self._take(reply.grants, True, self.pool.ahead_us)
-        self.others_waiting = max(0, reply.waiting - len(self._bids.shown) - len(self._bids.withdrawn))
+        self.others_waiting = max(0, reply.waiting - self._bids.count())
         self._bids.take_tags(reply)
         if self.is_foreign:
             self.events += [Refused(ticket) for ticket in self._bids.remove_all()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from sidecar.scheduling.amounts import NOTHING, Amount, plus
-from sidecar.scheduling.scheduler import OTHER, Gone, Place, Scheduler
+from sidecar.scheduling.scheduler import OTHER, Candidate, Gone, Place, Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 
 
@@ -27,13 +27,15 @@ class Shortage:
     closed: frozenset[int]
 
 
-def shortage(scheduler: Scheduler, now_us: int, gone: Gone) -> Shortage | None:
-    """What room is to be taken back for now, if any. `gone` is taken back already."""
+def shortage(
+    scheduler: Scheduler, now_us: int, gone: Gone, order: Sequence[Candidate] | None = None
+) -> Shortage | None:
+    """What room is to be taken back for now, if any. `gone` is taken back already. `order`: where it is known."""
     if not scheduler.may_preempt():
         return None
     scheduler.look(now_us)
     tiers = scheduler.rules.tiers
-    order = scheduler.in_order()
+    order = scheduler.in_order() if order is None else order
     for n, candidate in enumerate(order):
         at, place, ticket = n, candidate.place, candidate.ticket
         after_us = tiers[ticket.tier].preempt_after_us

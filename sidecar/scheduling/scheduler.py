@@ -124,6 +124,7 @@ class Scheduler:
         self.engines: dict[str, Engine] = {}
         self.line: list[Ticket] = []
         self.moved: set[str] = set()  # the owners of those that came into the line, left it, or chose another engine
+        self.order: list[Candidate] | None = None  # of those that the last decision left
         self.admissions = 0
         self._now = 0
         self._total = NOTHING
@@ -206,7 +207,7 @@ class Scheduler:
     def decide(self, now_us: int) -> list[Grant]:
         """All steps that can be done now: what enters which engine, in order."""
         self.look(now_us)
-        grants: list[Grant] = []
+        grants, self.order = list[Grant](), None
         if any(e.is_ready for e in self.engines.values()):
             while self._step(grants):
                 pass
@@ -265,7 +266,7 @@ class Scheduler:
         closed: set[str] = set()  # engines that those before want
         is_stopped = False  # a small one before it has stood in line for 5 s
         roomy = [engine for engine in self.engines.values() if not engine.is_full(self._now)]
-        order = self.in_order()
+        self.order = order = self.in_order()
         for candidate in order:
             _, ticket, order_class = candidate
             if order_class == OTHER and is_stopped:
