@@ -94,7 +94,11 @@ class _Search:
                 if enough is None:
                     break
                 group, taken = more, enough
-        for lease in reversed(taken.copy()):  # those that are not needed are spared
+        return self._needed(taken, group)
+
+    def _needed(self, taken: list[Lease], group: Sequence[Ticket]) -> list[Lease]:
+        """The last chosen that are not needed are spared."""
+        for lease in reversed(taken):
             rest = [other for other in taken if other is not lease]
             if self.is_enough(rest, group):
                 taken = rest

@@ -164,15 +164,21 @@ class Scheduler:
 
         `on_floor`: the part of it that was let in for the tier's floor. None: a tier that the rules do not know.
         """
+        tokens, requests, prompt = amount
         if tier is not None:
             state = self.tiers[tier]
-            state.on_engines = plus(state.on_engines, amount)
+            held = state.on_engines
+            state.on_engines = held[0] + tokens, held[1] + requests, held[2] + prompt
             if on_floor is not NOTHING:
                 state.on_floor = plus(state.on_floor, on_floor)
-        if engine not in self.engines:
-            self.engines[engine], self._is_steady = Engine(engine, is_known=False), False
-        of, self._total = self.engines[engine], plus(self._total, amount)
-        of.held, of.sent = plus(of.held, amount), of.sent + sent
+        of = self.engines.get(engine)
+        if of is None:
+            of, self._is_steady = Engine(engine, is_known=False), False
+            self.engines[engine] = of
+        held = self._total
+        self._total = held[0] + tokens, held[1] + requests, held[2] + prompt
+        held, of.sent = of.held, of.sent + sent
+        of.held = held[0] + tokens, held[1] + requests, held[2] + prompt
 
     def owe(self, tier: int, owed_us: int, now_us: int) -> None:
         """Rule 5: the tier has no turn for so much longer."""
@@ -216,12 +222,18 @@ class Scheduler:
         """
         self.look(now_us)
         level, wanted = ticket.tier, self.wanted(ticket)
-        if wanted is None or not self.engines[wanted].has_room(ticket, now_us) or not self.fits(ticket):
+        if wanted is None or not self.engines[wanted].has_room(ticket, now_us):
             return None
-        if self._is_limited[level] and not self.is_within_limit([ticket]):
+        needed, (tokens, requests, prompt), most = self.need(ticket), self._total, self._figures.capacity
+        if tokens + needed[0] > most[0] or requests + needed[1] > most[1] or prompt + needed[2] > most[2]:
             return None
-        order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket)
+        if (self._figures.has_headroom and not self.fits(ticket)) or (
+            self._is_limited[level] and not self.is_within_limit([ticket])
+        ):
+            return None
+        order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
         self.tiers[level].queue.pass_through(ticket)
+        self._begin_to_count(ticket, order_class, needed)
         return self._into(ticket, wanted, order_class, 0, {})
 
     def look(self, now_us: int) -> None:
@@ -279,7 +291,7 @@ class Scheduler:
             if joins:
                 self._join(ticket, wanted)
             if ticket.is_in_line and not ticket.is_for_floor and wanted and order_class in (FIRST, INSIDE, TURN):
-                self._begin_to_count(ticket, order_class)
+                self._begin_to_count(ticket, order_class, self.need(ticket))
                 self._hold_in_line(ticket, ticket.amount)
                 return True
             if joins:
@@ -362,11 +374,11 @@ class Scheduler:
                 and self.is_small(ticket)
                 and (ticket.is_in_line or ticket in heads)
             )
-        return self._class_of_front(ticket) if may_be_inside else OTHER
+        return self._class_of_front(ticket, self.need(ticket)) if may_be_inside else OTHER
 
-    def _class_of_front(self, ticket: Ticket) -> OrderClass:
+    def _class_of_front(self, ticket: Ticket, needed: Amount) -> OrderClass:
         held, reserve = self.on_floor(ticket.tier), self._figures.reserve[ticket.tier]
-        if within(plus(held, self.need(ticket)), reserve):
+        if within(plus(held, needed), reserve):
             return INSIDE
         return TURN if below(held, reserve) and not self._owes(ticket.tier) else OTHER
 
@@ -521,7 +533,7 @@ class Scheduler:
         size, held = of.size(self._now), of.held
         found = Found(size[0], size[1], held[0], held[1], of.sent, lined_us)
         if not ticket.admission:
-            self._begin_to_count(ticket, order_class)
+            self._begin_to_count(ticket, order_class, self.need(ticket))
         ticket.engine = None
         sent = ticket.sent_to(engine) if ticket.count else 0
         self.hold(ticket.tier, engine, ticket.amount, sent, ticket.on_floor)
@@ -562,17 +574,17 @@ class Scheduler:
             if ticket.engine != before:
                 self.moved.add(ticket.owner)
 
-    def _begin_to_count(self, ticket: Ticket, order_class: OrderClass) -> None:
+    def _begin_to_count(self, ticket: Ticket, order_class: OrderClass, needed: Amount) -> None:
         """Rule 5: by a turn, how many whole reserves too much; of the prompt, what is above that."""
         if order_class == TURN:
-            after = plus(self.on_floor(ticket.tier), self.need(ticket))
+            after = plus(self.on_floor(ticket.tier), needed)
             tokens, requests, prompt = (
                 min(MOST_EXCESS, max(0, (a - r) // r))
                 for a, r in zip(after, self._figures.reserve[ticket.tier], strict=True)
             )
             ticket.excess = max(tokens, requests)
             ticket.excess_prompt = max(0, prompt - ticket.excess)
-        ticket.count = self.need(ticket)[2]
+        ticket.count = needed[2]
         ticket.is_in_floor, ticket.counted_us = self.rules.by_gain and order_class != OTHER, self._now
         self.admissions += 1
         self.tiers[ticket.tier].latest = ticket.admission = self.admissions
@@ -586,7 +598,9 @@ class Scheduler:
     def on_floor(self, level: int) -> Amount:
         """U where it is compared with R: by gain, what was let in for the floor (rule 9)."""
         state = self.tiers[level]
-        return plus(state.on_floor, state.in_line_on_floor) if self.rules.by_gain else state.used
+        if self.rules.by_gain:
+            return plus(state.on_floor, state.in_line_on_floor)
+        return state.on_engines if state.in_line == NOTHING else state.used
 
     def _owes(self, level: int) -> bool:
         return self._now < self.tiers[level].owes_until_us

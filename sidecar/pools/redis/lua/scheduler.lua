@@ -18,7 +18,7 @@ local function add_sums(tier, what, sign, tokens, requests, prompt)
   sums[1], sums[2], sums[3] = sums[1] + sign * tokens, sums[2] + sign * requests, sums[3] + sign * prompt
 end
 
--- Adds to what a tier holds on an engine. A tier that the rules do not know counts on the engine only.
+-- Adds to what a tier holds on an engine; on the engine only, where the rules do not know the tier.
 local function hold(tier, id, sign, tokens, requests, prompt, sent, floor_tokens, floor_requests, floor_prompt)
   if tier then
     add_sums(tier, ON_ENGINES, sign, tokens, requests, prompt)
@@ -39,7 +39,7 @@ end
 
 -- Rule 5: the tier has no turn for so much longer.
 local function owe(tier, owed_us)
-  if owed_us > 0 then tiers[tier][OWES_UNTIL], state[NEXT] = max(now, tiers[tier][OWES_UNTIL]) + owed_us, false end
+  if tier and owed_us > 0 then tiers[tier][OWES_UNTIL], state[NEXT] = max(now, tiers[tier][OWES_UNTIL]) + owed_us, false end
 end
 
 local function owes(tier) return now < tiers[tier][OWES_UNTIL] end
@@ -80,12 +80,9 @@ local function uncached(ticket) return max(1, ticket[PROMPT] - best_hit(ticket))
 
 -- t: its prompt counts less its best hit, for no more than its size limit and the largest engine's prefill.
 local function need(ticket)
-  local found = needs[ticket]
-  if not found then
-    found = { ticket[TOKENS], ticket[REQUESTS], min(uncached(ticket), largest_prefill, figures.most_prompt[ticket[TIER]]) }
-    needs[ticket] = found
-  end
-  return found
+  needs[ticket] = needs[ticket]
+    or { ticket[TOKENS], ticket[REQUESTS], min(uncached(ticket), largest_prefill, figures.most_prompt[ticket[TIER]]) }
+  return needs[ticket]
 end
 
 -- `t <= R`.

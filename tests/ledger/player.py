@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from core_player import rules_of, ticket_of, us
 
 from sidecar.pools import calls
 from sidecar.pools.calls import Call
@@ -15,6 +14,7 @@ from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.preemption import Shortage, leases_to_take_back
 from sidecar.scheduling.scheduler import Gone, Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
+from tests.scheduling.player import rules_of, ticket_of, us
 
 Step = dict[str, Any]
 

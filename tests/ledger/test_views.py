@@ -7,14 +7,14 @@ from itertools import count
 
 import pytest
 import redis
-from ledger_world import World
-from stored_ledger import Both, StoredLedger
 
 from sidecar.policy.rules import Shares
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.scheduler import PATIENCE_US, Scheduler
 from sidecar.scheduling.tickets import Ticket
+from tests.ledger.stored_ledger import Both, StoredLedger
+from tests.ledger.world import World
 from tests.support.each import each
 from tests.support.redis_servers import RedisServer, first_binary
 

@@ -1,10 +1,8 @@
-"""Plays a program on the core: a pool that keeps the leases, as an owner does."""
+"""Plays a program on the scheduler: a pool that keeps the leases, as an owner does."""
 
 from __future__ import annotations
 
 from fractions import Fraction
-
-from programs import expected
 
 from sidecar.policy.rules import Shares
 from sidecar.scheduling.amounts import UNBOUNDED, minus
@@ -13,6 +11,7 @@ from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import leases_to_take_back, shortage
 from sidecar.scheduling.scheduler import Gone, Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
+from tests.scheduling.programs import expected
 
 
 def us(seconds):
@@ -70,7 +69,7 @@ def ticket_of(step, tier, now, number):
     )
 
 
-class CorePlayer:
+class SchedulerPlayer:
     is_beyond = False  # see `LedgerPlayer`
 
     def __init__(self, scenario):
@@ -169,7 +168,7 @@ class CorePlayer:
         return [lease.ticket.id for lease in chosen]
 
 
-def first_difference(program, player_of=CorePlayer):
+def first_difference(program, player_of=SchedulerPlayer):
     """The first step whose answer is another than the program's, in words for a reader."""
     player = player_of(program)
     for number, step in enumerate(program["steps"], 1):
