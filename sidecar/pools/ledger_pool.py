@@ -139,26 +139,34 @@ class LedgerPool:
         self._start_over()
 
     def _begin(self) -> asyncio.AbstractEventLoop:
-        """Calls are made from now on; in another event loop than before all begins anew."""
+        """Calls are made from now on. In another event loop than before a replica begins anew; a ledger in the process
+        goes on with what it holds.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            if self._loop is not None:
+            if self._loop is not None and self._link.is_shared:
                 self._start_over()
+            self._stop_timers()
             self._loop = loop
             self._run()
         return loop
 
     def _start_over(self) -> None:
         """Forgets everything of an event loop that has ended, or of a pool that was closed."""
-        self._outgrown.stop()
-        self._alarm.stop()
+        self._stop_timers()
         self._loop = None
+        for request in self._requests.all():
+            request.lease.is_over = True
         self._requests.clear()
         self._watch.forget()
         views = self._member.views.values()
         self._member = self._new_member()
         self._member.view(views, self.now_us())
         self._run()
+
+    def _stop_timers(self) -> None:
+        self._outgrown.stop()
+        self._alarm.stop()
 
     def _new_member(self) -> Member:
         policy, link = self._sizes.policy, self._link
@@ -248,7 +256,7 @@ class LedgerPool:
             await self._size.require()
         loop = self._begin()
         self._sizes.refuse_what_never_fits(ask)
-        if (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
+        if self._link.is_shared and (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
             raise refused
         now_us = self.now_us()
         if ask.limits is not None:
@@ -262,12 +270,8 @@ class LedgerPool:
         return lease
 
     async def _enter(self, lease: Lease, answered: asyncio.Future[None] | None, now_us: int) -> None:
-        ask = lease.ask
-        most, queued, others_wait = (
-            self._sizes.places(ask.tier),
-            self._requests.queued(ask.tier),
-            bool(self._requests.waiting),
-        )
+        ask, others_wait = lease.ask, bool(self._requests.waiting)
+        most, queued = self._sizes.places(ask.tier), self._requests.queued(ask.tier) if others_wait else 0
         displaced = self._requests.find_place(ask, queued, most, now_us) if most and others_wait else None
         if displaced is not None:
             self._refuse_waiting(displaced, self._requests.queue_full(displaced.ask, queued, now_us))
@@ -289,7 +293,7 @@ class LedgerPool:
 
         It does so with the call that is on its way; with the one after it where one was before (`is_busy`).
         """
-        self._watch.enters(lease, self._member.number + (is_busy or not self._member.is_awaiting))
+        self._watch.enters(lease, self._member.number + (is_busy or not self._member.is_awaiting), self._member)
         if self._watch.is_away:
             self._look_at_store()
         try:
@@ -452,7 +456,13 @@ class LedgerPool:
         """Makes the calls that are due, and tells requests what they bring. All of it is at one moment, `now_us`."""
         if self._run_at_us is not None or (self._loop is None and self._link.is_shared):
             return
-        self._run_at_us = now_us = self.now_us() if now_us is None else now_us
+        now_us = self.now_us() if now_us is None else now_us
+        if self._member.is_quiet:
+            if self._member.events:
+                self._tell_requests(now_us)
+                self._run_when_due()
+            return
+        self._run_at_us = now_us
         try:
             admitted = 0
             while admitted < most_admitted and (call := self._member.poll(now_us)) is not None:
@@ -480,8 +490,7 @@ class LedgerPool:
                     question.set_result(None)
 
     def _run_when_due(self) -> None:
-        due_us = self._member.due_us()
-        if due_us is None or due_us >= UNBOUNDED or self._run_at_us is not None:
+        if self._member.is_quiet or self._run_at_us is not None or (due_us := self._member.due_us()) is None:
             return
         self._alarm.set(due_us, self.now_us())
 

@@ -48,9 +48,18 @@ class StoreWatch:
                 lease.waits()
         self._entering = [(number, lease) for number, lease in self._entering if number > reply.number]
 
-    def enters(self, lease: Lease, number: int) -> None:
-        """The ledger looks at a new request with the call of this number."""
+    def enters(self, lease: Lease, number: int, member: Member) -> None:
+        """The ledger looks at a new request with the call of this number. Where none is on its way, enough before it
+        are shown, and it only waits.
+        """
         self._entering.append((number, lease))
+        self._let_wait(member)
+
+    def _let_wait(self, member: Member) -> None:
+        if self._entering and member.mode is Mode.SHARED and not member.is_awaiting:
+            for _, lease in self._entering:
+                lease.waits()
+            self._entering = []
 
     def forget(self) -> None:
         """The pool begins anew."""
@@ -66,6 +75,7 @@ class StoreWatch:
 
     def look(self, member: Member) -> None:
         """Notes how the member stands with the ledger now."""
+        self._let_wait(member)
         if member.is_gone:
             self._left.set()
         state, reason = self.status.state, self.why
@@ -84,6 +94,8 @@ class StoreWatch:
             state = StoreState.CLOSED
         if state is not StoreState.CONNECTING and member.mode not in (Mode.STATING, Mode.LOST):
             self.status.change(state, reason, is_refused=is_refused)
+        elif state is StoreState.CONNECTING and member.failures:
+            self.status.reason = reason
         if member.failures or member.mode in (Mode.SHARED, Mode.WAITING):
             self.decided.set()
 
