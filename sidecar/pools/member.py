@@ -332,8 +332,8 @@ class Member:
             if now_us < self._retry_us:
                 return None
             kind: Kind = "ask"
-        elif self.mode is Mode.STATING or (self.is_foreign and is_beat and not self.is_closing):
-            kind = "state"  # also where the pool had other tiers: its own replicas may be gone
+        elif self.mode is Mode.STATING:
+            kind = "state"
         else:
             kind = "bye" if self._has_ended() else "call"
         self._due_us = None
@@ -423,6 +423,9 @@ class Member:
         self._take(reply.grants, True, self.pool.ahead_us)
         self.others_waiting = max(0, reply.waiting - self._bids.count())
         self._bids.take_tags(reply)
+        if self.is_foreign and call.whole and call.kind == "call" and not self.is_closing:
+            self.mode = Mode.STATING  # the pool is still there, and its own replicas may be gone
+            self._call_by(now_us)
         if self.is_foreign:
             self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
