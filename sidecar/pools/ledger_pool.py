@@ -326,7 +326,7 @@ class LedgerPool:
             if lower is None:
                 raise refusal(ask, judged)
             lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
-            await self._enter(lease, None, self.now_us())
+            await self._enter(lease, lease.enters_again() if self._link.is_shared else None, self.now_us())
         elif request is None:
             assert full is not None
             raise full
@@ -485,9 +485,8 @@ class LedgerPool:
                 if refusal := self._watch.refusal(lease.ask, self._sizes.policy, self._member):
                     self._refuse_waiting(lease, refusal)
                 lease.waits()
-            for question in self._questions.values():
-                if not question.done():
-                    question.set_result(None)
+            for question in [it for it in self._questions.values() if not it.done()]:
+                question.set_result(None)
 
     def _run_when_due(self) -> None:
         if self._member.is_quiet or self._run_at_us is not None or (due_us := self._member.due_us()) is None:
