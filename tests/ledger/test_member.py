@@ -241,6 +241,7 @@ def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_ea
         if one.poll(now) is not None:
             one.unanswered(now)
         found[now / second] = len(one.leases)
+        assert one.due_us() is not None
     assert [at for at, leases in found.items() if leases == 0] == [5, 5.5, 6, 6.5, 7]
     assert [sorted(one.leases), found[8.5]] == [["small 0", "small 1", "small 2"], 3]
     for ticket in large:  # they would hold their place in a pool of five
@@ -249,6 +250,9 @@ def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_ea
         if one.poll(now) is not None:
             one.unanswered(now)
     assert sorted(one.leases) == [f"small {number}" for number in range(5)]
+    due = one.due_us()
+    assert due is not None  # it asks again, and not at once
+    assert due > now
 
 
 def test_a_grant_that_was_published_counts_from_its_moment_by_the_replicas_own_clock() -> None:

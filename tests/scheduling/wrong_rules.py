@@ -56,9 +56,9 @@ def _forgets_charges(queue: FairQueue, ticket: Ticket) -> None:
     charge_for(queue, ticket)
 
 
-def _puts_last_after_a_turn_only(pool: Scheduler, ticket: Ticket, order_class: int) -> None:
+def _puts_last_after_a_turn_only(pool: Scheduler, ticket: Ticket, order_class: int, *others: Any) -> None:
     before = pool.tiers[ticket.tier].latest
-    begin(pool, ticket, order_class)
+    begin(pool, ticket, order_class, *others)
     if order_class != TURN:
         pool.tiers[ticket.tier].latest = before
 
