@@ -16,7 +16,7 @@ from tests.support.engine import Connection, Received
 from tests.support.redis_servers import RedisServer, first_binary
 
 pytestmark = pytest.mark.anyio
-SLO = "max_wait: 30s}, slo: {ttft: 2s, tpot: 100ms}, gain: {weight: 4}}"
+SLO = "max_wait: 30s}, slo: {ttft: 25s, tpot: 100ms}, gain: {weight: 4}}"
 
 
 @pytest.fixture(autouse=True, params=["one process", "store"])

@@ -66,9 +66,11 @@ local function shortage()
   end
   found.burst = burst_beside(ticket)
   for tier = ticket[TIER] + 1, #tiers do
-    local first, small = heads_of(tier)
-    if (first and is_place_before(place_of(first, OTHER), place)) or (small and is_place_before(place_of(small, OTHER), place)) then
-      found.closed[tiers[tier][NAME]] = true
+    local first, small, elsewhere = heads_of(tier)
+    local closing = { first, unpack(elsewhere) }
+    closing[#closing + 1] = small
+    for _, head in ipairs(closing) do
+      if is_place_before(place_of(head, OTHER), place) then found.closed[tiers[tier][NAME]] = true end
     end
   end
   local is_served = #found.burst == 0 and has_room(ticket, slot, found.before, gone.engines[found.engine])

@@ -75,6 +75,24 @@ local function next_of(tier, is_wanted)
   return found
 end
 
+-- In fair order of each replica the first, wherever it is in its tenant's queue.
+local function first_of_each_owner(tier)
+  local queue, found, list = queue_of(tier), {}, {}
+  local function is_less_than(a, b) return a.start < b.start or (a.start == b.start and is_before(a.ticket, b.ticket)) end
+  local function consider(start, ticket)
+    local it, known_one = { start = start, ticket = ticket }, found[ticket[OWNER]]
+    if not known_one or is_less_than(it, known_one) then found[ticket[OWNER]] = it end
+  end
+  for tenant, start in pairs(queue.starts) do
+    local lane = lane_of(queue, tenant)
+    for i = 1, #lane do consider(start, ticket_at(lane, i)) end
+  end
+  for i = 1, #queue.returned do consider(ticket_at(queue.returned, i)[START], queue.returned[i]) end
+  for _, it in pairs(found) do list[#list + 1] = it end
+  table.sort(list, is_less_than)
+  return list
+end
+
 -- What changes in a queue may change its head; a tenant's first gets its start tag. Where none waits, all tags start afresh at a
 -- virtual time beyond every tag.
 local function tag(tier, tenant)
