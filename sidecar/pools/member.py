@@ -556,7 +556,7 @@ class Member:
     def _compose_alone(self, now_us: int) -> Call:
         self._alone_number += 1
         is_first = self._alone_number == 1
-        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call", whole=is_first)
+        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call")
         if is_first:
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
         call.engines, call.cells = self.parts(now_us), self._row.state(is_first)
