@@ -95,7 +95,8 @@ class LedgerPool:
         self._ids = count(1)
         self._drained: set[str] = set()
         self._run_at_us: int | None = None
-        self._alarm = Alarm(self._run)
+        self._alarm = Alarm(self._run_in_turn)
+        self._goes_on_soon = False  # this turn of the event loop has admitted as many as it may
         self._link = link or LocalLink(clock, allowances)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch = StoreWatch(policy.pool, names, clock, observer)
@@ -152,6 +153,7 @@ class LedgerPool:
         """Forgets everything of an event loop that has ended, or of a pool that was closed."""
         self._outgrown.stop()
         self._alarm.stop()
+        self._goes_on_soon = False
         self._loop = None
         self._requests.clear()
         self._watch.forget()
@@ -270,7 +272,7 @@ class LedgerPool:
         is_busy = self._member.is_awaiting
         request = self._requests.came(lease, ticket_of(lease))
         self._member.submit(request.ticket, now_us)
-        self._run(now_us, UNBOUNDED if most == 0 else MOST_ADMITTED)
+        self._run(now_us, MOST_ADMITTED if most != 0 and others_wait else UNBOUNDED)
         if lease.grant is None and answered is not None and most == 0:
             await self._watch.looked_at(lease, answered, self._member, is_busy=is_busy)
         if lease.grant is None:
@@ -431,6 +433,8 @@ class LedgerPool:
         """Makes the calls that are due, and tells requests what they bring. All of it is at one moment, `now_us`."""
         if self._run_at_us is not None or (self._loop is None and self._link.is_shared):
             return
+        if self._goes_on_soon and most_admitted == MOST_ADMITTED:
+            return
         now_us = self.now_us() if now_us is None else now_us
         if self._member.is_quiet:
             if self._member.events:
@@ -444,11 +448,18 @@ class LedgerPool:
                 self._link.send(call, self)
                 admitted += self._tell_requests(now_us)
             self._tell_requests(now_us)  # a member that is alone admits in `poll`
+            if admitted >= MOST_ADMITTED:
+                due_us = self._member.due_us()
+                self._goes_on_soon = due_us is not None and due_us <= now_us
             if self._link.is_shared:
                 self._look_at_store()
         finally:
             self._run_at_us = None
         self._run_when_due()
+
+    def _run_in_turn(self) -> None:
+        self._goes_on_soon = False
+        self._run()
 
     def _look_at_store(self) -> None:
         self._watch.look(self._member)
