@@ -129,6 +129,8 @@ class Scheduler:
         self._now = 0
         self._total = NOTHING
         self._largest_prefill = 0
+        self._is_divided = False  # replicas see different engines
+        self._reach: dict[str, frozenset[str]] = {}
         self.change_rules(rules)
 
     # -- what comes, ends and changes
@@ -197,6 +199,7 @@ class Scheduler:
                 old.is_known = False
                 known[name] = old
         self.engines, self._is_steady = known, False
+        self._is_divided, self._reach = any(e.is_ready and e.unreachable_for for e in known.values()), {}
         for ticket in self.line:
             if ticket.engine is not None and ticket.engine not in known:
                 ticket.engine = None
@@ -264,12 +267,12 @@ class Scheduler:
         """Rule 6: the next step, one enters an engine or comes to stand in line. False where there is none."""
         self._choose_again()
         closed: set[str] = set()  # engines that those before want
-        is_stopped = False  # a small one before it has stood in line for 5 s
+        stopped: set[str] = set()  # engines for which a small one before it has stood in line for 5 s
         roomy = [engine for engine in self.engines.values() if not engine.is_full(self._now)]
         self.order = order = self.in_order()
         for candidate in order:
             _, ticket, order_class = candidate
-            if order_class == OTHER and is_stopped:
+            if order_class == OTHER and stopped and (not self._is_divided or stopped & self._reached(ticket.owner)):
                 continue
             if not self.fits(ticket):
                 if self.holds(ticket, order_class):
@@ -296,7 +299,8 @@ class Scheduler:
                 return True
             if wanted:
                 closed.add(wanted)
-                is_stopped = is_stopped or (is_late and self.is_small(ticket))
+                if is_late and self.is_small(ticket):
+                    stopped.add(wanted)
         return False
 
     # -- rule 3: order
@@ -328,10 +332,28 @@ class Scheduler:
         first = queue.next()
         if first is None:
             return []
-        if not self._owes(level) or self.is_small(first):
-            return [first]
-        small = queue.next(self.is_small)
-        return [first] if small is None else [first, small]
+        heads = [first]
+        if self._owes(level) and not self.is_small(first) and (small := queue.next(self.is_small)):
+            heads.append(small)
+        return heads + self._heads_elsewhere(queue, heads) if self._is_divided else heads
+
+    def _heads_elsewhere(self, queue: FairQueue, heads: Sequence[Ticket]) -> list[Ticket]:
+        """Where replicas see different engines: the next that can reach one which none before it can."""
+        seen, found = self._reached(heads[0].owner), list[Ticket]()
+        for ticket in queue.first_of_each_owner():
+            reached = self._reached(ticket.owner)
+            if not reached <= seen and ticket not in heads:
+                found.append(ticket)
+            seen |= reached
+        return found
+
+    def _reached(self, owner: str) -> frozenset[str]:
+        """The ready engines that a replica's tickets can enter."""
+        if (found := self._reach.get(owner)) is None:
+            engines = self.engines.values()
+            found = frozenset(e.id for e in engines if e.is_ready and owner not in e.unreachable_for)
+            self._reach[owner] = found
+        return found
 
     def class_of(self, ticket: Ticket, front: Ticket | None, heads: Sequence[Ticket]) -> OrderClass:
         """A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not.
@@ -486,9 +508,16 @@ class Scheduler:
         return other if ticket.hits.get(other, 0) >= ticket.hits.get(wanted or "", 0) else None
 
     def _has_place(self, ticket: Ticket, order_class: OrderClass) -> bool:
-        """Each tier has as many places in line as there are ready engines; class 0 has always one."""
-        places = sum(engine.is_ready for engine in self.engines.values())
-        return order_class == FIRST or self.tiers[ticket.tier].lined < places
+        """Each tier has as many places in line as there are ready engines; class 0 has always one.
+
+        Where replicas see different engines: as its replica sees, beside those that can reach one of these.
+        """
+        places, lined = sum(engine.is_ready for engine in self.engines.values()), self.tiers[ticket.tier].lined
+        if self._is_divided:
+            reached = self._reached(ticket.owner)
+            of_tier = (other for other in self.line if other.tier == ticket.tier)
+            places, lined = len(reached), sum(bool(reached & self._reached(other.owner)) for other in of_tier)
+        return order_class == FIRST or lined < places
 
     def _enter(self, ticket: Ticket, engine: str, order_class: OrderClass, over: dict[int, Rule]) -> Grant:
         if not ticket.is_in_line:
