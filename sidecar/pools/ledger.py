@@ -426,9 +426,9 @@ class Ledger:
             return
         granted: dict[str, list[Granted]] = {}
         most = UNBOUNDED if self._near is None else MOST_GRANTED
-        grants = state.scheduler.decide(state.last_call, most)
-        self._has_more = len(grants) >= most
-        for ticket, engine, sent, found, passed in grants:
+        decided = state.scheduler.decide(state.last_call, most)
+        self._has_more = len(decided) >= most
+        for ticket, engine, sent, found, passed in decided:
             member = state.members[ticket.owner]
             bid = int(ticket.id)
             del member.bids[bid]
