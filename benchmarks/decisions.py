@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.pools.calls import Cap, EngineView, PoolRules
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, TakeBack
+from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.tickets import Lease, Ticket
 
 ENGINE = "pool#1"
@@ -29,7 +29,7 @@ class Decisions:
     def __init__(self, rules: PoolRules, engines: Sequence[EngineView]) -> None:
         self._ledger = Ledger()
         self._member = Member("", rules, heartbeat_us=UNBOUNDED, lazy_us=UNBOUNDED, near=self._ledger)
-        self._member.knew = 1
+        self._member.pool.knew = 1
         self._member.view(engines, 0)
         self._waiting: dict[str, Ticket] = {}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from sidecar.fleet.mounted_engine import LOOK_EVERY_S, MountedEngine
 from sidecar.middleware.engine_view import DrainEnd, EngineAmount, EngineDocument
-from sidecar.pools.engines import EngineState, name_and_incarnation
+from sidecar.pools.engines import EngineFigures, name_and_incarnation
 from sidecar.pools.stats import bounded
 
 
@@ -58,7 +58,7 @@ class MountedView:
         if name != self.engine.name:
             raise KeyError(name)
 
-    def _own(self, ledger: EngineState | None) -> EngineDocument:
+    def _own(self, ledger: EngineFigures | None) -> EngineDocument:
         engine, size = self.engine, self.engine.size
         is_known = ledger is not None and ledger.takes_new
         return EngineDocument(
@@ -82,7 +82,7 @@ class MountedView:
         )
 
 
-def _other(ledger: EngineState) -> EngineDocument:
+def _other(ledger: EngineFigures) -> EngineDocument:
     """The engine of another process; its state is that of the pool, unless that process has reported it."""
     name, _, _ = ledger.id.rpartition("#")
     state = "capped" if ledger.is_capped else "ready"
@@ -107,5 +107,5 @@ def _other(ledger: EngineState) -> EngineDocument:
     )
 
 
-def _effective(ledger: EngineState) -> EngineAmount:
+def _effective(ledger: EngineFigures) -> EngineAmount:
     return EngineAmount(bounded(ledger.effective_tokens), bounded(ledger.effective_requests))

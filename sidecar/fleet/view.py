@@ -13,7 +13,7 @@ from sidecar.fleet.member import Member
 from sidecar.fleet.routing import FleetRouting
 from sidecar.middleware.engine_view import DrainEnd, EngineAmount, EngineDocument
 from sidecar.middleware.engine_watch import Cause
-from sidecar.pools.engines import EngineState
+from sidecar.pools.engines import EngineFigures
 from sidecar.pools.stats import bounded
 
 LOOK_EVERY_S = 0.1
@@ -116,7 +116,7 @@ class FleetView:
         is_idle = member.id != engine_id or not member.open_requests
         return is_idle and not any(ledger.takes_new or ledger.held_requests for ledger in ledgers)
 
-    def _of_member(self, member: Member, ledger: EngineState | None) -> EngineDocument:
+    def _of_member(self, member: Member, ledger: EngineFigures | None) -> EngineDocument:
         prompts = self._prompts(member.name)
         recent = self._recent[member.name].note(self._now_s(), prompts)
         is_measured = recent.counted > 0
@@ -163,7 +163,7 @@ class FleetView:
         return {reason.value: self.routing.replays[name, reason] for reason in ReplayReason}
 
 
-def _of_ledger(ledger: EngineState) -> EngineDocument:
+def _of_ledger(ledger: EngineFigures) -> EngineDocument:
     """An engine that is no member here: an earlier incarnation, or one that only other replicas name."""
     name, _, _ = ledger.id.rpartition("#")
     return EngineDocument(
@@ -186,13 +186,13 @@ def _of_ledger(ledger: EngineState) -> EngineDocument:
     )
 
 
-def _effective(ledger: EngineState | None) -> EngineAmount:
+def _effective(ledger: EngineFigures | None) -> EngineAmount:
     if ledger is None or not ledger.takes_new:
         return EngineAmount(0, 0)
     return EngineAmount(bounded(ledger.effective_tokens), bounded(ledger.effective_requests))
 
 
-def _held(ledger: EngineState | None) -> EngineAmount:
+def _held(ledger: EngineFigures | None) -> EngineAmount:
     return EngineAmount(0, 0) if ledger is None else EngineAmount(ledger.held_tokens, ledger.held_requests)
 
 

@@ -12,7 +12,7 @@ from sidecar.errors import AdmissionError, RemainingLimits
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
-from sidecar.pools.engines import EngineOffer, EngineState
+from sidecar.pools.engines import EngineFigures, EngineOffer
 from sidecar.scheduling.rate_limit import Charge
 from sidecar.scheduling.tickets import Gain
 
@@ -529,7 +529,7 @@ class EnginePool(Pool, Protocol):
         A new incarnation takes them. In a pool of one process its own offers say the same.
         """
 
-    def engines(self) -> Sequence[EngineState]:
+    def engines(self) -> Sequence[EngineFigures]:
         """Every engine's ledger, by name and incarnation; also of those that are gone and still hold something."""
 
 

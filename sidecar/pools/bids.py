@@ -70,6 +70,10 @@ class Bids:
         """All bids that the ledger may know."""
         return {bid: ticket for tier in self._tiers for bid, ticket in tier.shown.items()}
 
+    def are_more(self, level: int) -> bool:
+        """Whether others of a tier wait than those that are shown."""
+        return bool(self._tiers[level].queue)
+
     def virtual(self) -> list[float]:
         """The virtual time of each tier, as far as it is known here."""
         return [tier.queue.virtual for tier in self._tiers]

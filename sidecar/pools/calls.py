@@ -301,7 +301,7 @@ class EngineHeld(msgspec.Struct, array_like=True, frozen=True):
     cap_until_us: int
 
 
-class EngineState(msgspec.Struct, array_like=True, frozen=True):
+class EngineConfig(msgspec.Struct, array_like=True, frozen=True):
     """An engine as the pool sees it."""
 
     id: str
@@ -399,7 +399,7 @@ class Reply(msgspec.Struct, array_like=True):
     finish: list[tuple[str, str, float]] = []
     leaving: list[Cell] = []
     shortage: ShortageTold | None = None
-    config: list[EngineState] | None = None
+    config: list[EngineConfig] | None = None
     drained: list[Drain] | None = None
     lined: list[Lined] | None = None
     verdicts: list[Verdict] = []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask
-from sidecar.pools.engines import EngineOffer, EngineState, Found, sum_of_offers
+from sidecar.pools.engines import EngineFigures, EngineOffer, Found, sum_of_offers
 from sidecar.pools.stats import ALONE, bounded
+from sidecar.scheduling.scheduler import Scheduler
 
 NO_ENGINE = "no engine takes new requests at present"
 MOST_NAMED = 3
@@ -25,8 +26,33 @@ def change_sizes(sizes: SizeLimits, offers: Sequence[EngineOffer]) -> None:
     sizes.change_rules(sizes.policy.rules_of(tokens, requests), largest)
 
 
+def engines_of(
+    pool: Scheduler, claims: Mapping[str, int], now_us: int, offered: Collection[str]
+) -> Sequence[EngineFigures]:
+    """The engines of a pool, by name and incarnation; `claims` counts those in line for each.
+
+    One that gets nothing new and holds nothing is there while it is `offered`.
+    """
+    return [
+        EngineFigures(
+            engine.id,
+            engine.is_ready,
+            now_us < engine.cap_until_us,
+            engine.tokens,
+            engine.requests,
+            engine.prefill,
+            *engine.size(now_us),
+            *engine.held[:2],
+            engine.sent,
+            claims.get(engine.id, 0) if engine.is_ready else 0,
+        )
+        for engine in sorted(pool.engines.values(), key=lambda engine: engine.order)
+        if engine.is_ready or engine.held[1] or engine.id in offered
+    ]
+
+
 def engine_obstacle(
-    engines: Sequence[EngineState], ask: Ask, of_pool: tuple[Obstacle, str]
+    engines: Sequence[EngineFigures], ask: Ask, of_pool: tuple[Obstacle, str]
 ) -> tuple[Obstacle, str] | None:
     """Why no engine takes a request although the pool might; None where the obstacle is the pool's own."""
     taking = [engine for engine in engines if engine.takes_new]
@@ -58,26 +84,26 @@ def placed_on(found: Found | None, ask: Ask, claimed_us: int) -> Placed | None:
     return Placed(bounded(found.tokens), bounded(found.requests), *amounts, ask.prompt, ask.hits, claimed_us)
 
 
-def _has_room(engine: EngineState, ask: Ask) -> bool:
+def _has_room(engine: EngineFigures, ask: Ask) -> bool:
     return (
         engine.held_tokens + ask.tokens <= engine.effective_tokens
         and engine.held_requests + ask.requests <= engine.effective_requests
     )
 
 
-def _has_prefill(engine: EngineState, ask: Ask) -> bool:
+def _has_prefill(engine: EngineFigures, ask: Ask) -> bool:
     hit = dict(ask.hits).get(engine.id, 0)
     return engine.unprefilled_tokens + max(1, ask.prompt - hit) <= engine.effective_prefill
 
 
-def _have(engines: Sequence[EngineState]) -> str:
+def _have(engines: Sequence[EngineFigures]) -> str:
     names = [engine.id.rpartition("#")[0] for engine in engines]
     if len(names) > MOST_NAMED:
         return f"{len(names)} engines have"
     return f"engine {names[0]} has" if len(names) == 1 else f"engines {', '.join(names[:-1])} and {names[-1]} have"
 
 
-def engine_state(engine: EngineState) -> Mapping[str, object]:
+def engine_state(engine: EngineFigures) -> Mapping[str, object]:
     """One engine's ledger: JSON types only."""
     return {
         "engine": engine.id,

@@ -32,7 +32,7 @@ class EngineOffer(NamedTuple):
     since_us: int = 0
 
 
-class EngineState(NamedTuple):
+class EngineFigures(NamedTuple):
     """One engine's ledger, for people. Without slow start the effective amounts are those of the offer.
 
     `claims` counts those that stand in line for it.

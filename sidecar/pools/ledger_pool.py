@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -17,6 +16,7 @@ from sidecar.policy.model import Limits, Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools import calls
+from sidecar.pools.alarm import Alarm
 from sidecar.pools.base import (
     Ask,
     Grant,
@@ -29,26 +29,22 @@ from sidecar.pools.base import (
     TenantUse,
     WaitOutcome,
     new_lease,
-    use_of,
 )
 from sidecar.pools.calls import Cap, Drain, EngineView, Metered, Reply, WakeUp
 from sidecar.pools.clock import Clock, monotonic_us
-from sidecar.pools.engine_reports import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.engine_reports import change_sizes, placed_on
 from sidecar.pools.engine_size import EngineSize
-from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, EngineState, Found
+from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineFigures, EngineOffer, Found
 from sidecar.pools.ledger_link import Link, LocalLink
-from sidecar.pools.ledger_rules import engines_of, rules_of, ticket_of, views_of
-from sidecar.pools.ledger_usage import usage_alone, usage_of_all
+from sidecar.pools.ledger_rules import rules_of, ticket_of, views_of
 from sidecar.pools.limits import downgraded, metered, refusal, remaining
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, Mode, TakeBack
 from sidecar.pools.meter import Judged
 from sidecar.pools.outgrown import OutgrownRequests
-from sidecar.pools.queue_places import QueuePlaces
-from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_words, pool_state
+from sidecar.pools.pool_figures import PoolFigures
+from sidecar.pools.pool_requests import PoolRequest, PoolRequests
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
-from sidecar.pools.tenant_places import TenantPlaces
-from sidecar.pools.waits import Wait, Waits
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.scheduling.tickets import Lease as Held
@@ -59,15 +55,6 @@ POOL = "pool#1"
 
 MOST_ADMITTED = 16
 """After so many admissions the rest waits for the next turn of the event loop. One reply may have more of them."""
-
-
-class _Request(msgspec.Struct, eq=False, gc=False):
-    """A lease that waits or is held, as the ledger's side and the reports know it. `held` is None while it waits."""
-
-    lease: Lease
-    ticket: Ticket
-    wait: Wait
-    held: Held | None = None
 
 
 class LedgerPool:
@@ -101,28 +88,20 @@ class LedgerPool:
         self._has_names, self._weight_percent = weight_percent is not None, weight_percent
         self._rules = self._rules_of(policy)
         self._sizes = SizeLimits(policy)
-        self._places = QueuePlaces(self._sizes, len(policy.tiers))
         self._outgrown = OutgrownRequests(self._sizes, self._refuse_waiting)
-        self._names = tuple(tier.name for tier in policy.tiers)
-        self._waits = Waits(self._names)
-        self._tenants = [TenantPlaces() for _ in policy.tiers]
-        self._queued_tokens = [0] * len(policy.tiers)
-        self._requests: dict[str, _Request] = {}
-        self._waiting: dict[str, _Request] = {}
+        names = tuple(tier.name for tier in policy.tiers)
+        self._requests = PoolRequests(self._sizes, names)
         self._questions: dict[int, asyncio.Future[Judged]] = {}
         self._ids = count(1)
-        self._offers: Sequence[EngineOffer] = ()
         self._drained: set[str] = set()
-        self._paused: str | None = None
-        self._blocked_us = 0
-        self._blocked_since_us: int | None = None
         self._run_at_us: int | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at_us = 0
-        self._soon: asyncio.Handle | None = None
-        self._link = link or LocalLink(clock, allowances)
+        self._alarm = Alarm(self._run)
+        self._link = link or LocalLink(self._moment_us, allowances)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watch = StoreWatch(policy.pool, self._names, clock, observer)
+        self._watch = StoreWatch(policy.pool, names, clock, observer)
+        self._figures = PoolFigures(
+            self._sizes, self._requests, self._watch, self._link, size, has_names=self._has_names
+        )
         self.status, self.elsewhere = self._watch.status, Elsewhere()
         self._takes_over, self._is_sole_user = takes_over, is_sole_user
         self._member = self._new_member()
@@ -147,7 +126,7 @@ class LedgerPool:
         if self._size is not None:
             await self._size.reader.close()
         now_us = self.now_us()
-        for request in self._requests.values():
+        for request in self._requests.all():
             if request.held is not None:
                 self._member.end(request.held, now_us)
             else:
@@ -167,33 +146,25 @@ class LedgerPool:
         if self._loop is not loop:
             if self._loop is not None and self._link.is_shared:
                 self._start_over()
-            self._stop_timers()
+            self._outgrown.stop()
+            self._alarm.stop()
             self._loop = loop
             self._run()
         return loop
 
     def _start_over(self) -> None:
         """Forgets everything of an event loop that has ended, or of a pool that was closed."""
-        self._stop_timers()
+        self._outgrown.stop()
+        self._alarm.stop()
         self._loop = None
-        for request in list(self._requests.values()):
-            request.lease.is_over = True
-            self._stop_waiting(request)
         self._requests.clear()
         self._watch.forget()
         views = self._member.views.values()
-        self._member = self._new_member()
+        self._member = self._new_member(self._member.number)
         self._member.view(views, self.now_us())
         self._run()
 
-    def _stop_timers(self) -> None:
-        self._outgrown.stop()
-        for handle in (self._timer, self._soon):
-            if handle is not None:
-                handle.cancel()
-        self._timer = self._soon = None
-
-    def _new_member(self) -> Member:
+    def _new_member(self, last_number: int = 0) -> Member:
         policy, link = self._sizes.policy, self._link
         return Member(
             self.name,
@@ -206,6 +177,7 @@ class LedgerPool:
             lazy_us=link.lazy_us,
             size_now=self._size_now,
             near=link.near,
+            last_number=last_number,
         )
 
     # -- size and rules
@@ -229,10 +201,10 @@ class LedgerPool:
 
     def set_engines(self, offers: Sequence[EngineOffer]) -> None:
         """See `EnginePool.set_engines`. An operator's word on an engine ends with its incarnation."""
-        known = {offer.id for offer in self._offers}
+        known = {offer.id for offer in self._figures.offers}
         for name in {offer.id.rpartition("#")[0] for offer in offers if offer.id not in known} & self._drained:
             self.drain_engine(name, drains=False)
-        self._offers = offers
+        self._figures.offers = offers
         self._set_size(self._sizes.rules)
 
     def drain_engine(self, name: str, *, drains: bool) -> None:
@@ -252,7 +224,7 @@ class LedgerPool:
 
     def pause(self, reason: str | None) -> None:
         """See `Pool.pause`."""
-        self._paused = reason
+        self._figures.paused = reason
         self._member.pause(reason is not None, self.now_us())
         self._run()
 
@@ -263,14 +235,14 @@ class LedgerPool:
         """The pool has another size: some waiting requests may be too large, and others fit."""
         now_us = self.now_us()
         if self._has_names:
-            change_sizes(self._sizes, self._offers)
-            engines = views_of(self._offers, now_us)
+            change_sizes(self._sizes, self._figures.offers)
+            engines = views_of(self._figures.offers, now_us)
         else:
             self._sizes.change_rules(rules, self._sizes.policy.largest_engine)
             is_known = self._size is None or self._size.is_known
             engines = [EngineView(POOL, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=is_known)]
         self._member.view(engines, now_us)
-        self._outgrown.look(request.lease for request in self._waiting.values())
+        self._outgrown.look(request.lease for request in self._requests.waiting.values())
         self._run()
 
     # -- requests
@@ -291,17 +263,21 @@ class LedgerPool:
             answered = loop.create_future() if self._link.is_shared else None
             lease = new_lease(self, next(self._ids), ask, now_us, answered)
             await self._enter(lease, answered, now_us)
-        self._places.taken(lease.ask)
+        self._requests.places.taken(lease.ask)
         return lease
 
     async def _enter(self, lease: Lease, answered: asyncio.Future[None] | None, now_us: int) -> None:
         ask = lease.ask
-        most, queued, others_wait = self._sizes.places(ask.tier), self._waits.queued(ask.tier), bool(self._waiting)
-        displaced = self._find_place(ask, queued, most, now_us) if most and others_wait else None
+        most, queued, others_wait = (
+            self._sizes.places(ask.tier),
+            self._requests.queued(ask.tier),
+            bool(self._requests.waiting),
+        )
+        displaced = self._requests.find_place(ask, queued, most, now_us) if most and others_wait else None
         if displaced is not None:
-            self._refuse_waiting(displaced, self._places.queue_full(displaced.ask, queued, now_us))
+            self._refuse_waiting(displaced, self._requests.queue_full(displaced.ask, queued, now_us))
         is_busy = self._member.is_awaiting
-        request = self._new_request(lease)
+        request = self._requests.came(lease, ticket_of(lease))
         self._member.submit(request.ticket, now_us)
         self._run(now_us, UNBOUNDED if most == 0 else MOST_ADMITTED)
         if lease.grant is None and answered is not None and most == 0:
@@ -309,25 +285,25 @@ class LedgerPool:
         if lease.grant is None:
             if most is not None and not (most and others_wait):
                 self._find_place_or_leave(request, queued, most, now_us)
-            self._begin_to_wait(request)
+            self._requests.begins_to_wait(request)
             if answered is not None and most != 0:
                 await self._watch.looked_at(lease, answered, self._member, is_busy=is_busy)
 
     async def _enter_within(self, limits: Limits, lease: Lease, now_us: int) -> None:
         """The same within a tenant's limits: the ledger is asked by the call that shows the request."""
         ask, full, request = lease.ask, None, None
-        most, queued = self._sizes.places(ask.tier), self._waits.queued(ask.tier)
+        most, queued = self._sizes.places(ask.tier), self._requests.queued(ask.tier)
         try:
-            if most and self._waiting:
-                self._find_place(ask, queued, most, now_us)
-            request = self._new_request(lease)
+            if most and self._requests.waiting:
+                self._requests.find_place(ask, queued, most, now_us)
+            request = self._requests.came(lease, ticket_of(lease))
         except QueueFull as error:
             full = error
         asked = metered(lease.id, ask.tenant, ask.charged_tokens, limits, charges=full is None)
         try:
             judged = await self._judged(asked, None if request is None else request.ticket, now_us)
         except asyncio.CancelledError:
-            if request is not None and lease.ticket_id in self._requests:
+            if request is not None and self._requests.get(lease.ticket_id) is not None:
                 lease.is_over = True
                 self.end(lease, None)
             raise
@@ -344,8 +320,8 @@ class LedgerPool:
             lease.allowance = remaining(judged)
             if lease.grant is None and not lease.is_over:
                 if most is not None:
-                    self._find_place_or_leave(request, self._waits.queued(ask.tier), most, self.now_us())
-                self._begin_to_wait(request)
+                    self._find_place_or_leave(request, self._requests.queued(ask.tier), most, self.now_us())
+                self._requests.begins_to_wait(request)
                 if outgrown := self._sizes.outgrown(ask):
                     self._refuse_waiting(lease, outgrown)
 
@@ -364,46 +340,30 @@ class LedgerPool:
         finally:
             del self._questions[asked.number]
 
-    def _new_request(self, lease: Lease) -> _Request:
-        request = _Request(lease, ticket_of(lease), self._waits.came(lease.id, lease.tier, lease.entered_us))
-        self._requests[lease.ticket_id] = request
-        return request
-
-    def _find_place(self, ask: Ask, queued: int, most: int, now_us: int) -> Lease | None:
-        """The request that has to give its place, None where one is free. Raises QueueFull where there is neither."""
-        tenants = self._tenants[ask.tier]
-        if queued < most:
-            promised = self._places.promised(ask, queued, now_us)
-            if promised is None or tenants.is_within_share(ask.tenant, ask.weight, most, promised):
-                return None
-        elif (displaced := tenants.displaced(ask.tenant, ask.weight, most)) is not None:
-            return displaced
-        raise self._places.queue_full(ask, queued, now_us)
-
-    def _find_place_or_leave(self, request: _Request, queued: int, most: int, now_us: int) -> None:
+    def _find_place_or_leave(self, request: PoolRequest, queued: int, most: int, now_us: int) -> None:
         """A request was not admitted at once: there may be no place for it all the same."""
         try:
-            displaced = self._find_place(request.lease.ask, queued, most, now_us)
+            displaced = self._requests.find_place(request.lease.ask, queued, most, now_us)
         except QueueFull:
             self._member.meter.settle(request.lease.id, 0, now_us, is_counted=False, was_held=False)
             self._cancel(request, now_us)
             self._run(now_us)
             raise
         if displaced is not None:
-            self._refuse_waiting(displaced, self._places.queue_full(displaced.ask, queued, now_us))
+            self._refuse_waiting(displaced, self._requests.queue_full(displaced.ask, queued, now_us))
 
     def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
         """See `LeaseOwner.end`."""
         now_us = self.now_us()
         is_held, used = (True, used_tokens) if lease.grant is not None else (False, 0)
-        is_counted = lease.is_counted and (is_held or self._paused is None)
+        is_counted = lease.is_counted and (is_held or self._figures.paused is None)
         self._member.meter.settle(lease.id, used, now_us, is_counted=is_counted, was_held=is_held)
         request, grant = self._requests[lease.ticket_id], None
         if request.held is not None:
-            del self._requests[lease.ticket_id]
+            self._requests.ended(request)
             self._member.end(request.held, now_us)
         else:
-            grant = self._waits.so_far(request.wait, lease.tier, now_us)
+            grant = self._requests.so_far(request, now_us)
             self._cancel(request, now_us)
         self._run(now_us)
         if outcome is not None:
@@ -440,13 +400,9 @@ class LedgerPool:
             self._run()
 
     def _wait_again(self, lease: Lease, *, is_overtaken: bool) -> None:
-        now_us, request = self.now_us(), self._requests[lease.ticket_id]
+        now_us = self.now_us()
         self._member.hand_back(self._held(lease), lease.ask.barred, now_us)
-        request.held = None
-        lease.waits_again()
-        self._waits.came_back(request.wait, now_us, is_overtaken=is_overtaken)
-        self._waiting[lease.ticket_id] = request
-        self._queued_tokens[lease.tier] += request.ticket.tokens
+        self._requests.came_back(self._requests[lease.ticket_id], now_us, is_overtaken=is_overtaken)
         if error := self._sizes.outgrown(lease.ask):
             self._refuse_waiting(lease, error)
         self._run(now_us)
@@ -456,23 +412,8 @@ class LedgerPool:
         assert held is not None
         return held
 
-    def _begin_to_wait(self, request: _Request) -> None:
-        self._waiting[request.lease.ticket_id] = request
-        self._waits.begins(request.wait)
-        self._tenants[request.lease.tier].add(request.lease)
-        self._queued_tokens[request.lease.tier] += request.ticket.tokens
-
-    def _stop_waiting(self, request: _Request) -> None:
-        """Nothing changes where it did not begin to."""
-        if self._waiting.pop(request.lease.ticket_id, None) is None:
-            return
-        self._tenants[request.lease.tier].remove(request.lease)
-        self._waits.ended(request.wait)
-        self._queued_tokens[request.lease.tier] -= request.ticket.tokens
-
-    def _cancel(self, request: _Request, now_us: int) -> None:
-        self._stop_waiting(request)
-        del self._requests[request.lease.ticket_id]
+    def _cancel(self, request: PoolRequest, now_us: int) -> None:
+        self._requests.ended(request)
         self._member.cancel(request.ticket, now_us)
 
     def _refuse_waiting(self, lease: Lease, error: AdmissionError) -> None:
@@ -489,14 +430,9 @@ class LedgerPool:
 
     def _size_now(self, ticket: Ticket) -> None:
         """A waiting request is about to be shown to the ledger: more may be known of it than when it came."""
-        request = self._requests[ticket.id]
-        lease = request.lease
-        if lease.size_now is not None:
-            tokens = lease.size_now()
-            if ticket.id in self._waiting:
-                self._queued_tokens[lease.tier] += tokens - ticket.tokens
-            ticket.tokens = tokens
-            lease.ask = msgspec.structs.replace(lease.ask, tokens=tokens)
+        request = self._requests.get(ticket.id)
+        if request is not None and request.lease.size_now is not None:
+            self._requests.sized(request, request.lease.size_now())
 
     # -- calls to the ledger
 
@@ -520,7 +456,7 @@ class LedgerPool:
     def _look_at_store(self) -> None:
         self._watch.look(self._member)
         unjudged = self._watch.unjudged(self._member)
-        for lease in [it.lease for it in self._waiting.values()] if unjudged is None else unjudged:
+        for lease in [it.lease for it in self._requests.waiting.values()] if unjudged is None else unjudged:
             if refusal := self._watch.refusal(lease.ask, self._sizes.policy, self._member):
                 self._refuse_waiting(lease, refusal)
             lease.waits()
@@ -529,36 +465,24 @@ class LedgerPool:
         due_us = self._member.due_us()
         if due_us is None or due_us >= UNBOUNDED or self._run_at_us is not None:
             return
-        now_us = self.now_us()
-        if due_us <= now_us:
-            if self._soon is None:
-                self._soon = asyncio.get_running_loop().call_soon(self._run_soon)
-        elif self._timer is None or due_us < self._timer_at_us:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer_at_us = due_us
-            self._timer = asyncio.get_running_loop().call_later((due_us - now_us) / 1e6, self._run_in_time)
+        self._alarm.set(due_us, self.now_us())
 
-    def _run_soon(self) -> None:
-        self._soon = None
-        self._run()
-
-    def _run_in_time(self) -> None:
-        self._timer = None
-        self._run()
+    def _moment_us(self) -> int:
+        """Now; the moment of a call, while it is made: in the process bids then have the order of their arrivals."""
+        return self.now_us() if self._run_at_us is None else self._run_at_us
 
     def answered(self, reply: Reply) -> None:
         """See `LinkUser.answered`."""
-        now_us = self.now_us() if self._run_at_us is None else self._run_at_us
+        now_us = self._moment_us()
         is_statement = self._member.mode is Mode.STATING
         self._member.answered(reply, now_us)
-        self._note_blocked(now_us, is_blocked=bool(reply.lined))
+        self._figures.note_blocked(now_us, is_blocked=bool(reply.lined))
         if self._link.is_shared:
             self._tell_requests(now_us)
             self._watch.answered(reply)
             if reply.config is not None or reply.drained is not None:
                 self._takes_over = self._takes_over and not is_statement
-                self.elsewhere.heard(self._member, self._offers, is_first=is_statement)
+                self.elsewhere.heard(self._member, self._figures.offers, is_first=is_statement)
                 self._drained = set(self.elsewhere.draining)
         self._run()
 
@@ -591,8 +515,8 @@ class LedgerPool:
 
     def _tell_verdict(self, judged: Judged) -> None:
         number = judged.verdict.number
-        if judged.verdict.over is not None:
-            self._requests.pop(str(number), None)
+        if judged.verdict.over is not None and (request := self._requests.get(str(number))) is not None:
+            self._requests.ended(request)
         if not (question := self._questions[number]).done():
             question.set_result(judged)
 
@@ -603,18 +527,14 @@ class LedgerPool:
         if lease.has_grown():
             self._ask_again(request, held, now_us)
             return
-        level = self._member.whole_level(ticket, now_us)
-        grant = self._waits.so_far(request.wait, level, now_us, entered.passed)
+        grant = self._requests.admitted(request, self._member.whole_level(ticket, now_us), now_us, entered.passed)
         if self._has_names:
             *found, lined_us = entered.found
             placed = placed_on(Found(*found), lease.ask, lined_us)
             grant = msgspec.structs.replace(grant, engine=held.engine, placed=placed)
-        self._stop_waiting(request)
-        self._waits.admitted(request.wait, ticket.tokens, now_us)
-        self._places.admitted(ticket.tier, now_us)
         lease.granted(grant)
 
-    def _ask_again(self, request: _Request, held: Held, now_us: int) -> None:
+    def _ask_again(self, request: PoolRequest, held: Held, now_us: int) -> None:
         """It has grown since its bid was shown: it waits on, by its arrival."""
         request.held = None
         self._member.hand_back(held, request.lease.ask.barred, now_us)
@@ -625,19 +545,19 @@ class LedgerPool:
 
     def retry_after_s(self, tier: int) -> float:
         """See `Pool.retry_after_s`."""
-        return self._places.retry_after_s(tier, self._waits.queued(tier), self.now_us())
+        return self._requests.retry_after_s(tier, self.now_us())
 
     def mark(self, tier: int) -> QueueMark:
         """See `Pool.mark`."""
-        return self._places.mark(tier, self._waits.queued(tier))
+        return self._requests.mark(tier)
 
     def standing(self, tier: int, mark: QueueMark) -> QueueStanding:
         """See `Pool.standing`."""
-        return self._places.standing(tier, mark, self._waits.queued, self.now_us())
+        return self._requests.standing(tier, mark, self.now_us())
 
     def use_of(self, tenant: str) -> TenantUse:
         """See `Pool.use_of`."""
-        return use_of((request.lease for request in self._requests.values()), tenant)
+        return self._requests.use_of(tenant)
 
     async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
         """See `Pool.allowance`. Not known while the replica is not in its pool."""
@@ -649,81 +569,30 @@ class LedgerPool:
 
     def oldest(self) -> Sequence[Grant | None]:
         """See `Pool.oldest`."""
-        now_us, waits = self.now_us(), self._waits
-        oldest = [waits.oldest(tier) for tier in range(len(self._names))]
-        return [None if wait is None else waits.so_far(wait, wait.tier, now_us) for wait in oldest]
+        return self._requests.oldest(self.now_us())
 
-    def engines(self) -> Sequence[EngineState]:
+    def engines(self) -> Sequence[EngineFigures]:
         """See `EnginePool.engines`."""
-        now_us = self.now_us()
-        if not self._has_names:
-            return ()
-        return engines_of(self._member.mirror(now_us), self._claims(), now_us, {offer.id for offer in self._offers})
+        return self._figures.engines(self._member, self.now_us())
 
     def state(self) -> Mapping[str, object]:
         """See `Pool.state`; with the engines, where they are named, or the figures of the one that says its size."""
-        rules, usage = self._usage()
-        waiting = len(self._waiting)
-        state = pool_state(rules, usage, leases=len(self._requests) - waiting, waiting=waiting)
-        if self._size is not None:
-            state["engine"] = self._size.state()
-        if self._link.is_shared:
-            own = {"leases": len(self._requests) - waiting, "waiting": waiting}
-            state |= self._watch.state(self._member, own, usage, self._link.round_trips)
-        if not self._has_names:
-            return state
-        since_us, engines = self._blocked_since_us, [engine_state(engine) for engine in self.engines()]
-        blocked_us = self._blocked_us + (0 if since_us is None else self.now_us() - since_us)
-        return {**state, "engines": engines, "no_engine_fits_s": round(blocked_us / 1e6, 3)}
+        return self._figures.state(self._member, self.now_us())
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
         """See `Pool.obstacle`."""
-        if self._paused is not None:
-            return Obstacle.ENGINE, self._paused
-        if self._size is not None and self._size.is_held_back:
-            return HELD_BACK
-        rules, usage = self._usage()
-        if self.status.state is StoreState.DIVIDED:
-            return alone(rules, usage, ask)
-        of_pool = obstacle(rules, usage, ask)
-        of_engine = engine_obstacle(self.engines(), ask, of_pool) if self._has_names else None
-        return of_engine or of_pool
+        return self._figures.obstacle(self._member, ask, self.now_us())
 
     def readiness(self) -> Sequence[str]:
         """See `Pool.readiness`."""
-        of_engine = () if self._size is None else self._size.readiness()
-        return (*of_engine, *(self.status.readiness() if self._link.is_shared else ()))
+        return self._figures.readiness()
 
     def notices(self) -> Sequence[str]:
         """See `Pool.notices`."""
-        found = [] if self._size is None else [*self._size.notices()]
-        if self._link.is_shared:
-            found += self.status.notices(part_in_words(self._usage()[0], self._sizes.rules))
-        return found
+        return self._figures.notices(self._member, self.now_us())
 
     async def share(self, report: bytes, merge: Merge) -> PeerReports:
         """See `Pool.share`."""
         if self._link.is_shared and self.status.state is not StoreState.SHARED:
             raise NotShared(f"the store is {self.status.state.value}: {self.status.reason}")
         return await self._link.share(self.name, report, merge)
-
-    def _usage(self) -> tuple[PoolRules, Sequence[TierUsage]]:
-        """The rules of the pool's present size, and what its tiers hold in all processes and have waiting in this one.
-
-        A ticket that stands in line for its tier's floor holds its tokens.
-        """
-        queued = [(tokens, self._waits.queued(tier)) for tier, tokens in enumerate(self._queued_tokens)]
-        part, sizes = self._watch.part(self._member), self._sizes
-        if part is not None:
-            return usage_alone(sizes.policy, part, self._member, queued)
-        return usage_of_all(sizes, self._member.mirror(self.now_us()), queued, is_of_engines=self._has_names)
-
-    def _claims(self) -> Mapping[str, int]:
-        reply = self._member.reply
-        return {} if reply is None else Counter(lined.engine for lined in reply.lined or ())
-
-    def _note_blocked(self, now_us: int, *, is_blocked: bool) -> None:
-        """Keeps the time during which a request that fits the pool waits for an engine."""
-        if self._blocked_since_us is not None:
-            self._blocked_us += now_us - self._blocked_since_us
-        self._blocked_since_us = now_us if is_blocked else None

@@ -1,15 +1,14 @@
-"""A policy and the engines of a fleet, in the words of the ledger, and the ledger's engines in those of the fleet."""
+"""A policy, the engines of a fleet and a request that comes, in the words of the ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from fractions import Fraction
 
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Lease
 from sidecar.pools.calls import PPM, EngineView, PoolRules, TierRules
-from sidecar.pools.engines import EngineOffer, EngineState
-from sidecar.scheduling.scheduler import Scheduler
+from sidecar.pools.engines import EngineOffer
 from sidecar.scheduling.tickets import Ticket
 
 
@@ -54,31 +53,6 @@ def views_of(offers: Iterable[EngineOffer], now_us: int) -> list[EngineView]:
             offer.ramp_us,
         )
         for offer in offers
-    ]
-
-
-def engines_of(
-    pool: Scheduler, claims: Mapping[str, int], now_us: int, offered: Collection[str]
-) -> Sequence[EngineState]:
-    """The engines of a pool, by name and incarnation; `claims` counts those in line for each.
-
-    One that gets nothing new and holds nothing is there while it is `offered`.
-    """
-    return [
-        EngineState(
-            engine.id,
-            engine.is_ready,
-            now_us < engine.cap_until_us,
-            engine.tokens,
-            engine.requests,
-            engine.prefill,
-            *engine.size(now_us),
-            *engine.held[:2],
-            engine.sent,
-            claims.get(engine.id, 0) if engine.is_ready else 0,
-        )
-        for engine in sorted(pool.engines.values(), key=lambda engine: engine.order)
-        if engine.is_ready or engine.held[1] or engine.id in offered
     ]
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from sidecar.pools import calls
 from sidecar.pools.bids import Bids
 from sidecar.pools.calls import (
     ALONE_US,
     BIDS_SHOWN,
-    DEAD_US,
     HEARTBEAT_US,
     HOLD_US,
     LAYOUT,
@@ -23,6 +21,7 @@ from sidecar.pools.calls import (
     Cell,
     Charge,
     Drain,
+    EngineConfig,
     EngineView,
     Granted,
     Kind,
@@ -32,13 +31,13 @@ from sidecar.pools.calls import (
     ShortageTold,
     WakeUp,
 )
+from sidecar.pools.known_pool import KnownPool
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member_events import Entered, Event, Mode, Refused, TakeBack
 from sidecar.pools.meter import Meter
 from sidecar.pools.row import Row, sums_of
 from sidecar.pools.shortage_told import gone_of, shortage_of
-from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.amounts import UNBOUNDED, Amount
 from sidecar.scheduling.figures import aged_level, whole_level
 from sidecar.scheduling.preemption import leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
@@ -69,7 +68,7 @@ class Member:
     admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
     so much later; UNBOUNDED for a ledger that has no other replicas. `presumed`: how many replicas there are where the
     ledger never answered, 0 for not known. `shares_engines`: whether others can use the same engines. `near`: the
-    ledger, if it serves this replica alone, in this process.
+    ledger, if it serves this replica alone, in this process. `last_number`: of the last call under this name.
     """
 
     def __init__(
@@ -87,38 +86,33 @@ class Member:
         lazy_us: int = LAZY_US,
         size_now: Callable[[Ticket], None] = lambda _: None,
         near: Ledger | None = None,
+        last_number: int = 0,
     ) -> None:
         self.who, self.rules, self.layout = who, rules, layout
         self._own_rules = rules.as_rules()
         self.mode = Mode.JOINING
         self.is_closing = self.is_gone = self.is_foreign = False
-        self.knew = self.others_waiting = 0
+        self.others_waiting = 0
         self.leases: dict[str, Lease] = {}
         self.views: dict[str, EngineView] = {}
-        self.reply: Reply | None = None
-        """The last one with figures."""
         self._divides, self._beat_us, self._lazy_us = divides, heartbeat_us, lazy_us
-        self._presumed, self._shares_engines = presumed, shares_engines
         self._replaces, self._takes_over = True, takes_over
         self._names = [tier.name for tier in rules.tiers]
         self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
+        self.pool = KnownPool(self._row, presumed, shares_engines=shares_engines)
         self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
         self._near, self._size_now = near, size_now
         if near is not None:
-            near.serves(self.leases)
-        self._number = self._entered = 0
+            near.serves(self.leases, self._bids.are_more)
+        self._number, self._entered = last_number, 0
         self._acks: list[int] = []
         self._told: list[_Told] = []
         self._is_view_new = True
         self._leaving: dict[str, Lease] = {}
         self._is_leaving_new = False
-        self._config: dict[str, calls.EngineState] = {}
-        self._drained: dict[str, Drain] = {}
-        self._own_held: dict[str, tuple[int, int, int]] = {}
-        self._own_tiers: dict[str, Amount] = {}
         self._events: list[Event] = []
         self._in_flight: Call | None = None
-        self._sent_us = self._retry_us = self._last_answer_us = self._ahead_us = 0
+        self._sent_us = self._retry_us = 0
         self.first_failure_us: int | None = None
         self.failures = 0
         self._due_us: int | None = 0
@@ -157,8 +151,12 @@ class Member:
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
         was_asked = self.meter.give_up(ticket.number)  # and in a pool of other tiers it was given up as it was refused
-        if not was_asked and not self.is_foreign and self._bids.remove(ticket):
+        if was_asked or self.is_foreign:
+            return
+        if self._bids.remove(ticket):
             self._call_by(now_us)
+        elif self._near is not None:
+            self._near.look_at_queue(ticket.tier)
 
     def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
         """A lease holds other tokens."""
@@ -262,14 +260,19 @@ class Member:
         """Whether a call is on its way."""
         return self._in_flight is not None
 
+    @property
+    def reply(self) -> Reply | None:
+        """The last one with figures."""
+        return self.pool.reply
+
     def own(self) -> dict[str, Amount]:
         """What its leases hold, by tier."""
         return self._row.by_tier()
 
-    def seen(self) -> tuple[list[calls.EngineState], dict[str, Drain]]:
+    def seen(self) -> tuple[list[EngineConfig], dict[str, Drain]]:
         """The engines that the pool knows, and the operators' words on them, by name; its own also if not answered."""
         own = {told.record.engine: told.record for told in self._told if isinstance(told.record, Drain)}
-        return list(self._config.values()), {**self._drained, **own}
+        return list(self.pool.config.values()), {**self.pool.drained, **own}
 
     def waiting(self) -> int:
         """How many requests wait."""
@@ -332,9 +335,9 @@ class Member:
         if kind == "state":
             self._bids.go_back()
             self._is_view_new, self._acks = True, []
-            call.knew, call.rules, call.virtual = self.knew, self.rules, self._bids.virtual()
+            call.knew, call.rules, call.virtual = self.pool.knew, self.rules, self._bids.virtual()
             call.replaces, call.takes_over = self._replaces, self._takes_over
-            call.drains = list(self._drained.values())
+            call.drains = list(self.pool.drained.values())
         elif is_beat:
             call.bid_count = len(self._bids.shown) + len(self._bids.withdrawn)
         if self._near is None:
@@ -376,7 +379,7 @@ class Member:
         call = self._in_flight
         if call is None or reply.number != call.number:
             return
-        self._in_flight, self._last_answer_us, self.failures = None, now_us, 0
+        self._in_flight, self.pool.last_answer_us, self.failures = None, now_us, 0
         if reply.kind == "wait":
             self._bids.go_back()
             self.mode, self._retry_us = Mode.WAITING, now_us + RETRY_US
@@ -396,27 +399,19 @@ class Member:
 
     def _in_pool(self, call: Call, reply: Reply, now_us: int) -> None:
         self.mode, self.first_failure_us = Mode.SHARED, None
-        if reply.lined is None and self.reply is not None:
-            reply.lined = self.reply.lined
-        self.reply, self._ahead_us = reply, reply.now_us - now_us
+        self.pool.take(reply, now_us)
         self.is_foreign = reply.is_foreign
         if call.kind == "state":
             self._replaces = self._takes_over = False
         self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
-        if reply.config is not None:
-            self._config = {engine.id: engine for engine in reply.config}
-        if reply.drained is not None:
-            self._drained = {drain.engine: drain for drain in reply.drained}
-        if not reply.on_hold:
-            self.knew = reply.alive
         self._events += self.meter.take(call, reply.verdicts)
-        self._take(reply.grants, True, self._ahead_us)
+        self._take(reply.grants, True, self.pool.ahead_us)
         self.others_waiting = max(0, reply.waiting - len(self._bids.shown) - len(self._bids.withdrawn))
         self._bids.take_tags(reply)
         if self.is_foreign:
             self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
-            self._own_held, self._own_tiers = self._row.by_engine(), self._row.by_tier()
+            self.pool.own_is_told()
         if reply.shortage is not None and not self._is_leaving_new:
             self._take_room_back(reply, reply.shortage, now_us)
         if reply.next_us is not None and self.waiting():
@@ -426,7 +421,7 @@ class Member:
     def _take_room_back(self, reply: Reply, told: ShortageTold, now_us: int) -> None:
         """Rule 7, among the leases of this replica, by the sums of the reply."""
         levels = {name: level for level, name in enumerate(self._names)}
-        found, gone = shortage_of(told, levels, self._ahead_us), gone_of(reply.leaving, levels)
+        found, gone = shortage_of(told, levels, self.pool.ahead_us), gone_of(reply.leaving, levels)
         for lease in leases_to_take_back(self.mirror(now_us), found, list(self.leases.values()), now_us, gone):
             lease.is_chosen = self._is_leaving_new = True
             self._leaving[lease.ticket.id] = lease
@@ -443,25 +438,7 @@ class Member:
         if self._near is not None and self._near.state is not None:
             self._near.state.scheduler.look(now_us)
             return self._near.state.scheduler
-        scheduler = Scheduler(self._own_rules)
-        own, own_tiers = self._row.by_engine(), self._row.by_tier()
-        if self.reply is not None:
-            held = {engine.id: engine for engine in self.reply.held}
-            for engine in self._config.values():
-                of = Engine(engine.id, engine.tokens, engine.requests, engine.prefill, engine.speed, engine.is_ready)
-                of.since_us, of.ramp_us = engine.since_us - self._ahead_us, engine.ramp_us
-                if (now := held.get(engine.id)) is not None:
-                    tokens, requests, sent = minus(own.get(of.id, NOTHING), self._own_held.get(of.id, NOTHING))
-                    of.held = (now.tokens + tokens, now.requests + requests, now.prompt)
-                    of.sent, of.lined = now.sent + sent, now.lined
-                    of.cap_requests, of.cap_until_us = now.cap_requests, now.cap_until_us - self._ahead_us
-                scheduler.engines[engine.id] = of
-            for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=False):
-                change = minus(own_tiers.get(tier.tier, NOTHING), self._own_tiers.get(tier.tier, NOTHING))
-                state.on_engines, state.in_line = plus(tier.on_engines, change), tier.in_line
-                state.on_floor, state.in_line_on_floor = tier.on_floor, tier.in_line_on_floor
-        scheduler.look(now_us)
-        return scheduler
+        return self.pool.as_scheduler(self._own_rules, now_us)
 
     def _take(self, grants: Iterable[Granted], is_reply: bool, ahead_us: int) -> None:
         """`ahead_us`: of the ledger's clock.
@@ -522,7 +499,7 @@ class Member:
             self.is_gone = True
             return
         if self.mode in (Mode.SHARED, Mode.STATING, Mode.JOINING):
-            self.mode = Mode.LOST if self._known() and self._divides else Mode.JOINING
+            self.mode = Mode.LOST if self.pool.replicas() and self._divides else Mode.JOINING
         self._retry_us = now_us if self.failures == 1 else now_us + RETRY_US
         self._call_by(self._retry_us)
 
@@ -562,37 +539,14 @@ class Member:
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
         call.engines, call.cells = self.parts(now_us), self._row.state(is_first)
         call.acks, self._acks = self._acks, []
-        self.meter.put(call, self._alone, max(1, self.knew))
+        self.meter.put(call, self._alone, max(1, self.pool.knew))
         call.bids = self._bids.new(now_us, UNBOUNDED)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
 
-    def _known(self) -> int:
-        """How many replicas there are, 0 for not known. Who got only replies on hold knows of nobody."""
-        return self.knew or (0 if self._last_answer_us else self._presumed)
-
     def parts(self, now_us: int) -> list[EngineView]:
         """The engines of a replica that is alone; at UNBOUNDED as they are when the others have died."""
-        alive, parts = max(1, self._known()) if self._shares_engines else 1, []
-        held = {engine.id: engine for engine in self.reply.held} if self.reply is not None else {}
-        for view in self.views.values():
-            config = view if self.reply is None else self._config.get(view.id)
-            if config is None:
-                continue
-            sizes = []
-            known = held.get(view.id)
-            for d, size in enumerate((config.tokens, config.requests, config.prefill)):
-                part = size if size == UNBOUNDED else size // alive
-                if now_us < self._last_answer_us + DEAD_US and size != UNBOUNDED:
-                    taken = 0 if known is None else (known.tokens, known.requests, known.sent)[d]
-                    part = min(part, self._own_held.get(view.id, (0, 0, 0))[d] + max(0, size - taken) // alive)
-                sizes.append(part)
-            is_ready = view.is_reachable and (view.id.rpartition("#")[0] not in self._drained_names())
-            parts.append(EngineView(view.id, sizes[0], sizes[1], sizes[2], view.speed, is_ready))
-        return parts
-
-    def _drained_names(self) -> set[str]:
-        return {drain.engine for drain in self._drained.values() if drain.is_drained}
+        return self.pool.parts(self.views, now_us)
 
     def _owe(self, lease: Lease, owed_us: int, now_us: int) -> None:
         """The ledger counts it from the moment when it is told."""

@@ -9,12 +9,12 @@ may use it. Both sides add up to the same total exactly. The scheduler does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sidecar.events import Obstacle
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
-from sidecar.pools.base import Ask, Lease
+from sidecar.pools.base import Ask
 
 
 class TierUsage(NamedTuple):
@@ -53,16 +53,6 @@ def _tier_state(rules: TierRules, figures: TierUsage, loan: Loan) -> Mapping[str
         "borrowed": loan.borrowed,
         "lent": loan.lent,
     }
-
-
-def usage_of(leases: Iterable[Lease], tiers: int) -> Sequence[TierUsage]:
-    """What each of so many tiers holds and has waiting, by the leases themselves. A request that waits counts once."""
-    figures = [[0, 0, 0, 0] for _ in range(tiers)]
-    for lease in leases:
-        tier, waits = figures[lease.tier], lease.grant is None
-        tier[2 if waits else 0] += lease.ask.tokens
-        tier[3 if waits else 1] += 1 if waits else lease.ask.requests
-    return [TierUsage(*tier) for tier in figures]
 
 
 def part_in_words(part: PoolRules, whole: PoolRules) -> str:

@@ -45,7 +45,7 @@ class ModelReplica:
     mode = property(lambda self: self.member.mode.value)
     number = property(lambda self: self.member._number)
     is_foreign = property(lambda self: self.member.is_foreign)
-    last_answer = property(lambda self: self.member._last_answer_us)
+    last_answer = property(lambda self: self.member.pool.last_answer_us)
     open = property(lambda self: {bid: self.requests[t.id] for bid, t in self.member._bids.shown.items()})
 
     @property

@@ -40,7 +40,7 @@ class OneReplica:
         self.member = (near or Member)("one", stated, most_bids=most_bids, **alone)
         self.tickets, self.count = {}, 0
         self.set_engines(scenario.get("engines", [{"id": "pool#1", **scenario.get("capacity", {})}]), 0)
-        self.member.knew = 1
+        self.member.pool.knew = 1
         self.pump(0)
 
     def set_engines(self, offers, now):

@@ -26,6 +26,9 @@ from tests.support.redis_servers import RedisServer, first_binary
 os.environ["LUA_PATH"] = f"{Path(__file__).parents[1] / 'support' / 'lua'}/?.lua;;"
 
 
+pytestmark = pytest.mark.hasty  # replicas are as patient as they are
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with RedisServer(first_binary(), tmp_path_factory.mktemp("server")) as running:

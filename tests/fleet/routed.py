@@ -16,8 +16,6 @@ import aiohttp
 from sidecar.app import AdmissionMiddleware
 from sidecar.fleet.routing import FleetRouting, ReplayReason
 from sidecar.policy.compiler import load
-from sidecar.pools import LedgerPool
-from sidecar.pools.redis import RedisFleetPool
 from tests.fleet.waiting import until
 from tests.support.engine import Connection, RawEngine, Received, raw_engine
 from tests.support.middleware import Recorder, tasks_of_ours
@@ -104,7 +102,6 @@ class Routed:
         self.controller.observer = self.recorder
         assert isinstance(self.controller.routing, FleetRouting)
         self.routing = self.controller.routing
-        assert isinstance(self.routing.pool, LedgerPool | RedisFleetPool)
         self.pool: Any = self.routing.pool
         self.fleet = self.routing.fleet
 
@@ -153,7 +150,7 @@ class Routed:
         return dict(found)
 
     async def nothing_left(self) -> None:
-        """Fails unless no lease, ticket, un-prefilled token, in-flight count, task or story is left, soon."""
+        """Fails unless no lease, ticket, un-prefilled token, place in line, count, task or story is left, soon."""
         await until(lambda: not self._left())
         self.recorder.check()
 
@@ -161,13 +158,16 @@ class Routed:
         state: Any = self.controller.state()
         pool = state["pool"]
         found: list[object] = [pool["leases"], pool["waiting"], state["under_way"], state["aborting"]["requests"]]
-        is_shared = isinstance(self.pool, RedisFleetPool)  # then its own tasks go on
-        found += [state["aborting"]["tokens"], *(() if is_shared else (len(self.pool._waiting), *tasks_of_ours()))]
-        for engine in self.pool.engines():
-            found += [engine.held_tokens, engine.held_requests, engine.unprefilled_tokens, engine.claims]
+        is_shared = "store" in pool  # then its own tasks go on
+        found += [state["aborting"]["tokens"], *(() if is_shared else tasks_of_ours())]
         found += [member.in_flight for member in self.fleet.members()]
         for tier in pool["tiers"]:
-            found += [tier["held"]["tokens"], tier["held"]["requests"]]
+            found += [*tier["held"].values(), *tier["queued"].values()]
+        of_all = self.pool._member.mirror(self.pool.now_us())  # what the pool says of itself is read from this
+        for tier in of_all.tiers:
+            found += [*tier.used, *tier.in_line]
+        for engine in of_all.engines.values():
+            found += [*engine.held, engine.sent, engine.lined]
         return [it for it in found if it]
 
 

@@ -1,9 +1,5 @@
 -- The records of `calls.py` that are read: a call is checked before anything happens.
 
-local read_call
-
-do -- a script has at most 200 locals
-
 local is_record, is_list
 
 local function is_whole(value, least, most)
@@ -44,61 +40,40 @@ local IS = {
   end,
 }
 
--- The checks of a record, and which of its fields may be missing.
-local SHAPES = {}
-
-local function shape_of(kinds)
-  local shape = SHAPES[kinds]
-  if not shape then
-    shape = { may_be_missing = {} }
-    for i = 1, #kinds do
-      local kind = kinds:sub(i, i)
-      shape[i], shape.may_be_missing[i] = IS[kind] or IS[kind:lower()], not IS[kind]
-    end
-    SHAPES[kinds] = shape
-  end
-  return shape
-end
-
 function is_record(value, kinds, first)
-  local shape = shape_of(kinds)
   if type(value) ~= 'table' then return false end
   for i = first or 1, #kinds do
-    local it = value[i]
-    if not it and shape.may_be_missing[i] then
+    local kind = kinds:sub(i, i)
+    if not value[i] and not IS[kind] then
       value[i] = false
-    elseif not shape[i](it) then
+    elseif not (IS[kind] or IS[kind:lower()])(value[i]) then
       return false
     end
   end
   return true
 end
 
+-- A list of records; of what is no record where it is one kind.
 function is_list(value, kinds)
   if type(value) ~= 'table' then return false end
-  if next(value) == nil then return true end
-  local count, is_right = 0, #kinds == 1 and IS[kinds]
+  local count = 0
   for _ in pairs(value) do count = count + 1 end
   for i = 1, count do
-    if is_right and not is_right(value[i]) or not is_right and not is_record(value[i], kinds) then return false end
+    if not (IS[kinds] or is_record)(value[i], kinds) then return false end
   end
-  return count == #value
+  return true
 end
 
-local function list(kinds)
-  return function(value) return is_list(value, kinds) end
-end
+local function list(kinds) return function(value) return is_list(value, kinds) end end
 
-local function or_none(is_right)
-  return function(value) return not value or is_right(value) end
-end
+local function or_none(is_right) return function(value) return not value or is_right(value) end end
 
 local CALL = { IS.n, IS.t, IS.n, IS.k, list('tennnnnnn'), IS.b, or_none(IS.n), or_none(list('tennnnnnn')), list('n'), list('nttnpnphlnnGbF'),
   list('nt'), list('ttnp'), list('tn'), or_none(list('ennnpban')), list('enn'), list('tbn'), or_none(IS.r), IS.b, IS.b, IS.n, list('f'),
   list('ntnbNNNn'), list('ncNbb'), list('tn') }
 
 -- The call; else an error names its first field that is wrong.
-function read_call(packed)
+local function read_call(packed)
   local told, more = unpacked(packed)
   if type(told) ~= 'table' or more ~= nil then error('not one record', 0) end
   for i = 1, #CALL do
@@ -106,6 +81,4 @@ function read_call(packed)
   end
   if told[C_KIND] == 'state' and not told[C_RULES] then error('no rules', 0) end
   return told
-end
-
 end

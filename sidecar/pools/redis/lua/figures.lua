@@ -1,7 +1,5 @@
 -- Rule 1: what each tier may hold, in whole numbers (`figures.py`).
 
-local figures, largest_prefill, places, total
-
 -- `floor(share * whole / 10^12)` without rounding, and whether that is exact. `share` is in millionths of millionths.
 local function part(share, whole)
   local s, w = floor(share / PPM), floor(whole / PPM)

@@ -3,9 +3,7 @@
 -- ---- what a call says -------------------------------------------------------------------------------------------------
 
 local function acknowledge(member)
-  if #call[C_ACKS] == 0 then return end
-  local acked, kept = {}, {}
-  for _, id in ipairs(call[C_ACKS]) do acked[id] = true end
+  local acked, kept = acks(), {}
   for _, grant in ipairs(member[OUTBOX]) do
     if acked[grant[1]] then hold_cell(cell_of(grant), -1) else kept[#kept + 1] = grant end
   end
@@ -240,7 +238,7 @@ local function reply(member)
     engines, drained = engines_and_drained()
   end
   if member[IS_LINE_NEW] then member[IS_LINE_NEW], own_lined = false, lined_of_caller() end
-  return '\220\0\18' .. first .. held_text .. pack(tags(), leaving_of_all(), found, engines, drained, own_lined) .. limits.verdicts()
+  return '\220\0\18' .. first .. held_text .. pack(tags(), leaving_of_all(), found, engines, drained, own_lined) .. packed_verdicts()
 end
 
 -- ---- one call ---------------------------------------------------------------------------------------------------------
@@ -248,7 +246,7 @@ end
 -- Time never goes back, whichever server answers. Returns for how long the store was silent, nil where another layout is in force.
 local function begin()
   local names = { 'layout', 'state', 'held', 'config' }
-  limits.begin()
+  begin_limits()
   fields, changed, all_fields, queues, wake_ups, is_config_new, is_made = {}, {}, nil, {}, {}, false, false
   line, needs, held_text, known, kept[root] = nil, nil, nil, kept[root] or {}, nil -- a call that fails may have changed it
   for i, cell in ipairs(call[C_CELLS]) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end
@@ -291,7 +289,7 @@ local function answer()
   local last_number = member and member[LATEST_NUMBER] or 0
   if call[C_KIND] == 'state' then take_statement() end
   member = members[who]
-  limits.take(member, last_number)
+  take_limits(member, last_number)
   member[MEMBER_CALL], member[LATEST_NUMBER] = now, call[C_NUMBER]
   take_changes(member)
   end_hold()

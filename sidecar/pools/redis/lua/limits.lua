@@ -7,16 +7,10 @@ local A_REQUESTS, A_TOKENS, A_AT, A_SINCE, A_MEAN, A_REFUNDED, A_REQUESTS_REFUND
 -- A charge, as it is told.
 local CH_TENANT, CH_TOKENS, CH_AT, CH_TPM, CH_LEVEL, CH_REFUNDED, CH_REQUESTS, CH_REQUESTS_REFUNDED, CH_RPM = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
-local limits = {}
+-- Of one call: packed verdicts; what was changed or read of the keys.
+local verdicts, accounts, counts, are_counts_whole, gone
 
-do -- a script has at most 200 locals
-
-local verdicts -- of one call, packed
-local accounts, counts, seen, are_counts_whole, gone -- what was changed or read of the keys
-
-function limits.begin()
-  verdicts, accounts, counts, seen, are_counts_whole, gone = {}, {}, {}, {}, false, {}
-end
+local function begin_limits() verdicts, accounts, counts, are_counts_whole, gone = {}, {}, {}, false, {} end
 
 local function drain(account)
   local elapsed = max(0, now - account[A_AT])
@@ -39,10 +33,7 @@ local function account_of(tenant)
 end
 
 local function own_count(tenant)
-  if not counts[tenant] and not seen[tenant] then
-    seen[tenant] = not are_counts_whole and tonumber(redis_call('HGET', root .. ':n:' .. who, tenant)) or 0
-  end
-  return counts[tenant] or seen[tenant]
+  return counts[tenant] or not are_counts_whole and tonumber(redis_call('HGET', root .. ':n:' .. who, tenant)) or 0
 end
 
 local function running(tenant)
@@ -139,7 +130,7 @@ local function settle(charge, used, is_counted, was_held)
 end
 
 -- Decides what the call asks, and takes no bid of a request that is refused. `last_number`: of the replica's call before.
-function limits.take(member, last_number)
+local function take_limits(member, last_number)
   local is_statement = call[C_KIND] == 'state'
   if is_statement then counts, are_counts_whole = {}, true end
   for _, of in ipairs(call[C_RUNNING]) do counts[of[1]] = of[2] end
@@ -178,14 +169,14 @@ function limits.take(member, last_number)
 end
 
 -- `calls.Reply.verdicts`.
-function limits.verdicts()
+local function packed_verdicts()
   return (#verdicts < 16 and string.char(144 + #verdicts) or string.char(220, 0, #verdicts)) .. table.concat(verdicts)
 end
 
 -- A replica is gone, with all that its tenants had there.
-function limits.drop(name) gone[name] = true end
+local function drop_limits(name) gone[name] = true end
 
-function limits.write()
+local function write_limits()
   for tenant, account in pairs(accounts) do
     if account then
       local full_us = max(account[A_REQUESTS] / (account[A_RPM] or UNBOUNDED), account[A_TOKENS] / (account[A_TPM] or UNBOUNDED))
@@ -198,6 +189,4 @@ function limits.write()
     if count > 0 then redis_call('HSET', root .. ':n:' .. who, tenant, count) else redis_call('HDEL', root .. ':n:' .. who, tenant) end
   end
   if next(counts) or call[C_WHOLE] then redis_call('PEXPIRE', root .. ':n:' .. who, HOUR_MS) end
-end
-
 end

@@ -78,7 +78,7 @@ local function combine_views()
 end
 
 local function drop(name)
-  limits.drop(name)
+  drop_limits(name)
   drop_bids(name)
   drop_outbox(members[name])
   drop_cells(name)
@@ -124,13 +124,18 @@ local function end_hold()
   if now >= state[HOLD_UNTIL] or stated >= max(state[EXPECTED], 1) then state[HOLD_UNTIL] = 0 end
 end
 
+local function acks()
+  local acked = {}
+  for _, id in ipairs(call[C_ACKS]) do acked[id] = true end
+  return acked
+end
+
 local function is_accepted(member)
   if call[C_KIND] == 'ask' then return false end
   if call[C_KIND] == 'state' then return not member or call[C_NUMBER] > member[LATEST_NUMBER] end
   if not member or member[STATED] ~= state[EPOCH] or call[C_NUMBER] ~= member[LATEST_NUMBER] + 1 then return false end
   if not call[C_BID_COUNT] then return true end
-  local acked, unseen = {}, 0
-  for _, id in ipairs(call[C_ACKS]) do acked[id] = true end
+  local acked, unseen = acks(), 0
   for _, grant in ipairs(member[OUTBOX]) do
     if not acked[grant[1]] then unseen = unseen + 1 end
   end

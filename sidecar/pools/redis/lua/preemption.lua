@@ -1,9 +1,5 @@
 -- Rule 7: room that is taken back for the first in order that has waited long enough (`preemption.py`).
 
-local shortage_for_caller
-
-do
-
 -- What is as good as given free: sums of leases that are taken back, by tier and by engine.
 local function taken_back()
   local gone = { total = { 0, 0, 0 }, tiers = {}, engines = {} }
@@ -109,7 +105,7 @@ local function needed(tickets, engine)
 end
 
 -- The room that the caller is to take back (`calls.ShortageTold`). Another one, which has more to take from, is woken instead.
-function shortage_for_caller()
+local function shortage_for_caller()
   if state[HOLD_UNTIL] ~= 0 or (state[ASKED] and state[ASKED] ~= who and now < state[ASKED_UNTIL]) then return nil end
   state[ASKED] = false
   local found = shortage()
@@ -130,6 +126,4 @@ function shortage_for_caller()
   local engine, place = found.engine, found.place
   return { engine, place.class, place.before, place.key, needed({ found.served }, engine)[1], needed(found.before, engine),
     needed(found.burst, engine), sorted_keys(found.closed) }
-end
-
 end

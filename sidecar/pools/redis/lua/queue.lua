@@ -129,12 +129,6 @@ local function rank(queue, ticket)
   if bounds[ticket] > 0 then table.insert(list, low, ticket) end
 end
 
-local function unrank(queue, ticket)
-  for i = 1, queue.by_gain and #queue.by_gain or 0 do
-    if queue.by_gain[i] == ticket then return table.remove(queue.by_gain, i) end
-  end
-end
-
 local function queue_add(ticket)
   local tier, tenant = ticket[TIER], ticket[TENANT]
   local t, queue = tiers[tier], queue_of(tier)
@@ -159,16 +153,14 @@ local function take_out(queue, ticket)
   local tenant = ticket[TENANT]
   local list = lane_of(queue, tenant)
   if ticket[HAS_RETURNED] then list = queue.returned end
-  for i = 1, #list do
-    if list[i] == ticket then
-      table.remove(list, i)
-      break
-    end
-  end
+  take_from(list, ticket)
   queue.texts[tenant] = nil
   if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.starts[tenant] = nil, nil end
   tiers[ticket[TIER]][QUEUED] = tiers[ticket[TIER]][QUEUED] - 1
-  unrank(queue, ticket)
+  if queue.by_gain then
+    take_from(queue.by_gain, ticket)
+    queue.bounds[ticket] = nil
+  end
 end
 
 -- One that leaves by cancellation: it costs nothing.

@@ -2,10 +2,6 @@
 
 local FIRST, LINE, INSIDE, TURN, OTHER = 0, 1, 2, 3, 4 -- rule 3: the classes, in order
 
-local needs   -- ticket -> what it needs
-local granted -- what one decision admits, in order
-local NOBODY = {}
-
 -- ---- sums -------------------------------------------------------------------------------------------------------------
 
 -- U in one dimension.
@@ -226,7 +222,7 @@ local function candidates(open)
       list[#list + 1] = place_of(ticket, class)
     end
   end
-  for _, slot in ipairs(open or NOBODY) do is_open[config.engines[slot][E_ID]] = true end
+  for slot in pairs(open or NOBODY) do is_open[config.engines[slot][E_ID]] = true end
   for _, ticket in ipairs(load_line()) do
     if not fronts[ticket[TIER]] and not is_for_floor(ticket) then fronts[ticket[TIER]] = ticket end
   end
@@ -234,7 +230,7 @@ local function candidates(open)
     local tier = ticket[TIER]
     local may_be_early = ticket == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST]
     local is_plain = not is_for_floor(ticket) and rules[R_TIERS][tier][T_LIMIT] >= PPM
-    if not may_be_early and open and (#open == 0 or (is_plain and ticket[STAYS] and not is_open[ticket[ENGINE]])) then
+    if not may_be_early and open and (not next(open) or (is_plain and ticket[STAYS] and not is_open[ticket[ENGINE]])) then
       local at = rules[R_BY_GAIN] and ticket or tier -- by level the first of a tier is the one that came first
       if not left_out[at] or is_before(ticket, left_out[at]) then left_out[at] = ticket end
     else
@@ -299,12 +295,7 @@ local function wait_for(ticket, slot)
 end
 
 local function leave_line(ticket)
-  for i = 1, #line do
-    if line[i] == ticket then
-      table.remove(line, i)
-      break
-    end
-  end
+  take_from(line, ticket)
   tiers[ticket[TIER]][LINED] = tiers[ticket[TIER]][LINED] - 1
   if #line == 0 then state[LEAST], state[MOST] = UNBOUNDED, { 0, 0, 0 } end
   moved(ticket)
@@ -382,41 +373,23 @@ local function join(ticket, slot)
   wait_for(ticket, slot)
 end
 
--- The engines with room for the smallest that waits, and its tokens. Beside them nobody can enter.
+-- The slots of engines with room for the smallest that waits, and its tokens. Beside them nobody can enter.
 local function find_open()
   local least, open = state[LEAST], {}
   for tier = 1, #tiers do least = min(least, tiers[tier][SMALLEST]) end
   for slot, engine in ipairs(config.engines) do
     local tokens, requests, prefill = size_of(engine)
     local it = held[slot]
-    local sent = it[H_SENT]
-    if is_ready(engine) and it[H_TOKENS] + least <= tokens and it[H_REQUESTS] < min(requests, cap_of(slot))
-      and (sent == 0 or sent < prefill) then
-      open[#open + 1] = slot
-    end
+    open[slot] = is_ready(engine) and it[H_TOKENS] + least <= tokens and it[H_REQUESTS] < min(requests, cap_of(slot))
+      and (it[H_SENT] == 0 or it[H_SENT] < prefill) or nil
   end
   return open, least
 end
 
-local function close(open, slot)
-  for i = #open, 1, -1 do
-    if open[i] == slot then table.remove(open, i) end
-  end
-end
-
 -- The engine that it enters now: the one that it wants, or the best other one without less of its prompt.
 local function engine_for(ticket, own, open, takes_any)
-  local other, least
-  for i = 1, #open do
-    if open[i] == own and has_room(ticket, own, NOBODY) then return own end
-  end
-  for i = 1, #open do
-    local slot = open[i]
-    if slot ~= own and could_take(ticket, slot) and has_room(ticket, slot, NOBODY) then
-      local points = score(ticket, slot)
-      if not least or points < least then other, least = slot, points end
-    end
-  end
+  if own and open[own] and has_room(ticket, own, NOBODY) then return own end
+  local other = best_of(ticket, function(slot) return open[slot] and could_take(ticket, slot) and has_room(ticket, slot, NOBODY) end)
   if not other or takes_any then return other end
   local hits = ticket[HITS]
   local hit, own_hit = hits[config.engines[other][E_ID]] or 0, own and hits[config.engines[own][E_ID]] or 0
@@ -475,8 +448,8 @@ local function visit(place, open, ...)
   end
   if joins then return true end
   if own then
-    close(open, own)
-    open.is_stopped = open.is_stopped or (is_late and is_small(ticket)) -- a small one has stood in line for 5 s
+    open[own] = nil
+    if is_late and is_small(ticket) then open.is_stopped = true end -- a small one has stood in line for 5 s
   end
 end
 
@@ -484,11 +457,11 @@ end
 local function step()
   local open, least = find_open()
   if total[1] + least > figures.C[1] or total[2] >= figures.C[2] then return false end -- nothing that waits fits the pool
-  if #open == 0 and not someone_may_join() and not front_may_stand_for_floor() then return false end
+  if not next(open) and not someone_may_join() and not front_may_stand_for_floor() then return false end
   local early, others, left_out = candidates(is_line_calm() and open)
   for _, places in ipairs({ early, others }) do
     if places == others then
-      if open.is_stopped or (#open == 0 and not someone_may_join()) then return false end
+      if open.is_stopped or (not next(open) and not someone_may_join()) then return false end
       table.sort(others, is_place_before)
     end
     for i = 1, #places do

@@ -11,14 +11,10 @@ local function write()
     end
   end
   for name, is_stored in pairs(changed) do
-    local tier = name:match('^q:(%d+)$')
-    if tier then
-      add(name, packed_queue(tonumber(tier)), fields[name])
-    elseif name == 'line' then
-      add(name, #line > 0 and pack(packed_tickets(line)), fields.line)
-    else
-      add(name, fields[name], is_stored)
-    end
+    local tier, value = name:match('^q:(%d+)$'), fields[name]
+    if tier then value, is_stored = packed_queue(tonumber(tier)), value end
+    if name == 'line' then value, is_stored = #line > 0 and pack(packed_tickets(line)), value end
+    add(name, value, is_stored)
   end
   local packed_heads = {}
   for tier = 1, #heads do packed_heads[tier] = heads[tier] and packed_ticket(heads[tier]) end
@@ -29,7 +25,7 @@ local function write()
     add('config', pack(config))
   end
   if is_made then redis_call('DEL', root) end
-  limits.write()
+  write_limits()
   for i = 1, #put, MOST_AT_ONCE do redis_call('HSET', root, unpack(put, i, min(#put, i + MOST_AT_ONCE - 1))) end
   for i = 1, #gone, MOST_AT_ONCE do redis_call('HDEL', root, unpack(gone, i, min(#gone, i + MOST_AT_ONCE - 1))) end
   if call[C_WHOLE] then redis_call('PEXPIRE', root, HOUR_MS) end -- the pool vanishes an hour after the last heartbeat

@@ -1,0 +1,164 @@
+"""The requests of one process in its pool: their places in the queues, their waits, and what they held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from sidecar.errors import QueueFull
+from sidecar.policy.size_limits import SizeLimits
+from sidecar.pools.base import Ask, Grant, Lease, QueueMark, QueueStanding, TenantUse, use_of
+from sidecar.pools.queue_places import QueuePlaces
+from sidecar.pools.tenant_places import TenantPlaces
+from sidecar.pools.waits import Wait, Waits
+from sidecar.scheduling.tickets import Lease as Held
+from sidecar.scheduling.tickets import Ticket
+
+
+class PoolRequest(msgspec.Struct, eq=False, gc=False):
+    """A lease that waits or is held, as the ledger's side and the reports know it. `held` is None while it waits."""
+
+    lease: Lease
+    ticket: Ticket
+    wait: Wait
+    held: Held | None = None
+
+
+class PoolRequests:
+    """Of a pool with tiers of these names. Some that are neither held nor in `waiting` are just entering."""
+
+    def __init__(self, sizes: SizeLimits, names: Sequence[str]) -> None:
+        self.places = QueuePlaces(sizes, len(names))
+        self.waiting: dict[str, PoolRequest] = {}
+        self._sizes = sizes
+        self._all: dict[str, PoolRequest] = {}
+        self._waits = Waits(names)
+        self._tenants = [TenantPlaces() for _ in names]
+        self._queued_tokens = [0] * len(names)
+
+    def __getitem__(self, ticket_id: str) -> PoolRequest:
+        return self._all[ticket_id]
+
+    def get(self, ticket_id: str) -> PoolRequest | None:
+        """The request of a ticket, None where it is over."""
+        return self._all.get(ticket_id)
+
+    def all(self) -> list[PoolRequest]:
+        """All of them."""
+        return list(self._all.values())
+
+    def held(self) -> int:
+        """How many do not wait."""
+        return len(self._all) - len(self.waiting)
+
+    def came(self, lease: Lease, ticket: Ticket) -> PoolRequest:
+        """A request is entering."""
+        request = PoolRequest(lease, ticket, self._waits.came(lease.id, lease.tier, lease.entered_us))
+        self._all[lease.ticket_id] = request
+        return request
+
+    def begins_to_wait(self, request: PoolRequest) -> None:
+        """It takes a place in its tier's queue."""
+        lease = request.lease
+        self.waiting[lease.ticket_id] = request
+        self._waits.begins(request.wait)
+        self._tenants[lease.tier].add(lease)
+        self._queued_tokens[lease.tier] += request.ticket.tokens
+
+    def stops_waiting(self, request: PoolRequest) -> None:
+        """Its place is free. Nothing changes where it had none."""
+        lease = request.lease
+        if self.waiting.pop(lease.ticket_id, None) is None:
+            return
+        self._tenants[lease.tier].remove(lease)
+        self._waits.ended(request.wait)
+        self._queued_tokens[lease.tier] -= request.ticket.tokens
+
+    def ended(self, request: PoolRequest) -> None:
+        """It is over: it has left, or was held."""
+        self.stops_waiting(request)
+        del self._all[request.lease.ticket_id]
+
+    def admitted(self, request: PoolRequest, level: int, now_us: int, passed: Mapping[str, str]) -> Grant:
+        """It enters an engine: how it has waited."""
+        grant = self._waits.so_far(request.wait, level, now_us, passed)
+        self.stops_waiting(request)
+        self._waits.admitted(request.wait, request.ticket.tokens, now_us)
+        self.places.admitted(request.ticket.tier, now_us)
+        return grant
+
+    def came_back(self, request: PoolRequest, now_us: int, *, is_overtaken: bool) -> None:
+        """One that was held waits again, by its first arrival. It takes no place from others."""
+        lease, request.held = request.lease, None
+        lease.waits_again()
+        self._waits.came_back(request.wait, now_us, is_overtaken=is_overtaken)
+        self.waiting[lease.ticket_id] = request
+        self._queued_tokens[lease.tier] += request.ticket.tokens
+
+    def sized(self, request: PoolRequest, tokens: int) -> None:
+        """It asks for other tokens than when it came."""
+        lease = request.lease
+        if lease.ticket_id in self.waiting:
+            self._queued_tokens[lease.tier] += tokens - request.ticket.tokens
+        request.ticket.tokens = tokens
+        lease.ask = msgspec.structs.replace(lease.ask, tokens=tokens)
+
+    def clear(self) -> None:
+        """All are gone."""
+        for request in self.all():
+            request.lease.is_over = True
+            self.stops_waiting(request)
+        self._all.clear()
+
+    # -- places in the queues
+
+    def find_place(self, ask: Ask, queued: int, most: int, now_us: int) -> Lease | None:
+        """The request that has to give its place, None where one is free. Raises QueueFull where there is neither."""
+        tenants = self._tenants[ask.tier]
+        if queued < most:
+            promised = self.places.promised(ask, queued, now_us)
+            if promised is None or tenants.is_within_share(ask.tenant, ask.weight, most, promised):
+                return None
+        elif (displaced := tenants.displaced(ask.tenant, ask.weight, most)) is not None:
+            return displaced
+        raise self.queue_full(ask, queued, now_us)
+
+    def queue_full(self, ask: Ask, queued: int, now_us: int) -> QueueFull:
+        """The refusal of a request that found no place, or lost it."""
+        return self.places.queue_full(ask, queued, now_us)
+
+    # -- figures
+
+    def queued(self, tier: int) -> int:
+        """How many of a tier wait."""
+        return self._waits.queued(tier)
+
+    def queues(self) -> Sequence[tuple[int, int]]:
+        """The tokens and the number of those that wait, by tier."""
+        return [(tokens, self._waits.queued(tier)) for tier, tokens in enumerate(self._queued_tokens)]
+
+    def so_far(self, request: PoolRequest, now_us: int) -> Grant:
+        """How it has waited."""
+        return self._waits.so_far(request.wait, request.lease.tier, now_us)
+
+    def oldest(self, now_us: int) -> Sequence[Grant | None]:
+        """See `Pool.oldest`."""
+        oldest = [self._waits.oldest(tier) for tier in range(len(self._tenants))]
+        return [None if wait is None else self._waits.so_far(wait, wait.tier, now_us) for wait in oldest]
+
+    def retry_after_s(self, tier: int, now_us: int) -> float:
+        """See `Pool.retry_after_s`."""
+        return self.places.retry_after_s(tier, self.queued(tier), now_us)
+
+    def mark(self, tier: int) -> QueueMark:
+        """See `Pool.mark`."""
+        return self.places.mark(tier, self.queued(tier))
+
+    def standing(self, tier: int, mark: QueueMark, now_us: int) -> QueueStanding:
+        """See `Pool.standing`."""
+        return self.places.standing(tier, mark, self.queued, now_us)
+
+    def use_of(self, tenant: str) -> TenantUse:
+        """See `Pool.use_of`."""
+        return use_of((request.lease for request in self._all.values()), tenant)

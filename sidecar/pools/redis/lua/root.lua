@@ -1,0 +1,135 @@
+-- The root's fields, and what is in them.
+
+-- Whether a text comes before another, byte by byte: the server's own order is that of its locale.
+local function is_less(a, b)
+  if a == b then return false end
+  for i = 1, min(#a, #b) do
+    local x, y = a:byte(i), b:byte(i)
+    if x ~= y then return x < y end
+  end
+  return #a < #b
+end
+
+local function sorted_keys(of)
+  local names = {}
+  for name in pairs(of) do names[#names + 1] = name end
+  table.sort(names, is_less)
+  return names
+end
+
+local function take_from(list, it)
+  for i = 1, #list do
+    if list[i] == it then return table.remove(list, i) end
+  end
+end
+
+local function tier_of(name)
+  for i = 1, #tiers do
+    if tiers[i][NAME] == name then return i end
+  end
+end
+
+-- ---- the root ---------------------------------------------------------------------------------------------------------
+
+local function field(name)
+  if fields[name] == nil then fields[name] = not is_made and redis_call('HGET', root, name) end
+  return fields[name]
+end
+
+local function set_field(name, value)
+  if changed[name] == nil then changed[name] = field(name) and true end -- whether the store has one
+  fields[name] = value or false
+end
+
+-- Reads many.
+local function read_fields(names)
+  for i = 1, is_made and 0 or #names, MOST_AT_ONCE do
+    local part = { unpack(names, i, min(#names, i + MOST_AT_ONCE - 1)) }
+    for j, value in ipairs(redis_call('HMGET', root, unpack(part))) do fields[part[j]] = value end
+  end
+end
+
+local function create(offset)
+  state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, false, false, UNBOUNDED, { 0, 0, 0 }, false }
+  members, heads, held, tiers, config, rules = {}, {}, {}, {}, { engines = {}, drained = {} }, nil
+  fields, changed, is_config_new, is_made, wake_ups[#wake_ups + 1] = {}, {}, true, true, { '', {}, false, 0 }
+end
+
+-- The parts of a field.
+local function parts_of(name)
+  local text, it = field(name), known[name]
+  if it and it[1] == text then return it[2], it[3], it[4] end
+  return unpacked(text)
+end
+
+local function load()
+  state, members, heads = parts_of('state')
+  held, tiers = parts_of('held')
+  config = parts_of('config')
+  rules = config.rules
+end
+
+-- ---- cells: what a replica states -------------------------------------------------------------------------------------
+
+local function cell_field(name, tier, id) return 'c:' .. name .. '\0' .. tier .. '\0' .. id end
+
+-- The names of the fields of a replica's cells.
+local function cells_of(name)
+  local prefix, missing, found = cell_field(name, '', ''):sub(1, -2), {}, {}
+  all_fields = all_fields or is_made and {} or redis_call('HKEYS', root)
+  for _, it in ipairs(all_fields) do
+    if fields[it] == nil and it:sub(1, #prefix) == prefix then missing[#missing + 1] = it end
+  end
+  read_fields(missing)
+  for it, value in pairs(fields) do
+    if value and it:sub(1, #prefix) == prefix then found[#found + 1] = it end
+  end
+  return found
+end
+
+local function for_cells(name, each)
+  for _, it in ipairs(cells_of(name)) do each(unpacked(fields[it])) end
+end
+
+-- ---- tickets, packed as long as nobody looks at them ------------------------------------------------------------------
+
+local function packed_ticket(ticket)
+  if type(ticket) == 'string' then return ticket end
+  ticket.packed = ticket.packed or pack(ticket)
+  return ticket.packed
+end
+
+-- The ticket at a place of a list.
+local function ticket_at(list, i)
+  local ticket = list[i]
+  if type(ticket) == 'string' then
+    list[i] = unpacked(ticket)
+    list[i].packed, ticket = ticket, list[i]
+  end
+  return ticket
+end
+
+local function packed_tickets(tickets)
+  local found = {}
+  for i = 1, #tickets do found[i] = packed_ticket(tickets[i]) end
+  return found
+end
+
+local function is_before(a, b) -- by arrival
+  if a[ARRIVED] ~= b[ARRIVED] then return a[ARRIVED] < b[ARRIVED] end
+  if a[OWNER] ~= b[OWNER] then return is_less(a[OWNER], b[OWNER]) end
+  return a[NUMBER] < b[NUMBER]
+end
+
+local function load_line()
+  if not line then
+    line = field('line') and parts_of('line') or {}
+    for i = 1, #line do ticket_at(line, i) end
+  end
+  return line
+end
+
+-- One in line is another than it was.
+local function change_line(ticket) ticket.packed, state[NEXT], changed.line = nil, false, true end
+
+local function moved(ticket) members[ticket[OWNER]][IS_LINE_NEW] = true end
