@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-
 from sidecar.pools.redis.protocol import root_key
+
 from tests.cluster.replicas import POLICY, Replica, overload, replicas
 from tests.support.redis_servers import RedisServer, first_binary
 
