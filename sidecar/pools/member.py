@@ -68,7 +68,7 @@ class Member:
     admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
     so much later; UNBOUNDED for a ledger that has no other replicas. `presumed`: how many replicas there are where the
     ledger never answered, 0 for not known. `shares_engines`: whether others can use the same engines. `near`: the
-    ledger, if it serves this replica alone, in this process.
+    ledger, if it serves this replica alone, in this process. `last_number`: of the last call under this name.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Member:
         lazy_us: int = LAZY_US,
         size_now: Callable[[Ticket], None] = lambda _: None,
         near: Ledger | None = None,
+        last_number: int = 0,
     ) -> None:
         self.who, self.rules, self.layout = who, rules, layout
         self._own_rules = rules.as_rules()
@@ -102,8 +103,8 @@ class Member:
         self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
         self._near, self._size_now = near, size_now
         if near is not None:
-            near.serves(self.leases)
-        self._number = self._entered = 0
+            near.serves(self.leases, self._bids.are_more)
+        self._number, self._entered = last_number, 0
         self._acks: list[int] = []
         self._told: list[_Told] = []
         self._is_view_new = True
@@ -151,8 +152,12 @@ class Member:
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
         was_asked = self.meter.give_up(ticket.number)  # and in a pool of other tiers it was given up as it was refused
-        if not was_asked and not self.is_foreign and self._bids.remove(ticket):
+        if was_asked or self.is_foreign:
+            return
+        if self._bids.remove(ticket):
             self._call_by(now_us)
+        elif self._near is not None:
+            self._near.look_at_queue(ticket.tier)
 
     def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
         """A lease holds other tokens."""
