@@ -93,6 +93,8 @@ class StoreWatch:
             state = StoreState.CLOSED
         if state is not StoreState.CONNECTING and member.mode not in (Mode.STATING, Mode.LOST):
             self.status.change(state, reason, is_refused=is_refused)
+        elif state is StoreState.CONNECTING and member.failures:
+            self.status.reason = reason
         if member.failures or member.mode in (Mode.SHARED, Mode.WAITING):
             self.decided.set()
 

@@ -24,14 +24,13 @@ from sidecar.lengths.buckets import LengthKey
 from sidecar.lengths.estimator import LengthEstimator, Source
 from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.policy.model import Mode
-from sidecar.policy.store import store_address
 from sidecar.pools import PeerReport, PeerReports
 from sidecar.pools.base import MOST_REPORT_BYTES
-from sidecar.pools.redis import RedisPool, connector
 from sidecar.telemetry.dry_run import DryRunCounts, DryRunReport
 from sidecar.telemetry.recent import Bucket, Overtakings
 from tests.cluster.test_overview import policy_of, sources_of
 from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import shared_pool
 
 pytestmark = pytest.mark.anyio
 NOW_S = 1_700_000_003.0
@@ -226,7 +225,7 @@ async def test_each_of_twenty_replicas_shows_all_of_them(tmp_path: Path, monkeyp
     monkeypatch.setattr(module, "SHARE_EVERY_S", 0.05)
     policy = policy_of()
     with RedisServer(first_binary(), tmp_path) as server:
-        pools = [RedisPool(policy, connector(store_address(server.url), policy.pool)) for _ in range(20)]
+        pools = [shared_pool(policy, server) for _ in range(20)]
         await asyncio.gather(*(pool.open() for pool in pools))
         lives = [PoolOverview(sources_of(pool, policy)) for pool in pools]  # type: ignore[arg-type]
         await asyncio.gather(*(live.open() for live in lives))

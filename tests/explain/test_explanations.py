@@ -26,9 +26,7 @@ from sidecar.explain.document import AheadGroup, DryRunDetails, Explanation, Unk
 from sidecar.explain.steps import Step, steps
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
-from sidecar.policy.store import store_address
 from sidecar.pools import Pool
-from sidecar.pools.redis import RedisPool, connector
 from sidecar.telemetry.ahead import OTHER_REPLICAS
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
@@ -38,6 +36,7 @@ from tests.support.each import each
 from tests.support.middleware import App, Guarded, key, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import Served, serving
+from tests.support.shared_pools import shared_pool
 from tests.telemetry.span_stories import begin
 
 pytestmark = pytest.mark.anyio
@@ -424,7 +423,7 @@ async def test_in_a_shared_pool_the_other_replicas_part_is_counted_in_tokens(tmp
     used = policy(POLICY.replace("max_wait: 100ms", "max_wait: 10s"))
     app, other_app = App(is_held=True), App(is_held=True)
     with RedisServer(first_binary(), tmp_path) as server:
-        pools = [RedisPool(used, connector(store_address(server.url), "lab")) for _ in range(2)]
+        pools = [shared_pool(used, server) for _ in range(2)]
         for pool in pools:
             await pool.open()
         async with explained(app, used, pools[0]) as sidecar, explained(other_app, used, pools[1]) as other:

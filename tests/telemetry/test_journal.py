@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -12,11 +14,13 @@ from hypothesis import strategies as st
 
 from sidecar.events import Admitted, Classified, Event, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools.stats import grant_of
-from sidecar.scheduling import Admission, Scheduler
+from sidecar.pools import Ask
+from sidecar.pools.base import Grant, Lease
+from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.telemetry import journal as journals
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.request_record import RequestRecord, TraceIds
+from tests.pools.harness import policy_of
 from tests.telemetry.span_stories import begin
 
 TIERS = ("high", "normal", "batch")
@@ -53,16 +57,18 @@ class Clock:
 
 
 class Sidecar:
-    """What the sidecar does without a network: asks the scheduler, and tells the journal, on a clock of its own."""
+    """What the sidecar does without a network: enters the pool, and tells the journal, on a clock of its own."""
 
     def __init__(self) -> None:
-        rules = pool_rules(tokens=40, requests=4, tiers=SHARES, promote_after_us=30, ceiling=0, max_preemptions=2)
-        self.scheduler = Scheduler(rules)
+        rules = pool_rules(tokens=40, requests=4, tiers=SHARES, promote_after_us=3_000, ceiling=0, max_preemptions=2)
         self.clock = Clock()
+        policy = policy_of(rules)
+        self.pool = LedgerPool(replace(policy, shares=SHARES), self.clock)
         self.journal = Journal(now_us=self.clock)
         self.tells: dict[str, Callable[[Event], None]] = {}
-        self.woken: dict[str, tuple[Admission, int]] = {}
-        self.held: list[str] = []
+        self.leases: dict[str, Lease] = {}
+        self.told: dict[str, Grant] = {}
+        self.chosen: list[str] = []
         self.preempted: list[str] = []
         self.reported: list[tuple[str, Admitted]] = []
         self.seen_by_event: dict[str, tuple[Counter[str], int | None]] = {}
@@ -72,54 +78,75 @@ class Sidecar:
         self.clock.now_us += 1
         return self.clock.now_us
 
-    def arrive(self, tier: int, tokens: int, tenant: str) -> None:
+    @property
+    def woken(self) -> list[str]:
+        """Those that were admitted and not reported yet, in the order of their admission."""
+        admitted = [(each.grant, name) for name, each in self.leases.items() if each.grant and name not in self.told]
+        return [name for _, name in sorted(admitted, key=lambda one: (one[0].at_us, self.entered.index(one[1])))]
+
+    @property
+    def entered(self) -> list[str]:
+        """Those that are held, in the order of their admission."""
+        held = sorted(self.pool._member.leases.values(), key=lambda lease: lease.entered)
+        by_ticket = {lease.ticket_id: name for name, lease in self.leases.items()}
+        return [by_ticket[lease.ticket.id] for lease in held]
+
+    async def arrive(self, tier: int, tokens: int, tenant: str) -> None:
         request_id = str(len(self.tells))
         self.tells[request_id] = tell = begin(self.journal, received(request_id, self.step()), None)
         tell(classified(self.step(), TIERS[tier], tokens, tenant))
-        now_us = self.step()
-        self.scheduler.submit(request_id, tier=tier, tokens=tokens, tenant=tenant, now_us=now_us)
-        self.dispatch(now_us)
-        if request_id in self.held:  # at once: it is reported before any that was woken
-            self.tell(*self.woken.pop(request_id))
+        self.step()
+        lease = self.leases[request_id] = await self.pool.enter(Ask(tier, tenant, 1, tokens, 1, 0))
+        lease.on_preempt = lambda: self.chosen.append(request_id)
+        if lease.grant is not None:  # at once: it is reported before any that was woken
+            self.tell(request_id)
         else:
             tell(Queued(self.clock.now_us, Obstacle.NO_ROOM, "no room"))
+        await self.give_back()
 
-    def settle(self, place: int) -> None:
-        if self.held:
-            request_id = self.held.pop(place % len(self.held))
-            self.scheduler.settle(request_id, self.clock.now_us)
-            self.dispatch(self.step())
+    async def settle(self, place: int) -> None:
+        if entered := self.entered:
+            request_id = entered[place % len(entered)]
+            self.report_up_to(request_id)
+            self.step()
+            self.leases.pop(request_id).settle(0)
+            await self.give_back()
 
-    def preempt(self) -> None:
-        """Victims are released at once. One whose admission was not reported yet is reported first, after all that were
-        admitted before it, and waits again.
-        """
-        for ticket in self.scheduler.preempt(self.step()):
-            while ticket.id in self.woken:
-                self.tell(*self.woken.pop(next(iter(self.woken))))
-            admitted_us = max(event.at_us for told_id, event in self.reported if told_id == ticket.id)
-            now_us = self.step()
-            assert self.scheduler.requeue(ticket.id, now_us)
-            self.held.remove(ticket.id)
-            self.preempted.append(ticket.id)
-            self.tells[ticket.id](Preempted(now_us, admitted_us, self.preempted.count(ticket.id)))
-            self.tells[ticket.id](Queued(now_us, Obstacle.PREEMPTED, "its room went"))
-            self.dispatch(now_us)
+    async def wait(self, steps: int) -> None:
+        """Time passes: some have waited long enough to take room back."""
+        self.clock.now_us += steps
+        self.pool._run()
+        await self.give_back()
 
-    def dispatch(self, now_us: int) -> None:
-        for admission in self.scheduler.dispatch(now_us):
-            self.held.append(admission.ticket.id)
-            self.woken[admission.ticket.id] = (admission, now_us)
+    async def give_back(self) -> None:
+        """Victims release their room at once, and wait again."""
+        await asyncio.sleep(0)
+        while self.chosen:
+            request_id = self.chosen.pop(0)
+            if request_id not in self.leases:
+                continue  # it has ended
+            self.report_up_to(request_id)
+            now_us, admitted_us = self.step(), self.told.pop(request_id).at_us
+            self.preempted.append(request_id)
+            self.tells[request_id](Preempted(now_us, admitted_us, self.preempted.count(request_id)))
+            self.tells[request_id](Queued(now_us, Obstacle.PREEMPTED, "its room went"))
+            self.leases[request_id].requeue()
+            await asyncio.sleep(0)
 
-    def wake(self) -> None:
+    def report_up_to(self, request_id: str) -> None:
+        """One that ends or goes was reported before, after all that were admitted before it."""
+        while request_id in (woken := self.woken):
+            self.tell(woken[0])
+
+    async def wake(self) -> None:
         """The waiters' tasks get their turn."""
-        for admission, at_us in self.woken.values():
-            self.tell(admission, at_us)
-        self.woken.clear()
+        for request_id in self.woken:
+            self.tell(request_id)
 
-    def tell(self, admission: Admission, at_us: int) -> None:
-        ticket = admission.ticket
-        grant = grant_of(TIERS, admission.wait, at_us, admission.level, admission.passed)
+    def tell(self, request_id: str) -> None:
+        grant = self.leases[request_id].grant
+        assert grant is not None
+        self.told[request_id] = grant
         event = Admitted(
             grant.at_us,
             grant.queue_wait_us,
@@ -131,10 +158,19 @@ class Sidecar:
             grant.passed,
         )
         # A listener before the journal has nothing but the event.
-        ahead = (record for record in self.journal.ahead_of(event) if record.request_id != ticket.id)
-        self.seen_by_event[ticket.id] = (tokens(ahead), first(self.journal.overtook(event)))
-        self.tells[ticket.id](event)
-        self.reported.append((ticket.id, event))
+        ahead = (record for record in self.journal.ahead_of(event) if record.request_id != request_id)
+        self.seen_by_event[request_id] = (tokens(ahead), first(self.journal.overtook(event)))
+        self.tells[request_id](event)
+        self.reported.append((request_id, event))
+
+
+async def played(operations: Iterable[tuple[object, ...]]) -> Sidecar:
+    """A sidecar after these operations, and everything reported."""
+    sidecar = Sidecar()
+    for name, *arguments in operations:
+        await getattr(sidecar, str(name))(*arguments)
+    await sidecar.wake()
+    return sidecar
 
 
 def tokens(records: Iterable[RequestRecord]) -> Counter[str]:
@@ -159,7 +195,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("arrive"), st.integers(0, 2), st.integers(1, 25), st.sampled_from("abc")),
         st.tuples(st.just("settle"), st.integers(0, 9)),
         st.tuples(st.just("wake")),
-        st.tuples(st.just("preempt")),
+        st.tuples(st.just("wait"), st.sampled_from([1, 20, 2_000])),
     ),
     min_size=10,
     max_size=80,
@@ -168,11 +204,8 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(OPERATIONS)
-def test_who_was_ahead_adds_up_to_what_the_scheduler_counted(operations: list[tuple[object, ...]]) -> None:
-    sidecar = Sidecar()
-    for name, *arguments in operations:
-        getattr(sidecar, str(name))(*arguments)
-    sidecar.wake()
+def test_who_was_ahead_adds_up_to_what_the_pool_counted(operations: list[tuple[object, ...]]) -> None:
+    sidecar = asyncio.run(played(operations))
     for request_id, event in dict(sidecar.reported).items():  # the last of one that was admitted more than once
         record = sidecar.journal.find(request_id)
         assert record is not None
@@ -195,12 +228,8 @@ def test_who_was_ahead_adds_up_to_what_the_scheduler_counted(operations: list[tu
 
 def test_the_property_above_sees_waits_and_overtaking() -> None:
     """A control: the same sidecar, on operations that are known to make both."""
-    sidecar = Sidecar()
-    for tier in (2, 2, 2, 2, 0, 2, 0):
-        sidecar.arrive(tier, 8, "a")
-    for _ in range(7):
-        sidecar.settle(0)
-        sidecar.wake()
+    arrivals = [("arrive", tier, 8, "a") for tier in (2, 2, 2, 2, 1, 2, 1)]
+    sidecar = asyncio.run(played([*arrivals, *[("settle", 0), ("wake",)] * 7]))
     overtaken = [event for _, event in sidecar.reported if event.overtaken_at_us is not None]
     assert overtaken
     assert sum(event.queue_wait_us > 0 for _, event in sidecar.reported) >= 3
@@ -208,31 +237,23 @@ def test_the_property_above_sees_waits_and_overtaking() -> None:
 
 def test_the_property_above_sees_preemptions() -> None:
     """A control, as the one above."""
-    sidecar = Sidecar()
-    for _ in range(4):
-        sidecar.arrive(2, 8, "a")
-    for _ in range(2):  # the second one finds the pool full
-        sidecar.arrive(0, 8, "b")
-    sidecar.preempt()
+    arrivals = [("arrive", tier, 8, tenant) for tier, tenant in ((2, "a"), (2, "a"), (2, "a"), (2, "a"), (0, "b"), (0, "b"))]
+    sidecar = asyncio.run(played([*arrivals, ("wait", 2_000), *[("settle", 0), ("wake",)] * 5]))
     (victim,) = sidecar.preempted
-    for _ in range(4):
-        sidecar.settle(0)
-        sidecar.wake()
     assert [request_id for request_id, _ in sidecar.reported].count(victim) == 2
 
 
 def test_one_that_waits_knows_who_went_ahead_so_far() -> None:
-    sidecar = Sidecar()
-    for _ in range(4):
-        sidecar.arrive(1, 8, "a")
-    sidecar.arrive(2, 8, "waiter")
-    sidecar.arrive(0, 5, "b")
+    arrivals = [*[("arrive", 1, 8, "a")] * 4, ("arrive", 2, 8, "waiter"), ("arrive", 0, 5, "b")]
+    sidecar = asyncio.run(played(arrivals))
     waiter = sidecar.journal.find("4")
     assert waiter is not None
     assert not sidecar.journal.ahead_of(waiter)
     assert not sidecar.journal.overtook(waiter)
-    sidecar.settle(0)
-    sidecar.wake()
+
+    sidecar = asyncio.run(played([*arrivals, ("settle", 0)]))
+    waiter = sidecar.journal.find("4")
+    assert waiter is not None
     assert [record.request_id for record in sidecar.journal.ahead_of(waiter)] == ["5"]
     assert [record.request_id for record in sidecar.journal.overtook(waiter)] == ["5"]
 

@@ -13,11 +13,10 @@ from opentelemetry import metrics
 
 from sidecar.events import StoreChanged, StoreState
 from sidecar.policy.compiler import load, shipped_policies
-from sidecar.policy.store import store_address
 from sidecar.pools import Ask
-from sidecar.pools.redis import RedisPool, connector
 from sidecar.telemetry.metrics.store import StoreMetrics
 from tests.support.redis_servers import RedisServer, first_binary, until
+from tests.support.shared_pools import shared_pool
 from tests.telemetry import measuring as measuring_sdk
 
 INSTALLED_LATER = """
@@ -201,12 +200,11 @@ def test_how_long_a_call_took_is_reported_in_buckets(measuring):
 async def test_every_call_to_a_store_is_timed_whether_it_is_answered_or_not(tmp_path):
     policy, took_s = load(shipped_policies()), []
     with RedisServer(first_binary(), tmp_path) as redis:
-        connect = connector(store_address(redis.url), policy.pool)
-        pool = RedisPool(policy, connect, took=took_s.append)
+        pool = shared_pool(policy, redis, took=took_s.append)
         await pool.open()
         lease = await pool.enter(Ask(0, "acme", 1, 10, 1))
         answered = len(took_s)
-        assert answered == pool.round_trips >= 2
+        assert answered == pool.state()["store"]["round_trips"] >= 2
         assert all(0 < call_s < 1 for call_s in took_s)
 
         redis.kill()
@@ -215,7 +213,7 @@ async def test_every_call_to_a_store_is_timed_whether_it_is_answered_or_not(tmp_
         while pool.status.state is StoreState.SHARED:  # no event says so
             assert time.monotonic() < end_s
             await asyncio.sleep(0.01)
-        assert len(took_s) == pool.round_trips > answered
+        assert len(took_s) == pool.state()["store"]["round_trips"] > answered
         await pool.close()
 
 
