@@ -7,12 +7,12 @@ from collections import deque
 from dataclasses import replace
 from itertools import count
 
-from sidecar.scheduling.tickets import Gain
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Order
 from sidecar.pools.base import Ask, Lease
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
+from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.scheduling.tickets import Gain
 
 TOKENS, PROMPT, PREFILL = 2_500, 300, 8_000
 GAIN_WEIGHTS = (8, 4, 2, 1, 1)

@@ -30,11 +30,11 @@ from typing import Any
 import uvloop
 
 from benchmarks.redis_setup import NORMAL, plain_client, replica, running_server, shipped_policy, version_of
-from sidecar.scheduling.tickets import Gain
 from sidecar.policy.model import Order, Policy
 from sidecar.pools.base import Ask, Lease
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
+from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.scheduling.tickets import Gain
 
 TOKENS, PROMPT, EACH, PREFILL, TENANTS = 2_500, 300, 16, 8_000, 24
 APART_S = 0.03

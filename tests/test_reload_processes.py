@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
+from sidecar.pools.redis.protocol import root_key
 
 from sidecar.policy.compiler import load
-from sidecar.pools.redis.protocol import root_key
 from tests.cluster.replicas import Replica, address, started
 from tests.support.middleware import CHAT, chat, key, write_policy
 from tests.support.ports import free_ports

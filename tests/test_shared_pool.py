@@ -21,13 +21,13 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S, root_key
 
 from sidecar import AdmissionMiddleware
 from sidecar.cli import main
 from sidecar.policy.store import STORE_VARIABLE
 from sidecar.pools import Ask
 from sidecar.pools.redis import connection, session
-from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S, root_key
 from tests.support.middleware import Recorder
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving

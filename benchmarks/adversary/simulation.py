@@ -15,12 +15,12 @@ from itertools import count
 from typing import Protocol
 
 from benchmarks.decisions import ENGINE, Decided, Decisions
-from sidecar.pools import calls
-from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.pools.calls import EngineView
-from sidecar.scheduling.tickets import Ticket
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_request
+from sidecar.pools import calls
+from sidecar.pools.calls import EngineView
 from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT
+from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.scheduling.tickets import Ticket
 
 SECOND_US = 1_000_000
 _PPM = 1_000_000

@@ -25,12 +25,12 @@ from benchmarks.fleet.setting import Setting
 from benchmarks.fleet_routers import RULES
 from benchmarks.fleet_routers.prefix_blocks import PrefixBlocks
 from benchmarks.fleet_routers.rule import Request, Rule
-from sidecar.pools.calls import EngineView
-from sidecar.scheduling.tickets import Ticket
 from sidecar.policy import compiler
 from sidecar.policy.model import Policy
+from sidecar.pools.calls import EngineView
 from sidecar.pools.engines import NORMAL_SPEED
 from sidecar.pools.ledger_rules import rules_of
+from sidecar.scheduling.tickets import Ticket
 from sidecar.tools.emulator.kv_cache import KvCache
 from sidecar.tools.emulator.occupancy import Occupancy
 from sidecar.tools.emulator.scheduler import Rank, RunningBatch, StepModel, WaitingQueue, first_come

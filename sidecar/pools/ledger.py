@@ -16,7 +16,7 @@ from sidecar.pools import ledger_limits as limits
 from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
 from sidecar.pools.row import Sides, Sums, added, sums_of
 from sidecar.pools.shortage_told import gone_of
-from sidecar.scheduling.amounts import NOTHING, minus
+from sidecar.scheduling.amounts import NOTHING
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Shortage, shortage
@@ -111,10 +111,9 @@ class Ledger:
     def hold(self, lease: Lease, sign: int) -> None:
         """A lease counts, or counts no more."""
         ticket = lease.ticket
-        amount, floor, sent = ticket.amount, ticket.on_floor, lease.sent
-        if sign < 0:
-            amount, floor, sent = minus(NOTHING, amount), minus(NOTHING, floor), -sent
-        self._held().scheduler.hold(ticket.tier, lease.engine, amount, sent, floor)
+        amount = sign * ticket.tokens, sign * ticket.requests, sign * ticket.count
+        floor = amount if ticket.is_in_floor else NOTHING
+        self._held().scheduler.hold(ticket.tier, lease.engine, amount, sign * lease.sent, floor)
 
     def queue(self, tier: int) -> FairQueue:
         """What waits of a tier."""
@@ -468,7 +467,10 @@ class Ledger:
         ):
             return None
         state.asked = None
-        found = shortage(state.scheduler, state.last_call, self._gone()) if state.scheduler.may_preempt() else None
+        scheduler = state.scheduler
+        if not scheduler.may_preempt():
+            return None
+        found = shortage(scheduler, state.last_call, self._gone(), scheduler.order)
         if found is None:
             return None
         if self._near is not None:

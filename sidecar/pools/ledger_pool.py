@@ -91,7 +91,7 @@ class LedgerPool:
         self._outgrown = OutgrownRequests(self._sizes, self._refuse_waiting)
         names = tuple(tier.name for tier in policy.tiers)
         self._requests = PoolRequests(self._sizes, names)
-        self._questions: dict[int, asyncio.Future[Judged]] = {}
+        self._questions: dict[int, asyncio.Future[Judged | None]] = {}
         self._ids = count(1)
         self._drained: set[str] = set()
         self._run_at_us: int | None = None
@@ -139,26 +139,34 @@ class LedgerPool:
         self._start_over()
 
     def _begin(self) -> asyncio.AbstractEventLoop:
-        """Calls are made from now on; in another event loop than before all begins anew."""
+        """Calls are made from now on. In another event loop than before a replica begins anew; a ledger in the process
+        goes on with what it holds.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            if self._loop is not None:
+            if self._loop is not None and self._link.is_shared:
                 self._start_over()
+            self._stop_timers()
             self._loop = loop
             self._run()
         return loop
 
     def _start_over(self) -> None:
         """Forgets everything of an event loop that has ended, or of a pool that was closed."""
-        self._outgrown.stop()
-        self._alarm.stop()
+        self._stop_timers()
         self._loop = None
+        for request in self._requests.all():
+            request.lease.is_over = True
         self._requests.clear()
         self._watch.forget()
         views = self._member.views.values()
         self._member = self._new_member()
         self._member.view(views, self.now_us())
         self._run()
+
+    def _stop_timers(self) -> None:
+        self._outgrown.stop()
+        self._alarm.stop()
 
     def _new_member(self) -> Member:
         policy, link = self._sizes.policy, self._link
@@ -248,7 +256,7 @@ class LedgerPool:
             await self._size.require()
         loop = self._begin()
         self._sizes.refuse_what_never_fits(ask)
-        if (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
+        if self._link.is_shared and (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
             raise refused
         now_us = self.now_us()
         if ask.limits is not None:
@@ -262,12 +270,8 @@ class LedgerPool:
         return lease
 
     async def _enter(self, lease: Lease, answered: asyncio.Future[None] | None, now_us: int) -> None:
-        ask = lease.ask
-        most, queued, others_wait = (
-            self._sizes.places(ask.tier),
-            self._requests.queued(ask.tier),
-            bool(self._requests.waiting),
-        )
+        ask, others_wait = lease.ask, bool(self._requests.waiting)
+        most, queued = self._sizes.places(ask.tier), self._requests.queued(ask.tier) if others_wait else 0
         displaced = self._requests.find_place(ask, queued, most, now_us) if most and others_wait else None
         if displaced is not None:
             self._refuse_waiting(displaced, self._requests.queue_full(displaced.ask, queued, now_us))
@@ -276,13 +280,28 @@ class LedgerPool:
         self._member.submit(request.ticket, now_us)
         self._run(now_us, UNBOUNDED if most == 0 else MOST_ADMITTED)
         if lease.grant is None and answered is not None and most == 0:
-            await self._watch.looked_at(lease, answered, self._member, is_busy=is_busy)
+            await self._looked_at(lease, answered, is_busy=is_busy)
         if lease.grant is None:
             if most is not None and not (most and others_wait):
                 self._find_place_or_leave(request, queued, most, now_us)
             self._requests.begins_to_wait(request)
             if answered is not None and most != 0:
-                await self._watch.looked_at(lease, answered, self._member, is_busy=is_busy)
+                await self._looked_at(lease, answered, is_busy=is_busy)
+
+    async def _looked_at(self, lease: Lease, answered: asyncio.Future[None], *, is_busy: bool) -> None:
+        """Returns when the ledger has looked at a new request, or cannot for now. Raises its refusal.
+
+        It does so with the call that is on its way; with the one after it where one was before (`is_busy`).
+        """
+        self._watch.enters(lease, self._member.number + (is_busy or not self._member.is_awaiting), self._member)
+        if self._watch.is_away:
+            self._look_at_store()
+        try:
+            await answered
+        except asyncio.CancelledError:
+            if not lease.settle(0):
+                lease.leave()
+            raise
 
     async def _enter_within(self, limits: Limits, lease: Lease, now_us: int) -> None:
         """The same within a tenant's limits: the ledger is asked by the call that shows the request."""
@@ -302,7 +321,7 @@ class LedgerPool:
                 lease.is_over = True
                 self.end(lease, None)
             raise
-        if judged.verdict.over is not None:
+        if judged is not None and judged.verdict.over is not None:
             lower = downgraded(ask, self._sizes)
             if lower is None:
                 raise refusal(ask, judged)
@@ -311,29 +330,31 @@ class LedgerPool:
         elif request is None:
             assert full is not None
             raise full
+        elif judged is None and (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
+            self._cancel(request, self.now_us())
+            raise refused
         else:
-            lease.allowance = remaining(judged)
-            if lease.grant is None and not lease.is_over:
+            if judged is not None:
+                lease.allowance = remaining(judged)
+            if lease.grant is None and self._requests.get(lease.ticket_id) is request:
                 if most is not None:
                     self._find_place_or_leave(request, self._requests.queued(ask.tier), most, self.now_us())
                 self._requests.begins_to_wait(request)
                 if outgrown := self._sizes.outgrown(ask):
                     self._refuse_waiting(lease, outgrown)
 
-    async def _judged(self, asked: Metered, ticket: Ticket | None, now_us: int) -> Judged:
-        """The ledger's verdict on a request, without a ticket on a question."""
-        judged: asyncio.Future[Judged] = asyncio.get_running_loop().create_future()
+    async def _judged(self, asked: Metered, ticket: Ticket | None, now_us: int) -> Judged | None:
+        """The ledger's verdict on a request, without a ticket on a question. None: it gives none for now."""
+        judged: asyncio.Future[Judged | None] = asyncio.get_running_loop().create_future()
         self._questions[asked.number] = judged
         self._member.meter.ask(asked, ticket, now_us)
         self._run(now_us)
         try:
             return await judged
-        except asyncio.CancelledError:
-            if ticket is None:
-                self._member.meter.give_up(asked.number)
-            raise
         finally:
             del self._questions[asked.number]
+            if ticket is None:
+                self._member.meter.give_up(asked.number)
 
     def _find_place_or_leave(self, request: PoolRequest, queued: int, most: int, now_us: int) -> None:
         """A request was not admitted at once: there may be no place for it all the same."""
@@ -435,7 +456,13 @@ class LedgerPool:
         """Makes the calls that are due, and tells requests what they bring. All of it is at one moment, `now_us`."""
         if self._run_at_us is not None or (self._loop is None and self._link.is_shared):
             return
-        self._run_at_us = now_us = self.now_us() if now_us is None else now_us
+        now_us = self.now_us() if now_us is None else now_us
+        if self._member.is_quiet:
+            if self._member.events:
+                self._tell_requests(now_us)
+                self._run_when_due()
+            return
+        self._run_at_us = now_us
         try:
             admitted = 0
             while admitted < most_admitted and (call := self._member.poll(now_us)) is not None:
@@ -450,15 +477,20 @@ class LedgerPool:
 
     def _look_at_store(self) -> None:
         self._watch.look(self._member)
-        unjudged = self._watch.unjudged(self._member)
-        for lease in [it.lease for it in self._requests.waiting.values()] if unjudged is None else unjudged:
-            if refusal := self._watch.refusal(lease.ask, self._sizes.policy, self._member):
-                self._refuse_waiting(lease, refusal)
-            lease.waits()
+        if self._watch.is_away:
+            looks_at = [*self._watch.entering()]
+            if self._watch.is_hopeless(self._member):
+                looks_at += [it.lease for it in self._requests.waiting.values()]
+            for lease in looks_at:
+                if refusal := self._watch.refusal(lease.ask, self._sizes.policy, self._member):
+                    self._refuse_waiting(lease, refusal)
+                lease.waits()
+            for question in self._questions.values():
+                if not question.done():
+                    question.set_result(None)
 
     def _run_when_due(self) -> None:
-        due_us = self._member.due_us()
-        if due_us is None or due_us >= UNBOUNDED or self._run_at_us is not None:
+        if self._member.is_quiet or self._run_at_us is not None or (due_us := self._member.due_us()) is None:
             return
         self._alarm.set(due_us, self.now_us())
 
@@ -506,10 +538,36 @@ class LedgerPool:
 
     def _tell_verdict(self, judged: Judged) -> None:
         number = judged.verdict.number
-        if judged.verdict.over is not None and (request := self._requests.get(str(number))) is not None:
+        question, request = self._questions.get(number), self._requests.get(str(number))
+        if question is None or question.done():
+            if request is not None:
+                self._judge_late(request, judged)
+            return
+        if judged.verdict.over is not None and request is not None:
             self._requests.ended(request)
-        if not (question := self._questions[number]).done():
-            question.set_result(judged)
+        question.set_result(judged)
+
+    def _judge_late(self, request: PoolRequest, judged: Judged) -> None:
+        """The verdict on a request that waits already, because the ledger gave none when it came."""
+        lease = request.lease
+        if judged.verdict.over is None:
+            lease.allowance = remaining(judged)
+            return
+        self._requests.ended(request)
+        lower, now_us = downgraded(lease.ask, self._sizes), self.now_us()
+        if lower is None:
+            lease.refused(refusal(lease.ask, judged))
+            return
+        lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
+        again, most = self._requests.came(lease, ticket_of(lease)), self._sizes.places(lower.tier)
+        self._member.submit(again.ticket, now_us)
+        try:
+            if most is not None:
+                self._find_place_or_leave(again, self._requests.queued(lower.tier), most, now_us)
+        except QueueFull as full:
+            lease.refused(full)
+        else:
+            self._requests.begins_to_wait(again)
 
     def _admit(self, entered: Entered, now_us: int) -> None:
         held = entered.lease
@@ -556,7 +614,8 @@ class LedgerPool:
         if self._member.mode is not Mode.SHARED:
             return None
         question = metered(next(self._ids), tenant, 0, limits, charges=False)
-        return remaining(await self._judged(question, None, self.now_us()))
+        judged = await self._judged(question, None, self.now_us())
+        return None if judged is None else remaining(judged)
 
     def oldest(self) -> Sequence[Grant | None]:
         """See `Pool.oldest`."""

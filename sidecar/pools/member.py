@@ -39,7 +39,7 @@ from sidecar.pools.row import Row, sums_of
 from sidecar.pools.shortage_told import gone_of, shortage_of
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
 from sidecar.scheduling.figures import aged_level, whole_level
-from sidecar.scheduling.preemption import leases_to_take_back
+from sidecar.scheduling.preemption import Returnable, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 
@@ -109,7 +109,7 @@ class Member:
         self._is_view_new = True
         self._leaving: dict[str, Lease] = {}
         self._is_leaving_new = False
-        self._events: list[Event] = []
+        self.events: list[Event] = []
         self._in_flight: Call | None = None
         self._sent_us = self._retry_us = 0
         self.first_failure_us: int | None = None
@@ -119,13 +119,14 @@ class Member:
         self._alone: Ledger | None = None
         self._alone_number = 0
         self._returns: dict[str, int] = {}
+        self._returnable = Returnable()
 
     # -- requests
 
     def submit(self, ticket: Ticket, now_us: int) -> None:
         """A request waits."""
         if self.is_foreign:
-            self._events.append(Refused(ticket))
+            self.events.append(Refused(ticket))
             return
         if self._near is not None and self._enters(ticket, self._near, now_us):
             return
@@ -176,17 +177,23 @@ class Member:
     def first_byte(self, lease: Lease, now_us: int) -> None:
         """The prompt of a lease counts no longer."""
         self._count(lease, -1)
-        self._owe(lease, lease.first_byte(now_us), now_us)
+        if owed_us := lease.first_byte(now_us):
+            self._owe(lease, owed_us, now_us)
         self._count(lease, 1)
         self._tell_soon(now_us)
 
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
         self._count(lease, -1)
-        self._leaves_no_more(lease)
-        self._owe(lease, lease.end(now_us), now_us)
+        if self._leaving:
+            self._leaves_no_more(lease)
+        if owed_us := lease.end(now_us):
+            self._owe(lease, owed_us, now_us)
         del self.leases[lease.ticket.id]
-        self._returns.pop(lease.ticket.id, None)
+        if not lease.is_kept:
+            self._returnable.remove(lease)
+        if self._returns:
+            self._returns.pop(lease.ticket.id, None)
         self._tell_soon(now_us)
 
     def _count(self, lease: Lease, sign: int) -> None:
@@ -198,10 +205,15 @@ class Member:
     def keep(self, lease: Lease, now_us: int) -> None:
         """The first byte of a lease is on its way: it is taken back no more."""
         lease.is_kept = True
+        self._returnable.remove(lease)
         if lease.is_chosen:
             lease.is_chosen = False
             self._leaves_no_more(lease)
             self._call_by(now_us)
+
+    def _may_return(self, lease: Lease) -> None:
+        if self._own_rules.tiers[lease.ticket.tier].preemptible and not (lease.is_kept or lease.is_chosen):
+            self._returnable.add(lease)
 
     def _leaves_no_more(self, lease: Lease) -> None:
         if self._leaving.pop(lease.ticket.id, None) is not None:
@@ -231,6 +243,9 @@ class Member:
     def change_rules(self, rules: PoolRules, now_us: int) -> None:
         """Other rules of the same tiers, which replace those of the pool."""
         self.rules, self._own_rules, self._replaces = rules, rules.as_rules(), True
+        self._returnable = Returnable()
+        for lease in self.leases.values():
+            self._may_return(lease)
         if self.mode is Mode.SHARED:
             self.mode = Mode.STATING
         self._call_by(now_us)
@@ -275,10 +290,15 @@ class Member:
 
     def take_events(self) -> list[Event]:
         """What happened to requests since the last time."""
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         return events
 
     # -- calls
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether its ledger is in this process, and there is nothing to tell it at any time."""
+        return self._near is not None and (self._due_us is None or self._due_us >= UNBOUNDED)
 
     def due_us(self) -> int | None:
         """When `poll` has something to do next; None: not before something is told."""
@@ -334,7 +354,7 @@ class Member:
             call.replaces, call.takes_over = self._replaces, self._takes_over
             call.drains = list(self.pool.drained.values())
         elif is_beat:
-            call.bid_count = len(self._bids.shown) + len(self._bids.withdrawn)
+            call.bid_count = self._bids.count()
         if self._near is None:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
@@ -399,12 +419,12 @@ class Member:
         if call.kind == "state":
             self._replaces = self._takes_over = False
         self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
-        self._events += self.meter.take(call, reply.verdicts)
+        self.events += self.meter.take(call, reply.verdicts)
         self._take(reply.grants, True, self.pool.ahead_us)
-        self.others_waiting = max(0, reply.waiting - len(self._bids.shown) - len(self._bids.withdrawn))
+        self.others_waiting = max(0, reply.waiting - self._bids.count())
         self._bids.take_tags(reply)
         if self.is_foreign:
-            self._events += [Refused(ticket) for ticket in self._bids.remove_all()]
+            self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
             self.pool.own_is_told()
         if reply.shortage is not None and not self._is_leaving_new:
@@ -417,13 +437,16 @@ class Member:
         """Rule 7, among the leases of this replica, by the sums of the reply."""
         levels = {name: level for level, name in enumerate(self._names)}
         found, gone = shortage_of(told, levels, self.pool.ahead_us), gone_of(reply.leaving, levels)
-        for lease in leases_to_take_back(self.mirror(now_us), found, list(self.leases.values()), now_us, gone):
+        for lease in leases_to_take_back(self.mirror(now_us), found, self._returnable, now_us, gone):
             lease.is_chosen = self._is_leaving_new = True
+            self._returnable.remove(lease)
             self._leaving[lease.ticket.id] = lease
-            self._events.append(TakeBack(lease))
+            self.events.append(TakeBack(lease))
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:
         """The aged level of a ticket as a whole level (rule 3)."""
+        if ticket.arrived_us == now_us:
+            return ticket.tier
         rules = self._own_rules
         aged = aged_level(ticket.tier, now_us - ticket.arrived_us, rules.promote_after_us, rules.ceiling)
         return whole_level(aged, rules.promote_after_us)
@@ -466,9 +489,10 @@ class Member:
         self._entered += 1
         lease = Lease(ticket, engine, self._entered, sent, self._returns.get(ticket.id, 0))
         self.leases[ticket.id] = lease
+        self._may_return(lease)
         if self._near is None:
             self._row.add(lease, 1)
-        self._events.append(Entered(lease, found, passed))
+        self.events.append(Entered(lease, found, passed))
 
     def woken(self, wake_up: WakeUp, now_us: int) -> None:
         """A hint: grants of this replica, or that an epoch begins."""
@@ -516,7 +540,7 @@ class Member:
                 self._begin_alone()
                 continue
             before = len(self.leases)
-            self._events += self.meter.take(call, reply.verdicts, self._alone)
+            self.events += self.meter.take(call, reply.verdicts, self._alone)
             self._take(reply.grants, True, 0)
             self._bids.take_tags(reply)
             is_done = len(self.leases) == before and not self.meter.has_questions
@@ -545,9 +569,9 @@ class Member:
 
     def _owe(self, lease: Lease, owed_us: int, now_us: int) -> None:
         """The ledger counts it from the moment when it is told."""
-        if owed_us and self._near is not None:
+        if self._near is not None:
             self._near.owe(lease.ticket.tier, owed_us, now_us)
-        elif owed_us:
+        else:
             self._told.append(_Told(Owed(self._names[lease.ticket.tier], owed_us)))
             self._call_by(now_us)
 
@@ -556,8 +580,11 @@ class Member:
             self._due_us = at_us
 
     def _tell_soon(self, now_us: int) -> None:
-        someone_waits = self._bids or (self._near is None and self.reply is not None and self.reply.waiting)
-        self._call_by(now_us if someone_waits else now_us + self._lazy_us)
+        if self._bids:
+            self._call_by(now_us)
+        elif self._near is None:
+            others_wait = self.reply is not None and self.reply.waiting
+            self._call_by(now_us if others_wait else now_us + self._lazy_us)
 
     def _call_if_needed(self, now_us: int) -> None:
         has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new

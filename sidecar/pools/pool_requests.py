@@ -77,13 +77,15 @@ class PoolRequests:
 
     def ended(self, request: PoolRequest) -> None:
         """It is over: it has left, or was held."""
-        self.stops_waiting(request)
+        if self.waiting:
+            self.stops_waiting(request)
         del self._all[request.lease.ticket_id]
 
     def admitted(self, request: PoolRequest, level: int, now_us: int, passed: Mapping[str, str]) -> Grant:
         """It enters an engine: how it has waited."""
         grant = self._waits.so_far(request.wait, level, now_us, passed)
-        self.stops_waiting(request)
+        if self.waiting:
+            self.stops_waiting(request)
         self._waits.admitted(request.wait, request.ticket.tokens, now_us)
         self.places.admitted(request.ticket.tier, now_us)
         return grant

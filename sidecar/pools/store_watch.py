@@ -48,18 +48,18 @@ class StoreWatch:
                 lease.waits()
         self._entering = [(number, lease) for number, lease in self._entering if number > reply.number]
 
-    async def looked_at(self, lease: Lease, answered: asyncio.Future[None], member: Member, *, is_busy: bool) -> None:
-        """Returns when the ledger has looked at a new request, or cannot. Raises its refusal.
-
-        It does so with the call that is on its way; with the one after it where one was before (`is_busy`).
+    def enters(self, lease: Lease, number: int, member: Member) -> None:
+        """The ledger looks at a new request with the call of this number. Where none is on its way, enough before it
+        are shown, and it only waits.
         """
-        self._entering.append((member.number + (is_busy or not member.is_awaiting), lease))
-        try:
-            await answered
-        except asyncio.CancelledError:
-            if not lease.settle(0):
-                lease.leave()
-            raise
+        self._entering.append((number, lease))
+        self._let_wait(member)
+
+    def _let_wait(self, member: Member) -> None:
+        if self._entering and member.mode is Mode.SHARED and not member.is_awaiting:
+            for _, lease in self._entering:
+                lease.waits()
+            self._entering = []
 
     def forget(self) -> None:
         """The pool begins anew."""
@@ -75,6 +75,7 @@ class StoreWatch:
 
     def look(self, member: Member) -> None:
         """Notes how the member stands with the ledger now."""
+        self._let_wait(member)
         if member.is_gone:
             self._left.set()
         state, reason = self.status.state, self.why
@@ -113,16 +114,19 @@ class StoreWatch:
 
     # -- without the store
 
-    def unjudged(self, member: Member) -> Sequence[Lease] | None:
-        """Requests that the ledger has not looked at, and does not for now. None for all that wait: those that waited
-        when the store was lost may hope for it for as long as other replicas may be alive.
-        """
-        if member.first_failure_us is not None and self._clock() >= member.first_failure_us + DEAD_US:
-            return None
-        if self.status.state not in (StoreState.WAITING, StoreState.DIVIDED, StoreState.CLOSED):
-            return ()
-        unjudged, self._entering = [lease for _, lease in self._entering], []
-        return unjudged
+    @property
+    def is_away(self) -> bool:
+        """Whether the ledger looks at no request for now: none may wait for it to be let in or to be refused."""
+        return self.status.state in (StoreState.WAITING, StoreState.DIVIDED, StoreState.CLOSED)
+
+    def is_hopeless(self, member: Member) -> bool:
+        """Whether what waited when the store was lost has hoped for it for as long as other replicas may be alive."""
+        return member.first_failure_us is not None and self._clock() >= member.first_failure_us + DEAD_US
+
+    def entering(self) -> Sequence[Lease]:
+        """Requests that the ledger has not looked at. They do not wait for it any more."""
+        entering, self._entering = [lease for _, lease in self._entering], []
+        return entering
 
     def refusal(self, ask: Ask, policy: Policy, member: Member) -> StoreUnavailable | None:
         """Why a request cannot be admitted as things are; None where it may wait."""
@@ -168,8 +172,14 @@ class StoreWatch:
         return found
 
     def part(self, member: Member) -> tuple[int | None, int | None] | None:
-        """The size of what this replica has for itself now, None for an unbounded one; None where it is not alone."""
-        return _size(member.parts(self._clock())) if self.status.state is StoreState.DIVIDED else None
+        """The size of what this replica has for itself now, None for an unbounded one; None where it is not alone.
+
+        Where nothing is admitted without the store it is 0.
+        """
+        state = self.status.state
+        if state is StoreState.DIVIDED:
+            return _size(member.parts(self._clock()))
+        return (0, 0) if state is StoreState.CLOSED and not member.is_foreign else None
 
 
 def _unavailable(why: str) -> StoreUnavailable:

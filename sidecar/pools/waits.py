@@ -64,12 +64,14 @@ class Waits:
 
     def admitted(self, wait: Wait, tokens: int, now_us: int) -> None:
         """A request enters an engine with so many tokens."""
-        wait.overtaken_us = self._overtaken_us(wait)
+        if wait.after < self._latest:
+            wait.overtaken_us = self._overtaken_us(wait)
         self.ended(wait)
         if not (self._ahead or self._ahead_again):
             self._latest = max(self._latest, wait.number)
-            self._steps.clear()
-            self._moments.clear()
+            if self._steps:
+                self._steps.clear()
+                self._moments.clear()
         else:
             if wait.number > self._latest:
                 self._latest = wait.number
@@ -83,11 +85,12 @@ class Waits:
     def _note_overtaken(self) -> None:
         needed = self._latest
         for ahead in (self._ahead, self._ahead_again):
-            for wait in [*islice(ahead.values(), NOTED_AT_ONCE)]:
+            for _ in range(min(NOTED_AT_ONCE, len(ahead))):
+                number, wait = next(iter(ahead.items()))
                 if wait.after >= self._latest:
                     break
                 wait.overtaken_us = self._overtaken_us(wait)
-                del ahead[wait.number]
+                del ahead[number]
             needed = min([needed, *(wait.after for wait in islice(ahead.values(), 1))])
         if len(self._steps) > SPARE_STEPS or needed == self._latest:
             unneeded = bisect_right(self._steps, needed)
@@ -100,8 +103,11 @@ class Waits:
 
     def ended(self, wait: Wait) -> None:
         """A request waits no more."""
-        for of in (self._waiting[wait.tier], self._returned[wait.tier], self._ahead, self._ahead_again):
-            of.pop(wait.number, None)
+        number, tier = wait.number, wait.tier
+        if self._waiting[tier].pop(number, None) is not None:
+            self._ahead.pop(number, None)
+        elif self._returned[tier].pop(number, None) is not None:
+            self._ahead_again.pop(number, None)
 
     def came_back(self, wait: Wait, now_us: int, *, is_overtaken: bool) -> None:
         """An admitted request waits again, by its first arrival. No request is served ahead of itself."""
@@ -116,7 +122,9 @@ class Waits:
 
     def so_far(self, wait: Wait, level: int, now_us: int, passed: Mapping[str, str] = _NONE) -> Grant:
         """How a request has waited, as the grant that ends it now at an aged `level`."""
-        overtaken_us, ahead = self._overtaken_us(wait), _NONE
+        overtaken_us, ahead = wait.overtaken_us, _NONE
+        if wait.after < self._latest:
+            overtaken_us = self._overtaken_us(wait)
         if self._served is not wait.before:
             ahead = served_by_name(self._names, [n - b for n, b in zip(self._served, wait.before, strict=True)])
         starvation_us = 0 if overtaken_us is None else now_us - overtaken_us

@@ -134,13 +134,26 @@ class FairQueue:
             heapq.heappop(self._order)
         return None
 
+    def first_of_each_owner(self) -> list[Ticket]:
+        """In fair order, wherever they are in their tenants' queues."""
+        found: dict[str, tuple[float, tuple[int, str, int], Ticket]] = {}
+        of_start = [(lane[0].start or 0.0, lane) for lane in self._lanes.values()]
+        for start, tickets in [*of_start, *((ticket.start or 0.0, [ticket]) for ticket in self._returned)]:
+            for ticket in tickets:
+                known = found.get(ticket.owner)
+                if known is None or (start, ticket.arrival) < known[:2]:
+                    found[ticket.owner] = start, ticket.arrival, ticket
+        return [ticket for _, _, ticket in sorted(found.values(), key=lambda it: it[:2])]
+
     def best(self, now_us: int) -> Ticket | None:
         """Rule 9: the best by gain of all that earn something, and whose tenant is not ahead."""
         as_of, best = self._best
         if as_of != (now_us, self._changes, self.virtual):
             best, most = None, 0
             for ticket in self:
-                earned = ticket.earned(now_us)
+                if (gain := ticket.gain) is None:
+                    continue
+                earned = gain.earned_after(now_us - ticket.arrived_us)
                 if earned < most or not earned or self.is_ahead(ticket):
                     continue
                 if best is None or earned > most or ticket.arrival < best.arrival:

@@ -124,10 +124,13 @@ class Scheduler:
         self.engines: dict[str, Engine] = {}
         self.line: list[Ticket] = []
         self.moved: set[str] = set()  # the owners of those that came into the line, left it, or chose another engine
+        self.order: list[Candidate] | None = None  # of those that the last decision left
         self.admissions = 0
         self._now = 0
         self._total = NOTHING
         self._largest_prefill = 0
+        self._is_divided = False  # replicas see different engines
+        self._reach: dict[str, frozenset[str]] = {}
         self.change_rules(rules)
 
     # -- what comes, ends and changes
@@ -162,15 +165,21 @@ class Scheduler:
 
         `on_floor`: the part of it that was let in for the tier's floor. None: a tier that the rules do not know.
         """
+        tokens, requests, prompt = amount
         if tier is not None:
             state = self.tiers[tier]
-            state.on_engines = plus(state.on_engines, amount)
+            held = state.on_engines
+            state.on_engines = held[0] + tokens, held[1] + requests, held[2] + prompt
             if on_floor is not NOTHING:
                 state.on_floor = plus(state.on_floor, on_floor)
-        if engine not in self.engines:
-            self.engines[engine], self._is_steady = Engine(engine, is_known=False), False
-        of, self._total = self.engines[engine], plus(self._total, amount)
-        of.held, of.sent = plus(of.held, amount), of.sent + sent
+        of = self.engines.get(engine)
+        if of is None:
+            of, self._is_steady = Engine(engine, is_known=False), False
+            self.engines[engine] = of
+        held = self._total
+        self._total = held[0] + tokens, held[1] + requests, held[2] + prompt
+        held, of.sent = of.held, of.sent + sent
+        of.held = held[0] + tokens, held[1] + requests, held[2] + prompt
 
     def owe(self, tier: int, owed_us: int, now_us: int) -> None:
         """Rule 5: the tier has no turn for so much longer."""
@@ -190,6 +199,7 @@ class Scheduler:
                 old.is_known = False
                 known[name] = old
         self.engines, self._is_steady = known, False
+        self._is_divided, self._reach = any(e.is_ready and e.unreachable_for for e in known.values()), {}
         for ticket in self.line:
             if ticket.engine is not None and ticket.engine not in known:
                 ticket.engine = None
@@ -200,7 +210,7 @@ class Scheduler:
     def decide(self, now_us: int) -> list[Grant]:
         """All steps that can be done now: what enters which engine, in order."""
         self.look(now_us)
-        grants: list[Grant] = []
+        grants, self.order = list[Grant](), None
         if any(e.is_ready for e in self.engines.values()):
             while self._step(grants):
                 pass
@@ -213,12 +223,18 @@ class Scheduler:
         """
         self.look(now_us)
         level, wanted = ticket.tier, self.wanted(ticket)
-        if wanted is None or not self.engines[wanted].has_room(ticket, now_us) or not self.fits(ticket):
+        if wanted is None or not self.engines[wanted].has_room(ticket, now_us):
             return None
-        if self._is_limited[level] and not self.is_within_limit([ticket]):
+        needed, (tokens, requests, prompt), most = self.need(ticket), self._total, self._figures.capacity
+        if tokens + needed[0] > most[0] or requests + needed[1] > most[1] or prompt + needed[2] > most[2]:
             return None
-        order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket)
+        if (self._figures.has_headroom and not self.fits(ticket)) or (
+            self._is_limited[level] and not self.is_within_limit(ticket)
+        ):
+            return None
+        order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
         self.tiers[level].queue.pass_through(ticket)
+        self._begin_to_count(ticket, order_class, needed)
         return self._into(ticket, wanted, order_class, 0, {})
 
     def look(self, now_us: int) -> None:
@@ -251,12 +267,12 @@ class Scheduler:
         """Rule 6: the next step, one enters an engine or comes to stand in line. False where there is none."""
         self._choose_again()
         closed: set[str] = set()  # engines that those before want
-        is_stopped = False  # a small one before it has stood in line for 5 s
+        stopped: set[str] = set()  # engines for which a small one before it has stood in line for 5 s
         roomy = [engine for engine in self.engines.values() if not engine.is_full(self._now)]
-        order = self.in_order()
+        self.order = order = self.in_order()
         for candidate in order:
             _, ticket, order_class = candidate
-            if order_class == OTHER and is_stopped:
+            if order_class == OTHER and stopped and (not self._is_divided or stopped & self._reached(ticket.owner)):
                 continue
             if not self.fits(ticket):
                 if self.holds(ticket, order_class):
@@ -276,14 +292,15 @@ class Scheduler:
             if joins:
                 self._join(ticket, wanted)
             if ticket.is_in_line and not ticket.is_for_floor and wanted and order_class in (FIRST, INSIDE, TURN):
-                self._begin_to_count(ticket, order_class)
+                self._begin_to_count(ticket, order_class, self.need(ticket))
                 self._hold_in_line(ticket, ticket.amount)
                 return True
             if joins:
                 return True
             if wanted:
                 closed.add(wanted)
-                is_stopped = is_stopped or (is_late and self.is_small(ticket))
+                if is_late and self.is_small(ticket):
+                    stopped.add(wanted)
         return False
 
     # -- rule 3: order
@@ -303,7 +320,7 @@ class Scheduler:
         found = []
         for ticket in candidates:
             level = ticket.tier
-            if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit([ticket]):
+            if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit(ticket):
                 order_class = self.class_of(ticket, fronts.get(level), heads[level])
                 found.append(Candidate(self.place(ticket, order_class), ticket, order_class))
         found.sort(key=lambda candidate: candidate.place)
@@ -315,10 +332,28 @@ class Scheduler:
         first = queue.next()
         if first is None:
             return []
-        if not self._owes(level) or self.is_small(first):
-            return [first]
-        small = queue.next(self.is_small)
-        return [first] if small is None else [first, small]
+        heads = [first]
+        if self._owes(level) and not self.is_small(first) and (small := queue.next(self.is_small)):
+            heads.append(small)
+        return heads + self._heads_elsewhere(queue, heads) if self._is_divided else heads
+
+    def _heads_elsewhere(self, queue: FairQueue, heads: Sequence[Ticket]) -> list[Ticket]:
+        """Where replicas see different engines: the next that can reach one which none before it can."""
+        seen, found = self._reached(heads[0].owner), list[Ticket]()
+        for ticket in queue.first_of_each_owner():
+            reached = self._reached(ticket.owner)
+            if not reached <= seen and ticket not in heads:
+                found.append(ticket)
+            seen |= reached
+        return found
+
+    def _reached(self, owner: str) -> frozenset[str]:
+        """The ready engines that a replica's tickets can enter."""
+        if (found := self._reach.get(owner)) is None:
+            engines = self.engines.values()
+            found = frozenset(e.id for e in engines if e.is_ready and owner not in e.unreachable_for)
+            self._reach[owner] = found
+        return found
 
     def class_of(self, ticket: Ticket, front: Ticket | None, heads: Sequence[Ticket]) -> OrderClass:
         """A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not.
@@ -340,11 +375,11 @@ class Scheduler:
                 and self.is_small(ticket)
                 and (ticket.is_in_line or ticket in heads)
             )
-        return self._class_of_front(ticket) if may_be_inside else OTHER
+        return self._class_of_front(ticket, self.need(ticket)) if may_be_inside else OTHER
 
-    def _class_of_front(self, ticket: Ticket) -> OrderClass:
+    def _class_of_front(self, ticket: Ticket, needed: Amount) -> OrderClass:
         held, reserve = self.on_floor(ticket.tier), self._figures.reserve[ticket.tier]
-        if within(plus(held, self.need(ticket)), reserve):
+        if within(plus(held, needed), reserve):
             return INSIDE
         return TURN if below(held, reserve) and not self._owes(ticket.tier) else OTHER
 
@@ -388,20 +423,23 @@ class Scheduler:
         """`t <= R`."""
         return within(self.need(ticket), self._figures.reserve[ticket.tier])
 
-    def fits(self, ticket: Ticket, before: Amount = NOTHING, gone: Gone = NOTHING_GONE) -> bool:
-        """Beside what engines hold and the idle headroom of tiers that are more important than the ticket.
+    def fits(self, ticket: Ticket) -> bool:
+        """Beside what engines hold and the idle headroom of tiers that are more important than the ticket."""
+        return within(self._with(ticket, NOTHING_GONE), self._figures.capacity)
 
-        As if `gone` had ended and `before` had entered before the ticket.
-        """
+    def lacking(self, ticket: Ticket, before: Amount, gone: Gone) -> Amount:
+        """What it is too much for that, as if `gone` had ended and `before` had entered before the ticket."""
+        needed = plus(self._with(ticket, gone), minus(before, gone.total))
+        return larger(NOTHING, minus(needed, self._figures.capacity))
+
+    def _with(self, ticket: Ticket, gone: Gone) -> Amount:
         needed = plus(self._total, self.need(ticket))
-        if gone is not NOTHING_GONE:
-            needed = plus(minus(needed, gone.total), before)
         if self._figures.has_headroom:
             for tier, headroom in enumerate(self._figures.headroom[: self._tiers_above(ticket)]):
                 if tier != ticket.tier:
                     used = minus(self.tiers[tier].used, gone.of(tier))
                     needed = plus(needed, larger(NOTHING, minus(headroom, used)))
-        return within(needed, self._figures.capacity)
+        return needed
 
     def holds(self, ticket: Ticket, order_class: OrderClass) -> bool:
         """Whether it holds its place though it does not fit, so that nothing after it is admitted."""
@@ -417,13 +455,10 @@ class Scheduler:
             kept = plus(kept, larger(k, self._figures.headroom[q]) if is_better else k)
         return within(kept, self._figures.capacity)
 
-    def is_within_limit(self, group: Iterable[Ticket]) -> bool:
-        """Whether a tier may hold all of these, its own, beside what it holds."""
-        after, level = NOTHING, 0
-        for ticket in group:
-            level = ticket.tier
-            after = plus(after, NOTHING if ticket.is_for_floor else self.need(ticket))
-        return within(plus(self.tiers[level].used, after), self._figures.limit[level])
+    def is_within_limit(self, ticket: Ticket, others: Amount = NOTHING) -> bool:
+        """Whether its tier may hold it beside what that holds, and beside `others`."""
+        more = others if ticket.is_for_floor else plus(others, self.need(ticket))
+        return within(plus(self.tiers[ticket.tier].used, more), self._figures.limit[ticket.tier])
 
     # -- rule 7: what may be taken back (`preemption`)
 
@@ -432,10 +467,10 @@ class Scheduler:
         tokens, requests, _ = self._figures.returnable[ticket.tier]
         return ticket.tokens <= tokens and ticket.requests <= requests
 
-    def would_be_below_floor(self, level: int, gone: Gone) -> bool:
-        """Whether it would be `U < R` in all dimensions."""
+    def would_be_below_floor(self, level: int, taken: Amount, gone: Gone) -> bool:
+        """Whether it would be `U < R` in all dimensions without leases that were `taken`, none for its floor."""
         left = minus(self.on_floor(level), gone.of(level, floor_only=self.rules.by_gain))
-        return below(left, self._figures.reserve[level])
+        return below(left if self.rules.by_gain else minus(left, taken), self._figures.reserve[level])
 
     def may_preempt(self) -> bool:
         """Whether something that may be served so waits."""
@@ -473,9 +508,16 @@ class Scheduler:
         return other if ticket.hits.get(other, 0) >= ticket.hits.get(wanted or "", 0) else None
 
     def _has_place(self, ticket: Ticket, order_class: OrderClass) -> bool:
-        """Each tier has as many places in line as there are ready engines; class 0 has always one."""
-        places = sum(engine.is_ready for engine in self.engines.values())
-        return order_class == FIRST or self.tiers[ticket.tier].lined < places
+        """Each tier has as many places in line as there are ready engines; class 0 has always one.
+
+        Where replicas see different engines: as its replica sees, beside those that can reach one of these.
+        """
+        places, lined = sum(engine.is_ready for engine in self.engines.values()), self.tiers[ticket.tier].lined
+        if self._is_divided:
+            reached = self._reached(ticket.owner)
+            of_tier = (other for other in self.line if other.tier == ticket.tier)
+            places, lined = len(reached), sum(bool(reached & self._reached(other.owner)) for other in of_tier)
+        return order_class == FIRST or lined < places
 
     def _enter(self, ticket: Ticket, engine: str, order_class: OrderClass, over: dict[int, Rule]) -> Grant:
         if not ticket.is_in_line:
@@ -492,7 +534,7 @@ class Scheduler:
         size, held = of.size(self._now), of.held
         found = Found(size[0], size[1], held[0], held[1], of.sent, lined_us)
         if not ticket.admission:
-            self._begin_to_count(ticket, order_class)
+            self._begin_to_count(ticket, order_class, self.need(ticket))
         ticket.engine = None
         sent = ticket.sent_to(engine) if ticket.count else 0
         self.hold(ticket.tier, engine, ticket.amount, sent, ticket.on_floor)
@@ -533,17 +575,17 @@ class Scheduler:
             if ticket.engine != before:
                 self.moved.add(ticket.owner)
 
-    def _begin_to_count(self, ticket: Ticket, order_class: OrderClass) -> None:
+    def _begin_to_count(self, ticket: Ticket, order_class: OrderClass, needed: Amount) -> None:
         """Rule 5: by a turn, how many whole reserves too much; of the prompt, what is above that."""
         if order_class == TURN:
-            after = plus(self.on_floor(ticket.tier), self.need(ticket))
+            after = plus(self.on_floor(ticket.tier), needed)
             tokens, requests, prompt = (
                 min(MOST_EXCESS, max(0, (a - r) // r))
                 for a, r in zip(after, self._figures.reserve[ticket.tier], strict=True)
             )
             ticket.excess = max(tokens, requests)
             ticket.excess_prompt = max(0, prompt - ticket.excess)
-        ticket.count = self.need(ticket)[2]
+        ticket.count = needed[2]
         ticket.is_in_floor, ticket.counted_us = self.rules.by_gain and order_class != OTHER, self._now
         self.admissions += 1
         self.tiers[ticket.tier].latest = ticket.admission = self.admissions
@@ -557,7 +599,9 @@ class Scheduler:
     def on_floor(self, level: int) -> Amount:
         """U where it is compared with R: by gain, what was let in for the floor (rule 9)."""
         state = self.tiers[level]
-        return plus(state.on_floor, state.in_line_on_floor) if self.rules.by_gain else state.used
+        if self.rules.by_gain:
+            return plus(state.on_floor, state.in_line_on_floor)
+        return state.on_engines if state.in_line == NOTHING else state.used
 
     def _owes(self, level: int) -> bool:
         return self._now < self.tiers[level].owes_until_us

@@ -261,8 +261,8 @@ async def test_an_answer_that_is_lost_on_the_way_from_the_real_store(
 ) -> None:
     original, lost = StoreConnection.run, []
 
-    async def run(self: StoreConnection, script: Any, arguments: Any, within_s: float = 1.5) -> list[Any]:
-        found = await original(self, script, arguments, within_s)
+    async def run(self: StoreConnection, script: Any, arguments: Any) -> list[Any]:
+        found = await original(self, script, arguments)
         if len(lost) < 3:
             lost.append(arguments)
             raise StoreError("lost")

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sidecar.pools.redis.protocol import root_key, rules_text
 
 from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, Shares, pool_rules
 from sidecar.pools import Pool
-from sidecar.pools.redis.protocol import root_key, rules_text
 from sidecar.scheduling import Scheduler
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple

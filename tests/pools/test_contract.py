@@ -6,11 +6,8 @@ import asyncio
 import itertools
 import json
 import random
-import sys
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,35 +18,11 @@ from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.pools import Grant, Lease, Pool
 from sidecar.pools.queue_places import LEAST_S, MOST_S
-from tests.pools.conftest import BY_GAIN, SERVERS, harness_of
-from tests.pools.harness import Clock, Harness, allow_any_size, ask, policy_of, simple
-from tests.pools.redis_harness import RedisHarness
-from tests.support.redis_servers import RedisServer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
-
-from scenario_policy import SCENARIOS, rules_of
+from tests.pools.conftest import in_both_orders
+from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 
 pytestmark = pytest.mark.anyio
 AT_ONCE = Grant(1_000_000_000, 0, 0, None, {}, 0)
-KINDS = ["local", "core", "shared", "three replicas", "fakeredis", *SERVERS]
-CORE_BY_GAIN = ["core by gain", "shared by gain"]
-CORE = ["core", "shared", "three replicas", *CORE_BY_GAIN]
-in_both_orders = pytest.mark.parametrize("harness", [*KINDS, *BY_GAIN], indirect=True)
-"""For what another order decides elsewhere."""
-with_hold_back = pytest.mark.parametrize("harness", [it for it in [*KINDS, *BY_GAIN] if it not in CORE], indirect=True)
-"""The page of rules knows no hold back: an engine in which too many wait is capped (rule 8)."""
-fair_by_gain = pytest.mark.parametrize(
-    "harness", [it for it in [*KINDS, *BY_GAIN] if it not in CORE_BY_GAIN], indirect=True
-)
-"""By rule 9 a tier's best is a candidate though it earns nothing, so requests without objectives go by arrival."""
-
-
-@pytest.fixture(params=KINDS)
-async def harness(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> AsyncIterator[Harness]:
-    made = harness_of(request.param, servers)
-    yield made
-    await made.close()
 
 
 def held(pool: Pool, tier: int = 0) -> Any:
@@ -167,7 +140,6 @@ async def test_leases_are_granted_in_the_order_of_the_rules(harness: Harness) ->
     assert order == ["0-2", "0-5", "1-1", "1-4", "2-0", "2-3"]
 
 
-@fair_by_gain
 async def test_a_tenant_with_twice_the_weight_gets_twice_the_share(harness: Harness) -> None:
     pool = await harness.pool(simple(("only",), tokens=10), Clock())
     lease = await pool.enter(ask())
@@ -304,68 +276,6 @@ async def test_aging_moves_old_work_ahead_of_new(harness: Harness) -> None:
     assert high.grant is None
 
 
-# -- the scenarios of the specification
-
-
-async def test_a_shared_pool_gives_exactly_the_recorded_answers(redis_server: RedisServer) -> None:
-    """As the oracle does. The pool of one process answers as this one in `test_differential`."""
-    wrong = [found for scenario in SCENARIOS if (found := await first_wrong_step(RedisHarness(redis_server), scenario))]
-    assert wrong == []
-
-
-async def first_wrong_step(harness: Harness, scenario: dict[str, Any]) -> str:
-    """What a pool did otherwise than is recorded, and the lesson of the scenario; empty where nothing."""
-    rules, clock = rules_of(scenario), Clock()
-    pool = await harness.pool(policy_of(rules), clock)
-    allow_any_size(pool._sizes)  # type: ignore[attr-defined]  # what never fits waits, in some of them
-    begun_us, names = clock.us, [tier.name for tier in rules.tiers]
-    leases: dict[str, Lease] = {}
-    answered: set[str] = set()
-    try:
-        for number, step in enumerate(scenario["steps"]):
-            clock.us = begun_us + int(step["at"] * 1_000_000)
-            await _play(pool, leases, names, step)
-            await harness.quiet(pool)
-            answers = {name: lease.grant for name, lease in leases.items() if lease.grant and name not in answered}
-            answered |= set(answers)
-            expected = {
-                entry["id"]: (entry["wait_s"], entry["starvation_s"], entry["served_ahead"])
-                for entry in step["admitted"]
-            }
-            shown = {
-                name: (grant.queue_wait_us / 1e6, grant.starvation_us / 1e6, grant.served_ahead)
-                for name, grant in answers.items()
-            }
-            if shown != expected:
-                return f"{scenario['name']}, step {number}: {step}, not {shown}; {scenario['lesson']}"
-    finally:
-        await harness.close()
-    return ""
-
-
-async def _play(pool: Pool, leases: dict[str, Lease], names: list[str], step: dict[str, Any]) -> None:
-    if step["do"] == "submit":
-        leases[step["id"]] = await pool.enter(
-            ask(
-                names.index(step["tier"]),
-                step["tokens"],
-                requests=step.get("requests", 1),
-                tenant=step.get("tenant", ""),
-                weight=step.get("weight", 1),
-            )
-        )
-    elif step["do"] == "hold_back":
-        pool.hold_back(step["until"] - step["at"])
-    elif step["id"] in leases:
-        lease = leases[step["id"]]
-        if step["do"] == "settle":
-            lease.settle()
-        elif step["do"] == "cancel":
-            lease.leave()
-        else:
-            lease.resize(step["tokens"])
-
-
 # -- a pool whose size is the engine's, and whose engine is full
 
 
@@ -412,41 +322,6 @@ async def test_a_request_that_waits_for_more_than_the_smaller_pool_is_refused_an
     held.settle()
     await fits.wait()
     assert not too_large.settle()
-
-
-@with_hold_back
-async def test_a_pool_that_is_held_back_admits_no_one_until_it_is_not(harness: Harness) -> None:
-    pool = await harness.pool(simple(tokens=100))
-    await pool.enter(ask(tokens=1))
-    pool.hold_back(60)
-    waiting = await pool.enter(ask(tokens=1))
-    await harness.quiet(pool)
-    assert waiting.grant is None
-    pool.hold_back(0)
-    await waiting.wait()
-
-
-@with_hold_back
-async def test_being_held_back_ends_by_itself(harness: Harness) -> None:
-    pool = await harness.pool(simple(tokens=100))
-    await pool.enter(ask(tokens=1))
-    pool.hold_back(0.2)
-    waiting = await pool.enter(ask(tokens=1))
-    assert waiting.grant is None
-    grant = await asyncio.wait_for(waiting.wait(), 60)
-    assert grant.queue_wait_us <= 2_000_000
-
-
-@with_hold_back
-async def test_a_pool_that_is_held_back_still_admits_one_where_nothing_is_held(harness: Harness) -> None:
-    pool = await harness.pool(simple(tokens=100))
-    pool.hold_back(60)
-    first = await pool.enter(ask(tokens=1))
-    second = await pool.enter(ask(tokens=1))
-    assert first.grant is not None
-    assert second.grant is None
-    first.settle()
-    await second.wait()
 
 
 # -- what it says of itself

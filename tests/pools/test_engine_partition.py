@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sidecar.pools.redis.engine_ledgers import EngineLedgers, StoredEngine
+from sidecar.pools.redis.engine_partition import EngineOutage
+from sidecar.pools.redis.partition import LastKnown
 
 from sidecar.policy.rules import UNLIMITED, Shares
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Grant, Lease, WaitOutcome, new_lease
 from sidecar.pools.engines import EngineOffer
-from sidecar.pools.redis.engine_ledgers import EngineLedgers, StoredEngine
-from sidecar.pools.redis.engine_partition import EngineOutage
-from sidecar.pools.redis.partition import LastKnown
 from tests.pools.fleet_scripted import engines_policy
 from tests.pools.harness import Clock, ask
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from sidecar.pools.fleet import FleetPool
 
 from sidecar.errors import RequestTooLarge
 from sidecar.events import Obstacle, Placed
@@ -12,7 +13,6 @@ from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, Shares, pool_rules
 from sidecar.pools import Ask, EnginePool, Lease
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.pools.fleet import FleetPool
 from sidecar.pools.ledger_pool import LedgerPool
 from tests.pools.harness import Clock, policy_of
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S
+from sidecar.scheduling.gain import GainFigures
 
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Ask
 from sidecar.pools.base import Lease
 from sidecar.pools.redis import RedisPool, protocol
-from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S
-from sidecar.scheduling.gain import GainFigures
 from tests.pools.conftest import FIRST, Servers
 from tests.pools.harness import Clock, Harness, ask, by_gain, policy_of
 from tests.pools.load import nothing_left, recovered, replicas, store_of, until

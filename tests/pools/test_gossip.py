@@ -7,26 +7,24 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sidecar.events import StoreState
-from sidecar.policy.store import store_address
 from sidecar.pools import Merge, NotShared, PeerReport, PeerReports, Pool
 from sidecar.pools.base import MOST_REPORT_BYTES
-from sidecar.pools.local import LocalPool
-from sidecar.pools.redis import RedisPool, connector
-from sidecar.pools.redis.protocol import root_key
+from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.redis.connection import ledger_key
 from tests.fleet.waiting import until
-from tests.pools.conftest import SERVERS
 from tests.pools.harness import Harness, ask, simple
+from tests.pools.load import heard_of_each_other
+from tests.pools.load import replica as pool_at
 from tests.support.redis_servers import RedisServer, first_binary
 
 pytestmark = pytest.mark.anyio
 _names = itertools.count(1)
-in_a_store = pytest.mark.parametrize("harness", SERVERS, indirect=True)
+in_a_store = pytest.mark.parametrize("harness", ["shared"], indirect=True)
 """One process has no others."""
 
 
@@ -49,7 +47,7 @@ async def test_replicas_of_one_pool_hear_each_other(harness: Harness) -> None:
     first, second = await harness.pool(simple()), await harness.pool(simple())
     anything = bytes(range(256)) * 4
     await first.share(anything, joined)
-    if isinstance(first, LocalPool):
+    if not first._link.is_shared:  # type: ignore[attr-defined]
         assert await reports(second) == []  # two pools, not one
         return
     ((name, heard),) = (await second.share(b"", joined)).each.items()
@@ -91,17 +89,17 @@ def spare(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-def replica(server: RedisServer, name: str) -> RedisPool:
+def replica(server: RedisServer, name: str) -> LedgerPool:
     return replica_at(server.url, name)
 
 
-def replica_at(url: str, name: str) -> RedisPool:
-    return RedisPool(replace(simple(), pool=name), connector(store_address(url), name))
+def replica_at(url: str, name: str) -> LedgerPool:
+    return pool_at(url, simple(), name=name)
 
 
 async def test_a_silent_replica_is_left_out_and_nothing_stays(store: RedisServer) -> None:
     name = f"silent-{next(_names)}"
-    pool, key = replica(store, name), f"{root_key(name)}:reports"
+    pool, key = replica(store, name), f"{ledger_key(name)}:reports"
     await pool.open()
     await until(lambda: pool.status.state is StoreState.SHARED, 60)
     await pool.share(b"own", joined)
@@ -124,6 +122,7 @@ async def test_a_lost_store_is_said_and_admission_goes_on(spare: RedisServer) ->
     await pool.open()
     await other.open()
     await until(lambda: pool.status.state is other.status.state is StoreState.SHARED, 60)
+    await heard_of_each_other([pool, other])
     await other.share(b"other", joined)
     assert await reports(pool) == [b"other"]
     spare.kill()
@@ -151,8 +150,8 @@ async def test_a_store_that_hangs_while_a_report_is_on_its_way_loses_no_admissio
     await asyncio.sleep(0)
     sharing.cancel()
     await asyncio.wait((sharing,))
-    lease = await asyncio.wait_for(pool.enter(ask()), 60)
-    assert lease.grant is not None
+    lease = await pool.enter(ask())
+    await asyncio.wait_for(lease.wait(), 60)
     assert pool.status.state.value == "shared"
     assert await reports(pool) == []
     await pool.close()
@@ -166,7 +165,7 @@ LEASE_S = 4.0
 
 
 @asynccontextmanager
-async def opened(store: RedisServer, count: int) -> AsyncIterator[list[RedisPool]]:
+async def opened(store: RedisServer, count: int) -> AsyncIterator[list[LedgerPool]]:
     name = f"many-{next(_names)}"
     pools = [replica(store, name) for _ in range(count)]
     try:
@@ -178,12 +177,12 @@ async def opened(store: RedisServer, count: int) -> AsyncIterator[list[RedisPool
         await asyncio.gather(*(pool.close() for pool in pools))
 
 
-async def round_of(pools: list[RedisPool], report: bytes = b"own") -> list[PeerReports]:
+async def round_of(pools: list[LedgerPool], report: bytes = b"own") -> list[PeerReports]:
     return [await pool.share(report, joined) for pool in pools]
 
 
-def merger_of(store: RedisServer, pool: RedisPool) -> str:
-    return str(store.command("GET", f"{root_key(pool._sizes.policy.pool)}:merger") or "")
+def merger_of(store: RedisServer, pool: LedgerPool) -> str:
+    return str(store.command("GET", f"{ledger_key(pool._sizes.policy.pool)}:merger") or "")
 
 
 async def test_up_to_eight_replicas_read_each_other_and_one_more_has_one_of_them_merge(store: RedisServer) -> None:
@@ -273,7 +272,7 @@ async def test_a_merger_that_reads_and_cannot_merge_loses_its_lease(store: Redis
             for _ in range(2):
                 with pytest.raises(error):
                     await merging.share(b"own", merge)
-            lease_ms = store.command("PTTL", f"{root_key(merging._sizes.policy.pool)}:merger")
+            lease_ms = store.command("PTTL", f"{ledger_key(merging._sizes.policy.pool)}:merger")
             assert lease_ms < LEASE_S * 1000
             await asyncio.sleep(lease_ms / 1000 + 0.05)
             heard = await round_of([pool for pool in pools if pool is not merging])
@@ -287,7 +286,7 @@ async def test_a_merger_that_was_replaced_writes_nothing(store: RedisServer) -> 
         await round_of(others)
 
         async def takes_too_long(_: Mapping[str, PeerReport]) -> bytes:
-            store.command("SET", f"{root_key(merging._sizes.policy.pool)}:merger", others[0].name)
+            store.command("SET", f"{ledger_key(merging._sizes.policy.pool)}:merger", others[0].name)
             return b"late"
 
         await merging.share(b"own", takes_too_long)
@@ -301,7 +300,7 @@ async def test_a_merger_that_was_replaced_writes_nothing(store: RedisServer) -> 
 async def test_a_text_that_is_too_long_or_too_old_is_read_by_none(store: RedisServer) -> None:
     async with opened(store, FEW + 1) as pools:
         await round_of(pools)
-        key = f"{root_key(pools[0]._sizes.policy.pool)}:merged"
+        key = f"{ledger_key(pools[0]._sizes.policy.pool)}:merged"
         now_us = int(store.command("TIME")[0]) * 1_000_000
         texts = ("x", "", f"{now_us} {'x' * (MOST_REPORT_BYTES + 1)}", f"{now_us - 11_000_000} old")
         for text in texts:

@@ -11,15 +11,15 @@ import pytest
 import redis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from sidecar.pools.local import LocalPool
+from sidecar.pools.redis.pool import _remaining
 
 from sidecar.errors import QueueFull, RemainingLimits, TenantLimit
 from sidecar.policy.model import Limits, Policy
 from sidecar.pools import Ask
 from sidecar.pools.base import Lease
 from sidecar.pools.limits import downgraded, tenant_limit
-from sidecar.pools.local import LocalPool
 from sidecar.pools.redis import protocol
-from sidecar.pools.redis.pool import _remaining
 from tests.pools import scripted
 from tests.pools.harness import Clock, allow_any_size, simple
 from tests.pools.scripted import Scripted

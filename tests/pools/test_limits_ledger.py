@@ -1,102 +1,46 @@
-"""Tenants' limits in pools over one ledger in a real store: they are asked with the bid, in one round trip."""
+"""Tenants' limits in pools over one ledger: they are asked with the bid, in one round trip, also when that fails."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
-import redis
 
 from sidecar.errors import QueueFull, StoreUnavailable, TenantLimit
-from sidecar.policy.model import Limits
+from sidecar.policy.model import Limits, StoreLoss
 from sidecar.pools import Ask
-from sidecar.pools.calls import ALONE_US, HEARTBEAT_US, Call, Reply
+from sidecar.pools.calls import ALONE_US, HEARTBEAT_US
 from sidecar.pools.ledger_pool import LedgerPool
-from sidecar.pools.redis import script
-from tests.pools.core_harness import with_shares
-from tests.pools.harness import Clock, simple
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.pools.harness import simple
+from tests.pools.scripted_link import Replicas
 
 pytestmark = pytest.mark.anyio
 TOKENS = Limits(tokens_per_minute=600)
 TWO = Limits(concurrent_requests=2)
+LOST_S = (HEARTBEAT_US + ALONE_US) / 1e6 + 1
 
 
 def asks(limits: Limits | None, tokens: int = 10, **more: Any) -> Ask:
     return Ask(0, "t", 1, tokens, 1, limits=limits, **more)
 
 
-class SlowLink:
-    """A link whose answers come in a later turn of the event loop, or do not come."""
-
-    heartbeat_us, lazy_us, knew, near = 1_800_000, 20_000, 0, None
-
-    def __init__(self, client: Any, clock: Clock) -> None:
-        self.client, self.clock, self.calls, self.is_cut = client, clock, list[Call](), False
-        self.loses_answers = False
-        self._hash = client.script_load(script.script(script.texts()))
-
-    def send(self, call: Call, user: Any) -> None:
-        self.calls.append(call)
-        asyncio.get_running_loop().call_soon(self._answer, call, user)
-
-    def _answer(self, call: Call, user: Any) -> None:
-        if self.is_cut:
-            user.unanswered()
-            return
-        told = self.client.evalsha(self._hash, 1, "ledger:{p}", msgspec.msgpack.encode(call), self.clock.us + 10**9)
-        if self.loses_answers:
-            user.unanswered()
-        else:
-            user.answered(msgspec.msgpack.decode(told, type=Reply))
-
-    async def close(self) -> None:
-        pass
+async def joined(count: int, **more: Any) -> Replicas:
+    on_loss = more.pop("on_store_loss", StoreLoss.DIVIDE)
+    return await Replicas(replace(simple(tokens=100_000, **more), on_store_loss=on_loss), count).joined()
 
 
-class Replicas:
-    """Some on one clock of the test's."""
-
-    def __init__(self, client: Any, count: int, tokens: int = 100_000, **more: Any) -> None:
-        self.clock = Clock()
-        self.links = [SlowLink(client, self.clock) for _ in range(count)]
-        policy = with_shares(simple(tokens=tokens, **more))
-        self.pools = [LedgerPool(policy, self.clock, link=link, who=f"r{n}") for n, link in enumerate(self.links)]
-
-    async def quiet(self) -> None:
-        for _ in range(40):
-            for pool in self.pools:
-                pool._run()
-            await asyncio.sleep(0)
-
-    async def pass_s(self, seconds: float, *silent: LedgerPool) -> None:
-        for _ in range(round(seconds)):
-            self.clock.advance(1)
-            for _ in range(20):
-                for pool in self.pools:
-                    if pool not in silent:
-                        pool._run()
-                await asyncio.sleep(0)
+async def left_of(pool: LedgerPool, limits: Limits = TOKENS) -> int:
+    """The tokens that are left."""
+    left = await pool.allowance("t", limits)
+    assert left is not None
+    assert left.tokens is not None
+    return left.tokens.left
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with RedisServer(first_binary(), tmp_path_factory.mktemp("server")) as running:
-        yield redis.Redis(port=running.port)
-
-
-@pytest.fixture
-def client(server: Any) -> Any:
-    server.flushall()
-    return server
-
-
-async def test_a_limited_request_is_decided_and_admitted_by_one_call(client: Any) -> None:
-    all_of_them = Replicas(client, 3)
-    await all_of_them.pass_s(6)
+async def test_a_limited_request_is_decided_and_admitted_by_one_call() -> None:
+    all_of_them = await joined(3)
     pool, link = all_of_them.pools[0], all_of_them.links[0]
     calls = len(link.calls)
     lease = await pool.enter(asks(TOKENS, 400))
@@ -109,31 +53,26 @@ async def test_a_limited_request_is_decided_and_admitted_by_one_call(client: Any
     lease.settle(100)
     all_of_them.clock.advance(0.02)
     await all_of_them.quiet()
-    left = await all_of_them.pools[2].allowance("t", TOKENS)
-    assert left is not None
-    assert left.tokens is not None
-    assert left.tokens.left == 500
+    assert await left_of(all_of_them.pools[2]) == 500
     assert all_of_them.pools[1].state()["waiting"] == 0
 
 
-async def test_what_a_killed_replica_had_is_free_when_it_is_dead(client: Any) -> None:
-    all_of_them = Replicas(client, 3)
-    await all_of_them.pass_s(6)
+async def test_what_a_killed_replica_had_is_free_when_it_is_dead() -> None:
+    all_of_them = await joined(3)
     killed, other, _ = all_of_them.pools
     for _ in range(2):
         await killed.enter(asks(TWO))
     with pytest.raises(TenantLimit, match="2 requests waiting or running"):
         await other.enter(asks(TWO))
-    await all_of_them.pass_s(9, killed)
+    await all_of_them.pass_s(9, without=killed)
     with pytest.raises(TenantLimit):
         await other.enter(asks(TWO))
-    await all_of_them.pass_s(3, killed)
+    await all_of_them.pass_s(3, without=killed)
     assert (await other.enter(asks(TWO))).grant is not None
 
 
-async def test_nothing_is_left_of_a_client_that_leaves_before_the_verdict(client: Any) -> None:
-    all_of_them = Replicas(client, 1)
-    await all_of_them.pass_s(6)
+async def test_nothing_is_left_of_a_client_that_leaves_before_the_verdict() -> None:
+    all_of_them = await joined(1)
     (pool,) = all_of_them.pools
     tasks = [asyncio.ensure_future(pool.enter(asks(TWO, 100_000))) for _ in range(3)]
     await asyncio.sleep(0)  # the first is asked, the others wait for its answer
@@ -147,9 +86,8 @@ async def test_nothing_is_left_of_a_client_that_leaves_before_the_verdict(client
     assert (pool.state()["leases"], pool.state()["waiting"]) == (2, 0)
 
 
-async def test_a_full_queue_refuses_after_the_limits_and_charges_nothing(client: Any) -> None:
-    all_of_them = Replicas(client, 1, max_waiting=1)
-    await all_of_them.pass_s(6)
+async def test_a_full_queue_refuses_after_the_limits_and_charges_nothing() -> None:
+    all_of_them = await joined(1, max_waiting=1)
     (pool,) = all_of_them.pools
     for _ in range(2):
         await pool.enter(asks(None, 100_000))
@@ -158,15 +96,11 @@ async def test_a_full_queue_refuses_after_the_limits_and_charges_nothing(client:
         await pool.enter(asks(TOKENS, 300))
     with pytest.raises(TenantLimit):
         await pool.enter(asks(TOKENS, 601))
-    left = await pool.allowance("t", TOKENS)
-    assert left is not None
-    assert left.tokens is not None
-    assert left.tokens.left == 600
+    assert await left_of(pool) == 600
 
 
-async def test_a_lost_answer_charges_once_and_without_the_store_each_has_its_part(client: Any) -> None:
-    all_of_them = Replicas(client, 2)
-    await all_of_them.pass_s(6)
+async def test_a_lost_answer_charges_once_and_without_the_store_each_has_its_part() -> None:
+    all_of_them = await joined(2)
     pool, link = all_of_them.pools[0], all_of_them.links[0]
     entering = asyncio.ensure_future(pool.enter(asks(TOKENS, 300)))
     await asyncio.sleep(0)
@@ -175,11 +109,9 @@ async def test_a_lost_answer_charges_once_and_without_the_store_each_has_its_par
     link.loses_answers = False
     await all_of_them.quiet()
     lease = await asyncio.wait_for(entering, 60)
-    left = await pool.allowance("t", TOKENS)
-    assert (left is not None and left.tokens is not None and left.tokens.left) == 300
-    for it in all_of_them.links:
-        it.is_cut = True
-    await all_of_them.pass_s((HEARTBEAT_US + ALONE_US) / 1e6 + 2)
+    assert await left_of(pool) == 300
+    all_of_them.cut()
+    await all_of_them.pass_s(LOST_S)
     assert await pool.allowance("t", TOKENS) is None
     with pytest.raises(StoreUnavailable, match="part of the limits of tenant t"):
         await pool.enter(asks(TOKENS, 301))
@@ -189,8 +121,79 @@ async def test_a_lost_answer_charges_once_and_without_the_store_each_has_its_par
     assert part.settle(0)
     assert lease.settle(0)
     assert (await pool.enter(asks(TOKENS, 300))).grant is not None
-    for it in all_of_them.links:
-        it.is_cut = False
+    all_of_them.cut(is_cut=False)
     await all_of_them.pass_s(6)
-    left = await pool.allowance("t", TOKENS)
-    assert (left is not None and left.tokens is not None and left.tokens.left) == 600
+    assert await left_of(pool) == 600
+
+
+# -- while the ledger gives no verdict
+
+
+async def test_beside_another_layout_a_limited_request_waits_and_hears_its_verdict_later() -> None:
+    """As any other: its queue timeout runs, and it is ready for the moment when the last of the old has ended."""
+    all_of_them = Replicas(simple(tokens=100_000), 2)
+    old, new = all_of_them.pools
+    new._member.layout += 1
+    await all_of_them.joined()
+    assert new.status.state.value == "waiting"
+    first = await new.enter(asks(TOKENS, 400))
+    second, lower = await new.enter(asks(TOKENS, 300)), await new.enter(asks(TOKENS, 300, downgrade=1))
+    gone = await new.enter(asks(TOKENS, 200))
+    assert (first.grant, second.grant, new.state()["waiting"]) == (None, None, 4)
+    assert await new.allowance("t", TOKENS) is None
+    await gone.leave()
+    await old.close()
+    await all_of_them.pass_s(3)
+    assert first.grant is not None
+    assert first.allowance is not None
+    with pytest.raises(TenantLimit, match="200 are left"):
+        await second.wait()
+    assert (lower.tier, lower.grant is not None) == (1, True)
+    assert lower.allowance is not None
+    assert lower.allowance.is_downgraded
+    for lease in (first, lower):
+        assert lease.settle(0)
+    await all_of_them.pass_s(1)
+    assert (new.state()["waiting"], new.state()["leases"], await left_of(new)) == (0, 0, 600)
+
+
+@pytest.mark.parametrize("was_reached", [True, False])
+async def test_a_limited_request_in_a_lost_store_that_closes_the_pool_is_refused_within_three_seconds(
+    *, was_reached: bool
+) -> None:
+    all_of_them = Replicas(replace(simple(), on_store_loss=StoreLoss.CLOSED), 1)
+    if was_reached:
+        await all_of_them.joined()
+    all_of_them.cut()
+    await all_of_them.quiet()
+    entering = [asyncio.ensure_future(all_of_them.pools[0].enter(asks(limits))) for limits in (TOKENS, None)]
+    question = asyncio.ensure_future(all_of_them.pools[0].allowance("t", TOKENS))
+    await all_of_them.pass_s(3)
+    for task in entering:
+        with pytest.raises(StoreUnavailable):
+            await asyncio.wait_for(task, 60)
+    assert await asyncio.wait_for(question, 60) is None
+    all_of_them.cut(is_cut=False)
+    await all_of_them.pass_s(6)
+    assert (all_of_them.pools[0].state()["waiting"], await left_of(all_of_them.pools[0])) == (0, 600)
+
+
+async def test_a_limited_request_in_a_store_that_is_lost_is_decided_by_the_part_within_three_seconds() -> None:
+    all_of_them = await joined(2)
+    all_of_them.cut()
+    entering = [asyncio.ensure_future(all_of_them.pools[0].enter(asks(TOKENS, tokens))) for tokens in (200, 200, 400)]
+    await all_of_them.pass_s(3)
+    first, second, third = await asyncio.wait_for(asyncio.gather(*entering, return_exceptions=True), 60)
+    assert not isinstance(first, BaseException)
+    assert (first.grant is not None, type(second), type(third)) == (True, TenantLimit, StoreUnavailable)
+
+
+async def test_a_request_of_a_tier_that_never_queues_hears_at_once_in_a_part_also_when_the_others_are_dead() -> None:
+    all_of_them = await joined(2, max_waiting=0)
+    all_of_them.cut()
+    await all_of_them.pass_s(15)
+    for limits in (None, TOKENS):
+        running = await asyncio.wait_for(all_of_them.pools[0].enter(asks(None, 50_000)), 60)
+        with pytest.raises(QueueFull):
+            await asyncio.wait_for(all_of_them.pools[0].enter(asks(limits)), 60)
+        running.settle()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +13,11 @@ import pytest
 import redis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from oracle import Oracle, Policy
+from sidecar.pools.fleet import FleetPool
+from sidecar.pools.local import LocalPool
+from sidecar.pools.redis.batch import MOST_RESIZES, SHRINKS_WITHIN_S, BatchQueue
+from sidecar.pools.redis.protocol import BEAT_S, END, RESIZE
 
 from sidecar.errors import RequestTooLarge, TenantLimit
 from sidecar.policy.model import Limits
@@ -22,22 +26,14 @@ from sidecar.policy.store import store_address
 from sidecar.pools import Ask, Lease, Pool
 from sidecar.pools.base import new_lease
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.pools.fleet import FleetPool
 from sidecar.pools.ledger_pool import LedgerPool
-from sidecar.pools.local import LocalPool
 from sidecar.pools.redis import RedisFleetPool, RedisPool, connector
-from sidecar.pools.redis.batch import MOST_RESIZES, SHRINKS_WITHIN_S, BatchQueue
-from sidecar.pools.redis.protocol import BEAT_S, END, RESIZE
 from tests.pools.conftest import in_both_orders
 from tests.pools.fleet_scripted import engines_policy
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 from tests.pools.load import until
 from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer, first_binary
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
-
-from oracle import Oracle, Policy
 
 anyio = pytest.mark.anyio
 SHARES = (Shares("high"), Shares("low"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+from sidecar.pools.local import LocalPool
 
 from sidecar.events import Obstacle
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools.ledger_pool import LedgerPool
-from sidecar.pools.local import LocalPool
 from tests.pools.harness import Clock, ask, policy_of, simple
 
 pytestmark = pytest.mark.anyio

@@ -11,6 +11,9 @@ from unittest.mock import patch
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sidecar.pools.redis.outage import Outage
+from sidecar.pools.redis.partition import LastKnown, Partition, equal_part, first_part, fits_into
+from sidecar.pools.redis.protocol import BEAT_S
 
 from sidecar.errors import AdmissionError, QueueFull, StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
@@ -20,9 +23,6 @@ from sidecar.pools import Ask, Grant
 from sidecar.pools.base import Lease, WaitOutcome
 from sidecar.pools.clock import monotonic_us
 from sidecar.pools.redis import outage as outage_module
-from sidecar.pools.redis.outage import Outage
-from sidecar.pools.redis.partition import LastKnown, Partition, equal_part, first_part, fits_into
-from sidecar.pools.redis.protocol import BEAT_S
 from sidecar.scheduling import Admission, Scheduler
 from tests.pools.harness import Clock, ask, policy_of, simple
 from tests.pools.load import until

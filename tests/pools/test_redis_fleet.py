@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from sidecar.pools.redis.protocol import SILENCE_S
 
 from sidecar.errors import RequestTooLarge, StoreUnavailable
 from sidecar.events import Obstacle, Placed, StoreState
@@ -20,7 +21,6 @@ from sidecar.pools import Ask, EnginePool, Lease
 from sidecar.pools.clock import monotonic_us
 from sidecar.pools.engines import EngineOffer
 from sidecar.pools.redis import RedisFleetPool, connector, protocol, session
-from sidecar.pools.redis.protocol import SILENCE_S
 from tests.pools.fleet_scripted import engines_policy
 from tests.pools.load import until
 from tests.support.redis_servers import RedisServer, first_binary

@@ -6,13 +6,12 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
-from sidecar.scheduling.placement import EngineOffer
 
 from sidecar.policy.store import store_address
+from sidecar.pools.engines import EngineOffer
 from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.redis import RedisLink, ledger_connector
-from tests.pools.core_harness import with_shares
-from tests.pools.harness import ask, simple
+from tests.pools.harness import ask, simple, with_shares
 from tests.pools.load import until
 from tests.support.redis_servers import RedisServer
 

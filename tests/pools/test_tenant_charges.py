@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import redis
 from msgspec.structs import replace
+from sidecar.pools.redis.batch import MOST_OPERATIONS, BatchQueue
+from sidecar.pools.redis.protocol import CHARGE_TENANT, END
 
 from sidecar.policy.model import Limits
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Lease
 from sidecar.pools.redis import RedisPool, protocol, session
-from sidecar.pools.redis.batch import MOST_OPERATIONS, BatchQueue
-from sidecar.pools.redis.protocol import CHARGE_TENANT, END
 from tests.pools.fleet_scripted import Triplets
 from tests.pools.harness import Clock, ask, policy_of
 from tests.pools.load import until

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import reference
+from tests.scheduling import reference
 
 Program = dict[str, Any]
 Step = dict[str, Any]

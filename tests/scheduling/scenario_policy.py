@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from programs import Program, scenarios
-
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
+from tests.scheduling.programs import Program, scenarios
 
 SCENARIOS = [it for it in scenarios() if it["name"].startswith(("lessons", "random"))]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import reference
-from programs import scenarios
+from tests.scheduling import reference
+from tests.scheduling.programs import scenarios
 
 
 def test_it_gives_the_answers_that_were_worked_out() -> None:

@@ -140,8 +140,8 @@ async def test_a_call_whose_answer_is_lost_is_made_once(
     """The change is in the store, and the replica does not know."""
     original, lost = StoreConnection.run, []
 
-    async def run(self: StoreConnection, script: Any, arguments: Any, within_s: float = 1.5) -> list[Any]:
-        answer = await original(self, script, arguments, within_s)
+    async def run(self: StoreConnection, script: Any, arguments: Any) -> list[Any]:
+        answer = await original(self, script, arguments)
         if arguments[0] in ("put", "remove") and arguments[0] not in lost:
             lost.append(arguments[0])
             raise StoreError("lost")

@@ -8,7 +8,8 @@ from hashlib import sha1
 from importlib.resources import files
 
 FILES = (
-    "state", "root", "limits", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "write", "ledger",
+    "state", "root", "limits", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "write",
+    "ledger",
 )  # fmt: skip
 FUNCTION = "admission_ledger"
 

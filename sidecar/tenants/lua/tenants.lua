@@ -14,8 +14,7 @@
 --          `<root>:removed`  a sorted set, tenant -> the version in which it was removed
 -- ARGV[1]  changes | put | remove | push
 -- ARGV[2]  birth, ARGV[3] epoch, ARGV[4] version, ARGV[5] floor: what the replica knows
--- ARGV[6]  put: the tenant, ARGV[7] its text, ARGV[8] 'create' or 'replace', ARGV[9] the most tenants of the list, then the hashes of its keys
---          remove: the tenant
+-- ARGV[6]  put, remove: the tenant; put: ARGV[7] its text, ARGV[8] 'create' or 'replace', ARGV[9] the most tenants, then the hashes of its keys
 --          push: the tenant, the version, and the text, empty where it was removed; the same of the next
 --
 -- RETURN   changes: {'none'} where the store has no list; {'older', VERSION} where it lacks what the replica knows;
@@ -45,7 +44,7 @@ local function forget_keys(tenant)
   for _, key in ipairs(keys_in(redis.call('HGET', records, tenant) or '')) do redis.call('HDEL', keys, key) end
 end
 
-local function write(tenant, at, text, hashes)
+local function set(tenant, at, text, hashes)
   forget_keys(tenant)
   for _, digest in ipairs(hashes) do redis.call('HSET', keys, digest, tenant) end
   redis.call('HSET', records, tenant, text)
@@ -78,14 +77,13 @@ if action == 'changes' then
   local written = redis.call('ZRANGEBYSCORE', changed, after, '+inf', 'WITHSCORES', 'LIMIT', 0, PAGE)
   local up_to = #written < 2 * PAGE and version or tonumber(written[#written])
   local answer = {kind, found[1], found[2], found[3], found[4], whole(up_to)}
-  for place = 1, #written, 2 do
-    answer[#answer + 1], answer[#answer + 2] = written[place], written[place + 1]
-    answer[#answer + 1] = redis.call('HGET', records, written[place])
+  local function add(listed, text_of)
+    for place = 1, #listed, 2 do
+      answer[#answer + 1], answer[#answer + 2], answer[#answer + 3] = listed[place], listed[place + 1], text_of(listed[place])
+    end
   end
-  for place, part in ipairs(redis.call('ZRANGEBYSCORE', removed, after, whole(up_to), 'WITHSCORES')) do
-    answer[#answer + 1] = part
-    if place % 2 == 0 then answer[#answer + 1] = '' end
-  end
+  add(written, function(tenant) return redis.call('HGET', records, tenant) end)
+  add(redis.call('ZRANGEBYSCORE', removed, after, whole(up_to), 'WITHSCORES'), function() return '' end)
   return answer
 end
 
@@ -96,11 +94,7 @@ if action == 'push' then
   for place = 6, #ARGV, 3 do
     local tenant, at, text = ARGV[place], tonumber(ARGV[place + 1]), ARGV[place + 2]
     if at > last then
-      if text == '' then
-        take_out(tenant, at)
-      else
-        write(tenant, at, text, keys_in(text))
-      end
+      if text == '' then take_out(tenant, at) else set(tenant, at, text, keys_in(text)) end
       version = math.max(version, at)
     end
   end
@@ -112,8 +106,8 @@ if action == 'push' then
 end
 
 local tenant = ARGV[6]
-if is_there and not (is_same_list and tonumber(found[2]) == epoch and version == known) then return {'late'} end
-if not is_there and known > 0 then return {'late'} end
+local is_late = is_there and not (is_same_list and tonumber(found[2]) == epoch and version == known)
+if is_late or (not is_there and known > 0) then return {'late'} end
 local exists = redis.call('HEXISTS', records, tenant) == 1
 if action == 'remove' then
   if not exists then return {'unknown'} end
@@ -128,7 +122,7 @@ else
     hashes[#hashes + 1] = ARGV[place]
   end
   if not is_there then begin(epoch) end
-  write(tenant, version + 1, ARGV[7], hashes)
+  set(tenant, version + 1, ARGV[7], hashes)
 end
 redis.call('HINCRBY', root, 'version', 1)
 return {'done'}

@@ -27,9 +27,10 @@ if ARGV[1] == 'day' then
   return answer
 end
 
-local function add_to(sums, tenant, tokens)
+local function add_to(sums, tenant, tokens, for_s)
   -- A sum that is no whole number is another program's.
   if type(redis.pcall('HINCRBY', sums, tenant, tokens)) == 'table' then redis.call('HSET', sums, tenant, tokens) end
+  redis.call('EXPIRE', sums, for_s)
 end
 
 local function sum_keys(day, month) return root .. ':day:' .. day, root .. ':month:' .. month end
@@ -38,29 +39,21 @@ local added, part, kept_days, entries = root .. ':added:' .. ARGV[2], tonumber(A
 local is_new = part > tonumber(redis.call('GET', added) or 0)
 -- First: what a script has written before it fails stays written.
 if is_new and part > 0 then redis.call('SET', added, ARGV[3], 'EX', REMEMBERED_S) end
-for place = 8, 7 + 7 * entries, 7 do
-  if not is_new then break end
+for place = 8, is_new and 7 + 7 * entries or 0, 7 do
   local day, tenant = ARGV[place], ARGV[place + 1]
   local names = tenant .. '\t' .. ARGV[place + 2] .. '\t' .. ARGV[place + 3]
-  local figures = {tonumber(ARGV[place + 4]), tonumber(ARGV[place + 5]), tonumber(ARGV[place + 6])}
-  local known = redis.call('HGET', root .. ':' .. day, names)
-  if known then
-    local requests, input, output = string.match(known, '^(%d+) (%d+) (%d+)$')
-    figures = {figures[1] + (requests or 0), figures[2] + (input or 0), figures[3] + (output or 0)}
-  end
-  redis.call('HSET', root .. ':' .. day, names, string.format('%.0f %.0f %.0f', figures[1], figures[2], figures[3]))
+  local requests, input, output = string.match(redis.call('HGET', root .. ':' .. day, names) or '', '^(%d+) (%d+) (%d+)$')
+  redis.call('HSET', root .. ':' .. day, names, string.format('%.0f %.0f %.0f', ARGV[place + 4] + (requests or 0),
+    ARGV[place + 5] + (input or 0), ARGV[place + 6] + (output or 0)))
   redis.call('EXPIRE', root .. ':' .. day, (kept_days + 1) * DAY_S)
   local of_day, of_month = sum_keys(day, string.sub(day, 1, 7))
   local tokens = string.format('%.0f', ARGV[place + 5] + ARGV[place + 6])
-  add_to(of_day, tenant, tokens)
-  redis.call('EXPIRE', of_day, 2 * DAY_S)
-  add_to(of_month, tenant, tokens)
-  redis.call('EXPIRE', of_month, LONGEST_MONTH_S)
+  add_to(of_day, tenant, tokens, 2 * DAY_S)
+  add_to(of_month, tenant, tokens, LONGEST_MONTH_S)
 end
 
 local time = redis.call('TIME')
-local answer = {string.format('%.0f', time[1] * 1000000 + time[2])}
-local first = 8 + 7 * entries
+local answer, first = {string.format('%.0f', time[1] * 1000000 + time[2])}, 8 + 7 * entries
 if ARGV[first] then
   local of_day, of_month = sum_keys(ARGV[5], ARGV[6])
   local days, months = redis.call('HMGET', of_day, unpack(ARGV, first)), redis.call('HMGET', of_month, unpack(ARGV, first))

@@ -86,11 +86,8 @@ local function could_take(ticket, slot)
   local engine = config.engines[slot]
   if not is_ready(engine) or ticket[TOKENS] > engine[E_TOKENS] or ticket[REQUESTS] > engine[E_REQUESTS] then return false end
   if held[slot][H_REQUESTS] + ticket[REQUESTS] > cap_of(slot) then return false end
-  if #ticket[BARRED] > 0 then
-    local name = split(engine[E_ID])
-    for _, barred in ipairs(ticket[BARRED]) do
-      if barred == name then return false end
-    end
+  for _, barred in ipairs(ticket[BARRED]) do
+    if barred == split(engine[E_ID]) then return false end
   end
   return not (engine[E_UNREACHABLE] and engine[E_UNREACHABLE][ticket[OWNER]])
 end

@@ -19,18 +19,12 @@ local function rounded_up(share, whole)
   return is_exact and found or found + 1
 end
 
--- The best level that a ticket can age to, as the number of tiers before it.
-local function tiers_before(tier)
-  return rules[R_PROMOTE] and min(tier - 1, rules[R_CEILING]) or tier - 1
-end
-
 -- The largest request of a tier in one dimension.
 local function size_limit(f, tier, d)
-  local most = f.L[tier][d]
-  local beside = f.C[d]
-  for q = 1, tiers_before(tier) do beside = beside - f.H[q][d] end
-  most = min(most, beside)
-  local own = f.R[tier][d]
+  local beside, own = f.C[d], f.R[tier][d]
+  local best_level = rules[R_PROMOTE] and min(tier - 1, rules[R_CEILING]) or tier - 1 -- that it can age to
+  for q = 1, best_level do beside = beside - f.H[q][d] end
+  local most = min(f.L[tier][d], beside)
   if f.C[d] == UNBOUNDED or own == 0 then return most end
   local left = f.C[d]
   for q = 1, #tiers do

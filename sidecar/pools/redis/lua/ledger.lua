@@ -40,16 +40,14 @@ local function take_views()
   if call[C_ENGINES] or #call[C_DRAINS] > 0 then combine_views() end
 end
 
-local function withdraw(member, id, tier_name)
+local function withdraw(member, id, tier)
   local found
   local function look_at(ticket)
-    if ticket[OWNER] == who and ticket[ID] == id then found = ticket end
+    if ticket[OWNER] == who and ticket[ID] == id and ticket[TIER] == tier then found = ticket end
   end
-  local tier = tier_of(tier_name)
-  if not tier then return end
   for _, ticket in ipairs(load_line()) do look_at(ticket) end
-  if not found then for_queue(tier, look_at) end
-  if found and found[TIER] == tier then
+  if tier and not found then for_queue(tier, look_at) end
+  if found then
     remove(found)
     member[BIDS] = member[BIDS] - 1
   end
@@ -73,18 +71,10 @@ local function take_changes(member)
     local slot = slot_of(cap[1])
     if slot then set_cap(slot, cap[2], now + cap[3]) end
   end
-  for _, charge in ipairs(call[C_CHARGES]) do
-    local tier = tier_of(charge[1])
-    if tier then queue_charge(tier, charge[2], charge[3], charge[4]) end
-  end
-  for _, owed in ipairs(call[C_OWES]) do
-    local tier = tier_of(owed[1])
-    if tier then owe(tier, owed[2]) end
-  end
-  if not member[IS_FOREIGN] then
-    for _, bid in ipairs(call[C_BIDS]) do add_bid(member, bid) end
-  end
-  for _, gone in ipairs(call[C_WITHDRAWN]) do withdraw(member, gone[1], gone[2]) end
+  for _, charge in ipairs(call[C_CHARGES]) do queue_charge(tier_of(charge[1]), unpack(charge, 2)) end
+  for _, owed in ipairs(call[C_OWES]) do owe(tier_of(owed[1]), owed[2]) end
+  for _, bid in ipairs(member[IS_FOREIGN] and NOBODY or call[C_BIDS]) do add_bid(member, bid) end
+  for _, gone in ipairs(call[C_WITHDRAWN]) do withdraw(member, gone[1], tier_of(gone[2])) end
 end
 
 -- ---- what it decides, and the reply -----------------------------------------------------------------------------------
@@ -118,13 +108,13 @@ local function grant_all()
   decide(waiting)
   for _, it in ipairs(granted) do
     local owner, grant = it[1], it[2]
-    local member = members[owner]
-    member[BIDS], member[OUTBOX][#member[OUTBOX] + 1] = member[BIDS] - 1, grant
+    members[owner][BIDS] = members[owner][BIDS] - 1
+    table.insert(members[owner][OUTBOX], grant)
     if owner ~= who and not of_owner[owner] then
-      of_owner[owner] = { owner, {}, false, now }
-      wake_ups[#wake_ups + 1] = of_owner[owner]
+      of_owner[owner] = {}
+      wake_ups[#wake_ups + 1] = { owner, of_owner[owner], false, now }
     end
-    if owner ~= who then table.insert(of_owner[owner][2], grant) end
+    if owner ~= who then table.insert(of_owner[owner], grant) end
   end
 end
 
@@ -146,9 +136,10 @@ local function find_next()
   end
   for tier, t in ipairs(tiers) do
     if t[QUEUED] > 0 or t[LINED] > 0 then consider(t[OWES_UNTIL]) end
-    local first, small = heads_of(tier)
+    local first, small, elsewhere = heads_of(tier)
     if first then consider_ticket(tier, first[ARRIVED]) end
     if small then consider_ticket(tier, small[ARRIVED]) end
+    for i = 1, #elsewhere do consider_ticket(tier, elsewhere[i][ARRIVED]) end
   end
   for _, ticket in ipairs(load_line()) do
     consider(ticket[IN_LINE_SINCE] + PATIENCE_US)
@@ -178,27 +169,22 @@ local function next_change(waiting)
   return at < UNBOUNDED and max(1000, at - now) or nil
 end
 
--- ---- the reply: packed parts, in the order of `calls.Reply` -----------------------------------------------------------
-
 -- The tags that are beyond the virtual time, of the tenants of this call's bids.
 local function tags()
   local found, seen = {}, {}
   for _, bid in ipairs(call[C_BIDS]) do
     local name, tenant = unpack(bid, TIER, TENANT)
-    local tier = type(name) == 'number' and name or tier_of(name)
-    local id = tier and tier .. tenant
-    if tier and tiers[tier][QUEUED] > 0 and not seen[id] then
-      local finish = queue_of(tier).finish[tenant]
-      if finish and finish > tiers[tier][VIRTUAL] then found[#found + 1] = { tiers[tier][NAME], tenant, finish } end
-      seen[id] = true
+    local tier = type(name) == 'number' and name or tier_of(name) -- a name where the bid was not taken
+    local finish = tier and tiers[tier][QUEUED] > 0 and queue_of(tier).finish[tenant]
+    if finish and finish > tiers[tier][VIRTUAL] and not seen[tier .. tenant] then
+      seen[tier .. tenant], found[#found + 1] = true, { tiers[tier][NAME], tenant, finish }
     end
   end
   return found
 end
 
 local function leaving_of_all()
-  local found = {}
-  local leaving = {}
+  local found, leaving = {}, {}
   for name, member in pairs(members) do leaving[name] = #member[LEAVING] > 0 and member[LEAVING] or nil end
   for _, name in ipairs(sorted_keys(leaving)) do
     local cells = {}
@@ -225,6 +211,7 @@ local function engines_and_drained()
   return engines, drained
 end
 
+-- Packed parts, in the order of `calls.Reply`.
 local function reply(member)
   local waiting, alive = count_all()
   local engines, drained, own_lined
@@ -274,7 +261,7 @@ local function answer()
   if not silent_for then return pack({ call[C_NUMBER], 'wait' }) end
   if silent_for >= LOST_US then begin_epoch() end
   local member = members[who]
-  local is_next = member and member[STATED] == state[EPOCH] and call[C_NUMBER] == member[LATEST_NUMBER] + 1
+  local is_next = is_next_of(member)
   drop_dead(is_next and (call[C_KIND] == 'call' or call[C_KIND] == 'bye') and who or nil)
   member = members[who]
   if call[C_KIND] == 'bye' then
@@ -287,8 +274,7 @@ local function answer()
   end
   if not is_accepted(member) then return pack({ call[C_NUMBER], 'unknown' }) end
   local last_number = member and member[LATEST_NUMBER] or 0
-  if call[C_KIND] == 'state' then take_statement() end
-  member = members[who]
+  if call[C_KIND] == 'state' then member = take_statement() end
   take_limits(member, last_number)
   member[MEMBER_CALL], member[LATEST_NUMBER] = now, call[C_NUMBER]
   take_changes(member)

@@ -71,26 +71,21 @@ local function packed_charge(account, tenant, tokens)
     account[A_REQUESTS_REFUNDED], account[A_RPM] or 0 })
 end
 
-local function packed_left(per_minute, capacity, level)
-  if not per_minute then return '\192' end
-  return pack({ floor(max(0, capacity - level) / UNIT), ceil(level / per_minute) })
+local function left(per_minute, capacity, level)
+  return per_minute and { floor(max(0, capacity - level) / UNIT), ceil(level / per_minute) } or nil
 end
 
 -- `calls.Verdict`: its limit, and its charge.
 local function verdict_on(asked)
   local _, tenant, tokens, charges, rpm, tpm, _, burst = unpack(asked)
-  local account = account_of(tenant)
-  if not account then
-    account = { 0, 0, now, now, 0, 0, 0, false, false }
-    accounts[tenant] = account
-  end
-  account[A_RPM], account[A_TPM] = rpm, tpm
+  local account = account_of(tenant) or { 0, 0, now, now, 0, 0, 0, false, false }
+  accounts[tenant], account[A_RPM], account[A_TPM] = account, rpm, tpm
   local most_requests, most_tokens = max(UNIT, (rpm or 0) * burst), (tpm or 0) * burst
   local limit, after = over(account, asked, most_requests, most_tokens)
   local charge = charges and not limit and packed_charge(account, tenant, tokens)
   if after == UNBOUNDED then after = nil end
-  return '\150' .. pack(asked[1]) .. (charge or '\192') .. pack(limit, after) .. packed_left(rpm, most_requests, account[A_REQUESTS])
-    .. packed_left(tpm, most_tokens, account[A_TOKENS]), limit, charge
+  local lefts = pack(limit, after, left(rpm, most_requests, account[A_REQUESTS]), left(tpm, most_tokens, account[A_TOKENS]))
+  return '\150' .. pack(asked[1]) .. (charge or '\192') .. lefts, limit, charge
 end
 
 local function refund_request(account, charge)
@@ -138,7 +133,7 @@ local function take_limits(member, last_number)
     local told_with, charge, used, is_counted, was_held = unpack(settled)
     if told_with > last_number then settle(charge, used, is_counted, was_held) end
   end
-  local known, charged, refused, are_refused = {}, {}, {}, false
+  local known, charged, refused = {}, {}, {}
   if is_statement then
     for _, packed in ipairs(member[CHARGED]) do known[unpacked(packed)[1]] = packed end
   end
@@ -146,25 +141,16 @@ local function take_limits(member, last_number)
     local number = asked[1]
     local packed, limit, charge = known[number], nil, true
     if not packed then packed, limit, charge = verdict_on(asked) end
-    known[number], verdicts[i] = nil, packed
-    if charge then
-      charged[#charged + 1] = packed
-      counts[asked[2]] = own_count(asked[2]) + 1
-    elseif limit then
-      refused[number], are_refused = true, true
-    end
+    known[number], verdicts[i], refused[number] = nil, packed, not charge and limit
+    if charge then charged[#charged + 1], counts[asked[2]] = packed, own_count(asked[2]) + 1 end
   end
   for _, packed in ipairs(is_statement and member[CHARGED] or {}) do -- a client that left before the replica had an answer
     local verdict = unpacked(packed)
     if known[verdict[1]] then settle(verdict[2], 0, true, false) end
   end
   member[CHARGED] = charged
-  if are_refused then
-    local bids = {}
-    for _, bid in ipairs(call[C_BIDS]) do
-      if not refused[bid[NUMBER]] then bids[#bids + 1] = bid end
-    end
-    call[C_BIDS] = bids
+  for i = next(refused) and #call[C_BIDS] or 0, 1, -1 do
+    if refused[call[C_BIDS][i][NUMBER]] then table.remove(call[C_BIDS], i) end
   end
 end
 

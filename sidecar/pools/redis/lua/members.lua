@@ -1,7 +1,5 @@
 -- Time, epochs and members, and what a statement says of everything (`ledger.py`).
 
-local function begin_member(is_new) return { 0, 0, -1, is_new, false, 0, -1, {}, {}, true, {} } end
-
 -- A grant as a cell.
 local function cell_of(grant)
   local _, tier, id, tokens, requests, prompt, sent, _, _, is_in_floor = unpack(grant)
@@ -30,10 +28,7 @@ local function drop_bids(name)
   end
   for _, ticket in ipairs(load_line()) do take(ticket) end
   for tier = 1, #tiers do for_queue(tier, take) end
-  table.sort(own, function(a, b)
-    if a[TIER] ~= b[TIER] then return a[TIER] < b[TIER] end
-    return is_before(a, b)
-  end)
+  table.sort(own, function(a, b) return a[TIER] < b[TIER] or (a[TIER] == b[TIER] and is_before(a, b)) end)
   for _, ticket in ipairs(own) do remove(ticket) end
   members[name][BIDS] = 0
 end
@@ -47,31 +42,24 @@ local function combine_views()
   end
   table.sort(by_age, function(a, b)
     local number, other = all[a] and all[a][1] or 0, all[b] and all[b][1] or 0
-    if number ~= other then return number < other end
-    return is_less(a, b)
+    return number < other or (number == other and is_less(a, b))
   end)
   local reached = {}
   for _, name in ipairs(by_age) do
     local view = all[name]
-    for _, e in ipairs(view and view[3] or {}) do
+    for _, e in ipairs(view and view[3] or NOBODY) do
       local id, tokens, requests, prefill, speed, is_reachable, age_us, ramp_us = unpack(e)
       local takes_new = is_reachable or (offers[id] and offers[id][E_TAKES_NEW]) or false
       offers[id] = { id, tokens, requests, prefill, speed, takes_new, view[2] - age_us, ramp_us, true, false }
-      if is_reachable then
-        reached[id] = reached[id] or {}
-        reached[id][name] = true
-      end
+      reached[id .. '\0' .. name] = is_reachable
     end
   end
   for id, engine in pairs(offers) do
     local drained = config.drained[split(id)]
     if drained and drained[1] then engine[E_TAKES_NEW] = false end
-    for _, name in ipairs(by_age) do
-      if not (reached[id] and reached[id][name]) then
-        engine[E_UNREACHABLE] = engine[E_UNREACHABLE] or {}
-        engine[E_UNREACHABLE][name] = true
-      end
-    end
+    local unreachable = {}
+    for _, name in ipairs(by_age) do unreachable[name] = not reached[id .. '\0' .. name] or nil end
+    engine[E_UNREACHABLE] = next(unreachable) and unreachable or false
   end
   set_engines(offers)
   state[VERSION] = state[VERSION] + 1
@@ -130,19 +118,18 @@ local function acks()
   return acked
 end
 
+local function is_next_of(member)
+  return member and member[STATED] == state[EPOCH] and call[C_NUMBER] == member[LATEST_NUMBER] + 1
+end
+
 local function is_accepted(member)
   if call[C_KIND] == 'ask' then return false end
   if call[C_KIND] == 'state' then return not member or call[C_NUMBER] > member[LATEST_NUMBER] end
-  if not member or member[STATED] ~= state[EPOCH] or call[C_NUMBER] ~= member[LATEST_NUMBER] + 1 then return false end
-  if not call[C_BID_COUNT] then return true end
+  if not is_next_of(member) or not call[C_BID_COUNT] then return is_next_of(member) end
   local acked, unseen = acks(), 0
-  for _, grant in ipairs(member[OUTBOX]) do
-    if not acked[grant[1]] then unseen = unseen + 1 end
-  end
+  for _, grant in ipairs(member[OUTBOX]) do unseen = unseen + (acked[grant[1]] and 0 or 1) end
   return member[BIDS] <= call[C_BID_COUNT] and call[C_BID_COUNT] <= member[BIDS] + unseen
 end
-
--- ---- a statement ------------------------------------------------------------------------------------------------------
 
 local function has_tiers(stated)
   if #stated[R_TIERS] ~= #tiers then return false end
@@ -185,11 +172,8 @@ end
 -- Everything that the replica has replaces everything that was known of it.
 local function take_statement()
   take_rules(call[C_RULES])
-  local member = members[who]
-  if not member then
-    member = begin_member(call[C_KNEW] == 0)
-    members[who] = member
-  end
+  local member = members[who] or { 0, 0, -1, call[C_KNEW] == 0, false, 0, -1, {}, {}, true, {} }
+  members[who] = member
   drop_bids(who)
   drop_outbox(member)
   if state[IS_EMPTY] and now < state[EPOCH] + DEAD_US then state[EXPECTED] = max(state[EXPECTED], call[C_KNEW]) end
@@ -197,4 +181,5 @@ local function take_statement()
   for i = 1, member[IS_FOREIGN] and 0 or min(#tiers, #call[C_VIRTUAL]) do
     tiers[i][VIRTUAL] = max(tiers[i][VIRTUAL], call[C_VIRTUAL][i])
   end
+  return member
 end

@@ -36,10 +36,7 @@ local function burst_beside(ticket)
   for_queue(ticket[TIER], function(other)
     if other ~= ticket then burst[#burst + 1] = other end
   end)
-  table.sort(burst, function(a, b)
-    if a[NUMBER] ~= b[NUMBER] then return a[NUMBER] < b[NUMBER] end
-    return is_less(a[OWNER], b[OWNER])
-  end)
+  table.sort(burst, function(a, b) return a[NUMBER] < b[NUMBER] or (a[NUMBER] == b[NUMBER] and is_less(a[OWNER], b[OWNER])) end)
   return burst
 end
 
@@ -50,16 +47,15 @@ local function shortage()
   local gone, order, others = taken_back(), candidates()
   for _, place in ipairs(others) do order[#order + 1] = place end
   table.sort(order, is_place_before)
-  local at, place = nil, nil
-  for i = 1, #order do
-    local after = rules[R_TIERS][order[i].tier][T_PREEMPT_AFTER]
-    if after and now - order[i].ticket[ARRIVED] >= after then
-      at, place = i, order[i]
-      break
-    end
-  end
-  local ticket = place and place.ticket
-  local slot = ticket and wanted(ticket)
+  local at, place, ticket = 0, nil, nil
+  repeat
+    at = at + 1
+    place = order[at]
+    if not place then return nil end
+    ticket = place.ticket
+    local after = rules[R_TIERS][place.tier][T_PREEMPT_AFTER]
+  until after and now - ticket[ARRIVED] >= after
+  local slot = wanted(ticket)
   if not slot then return nil end
   local found = { served = ticket, place = place, engine = config.engines[slot][E_ID], before = {}, closed = {} }
   for i = 1, at - 1 do
@@ -70,9 +66,11 @@ local function shortage()
   end
   found.burst = burst_beside(ticket)
   for tier = ticket[TIER] + 1, #tiers do
-    local first, small = heads_of(tier)
-    if (first and is_place_before(place_of(first, OTHER), place)) or (small and is_place_before(place_of(small, OTHER), place)) then
-      found.closed[tiers[tier][NAME]] = true
+    local first, small, elsewhere = heads_of(tier)
+    local closing = { first, unpack(elsewhere) }
+    closing[#closing + 1] = small
+    for _, head in ipairs(closing) do
+      if is_place_before(place_of(head, OTHER), place) then found.closed[tiers[tier][NAME]] = true end
     end
   end
   local is_served = #found.burst == 0 and has_room(ticket, slot, found.before, gone.engines[found.engine])

@@ -51,15 +51,6 @@ local function read_queues()
   read_fields(names)
 end
 
--- Whatever changes in a queue may change its head.
-local function changed_queue(tier, tenant)
-  local queue = queue_of(tier)
-  lane_of(queue, tenant)
-  queue.texts[tenant] = nil
-  changed['q:' .. tier], heads[tier], state[NEXT] = true, false, false
-  return queue
-end
-
 local function is_next(a, b) -- by start, then arrival
   if a[START] ~= b[START] then return a[START] < b[START] end
   return is_before(a, b)
@@ -84,26 +75,40 @@ local function next_of(tier, is_wanted)
   return found
 end
 
--- Gives the first of a tenant its start tag.
-local function tag_first(tier, queue, tenant)
-  local lane = lane_of(queue, tenant)
-  if not lane then return end
-  local first = ticket_at(lane, 1)
-  if not first[START] then
-    first[START], first.packed = max(first[HINT] or tiers[tier][VIRTUAL], queue.finish[tenant] or 0), nil
+-- In fair order of each replica the first, wherever it is in its tenant's queue.
+local function first_of_each_owner(tier)
+  local queue, found, list = queue_of(tier), {}, {}
+  local function is_less_than(a, b) return a.start < b.start or (a.start == b.start and is_before(a.ticket, b.ticket)) end
+  local function consider(start, ticket)
+    local it, known_one = { start = start, ticket = ticket }, found[ticket[OWNER]]
+    if not known_one or is_less_than(it, known_one) then found[ticket[OWNER]] = it end
   end
-  queue.starts[tenant] = first[START]
+  for tenant, start in pairs(queue.starts) do
+    local lane = lane_of(queue, tenant)
+    for i = 1, #lane do consider(start, ticket_at(lane, i)) end
+  end
+  for i = 1, #queue.returned do consider(ticket_at(queue.returned, i)[START], queue.returned[i]) end
+  for _, it in pairs(found) do list[#list + 1] = it end
+  table.sort(list, is_less_than)
+  return list
 end
 
--- Where none waits, all tags start afresh at a virtual time beyond every tag.
+-- What changes in a queue may change its head; a tenant's first gets its start tag. Where none waits, all tags start afresh at a
+-- virtual time beyond every tag.
 local function tag(tier, tenant)
-  local t, queue = tiers[tier], changed_queue(tier, tenant)
+  local t, queue = tiers[tier], queue_of(tier)
+  local lane = lane_of(queue, tenant)
+  queue.texts[tenant], changed['q:' .. tier], heads[tier], state[NEXT] = nil, true, false, false
   if t[QUEUED] == 0 then
     for _, finish in pairs(queue.finish) do t[VIRTUAL] = max(t[VIRTUAL], finish) end
     queue.finish, t[LARGEST], t[SMALLEST], t[AFRESH] = {}, 1, UNBOUNDED, t[AFRESH] + 1
     return
   end
-  tag_first(tier, queue, tenant)
+  local first = lane and ticket_at(lane, 1)
+  if first and not first[START] then
+    first[START], first.packed = max(first[HINT] or t[VIRTUAL], queue.finish[tenant] or 0), nil
+  end
+  if first then queue.starts[tenant] = first[START] end
   if rules[R_BY_GAIN] then t[VIRTUAL] = max(t[VIRTUAL], next_of(tier)[START]) end
 end
 
@@ -151,11 +156,9 @@ end
 
 local function take_out(queue, ticket)
   local tenant = ticket[TENANT]
-  local list = lane_of(queue, tenant)
-  if ticket[HAS_RETURNED] then list = queue.returned end
+  local list = ticket[HAS_RETURNED] and queue.returned or lane_of(queue, tenant)
   take_from(list, ticket)
-  queue.texts[tenant] = nil
-  if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.starts[tenant] = nil, nil end
+  if not ticket[HAS_RETURNED] and #list == 0 then queue.lanes[tenant], queue.texts[tenant], queue.starts[tenant] = nil, nil, nil end
   tiers[ticket[TIER]][QUEUED] = tiers[ticket[TIER]][QUEUED] - 1
   if queue.by_gain then
     take_from(queue.by_gain, ticket)
@@ -197,7 +200,7 @@ end
 
 -- Growth of a tenant's lease, while others of the tier wait.
 local function queue_charge(tier, tenant, tokens, weight)
-  if tiers[tier][QUEUED] == 0 then return end
+  if not tier or tiers[tier][QUEUED] == 0 then return end
   local queue = queue_of(tier)
   queue.finish[tenant] = max(tiers[tier][VIRTUAL], queue.finish[tenant] or 0) + tokens / weight
   changed['q:' .. tier] = true

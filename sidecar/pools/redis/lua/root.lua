@@ -63,6 +63,7 @@ local function parts_of(name)
 end
 
 local function load()
+  if known.state and known.state[1] ~= fields.state then known = {} end -- it is of another moment
   state, members, heads = parts_of('state')
   held, tiers = parts_of('held')
   config = parts_of('config')

@@ -18,7 +18,7 @@ local function add_sums(tier, what, sign, tokens, requests, prompt)
   sums[1], sums[2], sums[3] = sums[1] + sign * tokens, sums[2] + sign * requests, sums[3] + sign * prompt
 end
 
--- Adds to what a tier holds on an engine. A tier that the rules do not know counts on the engine only.
+-- Adds to what a tier holds on an engine; on the engine only, where the rules do not know the tier.
 local function hold(tier, id, sign, tokens, requests, prompt, sent, floor_tokens, floor_requests, floor_prompt)
   if tier then
     add_sums(tier, ON_ENGINES, sign, tokens, requests, prompt)
@@ -39,7 +39,7 @@ end
 
 -- Rule 5: the tier has no turn for so much longer.
 local function owe(tier, owed_us)
-  if owed_us > 0 then tiers[tier][OWES_UNTIL], state[NEXT] = max(now, tiers[tier][OWES_UNTIL]) + owed_us, false end
+  if tier and owed_us > 0 then tiers[tier][OWES_UNTIL], state[NEXT] = max(now, tiers[tier][OWES_UNTIL]) + owed_us, false end
 end
 
 local function owes(tier) return now < tiers[tier][OWES_UNTIL] end
@@ -47,13 +47,13 @@ local function owes(tier) return now < tiers[tier][OWES_UNTIL] end
 -- Figures change with the engines, in slow start with time.
 local function look()
   local capacity = { 0, 0, 0 }
-  needs, total, largest_prefill, places = {}, { 0, 0, 0 }, 0, 0
+  needs, total, largest_prefill, places, is_divided = {}, { 0, 0, 0 }, 0, 0, false
   for slot, engine in ipairs(config.engines) do
     local it = held[slot]
     for d = 1, 3 do total[d] = total[d] + it[H_ID + d] end
     if is_ready(engine) then
       local tokens, requests, prefill = size_of(engine)
-      places, largest_prefill = places + 1, max(largest_prefill, prefill)
+      places, largest_prefill, is_divided = places + 1, max(largest_prefill, prefill), is_divided or engine[E_UNREACHABLE]
       capacity[1], capacity[2], capacity[3] = capacity[1] + tokens, capacity[2] + requests, capacity[3] + prefill
     else
       for d = 1, 3 do capacity[d] = capacity[d] + it[H_ID + d] end
@@ -80,12 +80,9 @@ local function uncached(ticket) return max(1, ticket[PROMPT] - best_hit(ticket))
 
 -- t: its prompt counts less its best hit, for no more than its size limit and the largest engine's prefill.
 local function need(ticket)
-  local found = needs[ticket]
-  if not found then
-    found = { ticket[TOKENS], ticket[REQUESTS], min(uncached(ticket), largest_prefill, figures.most_prompt[ticket[TIER]]) }
-    needs[ticket] = found
-  end
-  return found
+  needs[ticket] = needs[ticket]
+    or { ticket[TOKENS], ticket[REQUESTS], min(uncached(ticket), largest_prefill, figures.most_prompt[ticket[TIER]]) }
+  return needs[ticket]
 end
 
 -- `t <= R`.
@@ -147,11 +144,38 @@ end
 
 local function is_for_floor(ticket) return ticket[IN_LINE_SINCE] and ticket[ADMISSION] > 0 end
 
+-- The ready engines that a replica's tickets can enter.
+local function reached(owner)
+  local found = {}
+  for slot, engine in ipairs(config.engines) do
+    if is_ready(engine) and not (engine[E_UNREACHABLE] and engine[E_UNREACHABLE][owner]) then found[slot] = true end
+  end
+  return found
+end
+
+local function has_common(a, b)
+  for slot in pairs(a) do
+    if b[slot] then return true end
+  end
+end
+
+-- Where replicas see different engines: the next that can reach one which none before it can.
+local function heads_elsewhere(tier, first, small)
+  local seen, found = reached(first[OWNER]), {}
+  for _, it in ipairs(first_of_each_owner(tier)) do
+    local is_new, ticket = false, it.ticket
+    for slot in pairs(reached(ticket[OWNER])) do is_new, seen[slot] = is_new or not seen[slot], true end
+    if is_new and ticket ~= first and ticket ~= small then found[#found + 1] = ticket end
+  end
+  return found
+end
+
 -- The next in fair order; while the tier owes and that one is not small, also the next that is.
 local function heads_of(tier)
   local first = next_of(tier)
-  if not first or not owes(tier) or is_small(first) then return first end
-  return first, next_of(tier, is_small)
+  if not first then return nil, nil, NOBODY end
+  local small = owes(tier) and not is_small(first) and next_of(tier, is_small) or nil
+  return first, small, is_divided and heads_elsewhere(tier, first, small) or NOBODY
 end
 
 local function is_within(tier, t, most, sum)
@@ -238,11 +262,13 @@ local function candidates(open)
     end
   end
   for tier = 1, #tiers do
-    local first, small = heads_of(tier)
+    local first, small, elsewhere = heads_of(tier)
     if first then consider(first, true) end
     if small then consider(small, true) end
+    for i = 1, #elsewhere do consider(elsewhere[i], true) end
     if rules[R_BY_GAIN] and first and not rules[R_TIERS][tier][T_FIRST] then
       local best = best_in_queue(tier)
+      for i = 1, #elsewhere do best = best ~= elsewhere[i] and best end
       if best and best ~= first and best ~= small then consider(best, false) end
     end
   end
@@ -397,11 +423,22 @@ local function engine_for(ticket, own, open, takes_any)
 end
 
 -- Each tier has as many places in line as there are ready engines; class 0 has always one.
-local function has_place(tier) return tiers[tier][LINED] < places or rules[R_TIERS][tier][T_FIRST] end
+-- Where replicas see different engines: as its replica sees, beside those that can reach one of these.
+local function has_place(ticket)
+  local tier = ticket[TIER]
+  if rules[R_TIERS][tier][T_FIRST] then return true end
+  if not is_divided then return tiers[tier][LINED] < places end
+  local own, free = reached(ticket[OWNER]), 0
+  for _ in pairs(own) do free = free + 1 end
+  for _, other in ipairs(load_line()) do
+    if other[TIER] == tier and has_common(own, reached(other[OWNER])) then free = free - 1 end
+  end
+  return free > 0
+end
 
 local function someone_may_join()
   for tier = 1, #tiers do
-    if tiers[tier][QUEUED] > 0 and has_place(tier) then return true end
+    if tiers[tier][QUEUED] > 0 and (is_divided or tiers[tier][LINED] < places or rules[R_TIERS][tier][T_FIRST]) then return true end
   end
 end
 
@@ -427,11 +464,11 @@ end
 -- What one candidate does: true where that is a step, false where it stops all after it.
 local function visit(place, open, ...)
   local class = place.class
-  if class == OTHER and open.is_stopped then return nil end
-  local ticket = place.ticket
+  local ticket, stopped = place.ticket, open.stopped
+  if class == OTHER and stopped and (not is_divided or has_common(stopped, reached(ticket[OWNER]))) then return nil end
   if not fits(ticket, NOBODY) then return not holds(ticket, class) and nil end
   local was_in_line = ticket[IN_LINE_SINCE]
-  local joins = not was_in_line and has_place(ticket[TIER])
+  local joins = not was_in_line and has_place(ticket)
   local is_late = was_in_line and now >= was_in_line + PATIENCE_US
   local own = wanted(ticket)
   local slot = engine_for(ticket, own, open, class == FIRST or is_late or not (was_in_line or joins))
@@ -449,7 +486,10 @@ local function visit(place, open, ...)
   if joins then return true end
   if own then
     open[own] = nil
-    if is_late and is_small(ticket) then open.is_stopped = true end -- a small one has stood in line for 5 s
+    if is_late and is_small(ticket) then -- a small one has stood in line for 5 s
+      open.stopped = stopped or {}
+      open.stopped[own] = true
+    end
   end
 end
 
@@ -461,7 +501,7 @@ local function step()
   local early, others, left_out = candidates(is_line_calm() and open)
   for _, places in ipairs({ early, others }) do
     if places == others then
-      if open.is_stopped or (not next(open) and not someone_may_join()) then return false end
+      if (open.stopped and not is_divided) or (not next(open) and not someone_may_join()) then return false end
       table.sort(others, is_place_before)
     end
     for i = 1, #places do

@@ -53,6 +53,6 @@ local fields, changed, all_fields -- what was read of the root, and what of it i
 local queues, wake_ups, is_config_new, is_made
 local kept, pools, known = {}, 0, nil -- where the script is a function: what was written of each pool, as it was unpacked
 local held_text -- `held` as it is told and written
-local figures, largest_prefill, places, total -- of a decision (rule 1)
+local figures, largest_prefill, places, total, is_divided -- of a decision (rule 1); is_divided: replicas see different engines
 local needs, granted -- ticket -> what it needs; what is admitted, in order
 local NOBODY = {}

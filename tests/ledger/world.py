@@ -17,12 +17,11 @@ import copy
 import heapq
 import random
 
-from ledger_replica import ModelReplica as Replica
-from ledger_replica import Request, pool_rules
-
 from sidecar.pools.calls import DEAD_US as DEAD
 from sidecar.pools.calls import HEARTBEAT_US as BEAT
 from sidecar.pools.ledger import Ledger
+from tests.ledger.replica import ModelReplica as Replica
+from tests.ledger.replica import Request, pool_rules
 
 SECOND = 1_000_000
 

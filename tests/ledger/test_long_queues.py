@@ -6,11 +6,11 @@ import sys
 from typing import Any
 
 import msgspec
-from one_replica import OneReplica
 
 from sidecar.pools.calls import BIDS_SHOWN, GainBid
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.tickets import Gain, Ticket
+from tests.ledger.one_replica import OneReplica
 from tests.support.each import each
 
 TIERS = [{"name": "high", "reserve": 0.3}, {"name": "low", "reserve": 0.1}]

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 import redis
-from ledger_player import rules_told
-from stored_ledger import Both, StoredLedger
 
 from sidecar.pools.calls import DEAD_US, LAYOUT, Bid, Call, EngineView, Metered, Reply, Running, Settled
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.redis import script
 from sidecar.scheduling.rate_limit import GUESSED_US, Limit
+from tests.ledger.player import rules_told
+from tests.ledger.stored_ledger import Both, StoredLedger
 from tests.support.each import each
 from tests.support.redis_servers import RedisServer, first_binary
 

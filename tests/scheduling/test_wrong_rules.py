@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from core_player import first_difference
-from programs import scenarios
-from wrong_rules import CHANGES, PATCHES, changed
 
+from tests.scheduling.player import first_difference
+from tests.scheduling.programs import scenarios
+from tests.scheduling.wrong_rules import CHANGES, PATCHES, changed
 from tests.support.each import each
 
 SCENARIOS = scenarios()

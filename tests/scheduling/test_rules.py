@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from core_player import first_difference
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import programs, random_program, scenarios
+
+from tests.scheduling.player import first_difference
+from tests.scheduling.programs import programs, random_program, scenarios
 
 
 def test_it_gives_the_answers_of_every_scenario() -> None:

@@ -1,18 +1,17 @@
-"""Plays a program on the core: a pool that keeps the leases, as an owner does."""
+"""Plays a program on the scheduler: a pool that keeps the leases, as an owner does."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
-from programs import expected
-
 from sidecar.policy.rules import Shares
 from sidecar.scheduling.amounts import UNBOUNDED, minus
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
-from sidecar.scheduling.preemption import leases_to_take_back, shortage
+from sidecar.scheduling.preemption import Returnable, leases_to_take_back, shortage
 from sidecar.scheduling.scheduler import Gone, Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
+from tests.scheduling.programs import expected
 
 
 def us(seconds):
@@ -70,7 +69,7 @@ def ticket_of(step, tier, now, number):
     )
 
 
-class CorePlayer:
+class SchedulerPlayer:
     is_beyond = False  # see `LedgerPlayer`
 
     def __init__(self, scenario):
@@ -163,13 +162,16 @@ class CorePlayer:
         leases = list(self.leases.values())
         gone = Gone().beside(lease for lease in leases if lease.is_chosen)
         found = shortage(self.scheduler, now, gone)
-        chosen = leases_to_take_back(self.scheduler, found, leases, now, gone) if found else []
+        returnable = Returnable()
+        for lease in sorted(leases, key=lambda lease: lease.entered):
+            returnable.add(lease)
+        chosen = leases_to_take_back(self.scheduler, found, returnable, now, gone) if found else []
         for lease in chosen:
             lease.is_chosen = True
         return [lease.ticket.id for lease in chosen]
 
 
-def first_difference(program, player_of=CorePlayer):
+def first_difference(program, player_of=SchedulerPlayer):
     """The first step whose answer is another than the program's, in words for a reader."""
     player = player_of(program)
     for number, step in enumerate(program["steps"], 1):

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from long_waits import Flood
-from wrong_rules import PATCHES
 
+from tests.scheduling.long_waits import Flood
+from tests.scheduling.wrong_rules import PATCHES
 from tests.support.each import each
 
 PROMISED = {"inside": 1.0, "small": 2.0, "large": 1.0, "owes": 1.0}

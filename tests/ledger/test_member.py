@@ -7,16 +7,16 @@ import random
 from typing import Any
 
 import pytest
-import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_replica import pool_rules
-from one_replica import OneReplica
-from programs import programs, random_program
 
 from sidecar.pools import ledger, member
 from sidecar.pools.calls import EngineView
 from sidecar.scheduling.tickets import Ticket
+from tests.ledger.one_replica import OneReplica
+from tests.ledger.replica import pool_rules
+from tests.scheduling import reference
+from tests.scheduling.programs import programs, random_program
 from tests.support.examples import examples
 
 BEAT_US = 1_000_000

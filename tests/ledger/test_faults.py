@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ledger_replica import pool_rules
-from ledger_world import PROFILES, Violation, World, play
 
 from sidecar.pools import ledger, member
 from sidecar.pools.bids import Bids
-from sidecar.pools.calls import Call, Cell, EngineView, Reply, WakeUp
+from sidecar.pools.calls import Call, EngineView, Reply, WakeUp
 from sidecar.pools.ledger import Ledger
+from sidecar.pools.row import Sums
+from tests.ledger.replica import pool_rules
+from tests.ledger.world import PROFILES, Violation, World, play
 from tests.support.each import each
+
+pytestmark = pytest.mark.hasty  # the time is the world's
 
 
 @each("profile", ("all", "network", "growth", "roll", "rules", "failover", "empty_restart"))
@@ -37,8 +40,8 @@ def _replaced(where: object, name: str, value: object) -> Leave:
     return lambda monkeypatch: monkeypatch.setattr(where, name, value)
 
 
-def _counts_nothing(entry: Any, tier: str) -> Cell:
-    return Cell(tier, entry.engine)
+def _counts_nothing(_: Any) -> Sums:
+    return 0, 0, 0, 0, 0, 0, 0
 
 
 def _forgets_the_bid(shown: Any, ticket: Any) -> bool:
@@ -100,7 +103,7 @@ def _shows_it_under_its_number(shown: Any, tier: Any, ticket: Any, now_us: int) 
 
 CONTROLS: dict[str, tuple[Leave, tuple[str, ...]]] = {
     "outbox: a granted room counts only once its owner has stated it": (
-        _replaced(ledger._Entry, "cell", _counts_nothing),
+        _replaced(ledger._Entry, "sums", property(_counts_nothing)),
         ("calm",),
     ),
     "repeat: a reply tells a grant once": (_replaced(Ledger, "execute", _says_a_grant_once), ("calm", "network")),

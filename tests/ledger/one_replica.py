@@ -1,12 +1,11 @@
 """Plays a program on one replica over a ledger in the process."""
 
-from core_player import rules_of, ticket_of, us
-
 from sidecar.pools import calls
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, TakeBack
 from sidecar.scheduling.amounts import UNBOUNDED
+from tests.scheduling.player import rules_of, ticket_of, us
 
 
 class OneReplica:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import reference
-from core_player import CorePlayer
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import expected, programs, random_header, random_program
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, within
 from sidecar.scheduling.scheduler import INSIDE, OTHER, TURN
 from sidecar.scheduling.tickets import Ticket
+from tests.scheduling import reference
+from tests.scheduling.player import SchedulerPlayer
+from tests.scheduling.programs import expected, programs, random_header, random_program
 from tests.support.walks import random_walks
 
 
-class Watched(CorePlayer):
+class Watched(SchedulerPlayer):
     """Looks at each admission: invariants 1 to 3."""
 
     def __init__(self, program: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ def test_an_admission_fits_and_is_next_and_nobody_waits_in_vain(seed: int) -> No
     end(player, program, now)
 
 
-def end(player: CorePlayer, program: dict[str, Any], now: int) -> None:
+def end(player: SchedulerPlayer, program: dict[str, Any], now: int) -> None:
     """All that came ends, each exactly once, and nothing is remembered."""
     ended: set[str] = set()
     engine = {"id": "z#1", "tokens": 1000, "requests": 100, "prefill": 500}
@@ -91,7 +91,7 @@ TENANTS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 7]), SIZES), min_size=2, 
 def test_backlogged_tenants_differ_by_at_most_one_largest_request_each(tenants: Any, seed: int) -> None:
     """Invariant 4: of their service, scaled by weight, as long as both wait."""
     luck = random.Random(seed)
-    player = CorePlayer({"tiers": [{"name": "t"}], "capacity": {"tokens": 40}})
+    player = SchedulerPlayer({"tiers": [{"name": "t"}], "capacity": {"tokens": 40}})
     asks = [(name, weight, tokens) for name, (weight, sizes) in enumerate(tenants) for tokens in sizes]
     luck.shuffle(asks)
     left = [len(sizes) for _, sizes in tenants]
@@ -115,7 +115,7 @@ def test_backlogged_tenants_differ_by_at_most_one_largest_request_each(tenants: 
 @random_walks(30)
 def test_the_largest_request_gets_into_an_idle_pool_and_one_more_never(seed: int) -> None:
     program = random_header(random.Random(seed), "sizes", several=False, by_gain=bool(seed & 1))
-    idle = CorePlayer(program).scheduler
+    idle = SchedulerPlayer(program).scheduler
     idle.look(0)
     for tier, size in enumerate(idle._figures.returnable):
         most = [8 if part == UNBOUNDED else part for part in size]
@@ -128,7 +128,7 @@ def test_the_largest_request_gets_into_an_idle_pool_and_one_more_never(seed: int
 
 def enters(program: dict[str, Any], tier: int, tokens: int, requests: int) -> bool:
     """Once it has aged as far as it can."""
-    player = CorePlayer(program)
+    player = SchedulerPlayer(program)
     step = {"do": "submit", "id": "only", "tier": f"t{tier}", "tokens": tokens, "requests": requests}
     player.do(step, 0)
     return bool(player.dispatch(10**9))

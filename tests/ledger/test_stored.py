@@ -12,18 +12,19 @@ import fakeredis
 import msgspec
 import pytest
 import redis
-from core_player import first_difference
-from ledger_player import LedgerPlayer, rules_told
-from ledger_world import PROFILES, World
-from programs import programs, scenarios
-from stored_ledger import OLD_POOLS, ROOT, Both, StoredLedger
 
 from sidecar.pools import ledger
 from sidecar.pools.calls import LAYOUT, Bid, Call, Cell, EngineView, Reply
+from tests.ledger.player import LedgerPlayer, rules_told
+from tests.ledger.stored_ledger import OLD_POOLS, ROOT, Both, StoredLedger
+from tests.ledger.world import PROFILES, World
+from tests.scheduling.player import first_difference
+from tests.scheduling.programs import programs, scenarios
 from tests.support.each import each
 from tests.support.redis_servers import RedisServer, first_binary
 
 os.environ["LUA_PATH"] = f"{Path(__file__).parents[1] / 'support' / 'lua'}/?.lua;;"
+pytestmark = pytest.mark.hasty  # the time is the world's
 
 
 pytestmark = pytest.mark.hasty  # replicas are as patient as they are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,33 +17,47 @@ ROOT = "ledger:{pool}"
 OLD_POOLS = [f"admission:{layout}:{{pool}}" for layout in ("9", "engines-5", "gain-4", "gain-engines-4")]
 
 
+Edit = tuple[str, str, str]
+
+
 class StoredLedger:
     """`client` is a client of a server, or of fakeredis. By EVALSHA, or `as_function`.
 
-    `is_patient`: a store without calls is not silent, and replicas do not die.
+    `is_patient`: a store without calls is not silent, and replicas do not die. `edits`: of a file, a text that another
+    one replaces.
     """
 
-    def __init__(self, client: Any, *, as_function: bool = False, is_patient: bool = False) -> None:
+    def __init__(
+        self, client: Any, *, as_function: bool = False, is_patient: bool = False, edits: Iterable[Edit] = ()
+    ) -> None:
         self.client, self.as_function = client, as_function
         parts = script.texts()
+        for name, old, new in edits:
+            assert parts[name].count(old) == 1, (name, old)
+            parts[name] = parts[name].replace(old, new)
         if is_patient:
             for name in ("LOST_US", "DEAD_US"):
                 parts["state"], count = re.subn(rf"(local {name} = )\d+", rf"\g<1>{10**15}", parts["state"])
                 assert count == 1
-        if as_function:
-            self._function, library = script.library(parts)
-            client.function_load(library, replace=True)
-        else:
-            self._hash = client.script_load(script.script(parts))
+        self.keys = [ROOT, *OLD_POOLS]
+        self.function, self._library = script.library(parts)
+        self._script = script.script(parts)
+        self.load()
         self._messages = client.pubsub(ignore_subscribe_messages=True)
         self._messages.psubscribe(f"{ROOT}*")
 
+    def load(self) -> None:
+        """Loads it, anew if it is there."""
+        if self.as_function:
+            self.client.function_load(self._library, replace=True)
+        else:
+            self._hash = self.client.script_load(self._script)
+
     def answer(self, packed: bytes, now_us: int | None = None) -> bytes:
         """The answer to a packed call."""
-        keys = [ROOT, *OLD_POOLS]
-        words = [len(keys), *keys, packed, *([] if now_us is None else [now_us])]
+        words = [len(self.keys), *self.keys, packed, *([] if now_us is None else [now_us])]
         if self.as_function:
-            return self.client.execute_command("FCALL", self._function, *words)
+            return self.client.execute_command("FCALL", self.function, *words)
         return self.client.execute_command("EVALSHA", self._hash, *words)
 
     def wake_ups(self) -> list[bytes]:

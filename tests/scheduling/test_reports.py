@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from core_player import CorePlayer
-
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.reports import Found, Rule
+from tests.scheduling.player import SchedulerPlayer
 from tests.support.each import each
 
 Step = dict[str, Any]
@@ -23,7 +22,7 @@ def ask(name: str, tier: str, tokens: int, **words: Any) -> Step:
 def entered(tiers: list[Step], steps: list[Step], **words: Any) -> dict[str, dict[str, Rule]]:
     """Of each ticket that enters, in order, a second apart: the tiers that it passed."""
     tiers = [{"name": name, **tier} for name, tier in zip("abc", tiers, strict=False)]
-    player, found = CorePlayer({"tiers": tiers, "capacity": {"tokens": 10}, **words}), {}
+    player, found = SchedulerPlayer({"tiers": tiers, "capacity": {"tokens": 10}, **words}), {}
     for second, step in enumerate(steps):
         player.do(step, second * 1_000_000)
         player.dispatch(second * 1_000_000)
@@ -72,7 +71,7 @@ def test_it_passes_one_that_waits_for_its_engine() -> None:
 
 
 def test_it_found_an_engine_as_it_was_before_it_entered_and_after_what_it_stood_in_line() -> None:
-    player = CorePlayer({"tiers": [{"name": "a"}, {"name": "b"}], "engines": ENGINES})
+    player = SchedulerPlayer({"tiers": [{"name": "a"}, {"name": "b"}], "engines": ENGINES})
     found = []
     other = ask("other", "b", 4, prompt=4, hits=[("f#1", 4)])
     more = ask("more", "b", 4, prompt=1, hits=[("f#1", 4)])

@@ -7,9 +7,8 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from core_player import CorePlayer
-
 from sidecar.scheduling.time_alone import next_change
+from tests.scheduling.player import SchedulerPlayer
 
 CAPACITY = 20_000
 MEAN_TOKENS = 500
@@ -50,7 +49,7 @@ class Outcome:
     ) -> None:
         tiers = [{"name": name, "reserve": p / 100} for name, p in zip(LADDER, percents, strict=True)]
         aging = {"promote_after_s": 30, "ceiling": LADDER[ceiling]}
-        pool = CorePlayer({"tiers": tiers, "aging": aging, "capacity": {"tokens": CAPACITY}})
+        pool = SchedulerPlayer({"tiers": tiers, "aging": aging, "capacity": {"tokens": CAPACITY}})
         events = [(a.at_us, n, "submit", a) for n, a in enumerate(sorted(arrivals))]
         order, change_us, until_us = len(events), None, until_s * 1_000_000
         waiting: dict[str, Arrival] = {}

@@ -13,12 +13,11 @@ from fractions import Fraction
 from itertools import count
 from typing import Any
 
-from core_player import CorePlayer
-
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.figures import figures_of
 from sidecar.scheduling.scheduler import INSIDE, LINE
 from sidecar.scheduling.time_alone import next_change
+from tests.scheduling.player import SchedulerPlayer
 
 D = 10_000_000
 """The longest lease: twice the patience of one in line (rule 6)."""
@@ -96,7 +95,7 @@ class Flood:
 
     def __init__(
         self, seed: int, engines: int = 0, *, over: bool = True, by_gain: bool = False, scale: int = 1,
-        player: type[CorePlayer] = CorePlayer,
+        player: type[SchedulerPlayer] = SchedulerPlayer,
     ) -> None:  # fmt: skip
         self.luck = luck = random.Random(f"{seed} {engines} {over} {by_gain}")
         self.is_alone, self.order = not engines, count()
@@ -221,7 +220,7 @@ class Flood:
                 if order_class in (INSIDE, LINE):
                     found["inside" if order_class == INSIDE else "line", ticket.id] = now_us
             fronts = heads[:1] if front is None else [front]
-            for ticket in filter(lambda t: scheduler.is_within_limit([t]), fronts):  # no limit in the way
+            for ticket in filter(lambda t: scheduler.is_within_limit(t), fronts):  # no limit in the way
                 if scheduler.is_small(ticket):
                     found["small", ticket.id] = now_us
                 else:

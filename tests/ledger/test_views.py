@@ -1,0 +1,97 @@
+"""Replicas that see different engines: what cannot enter an engine neither waits for it nor keeps others from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+import redis
+
+from sidecar.policy.rules import Shares
+from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.figures import Rules
+from sidecar.scheduling.scheduler import PATIENCE_US, Scheduler
+from sidecar.scheduling.tickets import Ticket
+from tests.ledger.stored_ledger import Both, StoredLedger
+from tests.ledger.world import World
+from tests.support.each import each
+from tests.support.redis_servers import RedisServer, first_binary
+
+pytestmark = pytest.mark.hasty
+
+
+class Apart:
+    """Three replicas, each with an engine of two requests, and `x` without one. One tenant asks at all of them."""
+
+    def __init__(self, *tiers: str) -> None:
+        self.scheduler = Scheduler(Rules(tuple(map(Shares, tiers))))
+        self.ids = count(1)
+        self.scheduler.set_engines(
+            Engine(f"{own}#1", tokens=100, requests=2, unreachable_for=frozenset(others))
+            for own, others in (("a", "bcx"), ("b", "acx"), ("c", "abx"))
+        )
+
+    def ask(self, owner: str, times: int = 1, tier: int = 0, at_us: int = 0) -> list[str]:
+        """So many requests come at once. Returns the owners of those that are admitted now."""
+        for number in (next(self.ids) for _ in range(times)):
+            ticket = Ticket(str(number), tier, "tenant", 1, arrived_us=at_us, owner=owner, number=number)
+            self.scheduler.add(ticket)
+        return self.admitted(at_us)
+
+    def admitted(self, at_us: int) -> list[str]:
+        grants = self.scheduler.decide(at_us)
+        assert all(grant.engine == f"{grant.ticket.owner}#1" for grant in grants)
+        return [grant.ticket.owner for grant in grants]
+
+    @property
+    def line(self) -> list[str]:
+        return [ticket.owner for ticket in self.scheduler.line]
+
+
+def test_a_queue_at_one_keeps_nobody_from_another() -> None:
+    pool = Apart("only")
+    assert pool.ask("a", 20) == ["a", "a"]
+    assert pool.ask("b", 3, at_us=1) == ["b", "b"]
+
+
+def test_each_has_its_own_places_in_line() -> None:
+    pool = Apart("only")
+    pool.ask("a", 20)
+    assert pool.line == ["a"]
+    pool.ask("b", 5, at_us=1)
+    assert pool.line == ["a", "b"]
+
+
+def test_a_long_wait_at_one_stops_nobody_at_another() -> None:
+    pool = Apart("high", "low")
+    pool.ask("a", 4)
+    late_us = PATIENCE_US + 1
+    assert pool.ask("b", at_us=late_us) == ["b"]
+    assert pool.ask("b", tier=1, at_us=late_us) == ["b"]
+
+
+def test_one_that_sees_no_engine_keeps_nobody_waiting() -> None:
+    pool = Apart("only")
+    assert pool.ask("x", 20) == []
+    assert pool.line == []
+    assert pool.ask("a", 3, at_us=1) == ["a", "a"]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredLedger]:
+    with RedisServer(first_binary(), tmp_path_factory.mktemp("server")) as running:
+        yield StoredLedger(redis.Redis(port=running.port), as_function=True)
+
+
+@each("profile", ("calm", "engines"))
+def test_both_ledgers_answer_the_same(profile: str, stored: StoredLedger) -> None:
+    stored.client.flushdb()
+    world = World(1, profile, replicas=3, engines=[6, 10, 14], rate=1.2)
+    for replica, own in zip(list(world.replicas.values()), world.engines, strict=True):
+        for other in world.engines.values():
+            if other.name != own:
+                world.links_down.add((replica.name, other.name))
+                world.see(replica, other)
+    world.store = Both(stored)
+    world.run()
