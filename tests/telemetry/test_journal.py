@@ -237,7 +237,9 @@ def test_the_property_above_sees_waits_and_overtaking() -> None:
 
 def test_the_property_above_sees_preemptions() -> None:
     """A control, as the one above."""
-    arrivals = [("arrive", tier, 8, tenant) for tier, tenant in ((2, "a"), (2, "a"), (2, "a"), (2, "a"), (0, "b"), (0, "b"))]
+    arrivals = [
+        ("arrive", tier, 8, tenant) for tier, tenant in ((2, "a"), (2, "a"), (2, "a"), (2, "a"), (0, "b"), (0, "b"))
+    ]
     sidecar = asyncio.run(played([*arrivals, ("wait", 2_000), *[("settle", 0), ("wake",)] * 5]))
     (victim,) = sidecar.preempted
     assert [request_id for request_id, _ in sidecar.reported].count(victim) == 2
