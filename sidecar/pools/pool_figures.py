@@ -44,8 +44,7 @@ class PoolFigures:
         """See `EnginePool.engines`."""
         if not self._has_names:
             return ()
-        lined = () if member.reply is None else member.reply.lined or ()
-        claims = Counter(it.engine for it in lined)
+        claims = Counter(member.lined())
         return engines_of(member.mirror(now_us), claims, now_us, {offer.id for offer in self.offers})
 
     def state(self, member: Member, now_us: int) -> Mapping[str, object]:
