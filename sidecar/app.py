@@ -577,13 +577,15 @@ def _shared_pool(
     weight_percent: int | None = None,
     size: EngineSize | None = None,
 ) -> LedgerPool:
-    from sidecar.pools.redis import RedisLink, ledger_connector
+    from sidecar.pools.redis import RedisLink, ledger_connector, reach_of
     from sidecar.telemetry.metrics.store import StoreMetrics
 
     metrics = StoreMetrics(policy.pool)
     return LedgerPool(
         policy,
-        link=RedisLink(ledger_connector(store, policy.pool), policy.pool, took=metrics.round_trip),
+        link=RedisLink(
+            ledger_connector(store, policy.pool), policy.pool, reach=reach_of(store), took=metrics.round_trip
+        ),
         observer=metrics,
         takes_over=takes_over,
         is_sole_user=policy.engines is not None and policy.engines.mounted,

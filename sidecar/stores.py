@@ -49,9 +49,10 @@ def records_of(policy: Policy, environment: Mapping[str, str]) -> StoredRecords 
             "stored_tenants: true keeps tenants in a store, and there is none: write its address as `store` into the "
             f"pool's file, or set {STORE_VARIABLE}"
         )
+    from sidecar.pools.redis.connection import reach_of
     from sidecar.tenants.stored import TenantRecords, tenants_connector
 
-    return TenantRecords(tenants_connector(store, policy.pool))
+    return TenantRecords(tenants_connector(store, policy.pool), reach_of(store))
 
 
 def usage_of(policy: Policy, environment: Mapping[str, str]) -> UsageRecords | None:
@@ -59,9 +60,10 @@ def usage_of(policy: Policy, environment: Mapping[str, str]) -> UsageRecords | N
     store = store_of(policy, environment)
     if store is None or not policy.usage_days:
         return None
+    from sidecar.pools.redis.connection import reach_of
     from sidecar.tenants.usage import RedisUsage, usage_connector
 
-    return RedisUsage(usage_connector(store, policy.pool), policy.usage_days)
+    return RedisUsage(usage_connector(store, policy.pool), policy.usage_days, reach_of(store))
 
 
 def refuse_uncounted_budgets(policy: Policy, environment: Mapping[str, str]) -> None:

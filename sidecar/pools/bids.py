@@ -70,6 +70,10 @@ class Bids:
         """All bids that the ledger may know."""
         return {bid: ticket for tier in self._tiers for bid, ticket in tier.shown.items()}
 
+    def count(self) -> int:
+        """How many bids the ledger knows, or will when it has heard all that is withdrawn."""
+        return sum(len(tier.shown) for tier in self._tiers) + len(self.withdrawn)
+
     def virtual(self) -> list[float]:
         """The virtual time of each tier, as far as it is known here."""
         return [tier.queue.virtual for tier in self._tiers]
@@ -211,10 +215,16 @@ class Bids:
         """One that earns more than the best that is shown."""
         if not tier.by_gain:
             return None
-        queue = tier.queue
-        ticket = tier.by_gain.find(
-            now_us, lambda t: queue.is_ahead(t) and queue.is_ahead(t, self._uncharged(tier).get(t.tenant, 0.0))
-        )
+        queue, uncharged = tier.queue, list[dict[str, float]]()
+
+        def is_ahead(ticket: Ticket) -> bool:
+            if not queue.is_ahead(ticket):
+                return False
+            if not uncharged:
+                uncharged.append(self._uncharged(tier))
+            return queue.is_ahead(ticket, uncharged[0].get(ticket.tenant, 0.0))
+
+        ticket = tier.by_gain.find(now_us, is_ahead)
         shown = tier.shown.get(tier.best) if tier.best is not None else None
         if ticket is None or shown is None:
             return ticket

@@ -467,7 +467,10 @@ class Ledger:
         ):
             return None
         state.asked = None
-        found = shortage(state.scheduler, state.last_call, self._gone()) if state.scheduler.may_preempt() else None
+        scheduler = state.scheduler
+        if not scheduler.may_preempt():
+            return None
+        found = shortage(scheduler, state.last_call, self._gone(), scheduler.order)
         if found is None:
             return None
         if self._near is not None:

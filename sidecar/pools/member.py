@@ -39,7 +39,7 @@ from sidecar.pools.row import Row, sums_of
 from sidecar.pools.shortage_told import gone_of, shortage_of
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
 from sidecar.scheduling.figures import aged_level, whole_level
-from sidecar.scheduling.preemption import leases_to_take_back
+from sidecar.scheduling.preemption import Returnable, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 
@@ -119,6 +119,7 @@ class Member:
         self._alone: Ledger | None = None
         self._alone_number = 0
         self._returns: dict[str, int] = {}
+        self._returnable = Returnable()
 
     # -- requests
 
@@ -189,6 +190,8 @@ class Member:
         if owed_us := lease.end(now_us):
             self._owe(lease, owed_us, now_us)
         del self.leases[lease.ticket.id]
+        if not lease.is_kept:
+            self._returnable.remove(lease)
         if self._returns:
             self._returns.pop(lease.ticket.id, None)
         self._tell_soon(now_us)
@@ -202,10 +205,15 @@ class Member:
     def keep(self, lease: Lease, now_us: int) -> None:
         """The first byte of a lease is on its way: it is taken back no more."""
         lease.is_kept = True
+        self._returnable.remove(lease)
         if lease.is_chosen:
             lease.is_chosen = False
             self._leaves_no_more(lease)
             self._call_by(now_us)
+
+    def _may_return(self, lease: Lease) -> None:
+        if self._own_rules.tiers[lease.ticket.tier].preemptible and not (lease.is_kept or lease.is_chosen):
+            self._returnable.add(lease)
 
     def _leaves_no_more(self, lease: Lease) -> None:
         if self._leaving.pop(lease.ticket.id, None) is not None:
@@ -235,6 +243,9 @@ class Member:
     def change_rules(self, rules: PoolRules, now_us: int) -> None:
         """Other rules of the same tiers, which replace those of the pool."""
         self.rules, self._own_rules, self._replaces = rules, rules.as_rules(), True
+        self._returnable = Returnable()
+        for lease in self.leases.values():
+            self._may_return(lease)
         if self.mode is Mode.SHARED:
             self.mode = Mode.STATING
         self._call_by(now_us)
@@ -349,7 +360,7 @@ class Member:
             call.replaces, call.takes_over = self._replaces, self._takes_over
             call.drains = list(self.pool.drained.values())
         elif is_beat:
-            call.bid_count = len(self._bids.shown) + len(self._bids.withdrawn)
+            call.bid_count = self._bids.count()
         if self._near is None:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
@@ -416,7 +427,7 @@ class Member:
         self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
         self.events += self.meter.take(call, reply.verdicts)
         self._take(reply.grants, True, self.pool.ahead_us)
-        self.others_waiting = max(0, reply.waiting - len(self._bids.shown) - len(self._bids.withdrawn))
+        self.others_waiting = max(0, reply.waiting - self._bids.count())
         self._bids.take_tags(reply)
         if self.is_foreign:
             self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
@@ -432,8 +443,9 @@ class Member:
         """Rule 7, among the leases of this replica, by the sums of the reply."""
         levels = {name: level for level, name in enumerate(self._names)}
         found, gone = shortage_of(told, levels, self.pool.ahead_us), gone_of(reply.leaving, levels)
-        for lease in leases_to_take_back(self.mirror(now_us), found, list(self.leases.values()), now_us, gone):
+        for lease in leases_to_take_back(self.mirror(now_us), found, self._returnable, now_us, gone):
             lease.is_chosen = self._is_leaving_new = True
+            self._returnable.remove(lease)
             self._leaving[lease.ticket.id] = lease
             self.events.append(TakeBack(lease))
 
@@ -487,6 +499,7 @@ class Member:
         self._entered += 1
         lease = Lease(ticket, engine, self._entered, sent, self._returns.get(ticket.id, 0))
         self.leases[ticket.id] = lease
+        self._may_return(lease)
         if self._near is None:
             self._row.add(lease, 1)
         self.events.append(Entered(lease, found, passed))

@@ -54,10 +54,11 @@ class BestByGain:
             less, _, _, ticket = heap[0]
             earned = ticket.earned(now_us)
             waits = earned > 0 and ticket in self._queue
-            if waits and earned == -less and not is_ahead(ticket):
+            is_behind = waits and is_ahead(ticket)
+            if waits and earned == -less and not is_behind:
                 return ticket
             heapq.heappop(heap)
-            if waits and is_ahead(ticket):
+            if is_behind:
                 self._ahead.setdefault(ticket.tenant, []).append(ticket)
             elif waits:
                 self._push(ticket, earned)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount
+from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
 from sidecar.scheduling.tickets import Ticket
 
 
@@ -94,19 +94,23 @@ class Engine:
         tokens, requests, _ = self.size(now_us)
         return self.held[0] >= tokens or self.held[1] >= min(requests, self.cap(now_us))
 
-    def has_room(self, ticket: Ticket, now_us: int, before: Amount = NOTHING, gone: Freed = NOTHING_FREED) -> bool:
-        """Tokens, requests, and the prompt's turn: one prompt of any size, or several within `prefill`.
+    def has_room(self, ticket: Ticket, now_us: int) -> bool:
+        """Tokens, requests, and the prompt's turn: one prompt of any size, or several within `prefill`."""
+        size, held = self.size(now_us), self.held
+        if held[0] + ticket.tokens > size[0] or held[1] + ticket.requests > min(size[1], self.cap(now_us)):
+            return False
+        return not self.sent or self.sent + ticket.sent_to(self.id) <= size[2]
+
+    def lacking(self, ticket: Ticket, now_us: int, before: Amount, gone: Freed) -> Amount:
+        """The tokens, requests and sent prompts that have to end for that.
 
         As if `gone` were taken off, and tokens, requests and sent prompts `before` the ticket had entered.
         """
-        tokens, requests, sent = self.held[0] + ticket.tokens, self.held[1] + ticket.requests, self.sent
-        if gone is not NOTHING_FREED:
-            tokens, requests = tokens - gone.amount[0] + before[0], requests - gone.amount[1] + before[1]
-            sent += before[2] - gone.sent
-        size = self.size(now_us)
-        if tokens > size[0] or requests > min(size[1], self.cap(now_us)):
-            return False
-        return not sent or sent + ticket.sent_to(self.id) <= size[2]
+        size, (tokens, requests, _) = self.size(now_us), minus(plus(self.held, before), gone.amount)
+        sent = self.sent + before[2] - gone.sent
+        prompts = min(sent, max(0, sent + ticket.sent_to(self.id) - size[2]))
+        most = min(size[1], self.cap(now_us))
+        return max(0, tokens + ticket.tokens - size[0]), max(0, requests + ticket.requests - most), max(0, prompts)
 
     def score(self, ticket: Ticket, affinity_percent: int) -> tuple[int, tuple[bytes, int]]:
         """How late it would begin with a ticket: the smallest is wanted."""

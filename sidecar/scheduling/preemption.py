@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from sidecar.scheduling.amounts import NOTHING, plus
-from sidecar.scheduling.scheduler import OTHER, Gone, Place, Scheduler
+from sidecar.scheduling.amounts import NOTHING, Amount, plus
+from sidecar.scheduling.scheduler import OTHER, Candidate, Gone, Place, Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 
 
@@ -26,13 +27,15 @@ class Shortage:
     closed: frozenset[int]
 
 
-def shortage(scheduler: Scheduler, now_us: int, gone: Gone) -> Shortage | None:
-    """What room is to be taken back for now, if any. `gone` is taken back already."""
+def shortage(
+    scheduler: Scheduler, now_us: int, gone: Gone, order: Sequence[Candidate] | None = None
+) -> Shortage | None:
+    """What room is to be taken back for now, if any. `gone` is taken back already. `order`: where it is known."""
     if not scheduler.may_preempt():
         return None
     scheduler.look(now_us)
     tiers = scheduler.rules.tiers
-    order = scheduler.in_order()
+    order = scheduler.in_order() if order is None else order
     for n, candidate in enumerate(order):
         at, place, ticket = n, candidate.place, candidate.ticket
         after_us = tiers[ticket.tier].preempt_after_us
@@ -59,74 +62,115 @@ def shortage(scheduler: Scheduler, now_us: int, gone: Gone) -> Shortage | None:
         if any(scheduler.place(head, OTHER) < place for head in scheduler.heads(level))
     )
     found = Shortage(engine, ticket, place, before, burst, closed)
-    is_served = not burst and _Search(scheduler, found, (), now_us, gone).is_enough([], [ticket])
+    is_served = not burst and not any(_Search(scheduler, found, (), now_us, gone).lacking(ticket))
     return None if is_served else found
 
 
+class Returnable:
+    """The leases that may be taken back as far as they say so themselves, by engine and tier, in order of entering."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, int], dict[str, Lease]] = {}
+
+    def add(self, lease: Lease) -> None:
+        """One that entered."""
+        self._of.setdefault((lease.engine, lease.ticket.tier), {})[lease.ticket.id] = lease
+
+    def remove(self, lease: Lease) -> None:
+        """One that has ended, is kept or is taken back."""
+        self._of.get((lease.engine, lease.ticket.tier), {}).pop(lease.ticket.id, None)
+
+    def after(self, tier: int, engine: str) -> Iterator[Lease]:
+        """Those of less important tiers on one engine: the least important first, of a tier the last that entered."""
+        levels = [level for name, level in self._of if name == engine and level > tier]
+        for level in sorted(levels, reverse=True):
+            yield from reversed(self._of[engine, level].values())
+
+
 def leases_to_take_back(
-    scheduler: Scheduler, found: Shortage, leases: Sequence[Lease], now_us: int, gone: Gone
+    scheduler: Scheduler, found: Shortage, leases: Returnable, now_us: int, gone: Gone
 ) -> list[Lease]:
     """The leases whose room is enough; empty where all together are not."""
     scheduler.look(now_us)
-    return _Search(scheduler, found, leases, now_us, gone).leases()
+    return _Search(scheduler, found, leases.after(found.served.tier, found.engine), now_us, gone).leases()
 
 
 class _Search:
-    """Looks for leases on one engine whose room is enough."""
+    """Looks for leases on one engine whose room is enough for a group, to which one ticket after the other is added.
 
-    def __init__(self, scheduler: Scheduler, found: Shortage, leases: Sequence[Lease], now_us: int, gone: Gone) -> None:
+    What more leases give free only helps those that fit already, so each step looks at one ticket or one lease.
+    """
+
+    def __init__(self, scheduler: Scheduler, found: Shortage, leases: Iterable[Lease], now_us: int, gone: Gone) -> None:
         self._scheduler, self._found, self._now, self._gone = scheduler, found, now_us, gone
         self._engine = scheduler.engines[found.engine]
-        candidates = [lease for lease in leases if lease.engine == found.engine and self._may_end(lease)]
-        candidates.sort(key=lambda lease: (lease.ticket.tier, lease.entered))
-        self._candidates, self._taken = candidates, list[Lease]()  # the last is the next to be taken
+        self._left = iter(leases)
+        self._taken, self._freed, self._taken_of = list[Lease](), _NO_ROOM, dict[int, Amount]()
+        self._in_pool, self._on_engine = NOTHING, NOTHING  # what comes before the next of the group
+        for ticket in found.before:
+            self._comes_before(ticket)
 
     def leases(self) -> list[Lease]:
         """Of an always_first tier as much as all that waits needs, one ticket more at a time, while that can be had."""
-        group = [self._found.served]
-        taken = self._take_for(group)
-        if taken is None:
+        served = self._found.served
+        group, lacking = NOTHING if served.is_for_floor else self._scheduler.need(served), self.lacking(served)
+        if not self._take(lacking):
             return []
+        taken = len(self._taken)
         for ticket in self._found.burst:
-            more = [*group, ticket]
-            if self._scheduler.is_within_limit(more):
-                enough = self._take_for(more)
-                if enough is None:
+            if self._scheduler.is_within_limit(ticket, group):
+                more = _most(lacking, self.lacking(ticket))
+                if not self._take(more):
                     break
-                group, taken = more, enough
-        return self._needed(taken, group)
+                group, lacking, taken = plus(group, self._scheduler.need(ticket)), more, len(self._taken)
+        return self._needed(self._taken[:taken], lacking)
 
-    def _needed(self, taken: list[Lease], group: Sequence[Ticket]) -> list[Lease]:
-        """The last chosen that are not needed are spared."""
-        for lease in reversed(taken):
-            rest = [other for other in taken if other is not lease]
-            if self.is_enough(rest, group):
-                taken = rest
-        return taken
+    def lacking(self, ticket: Ticket) -> Room:
+        """What has to end for one more of the group. It comes before those that are added after it."""
+        pool = self._scheduler.lacking(ticket, self._in_pool, self._gone)
+        tokens, requests, sent = self._engine.lacking(
+            ticket, self._now, self._on_engine, self._gone.on(self._engine.id)
+        )
+        self._comes_before(ticket)
+        return max(pool[0], tokens), max(pool[1], requests), pool[2], sent
 
-    def _take_for(self, group: Sequence[Ticket]) -> list[Lease] | None:
-        """Least important tiers first, the last that entered first, beside those that were taken for fewer."""
-        while not self.is_enough(self._taken, group):
-            while self._candidates and not self._may_take(self._candidates[-1]):
-                self._candidates.pop()
-            if not self._candidates:
-                return None
-            self._taken.append(self._candidates.pop())
-        return self._taken.copy()
+    def _comes_before(self, ticket: Ticket) -> None:
+        self._in_pool = plus(self._in_pool, self._scheduler.need(ticket))
+        self._on_engine = plus(self._on_engine, (ticket.tokens, ticket.requests, ticket.sent_to(self._engine.id)))
 
-    def is_enough(self, taken: Sequence[Lease], group: Sequence[Ticket]) -> bool:
-        """Whether all of the group fit with those before, if these leases end."""
-        gone = self._gone.beside(taken)
-        freed, in_pool, on_engine = gone.on(self._engine.id), NOTHING, NOTHING
-        for number, ticket in enumerate([*self._found.before, *group], -len(self._found.before)):
-            if number >= 0 and not (
-                self._engine.has_room(ticket, self._now, on_engine, freed)
-                and self._scheduler.fits(ticket, in_pool, gone)
-            ):
+    def _take(self, lacking: Room) -> bool:
+        """Takes until so much is free. False where all that may be taken is not enough."""
+        while not _covers(self._freed, lacking):
+            lease = next(filter(self._may_take, self._left), None)
+            if lease is None:
                 return False
-            in_pool = plus(in_pool, self._scheduler.need(ticket))
-            on_engine = plus(on_engine, (ticket.tokens, ticket.requests, ticket.sent_to(self._engine.id)))
+            tier = lease.ticket.tier
+            self._taken.append(lease)
+            self._freed = _changed(self._freed, lease, 1)
+            self._taken_of[tier] = plus(self._taken_of.get(tier, NOTHING), lease.amount)
         return True
+
+    def _needed(self, taken: list[Lease], lacking: Room) -> list[Lease]:
+        """The last chosen that are not needed are spared."""
+        freed, needed = _NO_ROOM, list[Lease]()
+        for lease in taken:
+            freed = _changed(freed, lease, 1)
+        for lease in reversed(taken):
+            if _covers(rest := _changed(freed, lease, -1), lacking):
+                freed = rest
+            else:
+                needed.append(lease)
+        return needed[::-1]
+
+    def _may_take(self, lease: Lease) -> bool:
+        """Its tier keeps its floor without those that were taken before it; and its room would not go back to it."""
+        scheduler, ticket = self._scheduler, lease.ticket
+        if not self._may_end(lease):
+            return False
+        taken = plus(self._taken_of.get(ticket.tier, NOTHING), lease.amount)
+        if scheduler.would_be_below_floor(ticket.tier, taken, self._gone):
+            return False
+        return scheduler.place(ticket, OTHER) >= self._found.place
 
     def _may_end(self, lease: Lease) -> bool:
         ticket, rules = lease.ticket, self._scheduler.rules
@@ -137,9 +181,21 @@ class _Search:
         # Otherwise its room would go back to one of its tier.
         return self._scheduler.could_come_back(ticket) and ticket.tier not in self._found.closed
 
-    def _may_take(self, lease: Lease) -> bool:
-        """Its tier keeps its floor without those that were taken before it; and its room would not go back to it."""
-        scheduler, ticket = self._scheduler, lease.ticket
-        if scheduler.would_be_below_floor(ticket.tier, self._gone.beside([*self._taken, lease])):
-            return False
-        return scheduler.place(ticket, OTHER) >= self._found.place
+
+Room: TypeAlias = tuple[int, int, int, int]
+"""Tokens, requests, prompt tokens in the pool, and those that were sent to the engine."""
+
+_NO_ROOM: Room = (0, 0, 0, 0)
+
+
+def _most(a: Room, b: Room) -> Room:
+    return max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])
+
+
+def _covers(freed: Room, lacking: Room) -> bool:
+    return freed[0] >= lacking[0] and freed[1] >= lacking[1] and freed[2] >= lacking[2] and freed[3] >= lacking[3]
+
+
+def _changed(freed: Room, lease: Lease, sign: int) -> Room:
+    tokens, requests, prompt = lease.amount
+    return freed[0] + sign * tokens, freed[1] + sign * requests, freed[2] + sign * prompt, freed[3] + sign * lease.sent

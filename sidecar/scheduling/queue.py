@@ -151,7 +151,9 @@ class FairQueue:
         if as_of != (now_us, self._changes, self.virtual):
             best, most = None, 0
             for ticket in self:
-                earned = ticket.earned(now_us)
+                if (gain := ticket.gain) is None:
+                    continue
+                earned = gain.earned_after(now_us - ticket.arrived_us)
                 if earned < most or not earned or self.is_ahead(ticket):
                     continue
                 if best is None or earned > most or ticket.arrival < best.arrival:

@@ -124,6 +124,7 @@ class Scheduler:
         self.engines: dict[str, Engine] = {}
         self.line: list[Ticket] = []
         self.moved: set[str] = set()  # the owners of those that came into the line, left it, or chose another engine
+        self.order: list[Candidate] | None = None  # of those that the last decision left
         self.admissions = 0
         self._now = 0
         self._total = NOTHING
@@ -209,7 +210,7 @@ class Scheduler:
     def decide(self, now_us: int) -> list[Grant]:
         """All steps that can be done now: what enters which engine, in order."""
         self.look(now_us)
-        grants: list[Grant] = []
+        grants, self.order = list[Grant](), None
         if any(e.is_ready for e in self.engines.values()):
             while self._step(grants):
                 pass
@@ -228,7 +229,7 @@ class Scheduler:
         if tokens + needed[0] > most[0] or requests + needed[1] > most[1] or prompt + needed[2] > most[2]:
             return None
         if (self._figures.has_headroom and not self.fits(ticket)) or (
-            self._is_limited[level] and not self.is_within_limit([ticket])
+            self._is_limited[level] and not self.is_within_limit(ticket)
         ):
             return None
         order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
@@ -268,7 +269,7 @@ class Scheduler:
         closed: set[str] = set()  # engines that those before want
         stopped: set[str] = set()  # engines for which a small one before it has stood in line for 5 s
         roomy = [engine for engine in self.engines.values() if not engine.is_full(self._now)]
-        order = self.in_order()
+        self.order = order = self.in_order()
         for candidate in order:
             _, ticket, order_class = candidate
             if order_class == OTHER and stopped and (not self._is_divided or stopped & self._reached(ticket.owner)):
@@ -319,7 +320,7 @@ class Scheduler:
         found = []
         for ticket in candidates:
             level = ticket.tier
-            if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit([ticket]):
+            if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit(ticket):
                 order_class = self.class_of(ticket, fronts.get(level), heads[level])
                 found.append(Candidate(self.place(ticket, order_class), ticket, order_class))
         found.sort(key=lambda candidate: candidate.place)
@@ -422,20 +423,23 @@ class Scheduler:
         """`t <= R`."""
         return within(self.need(ticket), self._figures.reserve[ticket.tier])
 
-    def fits(self, ticket: Ticket, before: Amount = NOTHING, gone: Gone = NOTHING_GONE) -> bool:
-        """Beside what engines hold and the idle headroom of tiers that are more important than the ticket.
+    def fits(self, ticket: Ticket) -> bool:
+        """Beside what engines hold and the idle headroom of tiers that are more important than the ticket."""
+        return within(self._with(ticket, NOTHING_GONE), self._figures.capacity)
 
-        As if `gone` had ended and `before` had entered before the ticket.
-        """
+    def lacking(self, ticket: Ticket, before: Amount, gone: Gone) -> Amount:
+        """What it is too much for that, as if `gone` had ended and `before` had entered before the ticket."""
+        needed = plus(self._with(ticket, gone), minus(before, gone.total))
+        return larger(NOTHING, minus(needed, self._figures.capacity))
+
+    def _with(self, ticket: Ticket, gone: Gone) -> Amount:
         needed = plus(self._total, self.need(ticket))
-        if gone is not NOTHING_GONE:
-            needed = plus(minus(needed, gone.total), before)
         if self._figures.has_headroom:
             for tier, headroom in enumerate(self._figures.headroom[: self._tiers_above(ticket)]):
                 if tier != ticket.tier:
                     used = minus(self.tiers[tier].used, gone.of(tier))
                     needed = plus(needed, larger(NOTHING, minus(headroom, used)))
-        return within(needed, self._figures.capacity)
+        return needed
 
     def holds(self, ticket: Ticket, order_class: OrderClass) -> bool:
         """Whether it holds its place though it does not fit, so that nothing after it is admitted."""
@@ -451,13 +455,10 @@ class Scheduler:
             kept = plus(kept, larger(k, self._figures.headroom[q]) if is_better else k)
         return within(kept, self._figures.capacity)
 
-    def is_within_limit(self, group: Iterable[Ticket]) -> bool:
-        """Whether a tier may hold all of these, its own, beside what it holds."""
-        after, level = NOTHING, 0
-        for ticket in group:
-            level = ticket.tier
-            after = plus(after, NOTHING if ticket.is_for_floor else self.need(ticket))
-        return within(plus(self.tiers[level].used, after), self._figures.limit[level])
+    def is_within_limit(self, ticket: Ticket, others: Amount = NOTHING) -> bool:
+        """Whether its tier may hold it beside what that holds, and beside `others`."""
+        more = others if ticket.is_for_floor else plus(others, self.need(ticket))
+        return within(plus(self.tiers[ticket.tier].used, more), self._figures.limit[ticket.tier])
 
     # -- rule 7: what may be taken back (`preemption`)
 
@@ -466,10 +467,10 @@ class Scheduler:
         tokens, requests, _ = self._figures.returnable[ticket.tier]
         return ticket.tokens <= tokens and ticket.requests <= requests
 
-    def would_be_below_floor(self, level: int, gone: Gone) -> bool:
-        """Whether it would be `U < R` in all dimensions."""
+    def would_be_below_floor(self, level: int, taken: Amount, gone: Gone) -> bool:
+        """Whether it would be `U < R` in all dimensions without leases that were `taken`, none for its floor."""
         left = minus(self.on_floor(level), gone.of(level, floor_only=self.rules.by_gain))
-        return below(left, self._figures.reserve[level])
+        return below(left if self.rules.by_gain else minus(left, taken), self._figures.reserve[level])
 
     def may_preempt(self) -> bool:
         """Whether something that may be served so waits."""

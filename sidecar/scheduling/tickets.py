@@ -38,8 +38,10 @@ class Gain(msgspec.Struct, frozen=True, gc=False):
 
     def earned_after(self, waited_us: int) -> int:
         """Weight for time: what the tokens that are still in time are worth for a second of the engine."""
-        lost = max(0, waited_us - self.start_by_us) // self.slack_us
-        share = max(0, self.tokens - lost) * 1_000 // self.tokens
+        share, late_us = 1_000, waited_us - self.start_by_us
+        if late_us >= self.slack_us:
+            lost = late_us // self.slack_us
+            share = (self.tokens - lost) * 1_000 // self.tokens if lost < self.tokens else 0
         return self.weight * share * 1_000_000 // self.cost_us
 
 

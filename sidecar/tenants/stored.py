@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from sidecar.policy.store import StoreAddress
-from sidecar.pools.redis.connection import Connect, Script, SideConnection, StoreError, connector_to
+from sidecar.pools.redis.connection import Connect, Reach, Script, SideConnection, StoreError, connector_to
 from sidecar.tenants.records import Refused, RefusedChange, StoreSilent
 
 SOURCE = (files(__package__) / "lua" / "tenants.lua").read_text(encoding="utf-8")
@@ -103,8 +103,8 @@ class _Page(NamedTuple):
 class TenantRecords:
     """See `StoredRecords`. Use it from one event loop."""
 
-    def __init__(self, connect: Connect) -> None:
-        self._connection = SideConnection(connect)
+    def __init__(self, connect: Connect, reach: Reach | None = None) -> None:
+        self._connection = SideConnection(connect, reach)
         self._turn = asyncio.Lock()
         self._known = _List()
         self._texts: Mapping[str, bytes] = {}

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from sidecar.policy.store import StoreAddress
-from sidecar.pools.redis.connection import Connect, Script, SideConnection, StoreError, connector_to
+from sidecar.pools.redis.connection import Connect, Reach, Script, SideConnection, StoreError, connector_to
 from sidecar.tenants.records import StoreSilent
 from sidecar.tenants.usage_records import Recorded, Sums, UsageFigures, UsageKey
 
@@ -27,8 +27,8 @@ def usage_connector(address: StoreAddress, pool: str) -> Connect:
 class RedisUsage:
     """See `UsageRecords`. `days` is for how long use is kept. Use it from one event loop."""
 
-    def __init__(self, connect: Connect, days: int) -> None:
-        self._connection = SideConnection(connect)
+    def __init__(self, connect: Connect, days: int, reach: Reach | None = None) -> None:
+        self._connection = SideConnection(connect, reach)
         self._turn = asyncio.Lock()
         self._replica = uuid4().hex
         self._days = days

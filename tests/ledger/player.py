@@ -11,7 +11,7 @@ from sidecar.pools.calls import Call
 from sidecar.pools.row import Row, sums_of
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.engines import Engine
-from sidecar.scheduling.preemption import Shortage, leases_to_take_back
+from sidecar.scheduling.preemption import Returnable, Shortage, leases_to_take_back
 from sidecar.scheduling.scheduler import Gone, Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 from tests.scheduling.player import rules_of, ticket_of, us
@@ -175,7 +175,10 @@ class LedgerPlayer:
         )  # fmt: skip
         leases = list(self.leases.values())
         gone = Gone().beside(lease for lease in leases if lease.is_chosen)
-        chosen = leases_to_take_back(self.mirror(now), found, leases, now, gone)
+        returnable = Returnable()
+        for lease in sorted(leases, key=lambda lease: lease.entered):
+            returnable.add(lease)
+        chosen = leases_to_take_back(self.mirror(now), found, returnable, now, gone)
         for lease in chosen:
             lease.is_chosen = True
         return [lease.ticket.id for lease in chosen]

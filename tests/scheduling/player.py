@@ -8,7 +8,7 @@ from sidecar.policy.rules import Shares
 from sidecar.scheduling.amounts import UNBOUNDED, minus
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
-from sidecar.scheduling.preemption import leases_to_take_back, shortage
+from sidecar.scheduling.preemption import Returnable, leases_to_take_back, shortage
 from sidecar.scheduling.scheduler import Gone, Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
 from tests.scheduling.programs import expected
@@ -162,7 +162,10 @@ class SchedulerPlayer:
         leases = list(self.leases.values())
         gone = Gone().beside(lease for lease in leases if lease.is_chosen)
         found = shortage(self.scheduler, now, gone)
-        chosen = leases_to_take_back(self.scheduler, found, leases, now, gone) if found else []
+        returnable = Returnable()
+        for lease in sorted(leases, key=lambda lease: lease.entered):
+            returnable.add(lease)
+        chosen = leases_to_take_back(self.scheduler, found, returnable, now, gone) if found else []
         for lease in chosen:
             lease.is_chosen = True
         return [lease.ticket.id for lease in chosen]

@@ -56,9 +56,9 @@ def _forgets_charges(queue: FairQueue, ticket: Ticket) -> None:
     charge_for(queue, ticket)
 
 
-def _puts_last_after_a_turn_only(pool: Scheduler, ticket: Ticket, order_class: int) -> None:
+def _puts_last_after_a_turn_only(pool: Scheduler, ticket: Ticket, order_class: int, needed: Any) -> None:
     before = pool.tiers[ticket.tier].latest
-    begin(pool, ticket, order_class)
+    begin(pool, ticket, order_class, needed)
     if order_class != TURN:
         pool.tiers[ticket.tier].latest = before
 
@@ -73,8 +73,9 @@ def _forgets_who_is_gone(pool: Scheduler, now_us: int) -> None:
     pool._figures = figures_of(pool.rules, tuple(min(UNBOUNDED, sum(s[d] for s in sizes)) for d in range(3)))
 
 
-def _in_vain(search: _Search, _: Any) -> Any:
-    return [lease for lease in reversed(search._candidates) if search._may_take(lease)][:1]
+def _in_vain(search: _Search, _: Any) -> bool:
+    search._taken += [lease for lease in search._left if search._may_take(lease)][:1]
+    return True
 
 
 def _takes_what_comes_back_first(search: _Search, pool: Scheduler, found: Any, *others: Any) -> None:
@@ -86,8 +87,8 @@ def _takes_of_every_tier(_: _Search, lease: Lease) -> bool:
 
 
 def _no_burst(search: _Search) -> Any:
-    group = [search._found.served]
-    return search._needed(search._take_for(group) or [], group)
+    lacking = search.lacking(search._found.served)
+    return search._needed(search._taken, lacking) if search._take(lacking) else []
 
 
 PATCHES: dict[str, Patch] = {
@@ -145,8 +146,8 @@ PATCHES: dict[str, Patch] = {
     "takes from every tier": (_Search, "_may_take", _takes_of_every_tier),
     "takes floors": (Scheduler, "would_be_below_floor", always(False)),
     "takes what could not come back": (Scheduler, "could_come_back", always(True)),
-    "takes more than it needs": (_Search, "_needed", lambda search, taken, group: taken),
-    "takes in vain": (_Search, "_take_for", _in_vain),
+    "takes more than it needs": (_Search, "_needed", lambda search, taken, lacking: taken),
+    "takes in vain": (_Search, "_take", _in_vain),
     "takes what comes back first": (_Search, "__init__", _takes_what_comes_back_first),
     "takes for one of a burst": (_Search, "leases", _no_burst),
     "a burst beyond its limit": (Scheduler, "is_within_limit", always(True)),

@@ -13,6 +13,7 @@ import ssl
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from errno import ECONNREFUSED
+from functools import cache
 from hashlib import sha1
 from typing import Any, NamedTuple
 
@@ -173,6 +174,18 @@ class StoreConnection:
                 raise
 
 
+class Reach:
+    """Whether the pool's own calls reach a store now. While they do not, nothing else in the process connects to it."""
+
+    lost_because: str | None = None
+
+
+@cache
+def reach_of(address: StoreAddress) -> Reach:  # noqa: ARG001 - the cache's key
+    """That of a store, for this process."""
+    return Reach()
+
+
 Connect = Callable[[], Awaitable[StoreConnection]]
 """Makes a connection to the server that keeps the pool now. Raises StoreError."""
 
@@ -184,8 +197,8 @@ class SideConnection:
     taken for the next.
     """
 
-    def __init__(self, connect: Connect) -> None:
-        self._connect = connect
+    def __init__(self, connect: Connect, reach: Reach | None = None) -> None:
+        self._connect, self._reach = connect, reach or Reach()
         self.open: StoreConnection | None = None
 
     async def run(self, script: Script, arguments: Sequence[Argument]) -> list[Any]:
@@ -195,6 +208,8 @@ class SideConnection:
                 return await self.open.run(script, arguments)
             except StoreError:  # the server may have been away in between
                 await self.disconnect()
+        if self._reach.lost_because is not None:
+            raise StoreError(self._reach.lost_because)
         self.open = await self._connect()
         return await self.open.run(script, arguments)
 

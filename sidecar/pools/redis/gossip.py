@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from sidecar.pools.base import MOST_REPORT_BYTES, Merge, NotShared, PeerReport, PeerReports
-from sidecar.pools.redis.connection import Connect, Script, SideConnection, StoreError
+from sidecar.pools.redis.connection import Connect, Reach, Script, SideConnection, StoreError
 
 SOURCE = (files(__package__) / "lua" / "gossip.lua").read_text(encoding="utf-8")
 _SCRIPT = Script.of(SOURCE)
@@ -22,9 +22,9 @@ _SCRIPT = Script.of(SOURCE)
 class Gossip:
     """The reports that one replica leaves and reads. Use it from one event loop."""
 
-    def __init__(self, replica: str, connect: Connect) -> None:
+    def __init__(self, replica: str, connect: Connect, reach: Reach | None = None) -> None:
         self._replica = replica
-        self._connection = SideConnection(connect)
+        self._connection = SideConnection(connect, reach)
         self._turn = asyncio.Lock()
 
     async def share(self, report: bytes, merge: Merge) -> PeerReports:

@@ -22,7 +22,7 @@ from sidecar.pools.clock import Clock
 from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.member import LAZY_US
 from sidecar.pools.redis import script
-from sidecar.pools.redis.connection import Connect, Library, Script, StoreConnection, StoreError, ledger_key
+from sidecar.pools.redis.connection import Connect, Library, Reach, Script, StoreConnection, StoreError, ledger_key
 from sidecar.pools.redis.gossip import Gossip
 
 BETWEEN_CONNECTIONS_S = 0.5
@@ -52,7 +52,8 @@ def ledger_library() -> Library:
 class RedisLink:
     """See `Link`. `connect` is `ledger_connector(...)`; use it from one event loop at a time.
 
-    `took` is called with how long each call takes. `library` and `clock` are for tests: the script, and its time.
+    `reach` is told whether the store answers. `took` is called with how long each call takes. `library` and `clock` are
+    for tests: the script, and its time.
     """
 
     heartbeat_us, lazy_us = HEARTBEAT_US, LAZY_US
@@ -64,12 +65,13 @@ class RedisLink:
         connect: Connect,
         pool: str,
         *,
+        reach: Reach | None = None,
         took: RoundTripObserver | None = None,
         library: Library | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.round_trips = 0
-        self._connect, self._took = connect, took
+        self._connect, self._took, self._reach = connect, took, reach or Reach()
         self._root, self._keys = ledger_key(pool), (ledger_key(pool), *old_pools(pool))
         self._library, self._clock = library or ledger_library(), clock
         self._user: LinkUser | None = None
@@ -96,12 +98,13 @@ class RedisLink:
     async def share(self, who: str, report: bytes, merge: Merge) -> PeerReports:
         """See `Link.share`."""
         if self._gossip is None:
-            self._gossip = Gossip(who, self._connect)
+            self._gossip = Gossip(who, self._connect, self._reach)
         return await self._gossip.share(report, merge)
 
     async def close(self) -> None:
         """See `Link.close`."""
         task, gossip, self._task, self._gossip, self._user = self._task, self._gossip, None, None, None
+        self._reach.lost_because = None
         if gossip is not None:
             await gossip.close()
         if task is not None:
@@ -122,7 +125,7 @@ class RedisLink:
                 _log.exception("a defect in the sidecar; going on as if the store were lost", extra={"event": "defect"})
                 why = f"{type(defect).__name__}: {defect}"
             wanted.clear()
-            self._is_on_its_way = False
+            self._is_on_its_way, self._reach.lost_because = False, why
             if self._user is not None:
                 self._user.unanswered(why)
 
@@ -135,6 +138,7 @@ class RedisLink:
                 await wanted.wait()
                 wanted.clear()
                 reply = await self._answer(connection)
+                self._reach.lost_because = None
                 if listening is None:
                     listening = asyncio.ensure_future(self._listen(connection))
                 if self._user is not None:
