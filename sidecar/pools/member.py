@@ -284,12 +284,6 @@ class Member:
         own = {told.record.engine: told.record for told in self._told if isinstance(told.record, Drain)}
         return list(self.pool.config.values()), {**self.pool.drained, **own}
 
-    def lined(self) -> list[str | None]:
-        """The engines for which its requests stand in line."""
-        if self.mode is Mode.ALONE and self._alone is not None and self._alone.state is not None:
-            return [ticket.engine for ticket in self._alone.state.scheduler.line]
-        return [] if self.reply is None else [it.engine for it in self.reply.lined or ()]
-
     def waiting(self) -> int:
         """How many requests wait."""
         return len(self._bids)
@@ -458,10 +452,7 @@ class Member:
         return whole_level(aged, rules.promote_after_us)
 
     def mirror(self, now_us: int) -> Scheduler:
-        """The pool, by the last reply and what changed here since; of a replica that is alone its part.
-
-        Nothing that waits is in it that is to be read.
-        """
+        """The pool, by the last reply and what changed since, without what waits. Alone: its part, and its line."""
         ledger = self._alone if self.mode is Mode.ALONE else self._near
         if ledger is not None and ledger.state is not None:
             ledger.state.scheduler.look(now_us)

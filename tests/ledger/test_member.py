@@ -265,7 +265,8 @@ def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
     assert enters("first", late)
     one.tell(Cap("e#1", 1, 3 * second), late)
     assert not enters("second", late)
-    assert one.lined() == [None], "it waits for no engine until the cap is over"
+    line = one.mirror(late).line
+    assert [ticket.engine for ticket in line] == [None], "for no engine until the cap is over"
     assert one.mirror(late).engines["e#1"].cap(late) == 1
     assert look(late + 3 * second, "second")
-    assert one.lined() == []
+    assert one.mirror(late).line == []
