@@ -16,7 +16,7 @@ from sidecar.pools import ledger_limits as limits
 from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
 from sidecar.pools.row import Sides, Sums, added, sums_of
 from sidecar.pools.shortage_told import gone_of
-from sidecar.scheduling.amounts import NOTHING
+from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Shortage, shortage
@@ -26,6 +26,9 @@ from sidecar.scheduling.reports import Found
 from sidecar.scheduling.scheduler import Gone, Grant, Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
 from sidecar.scheduling.time_alone import next_change
+
+MOST_GRANTED = 64
+"""One call of a replica in the same process grants so many: the event loop goes on between two calls."""
 
 _ASKED_FOR_US = 1_000_000
 """So long one replica alone is asked to take room back."""
@@ -103,6 +106,7 @@ class Ledger:
         self.state: State | None = None
         self._wake_ups: list[WakeUp] = []
         self._near: Mapping[str, Lease] | None = None
+        self._has_more = False
 
     def serves(self, leases: Mapping[str, Lease]) -> None:
         """`leases` are those of its only replica, in this process, which tells what changes by `hold` and `owe`."""
@@ -421,7 +425,10 @@ class Ledger:
         if state.hold_until:
             return
         granted: dict[str, list[Granted]] = {}
-        for ticket, engine, sent, found, passed in state.scheduler.decide(state.last_call):
+        most = UNBOUNDED if self._near is None else MOST_GRANTED
+        decided = state.scheduler.decide(state.last_call, most)
+        self._has_more = len(decided) >= most
+        for ticket, engine, sent, found, passed in decided:
             member = state.members[ticket.owner]
             bid = int(ticket.id)
             del member.bids[bid]
@@ -521,7 +528,7 @@ class Ledger:
         state, now = self._held(), self._held().last_call
         if not any(m.bids for m in state.members.values()):
             return None
-        at = state.hold_until or next_change(state.scheduler, now)
+        at = now if self._has_more else state.hold_until or next_change(state.scheduler, now)
         return None if at is None else max(1_000, at - now)
 
     def _reply(self, call: Call, member: _Member) -> Reply:

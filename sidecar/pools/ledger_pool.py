@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 
 import msgspec
 
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
-from sidecar.events import Obstacle, StoreObserver, StoreState
+from sidecar.events import StoreObserver
 from sidecar.policy.model import Limits, Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
@@ -19,14 +19,7 @@ from sidecar.pools import calls
 from sidecar.pools.alarm import Alarm
 from sidecar.pools.base import (
     Ask,
-    Grant,
     Lease,
-    Merge,
-    NotShared,
-    PeerReports,
-    QueueMark,
-    QueueStanding,
-    TenantUse,
     WaitOutcome,
     new_lease,
 )
@@ -34,7 +27,7 @@ from sidecar.pools.calls import Cap, Drain, EngineView, Metered, Reply, WakeUp
 from sidecar.pools.clock import Clock, monotonic_us
 from sidecar.pools.engine_reports import change_sizes, placed_on
 from sidecar.pools.engine_size import EngineSize
-from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineFigures, EngineOffer, Found
+from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, Found
 from sidecar.pools.ledger_link import Link, LocalLink
 from sidecar.pools.ledger_rules import rules_of, ticket_of, views_of
 from sidecar.pools.limits import downgraded, metered, refusal, remaining
@@ -42,7 +35,7 @@ from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, Mode, TakeBack
 from sidecar.pools.meter import Judged
 from sidecar.pools.outgrown import OutgrownRequests
-from sidecar.pools.pool_figures import PoolFigures
+from sidecar.pools.pool_figures import PoolFigures, ReportedPool
 from sidecar.pools.pool_requests import PoolRequest, PoolRequests
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.scheduling.amounts import UNBOUNDED
@@ -57,7 +50,7 @@ MOST_ADMITTED = 16
 """After so many admissions the rest waits for the next turn of the event loop. One reply may have more of them."""
 
 
-class LedgerPool:
+class LedgerPool(ReportedPool):
     """See `Pool` and `EnginePool`. Without `set_engines` it has one engine, of the policy's size.
 
     Use it from one event loop. `weight_percent` is the weight of a predicted hit, None for a pool whose engines are not
@@ -95,7 +88,8 @@ class LedgerPool:
         self._ids = count(1)
         self._drained: set[str] = set()
         self._run_at_us: int | None = None
-        self._alarm = Alarm(self._run)
+        self._alarm = Alarm(self._run_in_turn)
+        self._goes_on_soon = False  # this turn of the event loop has admitted as many as it may
         self._link = link or LocalLink(clock, allowances)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch = StoreWatch(policy.pool, names, clock, observer)
@@ -167,6 +161,7 @@ class LedgerPool:
     def _stop_timers(self) -> None:
         self._outgrown.stop()
         self._alarm.stop()
+        self._goes_on_soon = False
 
     def _new_member(self) -> Member:
         policy, link = self._sizes.policy, self._link
@@ -179,7 +174,7 @@ class LedgerPool:
             shares_engines=not self._is_sole_user,
             heartbeat_us=link.heartbeat_us,
             lazy_us=link.lazy_us,
-            size_now=self._size_now,
+            size_now=self._requests.size_now,
             near=link.near,
         )
 
@@ -278,7 +273,7 @@ class LedgerPool:
         is_busy = self._member.is_awaiting
         request = self._requests.came(lease, ticket_of(lease))
         self._member.submit(request.ticket, now_us)
-        self._run(now_us, UNBOUNDED if most == 0 else MOST_ADMITTED)
+        self._run(now_us, MOST_ADMITTED if most != 0 and others_wait else UNBOUNDED)
         if lease.grant is None and answered is not None and most == 0:
             await self._looked_at(lease, answered, is_busy=is_busy)
         if lease.grant is None:
@@ -326,7 +321,7 @@ class LedgerPool:
             if lower is None:
                 raise refusal(ask, judged)
             lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
-            await self._enter(lease, None, self.now_us())
+            await self._enter(lease, lease.enters_again() if self._link.is_shared else None, self.now_us())
         elif request is None:
             assert full is not None
             raise full
@@ -387,17 +382,17 @@ class LedgerPool:
 
     def change_size(self, lease: Lease, freed_tokens: int) -> None:  # noqa: ARG002
         """See `LeaseOwner.change_size`. What it frees is decided about later in this tick of the event loop."""
-        self._member.resize(self._held(lease), lease.ask.tokens, self.now_us())
+        self._member.resize(self._requests.held_as(lease), lease.ask.tokens, self.now_us())
         self._run_when_due()
 
     def charge_tenant(self, lease: Lease, tokens: int) -> None:
         """See `LeaseOwner.charge_tenant`."""
-        self._member.charge(self._held(lease), tokens, self.now_us())
+        self._member.charge(self._requests.held_as(lease), tokens, self.now_us())
         self._run_when_due()
 
     def keep(self, lease: Lease, *, was_chosen: bool) -> None:  # noqa: ARG002
         """See `LeaseOwner.keep`."""
-        self._member.keep(self._held(lease), self.now_us())
+        self._member.keep(self._requests.held_as(lease), self.now_us())
         self._run()
 
     def requeue(self, lease: Lease) -> None:
@@ -410,23 +405,18 @@ class LedgerPool:
 
     def prefilled(self, lease: Lease) -> None:
         """See `LeaseOwner.prefilled`."""
-        held = self._held(lease)
+        held = self._requests.held_as(lease)
         if held.sent:
             self._member.first_byte(held, self.now_us())
             self._run()
 
     def _wait_again(self, lease: Lease, *, is_overtaken: bool) -> None:
         now_us = self.now_us()
-        self._member.hand_back(self._held(lease), lease.ask.barred, now_us)
+        self._member.hand_back(self._requests.held_as(lease), lease.ask.barred, now_us)
         self._requests.came_back(self._requests[lease.ticket_id], now_us, is_overtaken=is_overtaken)
         if error := self._sizes.outgrown(lease.ask):
             self._refuse_waiting(lease, error)
         self._run(now_us)
-
-    def _held(self, lease: Lease) -> Held:
-        held = self._requests[lease.ticket_id].held
-        assert held is not None
-        return held
 
     def _cancel(self, request: PoolRequest, now_us: int) -> None:
         self._requests.ended(request)
@@ -444,17 +434,13 @@ class LedgerPool:
                 judged.set_exception(error)
             self._run_when_due()
 
-    def _size_now(self, ticket: Ticket) -> None:
-        """A waiting request is about to be shown to the ledger: more may be known of it than when it came."""
-        request = self._requests.get(ticket.id)
-        if request is not None and request.lease.size_now is not None:
-            self._requests.sized(request, request.lease.size_now())
-
     # -- calls to the ledger
 
     def _run(self, now_us: int | None = None, most_admitted: int = MOST_ADMITTED) -> None:
         """Makes the calls that are due, and tells requests what they bring. All of it is at one moment, `now_us`."""
         if self._run_at_us is not None or (self._loop is None and self._link.is_shared):
+            return
+        if self._goes_on_soon and most_admitted == MOST_ADMITTED:
             return
         now_us = self.now_us() if now_us is None else now_us
         if self._member.is_quiet:
@@ -469,11 +455,18 @@ class LedgerPool:
                 self._link.send(call, self)
                 admitted += self._tell_requests(now_us)
             self._tell_requests(now_us)  # a member that is alone admits in `poll`
+            if admitted >= MOST_ADMITTED:
+                due_us = self._member.due_us()
+                self._goes_on_soon = due_us is not None and due_us <= now_us
             if self._link.is_shared:
                 self._look_at_store()
         finally:
             self._run_at_us = None
         self._run_when_due()
+
+    def _run_in_turn(self) -> None:
+        self._goes_on_soon = False
+        self._run()
 
     def _look_at_store(self) -> None:
         self._watch.look(self._member)
@@ -485,9 +478,8 @@ class LedgerPool:
                 if refusal := self._watch.refusal(lease.ask, self._sizes.policy, self._member):
                     self._refuse_waiting(lease, refusal)
                 lease.waits()
-            for question in self._questions.values():
-                if not question.done():
-                    question.set_result(None)
+            for question in [it for it in self._questions.values() if not it.done()]:
+                question.set_result(None)
 
     def _run_when_due(self) -> None:
         if self._member.is_quiet or self._run_at_us is not None or (due_us := self._member.due_us()) is None:
@@ -590,23 +582,7 @@ class LedgerPool:
         if error := self._sizes.outgrown(request.lease.ask):
             self._refuse_waiting(request.lease, error)
 
-    # -- what the pool says of itself
-
-    def retry_after_s(self, tier: int) -> float:
-        """See `Pool.retry_after_s`."""
-        return self._requests.retry_after_s(tier, self.now_us())
-
-    def mark(self, tier: int) -> QueueMark:
-        """See `Pool.mark`."""
-        return self._requests.mark(tier)
-
-    def standing(self, tier: int, mark: QueueMark) -> QueueStanding:
-        """See `Pool.standing`."""
-        return self._requests.standing(tier, mark, self.now_us())
-
-    def use_of(self, tenant: str) -> TenantUse:
-        """See `Pool.use_of`."""
-        return self._requests.use_of(tenant)
+    # -- beside requests
 
     async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
         """See `Pool.allowance`. Not known while the replica is not in its pool."""
@@ -616,33 +592,3 @@ class LedgerPool:
         question = metered(next(self._ids), tenant, 0, limits, charges=False)
         judged = await self._judged(question, None, self.now_us())
         return None if judged is None else remaining(judged)
-
-    def oldest(self) -> Sequence[Grant | None]:
-        """See `Pool.oldest`."""
-        return self._requests.oldest(self.now_us())
-
-    def engines(self) -> Sequence[EngineFigures]:
-        """See `EnginePool.engines`."""
-        return self._figures.engines(self._member, self.now_us())
-
-    def state(self) -> Mapping[str, object]:
-        """See `Pool.state`; with the engines, where they are named, or the figures of the one that says its size."""
-        return self._figures.state(self._member, self.now_us())
-
-    def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
-        """See `Pool.obstacle`."""
-        return self._figures.obstacle(self._member, ask, self.now_us())
-
-    def readiness(self) -> Sequence[str]:
-        """See `Pool.readiness`."""
-        return self._figures.readiness()
-
-    def notices(self) -> Sequence[str]:
-        """See `Pool.notices`."""
-        return self._figures.notices(self._member, self.now_us())
-
-    async def share(self, report: bytes, merge: Merge) -> PeerReports:
-        """See `Pool.share`."""
-        if self._link.is_shared and self.status.state is not StoreState.SHARED:
-            raise NotShared(f"the store is {self.status.state.value}: {self.status.reason}")
-        return await self._link.share(self.name, report, merge)

@@ -332,8 +332,8 @@ class Member:
             if now_us < self._retry_us:
                 return None
             kind: Kind = "ask"
-        elif self.mode is Mode.STATING or (self.is_foreign and is_beat and not self.is_closing):
-            kind = "state"  # also where the pool had other tiers: its own replicas may be gone
+        elif self.mode is Mode.STATING:
+            kind = "state"
         else:
             kind = "bye" if self._has_ended() else "call"
         self._due_us = None
@@ -423,6 +423,9 @@ class Member:
         self._take(reply.grants, True, self.pool.ahead_us)
         self.others_waiting = max(0, reply.waiting - self._bids.count())
         self._bids.take_tags(reply)
+        if self.is_foreign and call.whole and call.kind == "call" and not self.is_closing:
+            self.mode = Mode.STATING  # the pool is still there, and its own replicas may be gone
+            self._call_by(now_us)
         if self.is_foreign:
             self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
@@ -554,7 +557,7 @@ class Member:
     def _compose_alone(self, now_us: int) -> Call:
         self._alone_number += 1
         is_first = self._alone_number == 1
-        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call", whole=is_first)
+        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call")
         if is_first:
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
         call.engines, call.cells = self.parts(now_us), self._row.state(is_first)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from sidecar.events import Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.base import Ask
+from sidecar.pools.base import Ask, Grant, Merge, NotShared, PeerReports, QueueMark, QueueStanding, TenantUse
+from sidecar.pools.clock import Clock
 from sidecar.pools.engine_reports import engine_obstacle, engine_state, engines_of
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import EngineFigures, EngineOffer
@@ -17,6 +18,7 @@ from sidecar.pools.member import Member
 from sidecar.pools.member_events import Mode
 from sidecar.pools.pool_requests import PoolRequests
 from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_words, pool_state
+from sidecar.pools.store_status import StoreStatus
 from sidecar.pools.store_watch import StoreWatch
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 
@@ -114,3 +116,61 @@ class PoolFigures:
                 rules = policy.rules_of(*(None if size == UNBOUNDED else size for size in pool.capacity))
         queues = self._requests.queues()
         return rules, [TierUsage(*amount[:2], *waiting) for amount, waiting in zip(held, queues, strict=True)]
+
+
+class ReportedPool:
+    """The part of a pool that only reports, to people and to other replicas. It changes nothing."""
+
+    name: str
+    now_us: Clock
+    status: StoreStatus
+    _link: Link
+    _member: Member
+    _requests: PoolRequests
+    _figures: PoolFigures
+
+    def retry_after_s(self, tier: int) -> float:
+        """See `Pool.retry_after_s`."""
+        return self._requests.retry_after_s(tier, self.now_us())
+
+    def mark(self, tier: int) -> QueueMark:
+        """See `Pool.mark`."""
+        return self._requests.mark(tier)
+
+    def standing(self, tier: int, mark: QueueMark) -> QueueStanding:
+        """See `Pool.standing`."""
+        return self._requests.standing(tier, mark, self.now_us())
+
+    def use_of(self, tenant: str) -> TenantUse:
+        """See `Pool.use_of`."""
+        return self._requests.use_of(tenant)
+
+    def oldest(self) -> Sequence[Grant | None]:
+        """See `Pool.oldest`."""
+        return self._requests.oldest(self.now_us())
+
+    def engines(self) -> Sequence[EngineFigures]:
+        """See `EnginePool.engines`."""
+        return self._figures.engines(self._member, self.now_us())
+
+    def state(self) -> Mapping[str, object]:
+        """See `Pool.state`; with the engines, where they are named, or the figures of the one that says its size."""
+        return self._figures.state(self._member, self.now_us())
+
+    def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
+        """See `Pool.obstacle`."""
+        return self._figures.obstacle(self._member, ask, self.now_us())
+
+    def readiness(self) -> Sequence[str]:
+        """See `Pool.readiness`."""
+        return self._figures.readiness()
+
+    def notices(self) -> Sequence[str]:
+        """See `Pool.notices`."""
+        return self._figures.notices(self._member, self.now_us())
+
+    async def share(self, report: bytes, merge: Merge) -> PeerReports:
+        """See `Pool.share`."""
+        if self._link.is_shared and self.status.state is not StoreState.SHARED:
+            raise NotShared(f"the store is {self.status.state.value}: {self.status.reason}")
+        return await self._link.share(self.name, report, merge)

@@ -98,9 +98,18 @@ class PoolRequests:
         self.waiting[lease.ticket_id] = request
         self._queued_tokens[lease.tier] += request.ticket.tokens
 
-    def sized(self, request: PoolRequest, tokens: int) -> None:
-        """It asks for other tokens than when it came."""
-        lease = request.lease
+    def held_as(self, lease: Lease) -> Held:
+        """A lease that does not wait, as the ledger's side knows it."""
+        held = self._all[lease.ticket_id].held
+        assert held is not None
+        return held
+
+    def size_now(self, ticket: Ticket) -> None:
+        """A waiting request is about to be shown to the ledger: more may be known of it than when it came."""
+        request = self._all.get(ticket.id)
+        if request is None or request.lease.size_now is None:
+            return
+        lease, tokens = request.lease, request.lease.size_now()
         if lease.ticket_id in self.waiting:
             self._queued_tokens[lease.tier] += tokens - request.ticket.tokens
         request.ticket.tokens = tokens

@@ -207,12 +207,12 @@ class Scheduler:
 
     # -- one decision
 
-    def decide(self, now_us: int) -> list[Grant]:
-        """All steps that can be done now: what enters which engine, in order."""
+    def decide(self, now_us: int, most: int = UNBOUNDED) -> list[Grant]:
+        """The steps that can be done now, until so `most` have entered engines: those, in order."""
         self.look(now_us)
         grants, self.order = list[Grant](), None
         if any(e.is_ready for e in self.engines.values()):
-            while self._step(grants):
+            while len(grants) < most and self._step(grants):
                 pass
         return grants
 

@@ -220,7 +220,7 @@ class Flood:
                 if order_class in (INSIDE, LINE):
                     found["inside" if order_class == INSIDE else "line", ticket.id] = now_us
             fronts = heads[:1] if front is None else [front]
-            for ticket in filter(lambda t: scheduler.is_within_limit(t), fronts):  # no limit in the way
+            for ticket in filter(scheduler.is_within_limit, fronts):  # no limit in the way
                 if scheduler.is_small(ticket):
                     found["small", ticket.id] = now_us
                 else:
