@@ -460,10 +460,11 @@ class Member:
         return whole_level(aged, rules.promote_after_us)
 
     def mirror(self, now_us: int) -> Scheduler:
-        """The pool, by the last reply and what changed here since. Nothing that waits is in it that is to be read."""
-        if self._near is not None and self._near.state is not None:
-            self._near.state.scheduler.look(now_us)
-            return self._near.state.scheduler
+        """The pool, by the last reply and what changed since, without what waits. Alone: its part, and its line."""
+        ledger = self._alone if self.mode is Mode.ALONE else self._near
+        if ledger is not None and ledger.state is not None:
+            ledger.state.scheduler.look(now_us)
+            return ledger.state.scheduler
         return self.pool.as_scheduler(self._own_rules, now_us)
 
     def _take(self, grants: Iterable[Granted], is_reply: bool, ahead_us: int) -> None:
@@ -566,6 +567,8 @@ class Member:
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
         call.engines, call.cells = self.parts(now_us), self._row.state(is_first)
         call.acks, self._acks = self._acks, []
+        call.caps = [told.record for told in self._told if isinstance(told.record, Cap)]
+        self._told = [told for told in self._told if not isinstance(told.record, Cap)]
         self.meter.put(call, self._alone, max(1, self.pool.knew))
         call.bids = self._bids.new(now_us, UNBOUNDED)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
