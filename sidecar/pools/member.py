@@ -468,10 +468,7 @@ class Member:
         return self.pool.as_scheduler(self._own_rules, now_us)
 
     def _take(self, grants: Iterable[Granted], is_reply: bool, ahead_us: int) -> None:
-        """`ahead_us`: of the ledger's clock.
-
-        Only a reply is complete: a grant there for a bid that is gone gives its room back. A wake-up is a hint.
-        """
+        """Only a reply is complete: a grant there for a bid that is gone gives its room back. A wake-up is a hint."""
         for grant in grants:
             ticket = self._bids.granted(grant.bid)
             if ticket is None and (not is_reply or grant.bid in self._acks):

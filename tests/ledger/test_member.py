@@ -244,36 +244,6 @@ def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_ea
         assert one.due_us() is not None
     assert [at for at, leases in found.items() if leases == 0] == [5, 5.5, 6, 6.5, 7]
     assert [sorted(one.leases), found[8.5]] == [["small 0", "small 1", "small 2"], 3]
-
-
-def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
-    store, second, late = ledger.Ledger(), 1_000_000, 10_000_000
-    one = member.Member("one", pool_rules([("t0", 0.2)]))
-
-    def enters(ticket: str, at: int) -> bool:
-        one.submit(Ticket(ticket, 0, "", 1, number=at), at)
-        return look(at, ticket)
-
-    def look(at: int, ticket: str = "") -> bool:
-        if one.poll(at) is not None:
-            one.unanswered(at)
-        return ticket in one.leases
-
-    one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
-    for at in (0, 3 * second):
-        while (asked := one.poll(at)) is not None:
-            one.answered(store.execute(asked, at)[0], at)
-    for at in range(5 * second, late, second // 2):
-        look(at)
-    assert enters("first", late)
-    one.tell(Cap("e#1", 1, 3 * second), late)
-    assert not enters("second", late)
-    line = one.mirror(late).line
-    assert [ticket.engine for ticket in line] == [None], "for no engine until the cap is over"
-    assert one.mirror(late).engines["e#1"].cap(late) == 1
-    assert look(late + 3 * second, "second")
-    assert one.mirror(late).line == []
-
     for ticket in large:  # they would hold their place in a pool of five
         one.cancel(ticket, 9 * second)
     for now in range(9 * second, 16 * second, second // 2):  # the other has been silent for so long that it is dead
@@ -332,3 +302,32 @@ def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None
     scheduler = store.state.scheduler
     assert [tier.used[0] for tier in scheduler.tiers] == [0, 6]
     assert scheduler.engines["e#1"].held[0] == 6
+
+
+def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
+    store, second, late = ledger.Ledger(), 1_000_000, 10_000_000
+    one = member.Member("one", pool_rules([("t0", 0.2)]))
+
+    def enters(ticket: str, at: int) -> bool:
+        one.submit(Ticket(ticket, 0, "", 1, number=at), at)
+        return look(at, ticket)
+
+    def look(at: int, ticket: str = "") -> bool:
+        if one.poll(at) is not None:
+            one.unanswered(at)
+        return ticket in one.leases
+
+    one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
+    for at in (0, 3 * second):
+        while (asked := one.poll(at)) is not None:
+            one.answered(store.execute(asked, at)[0], at)
+    for at in range(5 * second, late, second // 2):
+        look(at)
+    assert enters("first", late)
+    one.tell(Cap("e#1", 1, 3 * second), late)
+    assert not enters("second", late)
+    line = one.mirror(late).line
+    assert [ticket.engine for ticket in line] == [None], "for no engine until the cap is over"
+    assert one.mirror(late).engines["e#1"].cap(late) == 1
+    assert look(late + 3 * second, "second")
+    assert one.mirror(late).line == []
