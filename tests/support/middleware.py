@@ -323,7 +323,7 @@ class Guarded:
             await asyncio.sleep(0.001)
         assert len(self.sidecar.watchdog) == 0
         assert tasks_of_ours() == []
-        assert self.pool._waiting == {}
+        assert self.pool._requests.all() == []
         self.recorder.check()
 
 
