@@ -207,7 +207,7 @@ async def test_closed_refuses_new_requests_at_once_and_those_that_waited_when_ot
     await all_of_them.pass_s(LOST_S)
     with pytest.raises(StoreUnavailable, match="cannot be reached; try again"):
         await enter(pool)
-    assert (part(pool), waiting.is_over) == (None, False)
+    assert (part(pool), waiting.is_over) == ({"tokens": 0, "requests": 0}, False)
     await all_of_them.pass_s(DEAD_S - LOST_S)
     with pytest.raises(StoreUnavailable):
         await waiting.wait()
