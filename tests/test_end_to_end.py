@@ -34,9 +34,8 @@ from sidecar.engines import Dynamo, Sglang, TensorRtLlm, Vllm
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
 from sidecar.pools import LedgerPool
-from sidecar.pools.calls import Granted
+from sidecar.pools.member_events import Entered
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.scheduling.tickets import Lease as Held
 from sidecar.scheduling.tickets import Ticket
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
@@ -441,9 +440,9 @@ class Watched(LedgerPool):
 
         self._member.submit = submitted  # type: ignore[method-assign]
 
-    def _admit(self, held: Held, granted: Granted, now_us: int) -> None:
-        self.journal.append(("admitted", self._traces[held.ticket.id], now_us))
-        super()._admit(held, granted, now_us)
+    def _admit(self, entered: Entered, now_us: int) -> None:
+        self.journal.append(("admitted", self._traces[entered.lease.ticket.id], now_us))
+        super()._admit(entered, now_us)
 
 
 @dataclass

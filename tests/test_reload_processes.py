@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
-from sidecar.pools.redis.protocol import root_key
 
 from sidecar.policy.compiler import load
 from tests.cluster.replicas import Replica, address, started
@@ -212,8 +211,9 @@ async def test_replicas_that_run_different_policies_say_so_and_do_not_fight_over
         await until(f"{admin}/metrics", lambda metrics, counted=counted: counted in metrics)
         shown = await until(f"{admin}/overview", lambda shown: len(shown["replicas"]) == 2)
         assert {replica["generation"] for replica in shown["replicas"]} == {before, changed}
-    rules = json.loads(two.store.command("HGET", root_key("default"), "rules"))
-    assert rules[2] == 7, "the latest stated, heartbeats after"
+    for admin in (first, second):
+        state = await until(f"{admin}/state", lambda state: True)
+        assert state["pool"]["capacity"]["requests"] == 7, "the latest stated, heartbeats after"
 
     write_policy(two.policies[1].parent, requests="7")
     for admin in (first, second):

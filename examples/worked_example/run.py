@@ -1,15 +1,17 @@
-"""Plays the worked example of docs/how-it-works.md on the real scheduler, and prints what it decided."""
+"""Plays the worked example of docs/how-it-works.md on the real pool, and prints what it decided."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from sidecar.policy.compiler import load
-from sidecar.scheduling import Admission, Scheduler
+from sidecar.pools import Ask, Grant, Lease
+from sidecar.pools.ledger_pool import LedgerPool
 
 # (second, what happens, request, tier, tokens)
 STEPS = (
-    (0, "arrives", "A", "batch", 900),
+    (0, "arrives", "A", "batch", 700),
     (1, "arrives", "B", "batch", 300),
     (2, "arrives", "C", "normal", 400),
     (3, "arrives", "D", "high", 100),
@@ -21,34 +23,37 @@ STEPS = (
 )
 
 
-def main() -> None:
+async def main() -> None:
     """Prints one line per step, and one for each request that it admitted."""
     policy = load(Path(__file__).with_name("policy.yaml"))
     names = [tier.name for tier in policy.tiers]
-    scheduler = Scheduler(policy.rules)
-    for second, event, request, tier, tokens in STEPS:
-        now_us = second * 1_000_000
+    now_s = 0
+    pool = LedgerPool(policy, lambda: now_s * 1_000_000)
+    leases: dict[str, Lease] = {}
+    waiting: set[str] = set()
+    for now_s, event, request, tier, tokens in STEPS:
         if event == "arrives":
-            scheduler.submit(request, tier=names.index(tier), tokens=tokens, now_us=now_us)
-            print(f"{second:>3} s  {request} arrives: {tier}, {tokens} tokens")
+            print(f"{now_s:>3} s  {request} arrives: {tier}, {tokens} tokens")
+            leases[request] = await pool.enter(Ask(names.index(tier), "somebody", 1, tokens, 1, 0))
+            waiting.add(request)
         else:
-            scheduler.settle(request, now_us)
-            print(f"{second:>3} s  {request} ends")
-        for admission in scheduler.dispatch(now_us):
-            print(f"         {said(admission, names)}")
+            print(f"{now_s:>3} s  {request} ends")
+            leases[request].settle()
+        for admitted in sorted(waiting):
+            if grant := leases[admitted].grant:
+                print(f"         {admitted} is admitted{said(grant)}")
+                waiting.remove(admitted)
+    await pool.close()
 
 
-def said(admission: Admission, names: list[str]) -> str:
-    """An admission as a sentence."""
-    wait = admission.wait
-    if not wait.queue_wait_us:
-        return f"{admission.ticket.id} is admitted at once"
-    ahead = ", ".join(f"{tokens} of {name}" for name, tokens in zip(names, wait.served_ahead, strict=True) if tokens)
-    return (
-        f"{admission.ticket.id} is admitted: queued {wait.queue_wait_us / 1e6:g} s, "
-        f"starved {wait.starvation_us / 1e6:g} s, served ahead {ahead or 'nothing'}"
-    )
+def said(grant: Grant) -> str:
+    """How it has waited."""
+    if not grant.queue_wait_us:
+        return " at once"
+    ahead = ", ".join(f"{tokens} of {name}" for name, tokens in grant.served_ahead.items())
+    queued_s, starved_s = grant.queue_wait_us / 1e6, grant.starvation_us / 1e6
+    return f": queued {queued_s:g} s, starved {starved_s:g} s, served ahead {ahead or 'nothing'}"
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

@@ -333,6 +333,11 @@ class Lease(msgspec.Struct, eq=False):
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
 
+    def enters_again(self) -> asyncio.Future[None]:
+        """The pool is to look at the request once more, at another tier: done as soon as it has."""
+        self._answered = asyncio.get_running_loop().create_future()
+        return self._answered
+
     def has_grown(self) -> bool:
         """Whether a waiting request needs much more now than a pool is about to give it: its ask says so from now on.
 

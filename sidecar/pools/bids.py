@@ -70,6 +70,10 @@ class Bids:
         """All bids that the ledger may know."""
         return {bid: ticket for tier in self._tiers for bid, ticket in tier.shown.items()}
 
+    def are_more(self, level: int) -> bool:
+        """Whether others of a tier wait than those that are shown."""
+        return bool(self._tiers[level].queue)
+
     def count(self) -> int:
         """How many bids the ledger knows, or will when it has heard all that is withdrawn."""
         return sum(len(tier.shown) for tier in self._tiers) + len(self.withdrawn)

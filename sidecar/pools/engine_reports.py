@@ -27,7 +27,7 @@ def change_sizes(sizes: SizeLimits, offers: Sequence[EngineOffer]) -> None:
 
 
 def engines_of(
-    pool: Scheduler, claims: Mapping[str, int], now_us: int, offered: Collection[str]
+    pool: Scheduler, claims: Mapping[str | None, int], now_us: int, offered: Collection[str]
 ) -> Sequence[EngineFigures]:
     """The engines of a pool, by name and incarnation; `claims` counts those in line for each.
 

@@ -6,8 +6,9 @@ replica's outbox until it is acknowledged. Sums are absolute, so that stating th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -107,10 +108,13 @@ class Ledger:
         self._wake_ups: list[WakeUp] = []
         self._near: Mapping[str, Lease] | None = None
         self._has_more = False
+        self._are_more: Callable[[int], bool] = lambda _: False
 
-    def serves(self, leases: Mapping[str, Lease]) -> None:
-        """`leases` are those of its only replica, in this process, which tells what changes by `hold` and `owe`."""
-        self._near = leases
+    def serves(self, leases: Mapping[str, Lease], are_more: Callable[[int], bool]) -> None:
+        """`leases` are those of its only replica, in this process, which tells what changes by `hold` and `owe`.
+        `are_more`: whether others of a tier wait there than its bids.
+        """
+        self._near, self._are_more = leases, are_more
 
     def hold(self, lease: Lease, sign: int) -> None:
         """A lease counts, or counts no more."""
@@ -122,6 +126,11 @@ class Ledger:
     def queue(self, tier: int) -> FairQueue:
         """What waits of a tier."""
         return self._held().scheduler.tiers[tier].queue
+
+    def look_at_queue(self, tier: int) -> None:
+        """One that was not shown waits no more."""
+        if self.state is not None:
+            self.queue(tier).look()
 
     def owe(self, tier: int, owed_us: int, now_us: int) -> None:
         """A turn that a tier pays back."""
@@ -290,6 +299,8 @@ class Ledger:
         before = dict(zip(state.names, state.scheduler.tiers, strict=True))
         engines, admissions, moved = state.scheduler.engines, state.scheduler.admissions, state.scheduler.moved
         state.begin_with(Scheduler(rules))
+        for level, tier in enumerate(state.scheduler.tiers):
+            tier.queue.are_more = partial(self._are_more, level)
         state.scheduler.admissions, state.scheduler.moved = admissions, moved
         for engine in engines.values():
             engine.held, engine.sent = NOTHING, 0

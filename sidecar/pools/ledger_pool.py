@@ -90,7 +90,7 @@ class LedgerPool(ReportedPool):
         self._run_at_us: int | None = None
         self._alarm = Alarm(self._run_in_turn)
         self._goes_on_soon = False  # this turn of the event loop has admitted as many as it may
-        self._link = link or LocalLink(clock, allowances)
+        self._link = link or LocalLink(self._moment_us, allowances)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch = StoreWatch(policy.pool, names, clock, observer)
         self._figures = PoolFigures(
@@ -149,12 +149,10 @@ class LedgerPool(ReportedPool):
         """Forgets everything of an event loop that has ended, or of a pool that was closed."""
         self._stop_timers()
         self._loop = None
-        for request in self._requests.all():
-            request.lease.is_over = True
         self._requests.clear()
         self._watch.forget()
         views = self._member.views.values()
-        self._member = self._new_member()
+        self._member = self._new_member(self._member.number)
         self._member.view(views, self.now_us())
         self._run()
 
@@ -163,7 +161,7 @@ class LedgerPool(ReportedPool):
         self._alarm.stop()
         self._goes_on_soon = False
 
-    def _new_member(self) -> Member:
+    def _new_member(self, last_number: int = 0) -> Member:
         policy, link = self._sizes.policy, self._link
         return Member(
             self.name,
@@ -176,6 +174,7 @@ class LedgerPool(ReportedPool):
             lazy_us=link.lazy_us,
             size_now=self._requests.size_now,
             near=link.near,
+            last_number=last_number,
         )
 
     # -- size and rules
@@ -321,7 +320,7 @@ class LedgerPool(ReportedPool):
             if lower is None:
                 raise refusal(ask, judged)
             lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
-            await self._enter(lease, None, self.now_us())
+            await self._enter(lease, lease.enters_again() if self._link.is_shared else None, self.now_us())
         elif request is None:
             assert full is not None
             raise full
@@ -478,18 +477,21 @@ class LedgerPool(ReportedPool):
                 if refusal := self._watch.refusal(lease.ask, self._sizes.policy, self._member):
                     self._refuse_waiting(lease, refusal)
                 lease.waits()
-            for question in self._questions.values():
-                if not question.done():
-                    question.set_result(None)
+            for question in [it for it in self._questions.values() if not it.done()]:
+                question.set_result(None)
 
     def _run_when_due(self) -> None:
         if self._member.is_quiet or self._run_at_us is not None or (due_us := self._member.due_us()) is None:
             return
         self._alarm.set(due_us, self.now_us())
 
+    def _moment_us(self) -> int:
+        """Now; the moment of a call, while it is made: in the process bids then have the order of their arrivals."""
+        return self.now_us() if self._run_at_us is None else self._run_at_us
+
     def answered(self, reply: Reply) -> None:
         """See `LinkUser.answered`."""
-        now_us = self.now_us() if self._run_at_us is None else self._run_at_us
+        now_us = self._moment_us()
         is_statement = self._member.mode is Mode.STATING
         self._member.answered(reply, now_us)
         self._figures.note_blocked(now_us, is_blocked=bool(reply.lined))

@@ -68,7 +68,7 @@ class Member:
     admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
     so much later; UNBOUNDED for a ledger that has no other replicas. `presumed`: how many replicas there are where the
     ledger never answered, 0 for not known. `shares_engines`: whether others can use the same engines. `near`: the
-    ledger, if it serves this replica alone, in this process.
+    ledger, if it serves this replica alone, in this process. `last_number`: of the last call under this name.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Member:
         lazy_us: int = LAZY_US,
         size_now: Callable[[Ticket], None] = lambda _: None,
         near: Ledger | None = None,
+        last_number: int = 0,
     ) -> None:
         self.who, self.rules, self.layout = who, rules, layout
         self._own_rules = rules.as_rules()
@@ -102,8 +103,8 @@ class Member:
         self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
         self._near, self._size_now = near, size_now
         if near is not None:
-            near.serves(self.leases)
-        self._number = self._entered = 0
+            near.serves(self.leases, self._bids.are_more)
+        self._number, self._entered = last_number, 0
         self._acks: list[int] = []
         self._told: list[_Told] = []
         self._is_view_new = True
@@ -151,8 +152,12 @@ class Member:
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
         was_asked = self.meter.give_up(ticket.number)  # and in a pool of other tiers it was given up as it was refused
-        if not was_asked and not self.is_foreign and self._bids.remove(ticket):
+        if was_asked or self.is_foreign:
+            return
+        if self._bids.remove(ticket):
             self._call_by(now_us)
+        elif self._near is not None:
+            self._near.look_at_queue(ticket.tier)
 
     def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
         """A lease holds other tokens."""
@@ -332,8 +337,8 @@ class Member:
             if now_us < self._retry_us:
                 return None
             kind: Kind = "ask"
-        elif self.mode is Mode.STATING or (self.is_foreign and is_beat and not self.is_closing):
-            kind = "state"  # also where the pool had other tiers: its own replicas may be gone
+        elif self.mode is Mode.STATING:
+            kind = "state"
         else:
             kind = "bye" if self._has_ended() else "call"
         self._due_us = None
@@ -423,6 +428,9 @@ class Member:
         self._take(reply.grants, True, self.pool.ahead_us)
         self.others_waiting = max(0, reply.waiting - self._bids.count())
         self._bids.take_tags(reply)
+        if self.is_foreign and call.whole and call.kind == "call" and not self.is_closing:
+            self.mode = Mode.STATING  # the pool is still there, and its own replicas may be gone
+            self._call_by(now_us)
         if self.is_foreign:
             self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
@@ -452,10 +460,11 @@ class Member:
         return whole_level(aged, rules.promote_after_us)
 
     def mirror(self, now_us: int) -> Scheduler:
-        """The pool, by the last reply and what changed here since. Nothing that waits is in it that is to be read."""
-        if self._near is not None and self._near.state is not None:
-            self._near.state.scheduler.look(now_us)
-            return self._near.state.scheduler
+        """The pool, by the last reply and what changed since, without what waits. Alone: its part, and its line."""
+        ledger = self._alone if self.mode is Mode.ALONE else self._near
+        if ledger is not None and ledger.state is not None:
+            ledger.state.scheduler.look(now_us)
+            return ledger.state.scheduler
         return self.pool.as_scheduler(self._own_rules, now_us)
 
     def _take(self, grants: Iterable[Granted], is_reply: bool, ahead_us: int) -> None:
@@ -553,11 +562,13 @@ class Member:
     def _compose_alone(self, now_us: int) -> Call:
         self._alone_number += 1
         is_first = self._alone_number == 1
-        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call", whole=is_first)
+        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call")
         if is_first:
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
         call.engines, call.cells = self.parts(now_us), self._row.state(is_first)
         call.acks, self._acks = self._acks, []
+        call.caps = [told.record for told in self._told if isinstance(told.record, Cap)]
+        self._told = [told for told in self._told if not isinstance(told.record, Cap)]
         self.meter.put(call, self._alone, max(1, self.pool.knew))
         call.bids = self._bids.new(now_us, UNBOUNDED)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []

@@ -15,6 +15,7 @@ from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import EngineFigures, EngineOffer
 from sidecar.pools.ledger_link import Link
 from sidecar.pools.member import Member
+from sidecar.pools.member_events import Mode
 from sidecar.pools.pool_requests import PoolRequests
 from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_words, pool_state
 from sidecar.pools.store_status import StoreStatus
@@ -46,9 +47,10 @@ class PoolFigures:
         """See `EnginePool.engines`."""
         if not self._has_names:
             return ()
-        lined = () if member.reply is None else member.reply.lined or ()
+        pool, reply = member.mirror(now_us), member.reply
+        lined = pool.line if member.mode is Mode.ALONE or reply is None else reply.lined or ()
         claims = Counter(it.engine for it in lined)
-        return engines_of(member.mirror(now_us), claims, now_us, {offer.id for offer in self.offers})
+        return engines_of(pool, claims, now_us, {offer.id for offer in self.offers})
 
     def state(self, member: Member, now_us: int) -> Mapping[str, object]:
         """See `Pool.state`; with the engines, where they are named, or the figures of the one that says its size."""

@@ -118,6 +118,7 @@ class PoolRequests:
     def clear(self) -> None:
         """All are gone."""
         for request in self.all():
+            request.lease.is_over = True
             self.stops_waiting(request)
         self._all.clear()
 

@@ -172,8 +172,14 @@ class StoreWatch:
         return found
 
     def part(self, member: Member) -> tuple[int | None, int | None] | None:
-        """The size of what this replica has for itself now, None for an unbounded one; None where it is not alone."""
-        return _size(member.parts(self._clock())) if self.status.state is StoreState.DIVIDED else None
+        """The size of what this replica has for itself now, None for an unbounded one; None where it is not alone.
+
+        Where nothing is admitted without the store it is 0.
+        """
+        state = self.status.state
+        if state is StoreState.DIVIDED:
+            return _size(member.parts(self._clock()))
+        return (0, 0) if state is StoreState.CLOSED and not member.is_foreign else None
 
 
 def _unavailable(why: str) -> StoreUnavailable:

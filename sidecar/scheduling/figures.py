@@ -85,7 +85,7 @@ def figures_of(rules: Rules, capacity: Amount) -> Figures:
     returnable = [
         _beside(capacity, limit, headrooms[: _best_level(rules, level)]) for level, limit in enumerate(limits)
     ]
-    sizes = [_size_limit(capacity, level, most, reserves, headrooms) for level, most in enumerate(returnable)]
+    sizes = [_size_limit(capacity, level, most, reserves) for level, most in enumerate(returnable)]
     return Figures(
         capacity,
         tuple(reserves),
@@ -110,16 +110,12 @@ def _beside(capacity: Amount, limit: Amount, headrooms: Sequence[Amount]) -> Amo
     return tokens, requests, prompt
 
 
-def _size_limit(
-    capacity: Amount, level: int, most: Amount, reserves: Sequence[Amount], headrooms: Sequence[Amount]
-) -> Amount:
+def _size_limit(capacity: Amount, level: int, most: Amount, reserves: Sequence[Amount]) -> Amount:
     sizes = list(most)
     for d in range(3):
         own = reserves[level][d]
         if capacity[d] == UNBOUNDED or not own:
             continue
-        others = sum(
-            max(reserves[q][d], headrooms[q][d] if q < level else 0) for q in range(len(reserves)) if q != level
-        )
+        others = sum(reserve[d] for reserve in reserves) - own  # no headroom is more than its reserve
         sizes[d] = min(most[d], max(own, capacity[d] - others))
     return sizes[0], sizes[1], sizes[2]

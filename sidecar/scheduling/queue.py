@@ -13,11 +13,13 @@ class FairQueue:
     """The waiting tickets of one tier, in the order of their tenants' tags.
 
     `by_gain`: the virtual time is the smallest start tag of those that wait; else the largest of those that left.
-    Tags never go back: when the queue becomes empty all tenants start afresh at a virtual time beyond every tag.
+    Tags never go back: when the queue becomes empty all tenants start afresh at a virtual time beyond every tag. Not
+    while `are_more` of the tier wait elsewhere: they are in the queue, too.
     """
 
     def __init__(self, by_gain: bool = False) -> None:
         self.by_gain = by_gain
+        self.are_more: Callable[[], bool] = _are_none
         self.virtual = 0.0
         self.afresh = 0
         """How often all tags started afresh."""
@@ -118,9 +120,14 @@ class FairQueue:
 
     def charge(self, tenant: str, tokens: int, weight: int) -> None:
         """Growth of a tenant's lease, while others of the tier wait."""
-        if self._count:
+        if self._count or self.are_more():
             self._changes += 1
             self.finish[tenant] = max(self.virtual, self.finish.get(tenant, 0.0)) + tokens / weight
+
+    def look(self) -> None:
+        """Lets all tags start afresh where none waits."""
+        if not self._count and not self.are_more():
+            self.start_afresh(max([self.virtual, *self.finish.values()]), self.afresh + 1)
 
     def next(self, wanted: Callable[[Ticket], bool] | None = None) -> Ticket | None:
         """The next in fair order, of those that are wanted."""
@@ -214,7 +221,7 @@ class FairQueue:
     def _tag(self, tenant: str) -> None:
         """Gives the first of a tenant its start tag; lets all tags start afresh where none waits."""
         if not self._count:
-            self.start_afresh(max([self.virtual, *self.finish.values()]), self.afresh + 1)
+            self.look()
             return
         self._tag_first(tenant)
         if self.by_gain and (first_of_all := self.next()) is not None and first_of_all.start is not None:
@@ -232,6 +239,10 @@ class FairQueue:
         if self._tops.get(tenant) is not first:
             self._tops[tenant] = first
             self._push(first)
+
+
+def _are_none() -> bool:
+    return False
 
 
 def _arrival(ticket: Ticket) -> tuple[int, str, int]:

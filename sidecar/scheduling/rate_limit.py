@@ -26,7 +26,7 @@ the bucket of requests by the same rule, with r = one request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -241,22 +241,6 @@ class RateLimiter:
         if refund > 0 and charge.at_us >= account.since_us:
             account.tokens -= refund
             account.refunded += -(-refund // UNIT)  # a part of a token counts as one: rather too little is refunded
-
-
-def stored_allowance(figures: Sequence[int], limits: Limits, now_us: int) -> RemainingLimits:
-    """What is left of a tenant's limits, by its account as the store has it: see `save_accounts` in rate_limits.lua.
-
-    Without figures nothing is used. `now_us` is by the store's clock.
-    """
-    account = _Account(now_us)
-    if figures:
-        account.requests, account.tokens, account.at_us = figures[:3]
-        account.limits = limits
-        account.drain(now_us)
-    return RemainingLimits(
-        _remaining(limits.requests_per_minute, _requests_capacity(limits), account.requests),
-        _remaining(limits.tokens_per_minute, _tokens_capacity(limits), account.tokens),
-    )
 
 
 def _requests_capacity(limits: Limits) -> int:

@@ -11,6 +11,7 @@ from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger
 from sidecar.scheduling.engines import NOTHING_FREED, Engine, Freed
 from sidecar.scheduling.figures import Rules, aged_level, figures_of, whole_level
 from sidecar.scheduling.queue import FairQueue
+from sidecar.scheduling.reach import Reach
 from sidecar.scheduling.reports import Found, Rule, passed
 from sidecar.scheduling.tickets import Lease, Ticket
 
@@ -129,8 +130,7 @@ class Scheduler:
         self._now = 0
         self._total = NOTHING
         self._largest_prefill = 0
-        self._is_divided = False  # replicas see different engines
-        self._reach: dict[str, frozenset[str]] = {}
+        self._reach = Reach(())
         self.change_rules(rules)
 
     # -- what comes, ends and changes
@@ -199,7 +199,7 @@ class Scheduler:
                 old.is_known = False
                 known[name] = old
         self.engines, self._is_steady = known, False
-        self._is_divided, self._reach = any(e.is_ready and e.unreachable_for for e in known.values()), {}
+        self._reach = Reach(list(known.values()))
         for ticket in self.line:
             if ticket.engine is not None and ticket.engine not in known:
                 ticket.engine = None
@@ -272,7 +272,7 @@ class Scheduler:
         self.order = order = self.in_order()
         for candidate in order:
             _, ticket, order_class = candidate
-            if order_class == OTHER and stopped and (not self._is_divided or stopped & self._reached(ticket.owner)):
+            if order_class == OTHER and stopped and self._reach.reaches_one(ticket.owner, stopped):
                 continue
             if not self.fits(ticket):
                 if self.holds(ticket, order_class):
@@ -335,25 +335,7 @@ class Scheduler:
         heads = [first]
         if self._owes(level) and not self.is_small(first) and (small := queue.next(self.is_small)):
             heads.append(small)
-        return heads + self._heads_elsewhere(queue, heads) if self._is_divided else heads
-
-    def _heads_elsewhere(self, queue: FairQueue, heads: Sequence[Ticket]) -> list[Ticket]:
-        """Where replicas see different engines: the next that can reach one which none before it can."""
-        seen, found = self._reached(heads[0].owner), list[Ticket]()
-        for ticket in queue.first_of_each_owner():
-            reached = self._reached(ticket.owner)
-            if not reached <= seen and ticket not in heads:
-                found.append(ticket)
-            seen |= reached
-        return found
-
-    def _reached(self, owner: str) -> frozenset[str]:
-        """The ready engines that a replica's tickets can enter."""
-        if (found := self._reach.get(owner)) is None:
-            engines = self.engines.values()
-            found = frozenset(e.id for e in engines if e.is_ready and owner not in e.unreachable_for)
-            self._reach[owner] = found
-        return found
+        return heads + self._reach.heads_elsewhere(queue, heads) if self._reach.is_divided else heads
 
     def class_of(self, ticket: Ticket, front: Ticket | None, heads: Sequence[Ticket]) -> OrderClass:
         """A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not.
@@ -508,16 +490,12 @@ class Scheduler:
         return other if ticket.hits.get(other, 0) >= ticket.hits.get(wanted or "", 0) else None
 
     def _has_place(self, ticket: Ticket, order_class: OrderClass) -> bool:
-        """Each tier has as many places in line as there are ready engines; class 0 has always one.
-
-        Where replicas see different engines: as its replica sees, beside those that can reach one of these.
-        """
-        places, lined = sum(engine.is_ready for engine in self.engines.values()), self.tiers[ticket.tier].lined
-        if self._is_divided:
-            reached = self._reached(ticket.owner)
-            of_tier = (other for other in self.line if other.tier == ticket.tier)
-            places, lined = len(reached), sum(bool(reached & self._reached(other.owner)) for other in of_tier)
-        return order_class == FIRST or lined < places
+        """Each tier has as many places in line as there are ready engines; class 0 has always one."""
+        if self._reach.is_divided:
+            free = self._reach.places(ticket, self.line)
+        else:
+            free = sum(engine.is_ready for engine in self.engines.values()) - self.tiers[ticket.tier].lined
+        return order_class == FIRST or free > 0
 
     def _enter(self, ticket: Ticket, engine: str, order_class: OrderClass, over: dict[int, Rule]) -> Grant:
         if not ticket.is_in_line:

@@ -103,7 +103,6 @@ class Ticket(msgspec.Struct, eq=False):
         """It waits again, and does not count any more."""
         self.has_returned, self.start, self.admission = True, None, 0
         self.count = self.excess = self.excess_prompt = 0
-        self.is_in_floor = False
 
     def sent_to(self, engine: str) -> int:
         """The prompt tokens that an engine has to prefill of it."""

@@ -227,7 +227,7 @@ async def test_each_of_twenty_replicas_shows_all_of_them(tmp_path: Path, monkeyp
     with RedisServer(first_binary(), tmp_path) as server:
         pools = [shared_pool(policy, server) for _ in range(20)]
         await asyncio.gather(*(pool.open() for pool in pools))
-        lives = [PoolOverview(sources_of(pool, policy)) for pool in pools]  # type: ignore[arg-type]
+        lives = [PoolOverview(sources_of(pool, policy)) for pool in pools]
         await asyncio.gather(*(live.open() for live in lives))
 
         def shown() -> Mapping[int, list[str]]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from sidecar.pools.redis.protocol import root_key
 
+from sidecar.pools.redis.connection import ledger_key
 from tests.cluster.replicas import POLICY, Replica, overload, replicas
 from tests.support.redis_servers import RedisServer, first_binary
 
@@ -83,7 +83,7 @@ async def test_while_the_store_is_lost_each_shows_itself_and_says_so(two: Two) -
 
 
 async def test_one_that_ends_takes_its_leave_and_leaves_nothing_behind(two: Two) -> None:
-    key = f"{root_key('default')}:reports"
+    key = f"{ledger_key('default')}:reports"
     assert two.store.command("HLEN", key) == 2
     two.second.process.terminate()
     assert await asyncio.to_thread(two.second.process.wait, 10) == 0

@@ -65,9 +65,12 @@ def test_the_batch_driver_answers_all_and_leaves_the_pool(tmp_path: Path, policy
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [5] * 40
     with command("serve", "--upstream", engine, "--policy", str(policy), "--port", "0", "--admin-port", "0") as (
         url,
-        _,
+        admin,
     ):
-        assert chat(url, 1)["x-admission-wait-ms"] == "0"  # nothing of the driver is left
+        chat(url, 1)
+        with urllib.request.urlopen(f"{admin}/state", timeout=30) as answer:
+            pool = json.load(answer)["pool"]
+    assert (pool["store"]["replicas"], pool["leases"], pool["waiting"]) == (1, 0, 0)  # nothing of the driver is left
 
 
 def test_a_request_that_fails_is_said_and_the_others_are_answered(tmp_path: Path, policy: Path, engine: str) -> None:

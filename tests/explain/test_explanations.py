@@ -22,12 +22,12 @@ from sidecar.cli.explain_request import text
 from sidecar.events import Admitted, Classified, Event, Obstacle, Placed, Queued, Received
 from sidecar.explain import phrases
 from sidecar.explain.builder import ExplanationBuilder
-from sidecar.explain.document import AheadGroup, DryRunDetails, Explanation, UnknownAhead, WaitDetails
+from sidecar.explain.document import DryRunDetails, Explanation, WaitDetails
 from sidecar.explain.steps import Step, steps
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
-from sidecar.telemetry.ahead import OTHER_REPLICAS
+from sidecar.telemetry.ahead import OTHER_REPLICAS, AheadGroup, UnknownAhead
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.tracer import RequestTracer

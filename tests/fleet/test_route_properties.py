@@ -178,7 +178,7 @@ class World:
 
     def check(self) -> None:
         """The ledgers are those of the leases, un-prefilled tokens those of calls without a first byte at the most."""
-        of_pool = [it.held for it in self.stand.pool._requests.values() if it.held is not None]
+        of_pool = [it.held for it in self.stand.pool._requests.all() if it.held is not None]
         for state in self.stand.pool.engines():
             leases = [it for it in of_pool if it.engine == state.id]
             held = sum(it.ticket.tokens for it in leases), sum(it.ticket.requests for it in leases)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.pools import ledger, member
-from sidecar.pools.calls import EngineView
+from sidecar.pools.calls import Cap, EngineView
 from sidecar.scheduling.tickets import Ticket
 from tests.ledger.one_replica import OneReplica
 from tests.ledger.replica import pool_rules
@@ -231,13 +231,104 @@ def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_ea
     other.submit(Ticket("big", 0, "", 4), 3 * second)
     call(other, 3 * second)
     call(one, 5 * second)
+    large: list[Ticket] = []
     for number in range(40):
-        one.submit(Ticket(f"large {number}", 0, "", 4, number=number), 5 * second)
+        large.append(Ticket(f"large {number}", 0, "", 4, number=number))
+        one.submit(large[-1], 5 * second)
         one.submit(Ticket(f"small {number}", 1, "", 1, number=100 + number), 5 * second)
     found = {}
     for now in range(5 * second, 9 * second, second // 2):
         if one.poll(now) is not None:
             one.unanswered(now)
         found[now / second] = len(one.leases)
+        assert one.due_us() is not None
     assert [at for at, leases in found.items() if leases == 0] == [5, 5.5, 6, 6.5, 7]
     assert [sorted(one.leases), found[8.5]] == [["small 0", "small 1", "small 2"], 3]
+
+
+def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
+    store, second, late = ledger.Ledger(), 1_000_000, 10_000_000
+    one = member.Member("one", pool_rules([("t0", 0.2)]))
+
+    def enters(ticket: str, at: int) -> bool:
+        one.submit(Ticket(ticket, 0, "", 1, number=at), at)
+        return look(at, ticket)
+
+    def look(at: int, ticket: str = "") -> bool:
+        if one.poll(at) is not None:
+            one.unanswered(at)
+        return ticket in one.leases
+
+    one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
+    for at in (0, 3 * second):
+        while (asked := one.poll(at)) is not None:
+            one.answered(store.execute(asked, at)[0], at)
+    for at in range(5 * second, late, second // 2):
+        look(at)
+    assert enters("first", late)
+    one.tell(Cap("e#1", 1, 3 * second), late)
+    assert not enters("second", late)
+    line = one.mirror(late).line
+    assert [ticket.engine for ticket in line] == [None], "for no engine until the cap is over"
+    assert one.mirror(late).engines["e#1"].cap(late) == 1
+    assert look(late + 3 * second, "second")
+    assert one.mirror(late).line == []
+
+    for ticket in large:  # they would hold their place in a pool of five
+        one.cancel(ticket, 9 * second)
+    for now in range(9 * second, 16 * second, second // 2):  # the other has been silent for so long that it is dead
+        if one.poll(now) is not None:
+            one.unanswered(now)
+    assert sorted(one.leases) == [f"small {number}" for number in range(5)]
+    due = one.due_us()
+    assert due is not None  # it asks again, and not at once
+    assert due > now
+
+
+def test_a_grant_that_was_published_counts_from_its_moment_by_the_replicas_own_clock() -> None:
+    store, second, ahead = ledger.Ledger(), 1_000_000, 50_000_000
+    rules = pool_rules([("t0", 0.2)])
+    one, other = (member.Member(who, rules) for who in ("one", "other"))
+    woken = []
+
+    def call(of: member.Member, now: int) -> None:
+        while (asked := of.poll(now)) is not None:
+            reply, wake_ups = store.execute(asked, now + ahead)
+            woken.extend(wake_ups)
+            of.answered(reply, now)
+
+    for at in (0, 3 * second):
+        for of in (one, other):
+            of.view([EngineView("e#1", 10, 100, 100, 1_000, True)], at)
+            call(of, at)
+    other.submit(Ticket("first", 0, "", 10), 3 * second)
+    call(other, 3 * second)
+    one.submit(Ticket("second", 0, "", 10), 3 * second)
+    call(one, 3 * second)
+    other.end(other.leases["first"], 4 * second)
+    call(other, 4 * second)
+    one.woken(woken[-1], 4 * second)
+    assert one.leases["second"].ticket.counted_us == 4 * second
+
+
+def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None:
+    store, second = ledger.Ledger(), 1_000_000
+    old = member.Member("old", pool_rules([("t0", 0.2)]))
+    new = member.Member("new", pool_rules([("before", 0.2), ("t0", 0.2)]), takes_over=True)
+
+    def call(of: member.Member, now: int) -> None:
+        while (asked := of.poll(now)) is not None:
+            of.answered(store.execute(asked, now)[0], now)
+
+    for at in (0, 3 * second):
+        old.view([EngineView("e#1", 10, 100, 100, 1_000, True)], at)
+        call(old, at)
+    old.submit(Ticket("runs", 0, "", 6), 3 * second)
+    call(old, 3 * second)
+    call(old, 4 * second)  # it states the lease
+    new.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 4 * second)
+    call(new, 4 * second)
+    assert store.state is not None
+    scheduler = store.state.scheduler
+    assert [tier.used[0] for tier in scheduler.tiers] == [0, 6]
+    assert scheduler.engines["e#1"].held[0] == 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Merge, PeerReports
@@ -49,11 +50,11 @@ class ScriptedLink:
 class Replicas:
     """Some of one pool. All that they do, they do when the test lets time pass, or asks for it."""
 
-    def __init__(self, policy: Policy, count: int = 2, *, weight_percent: int | None = None) -> None:
+    def __init__(self, policy: Policy, count: int = 2, **more: Any) -> None:
         self.clock, self.ledger = Clock(), Ledger()
         self.links = [ScriptedLink(lambda: self.ledger, self.clock) for _ in range(count)]
         policy = with_shares(policy)
-        self.pools = [LedgerPool(policy, self.clock, link=it, weight_percent=weight_percent) for it in self.links]
+        self.pools = [LedgerPool(policy, self.clock, link=it, **more) for it in self.links]
 
     async def quiet(self) -> None:
         """Lets all calls that are due now be made and answered."""

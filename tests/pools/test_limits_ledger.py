@@ -197,3 +197,14 @@ async def test_a_request_of_a_tier_that_never_queues_hears_at_once_in_a_part_als
         with pytest.raises(QueueFull):
             await asyncio.wait_for(all_of_them.pools[0].enter(asks(limits)), 60)
         running.settle()
+
+
+async def test_a_request_over_its_limits_enters_a_lower_tier_that_never_queues_where_that_has_room() -> None:
+    all_of_them = await joined(1, max_waiting=0)
+    (pool,) = all_of_them.pools
+    await pool.enter(asks(TOKENS, 600))
+    lower = await pool.enter(asks(TOKENS, 300, downgrade=1))
+    assert (lower.tier, lower.grant is not None) == (1, True)
+    await pool.enter(asks(None, 99_000))
+    with pytest.raises(QueueFull):
+        await pool.enter(asks(TOKENS, 300, downgrade=1))

@@ -31,6 +31,8 @@ class Watched(SchedulerPlayer):
             assert all(map(pool.fits, inside)), "a floor is a floor"
         grant = self.enter(ticket, engine, order_class, over)
         of = pool.engines[engine]
+        # Not in prompts: a count is fixed when it begins, and slow start or a loss may lower the largest
+        # `prefill` after that. As growth, it is an exception of invariant 1.
         assert within((*of.held[:2], 0), of.size(pool._now))
         assert within((*pool._total[:2], 0), pool.capacity)
         return grant

@@ -136,10 +136,7 @@ local function find_next()
   end
   for tier, t in ipairs(tiers) do
     if t[QUEUED] > 0 or t[LINED] > 0 then consider(t[OWES_UNTIL]) end
-    local first, small, elsewhere = heads_of(tier)
-    if first then consider_ticket(tier, first[ARRIVED]) end
-    if small then consider_ticket(tier, small[ARRIVED]) end
-    for i = 1, #elsewhere do consider_ticket(tier, elsewhere[i][ARRIVED]) end
+    for _, head in ipairs(heads_of(tier)) do consider_ticket(tier, head[ARRIVED]) end
   end
   for _, ticket in ipairs(load_line()) do
     consider(ticket[IN_LINE_SINCE] + PATIENCE_US)

@@ -66,10 +66,7 @@ local function shortage()
   end
   found.burst = burst_beside(ticket)
   for tier = ticket[TIER] + 1, #tiers do
-    local first, small, elsewhere = heads_of(tier)
-    local closing = { first, unpack(elsewhere) }
-    closing[#closing + 1] = small
-    for _, head in ipairs(closing) do
+    for _, head in ipairs(heads_of(tier)) do
       if is_place_before(place_of(head, OTHER), place) then found.closed[tiers[tier][NAME]] = true end
     end
   end

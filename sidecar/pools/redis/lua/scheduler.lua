@@ -159,23 +159,19 @@ local function has_common(a, b)
   end
 end
 
--- Where replicas see different engines: the next that can reach one which none before it can.
-local function heads_elsewhere(tier, first, small)
-  local seen, found = reached(first[OWNER]), {}
-  for _, it in ipairs(first_of_each_owner(tier)) do
-    local is_new, ticket = false, it.ticket
-    for slot in pairs(reached(ticket[OWNER])) do is_new, seen[slot] = is_new or not seen[slot], true end
-    if is_new and ticket ~= first and ticket ~= small then found[#found + 1] = ticket end
-  end
-  return found
-end
-
--- The next in fair order; while the tier owes and that one is not small, also the next that is.
+-- The next in fair order; while the tier owes and that one is not small, also the next that is. Where replicas see different
+-- engines, also the next that can reach one which none before it can.
 local function heads_of(tier)
   local first = next_of(tier)
-  if not first then return nil, nil, NOBODY end
-  local small = owes(tier) and not is_small(first) and next_of(tier, is_small) or nil
-  return first, small, is_divided and heads_elsewhere(tier, first, small) or NOBODY
+  if not first then return NOBODY end
+  local firsts = { first, owes(tier) and not is_small(first) and next_of(tier, is_small) or nil }
+  local seen = is_divided and reached(first[OWNER])
+  for _, it in ipairs(is_divided and first_of_each_owner(tier) or NOBODY) do
+    local is_new, ticket = false, it.ticket
+    for slot in pairs(reached(ticket[OWNER])) do is_new, seen[slot] = is_new or not seen[slot], true end
+    if is_new and ticket ~= first and ticket ~= firsts[2] then firsts[#firsts + 1] = ticket end
+  end
+  return firsts
 end
 
 local function is_within(tier, t, most, sum)
@@ -262,14 +258,12 @@ local function candidates(open)
     end
   end
   for tier = 1, #tiers do
-    local first, small, elsewhere = heads_of(tier)
-    if first then consider(first, true) end
-    if small then consider(small, true) end
-    for i = 1, #elsewhere do consider(elsewhere[i], true) end
-    if rules[R_BY_GAIN] and first and not rules[R_TIERS][tier][T_FIRST] then
+    local firsts = heads_of(tier)
+    for i = 1, #firsts do consider(firsts[i], true) end
+    if rules[R_BY_GAIN] and firsts[1] and not rules[R_TIERS][tier][T_FIRST] then
       local best = best_in_queue(tier)
-      for i = 1, #elsewhere do best = best ~= elsewhere[i] and best end
-      if best and best ~= first and best ~= small then consider(best, false) end
+      for i = 1, #firsts do best = best ~= firsts[i] and best end
+      if best then consider(best, false) end
     end
   end
   table.sort(early, is_place_before)

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 import redis
-from core_player import first_difference
-from ledger_player import LedgerPlayer, rules_told
-from ledger_world import World
-from programs import programs
-from stored_ledger import Both, Edit, StoredLedger
 
 from sidecar.pools import ledger
 from sidecar.pools.calls import LAYOUT, Bid, Call, Cell, EngineView, GainBid
+from tests.ledger.player import LedgerPlayer, rules_told
+from tests.ledger.stored_ledger import Both, Edit, StoredLedger
+from tests.ledger.world import World
+from tests.scheduling.player import first_difference
+from tests.scheduling.programs import programs
 from tests.support.each import each
 from tests.support.redis_servers import RedisServer, first_binary
 

@@ -1,0 +1,59 @@
+"""Rule 9: the best by gain of a tier, in its queue and in the heap of those that are not shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidecar.scheduling.best import BestByGain
+from sidecar.scheduling.queue import FairQueue
+from sidecar.scheduling.tickets import MOST_OF_GAIN, Gain, Ticket
+
+SECOND = 1_000_000
+
+
+def ticket(name: str, tenant: str, number: int, tokens: int = 10) -> Ticket:
+    gain = Gain(weight=1, tokens=10, cost_us=SECOND, start_by_us=0, slack_us=SECOND)
+    return Ticket(name, 0, tenant, tokens, number=number, gain=gain)
+
+
+def test_what_earns_less_with_time_is_found_at_once() -> None:
+    queue = FairQueue(by_gain=True)
+    best = BestByGain(queue)
+    for number in range(3):
+        waits = ticket(f"{number}", "a", number)
+        queue.add(waits)
+        best.add(waits)
+    for seconds, found in ((0, "0"), (3, "0"), (9, "0"), (10, None)):
+        chosen = best.find(seconds * SECOND, lambda _: False)
+        assert (chosen.id if chosen else None) == found
+
+
+def test_those_that_wait_are_found_when_entries_of_those_that_left_are_dropped() -> None:
+    queue = FairQueue(by_gain=True)
+    best = BestByGain(queue)
+    waiting = [ticket(f"{number}", "a", number) for number in range(300)]
+    for number, waits in enumerate(waiting):
+        queue.add(waits)
+        best.add(waits)
+        if number % 10:
+            queue.remove(waits)
+    found = []
+    while (chosen := best.find(0, lambda _: False)) is not None:
+        found.append(int(chosen.id))
+        queue.remove(chosen)
+    assert found == list(range(0, 300, 10))
+
+
+def test_a_tenant_that_is_charged_for_growth_may_be_ahead_in_the_same_moment() -> None:
+    queue = FairQueue(by_gain=True)
+    only = ticket("only", "a", 0)
+    queue.add(only)
+    assert queue.best(0) is only
+    queue.charge("a", 1_000, 1)
+    assert queue.best(0) is None
+
+
+@pytest.mark.parametrize("start_by_us", [-1, 7, 2 * MOST_OF_GAIN])
+def test_figures_of_gain_are_bounded(start_by_us: int) -> None:
+    found = Gain(3, 0, 2 * MOST_OF_GAIN, start_by_us, 0).bounded()
+    assert found == Gain(3, 1, MOST_OF_GAIN, min(max(0, start_by_us), MOST_OF_GAIN), 1)
