@@ -13,7 +13,6 @@ from sidecar.events import Obstacle, Placed
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.engines import EngineFigures, EngineOffer
-from sidecar.scheduling.rate_limit import Charge
 from sidecar.scheduling.tickets import Gain
 
 _MUCH = 8
@@ -186,10 +185,8 @@ class Lease(msgspec.Struct, eq=False):
     `charge_tenant`. They stay where it waits again: no tenant is charged again for that.
 
     The rest is for pools. `ticket_id` is the lease's `id` in a scheduler, and `entered_us` when it came, by the pool's
-    clock. `returns` counts how often it gave its room back and waited again. `charge` is what this process charged its
-    tenant; where it is not `is_counted`, the tenant gets its request back, too. `served_before` are the tokens of every
-    tier that the store had admitted when it first answered about the request. Where a pool does not look at a request
-    at once, `answered` is done as soon as it has.
+    clock. `returns` counts how often it gave its room back and waited again. Where it is not `is_counted`, its tenant
+    gets its request back, too. Where a pool does not look at a request at once, `answered` is done as soon as it has.
     """
 
     _owner: LeaseOwner
@@ -201,13 +198,11 @@ class Lease(msgspec.Struct, eq=False):
     _answered: asyncio.Future[None] | None = None
     grant: Grant | None = None
     allowance: RemainingLimits | None = None
-    charge: Charge | None = None
     on_preempt: Callable[[], None] | None = None
     size_now: Callable[[], int] | None = None
     is_over: bool = False
     is_counted: bool = True
     returns: int = 0
-    served_before: Sequence[int] = ()
     _is_chosen: bool = False
     _is_kept: bool = False
     _future: asyncio.Future[Grant] | None = None

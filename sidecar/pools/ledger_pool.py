@@ -498,6 +498,7 @@ class LedgerPool(ReportedPool):
         if self._link.is_shared:
             self._tell_requests(now_us)
             self._watch.answered(reply)
+            self._requests.places.replicas = max(1, reply.alive)
             if reply.config is not None or reply.drained is not None:
                 self._takes_over = self._takes_over and not is_statement
                 self.elsewhere.heard(self._member, self._figures.offers, is_first=is_statement)

@@ -1,4 +1,4 @@
-"""The tenants' own limits, as one process counts them: they refuse a request before it waits."""
+"""The tenants' own limits, as a pool asks its ledger about them: they refuse a request before it waits."""
 
 from __future__ import annotations
 
@@ -7,81 +7,10 @@ import msgspec
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits, StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.policy.size_limits import SizeLimits, requests_text
-from sidecar.pools.base import Ask, Lease
+from sidecar.pools.base import Ask
 from sidecar.pools.calls import HEARTBEAT_US, Metered
 from sidecar.pools.meter import Judged
-from sidecar.scheduling.rate_limit import UNIT, Charge, ExceededLimit, Limit, RateLimiter
-
-
-class TenantLimits:
-    """What this process counts of its tenants' limits. `sizes` has what a lower tier could ever admit.
-
-    `allowances` are those of all pools of the process, None where there is one.
-    """
-
-    def __init__(self, sizes: SizeLimits, allowances: RateLimiter | None = None) -> None:
-        self._sizes = sizes
-        self._allowances = RateLimiter() if allowances is None else allowances
-
-    def within(self, ask: Ask, now_us: int) -> Ask:
-        """The request that may enter: `ask` itself within its limits, otherwise the same at a lower tier.
-
-        Raises TenantLimit where there is no lower tier for it. Nothing is charged yet.
-        """
-        if ask.limits is None:
-            return ask
-        over = self._allowances.over(ask.tenant, ask.limits, ask.charged_tokens, now_us)
-        if over is None:
-            return ask
-        lower = downgraded(ask, self._sizes)
-        if lower is None:
-            raise tenant_limit(ask, over, self._allowances.allowance(ask.tenant, ask.limits, now_us))
-        return lower
-
-    def charge(self, lease: Lease, limits: Limits, now_us: int) -> None:
-        """Charges a request, unless it enters at a lower tier, and notes what is left of its tenant's `limits`."""
-        ask = lease.ask
-        if ask.limits is not None:
-            lease.charge = self._allowances.charge(ask.tenant, limits, ask.charged_tokens, now_us)
-            self._count(ask.tenant, 1)
-        lease.allowance = self._allowances.allowance(ask.tenant, limits, now_us, is_downgraded=lease.charge is None)
-
-    def count(self, lease: Lease, now_us: int) -> None:
-        """Counts a request that another process let in among its tenant's concurrent ones, until it ends."""
-        if lease.charge is None and lease.ask.limits is not None:
-            lease.charge = Charge(lease.ask.tenant, 0, now_us, 0, 0, 0)
-            self._count(lease.ask.tenant, 1)
-
-    def _count(self, tenant: str, more: int) -> None:
-        self._allowances.hold("", tenant, self._allowances.held("", tenant) + more)
-
-    def ended(self, lease: Lease, used_tokens: int | None, now_us: int) -> None:
-        """Corrects the charge of a lease that is over: its estimate stands where `used_tokens` is None.
-
-        A request that was never admitted gets its tokens back, as far as they have not drained. One that is not counted
-        gets itself back as well.
-        """
-        charge, lease.charge = lease.charge, None
-        if charge is None:
-            return
-        self._count(charge.tenant, -1)
-        if not lease.is_counted:
-            self._allowances.refund_request(charge, now_us)
-        if lease.grant is None:
-            self._allowances.correct(charge, 0, now_us, was_held=False)
-        else:
-            self._allowances.correct(charge, charge.tokens if used_tokens is None else used_tokens, now_us)
-
-    def allowance(self, tenant: str, limits: Limits, now_us: int) -> RemainingLimits:
-        """What is left of a tenant's limits."""
-        return self._allowances.allowance(tenant, limits, now_us)
-
-    def undo(self, lease: Lease) -> None:
-        """Takes a charge of this very moment back: the pool has no place for the request."""
-        if lease.charge is not None:
-            self._allowances.undo(lease.charge)
-            self._count(lease.charge.tenant, -1)
-            lease.charge = None
+from sidecar.scheduling.rate_limit import UNIT, ExceededLimit, Limit
 
 
 def downgraded(ask: Ask, sizes: SizeLimits) -> Ask | None:

@@ -7,7 +7,6 @@ for requests comes out of `take_events`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from sidecar.pools.bids import Bids
 from sidecar.pools.calls import (
@@ -37,6 +36,7 @@ from sidecar.pools.member_events import Entered, Event, Mode, Refused, TakeBack
 from sidecar.pools.meter import Meter
 from sidecar.pools.row import Row, sums_of
 from sidecar.pools.shortage_told import gone_of, shortage_of
+from sidecar.pools.told import Told
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
 from sidecar.scheduling.figures import aged_level, whole_level
 from sidecar.scheduling.preemption import Returnable, leases_to_take_back
@@ -51,14 +51,6 @@ RETRY_US = 500_000
 
 LAZY_US = 20_000
 """What no one waits for is told so much later, with what happened meanwhile."""
-
-
-@dataclass
-class _Told:
-    """Something that the ledger adds up: it is sent once, and again with a statement if no answer came."""
-
-    record: Charge | Owed | Drain | Cap
-    number: int = 0
 
 
 class Member:
@@ -106,7 +98,7 @@ class Member:
             near.serves(self.leases, self._bids.are_more)
         self._number, self._entered = last_number, 0
         self._acks: list[int] = []
-        self._told: list[_Told] = []
+        self._told: list[Told] = []
         self._is_view_new = True
         self._leaving: dict[str, Lease] = {}
         self._is_leaving_new = False
@@ -175,7 +167,7 @@ class Member:
         ticket = lease.ticket
         if self._near is not None and not self._bids:
             return
-        self._told.append(_Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight)))
+        self._told.append(Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight)))
         self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
         self._call_by(now_us + self._lazy_us)
 
@@ -242,7 +234,7 @@ class Member:
 
     def tell(self, record: Drain | Cap, now_us: int) -> None:
         """An operator's word on an engine, or a cap."""
-        self._told.append(_Told(record))
+        self._told.append(Told(record))
         self._call_by(now_us)
 
     def change_rules(self, rules: PoolRules, now_us: int) -> None:
@@ -372,7 +364,7 @@ class Member:
         for told in self._told:
             if told.number == 0 or kind == "state":
                 told.number = call.number
-                self._put(call, told.record)
+                told.put(call)
         self.meter.put(call)
         call.bids = self._bids.new(now_us)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
@@ -380,17 +372,6 @@ class Member:
 
     def _has_ended(self) -> bool:
         return self.is_closing and not self.leases and not self.waiting() and self.meter.is_idle
-
-    @staticmethod
-    def _put(call: Call, record: Charge | Owed | Drain | Cap) -> None:
-        if isinstance(record, Charge):
-            call.charges = [*call.charges, record]
-        elif isinstance(record, Owed):
-            call.owes = [*call.owes, record]
-        elif isinstance(record, Drain):
-            call.drains = [*call.drains, record]
-        else:
-            call.caps = [*call.caps, record]
 
     # -- answers
 
@@ -580,7 +561,7 @@ class Member:
         if self._near is not None:
             self._near.owe(lease.ticket.tier, owed_us, now_us)
         else:
-            self._told.append(_Told(Owed(self._names[lease.ticket.tier], owed_us)))
+            self._told.append(Told(Owed(self._names[lease.ticket.tier], owed_us)))
             self._call_by(now_us)
 
     def _call_by(self, at_us: int) -> None:

@@ -196,14 +196,6 @@ class RateLimiter:
         """A holder is gone, with all that it had."""
         self._running.pop(holder, None)
 
-    def undo(self, charge: Charge) -> None:
-        """The request was charged in this very moment and is refused: takes the charge back."""
-        account = self._accounts[charge.tenant]
-        if account.limits.requests_per_minute is not None:
-            account.requests = max(0, account.requests - UNIT)
-        if account.limits.tokens_per_minute is not None:
-            account.tokens = max(0, account.tokens - charge.tokens * UNIT)
-
     def allowance(self, tenant: str, limits: Limits, now_us: int, *, is_downgraded: bool = False) -> RemainingLimits:
         """What is left of a tenant's limits now."""
         account = self._drained(tenant, limits, now_us)

@@ -224,13 +224,6 @@ def test_a_request_that_left_stays_counted_and_its_tokens_come_back() -> None:
     )
 
 
-def test_what_is_undone_has_never_been() -> None:
-    limits, limiter = Limits(requests_per_minute=60, tokens_per_minute=600), RateLimiter()
-    limiter.charge("other", limits, 5, 0)
-    limiter.undo(limiter.charge("t", limits, 100, 0))
-    assert limiter.over("t", limits, 600, 0) is None
-
-
 def test_as_many_requests_run_at_once_as_all_holders_together_may_have() -> None:
     limits, limiter = Limits(concurrent_requests=2), RateLimiter()
     charge = limiter.charge("t", limits, 10, 0)
