@@ -20,20 +20,11 @@ pytestmark = pytest.mark.anyio
 A, B = (EngineOffer(f"{name}#1", tokens=100, requests=10, prefill=20) for name in "ab")
 
 
-@pytest.fixture(params=[FleetPool, LedgerPool], ids=["local", "core"], autouse=True)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test is of both pools."""
-    monkeypatch.setitem(KIND, "of", request.param)
+def pool_of(policy: Policy, *clock: Clock) -> LedgerPool:
+    return LedgerPool(policy, *clock, weight_percent=WEIGHT_PERCENT)
 
 
-KIND: dict[str, type[FleetPool]] = {}
-
-
-def pool_of(policy: Policy, *clock: Clock) -> FleetPool:
-    return KIND["of"](policy, *clock, weight_percent=WEIGHT_PERCENT)
-
-
-def fleet(*offers: EngineOffer, clock: Clock | None = None) -> FleetPool:
+def fleet(*offers: EngineOffer, clock: Clock | None = None) -> LedgerPool:
     shares = (Shares("high"), Shares("low"))
     policy = policy_of(pool_rules(tokens=None, requests=None, tiers=shares))
     object.__setattr__(policy, "shares", shares)
@@ -169,7 +160,7 @@ async def test_the_cause_of_a_wait_names_the_engines_where_only_all_together_hav
     assert (cause, "none of 2 engines has room" in sentence) == (Obstacle.NO_ROOM, True)
 
 
-def obstacle(pool: FleetPool, wanted: Ask) -> tuple[str, str]:
+def obstacle(pool: LedgerPool, wanted: Ask) -> tuple[str, str]:
     cause, sentence = pool.obstacle(wanted)
     return cause.value, sentence
 
@@ -217,7 +208,7 @@ async def test_an_engine_that_takes_no_requests_is_claimed_by_none() -> None:
     assert [engine.claims for engine in pool.engines()] == [0, 0]
 
 
-def blocked_s(pool: FleetPool) -> object:
+def blocked_s(pool: LedgerPool) -> object:
     return pool.state()["no_engine_fits_s"]
 
 

@@ -13,14 +13,6 @@ from sidecar.pools.ledger_pool import LedgerPool
 from tests.pools.harness import Clock, ask, policy_of, simple
 
 pytestmark = pytest.mark.anyio
-Kind = type[LocalPool] | type[LedgerPool]
-
-
-@pytest.fixture(params=[LocalPool, LedgerPool], ids=["local", "core"])
-def kind(request: pytest.FixtureRequest) -> Kind:
-    """Both pools of one process say the same."""
-    found: Kind = request.param
-    return found
 
 
 @pytest.mark.parametrize(
@@ -33,27 +25,25 @@ def kind(request: pytest.FixtureRequest) -> Kind:
         (80, None, "60 of 80 tokens are held, and it asks for 30 tokens"),
     ],
 )
-async def test_a_pool_without_room_says_what_it_counts(
-    kind: Kind, tokens: int | None, requests: int | None, said: str
-) -> None:
-    pool = kind(simple(tokens=tokens, requests=requests), Clock())
+async def test_a_pool_without_room_says_what_it_counts(tokens: int | None, requests: int | None, said: str) -> None:
+    pool = LedgerPool(simple(tokens=tokens, requests=requests), Clock())
     await pool.enter(ask(tokens=60, requests=2))
     waiting = ask(tokens=30, requests=2)
     assert (await pool.enter(waiting)).grant is None
     assert pool.obstacle(waiting) == (Obstacle.NO_ROOM, f"the pool has no room: {said}")
 
 
-async def test_a_single_request_that_has_no_place_asks_for_one_request_and_not_for_its_tokens(kind: Kind) -> None:
-    pool = kind(simple(tokens=1000, requests=1), Clock())
+async def test_a_single_request_that_has_no_place_asks_for_one_request_and_not_for_its_tokens() -> None:
+    pool = LedgerPool(simple(tokens=1000, requests=1), Clock())
     await pool.enter(ask(tokens=3))
     await pool.enter(ask(tokens=3))
     said = "the pool has no room: 1 of 1 requests are held, and it asks for 1 request"
     assert pool.obstacle(ask(tokens=3)) == (Obstacle.NO_ROOM, said)
 
 
-async def test_a_tier_at_its_limit_says_which_one(kind: Kind) -> None:
+async def test_a_tier_at_its_limit_says_which_one() -> None:
     tiers = (Shares("high", Fraction(0)), Shares("low", Fraction(0), limit=Fraction(1, 5)))
-    pool = kind(policy_of(pool_rules(tokens=1000, requests=10, tiers=tiers)), Clock())
+    pool = LedgerPool(policy_of(pool_rules(tokens=1000, requests=10, tiers=tiers)), Clock())
     for _ in range(3):
         await pool.enter(ask(tier=1, tokens=5))
     obstacle, said = pool.obstacle(ask(tier=1, tokens=5))
