@@ -152,7 +152,7 @@ class Ledger:
             if any(state.last_call - max(m.last_call, state.epoch) < DEAD_US for m in state.members.values()):
                 return Reply(call.number, "wait"), self._wake_ups
             state, silent_for = self._create(state.last_call, call.layout, state.offset), 0
-        if self._near is None and silent_for >= LOST_US:
+        if self._near is None and silent_for >= LOST_US and state.members:
             self._begin_epoch()
         member = state.members.get(call.who)
         is_next = member is not None and member.stated == state.epoch and call.number == member.number + 1
@@ -321,9 +321,10 @@ class Ledger:
             if (granted := member.outbox.pop(acknowledged, None)) is not None:
                 tier, entry = granted
                 self._hold((tier, entry.engine), entry.sums, -1)
-        if call.engines is not None:
+        view = member.view if call.engines is None else {e.id: e for e in call.engines}
+        if list(view.values()) != list(member.view.values()):
             state.views += 1
-            member.view, member.view_number, member.viewed_at = {e.id: e for e in call.engines}, state.views, now
+            member.view, member.view_number, member.viewed_at = view, state.views, now
         for drain in call.drains:
             told = Drain(drain.engine, drain.is_drained, drain.at_us or now)
             if told.at_us >= state.drained.get(drain.engine, told).at_us:
@@ -409,7 +410,7 @@ class Ledger:
         state.scheduler.hold(state.levels.get(tier), engine, (tokens, requests, prompt), sent, on_floor)
 
     def _combine_views(self) -> None:
-        """The newest view that names an engine counts; any that reaches it will do."""
+        """The newest view that names an engine counts, from when it was told first; any that reaches it will do."""
         state = self._held()
         table: dict[str, Engine] = {}
         by_age = sorted(state.members.items(), key=lambda it: it[1].view_number)
@@ -537,7 +538,7 @@ class Ledger:
     def _next_change(self) -> int | None:
         """When time alone changes something, at least a millisecond from now."""
         state, now = self._held(), self._held().last_call
-        if not any(m.bids for m in state.members.values()):
+        if not state.hold_until and not any(m.bids for m in state.members.values()):
             return None
         at = now if self._has_more else state.hold_until or next_change(state.scheduler, now)
         return None if at is None else max(1_000, at - now)

@@ -418,7 +418,7 @@ class Member:
             self.pool.own_is_told()
         if reply.shortage is not None and not self._is_leaving_new:
             self._take_room_back(reply, reply.shortage, now_us)
-        if reply.next_us is not None and self.waiting():
+        if reply.next_us is not None and (self.waiting() or reply.on_hold):
             self._call_by(now_us + reply.next_us)
         self._call_if_needed(now_us)
 

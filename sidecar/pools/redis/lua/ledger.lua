@@ -28,8 +28,11 @@ end
 
 local function take_views()
   if call[C_ENGINES] then
-    state[VIEWS] = state[VIEWS] + 1
-    set_field('v:' .. who, pack({ state[VIEWS], now, call[C_ENGINES] }))
+    local before = field('v:' .. who)
+    if pack(before and unpacked(before)[3] or NOBODY) ~= pack(call[C_ENGINES]) then
+      state[VIEWS] = state[VIEWS] + 1
+      set_field('v:' .. who, pack({ state[VIEWS], now, call[C_ENGINES] }))
+    end
   end
   for _, drain in ipairs(call[C_DRAINS]) do
     local engine, is_drained, at_us = unpack(drain)
@@ -153,8 +156,8 @@ local function find_next()
 end
 
 local function next_change(waiting)
-  if waiting == 0 then return nil end
   local at = state[HOLD_UNTIL]
+  if at == 0 and waiting == 0 then return nil end
   if at == 0 then
     if not needs then look() end
     if not state[NEXT] or state[NEXT] <= now then state[NEXT] = find_next() end
@@ -256,7 +259,7 @@ end
 local function answer()
   local silent_for = begin()
   if not silent_for then return pack({ call[C_NUMBER], 'wait' }) end
-  if silent_for >= LOST_US then begin_epoch() end
+  if silent_for >= LOST_US and next(members) then begin_epoch() end
   local member = members[who]
   local is_next = is_next_of(member)
   drop_dead(is_next and (call[C_KIND] == 'call' or call[C_KIND] == 'bye') and who or nil)

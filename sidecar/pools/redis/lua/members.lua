@@ -33,7 +33,7 @@ local function drop_bids(name)
   members[name][BIDS] = 0
 end
 
--- The newest view that names an engine counts; any that reaches it will do.
+-- The newest view that names an engine counts, from when it was told first; any that reaches it will do.
 local function combine_views()
   local by_age, offers, all = sorted_keys(members), {}, {}
   for name in pairs(members) do
