@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from sidecar.pools.calls import DEAD_US, Drain, EngineConfig, EngineView, Reply
+from sidecar.pools.calls import DEAD_US, Drain, EngineConfig, EngineView, Granted, Reply
 from sidecar.pools.row import Row
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
 from sidecar.scheduling.engines import Engine
@@ -31,6 +31,7 @@ class KnownPool:
         self._row, self._presumed, self._shares_engines = row, presumed, shares_engines
         self._own_held: dict[str, tuple[int, int, int]] = {}
         self._own_tiers: dict[str, Amount] = {}
+        self._stated = self._own_held, self._own_tiers
 
     def take(self, reply: Reply, now_us: int) -> None:
         """The ledger has answered, and it knows the replica."""
@@ -44,9 +45,17 @@ class KnownPool:
         if not reply.on_hold:
             self.knew = reply.alive
 
-    def own_is_told(self) -> None:
-        """What the replica holds now is in the figures of the last reply."""
-        self._own_held, self._own_tiers = self._row.by_engine(), self._row.by_tier()
+    def states(self) -> None:
+        """A call says what the replica holds now."""
+        self._stated = self._row.by_engine(), self._row.by_tier()
+
+    def own_is_told(self, grants: Iterable[Granted]) -> None:
+        """What that call said is in the figures of its reply, and so are the `grants` there."""
+        self._own_held, self._own_tiers = held, tiers = self._stated
+        for grant in grants:
+            on_engine, of_tier = held.get(grant.engine, NOTHING), tiers.get(grant.tier, NOTHING)
+            held[grant.engine] = plus(on_engine, (grant.tokens, grant.requests, grant.sent))
+            tiers[grant.tier] = plus(of_tier, (grant.tokens, grant.requests, grant.prompt))
 
     def replicas(self) -> int:
         """How many there are, 0 for not known. Who got only replies on hold knows of nobody."""

@@ -106,8 +106,8 @@ class LedgerPool(ReportedPool):
         self._set_size(policy.rules)
 
     async def open(self) -> None:
-        """See `Pool.open`. Returns when the engine was read that says the size, and the pool in the store admits requests:
-        a new one does so after HOLD_US; or where they could not be reached.
+        """See `Pool.open`. Returns when the engine was read that says the size, and the pool in the store admits, a new one
+        after HOLD_US; or where they could not be reached.
         """
         if self._size is not None:
             await self._size.open()

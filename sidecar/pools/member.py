@@ -355,6 +355,7 @@ class Member:
         if self._near is None:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
+            self.pool.states()
         if self._is_leaving_new or call.whole:
             leaving = sums_of(self._names, self._leaving.values())
             call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
@@ -415,7 +416,7 @@ class Member:
         if self.is_foreign:
             self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
-            self.pool.own_is_told()
+            self.pool.own_is_told(reply.grants)
         if reply.shortage is not None and not self._is_leaving_new:
             self._take_room_back(reply, reply.shortage, now_us)
         if reply.next_us is not None and (self.waiting() or reply.on_hold):
