@@ -194,6 +194,8 @@ class Member:
         self._tell_soon(now_us)
 
     def _count(self, lease: Lease, sign: int) -> None:
+        if lease.is_chosen:
+            self._is_leaving_new = True
         if self._near is None:
             self._row.add(lease, sign)
         else:
