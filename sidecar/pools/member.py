@@ -30,6 +30,7 @@ from sidecar.pools.calls import (
     ShortageTold,
     WakeUp,
 )
+from sidecar.pools.elsewhere import GrantsElsewhere
 from sidecar.pools.known_pool import KnownPool
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member_events import Entered, Event, Mode, Refused, TakeBack
@@ -92,6 +93,7 @@ class Member:
         self._names = [tier.name for tier in rules.tiers]
         self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
         self.pool = KnownPool(self._row, presumed, shares_engines=shares_engines)
+        self.elsewhere = GrantsElsewhere(self._names)
         self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
         self._near, self._size_now = near, size_now
         if near is not None:
@@ -418,6 +420,7 @@ class Member:
             self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
             self.pool.own_is_told()
+            self.elsewhere.answered(reply, self._sent_us, is_first=call.kind == "state")
         if reply.shortage is not None and not self._is_leaving_new:
             self._take_room_back(reply, reply.shortage, now_us)
         if reply.next_us is not None and (self.waiting() or reply.on_hold):
@@ -458,6 +461,8 @@ class Member:
                 continue
             if self._near is None:
                 self._acks.append(grant.bid)
+                if self.mode is not Mode.ALONE:
+                    self.elsewhere.own(grant)
             if ticket is not None:
                 self._begin(ticket, grant, ahead_us)
 
