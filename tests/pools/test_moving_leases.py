@@ -149,11 +149,9 @@ class Compared:
         elif verb == "leave":
             step["do"] = "cancel"
             lease.leave()
-        elif verb == "hand_back":
-            lease.hand_back()
         else:
-            lease.requeue()
-        self.asked.discard(request.id)
+            self.asked.discard(request.id)
+            lease.hand_back() if verb == "hand_back" else lease.requeue()
         self.judge.do({**step, "id": request.id}, now_us)
 
 
