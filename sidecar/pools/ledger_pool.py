@@ -496,6 +496,7 @@ class LedgerPool(ReportedPool):
         self._member.answered(reply, now_us)
         self._figures.note_blocked(now_us, is_blocked=bool(reply.lined))
         if self._link.is_shared:
+            self._requests.served_elsewhere(self._member.elsewhere.take())
             self._tell_requests(now_us)
             self._watch.answered(reply)
             self._requests.places.replicas = max(1, reply.alive)

@@ -215,9 +215,10 @@ end
 local function reply(member)
   local waiting, alive = count_all()
   local engines, drained, own_lined
+  local latest = state[LATEST_CAME] > 0 and state[LATEST_OWNER] ~= who and { state[LATEST_CAME], state[LATEST_GRANTED] } or nil
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
   local on_hold = state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0
-  local first = pack(call[C_NUMBER], 'ok', now, member[OUTBOX], max(alive, 1), on_hold, member[IS_FOREIGN], waiting, next_change(waiting))
+  local first = pack(call[C_NUMBER], 'ok', now, member[OUTBOX], max(alive, 1), on_hold, member[IS_FOREIGN], waiting, next_change(waiting), latest)
   held_text = pack(held, tiers)
   local found = not state[IS_BESIDE_OLD] and shortage_for_caller() or nil
   if member[SEEN] ~= state[VERSION] then
@@ -225,7 +226,7 @@ local function reply(member)
     engines, drained = engines_and_drained()
   end
   if member[IS_LINE_NEW] then member[IS_LINE_NEW], own_lined = false, lined_of_caller() end
-  return '\220\0\18' .. first .. held_text .. pack(tags(), leaving_of_all(), found, engines, drained, own_lined) .. packed_verdicts()
+  return '\220\0\19' .. first .. held_text .. pack(tags(), leaving_of_all(), found, engines, drained, own_lined) .. packed_verdicts()
 end
 
 -- ---- one call ---------------------------------------------------------------------------------------------------------
