@@ -322,8 +322,10 @@ class Ledger:
                 tier, entry = granted
                 self._hold((tier, entry.engine), entry.sums, -1)
         if call.engines is not None:
-            state.views += 1
-            member.view, member.view_number, member.viewed_at = {e.id: e for e in call.engines}, state.views, now
+            if not member.view_number or [*member.view.values()] != call.engines:  # stated again it is no newer
+                state.views += 1
+                member.view_number = state.views
+            member.view, member.viewed_at = {e.id: e for e in call.engines}, now
         for drain in call.drains:
             told = Drain(drain.engine, drain.is_drained, drain.at_us or now)
             if told.at_us >= state.drained.get(drain.engine, told).at_us:

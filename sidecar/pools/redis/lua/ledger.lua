@@ -28,8 +28,13 @@ end
 
 local function take_views()
   if call[C_ENGINES] then
-    state[VIEWS] = state[VIEWS] + 1
-    set_field('v:' .. who, pack({ state[VIEWS], now, call[C_ENGINES] }))
+    local view = field('v:' .. who)
+    local number, _, engines = unpack(view and unpacked(view) or NOBODY)
+    if not number or pack(engines) ~= pack(call[C_ENGINES]) then -- stated again it is no newer
+      state[VIEWS] = state[VIEWS] + 1
+      number = state[VIEWS]
+    end
+    set_field('v:' .. who, pack({ number, now, call[C_ENGINES] }))
   end
   for _, drain in ipairs(call[C_DRAINS]) do
     local engine, is_drained, at_us = unpack(drain)
