@@ -106,8 +106,8 @@ class LedgerPool(ReportedPool):
         self._set_size(policy.rules)
 
     async def open(self) -> None:
-        """See `Pool.open`. Returns when the engine was read that says the size, and the store has answered, or where
-        they could not be reached.
+        """See `Pool.open`. Returns when the engine was read that says the size, and the pool in the store admits requests:
+        a new one does so after HOLD_US; or where they could not be reached.
         """
         if self._size is not None:
             await self._size.open()
@@ -496,6 +496,7 @@ class LedgerPool(ReportedPool):
         self._member.answered(reply, now_us)
         self._figures.note_blocked(now_us, is_blocked=bool(reply.lined))
         if self._link.is_shared:
+            self._requests.served_elsewhere(self._member.elsewhere.take())
             self._tell_requests(now_us)
             self._watch.answered(reply)
             self._requests.places.replicas = max(1, reply.alive)

@@ -27,9 +27,9 @@ from sidecar.pools.calls import (
     Owed,
     PoolRules,
     Reply,
-    ShortageTold,
     WakeUp,
 )
+from sidecar.pools.elsewhere import GrantsElsewhere
 from sidecar.pools.known_pool import KnownPool
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member_events import Entered, Event, Mode, Refused, TakeBack
@@ -92,6 +92,7 @@ class Member:
         self._names = [tier.name for tier in rules.tiers]
         self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
         self.pool = KnownPool(self._row, presumed, shares_engines=shares_engines)
+        self.elsewhere = GrantsElsewhere(self._names)
         self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
         self._near, self._size_now = near, size_now
         if near is not None:
@@ -195,6 +196,8 @@ class Member:
         self._tell_soon(now_us)
 
     def _count(self, lease: Lease, sign: int) -> None:
+        if lease.is_chosen:
+            self._is_leaving_new = True
         if self._near is None:
             self._row.add(lease, sign)
         else:
@@ -357,8 +360,7 @@ class Member:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
         if self._is_leaving_new or call.whole:
-            leaving = sums_of(self._names, self._leaving.values())
-            call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
+            self._put_leaving(call)
         call.acks, self._acks = self._acks, []
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
@@ -370,6 +372,10 @@ class Member:
         call.bids = self._bids.new(now_us)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
+
+    def _put_leaving(self, call: Call) -> None:
+        leaving = sums_of(self._names, self._leaving.values())
+        call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
 
     def _has_ended(self) -> bool:
         return self.is_closing and not self.leases and not self.waiting() and self.meter.is_idle
@@ -418,16 +424,18 @@ class Member:
             self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
             self.pool.own_is_told()
-        if reply.shortage is not None and not self._is_leaving_new:
-            self._take_room_back(reply, reply.shortage, now_us)
-        if reply.next_us is not None and self.waiting():
+            self.elsewhere.answered(reply, self._sent_us, is_first=call.kind == "state")
+        self._take_room_back(reply, self.pool.ahead_us, now_us)
+        if reply.next_us is not None and (self.waiting() or reply.on_hold):
             self._call_by(now_us + reply.next_us)
         self._call_if_needed(now_us)
 
-    def _take_room_back(self, reply: Reply, told: ShortageTold, now_us: int) -> None:
+    def _take_room_back(self, reply: Reply, ahead_us: int, now_us: int) -> None:
         """Rule 7, among the leases of this replica, by the sums of the reply."""
+        if reply.shortage is None or self._is_leaving_new:
+            return
         levels = {name: level for level, name in enumerate(self._names)}
-        found, gone = shortage_of(told, levels, self.pool.ahead_us), gone_of(reply.leaving, levels)
+        found, gone = shortage_of(reply.shortage, levels, ahead_us), gone_of(reply.leaving, levels)
         for lease in leases_to_take_back(self.mirror(now_us), found, self._returnable, now_us, gone):
             lease.is_chosen = self._is_leaving_new = True
             self._returnable.remove(lease)
@@ -458,6 +466,8 @@ class Member:
                 continue
             if self._near is None:
                 self._acks.append(grant.bid)
+                if self.mode is not Mode.ALONE:
+                    self.elsewhere.own(grant)
             if ticket is not None:
                 self._begin(ticket, grant, ahead_us)
 
@@ -532,6 +542,7 @@ class Member:
             self.events += self.meter.take(call, reply.verdicts, self._alone)
             self._take(reply.grants, True, 0)
             self._bids.take_tags(reply)
+            self._take_room_back(reply, 0, now_us)
             is_done = len(self.leases) == before and not self.meter.has_questions
 
     def _begin_alone(self) -> None:
@@ -547,6 +558,7 @@ class Member:
             self._alone_rules = self.rules
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
         call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
+        self._put_leaving(call)
         call.acks, self._acks = self._acks, []
         call.caps = [told.record for told in self._told if isinstance(told.record, Cap)]
         self._told = [told for told in self._told if not isinstance(told.record, Cap)]

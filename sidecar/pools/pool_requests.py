@@ -9,6 +9,7 @@ import msgspec
 from sidecar.errors import QueueFull
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Grant, Lease, QueueMark, QueueStanding, TenantUse, use_of
+from sidecar.pools.elsewhere import ServedElsewhere
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.tenant_places import TenantPlaces
 from sidecar.pools.waits import Wait, Waits
@@ -79,6 +80,8 @@ class PoolRequests:
         """It is over: it has left, or was held."""
         if self.waiting:
             self.stops_waiting(request)
+        if self._waits.new:
+            self._waits.over(request.wait)
         del self._all[request.lease.ticket_id]
 
     def admitted(self, request: PoolRequest, level: int, now_us: int, passed: Mapping[str, str]) -> Grant:
@@ -89,6 +92,11 @@ class PoolRequests:
         self._waits.admitted(request.wait, request.ticket.tokens, now_us)
         self.places.admitted(request.ticket.tier, now_us)
         return grant
+
+    def served_elsewhere(self, news: ServedElsewhere | None) -> None:
+        """What a reply told of other replicas; before the grants that it brought."""
+        if news is not None:
+            self._waits.served_elsewhere(news)
 
     def came_back(self, request: PoolRequest, now_us: int, *, is_overtaken: bool) -> None:
         """One that was held waits again, by its first arrival. It takes no place from others."""
