@@ -203,10 +203,7 @@ async def test_a_new_policy_admits_no_one_before_the_engine_has_spoken() -> None
         pool.change_policy(sized_by_engine("1/2"))
         assert pool.readiness() != ()
         engine.is_reachable = True
-        for _ in range(500):
-            if not pool.readiness():
-                break
-            await asyncio.sleep(0.005)
+        await until(lambda: not pool.readiness())
         assert pool.state()["capacity"] == {"tokens": 500, "requests": None}
 
 
