@@ -112,6 +112,7 @@ class Member:
         self._heartbeat_us = 0
         self._alone: Ledger | None = None
         self._alone_number = 0
+        self._alone_rules: PoolRules | None = None  # those that are stated to it
         self._returns: dict[str, int] = {}
         self._returnable = Returnable()
 
@@ -407,17 +408,18 @@ class Member:
 
     def _in_pool(self, call: Call, reply: Reply, now_us: int) -> None:
         self.mode, self.first_failure_us = Mode.SHARED, None
-        self.pool.take(reply, now_us)
+        self.pool.take(reply, call.engines, now_us)
         self.is_foreign = reply.is_foreign
         if call.kind == "state":
-            self._replaces = self._takes_over = False
+            self._replaces, self._takes_over = call.rules is not self.rules, False
         self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
         self.events += self.meter.take(call, reply.verdicts)
         self._take(reply.grants, True, self.pool.ahead_us)
         self.others_waiting = max(0, reply.waiting - self._bids.count())
         self._bids.take_tags(reply)
-        if self.is_foreign and call.whole and call.kind == "call" and not self.is_closing:
-            self.mode = Mode.STATING  # the pool is still there, and its own replicas may be gone
+        may_replace = self.is_foreign and call.whole and call.kind == "call" and not self.is_closing
+        if may_replace or self._replaces:
+            self.mode = Mode.STATING  # the pool's own replicas may be gone, or the rules changed during the call
             self._call_by(now_us)
         if self.is_foreign:
             self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
@@ -546,16 +548,17 @@ class Member:
 
     def _begin_alone(self) -> None:
         self.mode, self._alone, self._alone_number = Mode.ALONE, Ledger(), 0
-        self._acks = []
-        self._bids.go_back()
+        self._acks, self._alone_rules = [], None
 
     def _compose_alone(self, now_us: int) -> Call:
         self._alone_number += 1
-        is_first = self._alone_number == 1
-        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call")
-        if is_first:
+        are_new = self._alone_rules is not self.rules
+        call = Call(LAYOUT, self.who, self._alone_number, "state" if are_new else "call")
+        if are_new:
+            self._bids.go_back()
+            self._alone_rules = self.rules
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
-        call.engines, call.cells = self.parts(now_us), self._row.state(is_first)
+        call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
         self._put_leaving(call)
         call.acks, self._acks = self._acks, []
         call.caps = [told.record for told in self._told if isinstance(told.record, Cap)]

@@ -347,6 +347,21 @@ def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None
     assert scheduler.engines["e#1"].held[0] == 6
 
 
+@pytest.mark.parametrize("kind", ["state", "call"])
+def test_rules_that_change_while_a_call_is_on_its_way_are_stated_after_it(kind: str) -> None:
+    store, second, kinds = ledger.Ledger(), 1_000_000, []
+    one = member.Member("one", pool_rules([("t0", 0.2)]))
+    for now in range(0, 5 * second, second):
+        while (asked := one.poll(now)) is not None:
+            if asked.kind == kind and kind not in kinds:
+                one.change_rules(pool_rules([("t0", 0.5)]), now)
+            kinds.append(asked.kind)
+            one.answered(store.execute(asked, now)[0], now)
+    assert kinds.count("state") == 2
+    assert store.state is not None
+    assert store.state.scheduler.rules.tiers[0].reserve == 0.5
+
+
 def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
     store, second, late = ledger.Ledger(), 1_000_000, 10_000_000
     one = member.Member("one", pool_rules([("t0", 0.2)]))
