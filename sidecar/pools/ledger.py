@@ -480,11 +480,8 @@ class Ledger:
     def _shortage_for(self, caller: str) -> Shortage | None:
         """The room that the caller is to take back. Another one, which has more to take from, is woken instead."""
         state = self._held()
-        if (
-            state.hold_until
-            or self._has_more
-            or (state.asked is not None and state.asked[0] != caller and state.last_call < state.asked[1])
-        ):
+        is_asked = state.asked is not None and state.asked[0] != caller and state.last_call < state.asked[1]
+        if state.hold_until or self._has_more or is_asked:
             return None
         state.asked = None
         scheduler = state.scheduler
