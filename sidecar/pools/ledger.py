@@ -441,7 +441,7 @@ class Ledger:
         granted: dict[str, list[Granted]] = {}
         most = UNBOUNDED if self._near is None else MOST_GRANTED
         decided = state.scheduler.decide(state.last_call, most)
-        self._has_more = len(decided) >= most
+        self._has_more = len(decided) >= most or state.scheduler.runs_out
         for ticket, engine, sent, found, passed in decided:
             member = state.members[ticket.owner]
             bid = int(ticket.id)
@@ -486,9 +486,8 @@ class Ledger:
     def _shortage_for(self, caller: str) -> Shortage | None:
         """The room that the caller is to take back. Another one, which has more to take from, is woken instead."""
         state = self._held()
-        if state.hold_until or (
-            state.asked is not None and state.asked[0] != caller and state.last_call < state.asked[1]
-        ):
+        is_asked = state.asked is not None and state.asked[0] != caller and state.last_call < state.asked[1]
+        if state.hold_until or self._has_more or is_asked:
             return None
         state.asked = None
         scheduler = state.scheduler
@@ -525,6 +524,8 @@ class Ledger:
         state, now = self._held(), self._held().last_call
         if not state.hold_until and not any(m.bids for m in state.members.values()):
             return None
+        if state.scheduler.runs_out:
+            return 0
         at = now if self._has_more else state.hold_until or next_change(state.scheduler, now)
         return None if at is None else max(1_000, at - now)
 

@@ -209,13 +209,23 @@ class Scheduler:
     # -- one decision
 
     def decide(self, now_us: int, most: int = UNBOUNDED) -> list[Grant]:
-        """The steps that can be done now, until so `most` have entered engines: those, in order."""
+        """The steps that can be done now, until so `most` have entered engines: those, in order.
+
+        Not beyond the last that is known of a queue (`runs_out`).
+        """
         self.look(now_us)
+        for tier in self.tiers:
+            tier.queue.runs_out = False
         grants, self.order = list[Grant](), None
         if any(e.is_ready for e in self.engines.values()):
-            while len(grants) < most and self._step(grants):
+            while len(grants) < most and not self.runs_out and self._step(grants):
                 pass
         return grants
+
+    @property
+    def runs_out(self) -> bool:
+        """Whether the next may be one that waits elsewhere."""
+        return any(tier.queue.runs_out for tier in self.tiers)
 
     def enter(self, ticket: Ticket, now_us: int) -> Grant | None:
         """`add` and `decide` where nothing waits and the engine that the ticket wants has room for it.

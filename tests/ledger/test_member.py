@@ -22,9 +22,9 @@ from tests.support.examples import examples
 BEAT_US = 1_000_000
 
 
-def first_difference(program: dict[str, Any], most_bids: int) -> str | None:
+def first_difference(program: dict[str, Any], most_bids: int, near: type[member.Member] | None = None) -> str | None:
     """The first step whose answer is not the reference's. Both decide every second between two steps, too."""
-    judge, one = reference.new(program), OneReplica(program, most_bids)
+    judge, one = reference.new(program), OneReplica(program, most_bids, near=near)
     judge.divide = lambda tokens, weight: tokens / weight
     last = 0
     for number, step in enumerate(program["steps"], 1):
@@ -67,6 +67,41 @@ def test_it_gives_the_answers_of_100_programs() -> None:
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, by_gain: bool) -> None:
     assert first_difference(random_program(seed, several=several, by_gain=by_gain), 32) is None
+
+
+def test_in_the_process_what_waits_after_the_bids_is_not_passed() -> None:
+    """Two of a tier are shown at a time, and ten enter at once: all of the first tier before any of the other."""
+    submits = [("t0", "a", 4)] * 3 + [("t0", "b", 4)] * 5 + [("t1", "c", 4)] * 4
+    program = {
+        "name": "all that waits is let in at once",
+        "tiers": [{"name": "t0"}, {"name": "t1"}],
+        "capacity": {"tokens": 40},
+        "steps": [
+            {"at": 0, "do": "submit", "id": "all", "tier": "t0", "tokens": 40},
+            *(
+                {"at": 0, "do": "submit", "id": f"r{n}", "tier": tier, "tenant": tenant, "tokens": tokens}
+                for n, (tier, tenant, tokens) in enumerate(submits)
+            ),
+            {"at": 1, "do": "settle", "id": "all"},
+        ],
+    }
+    assert first_difference(program, 2, member.Member) is None
+    by_gain = {"gain": {"weight": 1, "tokens": 10, "cost": 1, "start_by": 100, "slack": 1}}
+    program = {**program, "order": "gain", "steps": [{**step, **by_gain} for step in program["steps"]]}
+    for number, step in enumerate(program["steps"]):
+        step["gain"] = {**by_gain["gain"], "weight": 1 + number * 5 % 7}
+    assert first_difference(program, 2, member.Member) is None
+
+
+def test_growth_is_charged_for_bids_that_were_shown_before() -> None:
+    """Three of the tenant that pays for growth are shown, and one of the other, which has all that is free then."""
+    steps = [{"at": 0, "do": "submit", "id": name, "tier": "t0", "tenant": "a", "tokens": 10} for name in ("x", "y")]
+    steps += [{"at": 0, "do": "submit", "id": f"a{n}", "tier": "t0", "tenant": "a", "tokens": 1} for n in range(6)]
+    steps += [{"at": 0, "do": "submit", "id": f"b{n}", "tier": "t0", "tenant": "b", "tokens": 3} for n in range(6)]
+    steps += [{"at": 1, "do": "resize", "id": "x", "tokens": 20}, {"at": 1, "do": "settle", "id": "y"}]
+    steps += [{"at": 2, "do": "settle", "id": "x"}]
+    program = {"name": "growth", "tiers": [{"name": "t0"}], "capacity": {"tokens": 20}, "steps": steps}
+    assert first_difference(program, 4, member.Member) is None
 
 
 def test_what_grows_while_it_is_taken_back_gives_all_of_that_back() -> None:
