@@ -97,21 +97,17 @@ class Member:
         self._near, self._size_now = near, size_now
         if near is not None:
             near.serves(self.leases, self._bids.are_more)
-        self._number, self._entered = last_number, 0
+        self._number, self._entered, self._alone_number = last_number, 0, 0
         self._acks: list[int] = []
         self._told: list[Told] = []
-        self._is_view_new = True
+        self._is_view_new, self._is_leaving_new = True, False
         self._leaving: dict[str, Lease] = {}
-        self._is_leaving_new = False
         self.events: list[Event] = []
         self._in_flight: Call | None = None
-        self._sent_us = self._retry_us = 0
+        self._sent_us = self._retry_us = self._heartbeat_us = self.failures = 0
         self.first_failure_us: int | None = None
-        self.failures = 0
         self._due_us: int | None = 0
-        self._heartbeat_us = 0
         self._alone: Ledger | None = None
-        self._alone_number = 0
         self._alone_rules: PoolRules | None = None  # those that are stated to it
         self._returns: dict[str, int] = {}
         self._returnable = Returnable()
@@ -146,6 +142,7 @@ class Member:
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
         was_asked = self.meter.give_up(ticket.number)  # and in a pool of other tiers it was given up as it was refused
+        self._returns.pop(ticket.id, None)
         if was_asked or self.is_foreign:
             return
         if self._bids.remove(ticket):
@@ -222,13 +219,26 @@ class Member:
 
     def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
         """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
-        self._returns[lease.ticket.id] = lease.returns + 1
-        returns = self._returns[lease.ticket.id]
-        self.end(lease, now_us)
-        self._returns[lease.ticket.id] = returns
-        lease.ticket.come_back()
         lease.ticket.barred |= frozenset(barred)
+        self._wait_again(lease, lease.returns + 1, now_us)
+
+    def ask_again(self, lease: Lease, tokens: int, now_us: int) -> None:
+        """A lease that nobody has used waits on: it had grown. It is charged for that (rule 2), and not as a return."""
+        self.charge(lease, tokens - lease.ticket.tokens, now_us)
+        self.resize(lease, tokens, now_us)
+        self._wait_again(lease, lease.returns, now_us)
+
+    def _wait_again(self, lease: Lease, returns: int, now_us: int) -> None:
+        self.end(lease, now_us)
+        if returns:
+            self._returns[lease.ticket.id] = returns
+        lease.ticket.come_back()
         self._bids.add(lease.ticket)
+        self._call_by(now_us)
+
+    def show_anew(self, now_us: int) -> None:
+        """What waits may be of other sizes than it was shown with."""
+        self._bids.show_anew()
         self._call_by(now_us)
 
     def view(self, engines: Iterable[EngineView], now_us: int) -> None:
