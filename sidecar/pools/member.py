@@ -97,21 +97,17 @@ class Member:
         self._near, self._size_now = near, size_now
         if near is not None:
             near.serves(self.leases, self._bids.are_more)
-        self._number, self._entered = last_number, 0
+        self._number, self._entered, self._alone_number = last_number, 0, 0
         self._acks: list[int] = []
         self._told: list[Told] = []
-        self._is_view_new = True
+        self._is_view_new, self._is_leaving_new = True, False
         self._leaving: dict[str, Lease] = {}
-        self._is_leaving_new = False
         self.events: list[Event] = []
         self._in_flight: Call | None = None
-        self._sent_us = self._retry_us = 0
+        self._sent_us = self._retry_us = self._heartbeat_us = self.failures = 0
         self.first_failure_us: int | None = None
-        self.failures = 0
         self._due_us: int | None = 0
-        self._heartbeat_us = 0
         self._alone: Ledger | None = None
-        self._alone_number = 0
         self._alone_rules: PoolRules | None = None  # those that are stated to it
         self._returns: dict[str, int] = {}
         self._returnable = Returnable()
@@ -123,29 +119,30 @@ class Member:
         if self.is_foreign:
             self.events.append(Refused(ticket))
             return
-        if self._near is not None and self._enters(ticket, self._near, now_us):
-            return
         self._bids.add(ticket)
         if self.mode is not Mode.SHARED or self._bids.has_urgent(now_us, ticket.tier):
             self._call_by(now_us)
 
-    def _enters(self, ticket: Ticket, near: Ledger, now_us: int) -> bool:
-        """Whether it enters at once, without a call: nothing waits, and there is nothing else to tell the ledger."""
-        has_news = self._in_flight is not None or (self._due_us is not None and self._due_us <= now_us)
-        if has_news or self.mode is not Mode.SHARED or self._bids or self._bids.is_paused:
-            return False
-        self._size_now(ticket)
-        grant = near.enter(ticket, now_us)
-        if grant is None:
-            return False
-        queue = near.queue(ticket.tier)
-        self._bids.passed(ticket.tier, queue.virtual, queue.afresh)
-        self._start(ticket, grant.engine, grant.sent, grant.found, {})
-        return True
+    def enter(self, ticket: Ticket, now_us: int) -> Lease | None:
+        """The lease of one that enters at once: nothing waits, and nothing else is to be told. None: `submit` it."""
+        near, bids, due_us = self._near, self._bids, self._due_us
+        if (
+            near is None
+            or bids.waiting
+            or bids.is_paused
+            or self.mode is not Mode.SHARED
+            or self._in_flight is not None
+        ):
+            return None
+        if (due_us is not None and due_us <= now_us) or (entered := near.enter(ticket, now_us)) is None:
+            return None
+        bids.passed(ticket.tier, near.queue(ticket.tier))
+        return self._lease(ticket, *entered)
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
         was_asked = self.meter.give_up(ticket.number)  # and in a pool of other tiers it was given up as it was refused
+        self._returns.pop(ticket.id, None)
         if was_asked or self.is_foreign:
             return
         if self._bids.remove(ticket):
@@ -183,17 +180,22 @@ class Member:
 
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
-        self._count(lease, -1)
+        ticket, near = lease.ticket, self._near
+        if near is not None:
+            near.hold(lease, -1)
+        else:
+            self._row.add(lease, -1)
         if self._leaving:
             self._leaves_no_more(lease)
-        if owed_us := lease.end(now_us):
+        if (ticket.excess or ticket.excess_prompt) and (owed_us := lease.end(now_us)):
             self._owe(lease, owed_us, now_us)
-        del self.leases[lease.ticket.id]
-        if not lease.is_kept:
+        del self.leases[ticket.id]
+        if self._own_rules.tiers[ticket.tier].preemptible and not lease.is_kept:
             self._returnable.remove(lease)
         if self._returns:
-            self._returns.pop(lease.ticket.id, None)
-        self._tell_soon(now_us)
+            self._returns.pop(ticket.id, None)
+        if near is None or self._bids.waiting:
+            self._tell_soon(now_us)
 
     def _count(self, lease: Lease, sign: int) -> None:
         if lease.is_chosen:
@@ -222,13 +224,26 @@ class Member:
 
     def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
         """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
-        self._returns[lease.ticket.id] = lease.returns + 1
-        returns = self._returns[lease.ticket.id]
-        self.end(lease, now_us)
-        self._returns[lease.ticket.id] = returns
-        lease.ticket.come_back()
         lease.ticket.barred |= frozenset(barred)
+        self._wait_again(lease, lease.returns + 1, now_us)
+
+    def ask_again(self, lease: Lease, tokens: int, now_us: int) -> None:
+        """A lease that nobody has used waits on: it had grown. It is charged for that (rule 2), and not as a return."""
+        self.charge(lease, tokens - lease.ticket.tokens, now_us)
+        self.resize(lease, tokens, now_us)
+        self._wait_again(lease, lease.returns, now_us)
+
+    def _wait_again(self, lease: Lease, returns: int, now_us: int) -> None:
+        self.end(lease, now_us)
+        if returns:
+            self._returns[lease.ticket.id] = returns
+        lease.ticket.come_back()
         self._bids.add(lease.ticket)
+        self._call_by(now_us)
+
+    def show_anew(self, now_us: int) -> None:
+        """What waits may be of other sizes than it was shown with."""
+        self._bids.show_anew()
         self._call_by(now_us)
 
     def view(self, engines: Iterable[EngineView], now_us: int) -> None:
@@ -485,13 +500,17 @@ class Member:
         found: tuple[int, int, int, int, int, int],
         passed: Mapping[str, str],
     ) -> None:
-        self._entered += 1
-        lease = Lease(ticket, engine, self._entered, sent, self._returns.get(ticket.id, 0))
-        self.leases[ticket.id] = lease
-        self._may_return(lease)
+        lease = self._lease(ticket, engine, sent)
         if self._near is None:
             self._row.add(lease, 1)
         self.events.append(Entered(lease, found, passed))
+
+    def _lease(self, ticket: Ticket, engine: str, sent: int) -> Lease:
+        self._entered += 1
+        returns = self._returns.get(ticket.id, 0) if self._returns else 0
+        self.leases[ticket.id] = lease = Lease(ticket, engine, self._entered, sent, returns)
+        self._may_return(lease)
+        return lease
 
     def woken(self, wake_up: WakeUp, now_us: int) -> None:
         """A hint: grants of this replica, or that an epoch begins."""

@@ -14,7 +14,7 @@ from sidecar.pools.member import ANSWER_WITHIN_US
 from sidecar.pools.member_events import Mode
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.tenant_places import TenantPlaces
-from sidecar.pools.waits import Wait, Waits
+from sidecar.pools.waits import NONE_AHEAD, Wait, Waits
 from sidecar.scheduling.tickets import Lease as Held
 from sidecar.scheduling.tickets import Ticket
 
@@ -65,6 +65,14 @@ class PoolRequests:
         request = PoolRequest(lease, ticket, wait, None, mode is Mode.SHARED)
         self._all[lease.ticket_id] = request
         return request
+
+    def entered(self, lease: Lease, ticket: Ticket, held: Held, now_us: int) -> Grant:
+        """A request that is held as it comes, while none waits."""
+        tier = ticket.tier
+        wait = self._waits.entered(lease.id, tier, ticket.tokens, now_us)
+        self._all[lease.ticket_id] = PoolRequest(lease, ticket, wait, held)
+        self.places.admitted(tier, now_us)
+        return Grant(now_us, 0, 0, None, NONE_AHEAD, tier)
 
     def begins_to_wait(self, request: PoolRequest) -> None:
         """It takes a place in its tier's queue."""
@@ -128,10 +136,21 @@ class PoolRequests:
         request = self._all.get(ticket.id)
         if request is None or request.lease.size_now is None:
             return
-        lease, tokens = request.lease, request.lease.size_now()
+        self._asks_for(request, tokens := request.lease.size_now())
+        ticket.tokens = tokens
+        if not ticket.has_returned:
+            request.lease.paid_tokens = tokens
+
+    def has_grown(self, request: PoolRequest, tokens: int) -> None:
+        """One that was about to be held waits on, for so many tokens. Its tenant is charged for what it has grown."""
+        request.held = None
+        request.lease.paid_tokens += tokens - request.ticket.tokens
+        self._asks_for(request, tokens)
+
+    def _asks_for(self, request: PoolRequest, tokens: int) -> None:
+        lease = request.lease
         if lease.ticket_id in self.waiting:
             self._queued_tokens[lease.tier] += tokens - request.ticket.tokens
-        request.ticket.tokens = tokens
         lease.ask = msgspec.structs.replace(lease.ask, tokens=tokens)
 
     def clear(self) -> None:

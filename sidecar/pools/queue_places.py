@@ -68,15 +68,15 @@ class DrainRate:
         self._updated_us = -TOGETHER_US
         self._began_us: int | None = None
 
-    def admitted(self, now_us: int, count: int = 1) -> None:
-        """Counts admissions. Those that follow another within TOGETHER_US count as of that moment."""
-        self.total += count
+    def admitted(self, now_us: int) -> None:
+        """Counts an admission. One that follows another within TOGETHER_US counts as of that moment."""
+        self.total += 1
         if now_us - self._updated_us < TOGETHER_US:
-            self._weight += count
+            self._weight += 1
             return
         if self._began_us is None:
             self._began_us = now_us
-        self._weight = count + self._weight * math.exp((self._updated_us - now_us) / 1e6 / WINDOW_S)
+        self._weight = 1 + self._weight * math.exp((self._updated_us - now_us) / 1e6 / WINDOW_S)
         self._updated_us = now_us
 
     def per_second(self, now_us: int) -> float:
@@ -235,9 +235,9 @@ class QueuePlaces:
         self._drain_rates = tuple(DrainRate() for _ in range(tiers))
         self._promises = tuple(HeldPlaces() for _ in range(tiers))
 
-    def admitted(self, tier: int, now_us: int, count: int = 1) -> None:
-        """Counts requests that left a queue for the engine, or needed none."""
-        self._drain_rates[tier].admitted(now_us, count)
+    def admitted(self, tier: int, now_us: int) -> None:
+        """Counts a request that left a queue for the engine, or needed none."""
+        self._drain_rates[tier].admitted(now_us)
 
     def retry_after_s(self, tier: int, queued: int, now_us: int) -> float:
         """See `Pool.retry_after_s`."""
