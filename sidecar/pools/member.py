@@ -482,8 +482,7 @@ class Member:
                 continue
             if self._near is None:
                 self._acks.append(grant.bid)
-                if self.mode is not Mode.ALONE:
-                    self.elsewhere.own(grant)
+                self.elsewhere.own(grant)
             if ticket is not None:
                 self._begin(ticket, grant, ahead_us)
 
