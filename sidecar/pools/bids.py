@@ -162,6 +162,12 @@ class Bids:
                 tier.best, tier.is_known = self._made, False
         return made
 
+    def show_anew(self) -> None:
+        """Takes back those that do not stand in line, to show them again with their sizes of then."""
+        for tier in self._tiers:
+            for bid in reversed([bid for bid in tier.shown if bid not in self._lined]):
+                tier.wait_again(self._withdraw(tier, bid))
+
     def go_back(self) -> None:
         """The ledger knows none of them any more."""
         for tier in self._tiers:

@@ -325,7 +325,10 @@ class Lined(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TierHeld(msgspec.Struct, array_like=True, frozen=True):
-    """What a tier holds: `scheduler.TierState`. Its virtual time, and how often its tags started afresh."""
+    """What a tier holds: `scheduler.TierState`. Its virtual time, and how often its tags started afresh.
+
+    `served`: the tokens that were granted since the pool began.
+    """
 
     tier: str
     virtual: float
@@ -335,6 +338,7 @@ class TierHeld(msgspec.Struct, array_like=True, frozen=True):
     in_line: tuple[int, int, int]
     on_floor: tuple[int, int, int]
     in_line_on_floor: tuple[int, int, int]
+    served: int = 0
 
 
 class Needed(msgspec.Struct, array_like=True, frozen=True):
@@ -381,9 +385,10 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 class Reply(msgspec.Struct, array_like=True):
     """`unknown`: state all. `wait`: another layout is in force. `ok`: with the fields that follow.
 
-    `grants` are all that are not acknowledged. `next_us`: when time alone changes something. `is_foreign`: the pool has
-    other tiers than the replica. `finish`: the tags of the tenants of this call's bids that are ahead. `shortage`: room
-    that this replica is to take back from its leases; `leaving` is what all take back already.
+    `grants` are all that are not acknowledged. `next_us`: when time alone changes something. `latest`: of all that were
+    granted the one that came last, if it is another replica's: when it arrived, and when it was granted. `is_foreign`:
+    the pool has other tiers than the replica. `finish`: the tags of the tenants of this call's bids that are ahead.
+    `shortage`: room that this replica is to take back from its leases; `leaving` is what all take back already.
     If they changed since its last reply: `config`, the engines, `drained`, and `lined`, its bids in line.
     """
 
@@ -396,6 +401,7 @@ class Reply(msgspec.Struct, array_like=True):
     is_foreign: bool = False
     waiting: int = 0
     next_us: int | None = None
+    latest: tuple[int, int] | None = None
     held: list[EngineHeld] = []
     tiers: list[TierHeld] = []
     finish: list[tuple[str, str, float]] = []

@@ -16,7 +16,7 @@ from sidecar.pools import calls
 from sidecar.pools import ledger_limits as limits
 from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
 from sidecar.pools.row import Sides, Sums, added, sums_of
-from sidecar.pools.shortage_told import gone_of
+from sidecar.pools.shortage_told import gone_of, told_of
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
@@ -84,6 +84,7 @@ class State:
         self.members: dict[str, _Member] = {}
         self.drained: dict[str, Drain] = {}
         self.views = self.version = 0
+        self.latest = 0, "", 0  # of all that were granted the one that came last: arrival, owner, grant
         self.asked: tuple[str, int] | None = None  # whom to take room back, and until when others are not
         self.begin_with(Scheduler(Rules(())))
         self.limiter = limiter
@@ -152,7 +153,7 @@ class Ledger:
             if any(state.last_call - max(m.last_call, state.epoch) < DEAD_US for m in state.members.values()):
                 return Reply(call.number, "wait"), self._wake_ups
             state, silent_for = self._create(state.last_call, call.layout, state.offset), 0
-        if self._near is None and silent_for >= LOST_US:
+        if self._near is None and silent_for >= LOST_US and state.members:
             self._begin_epoch()
         member = state.members.get(call.who)
         is_next = member is not None and member.stated == state.epoch and call.number == member.number + 1
@@ -308,6 +309,7 @@ class Ledger:
         for name, tier in zip(names, state.scheduler.tiers, strict=True):
             if (old := before.get(name)) is not None:
                 tier.queue.virtual, tier.owes_until_us, tier.latest = old.queue.virtual, old.owes_until_us, old.latest
+                tier.served = old.served
         for member in state.members.values():
             row = member.row if self._near is None else sums_of(names, self._near.values())
             for key, sums in row.items():
@@ -321,9 +323,10 @@ class Ledger:
             if (granted := member.outbox.pop(acknowledged, None)) is not None:
                 tier, entry = granted
                 self._hold((tier, entry.engine), entry.sums, -1)
-        if call.engines is not None:
+        view = member.view if call.engines is None else {e.id: e for e in call.engines}
+        if list(view.values()) != list(member.view.values()):
             state.views += 1
-            member.view, member.view_number, member.viewed_at = {e.id: e for e in call.engines}, state.views, now
+            member.view, member.view_number, member.viewed_at = view, state.views, now
         for drain in call.drains:
             told = Drain(drain.engine, drain.is_drained, drain.at_us or now)
             if told.at_us >= state.drained.get(drain.engine, told).at_us:
@@ -409,7 +412,7 @@ class Ledger:
         state.scheduler.hold(state.levels.get(tier), engine, (tokens, requests, prompt), sent, on_floor)
 
     def _combine_views(self) -> None:
-        """The newest view that names an engine counts; any that reaches it will do."""
+        """The newest view that names an engine counts, from when it was told first; any that reaches it will do."""
         state = self._held()
         table: dict[str, Engine] = {}
         by_age = sorted(state.members.items(), key=lambda it: it[1].view_number)
@@ -447,6 +450,9 @@ class Ledger:
             entry = _Entry(ticket, engine, ticket.tokens, ticket.count, sent, found, by_name)
             tier = state.names[ticket.tier]
             member.outbox[bid] = tier, entry
+            state.scheduler.tiers[ticket.tier].served += ticket.tokens
+            if ticket.arrived_us > state.latest[0]:
+                state.latest = ticket.arrived_us, ticket.owner, state.last_call
             granted.setdefault(ticket.owner, []).append(self._granted(bid, tier, entry))
         for who, grants in granted.items():
             if who != caller:
@@ -513,30 +519,10 @@ class Ledger:
         held = sum(sums[0] - sums[4] for (t, e), sums in member.row.items() if t in tiers and e == found.engine)
         return held - sum(c.tokens for (t, e), c in member.leaving.items() if t in tiers and e == found.engine)
 
-    def _told(self, found: Shortage) -> calls.ShortageTold:
-        state = self._held()
-        order_class, before, key, _ = found.place
-        return calls.ShortageTold(
-            found.engine,
-            order_class,
-            before,
-            key,
-            self._needed(found.served, found.engine),
-            [self._needed(ticket, found.engine) for ticket in found.before],
-            [self._needed(ticket, found.engine) for ticket in found.burst],
-            sorted(state.names[level] for level in found.closed),
-        )
-
-    def _needed(self, t: Ticket, engine: str) -> calls.Needed:
-        tier, cached = self._held().names[t.tier], max(t.hits.values(), default=0)
-        return calls.Needed(
-            int(t.id), tier, t.tokens, t.requests, t.prompt, cached, t.hits.get(engine, 0), t.arrived_us, t.number
-        )
-
     def _next_change(self) -> int | None:
         """When time alone changes something, at least a millisecond from now."""
         state, now = self._held(), self._held().last_call
-        if not any(m.bids for m in state.members.values()):
+        if not state.hold_until and not any(m.bids for m in state.members.values()):
             return None
         if state.scheduler.runs_out:
             return 0
@@ -558,6 +544,7 @@ class Ledger:
             member.is_foreign,
             sum(len(m.bids) for m in state.members.values()),
             self._next_change(),
+            (state.latest[0], state.latest[2]) if state.latest[1] not in ("", call.who) else None,
             [
                 calls.EngineHeld(e.id, *e.held, e.sent, e.lined, e.cap_requests, e.cap_until_us)
                 for e in (engines if self._near is None else ())
@@ -565,7 +552,9 @@ class Ledger:
         )
         for name, of in tiers.items():
             sums = of.on_engines, of.in_line, of.on_floor, of.in_line_on_floor
-            reply.tiers.append(calls.TierHeld(name, of.queue.virtual, of.queue.afresh, of.owes_until_us, *sums))
+            reply.tiers.append(
+                calls.TierHeld(name, of.queue.virtual, of.queue.afresh, of.owes_until_us, *sums, of.served)
+            )
         for name, tenant in dict.fromkeys((bid.tier, bid.tenant) for bid in call.bids):
             if name in tiers and (ahead := tiers[name].queue.ahead([tenant])):
                 reply.finish.append((name, tenant, ahead[tenant]))
@@ -575,7 +564,7 @@ class Ledger:
             cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
         ]
         if (found := self._shortage_for(call.who)) is not None:
-            reply.shortage = self._told(found)
+            reply.shortage = told_of(found, state.names)
         if member.seen != state.version:
             member.seen = state.version
             reply.config = [

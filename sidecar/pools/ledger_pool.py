@@ -40,7 +40,6 @@ from sidecar.pools.pool_requests import PoolRequest, PoolRequests
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter
-from sidecar.scheduling.tickets import Lease as Held
 from sidecar.scheduling.tickets import Ticket
 
 POOL = "pool#1"
@@ -106,8 +105,8 @@ class LedgerPool(ReportedPool):
         self._set_size(policy.rules)
 
     async def open(self) -> None:
-        """See `Pool.open`. Returns when the engine was read that says the size, and the store has answered, or where
-        they could not be reached.
+        """See `Pool.open`. Returns when its size is known, and the pool in the store admits, a new one after HOLD_US;
+        or in vain.
         """
         if self._size is not None:
             await self._size.open()
@@ -270,7 +269,7 @@ class LedgerPool(ReportedPool):
         if displaced is not None:
             self._refuse_waiting(displaced, self._requests.queue_full(displaced.ask, queued, now_us))
         is_busy = self._member.is_awaiting
-        request = self._requests.came(lease, ticket_of(lease))
+        request = self._requests.came(lease, ticket_of(lease), self._member.mode)
         self._member.submit(request.ticket, now_us)
         self._run(now_us, MOST_ADMITTED if most != 0 and others_wait else UNBOUNDED)
         if lease.grant is None and answered is not None and most == 0:
@@ -304,7 +303,7 @@ class LedgerPool(ReportedPool):
         try:
             if most and self._requests.waiting:
                 self._requests.find_place(ask, queued, most, now_us)
-            request = self._requests.came(lease, ticket_of(lease))
+            request = self._requests.came(lease, ticket_of(lease), self._member.mode)
         except QueueFull as error:
             full = error
         asked = metered(lease.id, ask.tenant, ask.charged_tokens, limits, charges=full is None)
@@ -496,6 +495,7 @@ class LedgerPool(ReportedPool):
         self._member.answered(reply, now_us)
         self._figures.note_blocked(now_us, is_blocked=bool(reply.lined))
         if self._link.is_shared:
+            self._requests.served_elsewhere(self._member.elsewhere.take())
             self._tell_requests(now_us)
             self._watch.answered(reply)
             self._requests.places.replicas = max(1, reply.alive)
@@ -518,10 +518,10 @@ class LedgerPool(ReportedPool):
 
     def _tell_requests(self, now_us: int) -> int:
         """What the ledger decided, to those whom it concerns. Returns how many were admitted."""
-        admitted = 0
+        admitted, are_others = 0, False
         for event in self._member.take_events():
             if isinstance(event, Entered):
-                self._admit(event, now_us)
+                are_others |= self._admit(event, now_us)
                 admitted += 1
             elif isinstance(event, Judged):
                 self._tell_verdict(event)
@@ -530,6 +530,8 @@ class LedgerPool(ReportedPool):
                 lease.chosen(lease.returns)
             else:
                 self._refuse_waiting(self._requests[event.ticket.id].lease, self._watch.other_tiers())
+        if are_others:
+            self._member.show_anew(now_us)
         return admitted
 
     def _tell_verdict(self, judged: Judged) -> None:
@@ -555,7 +557,7 @@ class LedgerPool(ReportedPool):
             lease.refused(refusal(lease.ask, judged))
             return
         lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
-        again, most = self._requests.came(lease, ticket_of(lease)), self._sizes.places(lower.tier)
+        again, most = self._requests.came(lease, ticket_of(lease), self._member.mode), self._sizes.places(lower.tier)
         self._member.submit(again.ticket, now_us)
         try:
             if most is not None:
@@ -565,26 +567,24 @@ class LedgerPool(ReportedPool):
         else:
             self._requests.begins_to_wait(again)
 
-    def _admit(self, entered: Entered, now_us: int) -> None:
+    def _admit(self, entered: Entered, now_us: int) -> bool:
+        """Returns whether it is of another size than it was shown with: those that are shown with it may be, too."""
         held = entered.lease
         request = self._requests[held.ticket.id]
         lease, ticket, request.held = request.lease, held.ticket, held
-        if lease.has_grown():
-            self._ask_again(request, held, now_us)
-            return
-        grant = self._requests.admitted(request, self._member.whole_level(ticket, now_us), now_us, entered.passed)
+        if tokens := lease.has_grown():
+            self._requests.has_grown(request, tokens)
+            self._member.ask_again(held, tokens, now_us)
+            if error := self._sizes.outgrown(lease.ask):
+                self._refuse_waiting(lease, error)
+            return True
+        level, is_first = self._member.whole_level(ticket, now_us), lease.is_entering or lease.id in self._questions
+        grant = self._requests.admitted(request, level, now_us, entered.passed, is_first=is_first)
         if self._has_names:
             *found, lined_us = entered.found
             placed = placed_on(Found(*found), lease.ask, lined_us)
             grant = msgspec.structs.replace(grant, engine=held.engine, placed=placed)
-        lease.granted(grant)
-
-    def _ask_again(self, request: PoolRequest, held: Held, now_us: int) -> None:
-        """It has grown since its bid was shown: it waits on, by its arrival."""
-        request.held = None
-        self._member.hand_back(held, request.lease.ask.barred, now_us)
-        if error := self._sizes.outgrown(request.lease.ask):
-            self._refuse_waiting(request.lease, error)
+        return lease.granted(grant)
 
     # -- beside requests
 

@@ -99,7 +99,7 @@ class TierState:
     """What one tier holds, owes and had.
 
     `on_engines` and `in_line` (for the floor) are U together. `on_floor` and `in_line_on_floor`: the part of them that
-    was let in for the floor (rule 9). `latest`: the number of its last admission.
+    was let in for the floor (rule 9). `latest`: the number of its last admission. `served`: tokens granted so far.
     """
 
     queue: FairQueue
@@ -110,6 +110,7 @@ class TierState:
     owes_until_us: int = 0
     latest: int = 0
     lined: int = 0
+    served: int = 0
 
     @property
     def used(self) -> Amount:

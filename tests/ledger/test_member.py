@@ -334,6 +334,32 @@ def test_a_grant_that_was_published_counts_from_its_moment_by_the_replicas_own_c
     assert one.leases["second"].ticket.counted_us == 4 * second
 
 
+def test_what_ended_while_a_call_was_on_its_way_is_free_in_the_figures_of_its_reply() -> None:
+    store, second = ledger.Ledger(), 1_000_000
+    one = member.Member("one", pool_rules([("t0", 0.2)]))
+
+    def call(now: int) -> None:
+        while (asked := one.poll(now)) is not None:
+            one.answered(store.execute(asked, now)[0], now)
+
+    def held(now: int) -> int:
+        return one.mirror(now).engines["e#1"].held[0]
+
+    one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
+    for at in (0, 3 * second):
+        call(at)
+    one.submit(Ticket("ends", 0, "", 4), 3 * second)
+    call(3 * second)
+    assert held(3 * second) == 4
+    one.submit(Ticket("second", 0, "", 1, number=1), 4 * second)
+    asked = one.poll(4 * second)
+    assert asked is not None
+    one.end(one.leases["ends"], 4 * second)
+    assert held(4 * second) == 0
+    one.answered(store.execute(asked, 4 * second)[0], 4 * second)
+    assert held(4 * second) == 1, "of the reply's five, four have ended since"
+
+
 def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None:
     store, second = ledger.Ledger(), 1_000_000
     old = member.Member("old", pool_rules([("t0", 0.2)]))
@@ -355,6 +381,21 @@ def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None
     scheduler = store.state.scheduler
     assert [tier.used[0] for tier in scheduler.tiers] == [0, 6]
     assert scheduler.engines["e#1"].held[0] == 6
+
+
+@pytest.mark.parametrize("kind", ["state", "call"])
+def test_rules_that_change_while_a_call_is_on_its_way_are_stated_after_it(kind: str) -> None:
+    store, second, kinds = ledger.Ledger(), 1_000_000, []
+    one = member.Member("one", pool_rules([("t0", 0.2)]))
+    for now in range(0, 5 * second, second):
+        while (asked := one.poll(now)) is not None:
+            if asked.kind == kind and kind not in kinds:
+                one.change_rules(pool_rules([("t0", 0.5)]), now)
+            kinds.append(asked.kind)
+            one.answered(store.execute(asked, now)[0], now)
+    assert kinds.count("state") == 2
+    assert store.state is not None
+    assert store.state.scheduler.rules.tiers[0].reserve == 0.5
 
 
 def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:

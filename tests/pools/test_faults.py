@@ -321,9 +321,10 @@ async def test_grants_for_another_replica_are_heard_at_once(
         for _ in range(5):
             running = await pools[1].enter(ask(tokens=CAPACITY))
             waiting = await pools[0].enter(ask(tokens=CAPACITY))
-            running.settle()
+            await asyncio.wait_for(running.wait(), 60)  # for the one before, which is told with the next call
+            assert running.settle()
             await asyncio.wait_for(waiting.wait(), 60)
-            waiting.settle()
+            assert waiting.settle()
         await nothing_left(pools)
 
 

@@ -18,7 +18,7 @@ from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.redis.connection import ledger_key
 from tests.fleet.waiting import until
 from tests.pools.harness import Harness, ask, simple
-from tests.pools.load import heard_of_each_other
+from tests.pools.load import beat, heard_of_each_other
 from tests.pools.load import replica as pool_at
 from tests.support.redis_servers import RedisServer, first_binary
 
@@ -128,7 +128,9 @@ async def test_a_lost_store_is_said_and_admission_goes_on(spare: RedisServer) ->
     spare.kill()
     with pytest.raises(NotShared):
         await pool.share(b"own", joined)
-    assert (await pool.enter(ask())).grant is not None  # divided
+    beat(other)
+    assert (await pool.enter(ask())).grant is not None
+    await until(lambda: pool.status.state is other.status.state is StoreState.DIVIDED, 60)
     with pytest.raises(NotShared, match="store is divided"):
         await pool.share(b"own", joined)
     spare.restart()
