@@ -105,6 +105,26 @@ def test_growth_is_charged_for_bids_that_were_shown_before() -> None:
     assert first_difference(program, 4, member.Member) is None
 
 
+def test_a_newcomer_loses_nothing_where_the_last_that_was_not_shown_is_given_up() -> None:
+    """Two are shown. The newcomer comes before the second of them."""
+    program = {
+        "name": "given up before a newcomer",
+        "tiers": [{"name": "t0"}],
+        "capacity": {"tokens": 20},
+        "steps": [
+            *(
+                {"at": 0, "do": "submit", "id": f"a{n}", "tier": "t0", "tenant": "a", "tokens": tokens}
+                for n, tokens in enumerate((20, 10, 10, 10))
+            ),
+            {"at": 1, "do": "cancel", "id": "a3"},
+            {"at": 1, "do": "submit", "id": "b", "tier": "t0", "tenant": "b", "tokens": 10},
+            {"at": 2, "do": "settle", "id": "a0"},
+        ],
+    }
+    for near in (None, member.Member):
+        assert first_difference(program, 2, near) is None
+
+
 def test_what_grows_while_it_is_taken_back_gives_all_of_that_back() -> None:
     program = {
         "name": "the second is taken back, and grows",
