@@ -35,6 +35,7 @@ class _Tier:
 
     def __post_init__(self) -> None:
         self.by_gain = BestByGain(self.queue)
+        self.queue.are_more = lambda: bool(self.shown)
 
     def wait(self, ticket: Ticket) -> None:
         """One that came, or came back."""

@@ -166,7 +166,7 @@ class Member:
         ticket = lease.ticket
         if self._near is not None and not self._bids:
             return
-        self._told.append(Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight)))
+        self._told.append(Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0)))
         self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
         self._call_by(now_us + self._lazy_us)
 
@@ -382,7 +382,7 @@ class Member:
             call.engines, self._is_view_new = list(self.views.values()), False
         for told in self._told:
             if told.number == 0 or kind == "state":
-                told.number = call.number
+                told.number = told.number or call.number
                 told.put(call)
         self.meter.put(call)
         call.bids = self._bids.new(now_us)
@@ -595,7 +595,7 @@ class Member:
         if self._near is not None:
             self._near.owe(lease.ticket.tier, owed_us, now_us)
         else:
-            self._told.append(Told(Owed(self._names[lease.ticket.tier], owed_us)))
+            self._told.append(Told(Owed(self._names[lease.ticket.tier], owed_us, 0)))
             self._call_by(now_us)
 
     def _call_by(self, at_us: int) -> None:
