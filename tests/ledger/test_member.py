@@ -64,6 +64,10 @@ def test_it_gives_the_answers_of_100_programs() -> None:
     assert [found for program in programs(range(100)) if (found := first_difference(program, 32))] == []
 
 
+def test_in_the_process_it_gives_the_same_with_four_bids() -> None:
+    assert [found for program in programs(range(16)) if (found := first_difference(program, 4, member.Member))] == []
+
+
 @settings(max_examples=examples(20))
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, by_gain: bool) -> None:
