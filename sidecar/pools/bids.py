@@ -35,6 +35,7 @@ class _Tier:
 
     def __post_init__(self) -> None:
         self.by_gain = BestByGain(self.queue)
+        self.queue.are_more = lambda: bool(self.shown)
 
     def wait(self, ticket: Ticket) -> None:
         """One that came, or came back."""
@@ -60,10 +61,10 @@ class Bids:
         self._most, self._size_now = most, size_now
         self._bids: dict[str, int] = {}
         self._lined: set[int] = set()
-        self._made = self._count = 0
+        self._made = self.waiting = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self.waiting
 
     @property
     def shown(self) -> dict[int, Ticket]:
@@ -84,19 +85,19 @@ class Bids:
 
     def add(self, ticket: Ticket) -> None:
         """One that waits from now on."""
-        self._count += 1
+        self.waiting += 1
         self._tiers[ticket.tier].wait(ticket)
 
-    def passed(self, tier: int, virtual: float, afresh: int) -> None:
-        """One of a tier of which none waited was not shown: it entered at once."""
+    def passed(self, tier: int, ledger: FairQueue) -> None:
+        """One of a tier of which none waited was not shown: it entered at once, in the ledger's queue."""
         of = self._tiers[tier]
-        of.afresh = afresh
-        of.queue.start_afresh(virtual, of.queue.afresh)
+        of.afresh = ledger.afresh
+        of.queue.start_afresh(ledger.virtual)
 
     def remove(self, ticket: Ticket) -> bool:
         """One that is given up. Returns whether it was shown, so that the ledger must hear of it."""
         tier = self._tiers[ticket.tier]
-        self._count -= 1
+        self.waiting -= 1
         bid = self._bids.get(ticket.id)
         if bid is None:
             tier.queue.remove(ticket)
@@ -115,7 +116,7 @@ class Bids:
         for tier in self._tiers:
             if (ticket := tier.shown.pop(bid, None)) is not None:
                 del self._bids[ticket.id]
-                self._count -= 1
+                self.waiting -= 1
                 tier.is_known = tier.is_known and bid != tier.last
                 return ticket
         return None
@@ -125,6 +126,15 @@ class Bids:
         held = self._tiers[tier]
         if held.queue or not self._lined.issuperset(held.shown):
             held.queue.charge(tenant, tokens, weight)
+            shown = [
+                bid for bid, ticket in held.shown.items() if ticket.tenant == tenant and self._is_tagged(bid, ticket)
+            ]
+            if shown:
+                held.queue.put_behind(tenant)
+            shown.sort(key=lambda bid: held.shown[bid].arrival)
+            for bid in shown[1:]:
+                held.shown[bid].start = (held.shown[bid].start or 0.0) + tokens / weight
+                held.is_known = False
 
     def has_urgent(self, now_us: int, of_level: int | None = None) -> bool:
         """Whether one is to be shown at once, and not with what is told next.
@@ -153,6 +163,12 @@ class Bids:
                 tier.best, tier.is_known = self._made, False
         return made
 
+    def show_anew(self) -> None:
+        """Takes back those that do not stand in line, to show them again with their sizes of then."""
+        for tier in self._tiers:
+            for bid in reversed([bid for bid in tier.shown if bid not in self._lined]):
+                tier.wait_again(self._withdraw(tier, bid))
+
     def go_back(self) -> None:
         """The ledger knows none of them any more."""
         for tier in self._tiers:
@@ -177,7 +193,7 @@ class Bids:
         self.go_back()
         tickets = [ticket for tier in self._tiers for ticket in tier.queue]
         self._tiers = [_Tier(tier.name) for tier in self._tiers]
-        self._count = 0
+        self.waiting = 0
         return tickets
 
     def take_tags(self, reply: Reply) -> None:
@@ -211,9 +227,13 @@ class Bids:
         """What each tenant will be charged for its bids. Those in line were charged."""
         found: dict[str, float] = {}
         for bid, ticket in tier.shown.items():
-            if bid not in self._lined and not ticket.has_returned:
+            if self._is_tagged(bid, ticket):
                 found[ticket.tenant] = found.get(ticket.tenant, 0.0) + ticket.tokens / ticket.weight
         return found
+
+    def _is_tagged(self, bid: int, ticket: Ticket) -> bool:
+        """Whether it waits in its tenant's queue at the ledger."""
+        return bid not in self._lined and not ticket.has_returned
 
     def _better(self, tier: _Tier, now_us: int) -> Ticket | None:
         """One that earns more than the best that is shown."""
@@ -235,12 +255,16 @@ class Bids:
         is_free = tier.best not in self._lined
         return ticket if is_free and ticket.earned(now_us) > shown.earned(now_us) else None
 
+    def _in_queue(self, tier: _Tier) -> int:
+        """How many are shown that do not stand in line."""
+        return len(tier.shown) - len(self._lined & tier.shown.keys())
+
     def _is_full(self, tier: _Tier) -> bool:
-        return len(tier.shown) - (tier.best in tier.shown) >= self._most
+        has_best = tier.best in tier.shown and tier.best not in self._lined
+        return self._in_queue(tier) - has_best >= self._most
 
     def _has_few(self, tier: _Tier) -> bool:
-        most = self._most if tier.owes else self._most // 2
-        return len(tier.shown) <= most or self._lined.issuperset(tier.shown)
+        return self._in_queue(tier) <= (self._most if tier.owes else self._most // 2)
 
     def _is_next(self, tier: _Tier) -> bool:
         """Whether the next of a tier's queue is to be shown."""

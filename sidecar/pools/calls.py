@@ -95,19 +95,21 @@ class Withdrawn(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Charge(msgspec.Struct, array_like=True, frozen=True):
-    """The growth of a lease."""
+    """The growth of a lease. `told_with` is the number of the first call that said so: it is heard once."""
 
     tier: str
     tenant: str
     tokens: int
     weight: int
+    told_with: int
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True):
-    """A turn that its tier pays back."""
+    """A turn that its tier pays back. `told_with`: see `Charge`."""
 
     tier: str
     owed_us: int
+    told_with: int
 
 
 class EngineView(msgspec.Struct, array_like=True, frozen=True):
@@ -323,7 +325,10 @@ class Lined(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TierHeld(msgspec.Struct, array_like=True, frozen=True):
-    """What a tier holds: `scheduler.TierState`. Its virtual time, and how often its tags started afresh."""
+    """What a tier holds: `scheduler.TierState`. Its virtual time, and how often its tags started afresh.
+
+    `served`: the tokens that were granted since the pool began.
+    """
 
     tier: str
     virtual: float
@@ -333,6 +338,7 @@ class TierHeld(msgspec.Struct, array_like=True, frozen=True):
     in_line: tuple[int, int, int]
     on_floor: tuple[int, int, int]
     in_line_on_floor: tuple[int, int, int]
+    served: int = 0
 
 
 class Needed(msgspec.Struct, array_like=True, frozen=True):
@@ -379,9 +385,10 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 class Reply(msgspec.Struct, array_like=True):
     """`unknown`: state all. `wait`: another layout is in force. `ok`: with the fields that follow.
 
-    `grants` are all that are not acknowledged. `next_us`: when time alone changes something. `is_foreign`: the pool has
-    other tiers than the replica. `finish`: the tags of the tenants of this call's bids that are ahead. `shortage`: room
-    that this replica is to take back from its leases; `leaving` is what all take back already.
+    `grants` are all that are not acknowledged. `next_us`: when time alone changes something. `latest`: of all that were
+    granted the one that came last, if it is another replica's: when it arrived, and when it was granted. `is_foreign`:
+    the pool has other tiers than the replica. `finish`: the tags of the tenants of this call's bids that are ahead.
+    `shortage`: room that this replica is to take back from its leases; `leaving` is what all take back already.
     If they changed since its last reply: `config`, the engines, `drained`, and `lined`, its bids in line.
     """
 
@@ -394,6 +401,7 @@ class Reply(msgspec.Struct, array_like=True):
     is_foreign: bool = False
     waiting: int = 0
     next_us: int | None = None
+    latest: tuple[int, int] | None = None
     held: list[EngineHeld] = []
     tiers: list[TierHeld] = []
     finish: list[tuple[str, str, float]] = []

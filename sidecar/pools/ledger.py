@@ -16,7 +16,7 @@ from sidecar.pools import calls
 from sidecar.pools import ledger_limits as limits
 from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
 from sidecar.pools.row import Sides, Sums, added, sums_of
-from sidecar.pools.shortage_told import gone_of
+from sidecar.pools.shortage_told import gone_of, told_of
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
@@ -24,7 +24,7 @@ from sidecar.scheduling.preemption import Shortage, shortage
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.scheduling.reports import Found
-from sidecar.scheduling.scheduler import Gone, Grant, Scheduler
+from sidecar.scheduling.scheduler import Gone, Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
 from sidecar.scheduling.time_alone import next_change
 
@@ -84,6 +84,7 @@ class State:
         self.members: dict[str, _Member] = {}
         self.drained: dict[str, Drain] = {}
         self.views = self.version = 0
+        self.latest = 0, "", 0  # of all that were granted the one that came last: arrival, owner, grant
         self.asked: tuple[str, int] | None = None  # whom to take room back, and until when others are not
         self.begin_with(Scheduler(Rules(())))
         self.limiter = limiter
@@ -118,26 +119,23 @@ class Ledger:
 
     def hold(self, lease: Lease, sign: int) -> None:
         """A lease counts, or counts no more."""
-        ticket = lease.ticket
+        ticket, state = lease.ticket, self.state
+        assert state is not None
         amount = sign * ticket.tokens, sign * ticket.requests, sign * ticket.count
         floor = amount if ticket.is_in_floor else NOTHING
-        self._held().scheduler.hold(ticket.tier, lease.engine, amount, sign * lease.sent, floor)
-
-    def queue(self, tier: int) -> FairQueue:
-        """What waits of a tier."""
-        return self._held().scheduler.tiers[tier].queue
+        state.scheduler.hold(ticket.tier, lease.engine, amount, sign * lease.sent, floor)
 
     def look_at_queue(self, tier: int) -> None:
         """One that was not shown waits no more."""
         if self.state is not None:
-            self.queue(tier).look()
+            self.state.scheduler.tiers[tier].queue.look()
 
     def owe(self, tier: int, owed_us: int, now_us: int) -> None:
         """A turn that a tier pays back."""
         self._now(now_us).scheduler.owe(tier, owed_us, now_us)
 
-    def enter(self, ticket: Ticket, now_us: int) -> Grant | None:
-        """What a call with this bid alone would grant, where nothing waits; None where it may have to wait."""
+    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int, FairQueue] | None:
+        """See `Scheduler.enter`: where a call with this bid alone would put it; None where it may have to wait."""
         state = self._now(now_us)
         return None if state.hold_until else state.scheduler.enter(ticket, state.last_call)
 
@@ -152,7 +150,7 @@ class Ledger:
             if any(state.last_call - max(m.last_call, state.epoch) < DEAD_US for m in state.members.values()):
                 return Reply(call.number, "wait"), self._wake_ups
             state, silent_for = self._create(state.last_call, call.layout, state.offset), 0
-        if self._near is None and silent_for >= LOST_US:
+        if self._near is None and silent_for >= LOST_US and state.members:
             self._begin_epoch()
         member = state.members.get(call.who)
         is_next = member is not None and member.stated == state.epoch and call.number == member.number + 1
@@ -172,7 +170,7 @@ class Ledger:
         assert member is not None
         member.last_call, member.number = state.last_call, call.number
         verdicts = limits.decide(state.limiter, call, last_number, member.charged, state.last_call)
-        self._take_changes(call, member)
+        self._take_changes(call, member, last_number)
         self._end_hold()
         self._decide(call.who)
         reply = self._reply(call, member)
@@ -185,8 +183,10 @@ class Ledger:
         """Time never goes back, whichever server answers."""
         state = self.state
         assert state is not None
-        state.offset = max(state.offset, state.last_call - server_us)
-        self._before, state.last_call = state.last_call, server_us + state.offset
+        self._before, now = state.last_call, server_us + state.offset
+        if now < self._before:
+            state.offset, now = self._before - server_us, self._before
+        state.last_call = now
         return state
 
     def _create(self, now: int, layout: int, offset: int) -> State:
@@ -310,6 +310,7 @@ class Ledger:
         for name, tier in zip(names, state.scheduler.tiers, strict=True):
             if (old := before.get(name)) is not None:
                 tier.queue.virtual, tier.owes_until_us, tier.latest = old.queue.virtual, old.owes_until_us, old.latest
+                tier.served = old.served
         for member in state.members.values():
             row = member.row if self._near is None else sums_of(names, self._near.values())
             for key, sums in row.items():
@@ -317,15 +318,16 @@ class Ledger:
             for tier_name, entry in member.outbox.values():
                 self._hold((tier_name, entry.engine), entry.sums, 1)
 
-    def _take_changes(self, call: Call, member: _Member) -> None:
+    def _take_changes(self, call: Call, member: _Member, last_number: int) -> None:
         state, now = self._held(), self._held().last_call
         for acknowledged in call.acks:
             if (granted := member.outbox.pop(acknowledged, None)) is not None:
                 tier, entry = granted
                 self._hold((tier, entry.engine), entry.sums, -1)
-        if call.engines is not None:
+        view = member.view if call.engines is None else {e.id: e for e in call.engines}
+        if list(view.values()) != list(member.view.values()):
             state.views += 1
-            member.view, member.view_number, member.viewed_at = {e.id: e for e in call.engines}, state.views, now
+            member.view, member.view_number, member.viewed_at = view, state.views, now
         for drain in call.drains:
             told = Drain(drain.engine, drain.is_drained, drain.at_us or now)
             if told.at_us >= state.drained.get(drain.engine, told).at_us:
@@ -338,10 +340,10 @@ class Ledger:
                 engine.set_cap(cap.requests, now + cap.for_us, now)
         levels = state.levels
         for charge in call.charges:
-            if charge.tier in levels:
+            if charge.tier in levels and charge.told_with > last_number:
                 state.scheduler.tiers[levels[charge.tier]].queue.charge(charge.tenant, charge.tokens, charge.weight)
         for owed in call.owes:
-            if owed.tier in levels:
+            if owed.tier in levels and owed.told_with > last_number:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
         if not member.is_foreign:
             for bid in call.bids:
@@ -411,7 +413,7 @@ class Ledger:
         state.scheduler.hold(state.levels.get(tier), engine, (tokens, requests, prompt), sent, on_floor)
 
     def _combine_views(self) -> None:
-        """The newest view that names an engine counts; any that reaches it will do."""
+        """The newest view that names an engine counts, from when it was told first; any that reaches it will do."""
         state = self._held()
         table: dict[str, Engine] = {}
         by_age = sorted(state.members.items(), key=lambda it: it[1].view_number)
@@ -440,7 +442,7 @@ class Ledger:
         granted: dict[str, list[Granted]] = {}
         most = UNBOUNDED if self._near is None else MOST_GRANTED
         decided = state.scheduler.decide(state.last_call, most)
-        self._has_more = len(decided) >= most
+        self._has_more = len(decided) >= most or state.scheduler.runs_out
         for ticket, engine, sent, found, passed in decided:
             member = state.members[ticket.owner]
             bid = int(ticket.id)
@@ -449,6 +451,9 @@ class Ledger:
             entry = _Entry(ticket, engine, ticket.tokens, ticket.count, sent, found, by_name)
             tier = state.names[ticket.tier]
             member.outbox[bid] = tier, entry
+            state.scheduler.tiers[ticket.tier].served += ticket.tokens
+            if ticket.arrived_us > state.latest[0]:
+                state.latest = ticket.arrived_us, ticket.owner, state.last_call
             granted.setdefault(ticket.owner, []).append(self._granted(bid, tier, entry))
         for who, grants in granted.items():
             if who != caller:
@@ -482,9 +487,8 @@ class Ledger:
     def _shortage_for(self, caller: str) -> Shortage | None:
         """The room that the caller is to take back. Another one, which has more to take from, is woken instead."""
         state = self._held()
-        if state.hold_until or (
-            state.asked is not None and state.asked[0] != caller and state.last_call < state.asked[1]
-        ):
+        is_asked = state.asked is not None and state.asked[0] != caller and state.last_call < state.asked[1]
+        if state.hold_until or self._has_more or is_asked:
             return None
         state.asked = None
         scheduler = state.scheduler
@@ -516,31 +520,13 @@ class Ledger:
         held = sum(sums[0] - sums[4] for (t, e), sums in member.row.items() if t in tiers and e == found.engine)
         return held - sum(c.tokens for (t, e), c in member.leaving.items() if t in tiers and e == found.engine)
 
-    def _told(self, found: Shortage) -> calls.ShortageTold:
-        state = self._held()
-        order_class, before, key, _ = found.place
-        return calls.ShortageTold(
-            found.engine,
-            order_class,
-            before,
-            key,
-            self._needed(found.served, found.engine),
-            [self._needed(ticket, found.engine) for ticket in found.before],
-            [self._needed(ticket, found.engine) for ticket in found.burst],
-            sorted(state.names[level] for level in found.closed),
-        )
-
-    def _needed(self, t: Ticket, engine: str) -> calls.Needed:
-        tier, cached = self._held().names[t.tier], max(t.hits.values(), default=0)
-        return calls.Needed(
-            int(t.id), tier, t.tokens, t.requests, t.prompt, cached, t.hits.get(engine, 0), t.arrived_us, t.number
-        )
-
     def _next_change(self) -> int | None:
         """When time alone changes something, at least a millisecond from now."""
         state, now = self._held(), self._held().last_call
-        if not any(m.bids for m in state.members.values()):
+        if not state.hold_until and not any(m.bids for m in state.members.values()):
             return None
+        if state.scheduler.runs_out:
+            return 0
         at = now if self._has_more else state.hold_until or next_change(state.scheduler, now)
         return None if at is None else max(1_000, at - now)
 
@@ -559,6 +545,7 @@ class Ledger:
             member.is_foreign,
             sum(len(m.bids) for m in state.members.values()),
             self._next_change(),
+            (state.latest[0], state.latest[2]) if state.latest[1] not in ("", call.who) else None,
             [
                 calls.EngineHeld(e.id, *e.held, e.sent, e.lined, e.cap_requests, e.cap_until_us)
                 for e in (engines if self._near is None else ())
@@ -566,7 +553,9 @@ class Ledger:
         )
         for name, of in tiers.items():
             sums = of.on_engines, of.in_line, of.on_floor, of.in_line_on_floor
-            reply.tiers.append(calls.TierHeld(name, of.queue.virtual, of.queue.afresh, of.owes_until_us, *sums))
+            reply.tiers.append(
+                calls.TierHeld(name, of.queue.virtual, of.queue.afresh, of.owes_until_us, *sums, of.served)
+            )
         for name, tenant in dict.fromkeys((bid.tier, bid.tenant) for bid in call.bids):
             if name in tiers and (ahead := tiers[name].queue.ahead([tenant])):
                 reply.finish.append((name, tenant, ahead[tenant]))
@@ -576,7 +565,7 @@ class Ledger:
             cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
         ]
         if (found := self._shortage_for(call.who)) is not None:
-            reply.shortage = self._told(found)
+            reply.shortage = told_of(found, state.names)
         if member.seen != state.version:
             member.seen = state.version
             reply.config = [

@@ -27,9 +27,9 @@ from sidecar.pools.calls import (
     Owed,
     PoolRules,
     Reply,
-    ShortageTold,
     WakeUp,
 )
+from sidecar.pools.elsewhere import GrantsElsewhere
 from sidecar.pools.known_pool import KnownPool
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member_events import Entered, Event, Mode, Refused, TakeBack
@@ -92,25 +92,23 @@ class Member:
         self._names = [tier.name for tier in rules.tiers]
         self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
         self.pool = KnownPool(self._row, presumed, shares_engines=shares_engines)
+        self.elsewhere = GrantsElsewhere(self._names)
         self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
         self._near, self._size_now = near, size_now
         if near is not None:
             near.serves(self.leases, self._bids.are_more)
-        self._number, self._entered = last_number, 0
+        self._number, self._entered, self._alone_number = last_number, 0, 0
         self._acks: list[int] = []
         self._told: list[Told] = []
-        self._is_view_new = True
+        self._is_view_new, self._is_leaving_new = True, False
         self._leaving: dict[str, Lease] = {}
-        self._is_leaving_new = False
         self.events: list[Event] = []
         self._in_flight: Call | None = None
-        self._sent_us = self._retry_us = 0
+        self._sent_us = self._retry_us = self._heartbeat_us = self.failures = 0
         self.first_failure_us: int | None = None
-        self.failures = 0
         self._due_us: int | None = 0
-        self._heartbeat_us = 0
         self._alone: Ledger | None = None
-        self._alone_number = 0
+        self._alone_rules: PoolRules | None = None  # those that are stated to it
         self._returns: dict[str, int] = {}
         self._returnable = Returnable()
 
@@ -121,29 +119,26 @@ class Member:
         if self.is_foreign:
             self.events.append(Refused(ticket))
             return
-        if self._near is not None and self._enters(ticket, self._near, now_us):
-            return
         self._bids.add(ticket)
         if self.mode is not Mode.SHARED or self._bids.has_urgent(now_us, ticket.tier):
             self._call_by(now_us)
 
-    def _enters(self, ticket: Ticket, near: Ledger, now_us: int) -> bool:
-        """Whether it enters at once, without a call: nothing waits, and there is nothing else to tell the ledger."""
-        has_news = self._in_flight is not None or (self._due_us is not None and self._due_us <= now_us)
-        if has_news or self.mode is not Mode.SHARED or self._bids or self._bids.is_paused:
-            return False
-        self._size_now(ticket)
-        grant = near.enter(ticket, now_us)
-        if grant is None:
-            return False
-        queue = near.queue(ticket.tier)
-        self._bids.passed(ticket.tier, queue.virtual, queue.afresh)
-        self._start(ticket, grant.engine, grant.sent, grant.found, {})
-        return True
+    def enter(self, ticket: Ticket, now_us: int) -> Lease | None:
+        """The lease of one that enters at once: nothing waits, and nothing else is to be told. None: `submit` it."""
+        near, bids, due_us = self._near, self._bids, self._due_us
+        has_news = self._in_flight is not None or (due_us is not None and due_us <= now_us)
+        if near is None or has_news or bids.waiting or bids.is_paused or self.mode is not Mode.SHARED:
+            return None
+        if (entered := near.enter(ticket, now_us)) is None:
+            return None
+        engine, sent, queue = entered
+        bids.passed(ticket.tier, queue)
+        return self._lease(ticket, engine, sent)
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
         was_asked = self.meter.give_up(ticket.number)  # and in a pool of other tiers it was given up as it was refused
+        self._returns.pop(ticket.id, None)
         if was_asked or self.is_foreign:
             return
         if self._bids.remove(ticket):
@@ -167,7 +162,7 @@ class Member:
         ticket = lease.ticket
         if self._near is not None and not self._bids:
             return
-        self._told.append(Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight)))
+        self._told.append(Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0)))
         self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
         self._call_by(now_us + self._lazy_us)
 
@@ -181,19 +176,23 @@ class Member:
 
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
+        ticket = lease.ticket
         self._count(lease, -1)
         if self._leaving:
             self._leaves_no_more(lease)
-        if owed_us := lease.end(now_us):
+        if (ticket.excess or ticket.excess_prompt) and (owed_us := lease.end(now_us)):
             self._owe(lease, owed_us, now_us)
-        del self.leases[lease.ticket.id]
-        if not lease.is_kept:
+        del self.leases[ticket.id]
+        if self._own_rules.tiers[ticket.tier].preemptible and not lease.is_kept:
             self._returnable.remove(lease)
         if self._returns:
-            self._returns.pop(lease.ticket.id, None)
-        self._tell_soon(now_us)
+            self._returns.pop(ticket.id, None)
+        if self._near is None or self._bids.waiting:
+            self._tell_soon(now_us)
 
     def _count(self, lease: Lease, sign: int) -> None:
+        if lease.is_chosen:
+            self._is_leaving_new = True
         if self._near is None:
             self._row.add(lease, sign)
         else:
@@ -218,13 +217,26 @@ class Member:
 
     def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
         """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
-        self._returns[lease.ticket.id] = lease.returns + 1
-        returns = self._returns[lease.ticket.id]
-        self.end(lease, now_us)
-        self._returns[lease.ticket.id] = returns
-        lease.ticket.come_back()
         lease.ticket.barred |= frozenset(barred)
+        self._wait_again(lease, lease.returns + 1, now_us)
+
+    def ask_again(self, lease: Lease, tokens: int, now_us: int) -> None:
+        """A lease that nobody has used waits on: it had grown. It is charged for that (rule 2), and not as a return."""
+        self.charge(lease, tokens - lease.ticket.tokens, now_us)
+        self.resize(lease, tokens, now_us)
+        self._wait_again(lease, lease.returns, now_us)
+
+    def _wait_again(self, lease: Lease, returns: int, now_us: int) -> None:
+        self.end(lease, now_us)
+        if returns:
+            self._returns[lease.ticket.id] = returns
+        lease.ticket.come_back()
         self._bids.add(lease.ticket)
+        self._call_by(now_us)
+
+    def show_anew(self, now_us: int) -> None:
+        """What waits may be of other sizes than it was shown with."""
+        self._bids.show_anew()
         self._call_by(now_us)
 
     def view(self, engines: Iterable[EngineView], now_us: int) -> None:
@@ -357,20 +369,24 @@ class Member:
         if self._near is None:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
+            self.pool.states()
         if self._is_leaving_new or call.whole:
-            leaving = sums_of(self._names, self._leaving.values())
-            call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
+            self._put_leaving(call)
         call.acks, self._acks = self._acks, []
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
         for told in self._told:
             if told.number == 0 or kind == "state":
-                told.number = call.number
+                told.number = told.number or call.number
                 told.put(call)
         self.meter.put(call)
         call.bids = self._bids.new(now_us)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
+
+    def _put_leaving(self, call: Call) -> None:
+        leaving = sums_of(self._names, self._leaving.values())
+        call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
 
     def _has_ended(self) -> bool:
         return self.is_closing and not self.leases and not self.waiting() and self.meter.is_idle
@@ -402,32 +418,35 @@ class Member:
 
     def _in_pool(self, call: Call, reply: Reply, now_us: int) -> None:
         self.mode, self.first_failure_us = Mode.SHARED, None
-        self.pool.take(reply, now_us)
+        self.pool.take(reply, call.engines, now_us)
         self.is_foreign = reply.is_foreign
         if call.kind == "state":
-            self._replaces = self._takes_over = False
+            self._replaces, self._takes_over = call.rules is not self.rules, False
         self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
         self.events += self.meter.take(call, reply.verdicts)
         self._take(reply.grants, True, self.pool.ahead_us)
         self.others_waiting = max(0, reply.waiting - self._bids.count())
         self._bids.take_tags(reply)
-        if self.is_foreign and call.whole and call.kind == "call" and not self.is_closing:
-            self.mode = Mode.STATING  # the pool is still there, and its own replicas may be gone
+        may_replace = self.is_foreign and call.whole and call.kind == "call" and not self.is_closing
+        if may_replace or self._replaces:
+            self.mode = Mode.STATING  # the pool's own replicas may be gone, or the rules changed during the call
             self._call_by(now_us)
         if self.is_foreign:
             self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
-            self.pool.own_is_told()
-        if reply.shortage is not None and not self._is_leaving_new:
-            self._take_room_back(reply, reply.shortage, now_us)
-        if reply.next_us is not None and self.waiting():
+            self.pool.own_is_told(reply.grants)
+            self.elsewhere.answered(reply, self._sent_us, is_first=call.kind == "state")
+        self._take_room_back(reply, self.pool.ahead_us, now_us)
+        if reply.next_us is not None and (self.waiting() or reply.on_hold):
             self._call_by(now_us + reply.next_us)
         self._call_if_needed(now_us)
 
-    def _take_room_back(self, reply: Reply, told: ShortageTold, now_us: int) -> None:
+    def _take_room_back(self, reply: Reply, ahead_us: int, now_us: int) -> None:
         """Rule 7, among the leases of this replica, by the sums of the reply."""
+        if reply.shortage is None or self._is_leaving_new:
+            return
         levels = {name: level for level, name in enumerate(self._names)}
-        found, gone = shortage_of(told, levels, self.pool.ahead_us), gone_of(reply.leaving, levels)
+        found, gone = shortage_of(reply.shortage, levels, ahead_us), gone_of(reply.leaving, levels)
         for lease in leases_to_take_back(self.mirror(now_us), found, self._returnable, now_us, gone):
             lease.is_chosen = self._is_leaving_new = True
             self._returnable.remove(lease)
@@ -458,6 +477,7 @@ class Member:
                 continue
             if self._near is None:
                 self._acks.append(grant.bid)
+                self.elsewhere.own(grant)
             if ticket is not None:
                 self._begin(ticket, grant, ahead_us)
 
@@ -475,13 +495,17 @@ class Member:
         found: tuple[int, int, int, int, int, int],
         passed: Mapping[str, str],
     ) -> None:
-        self._entered += 1
-        lease = Lease(ticket, engine, self._entered, sent, self._returns.get(ticket.id, 0))
-        self.leases[ticket.id] = lease
-        self._may_return(lease)
+        lease = self._lease(ticket, engine, sent)
         if self._near is None:
             self._row.add(lease, 1)
         self.events.append(Entered(lease, found, passed))
+
+    def _lease(self, ticket: Ticket, engine: str, sent: int) -> Lease:
+        self._entered += 1
+        returns = self._returns.get(ticket.id, 0) if self._returns else 0
+        self.leases[ticket.id] = lease = Lease(ticket, engine, self._entered, sent, returns)
+        self._may_return(lease)
+        return lease
 
     def woken(self, wake_up: WakeUp, now_us: int) -> None:
         """A hint: grants of this replica, or that an epoch begins."""
@@ -532,20 +556,23 @@ class Member:
             self.events += self.meter.take(call, reply.verdicts, self._alone)
             self._take(reply.grants, True, 0)
             self._bids.take_tags(reply)
+            self._take_room_back(reply, 0, now_us)
             is_done = len(self.leases) == before and not self.meter.has_questions
 
     def _begin_alone(self) -> None:
         self.mode, self._alone, self._alone_number = Mode.ALONE, Ledger(), 0
-        self._acks = []
-        self._bids.go_back()
+        self._acks, self._alone_rules = [], None
 
     def _compose_alone(self, now_us: int) -> Call:
         self._alone_number += 1
-        is_first = self._alone_number == 1
-        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call")
-        if is_first:
+        are_new = self._alone_rules is not self.rules
+        call = Call(LAYOUT, self.who, self._alone_number, "state" if are_new else "call")
+        if are_new:
+            self._bids.go_back()
+            self._alone_rules = self.rules
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
-        call.engines, call.cells = self.parts(now_us), self._row.state(is_first)
+        call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
+        self._put_leaving(call)
         call.acks, self._acks = self._acks, []
         call.caps = [told.record for told in self._told if isinstance(told.record, Cap)]
         self._told = [told for told in self._told if not isinstance(told.record, Cap)]
@@ -563,7 +590,7 @@ class Member:
         if self._near is not None:
             self._near.owe(lease.ticket.tier, owed_us, now_us)
         else:
-            self._told.append(Told(Owed(self._names[lease.ticket.tier], owed_us)))
+            self._told.append(Told(Owed(self._names[lease.ticket.tier], owed_us, 0)))
             self._call_by(now_us)
 
     def _call_by(self, at_us: int) -> None:

@@ -112,7 +112,7 @@ class PoolFigures:
         else:
             pool = member.mirror(now_us)
             held = [tier.used for tier in pool.tiers]
-            if self._has_names:
+            if self._has_names or (self._link.is_shared and pool.capacity[1]):
                 rules = policy.rules_of(*(None if size == UNBOUNDED else size for size in pool.capacity))
         queues = self._requests.queues()
         return rules, [TierUsage(*amount[:2], *waiting) for amount, waiting in zip(held, queues, strict=True)]

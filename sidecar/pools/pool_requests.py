@@ -9,20 +9,27 @@ import msgspec
 from sidecar.errors import QueueFull
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Grant, Lease, QueueMark, QueueStanding, TenantUse, use_of
+from sidecar.pools.elsewhere import ServedElsewhere
+from sidecar.pools.member import ANSWER_WITHIN_US
+from sidecar.pools.member_events import Mode
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.tenant_places import TenantPlaces
-from sidecar.pools.waits import Wait, Waits
+from sidecar.pools.waits import NONE_AHEAD, Wait, Waits
 from sidecar.scheduling.tickets import Lease as Held
 from sidecar.scheduling.tickets import Ticket
 
 
 class PoolRequest(msgspec.Struct, eq=False, gc=False):
-    """A lease that waits or is held, as the ledger's side and the reports know it. `held` is None while it waits."""
+    """A lease that waits or is held, as the ledger's side and the reports know it. `held` is None while it waits.
+
+    `is_prompt`: the replica was in its pool when it came.
+    """
 
     lease: Lease
     ticket: Ticket
     wait: Wait
     held: Held | None = None
+    is_prompt: bool = False
 
 
 class PoolRequests:
@@ -52,11 +59,20 @@ class PoolRequests:
         """How many do not wait."""
         return len(self._all) - len(self.waiting)
 
-    def came(self, lease: Lease, ticket: Ticket) -> PoolRequest:
+    def came(self, lease: Lease, ticket: Ticket, mode: Mode) -> PoolRequest:
         """A request is entering."""
-        request = PoolRequest(lease, ticket, self._waits.came(lease.id, lease.tier, lease.entered_us))
+        wait = self._waits.came(lease.id, lease.tier, lease.entered_us)
+        request = PoolRequest(lease, ticket, wait, None, mode is Mode.SHARED)
         self._all[lease.ticket_id] = request
         return request
+
+    def entered(self, lease: Lease, ticket: Ticket, held: Held, now_us: int) -> Grant:
+        """A request that is held as it comes, while none waits."""
+        tier = ticket.tier
+        wait = self._waits.entered(lease.id, tier, ticket.tokens, now_us)
+        self._all[lease.ticket_id] = PoolRequest(lease, ticket, wait, held)
+        self.places.drain_rates[tier].admitted(now_us)
+        return Grant(now_us, 0, 0, None, NONE_AHEAD, tier)
 
     def begins_to_wait(self, request: PoolRequest) -> None:
         """It takes a place in its tier's queue."""
@@ -79,16 +95,27 @@ class PoolRequests:
         """It is over: it has left, or was held."""
         if self.waiting:
             self.stops_waiting(request)
+        if self._waits.new:
+            self._waits.over(request.wait)
         del self._all[request.lease.ticket_id]
 
-    def admitted(self, request: PoolRequest, level: int, now_us: int, passed: Mapping[str, str]) -> Grant:
-        """It enters an engine: how it has waited."""
+    def admitted(
+        self, request: PoolRequest, level: int, now_us: int, passed: Mapping[str, str], *, is_first: bool
+    ) -> Grant:
+        """It enters an engine: how it has waited. `is_first`: with its first call, whose round trip is no wait."""
+        if is_first and request.is_prompt and now_us < request.wait.came_us + ANSWER_WITHIN_US:
+            self._waits.has_not_waited(request.wait, now_us)
         grant = self._waits.so_far(request.wait, level, now_us, passed)
         if self.waiting:
             self.stops_waiting(request)
         self._waits.admitted(request.wait, request.ticket.tokens, now_us)
-        self.places.admitted(request.ticket.tier, now_us)
+        self.places.drain_rates[request.ticket.tier].admitted(now_us)
         return grant
+
+    def served_elsewhere(self, news: ServedElsewhere | None) -> None:
+        """What a reply told of other replicas; before the grants that it brought."""
+        if news is not None:
+            self._waits.served_elsewhere(news)
 
     def came_back(self, request: PoolRequest, now_us: int, *, is_overtaken: bool) -> None:
         """One that was held waits again, by its first arrival. It takes no place from others."""
@@ -109,10 +136,21 @@ class PoolRequests:
         request = self._all.get(ticket.id)
         if request is None or request.lease.size_now is None:
             return
-        lease, tokens = request.lease, request.lease.size_now()
+        self._asks_for(request, tokens := request.lease.size_now())
+        ticket.tokens = tokens
+        if not ticket.has_returned:
+            request.lease.paid_tokens = tokens
+
+    def has_grown(self, request: PoolRequest, tokens: int) -> None:
+        """One that was about to be held waits on, for so many tokens. Its tenant is charged for what it has grown."""
+        request.held = None
+        request.lease.paid_tokens += tokens - request.ticket.tokens
+        self._asks_for(request, tokens)
+
+    def _asks_for(self, request: PoolRequest, tokens: int) -> None:
+        lease = request.lease
         if lease.ticket_id in self.waiting:
             self._queued_tokens[lease.tier] += tokens - request.ticket.tokens
-        request.ticket.tokens = tokens
         lease.ask = msgspec.structs.replace(lease.ask, tokens=tokens)
 
     def clear(self) -> None:

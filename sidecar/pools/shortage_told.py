@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from sidecar.pools.calls import Cell, Needed, ShortageTold
 from sidecar.scheduling.preemption import Shortage
@@ -19,6 +19,27 @@ def gone_of(cells: Iterable[Cell], levels: Mapping[str, int]) -> Gone:
             on_floor = cell.floor_tokens, cell.floor_requests, cell.floor_prompt
             gone.add(levels[cell.tier], cell.engine, amount, cell.sent, on_floor)
     return gone
+
+
+def told_of(found: Shortage, names: Sequence[str]) -> ShortageTold:
+    """The shortage as the ledger tells it. `names` are the tiers by level."""
+
+    def needed(t: Ticket) -> Needed:
+        cached, cached_there = max(t.hits.values(), default=0), t.hits.get(found.engine, 0)
+        amount = t.tokens, t.requests, t.prompt
+        return Needed(int(t.id), names[t.tier], *amount, cached, cached_there, t.arrived_us, t.number)
+
+    order_class, before, key, _ = found.place
+    return ShortageTold(
+        found.engine,
+        order_class,
+        before,
+        key,
+        needed(found.served),
+        [needed(ticket) for ticket in found.before],
+        [needed(ticket) for ticket in found.burst],
+        sorted(names[level] for level in found.closed),
+    )
 
 
 def shortage_of(told: ShortageTold, levels: Mapping[str, int], ahead_us: int) -> Shortage:

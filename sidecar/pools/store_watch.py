@@ -96,7 +96,8 @@ class StoreWatch:
             self.status.change(state, reason, is_refused=is_refused)
         elif state is StoreState.CONNECTING and member.failures:
             self.status.reason = reason
-        if member.failures or member.mode in (Mode.SHARED, Mode.WAITING):
+        is_held = self._held_since_us is not None and self._clock() < self._held_since_us + HOLD_US
+        if member.failures or member.mode is Mode.WAITING or (member.mode is Mode.SHARED and not is_held):
             self.decided.set()
 
     def _has_been_lost(self, member: Member) -> bool:

@@ -20,6 +20,8 @@ class FairQueue:
     def __init__(self, by_gain: bool = False) -> None:
         self.by_gain = by_gain
         self.are_more: Callable[[], bool] = _are_none
+        self.runs_out = False
+        """Whether the next may be one of those that wait elsewhere, since that was looked at last."""
         self.virtual = 0.0
         self.afresh = 0
         """How often all tags started afresh."""
@@ -74,19 +76,22 @@ class FairQueue:
 
     def leave(self, ticket: Ticket) -> None:
         """One that leaves for an engine or for the line: its tenant is charged."""
+        is_next = not self.by_gain or self.next() is ticket
         if not self.by_gain:
             self.virtual = max(self.virtual, ticket.start or 0.0)
         self._charge_for(ticket)
         self._take_out(ticket)
         self._tag(ticket.tenant)
+        self.runs_out = not (self._count and is_next) and self.are_more()
 
     def pass_through(self, ticket: Ticket) -> None:
         """`add` and `leave` of one that comes while none waits."""
-        self.start_afresh(self.virtual + ticket.tokens / ticket.weight, self.afresh + 1)
+        self.afresh += 1
+        self.start_afresh(self.virtual + ticket.tokens / ticket.weight)
 
-    def start_afresh(self, virtual: float, afresh: int) -> None:
+    def start_afresh(self, virtual: float) -> None:
         """None of the tier waits: all tags begin at a virtual time beyond every one of them."""
-        self.virtual, self.afresh, self.largest = virtual, afresh, 1
+        self.virtual, self.largest = virtual, 1
         if self.finish or self._order or self._tops:
             self.finish.clear()
             self._order.clear()
@@ -124,10 +129,17 @@ class FairQueue:
             self._changes += 1
             self.finish[tenant] = max(self.virtual, self.finish.get(tenant, 0.0)) + tokens / weight
 
+    def put_behind(self, tenant: str) -> None:
+        """What a tenant was charged comes before its next, as that is not the first of those that wait."""
+        if lane := self._lanes.get(tenant):
+            lane[0].start = max(lane[0].start or 0.0, self.finish.get(tenant, 0.0))
+            self._push(lane[0])
+
     def look(self) -> None:
         """Lets all tags start afresh where none waits."""
         if not self._count and not self.are_more():
-            self.start_afresh(max([self.virtual, *self.finish.values()]), self.afresh + 1)
+            self.afresh += 1
+            self.start_afresh(max([self.virtual, *self.finish.values()]))
 
     def next(self, wanted: Callable[[Ticket], bool] | None = None) -> Ticket | None:
         """The next in fair order, of those that are wanted."""

@@ -111,7 +111,7 @@ async def explained(app: App, with_policy: Policy | None = None, pool: Pool | No
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end_s
         await asyncio.sleep(0.001)
@@ -428,6 +428,7 @@ async def test_in_a_shared_pool_the_other_replicas_part_is_counted_in_tokens(tmp
             await pool.open()
         async with explained(app, used, pools[0]) as sidecar, explained(other_app, used, pools[1]) as other:
             sent = [await sidecar.send("normal", f"holds-{n}") for n in range(SLOTS)]
+            await until(lambda: all(sidecar.knows(f"holds-{n}", "admitted") for n in range(SLOTS)))
             sent.append(await sidecar.send("batch", "victim"))
             there = await other.send("high", "overtakes-elsewhere")
             app.release()

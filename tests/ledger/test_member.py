@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from sidecar.pools import ledger, member
 from sidecar.pools.calls import Cap, EngineView
-from sidecar.scheduling.tickets import Ticket
+from sidecar.pools.member_events import Mode
+from sidecar.scheduling.tickets import Lease, Ticket
 from tests.ledger.one_replica import OneReplica
 from tests.ledger.replica import pool_rules
 from tests.scheduling import reference
@@ -22,16 +23,16 @@ from tests.support.examples import examples
 BEAT_US = 1_000_000
 
 
-def first_difference(program: dict[str, Any], most_bids: int) -> str | None:
+def first_difference(program: dict[str, Any], most_bids: int, near: type[member.Member] | None = None) -> str | None:
     """The first step whose answer is not the reference's. Both decide every second between two steps, too."""
-    judge, one = reference.new(program), OneReplica(program, most_bids)
+    judge, one = reference.new(program), OneReplica(program, most_bids, near=near)
     judge.divide = lambda tokens, weight: tokens / weight
     last = 0
     for number, step in enumerate(program["steps"], 1):
         at = round(step["at"] * 1e6)
         for now in [*range(last + BEAT_US, at, BEAT_US), at]:
-            if now == at and not _play(judge, one, step, now):
-                continue
+            if now == at:
+                _play(judge, one, step, now)
             expected, found = (judge.dispatch(now), judge.preempt(now)), one.pump(now)
             if (found[0], sorted(found[1])) != (expected[0], sorted(expected[1])):
                 return f"{program['name']}, step {number} {step} at {now}: {found}, not {expected}"
@@ -69,11 +70,83 @@ def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, b
     assert first_difference(random_program(seed, several=several, by_gain=by_gain), 32) is None
 
 
+def test_in_the_process_what_waits_after_the_bids_is_not_passed() -> None:
+    """Two of a tier are shown at a time, and ten enter at once: all of the first tier before any of the other."""
+    submits = [("t0", "a", 4)] * 3 + [("t0", "b", 4)] * 5 + [("t1", "c", 4)] * 4
+    program = {
+        "name": "all that waits is let in at once",
+        "tiers": [{"name": "t0"}, {"name": "t1"}],
+        "capacity": {"tokens": 40},
+        "steps": [
+            {"at": 0, "do": "submit", "id": "all", "tier": "t0", "tokens": 40},
+            *(
+                {"at": 0, "do": "submit", "id": f"r{n}", "tier": tier, "tenant": tenant, "tokens": tokens}
+                for n, (tier, tenant, tokens) in enumerate(submits)
+            ),
+            {"at": 1, "do": "settle", "id": "all"},
+        ],
+    }
+    assert first_difference(program, 2, member.Member) is None
+    by_gain = {"gain": {"weight": 1, "tokens": 10, "cost": 1, "start_by": 100, "slack": 1}}
+    program = {**program, "order": "gain", "steps": [{**step, **by_gain} for step in program["steps"]]}
+    for number, step in enumerate(program["steps"]):
+        step["gain"] = {**by_gain["gain"], "weight": 1 + number * 5 % 7}
+    assert first_difference(program, 2, member.Member) is None
+
+
+def test_growth_is_charged_for_bids_that_were_shown_before() -> None:
+    """Three of the tenant that pays for growth are shown, and one of the other, which has all that is free then."""
+    steps = [{"at": 0, "do": "submit", "id": name, "tier": "t0", "tenant": "a", "tokens": 10} for name in ("x", "y")]
+    steps += [{"at": 0, "do": "submit", "id": f"a{n}", "tier": "t0", "tenant": "a", "tokens": 1} for n in range(6)]
+    steps += [{"at": 0, "do": "submit", "id": f"b{n}", "tier": "t0", "tenant": "b", "tokens": 3} for n in range(6)]
+    steps += [{"at": 1, "do": "resize", "id": "x", "tokens": 20}, {"at": 1, "do": "settle", "id": "y"}]
+    steps += [{"at": 2, "do": "settle", "id": "x"}]
+    program = {"name": "growth", "tiers": [{"name": "t0"}], "capacity": {"tokens": 20}, "steps": steps}
+    assert first_difference(program, 4, member.Member) is None
+
+
+def test_a_newcomer_loses_nothing_where_the_last_that_was_not_shown_is_given_up() -> None:
+    """Two are shown. The newcomer comes before the second of them."""
+    program = {
+        "name": "given up before a newcomer",
+        "tiers": [{"name": "t0"}],
+        "capacity": {"tokens": 20},
+        "steps": [
+            *(
+                {"at": 0, "do": "submit", "id": f"a{n}", "tier": "t0", "tenant": "a", "tokens": tokens}
+                for n, tokens in enumerate((20, 10, 10, 10))
+            ),
+            {"at": 1, "do": "cancel", "id": "a3"},
+            {"at": 1, "do": "submit", "id": "b", "tier": "t0", "tenant": "b", "tokens": 10},
+            {"at": 2, "do": "settle", "id": "a0"},
+        ],
+    }
+    for near in (None, member.Member):
+        assert first_difference(program, 2, near) is None
+
+
+def test_what_grows_while_it_is_taken_back_gives_all_of_that_back() -> None:
+    program = {
+        "name": "the second is taken back, and grows",
+        "tiers": [{"name": "t0", "preempt_after_s": 0}, {"name": "t1", "preemptible": True}],
+        "max_preemptions": 1,
+        "capacity": {"tokens": 20},
+        "steps": [
+            *(
+                {"at": 0, "do": "submit", "id": f"r{n}", "tier": tier, "tokens": tokens}
+                for n, (tier, tokens) in enumerate([("t1", 8), ("t1", 9), ("t0", 4)])
+            ),
+            {"at": 1, "do": "resize", "id": "r1", "tokens": 20},
+        ],
+    }
+    assert first_difference(program, 32) is None
+
+
 class Slow(member.Member):
     """One that makes a call for each request."""
 
-    def _enters(self, *_: Any) -> bool:
-        return False
+    def enter(self, *_: Any) -> None:
+        return None
 
 
 class Counting(member.Member):
@@ -81,10 +154,10 @@ class Counting(member.Member):
 
     entered = 0
 
-    def _enters(self, *args: Any) -> bool:
-        entered = super()._enters(*args)
-        Counting.entered += entered
-        return entered
+    def enter(self, *args: Any) -> Lease | None:
+        held = super().enter(*args)
+        Counting.entered += held is not None
+        return held
 
 
 def _sums(one: OneReplica) -> list[Any]:
@@ -281,6 +354,32 @@ def test_a_grant_that_was_published_counts_from_its_moment_by_the_replicas_own_c
     assert one.leases["second"].ticket.counted_us == 4 * second
 
 
+def test_what_ended_while_a_call_was_on_its_way_is_free_in_the_figures_of_its_reply() -> None:
+    store, second = ledger.Ledger(), 1_000_000
+    one = member.Member("one", pool_rules([("t0", 0.2)]))
+
+    def call(now: int) -> None:
+        while (asked := one.poll(now)) is not None:
+            one.answered(store.execute(asked, now)[0], now)
+
+    def held(now: int) -> int:
+        return one.mirror(now).engines["e#1"].held[0]
+
+    one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
+    for at in (0, 3 * second):
+        call(at)
+    one.submit(Ticket("ends", 0, "", 4), 3 * second)
+    call(3 * second)
+    assert held(3 * second) == 4
+    one.submit(Ticket("second", 0, "", 1, number=1), 4 * second)
+    asked = one.poll(4 * second)
+    assert asked is not None
+    one.end(one.leases["ends"], 4 * second)
+    assert held(4 * second) == 0
+    one.answered(store.execute(asked, 4 * second)[0], 4 * second)
+    assert held(4 * second) == 1, "of the reply's five, four have ended since"
+
+
 def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None:
     store, second = ledger.Ledger(), 1_000_000
     old = member.Member("old", pool_rules([("t0", 0.2)]))
@@ -302,6 +401,21 @@ def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None
     scheduler = store.state.scheduler
     assert [tier.used[0] for tier in scheduler.tiers] == [0, 6]
     assert scheduler.engines["e#1"].held[0] == 6
+
+
+@pytest.mark.parametrize("kind", ["state", "call"])
+def test_rules_that_change_while_a_call_is_on_its_way_are_stated_after_it(kind: str) -> None:
+    store, second, kinds = ledger.Ledger(), 1_000_000, []
+    one = member.Member("one", pool_rules([("t0", 0.2)]))
+    for now in range(0, 5 * second, second):
+        while (asked := one.poll(now)) is not None:
+            if asked.kind == kind and kind not in kinds:
+                one.change_rules(pool_rules([("t0", 0.5)]), now)
+            kinds.append(asked.kind)
+            one.answered(store.execute(asked, now)[0], now)
+    assert kinds.count("state") == 2
+    assert store.state is not None
+    assert store.state.scheduler.rules.tiers[0].reserve == 0.5
 
 
 def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
@@ -331,3 +445,37 @@ def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
     assert one.mirror(late).engines["e#1"].cap(late) == 1
     assert look(late + 3 * second, "second")
     assert one.mirror(late).line == []
+
+
+def test_what_a_lease_grew_and_owes_counts_once_where_the_answer_was_lost() -> None:
+    store, second = ledger.Ledger(), 1_000_000
+    members = [member.Member(who, pool_rules([("t0", 0.2)])) for who in ("one", "other")]
+    one, other = members
+
+    def call(of: member.Member, now: int) -> None:
+        while (asked := of.poll(now)) is not None:
+            of.answered(store.execute(asked, now)[0], now)
+
+    for at in (0, 3 * second):
+        for of in members:
+            of.view([EngineView("e#1", 10, 100, 100, 1_000, True)], at)
+            call(of, at)
+    one.submit(Ticket("grows", 0, "a", 4), 3 * second)
+    one.submit(Ticket("owes", 0, "b", 6), 3 * second)
+    call(one, 3 * second)
+    other.submit(Ticket("waits", 0, "c", 10), 3 * second)
+    call(other, 3 * second)
+    assert store.state is not None
+    tier = store.state.scheduler.tiers[0]
+    one.charge(one.leases["grows"], 5, 4 * second)
+    one.leases["owes"].ticket.excess = 1
+    one.end(one.leases["owes"], 4 * second)
+    lost = one.poll(5 * second)
+    assert lost is not None
+    store.execute(lost, 5 * second)
+    charged, owed = tier.queue.finish["a"], tier.owes_until_us
+    assert (charged - tier.queue.virtual, owed > 5 * second) == (5, True)
+    one.unanswered(5 * second)
+    call(one, 5 * second)
+    assert one.mode is Mode.SHARED
+    assert (tier.queue.finish["a"], tier.owes_until_us) == (charged, owed)

@@ -38,10 +38,11 @@ def usage(output: int, prompt: int = PROMPT) -> bytes:
 class Attack:
     """One request that runs, beside one of another tenant that waits, and its answer."""
 
-    def __init__(self, stand: Stand, expected: Expected, lease: Lease) -> None:
+    def __init__(self, stand: Stand, expected: Expected, lease: Lease, waiting: Lease) -> None:
         self.stand = stand
         self.expected = expected
         self.lease = lease
+        self.waiting = waiting
         self.reader = UsageReader()
         self.size: LeaseSize = stand.sizes.begin(expected, lease, self.reader, streams=True)
 
@@ -60,6 +61,25 @@ class Attack:
         self.lease.settle(used)
         self.stand.sizes.learn(self.expected, self.reader, is_complete=is_complete)
         return used
+
+    async def order_at_end(self, **served: int) -> str:
+        """Ends it, and returns in which order the two tenants enter, and others that are served so many tokens first.
+
+        Each then asks for the whole pool, equal ones in this order. The one that waited leaves, for nothing.
+        """
+        self.size.ended(self.reader.used_tokens(PROMPT))
+        asks = [*served.items(), *((tenant, 100_000) for tenant in (*served, "a", "b"))]
+        left = [await self.stand.pool.enter(Ask(0, tenant, 1, tokens, 1)) for tenant, tokens in asks]
+        self.waiting.leave()
+        self.end()
+        entered = ""
+        while left:
+            await asyncio.wait([lease.wait() for lease in left], return_when=asyncio.FIRST_COMPLETED)
+            lease = next(lease for lease in left if lease.grant is not None)
+            left.remove(lease)
+            entered += lease.ask.tenant
+            lease.settle()
+        return entered[len(served) :]
 
 
 async def attacked(
@@ -81,8 +101,8 @@ async def attacked(
             stand.sizes.learn(stand.expect(most=most, n=n, best_of=best_of), short, is_complete=True)
     expected = stand.expect(PROMPT, most, n=n, best_of=best_of, hint=hint)
     lease = await stand.pool.enter(Ask(0, "a", 1, expected.tokens, expected.sequences, most=expected.most))
-    await stand.pool.enter(Ask(0, "b", 1, 100_000, 1))
-    return Attack(stand, expected, lease)
+    waiting = await stand.pool.enter(Ask(0, "b", 1, 100_000, 1))
+    return Attack(stand, expected, lease, waiting)
 
 
 @pytest.mark.parametrize("is_learned", [True, False])
@@ -95,7 +115,8 @@ async def test_very_many_empty_events_hold_no_more_than_the_request_may_use(
     for _ in range(2000):
         attack.feed(EMPTY * 100)
     assert attack.stand.held() <= attack.expected.most_used <= (LIMIT if most is None else 8 * (PROMPT + MOST))
-    attack.end()
+    order = await attack.order_at_end(c=1)
+    assert order.index("b") < order.index("c"), "it pays nothing"
     assert attack.lease.paid_tokens <= attack.expected.most_used
 
 
@@ -250,7 +271,9 @@ async def test_a_count_that_no_answer_has_costs_no_more_than_the_request_may_use
     for _ in range(200):
         attack.feed(usage(said))
         assert PROMPT <= attack.stand.held() <= attack.expected.most_used
-    assert attack.end() >= PROMPT
+    order = await attack.order_at_end(c=1)
+    assert order.index("b") < order.index("c"), "it pays nothing"
+    assert attack.reader.used_tokens(PROMPT) >= PROMPT
     assert attack.lease.paid_tokens <= attack.expected.most_used
 
 
@@ -275,9 +298,10 @@ async def test_an_answer_without_a_maximum_is_paid_for_whole(streams: bool) -> N
     if streams:
         attack.feed(*[EMPTY] * 9000)
     attack.feed(usage(9000))
-    assert attack.end() == PROMPT + 9000
-    above, paid = PROMPT + 9000 - attack.expected.tokens, attack.lease.paid_tokens - attack.expected.tokens
-    assert above <= paid <= (2 * above if streams else above), "the most that it held"
+    above = PROMPT + 9000 - attack.expected.tokens
+    assert attack.reader.used_tokens(PROMPT) == PROMPT + 9000
+    order = await attack.order_at_end(c=above, d=(2 * above if streams else above) + 1)
+    assert order == "bcad", "the most that it held"
 
 
 async def test_growth_is_paid_once_however_often_the_request_is_handed_back() -> None:
@@ -293,6 +317,8 @@ async def test_growth_is_paid_once_however_often_the_request_is_handed_back() ->
         attack.reader = UsageReader()
         attack.size = stand.sizes.begin(attack.expected, lease, attack.reader, streams=True)
     assert 6000 <= lease.paid_tokens <= 6000 + EVERY_TOKENS
+    grown = lease.paid_tokens - attack.expected.tokens
+    assert await attack.order_at_end(c=grown, d=grown + 1) == "bcad"
 
 
 pieces = st.one_of(
@@ -323,7 +349,9 @@ def test_whatever_an_engine_sends_costs_its_own_tenant_and_no_more_than_the_requ
         for body, times in bodies:
             attack.feed(*[body] * times)
             assert 1 <= attack.stand.held() <= bound
-        attack.end()
+        order = await attack.order_at_end(c=1, d=bound + 1)
+        assert order.index("b") < order.index("c")
+        assert order.index("a") < order.index("d")
         assert attack.lease.paid_tokens <= bound
 
     asyncio.run(run())

@@ -1,236 +1,243 @@
-"""Preemption across replicas, and what goes wrong on the way: on real servers."""
+"""Preemption across replicas, and what goes wrong on the way."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import StoreLoss
-from sidecar.pools.redis import RedisPool
+from sidecar.pools.ledger import Ledger
+from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.tasks import is_set_within
-from tests.pools.conftest import FIRST, OTHERS, Servers
 from tests.pools.harness import ask
-from tests.pools.load import heard_of_each_other, nothing_left, recovered, replicas, until
+from tests.pools.load import nothing_left, recovered, replicas, until
+from tests.pools.scripted_link import Replicas
 from tests.pools.test_preemption import HIGH, LOW, Holder, enter, preempting
 from tests.support.redis_servers import RedisServer
 
 pytestmark = pytest.mark.anyio
 POLICY = preempting(after_s=0.05)
+SOON_S = 3
+"""A heartbeat, and the calls after it: the scripted ledger wakes nobody, so that every wake-up is lost."""
+LOST_S, BACK_S, DEAD_S = 5, 9, 13
 
 
-@pytest.fixture(params=[FIRST, *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS)])
-def server(request: pytest.FixtureRequest, servers: Servers) -> RedisServer:
-    """One kind of server now, the others in the long run."""
-    server = servers[request.param]
-    server.command("FLUSHALL")
-    return server
+async def asked(count: int = 2, on_loss: StoreLoss = StoreLoss.DIVIDE) -> tuple[Replicas, Holder, Holder]:
+    """Replicas of which the first is asked to give back what it holds, for a request of the last."""
+    all_of_them = await Replicas(replace(POLICY, on_store_loss=on_loss), count).joined()
+    victim = await enter(all_of_them.pools[0], LOW, 100)
+    high = await enter(all_of_them.pools[-1], HIGH, 60)
+    await all_of_them.pass_s(SOON_S)
+    assert (victim.reported, high.lease.grant) == (1, None)
+    return all_of_them, victim, high
 
 
-def deaf(pool: RedisPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is published does not reach it: only what the store lists for it."""
-    monkeypatch.setattr(pool, "heard", lambda message: None)
-
-
-async def reported(holder: Holder, times: int = 1) -> None:
-    await until(lambda: holder.reported == times, 60, "asked to give its room back")
-
-
-async def test_a_victim_of_another_replica_is_asked_at_once_and_waits_on_there(server: RedisServer) -> None:
-    async with replicas(POLICY, [server.url] * 2) as (one, two):
-        victim = await enter(one, LOW, 100)
-        high = await enter(two, HIGH, 60)
-        await reported(victim)
-        assert high.lease.grant is None
-        again = victim.lease.requeue()
-        await asyncio.wait_for(high.lease.wait(), 60)
-        assert not again.done()
-        high.lease.settle()
-        grant = await asyncio.wait_for(again, 60)
-        assert grant.served_ahead == {"high": 60}
-        victim.lease.settle()
-        await nothing_left([one, two])
-
-
-async def test_a_message_that_is_lost_comes_with_the_next_beat(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+async def gives_room_and_comes_back(
+    all_of_them: Replicas, victim: Holder, high: Holder, untouched: Sequence[Holder] = ()
 ) -> None:
-    async with replicas(POLICY, [server.url] * 2) as (one, two):
-        deaf(one, monkeypatch)
-        victim = await enter(one, LOW, 100)
-        high = await enter(two, HIGH, 60)
-        await reported(victim)
-        victim.lease.requeue()
-        await asyncio.wait_for(high.lease.wait(), 60)
-        high.lease.settle()
-        await asyncio.wait_for(victim.lease.wait(), 60)
-        victim.lease.settle()
-        await nothing_left([one, two])
+    """It lets the other in, and enters when that has ended. No one else is asked."""
+    again = victim.lease.requeue()
+    await all_of_them.pass_s(BACK_S)
+    assert high.lease.grant is not None
+    assert not again.done()
+    high.lease.settle()
+    await all_of_them.pass_s(SOON_S)
+    assert again.result().queue_wait_us > BACK_S * 10**6
+    for holder in (victim, *untouched):
+        assert holder.lease.settle()
+        assert holder.reported == (holder is victim)
+    await nothing_left(all_of_them.pools)
 
 
-async def test_what_is_heard_late_or_twice_changes_nothing(server: RedisServer) -> None:
-    async with replicas(POLICY, [server.url]) as (pool,):
-        victim = await enter(pool, LOW, 100)
-        high = await enter(pool, HIGH, 60)
-        await reported(victim)
-        pool.heard(b"!1 0\n!1 0")
-        victim.lease.requeue()
-        pool.heard(b"1\n!1 0")  # its first grant, and the choice, once more
-        assert victim.lease.grant is None
-        await asyncio.wait_for(high.lease.wait(), 60)
-        high.lease.settle()
-        await asyncio.wait_for(victim.lease.wait(), 60)
-        pool.heard(b"!1 0\n!99 0")
-        await asyncio.sleep(0)
-        assert victim.reported == 1
-        victim.lease.settle()
-        await nothing_left([pool])
+# -- faults between the question and the return
 
 
-async def test_a_store_that_forgot_everything_between_the_choice_and_the_return(server: RedisServer) -> None:
-    async with replicas(POLICY, [server.url] * 2) as (one, two):
-        small, victim = await enter(one, LOW, 10), await enter(one, LOW, 90)
-        high = await enter(two, HIGH, 60)
-        await reported(victim)
-        server.command("FLUSHALL")
-        again = victim.lease.requeue()
-        await asyncio.wait_for(high.lease.wait(), 60)
-        assert not again.done()
-        high.lease.settle()
-        grant = await asyncio.wait_for(again, 60)
-        assert grant.queue_wait_us > 50_000
-        for lease in (victim.lease, small.lease):
-            assert lease.settle()
-        await nothing_left([one, two])
+def nothing(_: Replicas) -> None:
+    pass
 
 
-async def test_a_return_that_was_not_answered_is_stated_again(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+def flushed(all_of_them: Replicas) -> None:
+    all_of_them.ledger = Ledger()
+
+
+def loses_an_answer(all_of_them: Replicas) -> None:
+    """The ledger takes the return in, and the replica does not hear of it."""
+    link = all_of_them.links[0]
+    send, link.loses_answers = link.send, True
+
+    def sends(call: object, user: object) -> None:
+        if call.kind == "ask":  # type: ignore[attr-defined]
+            link.loses_answers = False
+        send(call, user)  # type: ignore[arg-type]
+
+    link.send = sends  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fault", [nothing, flushed, loses_an_answer])
+async def test_a_victim_of_another_replica_gives_its_room_and_waits_on(fault: Callable[[Replicas], None]) -> None:
+    all_of_them, victim, high = await asked()
+    fault(all_of_them)
+    await gives_room_and_comes_back(all_of_them, victim, high)
+
+
+async def test_a_question_whose_answer_is_lost_is_asked_again() -> None:
+    all_of_them = await Replicas(POLICY, 2).joined()
+    victim = await enter(all_of_them.pools[0], LOW, 100)
+    all_of_them.links[0].loses_answers = True
+    high = await enter(all_of_them.pools[1], HIGH, 60)
+    await all_of_them.pass_s(SOON_S)
+    assert victim.reported == 0
+    all_of_them.links[0].loses_answers = False
+    await all_of_them.pass_s(SOON_S)
+    assert victim.reported == 1
+    await gives_room_and_comes_back(all_of_them, victim, high)
+
+
+async def test_a_statement_in_between_takes_no_other() -> None:
+    all_of_them = await Replicas(POLICY, 2).joined()
+    one, two = all_of_them.pools
+    older, victim = await enter(one, LOW, 50), await enter(one, LOW, 50)
+    high = await enter(two, HIGH, 40)
+    await all_of_them.pass_s(SOON_S)
+    assert (older.reported, victim.reported) == (0, 1)
+    flushed(all_of_them)
+    await all_of_them.pass_s(BACK_S)
+    assert (older.reported, victim.reported, high.lease.grant) == (0, 1, None)
+    await gives_room_and_comes_back(all_of_them, victim, high, [older])
+
+
+@pytest.mark.parametrize("says_goodbye", [True, False])
+async def test_a_replica_that_is_asked_and_dies_gives_its_room(says_goodbye: bool) -> None:
+    all_of_them, _, high = await asked(3)
+    dead, *alive = all_of_them.pools
+    if says_goodbye:
+        await dead.close()
+    else:
+        all_of_them.links[0].is_cut = True
+    await all_of_them.pass_s(SOON_S if says_goodbye else DEAD_S, without=dead)
+    assert high.lease.grant is not None
+    assert high.lease.settle()
+    await all_of_them.pass_s(SOON_S, without=dead)
+    await nothing_left(alive)
+
+
+async def test_the_room_of_a_preempting_replica_that_dies_goes_back() -> None:
+    all_of_them, victim, _ = await asked()
+    await all_of_them.pools[1].close()
+    again = victim.lease.requeue()
+    await all_of_them.pass_s(SOON_S)
+    assert again.done()
+    assert victim.lease.settle()
+    await nothing_left(all_of_them.pools[:1])
+
+
+# -- without the store
+
+
+async def test_a_victim_that_comes_back_without_the_store_waits_in_its_part() -> None:
+    all_of_them, victim, high = await asked(1)
+    all_of_them.cut()
+    await all_of_them.pass_s(LOST_S)
+    assert all_of_them.pools[0].status.state.value == "divided"
+    again = victim.lease.requeue()
+    await all_of_them.pass_s(1)
+    assert high.lease.grant is not None
+    all_of_them.cut(is_cut=False)
+    await all_of_them.pass_s(SOON_S)
+    assert not again.done()
+    high.lease.settle()
+    await all_of_them.pass_s(SOON_S)
+    assert again.done()
+    assert victim.lease.settle()
+    await nothing_left(all_of_them.pools)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_a_victim_that_comes_back_while_the_store_is_closed_waits_for_it_and_not_for_ever(
+    comes_back: bool,
 ) -> None:
-    """The store still has the victim as a lease when the replica states it as waiting."""
-    async with replicas(POLICY, [server.url] * 2) as (one, two):
+    all_of_them, victim, high = await asked(1, StoreLoss.CLOSED)
+    all_of_them.cut()
+    await all_of_them.pass_s(LOST_S)
+    assert all_of_them.pools[0].status.state.value == "closed"
+    again, waiting = victim.lease.requeue(), high.lease.wait()
+    if comes_back:
+        all_of_them.cut(is_cut=False)
+        await all_of_them.pass_s(SOON_S)
+        assert (waiting.done(), again.done()) == (True, False)
+        high.lease.settle()
+        await all_of_them.pass_s(SOON_S)
+        assert again.done()
+        victim.lease.settle()
+    else:
+        await all_of_them.pass_s(DEAD_S)
+        for refused in (waiting, again):
+            with pytest.raises(StoreUnavailable):
+                await refused
+        all_of_them.cut(is_cut=False)
+        await all_of_them.pass_s(SOON_S)
+    await nothing_left(all_of_them.pools)
+
+
+async def test_a_replica_alone_preempts_among_its_own() -> None:
+    all_of_them = await Replicas(POLICY, 1).joined()
+    (pool,) = all_of_them.pools
+    all_of_them.cut()
+    await all_of_them.pass_s(LOST_S)
+    assert pool.status.state.value == "divided"
+    victim, kept = await enter(pool, LOW, 50), await enter(pool, LOW, 50)
+    kept.lease.keep()
+    high = await enter(pool, HIGH, 40)
+    await all_of_them.pass_s(1)
+    assert (victim.reported, kept.reported) == (1, 0)
+    again = victim.lease.requeue()
+    await all_of_them.pass_s(1)
+    assert high.lease.grant is not None
+    all_of_them.cut(is_cut=False)  # and it hears that the victim waits
+    await all_of_them.pass_s(SOON_S)
+    high.lease.settle()
+    await all_of_them.pass_s(SOON_S)
+    assert again.done()
+    assert kept.lease.settle()
+    assert victim.lease.settle()
+    await nothing_left([pool])
+
+
+# -- on a server
+
+
+async def test_a_victim_of_another_replica_is_asked_at_once(redis_server: RedisServer) -> None:
+    redis_server.command("FLUSHALL")
+    async with replicas(POLICY, [redis_server.url] * 2, name="asked") as (one, two):
         victim = await enter(one, LOW, 100)
         high = await enter(two, HIGH, 60)
-        await reported(victim)
-        with monkeypatch.context() as lossy:
-            lossy.setattr(one._batches, "requeue", lambda lease, waited_us, **how: None)
-            again = victim.lease.requeue()
-        assert one._session is not None
-        one._session.restate()
+        await until(lambda: victim.reported == 1, what="asked to give its room back")
+        again = victim.lease.requeue()
         await asyncio.wait_for(high.lease.wait(), 60)
         assert not again.done()
         high.lease.settle()
         await asyncio.wait_for(again, 60)
         victim.lease.settle()
         await nothing_left([one, two])
-
-
-async def test_what_a_sync_restated_is_not_preempted_but_a_return_under_way_still_works(server: RedisServer) -> None:
-    async with replicas(POLICY, [server.url] * 2) as (one, two):
-        older, victim = await enter(one, LOW, 50), await enter(one, LOW, 50)
-        high = await enter(two, HIGH, 40)
-        await reported(victim)
-        assert one._session is not None
-        one._session.restate()
-        await heard_of_each_other([one, two])
-        await asyncio.sleep(0.1)
-        assert (older.reported, victim.reported, high.lease.grant) == (0, 1, None)
-        again = victim.lease.requeue()
-        await asyncio.wait_for(high.lease.wait(), 60)
-        assert older.reported == 0
-        high.lease.settle()
-        await asyncio.wait_for(again, 60)
-        assert older.lease.settle()
-        assert victim.lease.settle()
-        await nothing_left([one, two])
-
-
-async def test_the_owner_of_a_victim_says_good_bye(server: RedisServer) -> None:
-    async with replicas(POLICY, [server.url] * 2) as (one, two):
-        victim = await enter(one, LOW, 100)
-        high = await enter(two, HIGH, 60)
-        await reported(victim)
-        await one.close()
-        await asyncio.wait_for(high.lease.wait(), 60)
-        high.lease.settle()
-        await nothing_left([two])
-
-
-async def test_the_preempting_replica_dies_and_the_room_goes_back(server: RedisServer) -> None:
-    async with replicas(POLICY, [server.url] * 2) as (one, two):
-        victim = await enter(one, LOW, 100)
-        await enter(two, HIGH, 60)
-        await reported(victim)
-        await two.close()
-        await asyncio.wait_for(victim.lease.requeue(), 60)
-        victim.lease.settle()
-        await nothing_left([one])
-
-
-@pytest.mark.parametrize("on_loss", [StoreLoss.DIVIDE, StoreLoss.CLOSED])
-async def test_a_store_that_is_gone_when_a_victim_comes_back(server: RedisServer, on_loss: StoreLoss) -> None:
-    async with replicas(POLICY, [server.url], on_loss=on_loss) as (pool,):
-        victim = await enter(pool, LOW, 100)
-        high = await enter(pool, HIGH, 60)
-        await reported(victim)
-        server.kill()
-        try:
-            state = "divided" if on_loss is StoreLoss.DIVIDE else "closed"
-            await until(lambda: pool.status.state.value == state, 60, state)
-            again = victim.lease.requeue()
-            if on_loss is StoreLoss.DIVIDE:
-                await asyncio.wait_for(high.lease.wait(), 60)
-                high.lease.settle()
-                await asyncio.wait_for(again, 60)
-                victim.lease.settle()
-        finally:
-            server.restart()
-        await recovered([pool])
-        if on_loss is StoreLoss.CLOSED:  # they waited for the store, and it came back
-            await asyncio.wait_for(high.lease.wait(), 60)
-            high.lease.settle()
-            await asyncio.wait_for(again, 60)
-            victim.lease.settle()
-        await nothing_left([pool])
-
-
-async def test_a_replica_alone_preempts_among_its_own(server: RedisServer) -> None:
-    async with replicas(POLICY, [server.url]) as (pool,):
-        server.kill()
-        try:
-            await until(lambda: pool.status.state.value == "divided", 60, "divided")
-            victim, kept = await enter(pool, LOW, 50), await enter(pool, LOW, 50)
-            kept.lease.keep()
-            high = await enter(pool, HIGH, 40)
-            await reported(victim)
-            again = victim.lease.requeue()
-            await asyncio.wait_for(high.lease.wait(), 60)
-        finally:
-            server.restart()
-        await recovered([pool])  # which hears that the victim waits
-        assert kept.reported == 0
-        high.lease.settle()
-        await asyncio.wait_for(again, 60)
-        assert kept.lease.settle()
-        assert victim.lease.settle()
-        await nothing_left([pool])
 
 
 @pytest.mark.long
-async def test_many_of_all_replicas_come_and_go_and_every_one_ends(server: RedisServer) -> None:
+async def test_many_of_all_replicas_come_and_go_and_every_one_ends(redis_server: RedisServer) -> None:
     """Victims let go after a moment; some leave then, and some send their first byte as they are chosen."""
     luck, ended, preempted, held, peak = random.Random(1), 0, 0, 0, 0
 
-    async def one_request(pool: RedisPool, tier: int, tokens: int) -> None:
+    async def one_request(pool: LedgerPool, tier: int, tokens: int) -> None:
         nonlocal ended, preempted, held, peak
         await asyncio.sleep(luck.uniform(0, 1.5))
         lease = await pool.enter(ask(tier=tier, tokens=tokens))
         taken = asyncio.Event()
         lease.on_preempt = taken.set
-        await asyncio.wait_for(lease.wait(), 30)
+        await asyncio.wait_for(lease.wait(), 60)
         held += tokens
         peak = max(peak, held)
         while await is_set_within(taken, luck.uniform(0.1, 0.3) if tier == LOW else luck.uniform(0.01, 0.05)):
@@ -244,7 +251,7 @@ async def test_many_of_all_replicas_come_and_go_and_every_one_ends(server: Redis
                 assert await lease.leave() or lease.settle()
                 ended += 1
                 return
-            await asyncio.wait_for(again, 30)
+            await asyncio.wait_for(again, 60)
             held += tokens
             peak = max(peak, held)
         lease.keep()
@@ -255,11 +262,9 @@ async def test_many_of_all_replicas_come_and_go_and_every_one_ends(server: Redis
         assert lease.settle()
         ended += 1
 
-    async with replicas(preempting(after_s=0.01), [server.url] * 3) as pools:
-        for pool in pools:  # all admit from now on: else all wait at first, and none of the more important needs room
-            lease = await pool.enter(ask(tier=LOW, tokens=20))
-            await asyncio.wait_for(lease.wait(), 30)
-            assert lease.settle()
+    redis_server.command("FLUSHALL")
+    async with replicas(preempting(after_s=0.01), [redis_server.url] * 3, name="many") as pools:
+        await recovered(pools)
         await asyncio.gather(
             *(
                 one_request(luck.choice(pools), LOW if luck.random() < 0.7 else HIGH, luck.choice([20, 40]))
@@ -270,25 +275,3 @@ async def test_many_of_all_replicas_come_and_go_and_every_one_ends(server: Redis
         assert peak <= 100
         assert preempted > 5
         await nothing_left(pools)
-
-
-async def test_a_victim_whose_patience_ends_while_the_store_is_closed_is_refused(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sidecar.pools.redis.outage.SILENCE_S", 0.2)
-    async with replicas(POLICY, [server.url], on_loss=StoreLoss.CLOSED) as (pool,):
-        victim = await enter(pool, LOW, 100)
-        high = await enter(pool, HIGH, 60)
-        waiting: Any = high.lease.wait()
-        await reported(victim)
-        server.kill()
-        try:
-            await until(lambda: pool.status.state.value == "closed", 60, "closed")
-            with pytest.raises(StoreUnavailable):
-                await asyncio.wait_for(waiting, 60)
-            with pytest.raises(StoreUnavailable):
-                await asyncio.wait_for(victim.lease.requeue(), 60)
-        finally:
-            server.restart()
-        await recovered([pool])
-        await nothing_left([pool])

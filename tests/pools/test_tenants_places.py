@@ -9,7 +9,7 @@ import pytest
 from sidecar.errors import QueueFull
 from sidecar.pools import Lease, Pool
 from sidecar.pools.queue_places import LEAST_S, MOST_S
-from tests.pools.conftest import SERVERS, in_both_orders
+from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, simple
 
 pytestmark = pytest.mark.anyio
@@ -132,16 +132,19 @@ async def test_a_flood_leaves_another_tenant_its_share_of_the_service(harness: H
     assert served["flood"] > 100
 
 
-@pytest.mark.parametrize("harness", SERVERS, indirect=True)
-async def test_the_owner_of_a_displaced_request_hears_of_it_in_another_replica(harness: Harness) -> None:
-    policy = simple(("only",), max_waiting=PLACES)
-    clock = Clock()
+@pytest.mark.parametrize("harness", ["shared"], indirect=True)
+async def test_each_replica_has_all_the_places_for_its_own_queue(harness: Harness) -> None:
+    """A flood at one takes none of another's."""
+    policy, clock = simple(("only",), max_waiting=PLACES), Clock()
     first, second = await harness.pool(policy, clock), await harness.pool(policy, clock)
-    await enter(first, "flood")
-    waiting = [await enter(first, "flood") for _ in range(PLACES)]
-    mine = await enter(second, "small")
-    await harness.quiet(second)
+    running = await enter(first, "flood")
+    waiting = [await enter(first, "flood", request=number) for number in range(PLACES)]
+    waiting += [await enter(second, "small", request=number) for number in range(PLACES)]
+    for pool, tenant in ((first, "flood"), (second, "small")):
+        with pytest.raises(QueueFull):
+            await enter(pool, tenant)
+    assert [lease.grant for lease in waiting] == [None] * len(waiting)
+    running.settle()
     await harness.quiet(first)
-    await refusal(waiting[-1])
-    assert mine.grant is None
-    assert first.state()["waiting"] == PLACES
+    await harness.quiet(second)
+    assert sum(lease.grant is not None for lease in waiting) == 1

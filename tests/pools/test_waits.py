@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.pools import waits
+from sidecar.pools.elsewhere import ServedElsewhere
 from sidecar.pools.waits import Wait, Waits
+from tests.pools.harness import Clock, Harness, ask, simple
 
-EVENTS = st.sampled_from(["come", "admit", "leave", "back", "taken"])
+EVENTS = st.sampled_from(["come", "admit", "leave", "back", "taken", "told"])
 STEPS = st.lists(st.tuples(EVENTS, st.integers(0, 99)), max_size=60)
 
 
@@ -29,6 +32,7 @@ def _play(steps: list[tuple[str, int]]) -> None:
     ahead: dict[int, list[int]] = {}
     after: dict[int, int] = {}
     latest = number = 0
+    asked_us = -1
     for now_us, (what, which) in enumerate(steps):
         if what == "come":
             number += 1
@@ -57,6 +61,17 @@ def _play(steps: list[tuple[str, int]]) -> None:
             if what == "taken" and overtaken[wait.number] is None:
                 overtaken[wait.number] = now_us
             waiting.append(wait)
+        elif what == "told":
+            arrived_us = now_us - which % 7
+            for other in waiting + running:
+                if other.came_us <= asked_us:
+                    ahead[other.number][which % 2] += which
+            for other in waiting:
+                if other.came_us < arrived_us and overtaken[other.number] is None:
+                    overtaken[other.number] = now_us
+            asked_us = max(asked_us, now_us - which % 4)
+            tokens = [0, which] if which % 2 else [which, 0]
+            pool.served_elsewhere(ServedElsewhere(tokens, asked_us, (arrived_us, now_us)))
         for wait in waiting:
             grant = pool.so_far(wait, 0, now_us)
             assert grant.overtaken_at_us == overtaken[wait.number]
@@ -65,3 +80,28 @@ def _play(steps: list[tuple[str, int]]) -> None:
             mine = [wait for wait in waiting if wait.tier == tier]
             assert pool.queued(tier) == len(mine)
             assert pool.oldest(tier) is min(mine, key=lambda wait: wait.number, default=None)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("harness", ["shared", "three replicas", "shared by gain"], indirect=True)
+async def test_what_another_replica_admits_counts_for_those_that_waited_then(harness: Harness) -> None:
+    clock = Clock()
+    here, there = await harness.pool(simple(), clock), await harness.pool(simple(), clock)
+    await there.enter(ask(tokens=50))
+    clock.advance(1)
+    first = await here.enter(ask(tier=1, tokens=60))
+    clock.advance(1)
+    await there.enter(ask(tokens=40))
+    elsewhere_us = clock.us
+    clock.advance(1)
+    second = await here.enter(ask(tier=1, tokens=60))
+    clock.advance(1)
+    await here.enter(ask(tokens=10))
+    here_us = clock.us
+    clock.advance(1)
+    await harness.quiet(here)
+    ended = [await first.leave(), await second.leave()]
+    assert [(end.overtaken_at_us, end.starvation_us, end.served_ahead) for end in ended if end is not None] == [
+        (elsewhere_us, 3_000_000, {"high": 50}),
+        (here_us, 1_000_000, {"high": 10}),
+    ]

@@ -80,19 +80,23 @@ class RedisLink:
         self._is_on_its_way = False
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._connected_s = 0.0
         self._gossip: Gossip | None = None
 
     def send(self, call: Call, user: LinkUser) -> None:
         """See `Link.send`. A call that is on its way was given up: its answer must not be taken for this one's."""
         self._user, self._who, self._call = user, call.who, msgspec.msgpack.encode(call)
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # the one before may have ended, with its tasks and connections
+            self._loop, self._task, self._gossip, self._connected_s = loop, None, None, 0.0
         if self._is_on_its_way and self._task is not None:
             self._task.cancel()
             self._task = None
         if self._task is None:
             self._wanted = asyncio.Event()
             self._is_on_its_way = False
-            self._task = asyncio.get_running_loop().create_task(self._run(self._wanted), name="sidecar store")
+            self._task = loop.create_task(self._run(self._wanted), name="sidecar store")
         self._wanted.set()
 
     async def share(self, who: str, report: bytes, merge: Merge) -> PeerReports:

@@ -28,8 +28,11 @@ end
 
 local function take_views()
   if call[C_ENGINES] then
-    state[VIEWS] = state[VIEWS] + 1
-    set_field('v:' .. who, pack({ state[VIEWS], now, call[C_ENGINES] }))
+    local before = field('v:' .. who)
+    if pack(before and unpacked(before)[3] or NOBODY) ~= pack(call[C_ENGINES]) then
+      state[VIEWS] = state[VIEWS] + 1
+      set_field('v:' .. who, pack({ state[VIEWS], now, call[C_ENGINES] }))
+    end
   end
   for _, drain in ipairs(call[C_DRAINS]) do
     local engine, is_drained, at_us = unpack(drain)
@@ -63,7 +66,7 @@ local function add_bid(member, bid)
   queue_add(bid)
 end
 
-local function take_changes(member)
+local function take_changes(member, last_number)
   acknowledge(member)
   take_views()
   take_cells(member)
@@ -71,8 +74,12 @@ local function take_changes(member)
     local slot = slot_of(cap[1])
     if slot then set_cap(slot, cap[2], now + cap[3]) end
   end
-  for _, charge in ipairs(call[C_CHARGES]) do queue_charge(tier_of(charge[1]), unpack(charge, 2)) end
-  for _, owed in ipairs(call[C_OWES]) do owe(tier_of(owed[1]), owed[2]) end
+  for _, charge in ipairs(call[C_CHARGES]) do
+    if charge[5] > last_number then queue_charge(tier_of(charge[1]), unpack(charge, 2)) end
+  end
+  for _, owed in ipairs(call[C_OWES]) do
+    if owed[3] > last_number then owe(tier_of(owed[1]), owed[2]) end
+  end
   for _, bid in ipairs(member[IS_FOREIGN] and NOBODY or call[C_BIDS]) do add_bid(member, bid) end
   for _, gone in ipairs(call[C_WITHDRAWN]) do withdraw(member, gone[1], tier_of(gone[2])) end
 end
@@ -153,8 +160,8 @@ local function find_next()
 end
 
 local function next_change(waiting)
-  if waiting == 0 then return nil end
   local at = state[HOLD_UNTIL]
+  if at == 0 and waiting == 0 then return nil end
   if at == 0 then
     if not needs then look() end
     if not state[NEXT] or state[NEXT] <= now then state[NEXT] = find_next() end
@@ -212,9 +219,10 @@ end
 local function reply(member)
   local waiting, alive = count_all()
   local engines, drained, own_lined
+  local latest = state[LATEST_CAME] > 0 and state[LATEST_OWNER] ~= who and { state[LATEST_CAME], state[LATEST_GRANTED] } or nil
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
   local on_hold = state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0
-  local first = pack(call[C_NUMBER], 'ok', now, member[OUTBOX], max(alive, 1), on_hold, member[IS_FOREIGN], waiting, next_change(waiting))
+  local first = pack(call[C_NUMBER], 'ok', now, member[OUTBOX], max(alive, 1), on_hold, member[IS_FOREIGN], waiting, next_change(waiting), latest)
   held_text = pack(held, tiers)
   local found = not state[IS_BESIDE_OLD] and shortage_for_caller() or nil
   if member[SEEN] ~= state[VERSION] then
@@ -222,7 +230,7 @@ local function reply(member)
     engines, drained = engines_and_drained()
   end
   if member[IS_LINE_NEW] then member[IS_LINE_NEW], own_lined = false, lined_of_caller() end
-  return '\220\0\18' .. first .. held_text .. pack(tags(), leaving_of_all(), found, engines, drained, own_lined) .. packed_verdicts()
+  return '\220\0\19' .. first .. held_text .. pack(tags(), leaving_of_all(), found, engines, drained, own_lined) .. packed_verdicts()
 end
 
 -- ---- one call ---------------------------------------------------------------------------------------------------------
@@ -256,7 +264,7 @@ end
 local function answer()
   local silent_for = begin()
   if not silent_for then return pack({ call[C_NUMBER], 'wait' }) end
-  if silent_for >= LOST_US then begin_epoch() end
+  if silent_for >= LOST_US and next(members) then begin_epoch() end
   local member = members[who]
   local is_next = is_next_of(member)
   drop_dead(is_next and (call[C_KIND] == 'call' or call[C_KIND] == 'bye') and who or nil)
@@ -274,7 +282,7 @@ local function answer()
   if call[C_KIND] == 'state' then member = take_statement() end
   take_limits(member, last_number)
   member[MEMBER_CALL], member[LATEST_NUMBER] = now, call[C_NUMBER]
-  take_changes(member)
+  take_changes(member, last_number)
   end_hold()
   grant_all()
   return reply(member)

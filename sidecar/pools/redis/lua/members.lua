@@ -33,7 +33,7 @@ local function drop_bids(name)
   members[name][BIDS] = 0
 end
 
--- The newest view that names an engine counts; any that reaches it will do.
+-- The newest view that names an engine counts, from when it was told first; any that reaches it will do.
 local function combine_views()
   local by_age, offers, all = sorted_keys(members), {}, {}
   for name in pairs(members) do
@@ -162,8 +162,8 @@ local function take_rules(stated)
   tiers, heads, queues, config.rules, rules = {}, {}, {}, stated, stated
   for i, tier in ipairs(stated[R_TIERS]) do
     local old = before[tier[T_NAME]]
-    local t = { tier[T_NAME], 0, 0, 0, { 0, 0, 0 }, { 0, 0, 0 }, { 0, 0, 0 }, { 0, 0, 0 }, 1, 0, 0, 0, 64, UNBOUNDED }
-    if old then t[VIRTUAL], t[OWES_UNTIL], t[LATEST] = old[VIRTUAL], old[OWES_UNTIL], old[LATEST] end
+    local t = { tier[T_NAME], 0, 0, 0, { 0, 0, 0 }, { 0, 0, 0 }, { 0, 0, 0 }, { 0, 0, 0 }, 0, 1, 0, 0, 0, 64, UNBOUNDED }
+    if old then t[VIRTUAL], t[OWES_UNTIL], t[LATEST], t[SERVED] = old[VIRTUAL], old[OWES_UNTIL], old[LATEST], old[SERVED] end
     tiers[i], heads[i], changed['q:' .. i] = t, false, true
   end
   for _, it in ipairs(held) do it[H_TOKENS], it[H_REQUESTS], it[H_PROMPT], it[H_SENT] = 0, 0, 0, 0 end

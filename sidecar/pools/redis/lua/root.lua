@@ -50,7 +50,7 @@ local function read_fields(names)
 end
 
 local function create(offset)
-  state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, false, false, UNBOUNDED, { 0, 0, 0 }, false }
+  state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, false, false, UNBOUNDED, { 0, 0, 0 }, false, 0, '', 0 }
   members, heads, held, tiers, config, rules = {}, {}, {}, {}, { engines = {}, drained = {} }, nil
   fields, changed, is_config_new, is_made, wake_ups[#wake_ups + 1] = {}, {}, true, true, { '', {}, false, 0 }
 end

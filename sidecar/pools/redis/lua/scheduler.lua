@@ -377,6 +377,10 @@ local function enter(ticket, slot, class, over)
   local sent = count > 0 and sent_to(ticket, id) or 0
   hold(ticket[TIER], id, 1, tokens, requests, count, sent, floor_of * tokens, floor_of * requests, floor_of * count)
   total[1], total[2], total[3] = total[1] + tokens, total[2] + requests, total[3] + count
+  tiers[ticket[TIER]][SERVED] = tiers[ticket[TIER]][SERVED] + tokens
+  if ticket[ARRIVED] > state[LATEST_CAME] then
+    state[LATEST_CAME], state[LATEST_OWNER], state[LATEST_GRANTED] = ticket[ARRIVED], ticket[OWNER], now
+  end
   granted[#granted + 1] = { ticket[OWNER], { ticket[ID], tiers[ticket[TIER]][NAME], id, tokens, requests, count, sent, ticket[EXCESS],
     ticket[EXCESS_PROMPT], ticket[IS_IN_FLOOR], ticket[COUNTED], found, over } }
 end

@@ -22,9 +22,10 @@ local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE, MOST_KEPT = 9007199254
 -- in line need at least (tokens) and at most; NEXT: when time alone changes something, false while that is not known.
 local OFFSET, LAST_CALL, EPOCH, HOLD_UNTIL, EXPECTED, IS_EMPTY, VIEWS, VERSION = 1, 2, 3, 4, 5, 6, 7, 8
 local ASKED, ASKED_UNTIL, ADMISSIONS, NEXT, CHOOSES, LEAST, MOST, IS_BESIDE_OLD = 9, 10, 11, 12, 13, 14, 15, 16
+local LATEST_CAME, LATEST_OWNER, LATEST_GRANTED = 17, 18, 19 -- of all that were granted the one that came last
 -- A tier: `calls.TierHeld`, then figures of its queue and line. SMALLEST: none in its queue has fewer tokens.
 local NAME, VIRTUAL, AFRESH, OWES_UNTIL, ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR = 1, 2, 3, 4, 5, 6, 7, 8
-local LARGEST, QUEUED, LATEST, LINED, MOST_TAGS, SMALLEST = 9, 10, 11, 12, 13, 14
+local SERVED, LARGEST, QUEUED, LATEST, LINED, MOST_TAGS, SMALLEST = 9, 10, 11, 12, 13, 14, 15
 -- A member. Its outbox has grants, CHARGED the verdicts of its last call (packed), its sums of leases that are taken back are cells as it told them.
 local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING, IS_LINE_NEW, CHARGED = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
 -- A ticket: what its replica said (`calls.Bid`), then what the ledger adds.
