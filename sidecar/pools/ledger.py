@@ -251,7 +251,9 @@ class Ledger:
         if call.kind == "ask":
             return False
         if call.kind == "state":
-            return member is None or call.number > member.number
+            is_of_others = not call.knew and not call.replaces  # it had stated other tiers than the pool's
+            is_early = not state.names and state.is_empty and state.last_call < state.hold_until
+            return not (is_of_others and is_early) and (member is None or call.number > member.number)
         if member is None or member.stated != state.epoch or call.number != member.number + 1:
             return False
         if call.bid_count is None:
