@@ -8,27 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from sidecar.pools import calls
 from sidecar.pools.bids import Bids
-from sidecar.pools.calls import (
-    ALONE_US,
-    BIDS_SHOWN,
-    HEARTBEAT_US,
-    HOLD_US,
-    LAYOUT,
-    Call,
-    Cap,
-    Cell,
-    Charge,
-    Drain,
-    EngineConfig,
-    EngineView,
-    Granted,
-    Kind,
-    Owed,
-    PoolRules,
-    Reply,
-    WakeUp,
-)
+from sidecar.pools.calls import ALONE_US, BIDS_SHOWN, HEARTBEAT_US, HOLD_US, LAYOUT, Call, Cap, Cell, Drain, Reply
 from sidecar.pools.elsewhere import GrantsElsewhere
 from sidecar.pools.known_pool import KnownPool
 from sidecar.pools.ledger import Ledger
@@ -36,7 +18,7 @@ from sidecar.pools.member_events import Entered, Event, Mode, Refused, TakeBack
 from sidecar.pools.meter import Meter
 from sidecar.pools.row import Row, sums_of
 from sidecar.pools.shortage_told import gone_of, shortage_of
-from sidecar.pools.told import Told
+from sidecar.pools.told import News
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
 from sidecar.scheduling.figures import aged_level, whole_level
 from sidecar.scheduling.preemption import Returnable, leases_to_take_back
@@ -66,7 +48,7 @@ class Member:
     def __init__(
         self,
         who: str,
-        rules: PoolRules,
+        rules: calls.PoolRules,
         *,
         layout: int = LAYOUT,
         most_bids: int = BIDS_SHOWN,
@@ -86,7 +68,7 @@ class Member:
         self.is_closing = self.is_gone = self.is_foreign = False
         self.others_waiting = 0
         self.leases: dict[str, Lease] = {}
-        self.views: dict[str, EngineView] = {}
+        self.views: dict[str, calls.EngineView] = {}
         self._divides, self._beat_us, self._lazy_us = divides, heartbeat_us, lazy_us
         self._replaces, self._takes_over = True, takes_over
         self._names = [tier.name for tier in rules.tiers]
@@ -99,7 +81,7 @@ class Member:
             near.serves(self.leases, self._bids.are_more)
         self._number, self._entered, self._alone_number = last_number, 0, 0
         self._acks: list[int] = []
-        self._told: list[Told] = []
+        self._news = News()
         self._is_view_new, self._is_leaving_new = True, False
         self._leaving: dict[str, Lease] = {}
         self.events: list[Event] = []
@@ -108,7 +90,7 @@ class Member:
         self.first_failure_us: int | None = None
         self._due_us: int | None = 0
         self._alone: Ledger | None = None
-        self._alone_rules: PoolRules | None = None  # those that are stated to it
+        self._alone_rules: calls.PoolRules | None = None  # those that are stated to it
         self._returns: dict[str, int] = {}
         self._returnable = Returnable()
 
@@ -166,7 +148,7 @@ class Member:
         ticket = lease.ticket
         if self._near is not None and not self._bids:
             return
-        self._told.append(Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0)))
+        self._news.add(calls.Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0))
         self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
         self._call_by(now_us + self._lazy_us)
 
@@ -246,17 +228,17 @@ class Member:
         self._bids.show_anew()
         self._call_by(now_us)
 
-    def view(self, engines: Iterable[EngineView], now_us: int) -> None:
+    def view(self, engines: Iterable[calls.EngineView], now_us: int) -> None:
         """The engines as this replica sees them now."""
         self.views, self._is_view_new = {engine.id: engine for engine in engines}, True
         self._call_by(now_us)
 
     def tell(self, record: Drain | Cap, now_us: int) -> None:
         """An operator's word on an engine, or a cap."""
-        self._told.append(Told(record))
+        self._news.add(record)
         self._call_by(now_us)
 
-    def change_rules(self, rules: PoolRules, now_us: int) -> None:
+    def change_rules(self, rules: calls.PoolRules, now_us: int) -> None:
         """Other rules of the same tiers, which replace those of the pool."""
         self.rules, self._own_rules, self._replaces = rules, rules.as_rules(), True
         self._returnable = Returnable()
@@ -295,10 +277,9 @@ class Member:
         """What its leases hold, by tier."""
         return self._row.by_tier()
 
-    def seen(self) -> tuple[list[EngineConfig], dict[str, Drain]]:
+    def seen(self) -> tuple[list[calls.EngineConfig], dict[str, Drain]]:
         """The engines that the pool knows, and the operators' words on them, by name; its own also if not answered."""
-        own = {told.record.engine: told.record for told in self._told if isinstance(told.record, Drain)}
-        return list(self.pool.config.values()), {**self.pool.drained, **own}
+        return list(self.pool.config.values()), {**self.pool.drained, **self._news.drains()}
 
     def waiting(self) -> int:
         """How many requests wait."""
@@ -347,7 +328,7 @@ class Member:
         if self.mode in (Mode.JOINING, Mode.WAITING, Mode.LOST, Mode.ALONE):
             if now_us < self._retry_us:
                 return None
-            kind: Kind = "ask"
+            kind: calls.Kind = "ask"
         elif self.mode is Mode.STATING:
             kind = "state"
         else:
@@ -358,7 +339,7 @@ class Member:
         self._in_flight, self._sent_us = self._compose(kind, is_beat, now_us), now_us
         return self._in_flight
 
-    def _compose(self, kind: Kind, is_beat: bool, now_us: int) -> Call:
+    def _compose(self, kind: calls.Kind, is_beat: bool, now_us: int) -> Call:
         self._number += 1
         call = Call(self.layout, self.who, self._number, kind)
         if kind == "ask":
@@ -380,10 +361,7 @@ class Member:
         call.acks, self._acks = self._acks, []
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
-        for told in self._told:
-            if told.number == 0 or kind == "state":
-                told.number = told.number or call.number
-                told.put(call)
+        self._news.put(call)
         self.meter.put(call)
         call.bids = self._bids.new(now_us)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
@@ -427,7 +405,7 @@ class Member:
         self.is_foreign = reply.is_foreign
         if call.kind == "state":
             self._replaces, self._takes_over = call.rules is not self.rules, False
-        self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
+        self._news.heard(reply.number)
         self.events += self.meter.take(call, reply.verdicts)
         self._take(reply.grants, True, self.pool.ahead_us)
         self.others_waiting = max(0, reply.waiting - self._bids.count())
@@ -474,7 +452,7 @@ class Member:
             return ledger.state.scheduler
         return self.pool.as_scheduler(self._own_rules, now_us)
 
-    def _take(self, grants: Iterable[Granted], is_reply: bool, ahead_us: int) -> None:
+    def _take(self, grants: Iterable[calls.Granted], is_reply: bool, ahead_us: int) -> None:
         """Only a reply is complete: a grant there for a bid that is gone gives its room back. A wake-up is a hint."""
         for grant in grants:
             ticket = self._bids.granted(grant.bid)
@@ -486,7 +464,7 @@ class Member:
             if ticket is not None:
                 self._begin(ticket, grant, ahead_us)
 
-    def _begin(self, ticket: Ticket, grant: Granted, ahead_us: int) -> None:
+    def _begin(self, ticket: Ticket, grant: calls.Granted, ahead_us: int) -> None:
         ticket.tokens, ticket.count = grant.tokens, grant.prompt
         ticket.excess, ticket.excess_prompt, ticket.is_in_floor = grant.excess, grant.excess_prompt, grant.is_in_floor
         ticket.counted_us, ticket.admission = grant.counted_us - ahead_us, 1
@@ -512,7 +490,7 @@ class Member:
         self._may_return(lease)
         return lease
 
-    def woken(self, wake_up: WakeUp, now_us: int) -> None:
+    def woken(self, wake_up: calls.WakeUp, now_us: int) -> None:
         """A hint: grants of this replica, or that an epoch begins."""
         if not wake_up.to or wake_up.is_asked:
             if self.mode is Mode.SHARED:
@@ -579,14 +557,13 @@ class Member:
         call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
         self._put_leaving(call)
         call.acks, self._acks = self._acks, []
-        call.caps = [told.record for told in self._told if isinstance(told.record, Cap)]
-        self._told = [told for told in self._told if not isinstance(told.record, Cap)]
+        call.caps = self._news.take_caps()
         self.meter.put(call, self._alone, max(1, self.pool.knew))
         call.bids = self._bids.new(now_us, UNBOUNDED)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
 
-    def parts(self, now_us: int) -> list[EngineView]:
+    def parts(self, now_us: int) -> list[calls.EngineView]:
         """The engines of a replica that is alone; at UNBOUNDED as they are when the others have died."""
         return self.pool.parts(self.views, now_us)
 
@@ -595,7 +572,7 @@ class Member:
         if self._near is not None:
             self._near.owe(lease.ticket.tier, owed_us, now_us)
         else:
-            self._told.append(Told(Owed(self._names[lease.ticket.tier], owed_us, 0)))
+            self._news.add(calls.Owed(self._names[lease.ticket.tier], owed_us, 0))
             self._call_by(now_us)
 
     def _call_by(self, at_us: int) -> None:
@@ -611,7 +588,7 @@ class Member:
 
     def _call_if_needed(self, now_us: int) -> None:
         has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new
-        if has_news or self.meter.has_news or any(told.number == 0 for told in self._told):
+        if has_news or self.meter.has_news or self._news.is_new:
             self._tell_soon(now_us)
         if self._has_ended():
             self._call_by(now_us)
