@@ -400,8 +400,8 @@ class Pool(Protocol):
 
     Leases change their size many times while they run. A pool decides about the room that they free in the same tick of
     the event loop, once for all of them. Growth frees no room, so nothing is decided at once: where it gives another
-    waiting request the first place in order, that one is admitted with the next decision. In a store a change makes no
-    call of its own: see `redis.batch`.
+    waiting request the first place in order, that one is admitted with the next decision. A ledger in a store hears of
+    it with the next call.
     """
 
     def change_rules(self, rules: PoolRules) -> None:

@@ -125,20 +125,16 @@ class Ledger:
         floor = amount if ticket.is_in_floor else NOTHING
         state.scheduler.hold(ticket.tier, lease.engine, amount, sign * lease.sent, floor)
 
-    def queue(self, tier: int) -> FairQueue:
-        """What waits of a tier."""
-        return self._held().scheduler.tiers[tier].queue
-
     def look_at_queue(self, tier: int) -> None:
         """One that was not shown waits no more."""
         if self.state is not None:
-            self.queue(tier).look()
+            self.state.scheduler.tiers[tier].queue.look()
 
     def owe(self, tier: int, owed_us: int, now_us: int) -> None:
         """A turn that a tier pays back."""
         self._now(now_us).scheduler.owe(tier, owed_us, now_us)
 
-    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int] | None:
+    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int, FairQueue] | None:
         """See `Scheduler.enter`: where a call with this bid alone would put it; None where it may have to wait."""
         state = self._now(now_us)
         return None if state.hold_until else state.scheduler.enter(ticket, state.last_call)
@@ -185,7 +181,8 @@ class Ledger:
 
     def _now(self, server_us: int) -> State:
         """Time never goes back, whichever server answers."""
-        state = self._held()
+        state = self.state
+        assert state is not None
         self._before, now = state.last_call, server_us + state.offset
         if now < self._before:
             state.offset, now = self._before - server_us, self._before

@@ -124,7 +124,7 @@ class LedgerPool(ReportedPool):
         await self._link.close()
         self._start_over()
 
-    def _begin(self) -> asyncio.AbstractEventLoop:
+    def _begin(self) -> None:
         """Calls are made from now on. In another event loop than before a replica begins anew; a ledger in the process
         goes on with what it holds.
         """
@@ -135,7 +135,6 @@ class LedgerPool(ReportedPool):
             self._stop_timers()
             self._loop = loop
             self._run()
-        return loop
 
     def _start_over(self) -> None:
         """Forgets everything of an event loop that has ended, or of a pool that was closed."""
@@ -240,7 +239,9 @@ class LedgerPool(ReportedPool):
         """See `Pool.enter`. Raises CapacityUnknown, too, where its engine says how large it is."""
         if self._size is not None:
             await self._size.require()
-        loop, is_shared = self._begin(), self._link.is_shared
+        loop, is_shared = asyncio.get_running_loop(), self._link.is_shared
+        if loop is not self._loop:
+            self._begin()
         self._sizes.refuse_what_never_fits(ask)
         if is_shared and (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
             raise refused
@@ -586,8 +587,6 @@ class LedgerPool(ReportedPool):
         if self._has_names:
             grant = placed(grant, lease.ask, held.engine, entered.found)
         return lease.granted(grant)
-
-    # -- beside requests
 
     async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
         """See `Pool.allowance`. Not known while the replica is not in its pool."""

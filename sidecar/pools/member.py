@@ -108,18 +108,14 @@ class Member:
     def enter(self, ticket: Ticket, now_us: int) -> Lease | None:
         """The lease of one that enters at once: nothing waits, and nothing else is to be told. None: `submit` it."""
         near, bids, due_us = self._near, self._bids, self._due_us
-        if (
-            near is None
-            or bids.waiting
-            or bids.is_paused
-            or self.mode is not Mode.SHARED
-            or self._in_flight is not None
-        ):
+        has_news = self._in_flight is not None or (due_us is not None and due_us <= now_us)
+        if near is None or has_news or bids.waiting or bids.is_paused or self.mode is not Mode.SHARED:
             return None
-        if (due_us is not None and due_us <= now_us) or (entered := near.enter(ticket, now_us)) is None:
+        if (entered := near.enter(ticket, now_us)) is None:
             return None
-        bids.passed(ticket.tier, near.queue(ticket.tier))
-        return self._lease(ticket, *entered)
+        engine, sent, queue = entered
+        bids.passed(ticket.tier, queue)
+        return self._lease(ticket, engine, sent)
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
@@ -162,11 +158,8 @@ class Member:
 
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
-        ticket, near = lease.ticket, self._near
-        if near is not None:
-            near.hold(lease, -1)
-        else:
-            self._row.add(lease, -1)
+        ticket = lease.ticket
+        self._count(lease, -1)
         if self._leaving:
             self._leaves_no_more(lease)
         if (ticket.excess or ticket.excess_prompt) and (owed_us := lease.end(now_us)):
@@ -176,7 +169,7 @@ class Member:
             self._returnable.remove(lease)
         if self._returns:
             self._returns.pop(ticket.id, None)
-        if near is None or self._bids.waiting:
+        if self._near is None or self._bids.waiting:
             self._tell_soon(now_us)
 
     def _count(self, lease: Lease, sign: int) -> None:

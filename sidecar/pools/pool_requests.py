@@ -71,7 +71,7 @@ class PoolRequests:
         tier = ticket.tier
         wait = self._waits.entered(lease.id, tier, ticket.tokens, now_us)
         self._all[lease.ticket_id] = PoolRequest(lease, ticket, wait, held)
-        self.places.admitted(tier, now_us)
+        self.places.drain_rates[tier].admitted(now_us)
         return Grant(now_us, 0, 0, None, NONE_AHEAD, tier)
 
     def begins_to_wait(self, request: PoolRequest) -> None:
@@ -109,7 +109,7 @@ class PoolRequests:
         if self.waiting:
             self.stops_waiting(request)
         self._waits.admitted(request.wait, request.ticket.tokens, now_us)
-        self.places.admitted(request.ticket.tier, now_us)
+        self.places.drain_rates[request.ticket.tier].admitted(now_us)
         return grant
 
     def served_elsewhere(self, news: ServedElsewhere | None) -> None:

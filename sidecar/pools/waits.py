@@ -49,7 +49,7 @@ class Waits:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._served = [0] * len(names)
+        self._served: Sequence[int] = [0] * len(names)
         self._latest = 0
         self._steps, self._moments = list[int](), list[int]()
         self._waiting = [OrderedDict[int, Wait]() for _ in names]
@@ -103,8 +103,9 @@ class Waits:
         self._moments.clear()
 
     def _has_served(self, tier: int, tokens: int) -> None:
-        self._served = served = [*self._served]  # another list: those that came before keep theirs
+        served = [*self._served]  # another list: those that came before keep theirs
         served[tier] += tokens
+        self._served = served
 
     def served_elsewhere(self, news: ServedElsewhere) -> None:
         """Other replicas admitted requests between two replies: ahead of those that came before the former's call."""

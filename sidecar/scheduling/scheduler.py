@@ -147,12 +147,6 @@ class Scheduler:
         """A ticket that came, or came back, waits in its queue."""
         self.tiers[ticket.tier].queue.add(ticket)
 
-    def resize(self, ticket: Ticket, tokens: int) -> None:
-        """One in line is of another size now."""
-        if ticket.is_for_floor:
-            self._hold_in_line(ticket, (tokens - ticket.tokens, 0, 0))
-        ticket.tokens = tokens
-
     def remove(self, ticket: Ticket, now_us: int) -> None:
         """A waiting ticket that is given up, in its queue or in line."""
         if ticket.is_in_line:
@@ -228,13 +222,15 @@ class Scheduler:
         """Whether the next may be one that waits elsewhere."""
         return any(tier.queue.runs_out for tier in self.tiers)
 
-    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int] | None:
+    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int, FairQueue] | None:
         """`add` and `decide` where nothing waits and the engine that the ticket wants has room for it.
 
-        The engine, and the prompt tokens that it has to prefill. Else None, and nothing has changed. That most requests
-        find an idle pool makes it worth its lines.
+        The engine, the prompt tokens that it has to prefill, and the tier's queue. Else None, and nothing has changed.
+        That most requests find an idle pool makes it worth its lines.
         """
-        self.look(now_us)
+        self._now = now_us
+        if not self._is_steady:
+            self.look(now_us)
         level, of, figures = ticket.tier, self._only, self._figures
         if of is None:
             wanted = self.wanted(ticket)
@@ -251,11 +247,12 @@ class Scheduler:
         ):
             return None
         order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
-        self.tiers[level].queue.pass_through(ticket)
+        queue = self.tiers[level].queue
+        queue.pass_through(ticket)
         self._begin_to_count(ticket, order_class, needed)
         sent = ticket.sent_to(of.id) if ticket.count else 0
         self.hold(level, of.id, needed, sent, needed if ticket.is_in_floor else NOTHING)
-        return of.id, sent
+        return of.id, sent, queue
 
     def look(self, now_us: int) -> None:
         """Figures change with the engines, in slow start with time; of those that are not ready with what they hold."""
