@@ -162,8 +162,8 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     `served_ahead` counts, by tier, the tokens admitted while it waited; `level` is its aged level in whole levels;
     `engine_priority` was sent to the engine, None where nothing was forwarded. `passed` has those it overtook: of
     every other tier whose first in line had come before it, by which rule it went first all the same: `always_first`,
-    `reserve`, `reserve_turn`, `level`, `gain`, `limit`, `passed_over` or `claim` (`core.reports.Rule` says what each
-    means). `is_dry_run` says that it passed without a lease, in `mode: observe`.
+    `reserve`, `reserve_turn`, `level`, `gain`, `limit`, `passed_over` or `claim` (`scheduling.reports.Rule` says what
+    each means). `is_dry_run` says that it passed without a lease, in `mode: observe`.
     """
 
     at_us: int

@@ -211,6 +211,11 @@ class Lease(msgspec.Struct, eq=False):
         """The level at which the request waits and is charged."""
         return self.ask.tier
 
+    @property
+    def is_entering(self) -> bool:
+        """Whether the pool has not looked at the request yet."""
+        return self._answered is not None and not self._answered.done()
+
     def wait(self) -> asyncio.Future[Grant]:
         """The grant, as soon as there is one. Cancel-safe: a caller that stops waiting calls `leave`.
 

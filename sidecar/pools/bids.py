@@ -125,6 +125,15 @@ class Bids:
         held = self._tiers[tier]
         if held.queue or not self._lined.issuperset(held.shown):
             held.queue.charge(tenant, tokens, weight)
+            shown = [
+                bid for bid, ticket in held.shown.items() if ticket.tenant == tenant and self._is_tagged(bid, ticket)
+            ]
+            if shown:
+                held.queue.put_behind(tenant)
+            shown.sort(key=lambda bid: held.shown[bid].arrival)
+            for bid in shown[1:]:
+                held.shown[bid].start = (held.shown[bid].start or 0.0) + tokens / weight
+                held.is_known = False
 
     def has_urgent(self, now_us: int, of_level: int | None = None) -> bool:
         """Whether one is to be shown at once, and not with what is told next.
@@ -211,9 +220,13 @@ class Bids:
         """What each tenant will be charged for its bids. Those in line were charged."""
         found: dict[str, float] = {}
         for bid, ticket in tier.shown.items():
-            if bid not in self._lined and not ticket.has_returned:
+            if self._is_tagged(bid, ticket):
                 found[ticket.tenant] = found.get(ticket.tenant, 0.0) + ticket.tokens / ticket.weight
         return found
+
+    def _is_tagged(self, bid: int, ticket: Ticket) -> bool:
+        """Whether it waits in its tenant's queue at the ledger."""
+        return bid not in self._lined and not ticket.has_returned
 
     def _better(self, tier: _Tier, now_us: int) -> Ticket | None:
         """One that earns more than the best that is shown."""
@@ -235,12 +248,16 @@ class Bids:
         is_free = tier.best not in self._lined
         return ticket if is_free and ticket.earned(now_us) > shown.earned(now_us) else None
 
+    def _in_queue(self, tier: _Tier) -> int:
+        """How many are shown that do not stand in line."""
+        return len(tier.shown) - len(self._lined & tier.shown.keys())
+
     def _is_full(self, tier: _Tier) -> bool:
-        return len(tier.shown) - (tier.best in tier.shown) >= self._most
+        has_best = tier.best in tier.shown and tier.best not in self._lined
+        return self._in_queue(tier) - has_best >= self._most
 
     def _has_few(self, tier: _Tier) -> bool:
-        most = self._most if tier.owes else self._most // 2
-        return len(tier.shown) <= most or self._lined.issuperset(tier.shown)
+        return self._in_queue(tier) <= (self._most if tier.owes else self._most // 2)
 
     def _is_next(self, tier: _Tier) -> bool:
         """Whether the next of a tier's queue is to be shown."""

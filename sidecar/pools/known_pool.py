@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from sidecar.pools.calls import DEAD_US, Drain, EngineConfig, EngineView, Reply
+from sidecar.pools.calls import DEAD_US, Drain, EngineConfig, EngineView, Granted, Reply
 from sidecar.pools.row import Row
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
 from sidecar.scheduling.engines import Engine
@@ -29,11 +29,15 @@ class KnownPool:
         """The ledger's clock before this replica's."""
         self.last_answer_us = 0
         self._row, self._presumed, self._shares_engines = row, presumed, shares_engines
+        self._told: dict[str, EngineView] = {}
         self._own_held: dict[str, tuple[int, int, int]] = {}
         self._own_tiers: dict[str, Amount] = {}
+        self._stated = self._own_held, self._own_tiers
 
-    def take(self, reply: Reply, now_us: int) -> None:
-        """The ledger has answered, and it knows the replica."""
+    def take(self, reply: Reply, told: Sequence[EngineView] | None, now_us: int) -> None:
+        """The ledger has answered, and it knows the replica, which `told` its view, if that had changed."""
+        if told is not None:
+            self._told = {engine.id: engine for engine in told}
         if reply.lined is None and self.reply is not None:
             reply.lined = self.reply.lined
         self.reply, self.ahead_us = reply, reply.now_us - now_us
@@ -44,9 +48,17 @@ class KnownPool:
         if not reply.on_hold:
             self.knew = reply.alive
 
-    def own_is_told(self) -> None:
-        """What the replica holds now is in the figures of the last reply."""
-        self._own_held, self._own_tiers = self._row.by_engine(), self._row.by_tier()
+    def states(self) -> None:
+        """A call says what the replica holds now."""
+        self._stated = self._row.by_engine(), self._row.by_tier()
+
+    def own_is_told(self, grants: Iterable[Granted]) -> None:
+        """What that call said is in the figures of its reply, and so are the `grants` there."""
+        self._own_held, self._own_tiers = held, tiers = self._stated
+        for grant in grants:
+            on_engine, of_tier = held.get(grant.engine, NOTHING), tiers.get(grant.tier, NOTHING)
+            held[grant.engine] = plus(on_engine, (grant.tokens, grant.requests, grant.sent))
+            tiers[grant.tier] = plus(of_tier, (grant.tokens, grant.requests, grant.prompt))
 
     def replicas(self) -> int:
         """How many there are, 0 for not known. Who got only replies on hold knows of nobody."""
@@ -77,17 +89,19 @@ class KnownPool:
     def parts(self, views: Mapping[str, EngineView], now_us: int) -> list[EngineView]:
         """Its part of the engines that it `views`, without its ledger: `min(C // n, own + free // n)` of each.
 
-        From DEAD_US after the last answer on it is `C // n`.
+        From DEAD_US after the last answer on it is `C // n`. C is what the ledger said, or its own view where that has
+        another size since.
         """
         alive = max(1, self.replicas()) if self._shares_engines else 1
         held = {} if self.reply is None else {it.id: (it.tokens, it.requests, it.sent) for it in self.reply.held}
         parts, out = [], _names(self.drained.values())
         for view in views.values():
-            config = view if self.reply is None else self.config.get(view.id)
+            config, told = view if self.reply is None else self.config.get(view.id), self._told.get(view.id)
             if config is None:
                 continue
+            whole = _sizes(config if told is None or _sizes(told) == _sizes(view) else view)
             sizes, taken = [], held.get(view.id, NOTHING)
-            for d, size in enumerate((config.tokens, config.requests, config.prefill)):
+            for d, size in enumerate(whole):
                 part = size if size == UNBOUNDED else size // alive
                 if now_us < self.last_answer_us + DEAD_US and size != UNBOUNDED:
                     part = min(part, self._own_held.get(view.id, NOTHING)[d] + max(0, size - taken[d]) // alive)
@@ -95,6 +109,10 @@ class KnownPool:
             is_ready = view.is_reachable and view.id.rpartition("#")[0] not in out
             parts.append(EngineView(view.id, sizes[0], sizes[1], sizes[2], view.speed, is_ready))
         return parts
+
+
+def _sizes(engine: EngineConfig | EngineView) -> Amount:
+    return engine.tokens, engine.requests, engine.prefill
 
 
 def _names(words: Iterable[Drain]) -> set[str]:

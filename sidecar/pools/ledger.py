@@ -18,13 +18,13 @@ from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drai
 from sidecar.pools.row import Sides, Sums, added, sums_of
 from sidecar.pools.shortage_told import gone_of, told_of
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import Engine, Gone
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Shortage, shortage
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.scheduling.reports import Found
-from sidecar.scheduling.scheduler import Gone, Scheduler
+from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
 from sidecar.scheduling.time_alone import next_change
 
@@ -440,7 +440,7 @@ class Ledger:
         granted: dict[str, list[Granted]] = {}
         most = UNBOUNDED if self._near is None else MOST_GRANTED
         decided = state.scheduler.decide(state.last_call, most)
-        self._has_more = len(decided) >= most
+        self._has_more = len(decided) >= most or state.scheduler.runs_out
         for ticket, engine, sent, found, passed in decided:
             member = state.members[ticket.owner]
             bid = int(ticket.id)
@@ -485,9 +485,8 @@ class Ledger:
     def _shortage_for(self, caller: str) -> Shortage | None:
         """The room that the caller is to take back. Another one, which has more to take from, is woken instead."""
         state = self._held()
-        if state.hold_until or (
-            state.asked is not None and state.asked[0] != caller and state.last_call < state.asked[1]
-        ):
+        is_asked = state.asked is not None and state.asked[0] != caller and state.last_call < state.asked[1]
+        if state.hold_until or self._has_more or is_asked:
             return None
         state.asked = None
         scheduler = state.scheduler
@@ -524,6 +523,8 @@ class Ledger:
         state, now = self._held(), self._held().last_call
         if not state.hold_until and not any(m.bids for m in state.members.values()):
             return None
+        if state.scheduler.runs_out:
+            return 0
         at = now if self._has_more else state.hold_until or next_change(state.scheduler, now)
         return None if at is None else max(1_000, at - now)
 

@@ -99,8 +99,8 @@ class LedgerPool(ReportedPool):
         self._set_size(policy.rules)
 
     async def open(self) -> None:
-        """See `Pool.open`. Returns when the engine was read that says the size, and the pool in a store admits requests
-        (a new one does so after HOLD_US), or where they could not be reached.
+        """See `Pool.open`. Returns when its size is known, and the pool in the store admits, a new one after HOLD_US;
+        or in vain.
         """
         if self._size is not None:
             await self._size.open()
@@ -275,7 +275,7 @@ class LedgerPool(ReportedPool):
         if displaced is not None:
             self._refuse_waiting(displaced, self._requests.queue_full(displaced.ask, queued, now_us))
         is_busy = self._member.is_awaiting
-        request = self._requests.came(lease, ticket_of(lease))
+        request = self._requests.came(lease, ticket_of(lease), self._member.mode)
         self._member.submit(request.ticket, now_us)
         self._run(now_us, MOST_ADMITTED if most != 0 and others_wait else UNBOUNDED)
         if lease.grant is None and answered is not None and most == 0:
@@ -309,7 +309,7 @@ class LedgerPool(ReportedPool):
         try:
             if most and self._requests.waiting:
                 self._requests.find_place(ask, queued, most, now_us)
-            request = self._requests.came(lease, ticket_of(lease))
+            request = self._requests.came(lease, ticket_of(lease), self._member.mode)
         except QueueFull as error:
             full = error
         asked = metered(lease.id, ask.tenant, ask.charged_tokens, limits, charges=full is None)
@@ -560,7 +560,7 @@ class LedgerPool(ReportedPool):
             lease.refused(refusal(lease.ask, judged))
             return
         lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
-        again, most = self._requests.came(lease, ticket_of(lease)), self._sizes.places(lower.tier)
+        again, most = self._requests.came(lease, ticket_of(lease), self._member.mode), self._sizes.places(lower.tier)
         self._member.submit(again.ticket, now_us)
         try:
             if most is not None:
@@ -577,7 +577,8 @@ class LedgerPool(ReportedPool):
         if lease.has_grown():
             self._ask_again(request, held, now_us)
             return
-        grant = self._requests.admitted(request, self._member.whole_level(ticket, now_us), now_us, entered.passed)
+        level, is_first = self._member.whole_level(ticket, now_us), lease.is_entering or lease.id in self._questions
+        grant = self._requests.admitted(request, level, now_us, entered.passed, is_first=is_first)
         if self._has_names:
             grant = placed(grant, lease.ask, held.engine, entered.found)
         lease.granted(grant)

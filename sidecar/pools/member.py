@@ -112,6 +112,7 @@ class Member:
         self._heartbeat_us = 0
         self._alone: Ledger | None = None
         self._alone_number = 0
+        self._alone_rules: PoolRules | None = None  # those that are stated to it
         self._returns: dict[str, int] = {}
         self._returnable = Returnable()
 
@@ -219,10 +220,8 @@ class Member:
 
     def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
         """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
-        self._returns[lease.ticket.id] = lease.returns + 1
-        returns = self._returns[lease.ticket.id]
         self.end(lease, now_us)
-        self._returns[lease.ticket.id] = returns
+        self._returns[lease.ticket.id] = lease.returns + 1
         lease.ticket.come_back()
         lease.ticket.barred |= frozenset(barred)
         self._bids.add(lease.ticket)
@@ -356,6 +355,7 @@ class Member:
         if self._near is None:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
+            self.pool.states()
         if self._is_leaving_new or call.whole:
             self._put_leaving(call)
         call.acks, self._acks = self._acks, []
@@ -404,22 +404,23 @@ class Member:
 
     def _in_pool(self, call: Call, reply: Reply, now_us: int) -> None:
         self.mode, self.first_failure_us = Mode.SHARED, None
-        self.pool.take(reply, now_us)
+        self.pool.take(reply, call.engines, now_us)
         self.is_foreign = reply.is_foreign
         if call.kind == "state":
-            self._replaces = self._takes_over = False
+            self._replaces, self._takes_over = call.rules is not self.rules, False
         self._told = [told for told in self._told if told.number == 0 or told.number > reply.number]
         self.events += self.meter.take(call, reply.verdicts)
         self._take(reply.grants, True, self.pool.ahead_us)
         self.others_waiting = max(0, reply.waiting - self._bids.count())
         self._bids.take_tags(reply)
-        if self.is_foreign and call.whole and call.kind == "call" and not self.is_closing:
-            self.mode = Mode.STATING  # the pool is still there, and its own replicas may be gone
+        may_replace = self.is_foreign and call.whole and call.kind == "call" and not self.is_closing
+        if may_replace or self._replaces:
+            self.mode = Mode.STATING  # the pool's own replicas may be gone, or the rules changed during the call
             self._call_by(now_us)
         if self.is_foreign:
             self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
-            self.pool.own_is_told()
+            self.pool.own_is_told(reply.grants)
             self.elsewhere.answered(reply, self._sent_us, is_first=call.kind == "state")
         self._take_room_back(reply, self.pool.ahead_us, now_us)
         if reply.next_us is not None and (self.waiting() or reply.on_hold):
@@ -547,16 +548,17 @@ class Member:
 
     def _begin_alone(self) -> None:
         self.mode, self._alone, self._alone_number = Mode.ALONE, Ledger(), 0
-        self._acks = []
-        self._bids.go_back()
+        self._acks, self._alone_rules = [], None
 
     def _compose_alone(self, now_us: int) -> Call:
         self._alone_number += 1
-        is_first = self._alone_number == 1
-        call = Call(LAYOUT, self.who, self._alone_number, "state" if is_first else "call")
-        if is_first:
+        are_new = self._alone_rules is not self.rules
+        call = Call(LAYOUT, self.who, self._alone_number, "state" if are_new else "call")
+        if are_new:
+            self._bids.go_back()
+            self._alone_rules = self.rules
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
-        call.engines, call.cells = self.parts(now_us), self._row.state(is_first)
+        call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
         self._put_leaving(call)
         call.acks, self._acks = self._acks, []
         call.caps = [told.record for told in self._told if isinstance(told.record, Cap)]
@@ -571,7 +573,6 @@ class Member:
         return self.pool.parts(self.views, now_us)
 
     def _owe(self, lease: Lease, owed_us: int, now_us: int) -> None:
-        """The ledger counts it from the moment when it is told."""
         if self._near is not None:
             self._near.owe(lease.ticket.tier, owed_us, now_us)
         else:

@@ -10,6 +10,8 @@ from sidecar.errors import QueueFull
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Grant, Lease, QueueMark, QueueStanding, TenantUse, use_of
 from sidecar.pools.elsewhere import ServedElsewhere
+from sidecar.pools.member import ANSWER_WITHIN_US
+from sidecar.pools.member_events import Mode
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.tenant_places import TenantPlaces
 from sidecar.pools.waits import NONE_AHEAD, Wait, Waits
@@ -18,12 +20,16 @@ from sidecar.scheduling.tickets import Ticket
 
 
 class PoolRequest(msgspec.Struct, eq=False, gc=False):
-    """A lease that waits or is held, as the ledger's side and the reports know it. `held` is None while it waits."""
+    """A lease that waits or is held, as the ledger's side and the reports know it. `held` is None while it waits.
+
+    `is_prompt`: the replica was in its pool when it came.
+    """
 
     lease: Lease
     ticket: Ticket
     wait: Wait
     held: Held | None = None
+    is_prompt: bool = False
 
 
 class PoolRequests:
@@ -53,9 +59,10 @@ class PoolRequests:
         """How many do not wait."""
         return len(self._all) - len(self.waiting)
 
-    def came(self, lease: Lease, ticket: Ticket) -> PoolRequest:
+    def came(self, lease: Lease, ticket: Ticket, mode: Mode) -> PoolRequest:
         """A request is entering."""
-        request = PoolRequest(lease, ticket, self._waits.came(lease.id, lease.tier, lease.entered_us))
+        wait = self._waits.came(lease.id, lease.tier, lease.entered_us)
+        request = PoolRequest(lease, ticket, wait, None, mode is Mode.SHARED)
         self._all[lease.ticket_id] = request
         return request
 
@@ -92,8 +99,12 @@ class PoolRequests:
             self._waits.over(request.wait)
         del self._all[request.lease.ticket_id]
 
-    def admitted(self, request: PoolRequest, level: int, now_us: int, passed: Mapping[str, str]) -> Grant:
-        """It enters an engine: how it has waited."""
+    def admitted(
+        self, request: PoolRequest, level: int, now_us: int, passed: Mapping[str, str], *, is_first: bool
+    ) -> Grant:
+        """It enters an engine: how it has waited. `is_first`: with its first call, whose round trip is no wait."""
+        if is_first and request.is_prompt and now_us < request.wait.came_us + ANSWER_WITHIN_US:
+            self._waits.has_not_waited(request.wait, now_us)
         grant = self._waits.so_far(request.wait, level, now_us, passed)
         if self.waiting:
             self.stops_waiting(request)

@@ -72,6 +72,11 @@ class Waits:
         self._has_served(tier, tokens)
         return wait
 
+    def has_not_waited(self, wait: Wait, now_us: int) -> None:
+        """A request is about to enter, and nothing was in its way; unless a later one has entered before it."""
+        if wait.after >= self._latest:
+            wait.came_us = now_us
+
     def begins(self, wait: Wait) -> None:
         """A request waits, behind all that came before."""
         self._waiting[wait.tier][wait.number] = self._ahead[wait.number] = wait

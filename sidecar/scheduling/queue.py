@@ -20,6 +20,8 @@ class FairQueue:
     def __init__(self, by_gain: bool = False) -> None:
         self.by_gain = by_gain
         self.are_more: Callable[[], bool] = _are_none
+        self.runs_out = False
+        """Whether the next may be one of those that wait elsewhere, since that was looked at last."""
         self.virtual = 0.0
         self.afresh = 0
         """How often all tags started afresh."""
@@ -74,11 +76,13 @@ class FairQueue:
 
     def leave(self, ticket: Ticket) -> None:
         """One that leaves for an engine or for the line: its tenant is charged."""
+        is_next = not self.by_gain or self.next() is ticket
         if not self.by_gain:
             self.virtual = max(self.virtual, ticket.start or 0.0)
         self._charge_for(ticket)
         self._take_out(ticket)
         self._tag(ticket.tenant)
+        self.runs_out = not (self._count and is_next) and self.are_more()
 
     def pass_through(self, ticket: Ticket) -> None:
         """`add` and `leave` of one that comes while none waits."""
@@ -124,6 +128,12 @@ class FairQueue:
         if self._count or self.are_more():
             self._changes += 1
             self.finish[tenant] = max(self.virtual, self.finish.get(tenant, 0.0)) + tokens / weight
+
+    def put_behind(self, tenant: str) -> None:
+        """What a tenant was charged comes before its next, as that is not the first of those that wait."""
+        if lane := self._lanes.get(tenant):
+            lane[0].start = max(lane[0].start or 0.0, self.finish.get(tenant, 0.0))
+            self._push(lane[0])
 
     def look(self) -> None:
         """Lets all tags start afresh where none waits."""

@@ -22,9 +22,9 @@ from tests.support.examples import examples
 BEAT_US = 1_000_000
 
 
-def first_difference(program: dict[str, Any], most_bids: int) -> str | None:
+def first_difference(program: dict[str, Any], most_bids: int, near: type[member.Member] | None = None) -> str | None:
     """The first step whose answer is not the reference's. Both decide every second between two steps, too."""
-    judge, one = reference.new(program), OneReplica(program, most_bids)
+    judge, one = reference.new(program), OneReplica(program, most_bids, near=near)
     judge.divide = lambda tokens, weight: tokens / weight
     last = 0
     for number, step in enumerate(program["steps"], 1):
@@ -67,6 +67,41 @@ def test_it_gives_the_answers_of_100_programs() -> None:
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, by_gain: bool) -> None:
     assert first_difference(random_program(seed, several=several, by_gain=by_gain), 32) is None
+
+
+def test_in_the_process_what_waits_after_the_bids_is_not_passed() -> None:
+    """Two of a tier are shown at a time, and ten enter at once: all of the first tier before any of the other."""
+    submits = [("t0", "a", 4)] * 3 + [("t0", "b", 4)] * 5 + [("t1", "c", 4)] * 4
+    program = {
+        "name": "all that waits is let in at once",
+        "tiers": [{"name": "t0"}, {"name": "t1"}],
+        "capacity": {"tokens": 40},
+        "steps": [
+            {"at": 0, "do": "submit", "id": "all", "tier": "t0", "tokens": 40},
+            *(
+                {"at": 0, "do": "submit", "id": f"r{n}", "tier": tier, "tenant": tenant, "tokens": tokens}
+                for n, (tier, tenant, tokens) in enumerate(submits)
+            ),
+            {"at": 1, "do": "settle", "id": "all"},
+        ],
+    }
+    assert first_difference(program, 2, member.Member) is None
+    by_gain = {"gain": {"weight": 1, "tokens": 10, "cost": 1, "start_by": 100, "slack": 1}}
+    program = {**program, "order": "gain", "steps": [{**step, **by_gain} for step in program["steps"]]}
+    for number, step in enumerate(program["steps"]):
+        step["gain"] = {**by_gain["gain"], "weight": 1 + number * 5 % 7}
+    assert first_difference(program, 2, member.Member) is None
+
+
+def test_growth_is_charged_for_bids_that_were_shown_before() -> None:
+    """Three of the tenant that pays for growth are shown, and one of the other, which has all that is free then."""
+    steps = [{"at": 0, "do": "submit", "id": name, "tier": "t0", "tenant": "a", "tokens": 10} for name in ("x", "y")]
+    steps += [{"at": 0, "do": "submit", "id": f"a{n}", "tier": "t0", "tenant": "a", "tokens": 1} for n in range(6)]
+    steps += [{"at": 0, "do": "submit", "id": f"b{n}", "tier": "t0", "tenant": "b", "tokens": 3} for n in range(6)]
+    steps += [{"at": 1, "do": "resize", "id": "x", "tokens": 20}, {"at": 1, "do": "settle", "id": "y"}]
+    steps += [{"at": 2, "do": "settle", "id": "x"}]
+    program = {"name": "growth", "tiers": [{"name": "t0"}], "capacity": {"tokens": 20}, "steps": steps}
+    assert first_difference(program, 4, member.Member) is None
 
 
 def test_what_grows_while_it_is_taken_back_gives_all_of_that_back() -> None:
@@ -298,6 +333,32 @@ def test_a_grant_that_was_published_counts_from_its_moment_by_the_replicas_own_c
     assert one.leases["second"].ticket.counted_us == 4 * second
 
 
+def test_what_ended_while_a_call_was_on_its_way_is_free_in_the_figures_of_its_reply() -> None:
+    store, second = ledger.Ledger(), 1_000_000
+    one = member.Member("one", pool_rules([("t0", 0.2)]))
+
+    def call(now: int) -> None:
+        while (asked := one.poll(now)) is not None:
+            one.answered(store.execute(asked, now)[0], now)
+
+    def held(now: int) -> int:
+        return one.mirror(now).engines["e#1"].held[0]
+
+    one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
+    for at in (0, 3 * second):
+        call(at)
+    one.submit(Ticket("ends", 0, "", 4), 3 * second)
+    call(3 * second)
+    assert held(3 * second) == 4
+    one.submit(Ticket("second", 0, "", 1, number=1), 4 * second)
+    asked = one.poll(4 * second)
+    assert asked is not None
+    one.end(one.leases["ends"], 4 * second)
+    assert held(4 * second) == 0
+    one.answered(store.execute(asked, 4 * second)[0], 4 * second)
+    assert held(4 * second) == 1, "of the reply's five, four have ended since"
+
+
 def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None:
     store, second = ledger.Ledger(), 1_000_000
     old = member.Member("old", pool_rules([("t0", 0.2)]))
@@ -319,6 +380,21 @@ def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None
     scheduler = store.state.scheduler
     assert [tier.used[0] for tier in scheduler.tiers] == [0, 6]
     assert scheduler.engines["e#1"].held[0] == 6
+
+
+@pytest.mark.parametrize("kind", ["state", "call"])
+def test_rules_that_change_while_a_call_is_on_its_way_are_stated_after_it(kind: str) -> None:
+    store, second, kinds = ledger.Ledger(), 1_000_000, []
+    one = member.Member("one", pool_rules([("t0", 0.2)]))
+    for now in range(0, 5 * second, second):
+        while (asked := one.poll(now)) is not None:
+            if asked.kind == kind and kind not in kinds:
+                one.change_rules(pool_rules([("t0", 0.5)]), now)
+            kinds.append(asked.kind)
+            one.answered(store.execute(asked, now)[0], now)
+    assert kinds.count("state") == 2
+    assert store.state is not None
+    assert store.state.scheduler.rules.tiers[0].reserve == 0.5
 
 
 def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:

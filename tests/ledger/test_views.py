@@ -1,4 +1,4 @@
-"""Replicas that see different engines: what cannot enter an engine neither waits for it nor keeps others from it."""
+"""Replicas that see different engines, at different times: what cannot enter one neither waits for it nor blocks it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 import redis
 
 from sidecar.policy.rules import Shares
+from sidecar.pools.calls import LAYOUT, Call, EngineView, Reply
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.scheduler import PATIENCE_US, Scheduler
 from sidecar.scheduling.tickets import Ticket
+from tests.ledger.replica import pool_rules
 from tests.ledger.stored_ledger import Both, StoredLedger
 from tests.ledger.world import World
 from tests.support.each import each
@@ -95,3 +97,34 @@ def test_both_ledgers_answer_the_same(profile: str, stored: StoredLedger) -> Non
                 world.see(replica, other)
     world.store = Both(stored)
     world.run()
+
+
+# -- what replicas say of an engine, and of each other, in both ledgers
+
+
+@pytest.fixture
+def both(stored: StoredLedger) -> Both:
+    stored.client.flushdb()
+    return Both(stored)
+
+
+def states(both: Both, who: str, number: int, tokens: int, at_s: float) -> Reply:
+    view = [EngineView("e#1", tokens, 10, 10, 1_000, True)]
+    call = Call(LAYOUT, who, number, "state", whole=True, rules=pool_rules([("a", 0.0)]), engines=view)
+    return both.execute(call, round(at_s * 1e6))[0]
+
+
+def test_who_states_again_what_it_saw_before_does_not_replace_what_another_has_seen_since(both: Both) -> None:
+    sizes = [
+        states(both, who, number, tokens, 1 + number).config
+        for who, number, tokens in (("old", 1, 40), ("new", 2, 70), ("old", 3, 40), ("old", 4, 50))
+    ]
+    assert [engine.tokens for config in sizes for engine in config or ()] == [40, 70, 70, 50]
+
+
+def test_silence_after_the_last_goodbye_begins_no_epoch(both: Both) -> None:
+    """Nobody may have admitted anything alone. Where one is silent without a goodbye, it may have."""
+    assert states(both, "first", 1, 10, 1).on_hold, "a new pool"
+    both.execute(Call(LAYOUT, "first", 2, "bye"), 2_000_000)
+    assert not states(both, "second", 1, 10, 100).on_hold
+    assert states(both, "third", 1, 10, 103).on_hold

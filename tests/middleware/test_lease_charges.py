@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections import Counter
@@ -63,6 +64,8 @@ class World:
 
     async def step(self) -> None:
         """Every running answer gets 64 tokens more."""
+        for _ in range(20):
+            await asyncio.sleep(0)
         for tenant, queue in self.waiting.items():
             while sum(lease.grant is None for lease, _ in queue) < 120:
                 expected = self.expect(tenant)
@@ -99,7 +102,7 @@ async def share_of_bursty(learn: Learn) -> float:
 
 @pytest.mark.parametrize("learn", [Learn.CAUTIOUS, pytest.param(Learn.FULL, marks=pytest.mark.long)])
 async def test_a_tenant_whose_few_answers_are_very_long_gets_half_of_two_tenants(learn: Learn) -> None:
-    assert 0.42 <= await share_of_bursty(learn) <= 0.58
+    assert 0.42 <= await share_of_bursty(learn) <= 0.56
 
 
 async def test_without_the_charge_it_would_get_far_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from sidecar.pools.redis.protocol import root_key, rules_text
+import redis
 
 from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, Shares, pool_rules
 from sidecar.pools import Pool
-from sidecar.scheduling import Scheduler
+from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.member_events import Mode
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
-from tests.pools.load import until
-from tests.pools.redis_harness import RedisHarness
+from tests.pools.load import beat, recovered, replicas, until
 from tests.pools.test_engine_capacity import Engine, following, sized
 from tests.pools.test_engine_capacity import policy_of as sized_by_engine
 from tests.support.redis_servers import RedisServer, first_binary
@@ -178,23 +179,6 @@ async def test_rules_that_change_under_a_random_load_lose_no_one(harness: Harnes
     assert pool.state()["waiting"] == pool.state()["leases"] == 0
 
 
-def test_the_scheduler_ages_by_the_figure_that_counts_now() -> None:
-    def rules(promote_after_us: int | None) -> Any:
-        tiers = (Shares("high"), Shares("normal"), Shares("low"))
-        return pool_rules(tokens=10, requests=None, tiers=tiers, promote_after_us=promote_after_us)
-
-    scheduler = Scheduler(rules(None))
-    scheduler.submit("held", tier=0, tokens=10, now_us=0)
-    scheduler.dispatch(0)
-    scheduler.submit("old", tier=2, tokens=10, now_us=0)
-    scheduler.submit("young", tier=1, tokens=10, now_us=120)
-    scheduler.change_rules(rules(100))
-    assert scheduler.next_change_us(60) == 100
-    scheduler.settle("held", 150)
-    (admitted,) = scheduler.dispatch(150)
-    assert (admitted.ticket.id, admitted.level) == ("old", 1)
-
-
 # -- a pool whose size is the engine's
 
 
@@ -219,10 +203,7 @@ async def test_a_new_policy_admits_no_one_before_the_engine_has_spoken() -> None
         pool.change_policy(sized_by_engine("1/2"))
         assert pool.readiness() != ()
         engine.is_reachable = True
-        for _ in range(500):
-            if not pool.readiness():
-                break
-            await asyncio.sleep(0.005)
+        await until(lambda: not pool.readiness())
         assert pool.state()["capacity"] == {"tokens": 500, "requests": None}
 
 
@@ -239,46 +220,54 @@ async def test_how_many_may_wait_inside_the_engine_is_followed() -> None:
 # -- many replicas
 
 
-def stored(server: RedisServer, name: str) -> Any:
-    """The rules that count in the store."""
-    return json.loads(str(server.command("HGET", root_key(name), "rules")))
+def stored(server: RedisServer, name: str) -> int:
+    """How long a request waits for each level by the rules that count in the store, in seconds."""
+    with redis.Redis.from_url(server.url) as client:
+        config: Any = client.hget(f"ledger:{{{name}}}", "config")
+    return int(msgspec.msgpack.decode(config)["rules"][1]) // 1_000_000  # `calls.PoolRules`
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 async def test_of_replicas_with_different_figures_the_latest_stated_count_and_no_one_states_them_again(
     redis_server: RedisServer, order: tuple[int, int]
 ) -> None:
-    harness = RedisHarness(redis_server)
-    pools: list[Any] = [await harness.pool(simple(tokens=100)) for _ in range(2)]
-    policies = [simple(tokens=50), simple(tokens=70)]
-    for which in order:
-        change(pools[which], policies[which])
-        await harness.quiet(pools[which])
-    latest = json.loads(rules_text(policies[order[1]], policies[order[1]].rules))
-    for _ in range(3):
+    async with replicas(simple(tokens=100), [redis_server.url] * 2, name=f"figures-{order}") as pools:
+        policies = [simple(tokens=50, promote_after_s=5), simple(tokens=70, promote_after_s=7)]
+        for which in order:
+            change(pools[which], policies[which])
+            await until(lambda which=which: tokens_of(pools) == [policies[which].rules.tokens] * 2)
+        latest = 7 if order == (0, 1) else 5
         for pool in pools:
-            pool._session.restate()  # as behind a lost connection
-            await harness.quiet(pool)
-            pool._batches.beat()
-            await harness.quiet(pool)
-            assert stored(redis_server, harness.name) == latest
-    await harness.close()
+            await states_all(pool)
+        assert stored(redis_server, f"figures-{order}") == latest
+        assert tokens_of(pools) == [latest * 10] * 2
+
+
+async def states_all(pool: LedgerPool) -> None:
+    """A replica states everything, as behind a call that was lost."""
+    pool._member._number += 10
+    stated = pool._member.number + 2  # the next call is not known of
+    await until(lambda: beat(pool) or (pool._member.number > stated and pool._member.mode is Mode.SHARED))
+
+
+def tokens_of(pools: Sequence[LedgerPool]) -> list[int | None]:
+    """How large each replica knows the pool to be."""
+    for pool in pools:
+        beat(pool)
+    return [pool._member.mirror(pool.now_us()).capacity[0] for pool in pools]
 
 
 async def test_a_change_while_the_store_is_lost_counts_here_and_is_stated_when_it_is_back(tmp_path: Path) -> None:
     with RedisServer(first_binary(), tmp_path) as server:
-        harness = RedisHarness(server)
-        pool: Any = await harness.pool(simple(tokens=100))
-        running = await pool.enter(ask(tokens=100))
-        waiting = await pool.enter(ask(tokens=60))
-        server.kill()
-        await until(lambda: pool.state()["store"]["state"] == "divided")
-        change(pool, simple(tokens=200))
-        await asyncio.wait_for(waiting.wait(), 60)
-        server.start()
-        await until(lambda: pool.state()["store"]["state"] == "shared")
-        await harness.quiet(pool)
-        assert stored(server, harness.name)[1] == 200
-        assert held(pool)[0] == 160
-        assert running.settle()
-        await harness.close()
+        async with replicas(simple(tokens=100), [server.url], name="lost") as (pool,):
+            running = await pool.enter(ask(tokens=100))
+            waiting = await pool.enter(ask(tokens=60))
+            server.kill()
+            await until(lambda: pool.state()["store"]["state"] == "divided")
+            change(pool, simple(tokens=200, promote_after_s=9))
+            await asyncio.wait_for(waiting.wait(), 60)
+            server.restart()
+            await recovered([pool])
+            assert stored(server, "lost") == 9
+            await until(lambda: tokens_of([pool]) == [200] and held(pool)[0] == 160)
+            assert running.settle()

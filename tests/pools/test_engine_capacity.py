@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -19,6 +19,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, Shares
 from sidecar.pools import EngineSize, LedgerPool
 from tests.pools.harness import ask, simple
+from tests.pools.load import until
 
 pytestmark = pytest.mark.anyio
 EVERY_S = 0.01
@@ -74,14 +75,6 @@ async def following(
         yield pool
     finally:
         await pool.close()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("never happened")
 
 
 def capacity(pool: LedgerPool) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.scheduling.player import first_difference
+from sidecar.scheduling.time_alone import next_change
+from tests.scheduling.player import SchedulerPlayer, first_difference, rules_of
 from tests.scheduling.programs import programs, random_program, scenarios
 
 
@@ -17,6 +20,22 @@ def test_it_gives_the_answers_of_every_scenario() -> None:
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, by_gain: bool) -> None:
     assert first_difference(random_program(seed, several=several, by_gain=by_gain)) is None
+
+
+def test_a_ticket_ages_by_the_figure_that_counts_now() -> None:
+    def scenario(promote_after_s: int | None) -> dict[str, Any]:
+        aging = None if promote_after_s is None else {"promote_after_s": promote_after_s, "ceiling": "a"}
+        return {"tiers": [{"name": name} for name in "abc"], "capacity": {"tokens": 10}, "aging": aging}
+
+    player, second = SchedulerPlayer(scenario(None)), 1_000_000
+    steps = (("held", "a", 0), ("old", "c", 0), ("young", "b", 120))
+    for name, tier, at in steps:
+        player.do({"do": "submit", "id": name, "tier": tier, "tokens": 10}, at * second)
+        player.dispatch(at * second)
+    player.scheduler.change_rules(rules_of(scenario(100)))
+    assert next_change(player.scheduler, 120 * second) == 200 * second
+    player.do({"do": "settle", "id": "held"}, 150 * second)
+    assert player.dispatch(150 * second) == [("old", "pool#1")]
 
 
 @pytest.mark.long

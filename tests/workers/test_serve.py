@@ -67,7 +67,7 @@ async def test_a_store_that_is_named_has_the_pool_and_no_other_is_started(tmp_pa
         ):
             assert await command.ask() == 200
             assert children(command.process.pid) == set(await command.pids())
-            assert any(str(key).startswith("admission:") for key in store.command("KEYS", "*"))
+            assert any(str(key).startswith("ledger:{") for key in store.command("KEYS", "*"))
             command.signal(signal.SIGTERM)
             assert (await command.ended())[0] == 0
 
