@@ -16,7 +16,7 @@ from sidecar.pools.engines import EngineFigures, EngineOffer
 from sidecar.scheduling.tickets import Gain
 
 _MUCH = 8
-"""A waiting request asks again for an eighth more than before: less is no reason for another call to the store."""
+"""Requests are sized anew for an eighth more or less than before: less is no reason for another call to the store."""
 MOST_REPORT_BYTES = 64 * 1024
 """Of one replica, for the others: see `Pool.share`."""
 
@@ -179,7 +179,7 @@ class Lease(msgspec.Struct, eq=False):
     `size_now` says what the request would ask for now: more may be known than when it came. The pool calls it when a
     wait ends in a grant, and the lease then holds so much.
 
-    `paid_tokens` are what its tenant is charged for in its tier's fair order: what it entered with, and more by
+    `paid_tokens` are what its tenant is charged for in its tier's fair order: what it first asked for, and more by
     `charge_tenant`. They stay where it waits again: no tenant is charged again for that.
 
     The rest is for pools. `ticket_id` is the lease's `id` in a scheduler, and `entered_us` when it came, by the pool's
@@ -336,20 +336,17 @@ class Lease(msgspec.Struct, eq=False):
         self._answered = asyncio.get_running_loop().create_future()
         return self._answered
 
-    def has_grown(self) -> bool:
-        """Whether a waiting request needs much more now than a pool is about to give it: its ask says so from now on.
+    def has_grown(self) -> int:
+        """What a waiting request needs now, where that is much more than a pool is about to give it; else 0.
 
         Many are admitted at once. Each that has grown asks again, by its arrival: together they may overfill the pool.
         """
         tokens, before = 0 if self.size_now is None else self.size_now(), self.ask.tokens
-        if tokens <= before + before // _MUCH:
-            return False
-        self.ask = msgspec.structs.replace(self.ask, tokens=tokens)
-        return True
+        return tokens if tokens > before + before // _MUCH else 0
 
-    def granted(self, grant: Grant) -> None:
-        """The lease is held; once a wait."""
-        self.grant = grant
+    def granted(self, grant: Grant) -> bool:
+        """The lease is held; once a wait. Whether it needs much less by now than it asked for."""
+        self.grant, admitted_tokens = grant, self.ask.tokens
         if self.size_now is not None:
             self.resize(tokens := self.size_now())
             self.charge_tenant(tokens - self.paid_tokens)
@@ -357,6 +354,7 @@ class Lease(msgspec.Struct, eq=False):
             self.waits()
         if self._future is not None and not self._future.done():
             self._future.set_result(grant)
+        return self.ask.tokens < admitted_tokens - admitted_tokens // _MUCH
 
     def refused(self, error: AdmissionError) -> None:
         """The request is over: it will never be admitted."""

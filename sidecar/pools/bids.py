@@ -35,6 +35,7 @@ class _Tier:
 
     def __post_init__(self) -> None:
         self.by_gain = BestByGain(self.queue)
+        self.queue.are_more = lambda: bool(self.shown)
 
     def wait(self, ticket: Ticket) -> None:
         """One that came, or came back."""
@@ -161,6 +162,12 @@ class Bids:
                 made.append(self._show(tier, ticket, now_us))
                 tier.best, tier.is_known = self._made, False
         return made
+
+    def show_anew(self) -> None:
+        """Takes back those that do not stand in line, to show them again with their sizes of then."""
+        for tier in self._tiers:
+            for bid in reversed([bid for bid in tier.shown if bid not in self._lined]):
+                tier.wait_again(self._withdraw(tier, bid))
 
     def go_back(self) -> None:
         """The ledger knows none of them any more."""

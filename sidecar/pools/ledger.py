@@ -170,7 +170,7 @@ class Ledger:
         assert member is not None
         member.last_call, member.number = state.last_call, call.number
         verdicts = limits.decide(state.limiter, call, last_number, member.charged, state.last_call)
-        self._take_changes(call, member)
+        self._take_changes(call, member, last_number)
         self._end_hold()
         self._decide(call.who)
         reply = self._reply(call, member)
@@ -316,7 +316,7 @@ class Ledger:
             for tier_name, entry in member.outbox.values():
                 self._hold((tier_name, entry.engine), entry.sums, 1)
 
-    def _take_changes(self, call: Call, member: _Member) -> None:
+    def _take_changes(self, call: Call, member: _Member, last_number: int) -> None:
         state, now = self._held(), self._held().last_call
         for acknowledged in call.acks:
             if (granted := member.outbox.pop(acknowledged, None)) is not None:
@@ -338,10 +338,10 @@ class Ledger:
                 engine.set_cap(cap.requests, now + cap.for_us, now)
         levels = state.levels
         for charge in call.charges:
-            if charge.tier in levels:
+            if charge.tier in levels and charge.told_with > last_number:
                 state.scheduler.tiers[levels[charge.tier]].queue.charge(charge.tenant, charge.tokens, charge.weight)
         for owed in call.owes:
-            if owed.tier in levels:
+            if owed.tier in levels and owed.told_with > last_number:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
         if not member.is_foreign:
             for bid in call.bids:

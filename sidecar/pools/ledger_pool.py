@@ -33,7 +33,6 @@ from sidecar.pools.pool_requests import PoolRequest, PoolRequests
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter
-from sidecar.scheduling.tickets import Lease as Held
 from sidecar.scheduling.tickets import Ticket
 
 POOL = "pool#1"
@@ -523,10 +522,10 @@ class LedgerPool(ReportedPool):
 
     def _tell_requests(self, now_us: int) -> int:
         """What the ledger decided, to those whom it concerns. Returns how many were admitted."""
-        admitted = 0
+        admitted, are_others = 0, False
         for event in self._member.take_events():
             if isinstance(event, Entered):
-                self._admit(event, now_us)
+                are_others |= self._admit(event, now_us)
                 admitted += 1
             elif isinstance(event, Judged):
                 self._tell_verdict(event)
@@ -535,6 +534,8 @@ class LedgerPool(ReportedPool):
                 lease.chosen(lease.returns)
             else:
                 self._refuse_waiting(self._requests[event.ticket.id].lease, self._watch.other_tiers())
+        if are_others:
+            self._member.show_anew(now_us)
         return admitted
 
     def _tell_verdict(self, judged: Judged) -> None:
@@ -570,25 +571,22 @@ class LedgerPool(ReportedPool):
         else:
             self._requests.begins_to_wait(again)
 
-    def _admit(self, entered: Entered, now_us: int) -> None:
+    def _admit(self, entered: Entered, now_us: int) -> bool:
+        """Returns whether it is of another size than it was shown with: those that are shown with it may be, too."""
         held = entered.lease
         request = self._requests[held.ticket.id]
         lease, ticket, request.held = request.lease, held.ticket, held
-        if lease.has_grown():
-            self._ask_again(request, held, now_us)
-            return
+        if tokens := lease.has_grown():
+            self._requests.has_grown(request, tokens)
+            self._member.ask_again(held, tokens, now_us)
+            if error := self._sizes.outgrown(lease.ask):
+                self._refuse_waiting(lease, error)
+            return True
         level, is_first = self._member.whole_level(ticket, now_us), lease.is_entering or lease.id in self._questions
         grant = self._requests.admitted(request, level, now_us, entered.passed, is_first=is_first)
         if self._has_names:
             grant = placed(grant, lease.ask, held.engine, entered.found)
-        lease.granted(grant)
-
-    def _ask_again(self, request: PoolRequest, held: Held, now_us: int) -> None:
-        """It has grown since its bid was shown: it waits on, by its arrival."""
-        request.held = None
-        self._member.hand_back(held, request.lease.ask.barred, now_us)
-        if error := self._sizes.outgrown(request.lease.ask):
-            self._refuse_waiting(request.lease, error)
+        return lease.granted(grant)
 
     async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
         """See `Pool.allowance`. Not known while the replica is not in its pool."""

@@ -38,7 +38,6 @@ from sidecar.pools.row import Row, sums_of
 from sidecar.pools.shortage_told import gone_of, shortage_of
 from sidecar.pools.told import Told
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
-from sidecar.scheduling.figures import aged_level, whole_level
 from sidecar.scheduling.preemption import Returnable, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
@@ -56,11 +55,11 @@ LAZY_US = 20_000
 class Member:
     """One replica of a pool.
 
-    `own_us`: of the owner's clock. `size_now` is called with a ticket that is about to be shown. `divides`: whether it
-    admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
-    so much later; UNBOUNDED for a ledger that has no other replicas. `presumed`: how many replicas there are where the
-    ledger never answered, 0 for not known. `shares_engines`: whether others can use the same engines. `near`: the
-    ledger, if it serves this replica alone, in this process. `last_number`: of the last call under this name.
+    `size_now` is called with a ticket that is about to be shown. `divides`: whether it admits alone when the store does
+    not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and so much later; UNBOUNDED for a
+    ledger that has no other replicas. `presumed`: how many replicas there are where the ledger never answered, 0 for
+    not known. `shares_engines`: whether others can use the same engines. `near`: the ledger, if it serves this replica
+    alone. `last_number`: of the last call under this name.
     """
 
     def __init__(
@@ -97,21 +96,17 @@ class Member:
         self._near, self._size_now = near, size_now
         if near is not None:
             near.serves(self.leases, self._bids.are_more)
-        self._number, self._entered = last_number, 0
+        self._number, self._entered, self._alone_number = last_number, 0, 0
         self._acks: list[int] = []
         self._told: list[Told] = []
-        self._is_view_new = True
+        self._is_view_new, self._is_leaving_new = True, False
         self._leaving: dict[str, Lease] = {}
-        self._is_leaving_new = False
         self.events: list[Event] = []
         self._in_flight: Call | None = None
-        self._sent_us = self._retry_us = 0
+        self._sent_us = self._retry_us = self._heartbeat_us = self.failures = 0
         self.first_failure_us: int | None = None
-        self.failures = 0
         self._due_us: int | None = 0
-        self._heartbeat_us = 0
         self._alone: Ledger | None = None
-        self._alone_number = 0
         self._alone_rules: PoolRules | None = None  # those that are stated to it
         self._returns: dict[str, int] = {}
         self._returnable = Returnable()
@@ -135,13 +130,13 @@ class Member:
             return None
         if (entered := near.enter(ticket, now_us)) is None:
             return None
-        engine, sent, queue = entered
-        bids.passed(ticket.tier, queue)
-        return self._lease(ticket, engine, sent)
+        bids.passed(ticket.tier, entered[2])
+        return self._lease(ticket, *entered[:2])
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
         was_asked = self.meter.give_up(ticket.number)  # and in a pool of other tiers it was given up as it was refused
+        self._returns.pop(ticket.id, None)
         if was_asked or self.is_foreign:
             return
         if self._bids.remove(ticket):
@@ -165,7 +160,7 @@ class Member:
         ticket = lease.ticket
         if self._near is not None and not self._bids:
             return
-        self._told.append(Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight)))
+        self._told.append(Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0)))
         self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
         self._call_by(now_us + self._lazy_us)
 
@@ -220,11 +215,26 @@ class Member:
 
     def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
         """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
-        self.end(lease, now_us)
-        self._returns[lease.ticket.id] = lease.returns + 1
-        lease.ticket.come_back()
         lease.ticket.barred |= frozenset(barred)
+        self._wait_again(lease, lease.returns + 1, now_us)
+
+    def ask_again(self, lease: Lease, tokens: int, now_us: int) -> None:
+        """A lease that nobody has used waits on: it had grown. It is charged for that (rule 2), and not as a return."""
+        self.charge(lease, tokens - lease.ticket.tokens, now_us)
+        self.resize(lease, tokens, now_us)
+        self._wait_again(lease, lease.returns, now_us)
+
+    def _wait_again(self, lease: Lease, returns: int, now_us: int) -> None:
+        self.end(lease, now_us)
+        if returns:
+            self._returns[lease.ticket.id] = returns
+        lease.ticket.come_back()
         self._bids.add(lease.ticket)
+        self._call_by(now_us)
+
+    def show_anew(self, now_us: int) -> None:
+        """What waits may be of other sizes than it was shown with."""
+        self._bids.show_anew()
         self._call_by(now_us)
 
     def view(self, engines: Iterable[EngineView], now_us: int) -> None:
@@ -266,11 +276,6 @@ class Member:
     def is_awaiting(self) -> bool:
         """Whether a call is on its way."""
         return self._in_flight is not None
-
-    @property
-    def reply(self) -> Reply | None:
-        """The last one with figures."""
-        return self.pool.reply
 
     def own(self) -> dict[str, Amount]:
         """What its leases hold, by tier."""
@@ -363,7 +368,7 @@ class Member:
             call.engines, self._is_view_new = list(self.views.values()), False
         for told in self._told:
             if told.number == 0 or kind == "state":
-                told.number = call.number
+                told.number = told.number or call.number
                 told.put(call)
         self.meter.put(call)
         call.bids = self._bids.new(now_us)
@@ -441,11 +446,7 @@ class Member:
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:
         """The aged level of a ticket as a whole level (rule 3)."""
-        if ticket.arrived_us == now_us:
-            return ticket.tier
-        rules = self._own_rules
-        aged = aged_level(ticket.tier, now_us - ticket.arrived_us, rules.promote_after_us, rules.ceiling)
-        return whole_level(aged, rules.promote_after_us)
+        return self._own_rules.whole_level(ticket.tier, now_us - ticket.arrived_us)
 
     def mirror(self, now_us: int) -> Scheduler:
         """The pool, by the last reply and what changed since, without what waits. Alone: its part, and its line."""
@@ -463,8 +464,7 @@ class Member:
                 continue
             if self._near is None:
                 self._acks.append(grant.bid)
-                if self.mode is not Mode.ALONE:
-                    self.elsewhere.own(grant)
+                self.elsewhere.own(grant)
             if ticket is not None:
                 self._begin(ticket, grant, ahead_us)
 
@@ -576,7 +576,7 @@ class Member:
         if self._near is not None:
             self._near.owe(lease.ticket.tier, owed_us, now_us)
         else:
-            self._told.append(Told(Owed(self._names[lease.ticket.tier], owed_us)))
+            self._told.append(Told(Owed(self._names[lease.ticket.tier], owed_us, 0)))
             self._call_by(now_us)
 
     def _call_by(self, at_us: int) -> None:
@@ -587,7 +587,7 @@ class Member:
         if self._bids:
             self._call_by(now_us)
         elif self._near is None:
-            others_wait = self.reply is not None and self.reply.waiting
+            others_wait = self.pool.reply is not None and self.pool.reply.waiting
             self._call_by(now_us if others_wait else now_us + self._lazy_us)
 
     def _call_if_needed(self, now_us: int) -> None:

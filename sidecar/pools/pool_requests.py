@@ -136,10 +136,21 @@ class PoolRequests:
         request = self._all.get(ticket.id)
         if request is None or request.lease.size_now is None:
             return
-        lease, tokens = request.lease, request.lease.size_now()
+        self._asks_for(request, tokens := request.lease.size_now())
+        ticket.tokens = tokens
+        if not ticket.has_returned:
+            request.lease.paid_tokens = tokens
+
+    def has_grown(self, request: PoolRequest, tokens: int) -> None:
+        """One that was about to be held waits on, for so many tokens. Its tenant is charged for what it has grown."""
+        request.held = None
+        request.lease.paid_tokens += tokens - request.ticket.tokens
+        self._asks_for(request, tokens)
+
+    def _asks_for(self, request: PoolRequest, tokens: int) -> None:
+        lease = request.lease
         if lease.ticket_id in self.waiting:
             self._queued_tokens[lease.tier] += tokens - request.ticket.tokens
-        request.ticket.tokens = tokens
         lease.ask = msgspec.structs.replace(lease.ask, tokens=tokens)
 
     def clear(self) -> None:

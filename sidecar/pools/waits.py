@@ -63,6 +63,11 @@ class Waits:
         wait = self.new[number] = Wait(number, tier, now_us, self._served, number)
         return wait
 
+    def has_not_waited(self, wait: Wait, now_us: int) -> None:
+        """A request is about to enter, and nothing was in its way; unless a later one has entered before it."""
+        if wait.after >= self._latest:
+            wait.came_us = now_us
+
     def entered(self, number: int, tier: int, tokens: int, now_us: int) -> Wait:
         """A request that enters an engine as it comes, while none waits."""
         wait = Wait(number, tier, now_us, self._served, number, None, tokens)
@@ -71,11 +76,6 @@ class Waits:
             self._drop_steps()
         self._has_served(tier, tokens)
         return wait
-
-    def has_not_waited(self, wait: Wait, now_us: int) -> None:
-        """A request is about to enter, and nothing was in its way; unless a later one has entered before it."""
-        if wait.after >= self._latest:
-            wait.came_us = now_us
 
     def begins(self, wait: Wait) -> None:
         """A request waits, behind all that came before."""
@@ -110,7 +110,7 @@ class Waits:
     def served_elsewhere(self, news: ServedElsewhere) -> None:
         """Other replicas admitted requests between two replies: ahead of those that came before the former's call."""
         if any(news.tokens):
-            self._served = _plus(self._served, news.tokens)
+            self._served = [*_plus(self._served, news.tokens)]
             for wait in self.new.values():
                 wait.before = _plus(wait.before, news.tokens)
         self.new = {number: wait for number, wait in self.new.items() if wait.came_us > news.asked_us}

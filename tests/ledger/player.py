@@ -87,7 +87,7 @@ class LedgerPlayer:
 
     def owe(self, lease: Lease, owed: int | None) -> None:
         if owed:
-            self.news.owes.append(calls.Owed(self.names[lease.ticket.tier], owed))
+            self.news.owes.append(calls.Owed(self.names[lease.ticket.tier], owed, UNBOUNDED))
 
     def do(self, step: Step, now: int) -> None:
         what, name = step["do"], step.get("id", "")
@@ -121,7 +121,7 @@ class LedgerPlayer:
             self.show(lease.ticket, now)
         elif what == "charge":
             self.news.charges.append(
-                calls.Charge(step["tier"], step.get("tenant", ""), step["tokens"], step.get("weight", 1))
+                calls.Charge(step["tier"], step.get("tenant", ""), step["tokens"], step.get("weight", 1), UNBOUNDED)
             )
         elif what == "engines":
             self.set_engines(step["engines"], now)

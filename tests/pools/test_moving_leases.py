@@ -25,6 +25,10 @@ def held(pool: Pool) -> int:
     return sum(tier["held"]["tokens"] for tier in tiers)
 
 
+def is_held(lease: Lease) -> bool:
+    return lease.grant is not None
+
+
 # -- who gets in
 
 
@@ -41,13 +45,13 @@ async def test_a_smaller_lease_lets_others_in_and_growth_is_never_refused(harnes
     assert held(pool) == 530
     first.settle()
     await harness.quiet(pool)
-    assert second.grant is None, "the leases hold more than the pool"
+    assert not is_held(second), "the leases hold more than the pool"
     assert running.resize(71)
     await harness.quiet(pool)
-    assert second.grant is None
+    assert not is_held(second)
     assert running.resize(70)
     await harness.quiet(pool)
-    assert second.grant is not None
+    assert is_held(second)
     assert [running.settle(), running.resize(1), held(pool) > 0] == [True, False, True]
     with pytest.raises(ValueError, match="at least 1 token, not 0"):
         second.resize(0)
@@ -61,10 +65,10 @@ async def test_a_lease_that_is_handed_back_asks_for_what_it_held_last(harness: H
     blocker.resize(75)
     lease.hand_back()
     await harness.quiet(pool)
-    assert lease.grant is None, "30 do not fit beside 75"
+    assert not is_held(lease), "30 do not fit beside 75"
     blocker.resize(70)
     await harness.quiet(pool)
-    assert lease.grant is not None
+    assert is_held(lease)
     assert held(pool) == 100
 
 
@@ -83,11 +87,11 @@ async def test_a_chosen_lease_that_shrinks_or_grows_waits_again_with_its_last_si
     low.resize(50)
     low.requeue()
     await harness.quiet(pool)
-    assert high.grant is not None
-    assert low.grant is None
+    assert is_held(high)
+    assert not is_held(low)
     high.resize(50)
     await harness.quiet(pool)
-    assert low.grant is not None, "it holds 50 now"
+    assert is_held(low), "it holds 50 now"
     assert held(pool) == 100
 
 
@@ -138,7 +142,7 @@ class Compared:
             found = [it for it in found if it.tokens <= CAPACITY and (it.chosen or verb == "hand_back")]
         if not found:
             return
-        request, step = self.luck.choice(found), {"do": verb}
+        request, step = self.luck.choice(found), dict[str, Any](do=verb)
         lease = self.leases[request.id]
         if verb == "resize":
             step["tokens"] = self.luck.randint(1, self.luck.choice([90, 3 * CAPACITY]))

@@ -75,7 +75,7 @@ def loses_an_answer(all_of_them: Replicas) -> None:
             link.loses_answers = False
         send(call, user)  # type: ignore[arg-type]
 
-    link.send = sends  # type: ignore[method-assign, assignment]
+    link.send = sends  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("fault", [nothing, flushed, loses_an_answer])
