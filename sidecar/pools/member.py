@@ -17,7 +17,6 @@ from sidecar.pools.calls import (
     LAYOUT,
     Call,
     Cap,
-    Cell,
     Charge,
     Drain,
     EngineConfig,
@@ -34,11 +33,10 @@ from sidecar.pools.known_pool import KnownPool
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member_events import Entered, Event, Mode, Refused, TakeBack
 from sidecar.pools.meter import Meter
-from sidecar.pools.row import Row, sums_of
-from sidecar.pools.shortage_told import gone_of, shortage_of
+from sidecar.pools.row import Row
+from sidecar.pools.taken_back import TakenBack
 from sidecar.pools.told import Told
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
-from sidecar.scheduling.preemption import Returnable, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 
@@ -99,8 +97,8 @@ class Member:
         self._number, self._entered, self._alone_number = last_number, 0, 0
         self._acks: list[int] = []
         self._told: list[Told] = []
-        self._is_view_new, self._is_leaving_new = True, False
-        self._leaving: dict[str, Lease] = {}
+        self._is_view_new = True
+        self._back = TakenBack(self._names)
         self.events: list[Event] = []
         self._in_flight: Call | None = None
         self._sent_us = self._retry_us = self._heartbeat_us = self.failures = 0
@@ -109,7 +107,6 @@ class Member:
         self._alone: Ledger | None = None
         self._alone_rules: PoolRules | None = None  # those that are stated to it
         self._returns: dict[str, int] = {}
-        self._returnable = Returnable()
 
     # -- requests
 
@@ -176,13 +173,10 @@ class Member:
         """A lease ends."""
         ticket = lease.ticket
         self._count(lease, -1)
-        if self._leaving:
-            self._leaves_no_more(lease)
+        self._back.ended(lease, self._own_rules)
         if (ticket.excess or ticket.excess_prompt) and (owed_us := lease.end(now_us)):
             self._owe(lease, owed_us, now_us)
         del self.leases[ticket.id]
-        if self._own_rules.tiers[ticket.tier].preemptible and not lease.is_kept:
-            self._returnable.remove(lease)
         if self._returns:
             self._returns.pop(ticket.id, None)
         if self._near is None or self._bids.waiting:
@@ -190,7 +184,7 @@ class Member:
 
     def _count(self, lease: Lease, sign: int) -> None:
         if lease.is_chosen:
-            self._is_leaving_new = True
+            self._back.is_new = True
         if self._near is None:
             self._row.add(lease, sign)
         else:
@@ -198,20 +192,8 @@ class Member:
 
     def keep(self, lease: Lease, now_us: int) -> None:
         """The first byte of a lease is on its way: it is taken back no more."""
-        lease.is_kept = True
-        self._returnable.remove(lease)
-        if lease.is_chosen:
-            lease.is_chosen = False
-            self._leaves_no_more(lease)
+        if self._back.kept(lease):
             self._call_by(now_us)
-
-    def _may_return(self, lease: Lease) -> None:
-        if self._own_rules.tiers[lease.ticket.tier].preemptible and not (lease.is_kept or lease.is_chosen):
-            self._returnable.add(lease)
-
-    def _leaves_no_more(self, lease: Lease) -> None:
-        if self._leaving.pop(lease.ticket.id, None) is not None:
-            self._is_leaving_new = True
 
     def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
         """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
@@ -250,9 +232,9 @@ class Member:
     def change_rules(self, rules: PoolRules, now_us: int) -> None:
         """Other rules of the same tiers, which replace those of the pool."""
         self.rules, self._own_rules, self._replaces = rules, rules.as_rules(), True
-        self._returnable = Returnable()
+        self._back.start_over()
         for lease in self.leases.values():
-            self._may_return(lease)
+            self._back.may_return(lease, self._own_rules)
         if self.mode is Mode.SHARED:
             self.mode = Mode.STATING
         self._call_by(now_us)
@@ -361,8 +343,7 @@ class Member:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
             self.pool.states()
-        if self._is_leaving_new or call.whole:
-            self._put_leaving(call)
+        self._back.put(call)
         call.acks, self._acks = self._acks, []
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
@@ -374,10 +355,6 @@ class Member:
         call.bids = self._bids.new(now_us)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
-
-    def _put_leaving(self, call: Call) -> None:
-        leaving = sums_of(self._names, self._leaving.values())
-        call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
 
     def _has_ended(self) -> bool:
         return self.is_closing and not self.leases and not self.waiting() and self.meter.is_idle
@@ -434,15 +411,9 @@ class Member:
 
     def _take_room_back(self, reply: Reply, ahead_us: int, now_us: int) -> None:
         """Rule 7, among the leases of this replica, by the sums of the reply."""
-        if reply.shortage is None or self._is_leaving_new:
-            return
-        levels = {name: level for level, name in enumerate(self._names)}
-        found, gone = shortage_of(reply.shortage, levels, ahead_us), gone_of(reply.leaving, levels)
-        for lease in leases_to_take_back(self.mirror(now_us), found, self._returnable, now_us, gone):
-            lease.is_chosen = self._is_leaving_new = True
-            self._returnable.remove(lease)
-            self._leaving[lease.ticket.id] = lease
-            self.events.append(TakeBack(lease))
+        if reply.shortage is not None and not self._back.is_new:
+            chosen = self._back.choose(reply, ahead_us, self.mirror(now_us), now_us)
+            self.events += [TakeBack(lease) for lease in chosen]
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:
         """The aged level of a ticket as a whole level (rule 3)."""
@@ -491,7 +462,7 @@ class Member:
         self._entered += 1
         returns = self._returns.get(ticket.id, 0) if self._returns else 0
         self.leases[ticket.id] = lease = Lease(ticket, engine, self._entered, sent, returns)
-        self._may_return(lease)
+        self._back.may_return(lease, self._own_rules)
         return lease
 
     def woken(self, wake_up: WakeUp, now_us: int) -> None:
@@ -548,7 +519,7 @@ class Member:
 
     def _begin_alone(self) -> None:
         self.mode, self._alone, self._alone_number = Mode.ALONE, Ledger(), 0
-        self._acks, self._alone_rules = [], None
+        self._acks, self._alone_rules, self._back.is_new = [], None, True
 
     def _compose_alone(self, now_us: int) -> Call:
         self._alone_number += 1
@@ -559,7 +530,7 @@ class Member:
             self._alone_rules = self.rules
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
         call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
-        self._put_leaving(call)
+        self._back.put(call)
         call.acks, self._acks = self._acks, []
         call.caps = [told.record for told in self._told if isinstance(told.record, Cap)]
         self._told = [told for told in self._told if not isinstance(told.record, Cap)]
@@ -591,7 +562,7 @@ class Member:
             self._call_by(now_us if others_wait else now_us + self._lazy_us)
 
     def _call_if_needed(self, now_us: int) -> None:
-        has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new
+        has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._back.is_new
         if has_news or self.meter.has_news or any(told.number == 0 for told in self._told):
             self._tell_soon(now_us)
         if self._has_ended():

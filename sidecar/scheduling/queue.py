@@ -76,7 +76,7 @@ class FairQueue:
 
     def leave(self, ticket: Ticket) -> None:
         """One that leaves for an engine or for the line: its tenant is charged."""
-        is_next = not self.by_gain or self.next() is ticket
+        is_next = not self.by_gain or (self.next() is ticket and self._best[1] is not ticket)
         if not self.by_gain:
             self.virtual = max(self.virtual, ticket.start or 0.0)
         self._charge_for(ticket)

@@ -64,6 +64,10 @@ def test_it_gives_the_answers_of_100_programs() -> None:
     assert [found for program in programs(range(100)) if (found := first_difference(program, 32))] == []
 
 
+def test_in_the_process_it_gives_the_same_with_four_bids() -> None:
+    assert [found for program in programs(range(16)) if (found := first_difference(program, 4, member.Member))] == []
+
+
 @settings(max_examples=examples(20))
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, by_gain: bool) -> None:
@@ -447,8 +451,9 @@ def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
     assert one.mirror(late).line == []
 
 
-def test_what_a_lease_grew_and_owes_counts_once_where_the_answer_was_lost() -> None:
-    store, second = ledger.Ledger(), 1_000_000
+def loses_an_answer_with_growth_and_a_turn(store: ledger.Ledger) -> None:
+    """What a lease grew by and its tier owes counts once."""
+    second = 1_000_000
     members = [member.Member(who, pool_rules([("t0", 0.2)])) for who in ("one", "other")]
     one, other = members
 
@@ -479,3 +484,7 @@ def test_what_a_lease_grew_and_owes_counts_once_where_the_answer_was_lost() -> N
     call(one, 5 * second)
     assert one.mode is Mode.SHARED
     assert (tier.queue.finish["a"], tier.owes_until_us) == (charged, owed)
+
+
+def test_what_a_lease_grew_and_owes_counts_once_where_the_answer_was_lost() -> None:
+    loses_an_answer_with_growth_and_a_turn(ledger.Ledger())
