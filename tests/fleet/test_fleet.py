@@ -213,8 +213,9 @@ async def test_errors_count_to_fail_and_passes_to_rise() -> None:
 
 
 async def test_slowness_ejects_at_most_half_of_the_engines_and_refused_connections_all(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine_watch, "ANSWER_WITHIN_S", 5.0)  # none is slow before its time, on a busy machine
     rude = [RudeEngine() for _ in range(4)]
     async with engines(4) as found:
         for engine, app in zip(found, rude, strict=True):
@@ -224,6 +225,7 @@ async def test_slowness_ejects_at_most_half_of_the_engines_and_refused_connectio
         async with fleet_of(addresses) as fleet:
             for app in rude:
                 app.delay_s = 30
+            monkeypatch.setattr(engine_watch, "ANSWER_WITHIN_S", 1.0)
             slow: list[str] = []
 
             def used_all_the_same() -> int:
@@ -232,7 +234,7 @@ async def test_slowness_ejects_at_most_half_of_the_engines_and_refused_connectio
 
             await until(lambda: used_all_the_same() == 2)
             assert sorted(states(fleet).values()) == ["down", "down", "ready", "ready"]
-            assert "is slow (GET /health was not answered within 0.3 s), and is used all the same" in slow[0]
+            assert "is slow (GET /health was not answered within 1 s), and is used all the same" in slow[0]
             logged = [it.getMessage() for it in caplog.records if getattr(it, "event", "") == "engine_slow"]
             assert sorted(logged) == sorted(slow)
             for engine in found:

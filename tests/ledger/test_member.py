@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sidecar.pools import ledger, member
 from sidecar.pools.calls import Cap, EngineView
 from sidecar.pools.member_events import Mode
-from sidecar.scheduling.tickets import Ticket
+from sidecar.scheduling.tickets import Lease, Ticket
 from tests.ledger.one_replica import OneReplica
 from tests.ledger.replica import pool_rules
 from tests.scheduling import reference
@@ -158,8 +158,8 @@ def test_what_grows_while_it_is_taken_back_gives_all_of_that_back() -> None:
 class Slow(member.Member):
     """One that makes a call for each request."""
 
-    def _enters(self, *_: Any) -> bool:
-        return False
+    def enter(self, *_: Any) -> None:
+        return None
 
 
 class Counting(member.Member):
@@ -167,10 +167,10 @@ class Counting(member.Member):
 
     entered = 0
 
-    def _enters(self, *args: Any) -> bool:
-        entered = super()._enters(*args)
-        Counting.entered += entered
-        return entered
+    def enter(self, *args: Any) -> Lease | None:
+        held = super().enter(*args)
+        Counting.entered += held is not None
+        return held
 
 
 def _sums(one: OneReplica) -> list[Any]:
