@@ -147,14 +147,14 @@ class LeaseOwner(Protocol):
         The owner resolves `outcome` with how the request had waited.
         """
 
-    def change_size(self, lease: Lease, freed_tokens: int) -> None:
-        """The lease holds what its ask says from now on: so many tokens less, or more where they are negative."""
+    def change_size(self, lease: Lease) -> None:
+        """The lease holds what its ask says from now on."""
 
     def charge_tenant(self, lease: Lease, tokens: int) -> None:
         """The lease's tenant is charged for so many tokens more."""
 
-    def keep(self, lease: Lease, *, was_chosen: bool) -> None:
-        """The lease is not to be preempted any more. `was_chosen`: another request waits for its room in vain."""
+    def keep(self, lease: Lease) -> None:
+        """The lease is not to be preempted any more."""
 
     def requeue(self, lease: Lease) -> None:
         """The lease gives its room back and waits again."""
@@ -168,8 +168,6 @@ class LeaseOwner(Protocol):
 
 class Lease(msgspec.Struct, eq=False):
     """One request in a pool: waiting, then held, then over. It ends once, by `settle` or by `leave`.
-
-    `new_lease` makes one.
 
     `tier` is the level at which it waits and is charged: the one asked for, or a lower one where its tenant was over
     its limits. `allowance` is what was left of them when the request entered, None for a tenant without limits.
@@ -268,9 +266,9 @@ class Lease(msgspec.Struct, eq=False):
             raise ValueError(f"a lease holds at least 1 token, not {tokens}")
         if self.grant is None or self.is_over:
             return False
-        if freed_tokens := self.ask.tokens - tokens:
+        if self.ask.tokens != tokens:
             self.ask = msgspec.structs.replace(self.ask, tokens=tokens)
-            self._owner.change_size(self, freed_tokens)
+            self._owner.change_size(self)
         return True
 
     def charge_tenant(self, tokens: int) -> None:
@@ -285,8 +283,8 @@ class Lease(msgspec.Struct, eq=False):
     def keep(self) -> None:
         """The first byte is sent: the lease is never preempted from now on. Nothing changes where it is not held."""
         if self.grant is not None and not self.is_over and not self._is_kept:
-            was_chosen, self._is_kept, self._is_chosen = self._is_chosen, True, False
-            self._owner.keep(self, was_chosen=was_chosen)
+            self._is_kept, self._is_chosen = True, False
+            self._owner.keep(self)
 
     def requeue(self) -> asyncio.Future[Grant]:
         """Gives the room back and waits again, by the original arrival. `grant` is None until the wait ends.
@@ -377,7 +375,7 @@ class Lease(msgspec.Struct, eq=False):
         if self.grant is None or self.is_over or self._is_chosen or returns != self.returns:
             return
         if self._is_kept:
-            self._owner.keep(self, was_chosen=True)  # the choice was made before the pool heard of `keep`
+            self._owner.keep(self)  # the choice was made before the pool heard of `keep`
             return
         self._is_chosen = True
         asyncio.get_running_loop().call_soon(self._preempt)
@@ -397,20 +395,13 @@ class Lease(msgspec.Struct, eq=False):
             self.on_preempt()
 
 
-def new_lease(
-    owner: LeaseOwner, lease_id: int, ask: Ask, entered_us: int, answered: asyncio.Future[None] | None = None
-) -> Lease:
-    """The lease of a request that enters a pool."""
-    return Lease(owner, lease_id, ask, entered_us, str(lease_id), ask.tokens, answered)
-
-
 class Pool(Protocol):
     """The leases of one engine, in one process or in a store that many share.
 
     Leases change their size many times while they run. A pool decides about the room that they free in the same tick of
     the event loop, once for all of them. Growth frees no room, so nothing is decided at once: where it gives another
-    waiting request the first place in order, that one is admitted with the next decision. In a store a change makes no
-    call of its own: see `redis.batch`.
+    waiting request the first place in order, that one is admitted with the next decision. A ledger in a store hears of
+    it with the next call.
     """
 
     def change_rules(self, rules: PoolRules) -> None:

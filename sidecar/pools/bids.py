@@ -35,6 +35,7 @@ class _Tier:
 
     def __post_init__(self) -> None:
         self.by_gain = BestByGain(self.queue)
+        self.queue.are_more = lambda: bool(self.shown)
 
     def wait(self, ticket: Ticket) -> None:
         """One that came, or came back."""
@@ -60,10 +61,10 @@ class Bids:
         self._most, self._size_now = most, size_now
         self._bids: dict[str, int] = {}
         self._lined: set[int] = set()
-        self._made = self._count = 0
+        self._made = self.waiting = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self.waiting
 
     @property
     def shown(self) -> dict[int, Ticket]:
@@ -84,19 +85,19 @@ class Bids:
 
     def add(self, ticket: Ticket) -> None:
         """One that waits from now on."""
-        self._count += 1
+        self.waiting += 1
         self._tiers[ticket.tier].wait(ticket)
 
-    def passed(self, tier: int, virtual: float, afresh: int) -> None:
-        """One of a tier of which none waited was not shown: it entered at once."""
+    def passed(self, tier: int, ledger: FairQueue) -> None:
+        """One of a tier of which none waited was not shown: it entered at once, in the ledger's queue."""
         of = self._tiers[tier]
-        of.afresh = afresh
-        of.queue.start_afresh(virtual, of.queue.afresh)
+        of.afresh = ledger.afresh
+        of.queue.start_afresh(ledger.virtual)
 
     def remove(self, ticket: Ticket) -> bool:
         """One that is given up. Returns whether it was shown, so that the ledger must hear of it."""
         tier = self._tiers[ticket.tier]
-        self._count -= 1
+        self.waiting -= 1
         bid = self._bids.get(ticket.id)
         if bid is None:
             tier.queue.remove(ticket)
@@ -115,7 +116,7 @@ class Bids:
         for tier in self._tiers:
             if (ticket := tier.shown.pop(bid, None)) is not None:
                 del self._bids[ticket.id]
-                self._count -= 1
+                self.waiting -= 1
                 tier.is_known = tier.is_known and bid != tier.last
                 return ticket
         return None
@@ -192,7 +193,7 @@ class Bids:
         self.go_back()
         tickets = [ticket for tier in self._tiers for ticket in tier.queue]
         self._tiers = [_Tier(tier.name) for tier in self._tiers]
-        self._count = 0
+        self.waiting = 0
         return tickets
 
     def take_tags(self, reply: Reply) -> None:

@@ -95,19 +95,21 @@ class Withdrawn(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Charge(msgspec.Struct, array_like=True, frozen=True):
-    """The growth of a lease."""
+    """The growth of a lease. `told_with` is the number of the first call that said so: it is heard once."""
 
     tier: str
     tenant: str
     tokens: int
     weight: int
+    told_with: int
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True):
-    """A turn that its tier pays back."""
+    """A turn that its tier pays back. `told_with`: see `Charge`."""
 
     tier: str
     owed_us: int
+    told_with: int
 
 
 class EngineView(msgspec.Struct, array_like=True, frozen=True):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import msgspec
+
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.base import Ask
-from sidecar.pools.engines import EngineFigures, EngineOffer, Found, sum_of_offers
+from sidecar.pools.base import Ask, Grant
+from sidecar.pools.engines import EngineFigures, EngineOffer, sum_of_offers
 from sidecar.pools.stats import ALONE, bounded
+from sidecar.scheduling.amounts import minus
+from sidecar.scheduling.reports import Found
 from sidecar.scheduling.scheduler import Scheduler
+from sidecar.scheduling.tickets import Lease
 
 NO_ENGINE = "no engine takes new requests at present"
 MOST_NAMED = 3
@@ -76,12 +81,19 @@ def engine_obstacle(
     return None
 
 
-def placed_on(found: Found | None, ask: Ask, claimed_us: int) -> Placed | None:
-    """Why an engine got a request, for people: its ledger as the request `found` it, and the predictions."""
-    if found is None:
-        return None
-    amounts = (found.held_tokens, found.held_requests, found.unprefilled_tokens)
-    return Placed(bounded(found.tokens), bounded(found.requests), *amounts, ask.prompt, ask.hits, claimed_us)
+def placed(grant: Grant, ask: Ask, engine: str, found: tuple[int, int, int, int, int, int]) -> Grant:
+    """The grant names the engine, and says why, for people. `found`: see `reports.Found`."""
+    tokens, requests, held_tokens, held_requests, sent, lined_us = found
+    sizes = bounded(tokens), bounded(requests)
+    why = Placed(*sizes, held_tokens, held_requests, sent, ask.prompt, ask.hits, lined_us)
+    return msgspec.structs.replace(grant, engine=engine, placed=why)
+
+
+def found_by(lease: Lease, pool: Scheduler, now_us: int) -> Found:
+    """The engine of a lease in its pool, as that has found it which has just entered."""
+    engine = pool.engines[lease.engine]
+    (tokens, requests, _), held = engine.size(now_us), minus(engine.held, lease.amount)
+    return Found(tokens, requests, held[0], held[1], engine.sent - lease.sent, 0)
 
 
 def _has_room(engine: EngineFigures, ask: Ask) -> bool:

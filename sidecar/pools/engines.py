@@ -53,16 +53,6 @@ class EngineFigures(NamedTuple):
     claims: int
 
 
-class Found(NamedTuple):
-    """One engine when a request was admitted there, without that one; the capacity is the effective one."""
-
-    tokens: int
-    requests: int
-    held_tokens: int
-    held_requests: int
-    unprefilled_tokens: int
-
-
 class Capacity(NamedTuple):
     """The size of the pool, None where a dimension is unbounded."""
 

@@ -18,13 +18,13 @@ from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drai
 from sidecar.pools.row import Sides, Sums, added, sums_of
 from sidecar.pools.shortage_told import gone_of, told_of
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import Engine, Gone
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Shortage, shortage
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.scheduling.reports import Found
-from sidecar.scheduling.scheduler import Gone, Grant, Scheduler
+from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
 from sidecar.scheduling.time_alone import next_change
 
@@ -119,26 +119,23 @@ class Ledger:
 
     def hold(self, lease: Lease, sign: int) -> None:
         """A lease counts, or counts no more."""
-        ticket = lease.ticket
+        ticket, state = lease.ticket, self.state
+        assert state is not None
         amount = sign * ticket.tokens, sign * ticket.requests, sign * ticket.count
         floor = amount if ticket.is_in_floor else NOTHING
-        self._held().scheduler.hold(ticket.tier, lease.engine, amount, sign * lease.sent, floor)
-
-    def queue(self, tier: int) -> FairQueue:
-        """What waits of a tier."""
-        return self._held().scheduler.tiers[tier].queue
+        state.scheduler.hold(ticket.tier, lease.engine, amount, sign * lease.sent, floor)
 
     def look_at_queue(self, tier: int) -> None:
         """One that was not shown waits no more."""
         if self.state is not None:
-            self.queue(tier).look()
+            self.state.scheduler.tiers[tier].queue.look()
 
     def owe(self, tier: int, owed_us: int, now_us: int) -> None:
         """A turn that a tier pays back."""
         self._now(now_us).scheduler.owe(tier, owed_us, now_us)
 
-    def enter(self, ticket: Ticket, now_us: int) -> Grant | None:
-        """What a call with this bid alone would grant, where nothing waits; None where it may have to wait."""
+    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int, FairQueue] | None:
+        """See `Scheduler.enter`: where a call with this bid alone would put it; None where it may have to wait."""
         state = self._now(now_us)
         return None if state.hold_until else state.scheduler.enter(ticket, state.last_call)
 
@@ -173,7 +170,7 @@ class Ledger:
         assert member is not None
         member.last_call, member.number = state.last_call, call.number
         verdicts = limits.decide(state.limiter, call, last_number, member.charged, state.last_call)
-        self._take_changes(call, member)
+        self._take_changes(call, member, last_number)
         self._end_hold()
         self._decide(call.who)
         reply = self._reply(call, member)
@@ -186,8 +183,10 @@ class Ledger:
         """Time never goes back, whichever server answers."""
         state = self.state
         assert state is not None
-        state.offset = max(state.offset, state.last_call - server_us)
-        self._before, state.last_call = state.last_call, server_us + state.offset
+        self._before, now = state.last_call, server_us + state.offset
+        if now < self._before:
+            state.offset, now = self._before - server_us, self._before
+        state.last_call = now
         return state
 
     def _create(self, now: int, layout: int, offset: int) -> State:
@@ -252,7 +251,9 @@ class Ledger:
         if call.kind == "ask":
             return False
         if call.kind == "state":
-            return member is None or call.number > member.number
+            is_of_others = not call.knew and not call.replaces  # it had stated other tiers than the pool's
+            is_early = not state.names and state.is_empty and state.last_call < state.hold_until
+            return not (is_of_others and is_early) and (member is None or call.number > member.number)
         if member is None or member.stated != state.epoch or call.number != member.number + 1:
             return False
         if call.bid_count is None:
@@ -317,7 +318,7 @@ class Ledger:
             for tier_name, entry in member.outbox.values():
                 self._hold((tier_name, entry.engine), entry.sums, 1)
 
-    def _take_changes(self, call: Call, member: _Member) -> None:
+    def _take_changes(self, call: Call, member: _Member, last_number: int) -> None:
         state, now = self._held(), self._held().last_call
         for acknowledged in call.acks:
             if (granted := member.outbox.pop(acknowledged, None)) is not None:
@@ -339,10 +340,10 @@ class Ledger:
                 engine.set_cap(cap.requests, now + cap.for_us, now)
         levels = state.levels
         for charge in call.charges:
-            if charge.tier in levels:
+            if charge.tier in levels and charge.told_with > last_number:
                 state.scheduler.tiers[levels[charge.tier]].queue.charge(charge.tenant, charge.tokens, charge.weight)
         for owed in call.owes:
-            if owed.tier in levels:
+            if owed.tier in levels and owed.told_with > last_number:
                 state.scheduler.owe(levels[owed.tier], owed.owed_us, now)
         if not member.is_foreign:
             for bid in call.bids:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count
 
-import msgspec
-
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
 from sidecar.events import StoreObserver
 from sidecar.policy.model import Limits, Policy, StoreLoss
@@ -17,17 +15,12 @@ from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools import calls
 from sidecar.pools.alarm import Alarm
-from sidecar.pools.base import (
-    Ask,
-    Lease,
-    WaitOutcome,
-    new_lease,
-)
+from sidecar.pools.base import Ask, Lease, WaitOutcome
 from sidecar.pools.calls import Cap, Drain, EngineView, Metered, Reply, WakeUp
 from sidecar.pools.clock import Clock, monotonic_us
-from sidecar.pools.engine_reports import change_sizes, placed_on
+from sidecar.pools.engine_reports import change_sizes, found_by, placed
 from sidecar.pools.engine_size import EngineSize
-from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer, Found
+from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT, EngineOffer
 from sidecar.pools.ledger_link import Link, LocalLink
 from sidecar.pools.ledger_rules import rules_of, ticket_of, views_of
 from sidecar.pools.limits import downgraded, metered, refusal, remaining
@@ -131,7 +124,7 @@ class LedgerPool(ReportedPool):
         await self._link.close()
         self._start_over()
 
-    def _begin(self) -> asyncio.AbstractEventLoop:
+    def _begin(self) -> None:
         """Calls are made from now on. In another event loop than before a replica begins anew; a ledger in the process
         goes on with what it holds.
         """
@@ -142,7 +135,6 @@ class LedgerPool(ReportedPool):
             self._stop_timers()
             self._loop = loop
             self._run()
-        return loop
 
     def _start_over(self) -> None:
         """Forgets everything of an event loop that has ended, or of a pool that was closed."""
@@ -247,20 +239,33 @@ class LedgerPool(ReportedPool):
         """See `Pool.enter`. Raises CapacityUnknown, too, where its engine says how large it is."""
         if self._size is not None:
             await self._size.require()
-        loop = self._begin()
+        loop, is_shared = asyncio.get_running_loop(), self._link.is_shared
+        if loop is not self._loop:
+            self._begin()
         self._sizes.refuse_what_never_fits(ask)
-        if self._link.is_shared and (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
+        if is_shared and (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
             raise refused
+        answered = loop.create_future() if is_shared and ask.limits is None else None
         now_us = self.now_us()
+        number = next(self._ids)
+        lease = Lease(self, number, ask, now_us, str(number), ask.tokens, answered)
         if ask.limits is not None:
-            lease = new_lease(self, next(self._ids), ask, now_us)
             await self._enter_within(ask.limits, lease, now_us)
-        else:
-            answered = loop.create_future() if self._link.is_shared else None
-            lease = new_lease(self, next(self._ids), ask, now_us, answered)
+        elif is_shared or not self._enters(lease, now_us):
             await self._enter(lease, answered, now_us)
         self._requests.places.taken(lease.ask)
         return lease
+
+    def _enters(self, lease: Lease, now_us: int) -> bool:
+        """Whether a request enters at once, without a call to the ledger in this process. Most find the pool idle."""
+        ticket = ticket_of(lease)
+        if self._requests.waiting or (held := self._member.enter(ticket, now_us)) is None:
+            return False
+        grant = self._requests.entered(lease, ticket, held, now_us)
+        if self._has_names:
+            grant = placed(grant, lease.ask, held.engine, found_by(held, self._member.mirror(now_us), now_us))
+        lease.grant = grant
+        return True
 
     async def _enter(self, lease: Lease, answered: asyncio.Future[None] | None, now_us: int) -> None:
         ask, others_wait = lease.ask, bool(self._requests.waiting)
@@ -363,22 +368,24 @@ class LedgerPool(ReportedPool):
 
     def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
         """See `LeaseOwner.end`."""
-        now_us = self.now_us()
-        is_held, used = (True, used_tokens) if lease.grant is not None else (False, 0)
-        is_counted = lease.is_counted and (is_held or self._figures.paused is None)
-        self._member.meter.settle(lease.id, used, now_us, is_counted=is_counted, was_held=is_held)
-        request, grant = self._requests[lease.ticket_id], None
+        now_us, member, grant = self.now_us(), self._member, None
+        if lease.ask.limits is not None:
+            is_held, used = (True, used_tokens) if lease.grant is not None else (False, 0)
+            is_counted = lease.is_counted and (is_held or self._figures.paused is None)
+            member.meter.settle(lease.id, used, now_us, is_counted=is_counted, was_held=is_held)
+        request = self._requests[lease.ticket_id]
         if request.held is not None:
             self._requests.ended(request)
-            self._member.end(request.held, now_us)
+            member.end(request.held, now_us)
         else:
             grant = self._requests.so_far(request, now_us)
             self._cancel(request, now_us)
-        self._run(now_us)
+        if not member.is_quiet:
+            self._run(now_us)
         if outcome is not None:
             outcome.set_result(grant)
 
-    def change_size(self, lease: Lease, freed_tokens: int) -> None:  # noqa: ARG002
+    def change_size(self, lease: Lease) -> None:
         """See `LeaseOwner.change_size`. What it frees is decided about later in this tick of the event loop."""
         self._member.resize(self._requests.held_as(lease), lease.ask.tokens, self.now_us())
         self._run_when_due()
@@ -388,7 +395,7 @@ class LedgerPool(ReportedPool):
         self._member.charge(self._requests.held_as(lease), tokens, self.now_us())
         self._run_when_due()
 
-    def keep(self, lease: Lease, *, was_chosen: bool) -> None:  # noqa: ARG002
+    def keep(self, lease: Lease) -> None:
         """See `LeaseOwner.keep`."""
         self._member.keep(self._requests.held_as(lease), self.now_us())
         self._run()
@@ -441,10 +448,7 @@ class LedgerPool(ReportedPool):
         if self._goes_on_soon and most_admitted == MOST_ADMITTED:
             return
         now_us = self.now_us() if now_us is None else now_us
-        if self._member.is_quiet:
-            if self._member.events:
-                self._tell_requests(now_us)
-                self._run_when_due()
+        if self._member.is_quiet and not self._member.events:
             return
         self._run_at_us = now_us
         try:
@@ -581,12 +585,8 @@ class LedgerPool(ReportedPool):
         level, is_first = self._member.whole_level(ticket, now_us), lease.is_entering or lease.id in self._questions
         grant = self._requests.admitted(request, level, now_us, entered.passed, is_first=is_first)
         if self._has_names:
-            *found, lined_us = entered.found
-            placed = placed_on(Found(*found), lease.ask, lined_us)
-            grant = msgspec.structs.replace(grant, engine=held.engine, placed=placed)
+            grant = placed(grant, lease.ask, held.engine, entered.found)
         return lease.granted(grant)
-
-    # -- beside requests
 
     async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
         """See `Pool.allowance`. Not known while the replica is not in its pool."""

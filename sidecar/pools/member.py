@@ -17,7 +17,6 @@ from sidecar.pools.calls import (
     LAYOUT,
     Call,
     Cap,
-    Cell,
     Charge,
     Drain,
     EngineConfig,
@@ -34,12 +33,10 @@ from sidecar.pools.known_pool import KnownPool
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member_events import Entered, Event, Mode, Refused, TakeBack
 from sidecar.pools.meter import Meter
-from sidecar.pools.row import Row, sums_of
-from sidecar.pools.shortage_told import gone_of, shortage_of
+from sidecar.pools.row import Row
+from sidecar.pools.taken_back import TakenBack
 from sidecar.pools.told import Told
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
-from sidecar.scheduling.figures import aged_level, whole_level
-from sidecar.scheduling.preemption import Returnable, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 
@@ -56,11 +53,11 @@ LAZY_US = 20_000
 class Member:
     """One replica of a pool.
 
-    `own_us`: of the owner's clock. `size_now` is called with a ticket that is about to be shown. `divides`: whether it
-    admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
-    so much later; UNBOUNDED for a ledger that has no other replicas. `presumed`: how many replicas there are where the
-    ledger never answered, 0 for not known. `shares_engines`: whether others can use the same engines. `near`: the
-    ledger, if it serves this replica alone, in this process. `last_number`: of the last call under this name.
+    `size_now` is called with a ticket that is about to be shown. `divides`: whether it admits alone when the store does
+    not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and so much later; UNBOUNDED for a
+    ledger that has no other replicas. `presumed`: how many replicas there are where the ledger never answered, 0 for
+    not known. `shares_engines`: whether others can use the same engines. `near`: the ledger, if it serves this replica
+    alone. `last_number`: of the last call under this name.
     """
 
     def __init__(
@@ -100,8 +97,8 @@ class Member:
         self._number, self._entered, self._alone_number = last_number, 0, 0
         self._acks: list[int] = []
         self._told: list[Told] = []
-        self._is_view_new, self._is_leaving_new = True, False
-        self._leaving: dict[str, Lease] = {}
+        self._is_view_new = True
+        self._back = TakenBack(self._names)
         self.events: list[Event] = []
         self._in_flight: Call | None = None
         self._sent_us = self._retry_us = self._heartbeat_us = self.failures = 0
@@ -110,7 +107,6 @@ class Member:
         self._alone: Ledger | None = None
         self._alone_rules: PoolRules | None = None  # those that are stated to it
         self._returns: dict[str, int] = {}
-        self._returnable = Returnable()
 
     # -- requests
 
@@ -119,25 +115,20 @@ class Member:
         if self.is_foreign:
             self.events.append(Refused(ticket))
             return
-        if self._near is not None and self._enters(ticket, self._near, now_us):
-            return
         self._bids.add(ticket)
         if self.mode is not Mode.SHARED or self._bids.has_urgent(now_us, ticket.tier):
             self._call_by(now_us)
 
-    def _enters(self, ticket: Ticket, near: Ledger, now_us: int) -> bool:
-        """Whether it enters at once, without a call: nothing waits, and there is nothing else to tell the ledger."""
-        has_news = self._in_flight is not None or (self._due_us is not None and self._due_us <= now_us)
-        if has_news or self.mode is not Mode.SHARED or self._bids or self._bids.is_paused:
-            return False
-        self._size_now(ticket)
-        grant = near.enter(ticket, now_us)
-        if grant is None:
-            return False
-        queue = near.queue(ticket.tier)
-        self._bids.passed(ticket.tier, queue.virtual, queue.afresh)
-        self._start(ticket, grant.engine, grant.sent, grant.found, {})
-        return True
+    def enter(self, ticket: Ticket, now_us: int) -> Lease | None:
+        """The lease of one that enters at once: nothing waits, and nothing else is to be told. None: `submit` it."""
+        near, bids, due_us = self._near, self._bids, self._due_us
+        has_news = self._in_flight is not None or (due_us is not None and due_us <= now_us)
+        if near is None or has_news or bids.waiting or bids.is_paused or self.mode is not Mode.SHARED:
+            return None
+        if (entered := near.enter(ticket, now_us)) is None:
+            return None
+        bids.passed(ticket.tier, entered[2])
+        return self._lease(ticket, *entered[:2])
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
@@ -166,7 +157,7 @@ class Member:
         ticket = lease.ticket
         if self._near is not None and not self._bids:
             return
-        self._told.append(Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight)))
+        self._told.append(Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0)))
         self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
         self._call_by(now_us + self._lazy_us)
 
@@ -180,21 +171,20 @@ class Member:
 
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
+        ticket = lease.ticket
         self._count(lease, -1)
-        if self._leaving:
-            self._leaves_no_more(lease)
-        if owed_us := lease.end(now_us):
+        self._back.ended(lease, self._own_rules)
+        if (ticket.excess or ticket.excess_prompt) and (owed_us := lease.end(now_us)):
             self._owe(lease, owed_us, now_us)
-        del self.leases[lease.ticket.id]
-        if not lease.is_kept:
-            self._returnable.remove(lease)
+        del self.leases[ticket.id]
         if self._returns:
-            self._returns.pop(lease.ticket.id, None)
-        self._tell_soon(now_us)
+            self._returns.pop(ticket.id, None)
+        if self._near is None or self._bids.waiting:
+            self._tell_soon(now_us)
 
     def _count(self, lease: Lease, sign: int) -> None:
         if lease.is_chosen:
-            self._is_leaving_new = True
+            self._back.is_new = True
         if self._near is None:
             self._row.add(lease, sign)
         else:
@@ -202,20 +192,8 @@ class Member:
 
     def keep(self, lease: Lease, now_us: int) -> None:
         """The first byte of a lease is on its way: it is taken back no more."""
-        lease.is_kept = True
-        self._returnable.remove(lease)
-        if lease.is_chosen:
-            lease.is_chosen = False
-            self._leaves_no_more(lease)
+        if self._back.kept(lease):
             self._call_by(now_us)
-
-    def _may_return(self, lease: Lease) -> None:
-        if self._own_rules.tiers[lease.ticket.tier].preemptible and not (lease.is_kept or lease.is_chosen):
-            self._returnable.add(lease)
-
-    def _leaves_no_more(self, lease: Lease) -> None:
-        if self._leaving.pop(lease.ticket.id, None) is not None:
-            self._is_leaving_new = True
 
     def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
         """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
@@ -254,9 +232,9 @@ class Member:
     def change_rules(self, rules: PoolRules, now_us: int) -> None:
         """Other rules of the same tiers, which replace those of the pool."""
         self.rules, self._own_rules, self._replaces = rules, rules.as_rules(), True
-        self._returnable = Returnable()
+        self._back.start_over()
         for lease in self.leases.values():
-            self._may_return(lease)
+            self._back.may_return(lease, self._own_rules)
         if self.mode is Mode.SHARED:
             self.mode = Mode.STATING
         self._call_by(now_us)
@@ -280,11 +258,6 @@ class Member:
     def is_awaiting(self) -> bool:
         """Whether a call is on its way."""
         return self._in_flight is not None
-
-    @property
-    def reply(self) -> Reply | None:
-        """The last one with figures."""
-        return self.pool.reply
 
     def own(self) -> dict[str, Amount]:
         """What its leases hold, by tier."""
@@ -362,6 +335,8 @@ class Member:
             self._bids.go_back()
             self._is_view_new, self._acks = True, []
             call.knew, call.rules, call.virtual = self.pool.knew, self.rules, self._bids.virtual()
+            if self.is_foreign:  # it has no pool to tell of, and makes none where the pool's own may come
+                call.knew = 0
             call.replaces, call.takes_over = self._replaces, self._takes_over
             call.drains = list(self.pool.drained.values())
         elif is_beat:
@@ -370,23 +345,18 @@ class Member:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
             self.pool.states()
-        if self._is_leaving_new or call.whole:
-            self._put_leaving(call)
+        self._back.put(call)
         call.acks, self._acks = self._acks, []
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
         for told in self._told:
             if told.number == 0 or kind == "state":
-                told.number = call.number
+                told.number = told.number or call.number
                 told.put(call)
         self.meter.put(call)
         call.bids = self._bids.new(now_us)
         call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
         return call
-
-    def _put_leaving(self, call: Call) -> None:
-        leaving = sums_of(self._names, self._leaving.values())
-        call.leaving, self._is_leaving_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
 
     def _has_ended(self) -> bool:
         return self.is_closing and not self.leases and not self.waiting() and self.meter.is_idle
@@ -443,23 +413,13 @@ class Member:
 
     def _take_room_back(self, reply: Reply, ahead_us: int, now_us: int) -> None:
         """Rule 7, among the leases of this replica, by the sums of the reply."""
-        if reply.shortage is None or self._is_leaving_new:
-            return
-        levels = {name: level for level, name in enumerate(self._names)}
-        found, gone = shortage_of(reply.shortage, levels, ahead_us), gone_of(reply.leaving, levels)
-        for lease in leases_to_take_back(self.mirror(now_us), found, self._returnable, now_us, gone):
-            lease.is_chosen = self._is_leaving_new = True
-            self._returnable.remove(lease)
-            self._leaving[lease.ticket.id] = lease
-            self.events.append(TakeBack(lease))
+        if reply.shortage is not None and not self._back.is_new:
+            chosen = self._back.choose(reply, ahead_us, self.mirror(now_us), now_us)
+            self.events += [TakeBack(lease) for lease in chosen]
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:
         """The aged level of a ticket as a whole level (rule 3)."""
-        if ticket.arrived_us == now_us:
-            return ticket.tier
-        rules = self._own_rules
-        aged = aged_level(ticket.tier, now_us - ticket.arrived_us, rules.promote_after_us, rules.ceiling)
-        return whole_level(aged, rules.promote_after_us)
+        return self._own_rules.whole_level(ticket.tier, now_us - ticket.arrived_us)
 
     def mirror(self, now_us: int) -> Scheduler:
         """The pool, by the last reply and what changed since, without what waits. Alone: its part, and its line."""
@@ -477,8 +437,7 @@ class Member:
                 continue
             if self._near is None:
                 self._acks.append(grant.bid)
-                if self.mode is not Mode.ALONE:
-                    self.elsewhere.own(grant)
+                self.elsewhere.own(grant)
             if ticket is not None:
                 self._begin(ticket, grant, ahead_us)
 
@@ -496,13 +455,17 @@ class Member:
         found: tuple[int, int, int, int, int, int],
         passed: Mapping[str, str],
     ) -> None:
-        self._entered += 1
-        lease = Lease(ticket, engine, self._entered, sent, self._returns.get(ticket.id, 0))
-        self.leases[ticket.id] = lease
-        self._may_return(lease)
+        lease = self._lease(ticket, engine, sent)
         if self._near is None:
             self._row.add(lease, 1)
         self.events.append(Entered(lease, found, passed))
+
+    def _lease(self, ticket: Ticket, engine: str, sent: int) -> Lease:
+        self._entered += 1
+        returns = self._returns.get(ticket.id, 0) if self._returns else 0
+        self.leases[ticket.id] = lease = Lease(ticket, engine, self._entered, sent, returns)
+        self._back.may_return(lease, self._own_rules)
+        return lease
 
     def woken(self, wake_up: WakeUp, now_us: int) -> None:
         """A hint: grants of this replica, or that an epoch begins."""
@@ -558,7 +521,7 @@ class Member:
 
     def _begin_alone(self) -> None:
         self.mode, self._alone, self._alone_number = Mode.ALONE, Ledger(), 0
-        self._acks, self._alone_rules = [], None
+        self._acks, self._alone_rules, self._back.is_new = [], None, True
 
     def _compose_alone(self, now_us: int) -> Call:
         self._alone_number += 1
@@ -569,7 +532,7 @@ class Member:
             self._alone_rules = self.rules
             call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
         call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
-        self._put_leaving(call)
+        self._back.put(call)
         call.acks, self._acks = self._acks, []
         call.caps = [told.record for told in self._told if isinstance(told.record, Cap)]
         self._told = [told for told in self._told if not isinstance(told.record, Cap)]
@@ -583,11 +546,10 @@ class Member:
         return self.pool.parts(self.views, now_us)
 
     def _owe(self, lease: Lease, owed_us: int, now_us: int) -> None:
-        """The ledger counts it from the moment when it is told."""
         if self._near is not None:
             self._near.owe(lease.ticket.tier, owed_us, now_us)
         else:
-            self._told.append(Told(Owed(self._names[lease.ticket.tier], owed_us)))
+            self._told.append(Told(Owed(self._names[lease.ticket.tier], owed_us, 0)))
             self._call_by(now_us)
 
     def _call_by(self, at_us: int) -> None:
@@ -598,11 +560,11 @@ class Member:
         if self._bids:
             self._call_by(now_us)
         elif self._near is None:
-            others_wait = self.reply is not None and self.reply.waiting
+            others_wait = self.pool.reply is not None and self.pool.reply.waiting
             self._call_by(now_us if others_wait else now_us + self._lazy_us)
 
     def _call_if_needed(self, now_us: int) -> None:
-        has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._is_leaving_new
+        has_news = self._row.changed or self._bids.withdrawn or self._acks or self._is_view_new or self._back.is_new
         if has_news or self.meter.has_news or any(told.number == 0 for told in self._told):
             self._tell_soon(now_us)
         if self._has_ended():

@@ -14,7 +14,7 @@ from sidecar.pools.member import ANSWER_WITHIN_US
 from sidecar.pools.member_events import Mode
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.tenant_places import TenantPlaces
-from sidecar.pools.waits import Wait, Waits
+from sidecar.pools.waits import NONE_AHEAD, Wait, Waits
 from sidecar.scheduling.tickets import Lease as Held
 from sidecar.scheduling.tickets import Ticket
 
@@ -66,6 +66,14 @@ class PoolRequests:
         self._all[lease.ticket_id] = request
         return request
 
+    def entered(self, lease: Lease, ticket: Ticket, held: Held, now_us: int) -> Grant:
+        """A request that is held as it comes, while none waits."""
+        tier = ticket.tier
+        wait = self._waits.entered(lease.id, tier, ticket.tokens, now_us)
+        self._all[lease.ticket_id] = PoolRequest(lease, ticket, wait, held)
+        self.places.drain_rates[tier].admitted(now_us)
+        return Grant(now_us, 0, 0, None, NONE_AHEAD, tier)
+
     def begins_to_wait(self, request: PoolRequest) -> None:
         """It takes a place in its tier's queue."""
         lease = request.lease
@@ -101,7 +109,7 @@ class PoolRequests:
         if self.waiting:
             self.stops_waiting(request)
         self._waits.admitted(request.wait, request.ticket.tokens, now_us)
-        self.places.admitted(request.ticket.tier, now_us)
+        self.places.drain_rates[request.ticket.tier].admitted(now_us)
         return grant
 
     def served_elsewhere(self, news: ServedElsewhere | None) -> None:

@@ -68,15 +68,15 @@ class DrainRate:
         self._updated_us = -TOGETHER_US
         self._began_us: int | None = None
 
-    def admitted(self, now_us: int, count: int = 1) -> None:
-        """Counts admissions. Those that follow another within TOGETHER_US count as of that moment."""
-        self.total += count
+    def admitted(self, now_us: int) -> None:
+        """Counts an admission. One that follows another within TOGETHER_US counts as of that moment."""
+        self.total += 1
         if now_us - self._updated_us < TOGETHER_US:
-            self._weight += count
+            self._weight += 1
             return
         if self._began_us is None:
             self._began_us = now_us
-        self._weight = count + self._weight * math.exp((self._updated_us - now_us) / 1e6 / WINDOW_S)
+        self._weight = 1 + self._weight * math.exp((self._updated_us - now_us) / 1e6 / WINDOW_S)
         self._updated_us = now_us
 
     def per_second(self, now_us: int) -> float:
@@ -232,24 +232,20 @@ class QueuePlaces:
     def __init__(self, sizes: SizeLimits, tiers: int) -> None:
         self.replicas = 1
         self._sizes = sizes
-        self._drain_rates = tuple(DrainRate() for _ in range(tiers))
+        self.drain_rates = tuple(DrainRate() for _ in range(tiers))
         self._promises = tuple(HeldPlaces() for _ in range(tiers))
-
-    def admitted(self, tier: int, now_us: int, count: int = 1) -> None:
-        """Counts requests that left a queue for the engine, or needed none."""
-        self._drain_rates[tier].admitted(now_us, count)
 
     def retry_after_s(self, tier: int, queued: int, now_us: int) -> float:
         """See `Pool.retry_after_s`."""
-        return self._drain_rates[tier].retry_after_s(queued, now_us)
+        return self.drain_rates[tier].retry_after_s(queued, now_us)
 
     def mark(self, tier: int, queued: int) -> QueueMark:
         """See `Pool.mark`."""
-        return QueueMark(max(0, queued - 1), self._drain_rates[tier].total)
+        return QueueMark(max(0, queued - 1), self.drain_rates[tier].total)
 
     def standing(self, tier: int, mark: QueueMark, queued: Callable[[int], int], now_us: int) -> QueueStanding:
         """See `Pool.standing`. `queued` says how many requests wait in a tier."""
-        rate = self._drain_rates[tier]
+        rate = self.drain_rates[tier]
         own = max(0, min(queued(tier) - 1, mark.ahead - (rate.total - mark.admitted)))
         per_second = rate.per_second(now_us)
         wait_s = (own + 1) / per_second if per_second > 0 else math.inf
@@ -270,7 +266,7 @@ class QueuePlaces:
         """The refusal of a request that found no place. It is promised one, where its tier has any."""
         if not self._sizes.places(ask.tier):
             return self._sizes.queue_full(ask.tier, self.retry_after_s(ask.tier, queued, now_us))
-        drain_per_s = self._drain_rates[ask.tier].per_second(now_us) / self.replicas
+        drain_per_s = self.drain_rates[ask.tier].per_second(now_us) / self.replicas
         return self._sizes.queue_full(ask.tier, self._promises[ask.tier].promise_s(ask, drain_per_s, now_us))
 
     def taken(self, ask: Ask) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from sidecar.pools.calls import Call, Cap, Charge, Drain, Owed
 
 
 @dataclass
 class Told:
-    """Something that the ledger adds up: it is sent once, and again with a statement if no answer came."""
+    """Something that the ledger adds up: it is sent once, and again with a statement if no answer came.
+
+    `number` is that of the first call that had it, 0 for none: a call that was heard is not heard twice.
+    """
 
     record: Charge | Owed | Drain | Cap
     number: int = 0
@@ -17,9 +22,9 @@ class Told:
     def put(self, call: Call) -> None:
         """Puts it into a call."""
         if isinstance(self.record, Charge):
-            call.charges = [*call.charges, self.record]
+            call.charges = [*call.charges, msgspec.structs.replace(self.record, told_with=self.number)]
         elif isinstance(self.record, Owed):
-            call.owes = [*call.owes, self.record]
+            call.owes = [*call.owes, msgspec.structs.replace(self.record, told_with=self.number)]
         elif isinstance(self.record, Drain):
             call.drains = [*call.drains, self.record]
         else:

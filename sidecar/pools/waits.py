@@ -26,7 +26,7 @@ NOTED_AT_ONCE = 64
 SPARE_STEPS = 1_024
 """Steps that are kept before those that no request needs are dropped."""
 
-_NONE: Mapping[str, Any] = {}
+NONE_AHEAD: Mapping[str, Any] = {}
 
 
 class Wait(msgspec.Struct, eq=False, gc=False):
@@ -49,7 +49,7 @@ class Waits:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._served = (0,) * len(names)
+        self._served: Sequence[int] = [0] * len(names)
         self._latest = 0
         self._steps, self._moments = list[int](), list[int]()
         self._waiting = [OrderedDict[int, Wait]() for _ in names]
@@ -68,6 +68,15 @@ class Waits:
         if wait.after >= self._latest:
             wait.came_us = now_us
 
+    def entered(self, number: int, tier: int, tokens: int, now_us: int) -> Wait:
+        """A request that enters an engine as it comes, while none waits."""
+        wait = Wait(number, tier, now_us, self._served, number, None, tokens)
+        self._latest = max(self._latest, number)
+        if self._steps:
+            self._drop_steps()
+        self._has_served(tier, tokens)
+        return wait
+
     def begins(self, wait: Wait) -> None:
         """A request waits, behind all that came before."""
         self._waiting[wait.tier][wait.number] = self._ahead[wait.number] = wait
@@ -79,23 +88,29 @@ class Waits:
         self.ended(wait)
         if not (self._ahead or self._ahead_again):
             self._latest = max(self._latest, wait.number)
-            if self._steps:
-                self._steps.clear()
-                self._moments.clear()
+            self._drop_steps()
         else:
             if wait.number > self._latest:
                 self._latest = wait.number
                 self._steps.append(wait.number)
                 self._moments.append(now_us)
             self._note_overtaken()
-        served = list(self._served)
-        served[wait.tier] += tokens
-        self._served, wait.admitted_tokens = tuple(served), tokens
+        wait.admitted_tokens = tokens
+        self._has_served(wait.tier, tokens)
+
+    def _drop_steps(self) -> None:
+        self._steps.clear()
+        self._moments.clear()
+
+    def _has_served(self, tier: int, tokens: int) -> None:
+        served = [*self._served]  # another list: those that came before keep theirs
+        served[tier] += tokens
+        self._served = served
 
     def served_elsewhere(self, news: ServedElsewhere) -> None:
         """Other replicas admitted requests between two replies: ahead of those that came before the former's call."""
         if any(news.tokens):
-            self._served = _plus(self._served, news.tokens)
+            self._served = [*_plus(self._served, news.tokens)]
             for wait in self.new.values():
                 wait.before = _plus(wait.before, news.tokens)
         self.new = {number: wait for number, wait in self.new.items() if wait.came_us > news.asked_us}
@@ -152,9 +167,9 @@ class Waits:
         if wait.overtaken_us is None:
             self._ahead_again[wait.number] = wait
 
-    def so_far(self, wait: Wait, level: int, now_us: int, passed: Mapping[str, str] = _NONE) -> Grant:
+    def so_far(self, wait: Wait, level: int, now_us: int, passed: Mapping[str, str] = NONE_AHEAD) -> Grant:
         """How a request has waited, as the grant that ends it now at an aged `level`."""
-        overtaken_us, ahead = wait.overtaken_us, _NONE
+        overtaken_us, ahead = wait.overtaken_us, NONE_AHEAD
         if wait.after < self._latest:
             overtaken_us = self._overtaken_us(wait)
         if self._served is not wait.before:

@@ -76,7 +76,7 @@ class FairQueue:
 
     def leave(self, ticket: Ticket) -> None:
         """One that leaves for an engine or for the line: its tenant is charged."""
-        is_next = not self.by_gain or self.next() is ticket
+        is_next = not self.by_gain or (self.next() is ticket and self._best[1] is not ticket)
         if not self.by_gain:
             self.virtual = max(self.virtual, ticket.start or 0.0)
         self._charge_for(ticket)
@@ -86,11 +86,12 @@ class FairQueue:
 
     def pass_through(self, ticket: Ticket) -> None:
         """`add` and `leave` of one that comes while none waits."""
-        self.start_afresh(self.virtual + ticket.tokens / ticket.weight, self.afresh + 1)
+        self.afresh += 1
+        self.start_afresh(self.virtual + ticket.tokens / ticket.weight)
 
-    def start_afresh(self, virtual: float, afresh: int) -> None:
+    def start_afresh(self, virtual: float) -> None:
         """None of the tier waits: all tags begin at a virtual time beyond every one of them."""
-        self.virtual, self.afresh, self.largest = virtual, afresh, 1
+        self.virtual, self.largest = virtual, 1
         if self.finish or self._order or self._tops:
             self.finish.clear()
             self._order.clear()
@@ -137,7 +138,8 @@ class FairQueue:
     def look(self) -> None:
         """Lets all tags start afresh where none waits."""
         if not self._count and not self.are_more():
-            self.start_afresh(max([self.virtual, *self.finish.values()]), self.afresh + 1)
+            self.afresh += 1
+            self.start_afresh(max([self.virtual, *self.finish.values()]))
 
     def next(self, wanted: Callable[[Ticket], bool] | None = None) -> Ticket | None:
         """The next in fair order, of those that are wanted."""

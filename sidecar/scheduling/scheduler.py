@@ -8,12 +8,12 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
-from sidecar.scheduling.engines import NOTHING_FREED, Engine, Freed
+from sidecar.scheduling.engines import NOTHING_GONE, Engine, Gone
 from sidecar.scheduling.figures import Rules, aged_level, figures_of, whole_level
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.reach import Reach
 from sidecar.scheduling.reports import Found, Rule, passed
-from sidecar.scheduling.tickets import Lease, Ticket
+from sidecar.scheduling.tickets import Ticket
 
 PATIENCE_US = 5_000_000
 """How long one in line waits for the engine that it wants, before it takes any (rule 6)."""
@@ -58,42 +58,6 @@ class Grant(NamedTuple):
     passed: dict[int, Rule]
 
 
-class Gone:
-    """What is as good as given free: sums of leases that are taken back, by tier and by engine."""
-
-    def __init__(self) -> None:
-        self.total = NOTHING
-        self._tiers: dict[int, tuple[Amount, Amount]] = {}
-        self._engines: dict[str, Freed] = {}
-
-    def add(self, tier: int, engine: str, amount: Amount, sent: int, on_floor: Amount = NOTHING) -> None:
-        """Leases of one tier on one engine. `on_floor`: the part of them that fills its floor by gain."""
-        self.total = plus(self.total, amount)
-        held, floor = self._tiers.get(tier, (NOTHING, NOTHING))
-        self._tiers[tier] = plus(held, amount), plus(floor, on_floor)
-        freed = self.on(engine)
-        self._engines[engine] = Freed(plus(freed.amount, amount), freed.sent + sent)
-
-    def on(self, engine: str) -> Freed:
-        """On one engine."""
-        return self._engines.get(engine, NOTHING_FREED)
-
-    def of(self, tier: int, floor_only: bool = False) -> Amount:
-        """Of one tier; or only what was let in for its floor."""
-        return self._tiers.get(tier, (NOTHING, NOTHING))[floor_only]
-
-    def beside(self, leases: Iterable[Lease]) -> Gone:
-        """This, and these leases."""
-        found = Gone()
-        found.total, found._tiers, found._engines = self.total, dict(self._tiers), dict(self._engines)
-        for lease in leases:
-            found.add(lease.ticket.tier, lease.engine, lease.amount, lease.sent, lease.ticket.on_floor)
-        return found
-
-
-NOTHING_GONE = Gone()
-
-
 @dataclass
 class TierState:
     """What one tier holds, owes and had.
@@ -130,6 +94,7 @@ class Scheduler:
         self.admissions = 0
         self._now = 0
         self._total = NOTHING
+        self._only: Engine | None = None  # that of a steady pool of one engine, which is as large as it
         self._largest_prefill = 0
         self._reach = Reach(())
         self.change_rules(rules)
@@ -138,19 +103,13 @@ class Scheduler:
 
     def change_rules(self, rules: Rules) -> None:
         """Other rules of the same tiers."""
-        self.rules, self._is_steady = rules, False
+        self.rules, self._is_steady, self._only = rules, False, None
         self._is_limited = [tier.limit < 1 for tier in rules.tiers]
         self._take_figures(NOTHING)
 
     def add(self, ticket: Ticket) -> None:
         """A ticket that came, or came back, waits in its queue."""
         self.tiers[ticket.tier].queue.add(ticket)
-
-    def resize(self, ticket: Ticket, tokens: int) -> None:
-        """One in line is of another size now."""
-        if ticket.is_for_floor:
-            self._hold_in_line(ticket, (tokens - ticket.tokens, 0, 0))
-        ticket.tokens = tokens
 
     def remove(self, ticket: Ticket, now_us: int) -> None:
         """A waiting ticket that is given up, in its queue or in line."""
@@ -169,18 +128,18 @@ class Scheduler:
         tokens, requests, prompt = amount
         if tier is not None:
             state = self.tiers[tier]
-            held = state.on_engines
-            state.on_engines = held[0] + tokens, held[1] + requests, held[2] + prompt
+            a, b, c = state.on_engines
+            state.on_engines = a + tokens, b + requests, c + prompt
             if on_floor is not NOTHING:
                 state.on_floor = plus(state.on_floor, on_floor)
         of = self.engines.get(engine)
         if of is None:
-            of, self._is_steady = Engine(engine, is_known=False), False
+            of, self._is_steady, self._only = Engine(engine, is_known=False), False, None
             self.engines[engine] = of
-        held = self._total
-        self._total = held[0] + tokens, held[1] + requests, held[2] + prompt
-        held, of.sent = of.held, of.sent + sent
-        of.held = held[0] + tokens, held[1] + requests, held[2] + prompt
+        a, b, c = of.held
+        of.held = held = a + tokens, b + requests, c + prompt
+        of.sent += sent
+        self._total = held if of is self._only else plus(self._total, amount)
 
     def owe(self, tier: int, owed_us: int, now_us: int) -> None:
         """Rule 5: the tier has no turn for so much longer."""
@@ -199,7 +158,7 @@ class Scheduler:
             elif name not in known and old.held != NOTHING:
                 old.is_known = False
                 known[name] = old
-        self.engines, self._is_steady = known, False
+        self.engines, self._is_steady, self._only = known, False, None
         self._reach = Reach(list(known.values()))
         for ticket in self.line:
             if ticket.engine is not None and ticket.engine not in known:
@@ -227,26 +186,37 @@ class Scheduler:
         """Whether the next may be one that waits elsewhere."""
         return any(tier.queue.runs_out for tier in self.tiers)
 
-    def enter(self, ticket: Ticket, now_us: int) -> Grant | None:
+    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int, FairQueue] | None:
         """`add` and `decide` where nothing waits and the engine that the ticket wants has room for it.
 
-        Else None, and nothing has changed. That most requests find an idle pool makes it worth its lines.
+        The engine, the prompt tokens that it has to prefill, and the tier's queue. Else None, and nothing has changed.
+        That most requests find an idle pool makes it worth its lines.
         """
-        self.look(now_us)
-        level, wanted = ticket.tier, self.wanted(ticket)
-        if wanted is None or not self.engines[wanted].has_room(ticket, now_us):
+        self._now = now_us
+        if not self._is_steady:
+            self.look(now_us)
+        level, of, figures = ticket.tier, self._only, self._figures
+        if of is None:
+            wanted = self.wanted(ticket)
+            of = None if wanted is None else self.engines[wanted]
+            if of is None or not of.has_room(ticket, now_us):
+                return None
+        elif ticket.barred or now_us < of.cap_until_us or (of.sent and of.sent + ticket.sent_to(of.id) > of.prefill):
             return None
-        needed, (tokens, requests, prompt), most = self.need(ticket), self._total, self._figures.capacity
+        needed, (tokens, requests, prompt), most = self.need(ticket), self._total, figures.capacity
         if tokens + needed[0] > most[0] or requests + needed[1] > most[1] or prompt + needed[2] > most[2]:
             return None
-        if (self._figures.has_headroom and not self.fits(ticket)) or (
+        if (figures.has_headroom and not self.fits(ticket)) or (
             self._is_limited[level] and not self.is_within_limit(ticket)
         ):
             return None
         order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
-        self.tiers[level].queue.pass_through(ticket)
+        queue = self.tiers[level].queue
+        queue.pass_through(ticket)
         self._begin_to_count(ticket, order_class, needed)
-        return self._into(ticket, wanted, order_class, 0, {})
+        sent = ticket.sent_to(of.id) if ticket.count else 0
+        self.hold(level, of.id, needed, sent, needed if ticket.is_in_floor else NOTHING)
+        return of.id, sent, queue
 
     def look(self, now_us: int) -> None:
         """Figures change with the engines, in slow start with time; of those that are not ready with what they hold."""
@@ -263,6 +233,9 @@ class Scheduler:
             else:
                 capacity = plus(capacity, engine.held)
         self._total, self._is_steady = total, all(e.is_ready and not e.ramp_us for e in self.engines.values())
+        if self._is_steady and len(self.engines) == 1:
+            (of,) = self.engines.values()
+            self._only = of if of.requests > 0 and not of.unreachable_for else None
         self._take_figures(smaller(capacity, (UNBOUNDED, UNBOUNDED, UNBOUNDED)))
 
     def _take_figures(self, capacity: Amount) -> None:
@@ -372,7 +345,8 @@ class Scheduler:
 
     def _class_of_front(self, ticket: Ticket, needed: Amount) -> OrderClass:
         held, reserve = self.on_floor(ticket.tier), self._figures.reserve[ticket.tier]
-        if within(plus(held, needed), reserve):
+        tokens, requests, prompt = needed
+        if held[0] + tokens <= reserve[0] and held[1] + requests <= reserve[1] and held[2] + prompt <= reserve[2]:
             return INSIDE
         return TURN if below(held, reserve) and not self._owes(ticket.tier) else OTHER
 

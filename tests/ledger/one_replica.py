@@ -37,7 +37,7 @@ class OneReplica:
         self.ledger = Ledger()
         alone = {"heartbeat_us": UNBOUNDED, "lazy_us": UNBOUNDED, "near": self.ledger} if near else {}
         self.member = (near or Member)("one", stated, most_bids=most_bids, **alone)
-        self.tickets, self.count = {}, 0
+        self.tickets, self.entered, self.count = {}, [], 0
         self.set_engines(scenario.get("engines", [{"id": "pool#1", **scenario.get("capacity", {})}]), 0)
         self.member.pool.knew = 1
         self.pump(0)
@@ -65,7 +65,7 @@ class OneReplica:
 
     def call(self, now):
         """The calls that are due."""
-        admitted, chosen = [], []
+        admitted, chosen, self.entered = self.entered, [], []
         while (call := self.member.poll(now)) is not None:
             reply, _ = self.ledger.execute(call, now)
             self.member.answered(reply, now)
@@ -85,7 +85,10 @@ class OneReplica:
             ticket = ticket_of(step, tier, now, self.count)
             self.count += 1
             self.tickets[name] = ticket
-            m.submit(ticket, now)
+            if (held := m.enter(ticket, now)) is None:
+                m.submit(ticket, now)
+            else:
+                self.entered.append((name, held.engine))
         elif what == "cancel" and waits:
             m.cancel(self.tickets.pop(name), now)
         elif what == "settle" and lease:

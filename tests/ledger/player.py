@@ -10,9 +10,9 @@ from sidecar.pools import calls
 from sidecar.pools.calls import Call
 from sidecar.pools.row import Row, sums_of
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import Engine, Gone
 from sidecar.scheduling.preemption import Returnable, Shortage, leases_to_take_back
-from sidecar.scheduling.scheduler import Gone, Scheduler
+from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 from tests.scheduling.player import rules_of, ticket_of, us
 
@@ -87,7 +87,7 @@ class LedgerPlayer:
 
     def owe(self, lease: Lease, owed: int | None) -> None:
         if owed:
-            self.news.owes.append(calls.Owed(self.names[lease.ticket.tier], owed))
+            self.news.owes.append(calls.Owed(self.names[lease.ticket.tier], owed, UNBOUNDED))
 
     def do(self, step: Step, now: int) -> None:
         what, name = step["do"], step.get("id", "")
@@ -121,7 +121,7 @@ class LedgerPlayer:
             self.show(lease.ticket, now)
         elif what == "charge":
             self.news.charges.append(
-                calls.Charge(step["tier"], step.get("tenant", ""), step["tokens"], step.get("weight", 1))
+                calls.Charge(step["tier"], step.get("tenant", ""), step["tokens"], step.get("weight", 1), UNBOUNDED)
             )
         elif what == "engines":
             self.set_engines(step["engines"], now)

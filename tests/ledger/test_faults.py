@@ -156,7 +156,7 @@ def _seconds_until_the_dead_one_is_dropped() -> int:
     held, second = Ledger(), 1_000_000
     for who in ("killed", "alive"):
         state = Call(1, who, 1, "state", engines=[EngineView("e#1", 10, 10, 10, 1_000, True)])
-        state.rules = pool_rules([("only", 1.0)])
+        state.rules, state.replaces = pool_rules([("only", 1.0)]), True
         held.execute(state, 100 * second)
     for seconds in range(1, 100):
         held.execute(Call(1, "alive", 1 + seconds, "call"), (100 + seconds - 30 * (seconds > 1)) * second)
@@ -170,3 +170,19 @@ def test_a_clock_that_goes_back_keeps_the_dead_no_longer(monkeypatch: pytest.Mon
     assert _seconds_until_the_dead_one_is_dropped() in (10, 11)
     monkeypatch.setattr(Ledger, "_now", _clock_that_goes_back)
     assert _seconds_until_the_dead_one_is_dropped() >= 40
+
+
+def _who_enters(comes_s: float) -> list[str]:
+    """After a loss, a replica that had found other tiers states at once, and again; one of the pool in between."""
+    held, entered = Ledger(), list[str]()
+    stated = [("other", 0, 100.0), ("own", 2, 100 + comes_s), ("other", 0, 102.3)]
+    for number, (who, knew, at_s) in enumerate(sorted(stated, key=lambda it: it[2]), 1):
+        state = Call(1, who, number, "state", rules=pool_rules([(who, 1.0)]), knew=knew)
+        if held.execute(state, round(at_s * 1e6))[0].kind == "ok":
+            entered.append(who)
+    return entered
+
+
+def test_a_replica_of_other_tiers_makes_the_pool_where_its_own_did_not_come_in_time() -> None:
+    assert _who_enters(0.1) == ["own", "other"]
+    assert _who_enters(9) == ["other", "own"]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from sidecar.pools import ledger, member
 from sidecar.pools.calls import Cap, EngineView
-from sidecar.scheduling.tickets import Ticket
+from sidecar.pools.member_events import Mode
+from sidecar.scheduling.tickets import Lease, Ticket
 from tests.ledger.one_replica import OneReplica
 from tests.ledger.replica import pool_rules
 from tests.scheduling import reference
@@ -63,6 +64,10 @@ def test_it_gives_the_answers_of_100_programs() -> None:
     assert [found for program in programs(range(100)) if (found := first_difference(program, 32))] == []
 
 
+def test_in_the_process_it_gives_the_same_with_four_bids() -> None:
+    assert [found for program in programs(range(16)) if (found := first_difference(program, 4, member.Member))] == []
+
+
 @settings(max_examples=examples(20))
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_it_answers_random_programs_as_the_reference(seed: int, several: bool, by_gain: bool) -> None:
@@ -104,6 +109,26 @@ def test_growth_is_charged_for_bids_that_were_shown_before() -> None:
     assert first_difference(program, 4, member.Member) is None
 
 
+def test_a_newcomer_loses_nothing_where_the_last_that_was_not_shown_is_given_up() -> None:
+    """Two are shown. The newcomer comes before the second of them."""
+    program = {
+        "name": "given up before a newcomer",
+        "tiers": [{"name": "t0"}],
+        "capacity": {"tokens": 20},
+        "steps": [
+            *(
+                {"at": 0, "do": "submit", "id": f"a{n}", "tier": "t0", "tenant": "a", "tokens": tokens}
+                for n, tokens in enumerate((20, 10, 10, 10))
+            ),
+            {"at": 1, "do": "cancel", "id": "a3"},
+            {"at": 1, "do": "submit", "id": "b", "tier": "t0", "tenant": "b", "tokens": 10},
+            {"at": 2, "do": "settle", "id": "a0"},
+        ],
+    }
+    for near in (None, member.Member):
+        assert first_difference(program, 2, near) is None
+
+
 def test_what_grows_while_it_is_taken_back_gives_all_of_that_back() -> None:
     program = {
         "name": "the second is taken back, and grows",
@@ -124,8 +149,8 @@ def test_what_grows_while_it_is_taken_back_gives_all_of_that_back() -> None:
 class Slow(member.Member):
     """One that makes a call for each request."""
 
-    def _enters(self, *_: Any) -> bool:
-        return False
+    def enter(self, *_: Any) -> None:
+        return None
 
 
 class Counting(member.Member):
@@ -133,10 +158,10 @@ class Counting(member.Member):
 
     entered = 0
 
-    def _enters(self, *args: Any) -> bool:
-        entered = super()._enters(*args)
-        Counting.entered += entered
-        return entered
+    def enter(self, *args: Any) -> Lease | None:
+        held = super().enter(*args)
+        Counting.entered += held is not None
+        return held
 
 
 def _sums(one: OneReplica) -> list[Any]:
@@ -424,3 +449,42 @@ def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
     assert one.mirror(late).engines["e#1"].cap(late) == 1
     assert look(late + 3 * second, "second")
     assert one.mirror(late).line == []
+
+
+def loses_an_answer_with_growth_and_a_turn(store: ledger.Ledger) -> None:
+    """What a lease grew by and its tier owes counts once."""
+    second = 1_000_000
+    members = [member.Member(who, pool_rules([("t0", 0.2)])) for who in ("one", "other")]
+    one, other = members
+
+    def call(of: member.Member, now: int) -> None:
+        while (asked := of.poll(now)) is not None:
+            of.answered(store.execute(asked, now)[0], now)
+
+    for at in (0, 3 * second):
+        for of in members:
+            of.view([EngineView("e#1", 10, 100, 100, 1_000, True)], at)
+            call(of, at)
+    one.submit(Ticket("grows", 0, "a", 4), 3 * second)
+    one.submit(Ticket("owes", 0, "b", 6), 3 * second)
+    call(one, 3 * second)
+    other.submit(Ticket("waits", 0, "c", 10), 3 * second)
+    call(other, 3 * second)
+    assert store.state is not None
+    tier = store.state.scheduler.tiers[0]
+    one.charge(one.leases["grows"], 5, 4 * second)
+    one.leases["owes"].ticket.excess = 1
+    one.end(one.leases["owes"], 4 * second)
+    lost = one.poll(5 * second)
+    assert lost is not None
+    store.execute(lost, 5 * second)
+    charged, owed = tier.queue.finish["a"], tier.owes_until_us
+    assert (charged - tier.queue.virtual, owed > 5 * second) == (5, True)
+    one.unanswered(5 * second)
+    call(one, 5 * second)
+    assert one.mode is Mode.SHARED
+    assert (tier.queue.finish["a"], tier.owes_until_us) == (charged, owed)
+
+
+def test_what_a_lease_grew_and_owes_counts_once_where_the_answer_was_lost() -> None:
+    loses_an_answer_with_growth_and_a_turn(ledger.Ledger())

@@ -6,10 +6,10 @@ from fractions import Fraction
 
 from sidecar.policy.rules import Shares
 from sidecar.scheduling.amounts import UNBOUNDED, minus
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import Engine, Gone
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Returnable, leases_to_take_back, shortage
-from sidecar.scheduling.scheduler import Gone, Scheduler
+from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
 from tests.scheduling.programs import expected
 
@@ -129,7 +129,9 @@ class SchedulerPlayer:
                 lease.ticket.tier, lease.engine, change, 0, change if lease.ticket.is_in_floor else (0, 0, 0)
             )
         elif what == "resize" and ticket and ticket.is_in_line:
-            self.scheduler.resize(ticket, step["tokens"])
+            if ticket.is_for_floor:
+                self.scheduler._hold_in_line(ticket, (step["tokens"] - ticket.tokens, 0, 0))
+            ticket.tokens = step["tokens"]
         elif what == "keep" and lease:
             lease.is_kept, lease.is_chosen = True, False
         elif (what == "requeue" and lease and lease.is_chosen) or (what == "hand_back" and lease):

@@ -69,7 +69,7 @@ local function list(kinds) return function(value) return is_list(value, kinds) e
 local function or_none(is_right) return function(value) return not value or is_right(value) end end
 
 local CALL = { IS.n, IS.t, IS.n, IS.k, list('tennnnnnn'), IS.b, or_none(IS.n), or_none(list('tennnnnnn')), list('n'), list('nttnpnphlnnGbF'),
-  list('nt'), list('ttnp'), list('tn'), or_none(list('ennnpban')), list('enn'), list('tbn'), or_none(IS.r), IS.b, IS.b, IS.n, list('f'),
+  list('nt'), list('ttnpn'), list('tnn'), or_none(list('ennnpban')), list('enn'), list('tbn'), or_none(IS.r), IS.b, IS.b, IS.n, list('f'),
   list('ntnbNNNn'), list('ncNbb'), list('tn') }
 
 -- The call; else an error names its first field that is wrong.

@@ -66,7 +66,7 @@ local function add_bid(member, bid)
   queue_add(bid)
 end
 
-local function take_changes(member)
+local function take_changes(member, last_number)
   acknowledge(member)
   take_views()
   take_cells(member)
@@ -74,8 +74,12 @@ local function take_changes(member)
     local slot = slot_of(cap[1])
     if slot then set_cap(slot, cap[2], now + cap[3]) end
   end
-  for _, charge in ipairs(call[C_CHARGES]) do queue_charge(tier_of(charge[1]), unpack(charge, 2)) end
-  for _, owed in ipairs(call[C_OWES]) do owe(tier_of(owed[1]), owed[2]) end
+  for _, charge in ipairs(call[C_CHARGES]) do
+    if charge[5] > last_number then queue_charge(tier_of(charge[1]), unpack(charge, 2)) end
+  end
+  for _, owed in ipairs(call[C_OWES]) do
+    if owed[3] > last_number then owe(tier_of(owed[1]), owed[2]) end
+  end
   for _, bid in ipairs(member[IS_FOREIGN] and NOBODY or call[C_BIDS]) do add_bid(member, bid) end
   for _, gone in ipairs(call[C_WITHDRAWN]) do withdraw(member, gone[1], tier_of(gone[2])) end
 end
@@ -278,7 +282,7 @@ local function answer()
   if call[C_KIND] == 'state' then member = take_statement() end
   take_limits(member, last_number)
   member[MEMBER_CALL], member[LATEST_NUMBER] = now, call[C_NUMBER]
-  take_changes(member)
+  take_changes(member, last_number)
   end_hold()
   grant_all()
   return reply(member)

@@ -124,7 +124,11 @@ end
 
 local function is_accepted(member)
   if call[C_KIND] == 'ask' then return false end
-  if call[C_KIND] == 'state' then return not member or call[C_NUMBER] > member[LATEST_NUMBER] end
+  if call[C_KIND] == 'state' then
+    local is_of_others = call[C_KNEW] == 0 and not call[C_REPLACES] -- it had stated other tiers than the pool's
+    if is_of_others and #tiers == 0 and state[IS_EMPTY] and now < state[HOLD_UNTIL] then return false end
+    return not member or call[C_NUMBER] > member[LATEST_NUMBER]
+  end
   if not is_next_of(member) or not call[C_BID_COUNT] then return is_next_of(member) end
   local acked, unseen = acks(), 0
   for _, grant in ipairs(member[OUTBOX]) do unseen = unseen + (acked[grant[1]] and 0 or 1) end
