@@ -110,7 +110,7 @@ def both(stored: StoredLedger) -> Both:
 
 def states(both: Both, who: str, number: int, tokens: int, at_s: float) -> Reply:
     view = [EngineView("e#1", tokens, 10, 10, 1_000, True)]
-    call = Call(LAYOUT, who, number, "state", whole=True, rules=pool_rules([("a", 0.0)]), engines=view)
+    call = Call(LAYOUT, who, number, "state", whole=True, rules=pool_rules([("a", 0.0)]), engines=view, replaces=True)
     return both.execute(call, round(at_s * 1e6))[0]
 
 
