@@ -440,9 +440,9 @@ class Watched(LedgerPool):
 
         self._member.submit = submitted  # type: ignore[method-assign]
 
-    def _admit(self, entered: Entered, now_us: int) -> None:
+    def _admit(self, entered: Entered, now_us: int) -> bool:
         self.journal.append(("admitted", self._traces[entered.lease.ticket.id], now_us))
-        super()._admit(entered, now_us)
+        return super()._admit(entered, now_us)
 
 
 @dataclass

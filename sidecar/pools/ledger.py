@@ -18,13 +18,13 @@ from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drai
 from sidecar.pools.row import Sides, Sums, added, sums_of
 from sidecar.pools.shortage_told import gone_of, told_of
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import Engine, Gone
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Shortage, shortage
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.scheduling.reports import Found
-from sidecar.scheduling.scheduler import Gone, Scheduler
+from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
 from sidecar.scheduling.time_alone import next_change
 

@@ -37,7 +37,6 @@ from sidecar.pools.row import Row
 from sidecar.pools.taken_back import TakenBack
 from sidecar.pools.told import Told
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
-from sidecar.scheduling.figures import aged_level, whole_level
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 
@@ -54,11 +53,11 @@ LAZY_US = 20_000
 class Member:
     """One replica of a pool.
 
-    `own_us`: of the owner's clock. `size_now` is called with a ticket that is about to be shown. `divides`: whether it
-    admits alone when the store does not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and
-    so much later; UNBOUNDED for a ledger that has no other replicas. `presumed`: how many replicas there are where the
-    ledger never answered, 0 for not known. `shares_engines`: whether others can use the same engines. `near`: the
-    ledger, if it serves this replica alone, in this process. `last_number`: of the last call under this name.
+    `size_now` is called with a ticket that is about to be shown. `divides`: whether it admits alone when the store does
+    not answer. `heartbeat_us`, `lazy_us`: what nobody waits for is told so often, and so much later; UNBOUNDED for a
+    ledger that has no other replicas. `presumed`: how many replicas there are where the ledger never answered, 0 for
+    not known. `shares_engines`: whether others can use the same engines. `near`: the ledger, if it serves this replica
+    alone. `last_number`: of the last call under this name.
     """
 
     def __init__(
@@ -128,9 +127,8 @@ class Member:
             return None
         if (entered := near.enter(ticket, now_us)) is None:
             return None
-        engine, sent, queue = entered
-        bids.passed(ticket.tier, queue)
-        return self._lease(ticket, engine, sent)
+        bids.passed(ticket.tier, entered[2])
+        return self._lease(ticket, *entered[:2])
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
@@ -173,15 +171,18 @@ class Member:
 
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
-        ticket = lease.ticket
-        self._count(lease, -1)
+        ticket, near = lease.ticket, self._near
+        if near is None:
+            self._row.add(lease, -1)
+        else:
+            near.hold(lease, -1)
         self._back.ended(lease, self._own_rules)
         if (ticket.excess or ticket.excess_prompt) and (owed_us := lease.end(now_us)):
             self._owe(lease, owed_us, now_us)
         del self.leases[ticket.id]
         if self._returns:
             self._returns.pop(ticket.id, None)
-        if self._near is None or self._bids.waiting:
+        if near is None or self._bids.waiting:
             self._tell_soon(now_us)
 
     def _count(self, lease: Lease, sign: int) -> None:
@@ -260,11 +261,6 @@ class Member:
     def is_awaiting(self) -> bool:
         """Whether a call is on its way."""
         return self._in_flight is not None
-
-    @property
-    def reply(self) -> Reply | None:
-        """The last one with figures."""
-        return self.pool.reply
 
     def own(self) -> dict[str, Amount]:
         """What its leases hold, by tier."""
@@ -426,11 +422,7 @@ class Member:
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:
         """The aged level of a ticket as a whole level (rule 3)."""
-        if ticket.arrived_us == now_us:
-            return ticket.tier
-        rules = self._own_rules
-        aged = aged_level(ticket.tier, now_us - ticket.arrived_us, rules.promote_after_us, rules.ceiling)
-        return whole_level(aged, rules.promote_after_us)
+        return self._own_rules.whole_level(ticket.tier, now_us - ticket.arrived_us)
 
     def mirror(self, now_us: int) -> Scheduler:
         """The pool, by the last reply and what changed since, without what waits. Alone: its part, and its line."""
@@ -557,7 +549,6 @@ class Member:
         return self.pool.parts(self.views, now_us)
 
     def _owe(self, lease: Lease, owed_us: int, now_us: int) -> None:
-        """The ledger counts it from the moment when it is told."""
         if self._near is not None:
             self._near.owe(lease.ticket.tier, owed_us, now_us)
         else:
@@ -572,7 +563,7 @@ class Member:
         if self._bids:
             self._call_by(now_us)
         elif self._near is None:
-            others_wait = self.reply is not None and self.reply.waiting
+            others_wait = self.pool.reply is not None and self.pool.reply.waiting
             self._call_by(now_us if others_wait else now_us + self._lazy_us)
 
     def _call_if_needed(self, now_us: int) -> None:

@@ -47,7 +47,7 @@ class PoolFigures:
         """See `EnginePool.engines`."""
         if not self._has_names:
             return ()
-        pool, reply = member.mirror(now_us), member.reply
+        pool, reply = member.mirror(now_us), member.pool.reply
         lined = pool.line if member.mode is Mode.ALONE or reply is None else reply.lined or ()
         claims = Counter(it.engine for it in lined)
         return engines_of(pool, claims, now_us, {offer.id for offer in self.offers})

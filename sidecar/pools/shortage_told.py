@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from sidecar.pools.calls import Cell, Needed, ShortageTold
+from sidecar.scheduling.engines import Gone
 from sidecar.scheduling.preemption import Shortage
-from sidecar.scheduling.scheduler import Gone
 from sidecar.scheduling.tickets import Ticket
 
 

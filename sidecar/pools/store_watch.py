@@ -82,8 +82,8 @@ class StoreWatch:
         is_refused = False
         if member.mode is Mode.SHARED:
             state, reason = StoreState.SHARED, f"{len(member.leases) + member.waiting()} requests of this replica"
-            if member.is_foreign and member.reply is not None:
-                state, reason, is_refused = StoreState.CLOSED, self._other_tiers(member.reply), True
+            if member.is_foreign and member.pool.reply is not None:
+                state, reason, is_refused = StoreState.CLOSED, self._other_tiers(member.pool.reply), True
             elif self._held_since_us is not None and self._clock() - self._held_since_us > HOLD_US + HEARTBEAT_US:
                 state, reason = StoreState.WAITING, OTHER_LAYOUT
         elif member.mode is Mode.WAITING:
@@ -157,7 +157,7 @@ class StoreWatch:
         self, member: Member, own: Mapping[str, int], usage: Sequence[TierUsage], round_trips: int
     ) -> Mapping[str, object]:
         """What it adds to the pool's state, for people and dashboards: JSON types only."""
-        part, reply = self.part(member), member.reply
+        part, reply = self.part(member), member.pool.reply
         found: dict[str, object] = {}
         if self.status.state is StoreState.SHARED:
             found["waiting"] = own["waiting"] + member.others_waiting

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from sidecar.scheduling.amounts import NOTHING, Amount, plus
-from sidecar.scheduling.scheduler import OTHER, Candidate, Gone, Place, Scheduler
+from sidecar.scheduling.engines import Gone
+from sidecar.scheduling.scheduler import OTHER, Candidate, Place, Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 
 

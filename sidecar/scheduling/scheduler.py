@@ -8,12 +8,12 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
-from sidecar.scheduling.engines import NOTHING_FREED, Engine, Freed
+from sidecar.scheduling.engines import NOTHING_GONE, Engine, Gone
 from sidecar.scheduling.figures import Rules, aged_level, figures_of, whole_level
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.reach import Reach
 from sidecar.scheduling.reports import Found, Rule, passed
-from sidecar.scheduling.tickets import Lease, Ticket
+from sidecar.scheduling.tickets import Ticket
 
 PATIENCE_US = 5_000_000
 """How long one in line waits for the engine that it wants, before it takes any (rule 6)."""
@@ -56,42 +56,6 @@ class Grant(NamedTuple):
     sent: int
     found: Found
     passed: dict[int, Rule]
-
-
-class Gone:
-    """What is as good as given free: sums of leases that are taken back, by tier and by engine."""
-
-    def __init__(self) -> None:
-        self.total = NOTHING
-        self._tiers: dict[int, tuple[Amount, Amount]] = {}
-        self._engines: dict[str, Freed] = {}
-
-    def add(self, tier: int, engine: str, amount: Amount, sent: int, on_floor: Amount = NOTHING) -> None:
-        """Leases of one tier on one engine. `on_floor`: the part of them that fills its floor by gain."""
-        self.total = plus(self.total, amount)
-        held, floor = self._tiers.get(tier, (NOTHING, NOTHING))
-        self._tiers[tier] = plus(held, amount), plus(floor, on_floor)
-        freed = self.on(engine)
-        self._engines[engine] = Freed(plus(freed.amount, amount), freed.sent + sent)
-
-    def on(self, engine: str) -> Freed:
-        """On one engine."""
-        return self._engines.get(engine, NOTHING_FREED)
-
-    def of(self, tier: int, floor_only: bool = False) -> Amount:
-        """Of one tier; or only what was let in for its floor."""
-        return self._tiers.get(tier, (NOTHING, NOTHING))[floor_only]
-
-    def beside(self, leases: Iterable[Lease]) -> Gone:
-        """This, and these leases."""
-        found = Gone()
-        found.total, found._tiers, found._engines = self.total, dict(self._tiers), dict(self._engines)
-        for lease in leases:
-            found.add(lease.ticket.tier, lease.engine, lease.amount, lease.sent, lease.ticket.on_floor)
-        return found
-
-
-NOTHING_GONE = Gone()
 
 
 @dataclass

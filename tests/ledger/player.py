@@ -10,9 +10,9 @@ from sidecar.pools import calls
 from sidecar.pools.calls import Call
 from sidecar.pools.row import Row, sums_of
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import Engine, Gone
 from sidecar.scheduling.preemption import Returnable, Shortage, leases_to_take_back
-from sidecar.scheduling.scheduler import Gone, Scheduler
+from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 from tests.scheduling.player import rules_of, ticket_of, us
 

@@ -136,7 +136,9 @@ async def heard_of_each_other(pools: Sequence[LedgerPool]) -> None:
     for pool in pools:
         beat(pool)
     await until(lambda: all(store_of(pool)["replicas"] in (None, len(pools)) for pool in pools))
-    await until(lambda: not any(pool._member.reply is not None and pool._member.reply.on_hold for pool in pools))
+    await until(
+        lambda: not any(pool._member.pool.reply is not None and pool._member.pool.reply.on_hold for pool in pools)
+    )
 
 
 def store_of(pool: LedgerPool) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from sidecar.pools.fleet import FleetPool
 
 from sidecar.errors import RequestTooLarge
 from sidecar.events import Obstacle, Placed

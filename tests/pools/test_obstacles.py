@@ -5,7 +5,6 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from sidecar.pools.local import LocalPool
 
 from sidecar.events import Obstacle
 from sidecar.policy.rules import Shares, pool_rules

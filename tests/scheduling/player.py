@@ -6,10 +6,10 @@ from fractions import Fraction
 
 from sidecar.policy.rules import Shares
 from sidecar.scheduling.amounts import UNBOUNDED, minus
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import Engine, Gone
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Returnable, leases_to_take_back, shortage
-from sidecar.scheduling.scheduler import Gone, Scheduler
+from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
 from tests.scheduling.programs import expected
 

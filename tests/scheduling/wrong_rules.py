@@ -13,11 +13,11 @@ from typing import Any
 
 from sidecar.scheduling import scheduler as module
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import Engine, Gone
 from sidecar.scheduling.figures import figures_of
 from sidecar.scheduling.preemption import _Search
 from sidecar.scheduling.queue import FairQueue
-from sidecar.scheduling.scheduler import INSIDE, LINE, OTHER, TURN, Gone, Scheduler
+from sidecar.scheduling.scheduler import INSIDE, LINE, OTHER, TURN, Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
 
 Patch = tuple[Any, str, Any]
