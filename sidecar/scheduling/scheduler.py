@@ -173,9 +173,9 @@ class Scheduler:
         for tier in self.tiers:
             tier.queue.runs_out = False
         grants, self.order = list[Grant](), None
-        if any(e.is_ready for e in self.engines.values()):
-            while len(grants) < most and not self.runs_out and self._step(grants):
-                pass
+        is_any_ready = any(e.is_ready for e in self.engines.values())
+        while is_any_ready and len(grants) < most and not self.runs_out and self._step(grants):
+            pass
         return grants
 
     @property
@@ -186,8 +186,7 @@ class Scheduler:
     def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int, FairQueue] | None:
         """`add` and `decide` where nothing waits and the engine that the ticket wants has room for it.
 
-        The engine, the prompt tokens that it has to prefill, and the tier's queue. Else None, and nothing has changed.
-        That most requests find an idle pool makes it worth its lines.
+        The engine, what it has to prefill, and the tier's queue. Else None, and nothing has changed. Most find it so.
         """
         self._now = now_us
         if not self._is_steady:
@@ -203,9 +202,8 @@ class Scheduler:
         needed, (tokens, requests, prompt), most = self.need(ticket), self._total, figures.capacity
         if tokens + needed[0] > most[0] or requests + needed[1] > most[1] or prompt + needed[2] > most[2]:
             return None
-        if (figures.has_headroom and not self.fits(ticket)) or (
-            self._is_limited[level] and not self.is_within_limit(ticket)
-        ):
+        is_beyond_limit = self._is_limited[level] and not self.is_within_limit(ticket)
+        if is_beyond_limit or (figures.has_headroom and not self.fits(ticket)):
             return None
         order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
         queue = self.tiers[level].queue
@@ -304,8 +302,7 @@ class Scheduler:
             if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit(ticket):
                 order_class = self.class_of(ticket, fronts.get(level), heads[level])
                 found.append(Candidate(self.place(ticket, order_class), ticket, order_class))
-        found.sort(key=lambda candidate: candidate.place)
-        return found
+        return sorted(found, key=lambda candidate: candidate.place)
 
     def heads(self, level: int) -> list[Ticket]:
         """The next in fair order; while the tier owes and that one is not small, also the next that is."""
