@@ -337,9 +337,8 @@ class Member:
         if kind == "state":
             self._bids.go_back()
             self._is_view_new, self._acks = True, []
-            call.knew, call.rules, call.virtual = self.pool.knew, self.rules, self._bids.virtual()
-            if self.is_foreign:  # it has no pool to tell of, and makes none where the pool's own may come
-                call.knew = 0
+            call.knew = 0 if self.is_foreign else self.pool.knew  # a foreign one makes no pool: its own may come
+            call.rules, call.virtual = self.rules, self._bids.virtual()
             call.replaces, call.takes_over = self._replaces, self._takes_over
             call.drains = list(self.pool.drained.values())
         elif is_beat:
