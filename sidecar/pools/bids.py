@@ -126,15 +126,10 @@ class Bids:
         held = self._tiers[tier]
         if held.queue or not self._lined.issuperset(held.shown):
             held.queue.charge(tenant, tokens, weight)
-            shown = [
-                bid for bid, ticket in held.shown.items() if ticket.tenant == tenant and self._is_tagged(bid, ticket)
-            ]
+            shown = [it.arrival for bid, it in held.shown.items() if it.tenant == tenant and self._is_tagged(bid, it)]
             if shown:
                 held.queue.put_behind(tenant)
-            shown.sort(key=lambda bid: held.shown[bid].arrival)
-            for bid in shown[1:]:
-                held.shown[bid].start = (held.shown[bid].start or 0.0) + tokens / weight
-                held.is_known = False
+                self._shift(held, tenant, min(shown), tokens / weight)
 
     def has_urgent(self, now_us: int, of_level: int | None = None) -> bool:
         """Whether one is to be shown at once, and not with what is told next.
@@ -235,6 +230,13 @@ class Bids:
         """Whether it waits in its tenant's queue at the ledger."""
         return bid not in self._lined and not ticket.has_returned
 
+    def _shift(self, tier: _Tier, tenant: str, after: tuple[int, str, int], charge: float) -> None:
+        """Moves the start tags of what is shown of a tenant after one of them."""
+        for bid, ticket in tier.shown.items():
+            if ticket.tenant == tenant and ticket.arrival > after and self._is_tagged(bid, ticket):
+                ticket.start = max(0.0, (ticket.start or 0.0) + charge)
+                tier.is_known = False
+
     def _better(self, tier: _Tier, now_us: int) -> Ticket | None:
         """One that earns more than the best that is shown."""
         if not tier.by_gain:
@@ -290,6 +292,8 @@ class Bids:
         self.withdrawn.append(Withdrawn(bid, tier.name))
         if bid not in self._lined:
             tier.queue.give_back(ticket)
+            if not ticket.has_returned:
+                self._shift(tier, ticket.tenant, ticket.arrival, -ticket.tokens / ticket.weight)
         return ticket
 
     def _show(self, tier: _Tier, ticket: Ticket, now_us: int) -> Bid:

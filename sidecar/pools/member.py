@@ -171,15 +171,18 @@ class Member:
 
     def end(self, lease: Lease, now_us: int) -> None:
         """A lease ends."""
-        ticket = lease.ticket
-        self._count(lease, -1)
+        ticket, near = lease.ticket, self._near
+        if near is None:
+            self._row.add(lease, -1)
+        else:
+            near.hold(lease, -1)
         self._back.ended(lease, self._own_rules)
         if (ticket.excess or ticket.excess_prompt) and (owed_us := lease.end(now_us)):
             self._owe(lease, owed_us, now_us)
         del self.leases[ticket.id]
         if self._returns:
             self._returns.pop(ticket.id, None)
-        if self._near is None or self._bids.waiting:
+        if near is None or self._bids.waiting:
             self._tell_soon(now_us)
 
     def _count(self, lease: Lease, sign: int) -> None:

@@ -168,10 +168,7 @@ class Scheduler:
     # -- one decision
 
     def decide(self, now_us: int, most: int = UNBOUNDED) -> list[Grant]:
-        """The steps that can be done now, until so `most` have entered engines: those, in order.
-
-        Not beyond the last that is known of a queue (`runs_out`).
-        """
+        """The steps that can be done now, in order, until so `most` have entered engines or a queue `runs_out`."""
         self.look(now_us)
         for tier in self.tiers:
             tier.queue.runs_out = False

@@ -129,6 +129,15 @@ def test_a_newcomer_loses_nothing_where_the_last_that_was_not_shown_is_given_up(
         assert first_difference(program, 2, near) is None
 
 
+def test_of_one_tenant_nothing_passes_where_a_bid_before_it_is_given_up() -> None:
+    """Three are shown, and the first is given up: the next is not shown in place of those before it."""
+    steps = [{"at": 0, "do": "submit", "id": f"r{n}", "tier": "t0", "tokens": 10 if n < 2 else 4} for n in range(7)]
+    steps += [{"at": 1, "do": "cancel", "id": "r1"}, {"at": 2, "do": "settle", "id": "r0"}]
+    program = {"name": "given up", "tiers": [{"name": "t0"}], "capacity": {"tokens": 10}, "steps": steps}
+    for near in (None, member.Member):
+        assert first_difference(program, 3, near) is None
+
+
 def test_what_grows_while_it_is_taken_back_gives_all_of_that_back() -> None:
     program = {
         "name": "the second is taken back, and grows",
