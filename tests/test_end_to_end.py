@@ -430,15 +430,25 @@ class Watched(LedgerPool):
         self.journal: list[tuple[str, str, int]] = []
         self.asks: dict[str, Any] = {}
         self._traces: dict[str, str] = {}
-        submit = self._member.submit
+        submit, enter = self._member.submit, self._member.enter
 
-        def submitted(ticket: Ticket, now_us: int) -> None:
+        def arrived(ticket: Ticket, now_us: int) -> str:
             trace = self._traces[ticket.id] = trace_of.get()
             self.asks[trace] = {"tier": ticket.tier, "tokens": ticket.tokens}
             self.journal.append(("arrived", trace, now_us))
+            return trace
+
+        def submitted(ticket: Ticket, now_us: int) -> None:
+            arrived(ticket, now_us)
             submit(ticket, now_us)
 
+        def entered_at_once(ticket: Ticket, now_us: int) -> Any:
+            if (held := enter(ticket, now_us)) is not None:
+                self.journal.append(("admitted", arrived(ticket, now_us), now_us))
+            return held
+
         self._member.submit = submitted  # type: ignore[method-assign]
+        self._member.enter = entered_at_once  # type: ignore[method-assign]
 
     def _admit(self, entered: Entered, now_us: int) -> bool:
         self.journal.append(("admitted", self._traces[entered.lease.ticket.id], now_us))
