@@ -486,5 +486,6 @@ def test_a_replica_that_is_killed_leaves_the_last_word_of_those_that_waited(tmp_
     assert len({span.parent_id for span in received.spans}) == 1
     first, second, *_ = (span.attributes for span in sorted(received.spans, key=lambda span: span.start_ns))
     assert first["admission.request_id"] == f"request-{STARVED}"
-    assert 0.2 <= first["admission.queue_wait_s"] <= second["admission.queue_wait_s"] - 0.2
+    assert first["admission.queue_wait_s"] >= 0.2
+    assert second["admission.queue_wait_s"] >= 0.4  # the second turn, however late the first one was
     assert second["admission.explanation"].startswith("the pool has no room: 1 of 1 requests are held")
