@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -17,19 +16,12 @@ from sidecar.scheduling.rate_limit import GUESSED_US, Limit
 from tests.ledger.player import rules_told
 from tests.ledger.stored_ledger import Both, StoredLedger
 from tests.support.each import each
-from tests.support.redis_servers import RedisServer, first_binary
 
 RULES = rules_told({"tiers": [{"name": "a", "reserve": 0.5}, {"name": "b"}]})
 VIEW = [EngineView("e#1", 1000, 1000, 1000, 1000, True)]
 EACH = (60, 600, 3, 60_000_000)
 AT_ONCE = (None, None, 2, 60_000_000)
 TENANTS = ("a", "b", 'an "odd" \\ one\n')
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with RedisServer(first_binary(), tmp_path_factory.mktemp("server")) as running:
-        yield redis.Redis(port=running.port)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -18,7 +18,6 @@ from tests.ledger.world import World
 from tests.scheduling.player import first_difference
 from tests.scheduling.programs import programs
 from tests.support.each import each
-from tests.support.redis_servers import RedisServer, first_binary
 
 pytestmark = pytest.mark.hasty  # replicas are as patient as they are
 
@@ -55,12 +54,6 @@ BELIEVED: dict[str, list[Edit]] = {
         ),
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with RedisServer(first_binary(), tmp_path_factory.mktemp("server")) as running:
-        yield redis.Redis(port=running.port)
 
 
 class Troubled(StoredLedger):
@@ -127,31 +120,31 @@ def play(stored: StoredLedger, profile: str) -> None:
 
 
 @each("profile", ("all", "rules"))
-def test_it_answers_the_same_whatever_it_remembers(profile: str, client: Any) -> None:
-    play(Troubled(client), profile)
+def test_it_answers_the_same_whatever_it_remembers(profile: str, server: Any) -> None:
+    play(Troubled(server), profile)
 
 
 @each("what", tuple(BELIEVED))
-def test_that_notices_a_memory_which_is_believed(what: str, client: Any) -> None:
+def test_that_notices_a_memory_which_is_believed(what: str, server: Any) -> None:
     with pytest.raises((AssertionError, redis.ResponseError)):
-        play(Troubled(client, BELIEVED[what]), "all")
+        play(Troubled(server, BELIEVED[what]), "all")
 
 
-def test_it_answers_programs_whatever_it_remembers(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_answers_programs_whatever_it_remembers(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "LOST_US", 10**15)
     monkeypatch.setattr(ledger, "DEAD_US", 10**15)
-    stored = Troubled(client, is_patient=True)
+    stored = Troubled(server, is_patient=True)
 
     def player(program: dict[str, Any]) -> LedgerPlayer:
-        client.flushall()
+        server.flushall()
         return LedgerPlayer(program, Both(stored))
 
     assert [found for program in programs(range(8)) if (found := first_difference(program, player))] == []
 
 
-def test_it_remembers_no_more_than_waits(client: Any) -> None:
-    client.flushall()
-    stored = StoredLedger(client, as_function=True, edits=[COUNTS])
+def test_it_remembers_no_more_than_waits(server: Any) -> None:
+    server.flushall()
+    stored = StoredLedger(server, as_function=True, edits=[COUNTS])
     told = {"order": "gain", "tiers": [{"name": "a", "reserve": 0.5}, {"name": "b"}]}
     view = [EngineView("e#1", 100, 1, 100, 1000, True)]
     now_us = 1_000
@@ -178,16 +171,16 @@ def test_it_remembers_no_more_than_waits(client: Any) -> None:
             cells = [Cell("a", "e#1"), Cell("b", "e#1")]
             grants = call(acks=[each.bid for each in grants], cells=cells, bids=bids(1))
             assert len(grants) == 1
-        sizes.append(client.execute_command("FCALL", stored.function, 1, stored.keys[0], "size"))
+        sizes.append(server.execute_command("FCALL", stored.function, 1, stored.keys[0], "size"))
     assert max(sizes) < 1.3 * min(sizes)
 
 
-def test_it_remembers_few_pools(client: Any) -> None:
-    client.flushall()
-    stored, sizes = StoredLedger(client, as_function=True, edits=[COUNTS]), []
+def test_it_remembers_few_pools(server: Any) -> None:
+    server.flushall()
+    stored, sizes = StoredLedger(server, as_function=True, edits=[COUNTS]), []
     statement = Call(LAYOUT, "r", 1, "state", whole=True, rules=rules_told({"tiers": [{"name": "a"}]}), knew=1)
     for pool in range(100):
         root, packed = f"ledger:{{{pool}}}", msgspec.msgpack.encode(statement)
-        client.execute_command("FCALL", stored.function, 1, root, packed, 1_000)
-        sizes.append(client.execute_command("FCALL", stored.function, 1, root, "size"))
+        server.execute_command("FCALL", stored.function, 1, root, packed, 1_000)
+        sizes.append(server.execute_command("FCALL", stored.function, 1, root, "size"))
     assert max(sizes) <= 33 * sizes[0]

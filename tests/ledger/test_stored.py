@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,9 @@ from tests.ledger.world import PROFILES, World
 from tests.scheduling.player import first_difference
 from tests.scheduling.programs import programs, scenarios
 from tests.support.each import each
-from tests.support.redis_servers import RedisServer, first_binary
 
 os.environ["LUA_PATH"] = f"{Path(__file__).parents[1] / 'support' / 'lua'}/?.lua;;"
-pytestmark = pytest.mark.hasty  # the time is the world's
-
-
-pytestmark = pytest.mark.hasty  # replicas are as patient as they are
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with RedisServer(first_binary(), tmp_path_factory.mktemp("server")) as running:
-        yield redis.Redis(port=running.port)
+pytestmark = pytest.mark.hasty  # the time is the world's: replicas are as patient as they are
 
 
 @pytest.fixture
