@@ -236,15 +236,15 @@ class QueuePlaces:
         self._promises = tuple(HeldPlaces() for _ in range(tiers))
 
     def retry_after_s(self, tier: int, queued: int, now_us: int) -> float:
-        """See `Pool.retry_after_s`."""
+        """Seconds after which one more request of a tier may expect to be admitted."""
         return self.drain_rates[tier].retry_after_s(queued, now_us)
 
     def mark(self, tier: int, queued: int) -> QueueMark:
-        """See `Pool.mark`."""
+        """The place of the newest request of a tier."""
         return QueueMark(max(0, queued - 1), self.drain_rates[tier].total)
 
     def standing(self, tier: int, mark: QueueMark, queued: Callable[[int], int], now_us: int) -> QueueStanding:
-        """See `Pool.standing`. `queued` says how many requests wait in a tier."""
+        """How the request with that mark stands now. `queued` says how many requests wait in a tier."""
         rate = self.drain_rates[tier]
         own = max(0, min(queued(tier) - 1, mark.ahead - (rate.total - mark.admitted)))
         per_second = rate.per_second(now_us)
