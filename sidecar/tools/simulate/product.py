@@ -1,6 +1,6 @@
 """Admission by the product: a policy's own pool, scheduler, placement and learned lengths, in virtual time.
 
-Each request takes the steps of `middleware.wait` and `middleware.request` in their order: it is sized, enters the pool,
+Each request takes the steps of `admission.turn` and `middleware.request` in their order: it is sized, enters the pool,
 is sent to the engine of its grant, is looked at while it streams, and is learned from at its end. The engine serves the
 level of the grant first, as vLLM's priority scheduling does. Left out: the proxy's own time, and limits of tenants.
 What an engine has of a prompt is what its cache has when the request comes, instead of the table in which the product
