@@ -186,10 +186,7 @@ class Turn:
 
         The tier's longest wait is kept already: from now on only the client limits the wait. Raises as `granted` does.
         """
-        grant = self._held()
-        self.preemptions += 1
-        self._reports.preempted(grant.at_us, self.preemptions)
-        self._reports.queued(lambda: _PREEMPTED)
+        self.report_preempted()
         self._limit_wait(self._pool.now_us(), self._max_wait_s)
         return await self._wait(self.lease.requeue())
 
@@ -208,6 +205,12 @@ class Turn:
         if self._ends_us is not None:
             self._ends_us += max(0, self._pool.now_us() - grant.at_us)
         return await self._wait(self.lease.hand_back(barred))
+
+    def report_preempted(self) -> None:
+        """Reports that the request gives its room back to a more important one, and waits from now on."""
+        self.preemptions += 1
+        self._reports.preempted(self._held().at_us, self.preemptions)
+        self._reports.queued(lambda: _PREEMPTED)
 
     def give_up(self) -> None:
         """Ends the wait, where the request waits: it raises TurnEnded."""

@@ -258,7 +258,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         controller, request, snapshot, lease = self._controller, self._request, self._snapshot, self._lease
         priority = snapshot.priorities[grant.level]
         forward = controller.dialect.forward(self._endpoint.api, priority)
-        self._reporter.admitted(grant, forward, priority)
+        self._reporter.admitted(grant, priority if forward.is_sent else None)
         receive: Receive = self._receive_for_app
         send: Send = self._send_for_app
         if lease.on_preempt is not None:
