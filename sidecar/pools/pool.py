@@ -416,14 +416,15 @@ class Pool(ReportedPool):
     def wait_again(self, lease: Lease, *, is_overtaken: bool) -> None:
         """The lease gives its room back and waits again. The engines named in its ask are barred.
 
-        `is_overtaken`: it was preempted; otherwise no engine has taken the request.
+        `is_overtaken`: it was preempted; otherwise no engine has taken the request. Many come back in one tick of the
+        event loop. What they free is decided about later in it, together.
         """
         now_us = self.now_us()
         self._member.hand_back(self._requests.held_as(lease), lease.ask.barred, now_us)
         self._requests.came_back(self._requests[lease.ticket_id], now_us, is_overtaken=is_overtaken)
         if error := self._sizes.outgrown(lease.ask):
             self._refuse_waiting(lease, error)
-        self._run(now_us)
+        self._run_when_due()
 
     def prefilled(self, lease: Lease) -> None:
         """The lease's engine has prefilled its prompt."""
