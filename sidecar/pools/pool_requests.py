@@ -95,10 +95,10 @@ class PoolRequests:
 
     def ended(self, request: PoolRequest) -> None:
         """It is over: it has left, or was held."""
-        if self.waiting:
+        if request.held is None:
             self.stops_waiting(request)
-        if self._waits.new:
-            self._waits.over(request.wait)
+            self._waits.ended(request.wait)
+        self._waits.new.pop(request.lease.id, None)
         del self._all[request.lease.ticket_id]
 
     def admitted(
