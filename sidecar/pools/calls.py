@@ -155,6 +155,17 @@ class TierRules(msgspec.Struct, array_like=True, frozen=True):
     preemptible: bool
     preempt_after_us: int | None
 
+    @classmethod
+    def of(cls, tier: Shares) -> TierRules:
+        """The shares of a tier, to a millionth."""
+        reserve, lend, limit = (round(share * PPM) for share in (tier.reserve, tier.lend, tier.limit))
+        return cls(tier.name, reserve, lend, limit, tier.always_first, tier.preemptible, tier.preempt_after_us)
+
+    def as_shares(self) -> Shares:
+        """The shares themselves."""
+        reserve, lend, limit = (Fraction(ppm, PPM) for ppm in (self.reserve_ppm, self.lend_ppm, self.limit_ppm))
+        return Shares(self.name, reserve, lend, limit, self.always_first, self.preemptible, self.preempt_after_us)
+
 
 class PoolRules(msgspec.Struct, array_like=True, frozen=True):
     """The rules of a pool: `figures.Rules`."""
@@ -167,21 +178,23 @@ class PoolRules(msgspec.Struct, array_like=True, frozen=True):
     by_gain: bool
     fair_ppm: int
 
+    @classmethod
+    def of(cls, rules: Rules) -> PoolRules:
+        """`rules`, whose shares count to a millionth."""
+        return cls(
+            [TierRules.of(tier) for tier in rules.tiers],
+            rules.promote_after_us,
+            rules.ceiling,
+            rules.max_preemptions,
+            rules.affinity_percent,
+            rules.by_gain,
+            round(rules.fair * PPM),
+        )
+
     def as_rules(self) -> Rules:
         """The rules themselves."""
         return Rules(
-            tuple(
-                Shares(
-                    tier.name,
-                    Fraction(tier.reserve_ppm, PPM),
-                    Fraction(tier.lend_ppm, PPM),
-                    Fraction(tier.limit_ppm, PPM),
-                    tier.always_first,
-                    tier.preemptible,
-                    tier.preempt_after_us,
-                )
-                for tier in self.tiers
-            ),
+            tuple(tier.as_shares() for tier in self.tiers),
             self.promote_after_us,
             self.ceiling,
             self.max_preemptions,

@@ -132,7 +132,7 @@ class Ledger:
         if self._near is None and silent_for >= LOST_US and state.members:
             self._begin_epoch()
         member = state.members.get(call.who)
-        is_next = member is not None and member.stated == state.epoch and call.number == member.number + 1
+        is_next = self._is_next(call, member)
         self._drop_dead(call.who if is_next and call.kind in ("call", "bye") else None)
         member = state.members.get(call.who)
         if call.kind == "bye":
@@ -222,6 +222,10 @@ class Ledger:
         state.limiter.forget(who)
         self._combine_views()
 
+    def _is_next(self, call: Call, member: _Member | None) -> bool:
+        """Whether the replica has stated in this epoch, and no call before this one is missing."""
+        return member is not None and member.stated == self._held().epoch and call.number == member.number + 1
+
     def _is_accepted(self, call: Call, member: _Member | None) -> bool:
         state = self._held()
         if call.kind == "ask":
@@ -230,7 +234,7 @@ class Ledger:
             is_of_others = not call.knew and not call.replaces  # it had stated other tiers than the pool's
             is_early = not state.names and state.is_empty and state.last_call < state.hold_until
             return not (is_of_others and is_early) and (member is None or call.number > member.number)
-        if member is None or member.stated != state.epoch or call.number != member.number + 1:
+        if member is None or not self._is_next(call, member):
             return False
         if call.bid_count is None:
             return True

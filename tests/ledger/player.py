@@ -18,18 +18,7 @@ Step = dict[str, Any]
 
 
 def rules_told(program: dict[str, Any]) -> calls.PoolRules:
-    rules = rules_of(program)
-    return calls.PoolRules(
-        [
-            calls.TierRules(
-                t.name, *(int(share * 10**6) for share in (t.reserve, t.lend, t.limit)), t.always_first, t.preemptible,
-                t.preempt_after_us,
-            )
-            for t in rules.tiers
-        ],
-        rules.promote_after_us, rules.ceiling, rules.max_preemptions, rules.affinity_percent, rules.by_gain,
-        int(rules.fair * 10**6),
-    )  # fmt: skip
+    return calls.PoolRules.of(rules_of(program))
 
 
 class LedgerPlayer:
