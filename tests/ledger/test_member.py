@@ -184,7 +184,8 @@ def _sums(one: OneReplica) -> list[Any]:
         (name, lease.engine, lease.entered, lease.sent, lease.ticket.amount, lease.ticket.excess, lease.ticket.on_floor)
         for name, lease in one.member.leases.items()
     ]
-    return [scheduler.admissions, tiers, sorted(engines), of_leases, one.member._bids.virtual()]
+    of_bids = one.member._bids.virtual() if one.member.waiting() else None
+    return [scheduler.admissions, tiers, sorted(engines), of_leases, of_bids]
 
 
 def _difference_of_the_fast_path(program: dict[str, Any], luck: random.Random) -> str | None:
