@@ -1,6 +1,6 @@
 """The pools of leases: in one process, in a store that many share, or as large as the engine says."""
 
-from sidecar.pools.base import Ask, EnginePool, Grant, Lease, Merge, NotShared, PeerReport, PeerReports, Pool
+from sidecar.pools.base import Ask, EnginePool, Grant, Lease, Merge, PeerReport, PeerReports, Pool, StoreError
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.ledger_pool import LedgerPool
 
@@ -12,8 +12,8 @@ __all__ = [
     "Lease",
     "LedgerPool",
     "Merge",
-    "NotShared",
     "PeerReport",
     "PeerReports",
     "Pool",
+    "StoreError",
 ]

@@ -109,8 +109,11 @@ class WaitGivenUp(Exception):
     """The process ends before the request could be admitted."""
 
 
-class NotShared(Exception):
-    """Reports cannot be exchanged with the other replicas. The message is one line, without secrets."""
+class StoreError(Exception):
+    """The store cannot be reached, did not take something, or answered something else.
+
+    The message is one line, without secrets.
+    """
 
 
 class PeerReport(NamedTuple):
@@ -480,11 +483,11 @@ class Pool(Protocol):
     async def share(self, report: bytes, merge: Merge) -> PeerReports:
         """Leaves `report` to the other replicas of this pool, and returns what they have left.
 
-        It has at most `MOST_REPORT_BYTES`; more raises NotShared. In a pool of more than 8 replicas one of them calls
+        It has at most `MOST_REPORT_BYTES`; more raises StoreError. In a pool of more than 8 replicas one of them calls
         `merge` for all: what they read grows with their number, not with its square.
 
         A replica without a report in the last 10 seconds is left out. A pool of one process has no others. Raises
-        NotShared where the store cannot be reached. No request is ever admitted later for it.
+        StoreError where the store cannot be reached. No request is ever admitted later for it.
         """
 
 

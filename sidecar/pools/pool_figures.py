@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from sidecar.events import Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.base import Ask, Grant, Merge, NotShared, PeerReports, QueueMark, QueueStanding, TenantUse
+from sidecar.pools.base import Ask, Grant, Merge, PeerReports, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.clock import Clock
 from sidecar.pools.engine_reports import engine_obstacle, engine_state, engines_of
 from sidecar.pools.engine_size import EngineSize
@@ -172,5 +172,5 @@ class ReportedPool:
     async def share(self, report: bytes, merge: Merge) -> PeerReports:
         """See `Pool.share`."""
         if self._link.is_shared and self.status.state is not StoreState.SHARED:
-            raise NotShared(f"the store is {self.status.state.value}: {self.status.reason}")
+            raise StoreError(f"the store is {self.status.state.value}: {self.status.reason}")
         return await self._link.share(self.name, report, merge)
