@@ -163,7 +163,7 @@ local function next_change(waiting)
     if not state[NEXT] or state[NEXT] <= now then state[NEXT] = find_next() end
     at = state[NEXT]
     for _, t in ipairs(rules[R_BY_GAIN] and tiers or {}) do
-      if t[QUEUED] > 0 then at = min(at, now + LOOK_AGAIN_US) end
+      if t[QUEUED] > 0 or t[LINED] > 0 then at = min(at, now + LOOK_AGAIN_US) end
     end
   end
   return at < UNBOUNDED and max(1000, at - now) or nil
