@@ -63,7 +63,7 @@ class _Member:
     is_new: bool = False
     is_foreign: bool = False
     row: dict[Sides, Sums] = field(default_factory=dict)
-    leaving: dict[tuple[str, str], Cell] = field(default_factory=dict)
+    leaving: list[Cell] = field(default_factory=list)
     outbox: dict[int, tuple[str, _Entry]] = field(default_factory=dict)
     bids: dict[int, Ticket] = field(default_factory=dict)
     view: dict[str, EngineView] = field(default_factory=dict)
@@ -372,7 +372,7 @@ class Ledger:
                 member.row[key] = sums
                 self._hold(key, sums, 1)
         if call.leaving is not None:
-            member.leaving = {(cell.tier, cell.engine): cell for cell in call.leaving}
+            member.leaving = call.leaving
             asked = self._held().asked
             if asked is not None and asked[0] == call.who:
                 self._held().asked = None
@@ -485,7 +485,7 @@ class Ledger:
 
     def _gone(self) -> Gone:
         state = self._held()
-        cells = (cell for member in state.members.values() for cell in member.leaving.values())
+        cells = (cell for member in state.members.values() for cell in member.leaving)
         return gone_of(cells, state.levels)
 
     def _shortage_for(self, caller: str) -> Shortage | None:
@@ -522,7 +522,7 @@ class Ledger:
         }
         member = state.members[who]
         held = sum(sums[0] - sums[4] for (t, e), sums in member.row.items() if t in tiers and e == found.engine)
-        return held - sum(c.tokens for (t, e), c in member.leaving.items() if t in tiers and e == found.engine)
+        return held - sum(c.tokens for c in member.leaving if c.tier in tiers and c.engine == found.engine)
 
     def _next_change(self) -> int | None:
         """When time alone changes something, at least a millisecond from now."""
@@ -565,9 +565,7 @@ class Ledger:
                 reply.finish.append((name, tenant, ahead[tenant]))
         if self._near is not None:
             member.outbox.clear()
-        reply.leaving = [
-            cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
-        ]
+        reply.leaving = [cell for _, other in sorted(state.members.items()) for cell in other.leaving]
         if (found := self._shortage_for(call.who)) is not None:
             reply.shortage = told_of(found, state.names)
         if member.seen != state.version:

@@ -18,7 +18,6 @@ local function is_engine_before(a, b)
   return incarnation < other_incarnation
 end
 
--- Sorts the engines, each with what it holds.
 local function set_table(engines, held_of)
   table.sort(engines, is_engine_before)
   config.engines, held = engines, {}

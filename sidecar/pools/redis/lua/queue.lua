@@ -42,7 +42,6 @@ local function packed_queue(tier)
   return pack(queue.texts, queue.starts, queue.finish, packed_tickets(queue.returned))
 end
 
--- All at once.
 local function read_queues()
   local names = {}
   for tier, t in ipairs(tiers) do

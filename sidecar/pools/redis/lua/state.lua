@@ -5,7 +5,7 @@
 --
 -- The root is a hash, and all that there is but for tenants' limits (limits.lua): `layout`, `state`, `held` and `config` (all in this file), `line`, the tickets in
 -- line, `q:TIER`, what waits in the tier's queue (queue.lua), `c:WHO\0TIER\0ENGINE`, a cell, and `v:WHO`, a replica's view. It is read
--- as it is needed, changed in memory, and written at the end: a call that fails has written nothing.
+-- as it is needed, changed in memory, and written at the end: a call that fails has changed nothing of this layout.
 
 -- Set by each call: while a function is loaded the server has no libraries.
 local redis_call, pack, unpacked, struct_unpack, max, min, floor, ceil
@@ -51,7 +51,7 @@ local keys, root, call, who, now, server_us
 local state, members, heads, held, tiers, config, rules -- heads: of each tier the next ticket in fair order, or false
 local line -- the tickets in line, once they were looked for
 local fields, changed, all_fields -- what was read of the root, and what of it is to be written
-local queues, wake_ups, is_config_new, is_made
+local queues, wake_ups, is_config_new
 local kept, pools, known = {}, 0, nil -- where the script is a function: what was written of each pool, as it was unpacked
 local held_text -- `held` as it is told and written
 local figures, largest_prefill, places, total, is_divided -- of a decision (rule 1); is_divided: replicas see different engines
