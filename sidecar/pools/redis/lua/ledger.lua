@@ -142,10 +142,8 @@ local function find_next()
   end
   for slot, engine in ipairs(config.engines) do
     consider(held[slot][H_CAP_UNTIL])
-    if engine[E_RAMP] > 0 then -- the end of this tenth of its slow start
-      local tenths = 1 + floor(max(0, now - engine[E_SINCE]) * 10 / engine[E_RAMP])
-      if tenths < 10 then consider(engine[E_SINCE] + ceil(tenths * engine[E_RAMP] / 10)) end
-    end
+    local tenths = tenths_now(engine)
+    if tenths < 10 then consider(engine[E_SINCE] + ceil(tenths * engine[E_RAMP] / 10)) end
   end
   return soonest
 end

@@ -39,7 +39,6 @@ local function burst_beside(ticket)
   return burst
 end
 
--- What room is to be taken back for now, if any.
 local function shortage()
   if not may_preempt() then return nil end
   look()

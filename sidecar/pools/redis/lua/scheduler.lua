@@ -503,7 +503,6 @@ end
 
 local function decide(waiting)
   look()
-  if rules[R_BY_GAIN] then read_queues() end
   if places == 0 then return end
   if state[CHOOSES] then
     choose_again()
