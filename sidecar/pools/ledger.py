@@ -41,9 +41,15 @@ class _Member:
     stated: int = -1
     is_new: bool = False
     is_foreign: bool = False
+<<<<<<< HEAD
     row: dict[Sides, Cell] = field(default_factory=dict)
     leaving: dict[Sides, Cell] = field(default_factory=dict)
     outbox: dict[int, Granted] = field(default_factory=dict)
+=======
+    row: dict[Sides, Sums] = field(default_factory=dict)
+    leaving: list[Cell] = field(default_factory=list)
+    outbox: dict[int, tuple[str, _Entry]] = field(default_factory=dict)
+>>>>>>> 99aade7c00768083c12d4143de5efb1f352a770d
     bids: dict[int, Ticket] = field(default_factory=dict)
     view: dict[str, EngineView] = field(default_factory=dict)
     view_number: int = 0
@@ -345,7 +351,7 @@ class Ledger:
                 member.row[key] = cell
                 self._hold([cell], 1)
         if call.leaving is not None:
-            member.leaving = {(cell.tier, cell.engine): cell for cell in call.leaving}
+            member.leaving = call.leaving
             asked = self._held().asked
             if asked is not None and asked[0] == call.who:
                 self._held().asked = None
@@ -451,7 +457,7 @@ class Ledger:
 
     def _gone(self) -> Gone:
         state = self._held()
-        cells = (cell for member in state.members.values() for cell in member.leaving.values())
+        cells = (cell for member in state.members.values() for cell in member.leaving)
         return gone_of(cells, state.levels)
 
     def _shortage_for(self, caller: str) -> Shortage | None:
@@ -487,12 +493,17 @@ class Ledger:
             if level > found.served.tier and tier.preemptible and level not in found.closed
         }
         member = state.members[who]
+<<<<<<< HEAD
 
         def there(cells: Mapping[Sides, Cell]) -> Iterable[Cell]:
             return (cell for (tier, engine), cell in cells.items() if tier in tiers and engine == found.engine)
 
         held = sum(cell.tokens - cell.floor_tokens for cell in there(member.row))
         return held - sum(cell.tokens for cell in there(member.leaving))
+=======
+        held = sum(sums[0] - sums[4] for (t, e), sums in member.row.items() if t in tiers and e == found.engine)
+        return held - sum(c.tokens for c in member.leaving if c.tier in tiers and c.engine == found.engine)
+>>>>>>> 99aade7c00768083c12d4143de5efb1f352a770d
 
     def _next_change(self) -> int | None:
         """When time alone changes something, at least a millisecond from now."""
@@ -535,9 +546,7 @@ class Ledger:
                 reply.finish.append((name, tenant, ahead[tenant]))
         if self._near is not None:
             member.outbox.clear()
-        reply.leaving = [
-            cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
-        ]
+        reply.leaving = [cell for _, other in sorted(state.members.items()) for cell in other.leaving]
         if (found := self._shortage_for(call.who)) is not None:
             reply.shortage = told_of(found, state.names)
         if member.seen != state.version:
