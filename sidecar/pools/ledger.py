@@ -41,15 +41,9 @@ class _Member:
     stated: int = -1
     is_new: bool = False
     is_foreign: bool = False
-<<<<<<< HEAD
     row: dict[Sides, Cell] = field(default_factory=dict)
-    leaving: dict[Sides, Cell] = field(default_factory=dict)
-    outbox: dict[int, Granted] = field(default_factory=dict)
-=======
-    row: dict[Sides, Sums] = field(default_factory=dict)
     leaving: list[Cell] = field(default_factory=list)
-    outbox: dict[int, tuple[str, _Entry]] = field(default_factory=dict)
->>>>>>> 99aade7c00768083c12d4143de5efb1f352a770d
+    outbox: dict[int, Granted] = field(default_factory=dict)
     bids: dict[int, Ticket] = field(default_factory=dict)
     view: dict[str, EngineView] = field(default_factory=dict)
     view_number: int = 0
@@ -493,17 +487,12 @@ class Ledger:
             if level > found.served.tier and tier.preemptible and level not in found.closed
         }
         member = state.members[who]
-<<<<<<< HEAD
 
-        def there(cells: Mapping[Sides, Cell]) -> Iterable[Cell]:
-            return (cell for (tier, engine), cell in cells.items() if tier in tiers and engine == found.engine)
+        def there(cells: Iterable[Cell]) -> Iterable[Cell]:
+            return (cell for cell in cells if cell.tier in tiers and cell.engine == found.engine)
 
-        held = sum(cell.tokens - cell.floor_tokens for cell in there(member.row))
+        held = sum(cell.tokens - cell.floor_tokens for cell in there(member.row.values()))
         return held - sum(cell.tokens for cell in there(member.leaving))
-=======
-        held = sum(sums[0] - sums[4] for (t, e), sums in member.row.items() if t in tiers and e == found.engine)
-        return held - sum(c.tokens for c in member.leaving if c.tier in tiers and c.engine == found.engine)
->>>>>>> 99aade7c00768083c12d4143de5efb1f352a770d
 
     def _next_change(self) -> int | None:
         """When time alone changes something, at least a millisecond from now."""
