@@ -240,8 +240,6 @@ class Ledger:
             self._hold((tier, entry.engine), entry.sums, -1)
         for key, sums in member.row.items():
             self._hold(key, sums, -1)
-        if state.asked is not None and state.asked[0] == who:
-            state.asked = None
         del state.members[who]
         state.limiter.forget(who)
         self._combine_views()
