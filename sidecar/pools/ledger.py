@@ -220,8 +220,6 @@ class Ledger:
         member = state.members[who]
         self._drop_bids(member)
         self._hold([*member.row.values(), *member.outbox.values()], -1)
-        if state.asked is not None and state.asked[0] == who:
-            state.asked = None
         del state.members[who]
         state.limiter.forget(who)
         self._combine_views()
