@@ -27,13 +27,12 @@ from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.credentials import KEY_HEADERS
-from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, is_upload
+from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.model_list import is_model_list
 from sidecar.middleware.policy_snapshot import policy_snapshot
 from sidecar.middleware.request_path import endpoint_of
 from sidecar.middleware.unguarded import treatment
-from sidecar.middleware.wait import sized_ask
 from sidecar.payload.decode import decode
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.keys import digest

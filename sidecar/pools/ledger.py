@@ -122,8 +122,12 @@ class Ledger:
         ticket, state = lease.ticket, self.state
         assert state is not None
         amount = sign * ticket.tokens, sign * ticket.requests, sign * ticket.count
-        floor = amount if ticket.is_in_floor else NOTHING
-        state.scheduler.hold(ticket.tier, lease.engine, amount, sign * lease.sent, floor)
+        on_floor = amount if ticket.is_in_floor else NOTHING
+        state.scheduler.hold(ticket.tier, lease.engine, amount, sign * lease.sent, on_floor)
+
+    def queues(self) -> list[FairQueue]:
+        """Of each tier, by level."""
+        return [] if self.state is None else [tier.queue for tier in self.state.scheduler.tiers]
 
     def look_at_queue(self, tier: int) -> None:
         """One that was not shown waits no more."""
@@ -134,7 +138,7 @@ class Ledger:
         """A turn that a tier pays back."""
         self._now(now_us).scheduler.owe(tier, owed_us, now_us)
 
-    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int, FairQueue] | None:
+    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int] | None:
         """See `Scheduler.enter`: where a call with this bid alone would put it; None where it may have to wait."""
         state = self._now(now_us)
         return None if state.hold_until else state.scheduler.enter(ticket, state.last_call)

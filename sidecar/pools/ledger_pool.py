@@ -416,12 +416,13 @@ class LedgerPool(ReportedPool):
             self._run()
 
     def _wait_again(self, lease: Lease, *, is_overtaken: bool) -> None:
+        """Many come back in one tick of the event loop. What they free is decided about later in it, together."""
         now_us = self.now_us()
         self._member.hand_back(self._requests.held_as(lease), lease.ask.barred, now_us)
         self._requests.came_back(self._requests[lease.ticket_id], now_us, is_overtaken=is_overtaken)
         if error := self._sizes.outgrown(lease.ask):
             self._refuse_waiting(lease, error)
-        self._run(now_us)
+        self._run_when_due()
 
     def _cancel(self, request: PoolRequest, now_us: int) -> None:
         self._requests.ended(request)

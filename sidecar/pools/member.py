@@ -87,7 +87,8 @@ class Member:
         self._divides, self._beat_us, self._lazy_us = divides, heartbeat_us, lazy_us
         self._replaces, self._takes_over = True, takes_over
         self._names = [tier.name for tier in rules.tiers]
-        self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
+        self._bids = Bids(self._names, most_bids, size_now, tuple if near is None else near.queues)
+        self._row = Row(self._names)
         self.pool = KnownPool(self._row, presumed, shares_engines=shares_engines)
         self.elsewhere = GrantsElsewhere(self._names)
         self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
@@ -125,10 +126,8 @@ class Member:
         has_news = self._in_flight is not None or (due_us is not None and due_us <= now_us)
         if near is None or has_news or bids.waiting or bids.is_paused or self.mode is not Mode.SHARED:
             return None
-        if (entered := near.enter(ticket, now_us)) is None:
-            return None
-        bids.passed(ticket.tier, entered[2])
-        return self._lease(ticket, *entered[:2])
+        entered = near.enter(ticket, now_us)
+        return None if entered is None else self._lease(ticket, *entered)
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""

@@ -44,15 +44,11 @@ local function take_views()
 end
 
 local function withdraw(member, id, tier)
-  local found
-  local function look_at(ticket)
-    if ticket[OWNER] == who and ticket[ID] == id and ticket[TIER] == tier then found = ticket end
-  end
-  for _, ticket in ipairs(load_line()) do look_at(ticket) end
-  if tier and not found then for_queue(tier, look_at) end
-  if found then
-    remove(found)
-    member[BIDS] = member[BIDS] - 1
+  for _, ticket in ipairs(tier and bids_of(who, tier) or NOBODY) do
+    if ticket[ID] == id and ticket[TIER] == tier then
+      remove(ticket)
+      member[BIDS] = member[BIDS] - 1
+    end
   end
 end
 
@@ -167,7 +163,7 @@ local function next_change(waiting)
     if not state[NEXT] or state[NEXT] <= now then state[NEXT] = find_next() end
     at = state[NEXT]
     for _, t in ipairs(rules[R_BY_GAIN] and tiers or {}) do
-      if t[QUEUED] > 0 then at = min(at, now + LOOK_AGAIN_US) end
+      if t[QUEUED] > 0 or t[LINED] > 0 then at = min(at, now + LOOK_AGAIN_US) end
     end
   end
   return at < UNBOUNDED and max(1000, at - now) or nil
@@ -230,7 +226,8 @@ local function reply(member)
     engines, drained = engines_and_drained()
   end
   if member[IS_LINE_NEW] then member[IS_LINE_NEW], own_lined = false, lined_of_caller() end
-  return '\220\0\19' .. first .. held_text .. pack(tags(), leaving_of_all(), found, engines, drained, own_lined) .. packed_verdicts()
+  return '\220\0\19' .. first .. held_text .. pack(tags(), leaving_of_all(), found, engines, drained, own_lined)
+    .. '\220\0' .. string.char(#verdicts) .. table.concat(verdicts)
 end
 
 -- ---- one call ---------------------------------------------------------------------------------------------------------
@@ -238,7 +235,7 @@ end
 -- Time never goes back, whichever server answers. Returns for how long the store was silent, nil where another layout is in force.
 local function begin()
   local names = { 'layout', 'state', 'held', 'config' }
-  begin_limits()
+  verdicts, accounts, counts, forgotten = {}, {}, {}, {}
   fields, changed, all_fields, queues, wake_ups, is_config_new, is_made = {}, {}, nil, {}, {}, false, false
   line, needs, held_text, known, kept[root] = nil, nil, nil, kept[root] or {}, nil -- a call that fails may have changed it
   for i, cell in ipairs(call[C_CELLS]) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end

@@ -74,8 +74,8 @@ end
 
 local function cell_field(name, tier, id) return 'c:' .. name .. '\0' .. tier .. '\0' .. id end
 
--- The names of the fields of a replica's cells.
-local function cells_of(name)
+-- The cells of a replica, with the names of their fields.
+local function for_cells(name, each)
   local prefix, missing, found = cell_field(name, '', ''):sub(1, -2), {}, {}
   all_fields = all_fields or is_made and {} or redis_call('HKEYS', root)
   for _, it in ipairs(all_fields) do
@@ -83,13 +83,9 @@ local function cells_of(name)
   end
   read_fields(missing)
   for it, value in pairs(fields) do
-    if value and it:sub(1, #prefix) == prefix then found[#found + 1] = it end
+    if value and it:sub(1, #prefix) == prefix then found[it] = unpacked(value) end
   end
-  return found
-end
-
-local function for_cells(name, each)
-  for _, it in ipairs(cells_of(name)) do each(unpacked(fields[it])) end
+  for it, cell in pairs(found) do each(cell, it) end
 end
 
 -- ---- tickets, packed as long as nobody looks at them ------------------------------------------------------------------

@@ -334,17 +334,14 @@ end
 
 -- Those in line for an engine that can take them no more.
 local function choose_again()
-  local gone = {}
-  for i = 1, #load_line() do
-    local ticket = line[i]
-    local own = ticket[ENGINE] and slot_of(ticket[ENGINE])
-    if not own or not could_take(ticket, own) then gone[#gone + 1] = ticket end
-  end
-  for _, ticket in ipairs(gone) do
+  for _, ticket in ipairs(load_line()) do
     local before = ticket[ENGINE]
-    wait_for(ticket, nil)
-    wait_for(ticket, wanted(ticket))
-    if ticket[ENGINE] ~= before then moved(ticket) end
+    local own = before and slot_of(before)
+    if not own or not could_take(ticket, own) then
+      wait_for(ticket, nil)
+      wait_for(ticket, wanted(ticket))
+      if ticket[ENGINE] ~= before then moved(ticket) end
+    end
   end
 end
 

@@ -55,5 +55,6 @@ local queues, wake_ups, is_config_new, is_made
 local kept, pools, known = {}, 0, nil -- where the script is a function: what was written of each pool, as it was unpacked
 local held_text -- `held` as it is told and written
 local figures, largest_prefill, places, total, is_divided -- of a decision (rule 1); is_divided: replicas see different engines
+local verdicts, accounts, counts, forgotten -- of tenants' limits: packed answers; what was read or changed; replicas whose counts go
 local needs, granted -- ticket -> what it needs; what is admitted, in order
 local NOBODY = {}
