@@ -29,9 +29,6 @@ LARGEST_USAGE = 16 * 1024
 """Bytes of an event that may be one of usage. The beginning of a larger one passes before its end has come."""
 _NOT_ASKED = (None, False, "false", "0", "no", "off", "n", "f")
 """Values of `include_usage` that do not ask, as engines read them (pydantic)."""
-_CHOICES_END = b"}]}\n\n"
-"""The end of an event whose last member is a list of choices, and not the usage. The event of usage is the last but for
-`[DONE]`: no chunk that ends so has it."""
 _END = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
@@ -98,9 +95,9 @@ class UsageHider:
         if not self._is_stream:
             return self._send(self._begun(message) if message["type"] == "http.response.start" else message)
         body = message.get("body")
-        if body is None or self.passes(body):
+        if body is None or self.passes(body := bytes(body)):  # Starlette lets apps send a memoryview
             return self._send(message)
-        shown = self._shown(bytes(body), is_last=not message.get("more_body", False))
+        shown = self._shown(body, is_last=not message.get("more_body", False))
         # Also without bytes: the head may wait for this message, and `engine_time` asks so whether the client reads.
         return self._send({**message, "body": shown})
 
@@ -110,7 +107,7 @@ class UsageHider:
             return True
         if self._held or body[-2:] != b"\n\n":
             return False
-        at = -1 if body[-5:] == _CHOICES_END else body.rfind(b'"usage"')
+        at = body.rfind(b'"usage"')
         return at < 0 or body[at + 8 : at + 12] == b"null"
 
     def _begun(self, message: Message) -> Message:

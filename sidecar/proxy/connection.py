@@ -57,20 +57,6 @@ class Response:
     `parts`, of `unread_bytes`, are those that no one has taken yet.
     """
 
-    __slots__ = (
-        "_connection",
-        "_failure",
-        "_waiter",
-        "_write",
-        "headers",
-        "is_complete",
-        "is_head",
-        "parts",
-        "reads",
-        "status",
-        "unread_bytes",
-    )
-
     def __init__(self, connection: EngineConnection, *, is_head: bool) -> None:
         self.status = _UNKNOWN
         self.headers: list[tuple[bytes, bytes]] = []

@@ -133,7 +133,7 @@ STREAM = ((b"content-type", b"text/event-stream"),)
 class Shown:
     """What the client sees of a stream, sent in pieces: all by messages, or those that pass as they are without."""
 
-    def __init__(self, pieces: Iterable[bytes], *, by_chunks: bool, head: Any = STREAM) -> None:
+    def __init__(self, pieces: Iterable[Any], *, by_chunks: bool, head: Any = STREAM) -> None:
         self.bodies: list[bytes] = []
         self.head: Any = None
         hider = UsageHider(self.send)
@@ -181,6 +181,7 @@ STREAMS = [*streams()]
 def test_the_client_sees_what_it_would_have_seen_wherever_the_stream_is_cut(asked: bytes, seen: bytes) -> None:
     for by_chunks in (False, True):
         assert Shown([asked], by_chunks=by_chunks).body == seen
+        assert Shown([memoryview(asked)], by_chunks=False).body == seen
         assert Shown((bytes([byte]) for byte in asked), by_chunks=by_chunks).body == seen
         for cut in range(0, len(asked), 3):
             assert Shown((asked[:cut], asked[cut:]), by_chunks=by_chunks).body == seen, cut
