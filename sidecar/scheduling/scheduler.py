@@ -183,10 +183,10 @@ class Scheduler:
         """Whether the next may be one that waits elsewhere."""
         return any(tier.queue.runs_out for tier in self.tiers)
 
-    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int, FairQueue] | None:
+    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int] | None:
         """`add` and `decide` where nothing waits and the engine that the ticket wants has room for it.
 
-        The engine, what it has to prefill, and the tier's queue. Else None, and nothing has changed. Most find it so.
+        The engine, and what it has to prefill. Else None, and nothing has changed. Most find it so.
         """
         self._now = now_us
         if not self._is_steady:
@@ -197,7 +197,10 @@ class Scheduler:
             of = None if wanted is None else self.engines[wanted]
             if of is None or not of.has_room(ticket, now_us):
                 return None
-        elif ticket.barred or now_us < of.cap_until_us or (of.sent and of.sent + ticket.sent_to(of.id) > of.prefill):
+        elif ticket.barred or now_us < of.cap_until_us:
+            return None
+        sent = ticket.sent_to(of.id)
+        if of.sent and of.sent + sent > of.prefill:
             return None
         needed, (tokens, requests, prompt), most = self.need(ticket), self._total, figures.capacity
         if tokens + needed[0] > most[0] or requests + needed[1] > most[1] or prompt + needed[2] > most[2]:
@@ -206,12 +209,11 @@ class Scheduler:
         if is_beyond_limit or (figures.has_headroom and not self.fits(ticket)):
             return None
         order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
-        queue = self.tiers[level].queue
-        queue.pass_through(ticket)
+        self.tiers[level].queue.pass_through(ticket)
         self._begin_to_count(ticket, order_class, needed)
-        sent = ticket.sent_to(of.id) if ticket.count else 0
+        sent = sent if ticket.count else 0
         self.hold(level, of.id, needed, sent, needed if ticket.is_in_floor else NOTHING)
-        return of.id, sent, queue
+        return of.id, sent
 
     def look(self, now_us: int) -> None:
         """Figures change with the engines, in slow start with time; of those that are not ready with what they hold."""
@@ -375,10 +377,10 @@ class Scheduler:
 
     def need(self, ticket: Ticket) -> Amount:
         """t: its prompt counts less its best hit, for no more than its size limit and the largest engine's prefill."""
-        uncached, most = ticket.prompt, self._most_prompt[ticket.tier]
+        prompt = ticket.prompt or 1
         if ticket.hits:
-            uncached -= max(ticket.hits.values())
-        return ticket.tokens, ticket.requests, min(max(1, uncached), most)
+            prompt = max(1, prompt - max(ticket.hits.values()))
+        return ticket.tokens, ticket.requests, min(prompt, self._most_prompt[ticket.tier])
 
     def is_small(self, ticket: Ticket) -> bool:
         """`t <= R`."""
@@ -558,7 +560,7 @@ class Scheduler:
         state = self.tiers[level]
         if self.rules.by_gain:
             return plus(state.on_floor, state.in_line_on_floor)
-        return state.on_engines if state.in_line == NOTHING else state.used
+        return state.on_engines if state.in_line is NOTHING else state.used
 
     def _owes(self, level: int) -> bool:
         return self._now < self.tiers[level].owes_until_us

@@ -98,6 +98,16 @@ def test_in_the_process_what_waits_after_the_bids_is_not_passed() -> None:
     assert first_difference(program, 2, member.Member) is None
 
 
+def test_in_the_process_a_call_a_millisecond_later_lets_in_what_one_call_leaves() -> None:
+    one = OneReplica({"tiers": [{"name": f"t{n}"} for n in range(3)], "capacity": {"tokens": 96}}, near=member.Member)
+    one.do({"do": "submit", "id": "all", "tier": "t0", "tokens": 96}, 0)
+    for number in range(96):
+        one.do({"do": "submit", "id": f"r{number}", "tier": f"t{number % 3}", "tokens": 1}, 0)
+    one.pump(0)
+    one.do({"do": "settle", "id": "all"}, 1_000)
+    assert (len(one.pump(1_000)[0]), one.member.due_us(), len(one.call(2_000)[0])) == (64, 2_000, 32)
+
+
 def test_growth_is_charged_for_bids_that_were_shown_before() -> None:
     """Three of the tenant that pays for growth are shown, and one of the other, which has all that is free then."""
     steps = [{"at": 0, "do": "submit", "id": name, "tier": "t0", "tenant": "a", "tokens": 10} for name in ("x", "y")]
@@ -184,7 +194,8 @@ def _sums(one: OneReplica) -> list[Any]:
         (name, lease.engine, lease.entered, lease.sent, lease.ticket.amount, lease.ticket.excess, lease.ticket.on_floor)
         for name, lease in one.member.leases.items()
     ]
-    return [scheduler.admissions, tiers, sorted(engines), of_leases, one.member._bids.virtual()]
+    of_bids = one.member._bids.virtual() if one.member.waiting() else None
+    return [scheduler.admissions, tiers, sorted(engines), of_leases, of_bids]
 
 
 def _difference_of_the_fast_path(program: dict[str, Any], luck: random.Random) -> str | None:
@@ -234,11 +245,17 @@ def _history(program: dict[str, Any], calls_always: bool) -> list[tuple[int, str
                 admitted, chosen = one.pump(now) if calls_always else one.call(now)
                 found += [(now, f"{ticket} enters {engine}") for ticket, engine in admitted]
                 found += [(now, f"{ticket} is taken back") for ticket in sorted(chosen)]
-        one.do({**step, "until": math.ceil(step.get("until", 0) * 10) / 10}, at)
+        one.do(_in_tenths(step), at)
         admitted, chosen = one.pump(at)
         found += [(now, f"{ticket} enters {engine}") for ticket, engine in admitted]
         found += [(now, f"{ticket} is taken back") for ticket in sorted(chosen)]
     return found
+
+
+def _in_tenths(step: dict[str, Any]) -> dict[str, Any]:
+    """A cap ends, and a slow start begins, when the one that calls all the time looks."""
+    engines = [{**engine, "since_s": round(engine.get("since_s", 0), 1)} for engine in step.get("engines", ())]
+    return {**step, "until": math.ceil(step.get("until", 0) * 10) / 10, "engines": engines}
 
 
 def _calls_only_when_it_is_told(program: dict[str, Any]) -> str | None:
@@ -256,6 +273,29 @@ AGES = {
     "steps": [{"at": 0, "do": "submit", "id": f"r{n}", "tier": "t1", "tokens": 5} for n in range(2)],
 }
 
+PASSES_IN_LINE = {
+    "name": "of two in line for an engine the first earns nothing any more: the other, which has room there, passes it",
+    "order": "gain",
+    "tiers": [{"name": "t0"}],
+    "engines": [{"id": "a#1", "tokens": 10}, {"id": "b#1", "tokens": 10}],
+    "steps": [
+        {
+            "at": 0,
+            "do": "submit",
+            "id": name,
+            "tier": "t0",
+            "tokens": tokens,
+            "gain": {"weight": weight, "tokens": 1, "cost": 1, "start_by": start_by, "slack": 1},
+        }
+        for name, tokens, weight, start_by in [
+            ("on a", 6, 1, 9),
+            ("on b", 8, 1, 9),
+            ("first", 6, 4, 1),
+            ("other", 4, 1, 9),
+        ]
+    ],
+}
+
 
 @pytest.fixture
 def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +306,11 @@ def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_heartbeats")
 def test_calls_at_next_are_as_good_as_calls_all_the_time() -> None:
-    assert [found for program in [AGES, *programs(range(16))] if (found := _calls_only_when_it_is_told(program))] == []
+    assert [
+        found
+        for program in [AGES, PASSES_IN_LINE, *programs(range(16))]
+        if (found := _calls_only_when_it_is_told(program))
+    ] == []
 
 
 @pytest.mark.soak
