@@ -29,6 +29,8 @@ LARGEST_USAGE = 16 * 1024
 """Bytes of an event that may be one of usage. The beginning of a larger one passes before its end has come."""
 _NOT_ASKED = (None, False, "false", "0", "no", "off", "n", "f")
 """Values of `include_usage` that do not ask, as engines read them (pydantic)."""
+_WITHOUT_USAGE = (b"}]}\n\n", b'"usage":null}\n\n')
+"""Ends of an event without usage. The event of usage is the last but for `[DONE]`: no chunk that ends so has it."""
 _END = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
@@ -103,12 +105,7 @@ class UsageHider:
 
     def passes(self, body: bytes) -> bool:
         """Whether the stream's next bytes are shown as they are: so are nearly all. Else they have to be sent."""
-        if not self._is_stream:
-            return True
-        if self._held or body[-2:] != b"\n\n":
-            return False
-        at = body.rfind(b'"usage"')
-        return at < 0 or body[at + 8 : at + 12] == b"null"
+        return not self._is_stream or (not self._held and body.endswith(_WITHOUT_USAGE))
 
     def _begun(self, message: Message) -> Message:
         """The response's start. A stream that is shorter than its engine says has no length."""

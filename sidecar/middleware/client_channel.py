@@ -59,10 +59,6 @@ class ClientChannel(msgspec.Struct, eq=False):
             self.hider = UsageHider(self.send)
             self.send = self.hider.send
 
-    def passes(self, body: bytes) -> bool:
-        """Whether `send` would pass the next bytes of a stream on as they are."""
-        return self.keepalive is None and (self.hider is None or self.hider.passes(body))
-
     def disconnect(self) -> asyncio.Task[Message]:
         """The task that ends when the client disconnects. It starts when it is first asked for.
 

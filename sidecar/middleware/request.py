@@ -325,8 +325,9 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._background = BackgroundRequest(app, scope, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
-        if self._controller.is_proxied and (write := write_of(scope)) is not None:
-            with_write(scope, partial(self._write, write))
+        if (write := write_of(scope)) is not None:
+            is_framed = self._client.keepalive is not None or not self._controller.is_proxied
+            with_write(scope, None if is_framed else partial(self._write, write))
         scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
         self._for_app = None if self._controller.is_proxied else scope
         return scope
@@ -360,8 +361,8 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     def _write(self, write: Write, body: bytes) -> bool:
         """See `chunks.Write`, around the server's: from the first byte on, a chunk is read as one that is sent."""
-        reader = self._passing
-        if reader is None or not self._client.passes(body) or not write(body):
+        reader, hider = self._passing, self._client.hider
+        if reader is None or (hider is not None and not hider.passes(body)) or not write(body):
             return False
         if reader.feed(body) and self._size is not None:
             self._size.answer_read()
