@@ -432,8 +432,10 @@ class Scheduler:
 
     def would_be_below_floor(self, level: int, taken: Amount, gone: Gone) -> bool:
         """Whether it would be `U < R` in all dimensions without leases that were `taken`, none for its floor."""
-        left = minus(self.on_floor(level), gone.of(level, floor_only=self.rules.by_gain))
-        return below(left if self.rules.by_gain else minus(left, taken), self._figures.reserve[level])
+        left = self.on_floor(level)
+        if not self.rules.by_gain:  # by gain what fills a floor is not taken
+            left = minus(minus(left, gone.of(level)), taken)
+        return below(left, self._figures.reserve[level])
 
     def may_preempt(self) -> bool:
         """Whether something that may be served so waits."""

@@ -8,11 +8,11 @@ from sidecar.pools import calls
 from sidecar.pools.calls import Call
 from sidecar.pools.row import Row, cells_of
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.engines import Engine, Gone
+from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.preemption import Returnable, Shortage, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
-from tests.scheduling.player import rules_of, ticket_of, us
+from tests.scheduling.player import gone_of_chosen, rules_of, ticket_of, us
 
 Step = dict[str, Any]
 
@@ -159,7 +159,7 @@ class LedgerPlayer:
             [*map(shown, told.burst)], closed,
         )  # fmt: skip
         leases = list(self.leases.values())
-        gone = Gone().beside(lease for lease in leases if lease.is_chosen)
+        gone = gone_of_chosen(leases)
         returnable = Returnable()
         for lease in sorted(leases, key=lambda lease: lease.entered):
             returnable.add(lease)
