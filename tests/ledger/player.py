@@ -21,6 +21,16 @@ def rules_told(program: dict[str, Any]) -> calls.PoolRules:
     return calls.PoolRules.of(rules_of(program))
 
 
+def views_of(offers: list[dict[str, Any]], now: int) -> list[calls.EngineView]:
+    return [
+        calls.EngineView(
+            o["id"], *(o.get(size, UNBOUNDED) for size in ("tokens", "requests", "prefill")), o.get("speed", 1000),
+            o.get("takes_new", True) and o.get("known", True), now - us(o.get("since_s", 0)), us(o.get("ramp_s", 0)),
+        )
+        for o in offers
+    ]  # fmt: skip
+
+
 class LedgerPlayer:
     """`ledger` answers calls (`execute`); it must not take a gap between two steps for silence.
 
@@ -44,14 +54,7 @@ class LedgerPlayer:
         self.dispatch(0)
 
     def set_engines(self, offers: list[dict[str, Any]], now: int) -> None:
-        self.news.engines = [
-            calls.EngineView(
-                o["id"], *(o.get(size, UNBOUNDED) for size in ("tokens", "requests", "prefill")), o.get("speed", 1000),
-                o.get("takes_new", True) and o.get("known", True), now - us(o.get("since_s", 0)),
-                us(o.get("ramp_s", 0)),
-            )
-            for o in offers
-        ]  # fmt: skip
+        self.news.engines = views_of(offers, now)
 
     def show(self, ticket: Ticket, now: int) -> None:
         self.made += 1
