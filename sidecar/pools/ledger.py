@@ -42,7 +42,7 @@ class _Member:
     is_new: bool = False
     is_foreign: bool = False
     row: dict[Sides, Cell] = field(default_factory=dict)
-    leaving: dict[Sides, Cell] = field(default_factory=dict)
+    leaving: list[Cell] = field(default_factory=list)
     outbox: dict[int, Granted] = field(default_factory=dict)
     bids: dict[int, Ticket] = field(default_factory=dict)
     view: dict[str, EngineView] = field(default_factory=dict)
@@ -220,8 +220,6 @@ class Ledger:
         member = state.members[who]
         self._drop_bids(member)
         self._hold([*member.row.values(), *member.outbox.values()], -1)
-        if state.asked is not None and state.asked[0] == who:
-            state.asked = None
         del state.members[who]
         state.limiter.forget(who)
         self._combine_views()
@@ -345,7 +343,7 @@ class Ledger:
                 member.row[key] = cell
                 self._hold([cell], 1)
         if call.leaving is not None:
-            member.leaving = {(cell.tier, cell.engine): cell for cell in call.leaving}
+            member.leaving = call.leaving
             asked = self._held().asked
             if asked is not None and asked[0] == call.who:
                 self._held().asked = None
@@ -451,7 +449,7 @@ class Ledger:
 
     def _gone(self) -> Gone:
         state = self._held()
-        cells = (cell for member in state.members.values() for cell in member.leaving.values())
+        cells = (cell for member in state.members.values() for cell in member.leaving)
         return gone_of(cells, state.levels)
 
     def _shortage_for(self, caller: str) -> Shortage | None:
@@ -488,10 +486,10 @@ class Ledger:
         }
         member = state.members[who]
 
-        def there(cells: Mapping[Sides, Cell]) -> Iterable[Cell]:
-            return (cell for (tier, engine), cell in cells.items() if tier in tiers and engine == found.engine)
+        def there(cells: Iterable[Cell]) -> Iterable[Cell]:
+            return (cell for cell in cells if cell.tier in tiers and cell.engine == found.engine)
 
-        held = sum(cell.tokens - cell.floor_tokens for cell in there(member.row))
+        held = sum(cell.tokens - cell.floor_tokens for cell in there(member.row.values()))
         return held - sum(cell.tokens for cell in there(member.leaving))
 
     def _next_change(self) -> int | None:
@@ -535,9 +533,7 @@ class Ledger:
                 reply.finish.append((name, tenant, ahead[tenant]))
         if self._near is not None:
             member.outbox.clear()
-        reply.leaving = [
-            cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
-        ]
+        reply.leaving = [cell for _, other in sorted(state.members.items()) for cell in other.leaving]
         if (found := self._shortage_for(call.who)) is not None:
             reply.shortage = told_of(found, state.names)
         if member.seen != state.version:
