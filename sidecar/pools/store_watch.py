@@ -144,15 +144,16 @@ class StoreWatch:
         return self.status.state in (StoreState.WAITING, StoreState.DIVIDED, StoreState.CLOSED)
 
     def judged(
-        self, waiting: Iterable[Lease], policy: Policy, member: Member
+        self, unjudged: Iterable[Lease], waiting: Iterable[Lease], policy: Policy, member: Member
     ) -> list[tuple[Lease, StoreUnavailable | None]]:
         """The requests that do not wait for the ledger's look any more, and those refused that cannot be admitted.
 
-        They are those that it has not looked at. All that are `waiting` are among them when they have hoped for the
-        store for as long as other replicas may be alive, and again when their outlook has changed since.
+        They are those that it has not looked at, those within limits (`unjudged`) too. All that are `waiting` are among
+        them when they have hoped for the store for as long as other replicas may be alive, and again when their outlook
+        has changed since.
         """
         outlook = self._outlook_of(policy, member)
-        leases, self._entering = [lease for _, lease in self._entering], []
+        leases, self._entering = [*(lease for _, lease in self._entering), *unjudged], []
         is_hopeless = member.first_failure_us is not None and self._clock() >= member.first_failure_us + DEAD_US
         if is_hopeless and not outlook.is_known_to_all:
             outlook.is_known_to_all = True
