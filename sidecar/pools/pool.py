@@ -474,8 +474,8 @@ class Pool(ReportedPool):
         self._watch.look(self._member)
         if self._watch.is_away:
             waiting = (it.lease for it in self._requests.waiting.values())
-            unjudged = [*self._unjudged.values()]
-            for lease, refusal in self._watch.judged(unjudged, waiting, self._sizes.policy, self._member):
+            unjudged = self._unjudged.values()
+            for lease, refusal in self._watch.judged(waiting, unjudged, self._sizes.policy, self._member):
                 if refusal is not None:
                     self._refuse_waiting(lease, refusal)
                 lease.waits()

@@ -33,6 +33,7 @@ class _Outlook:
 
     def __init__(self, of: tuple[int | None, StoreState, Policy, list[EngineView]]) -> None:
         self.of = of
+        self.is_new = True
         self.is_known_to_all = False
         """Whether all that wait have been judged by it."""
         _, state, policy, self._engines = of
@@ -144,17 +145,19 @@ class StoreWatch:
         return self.status.state in (StoreState.WAITING, StoreState.DIVIDED, StoreState.CLOSED)
 
     def judged(
-        self, unjudged: Iterable[Lease], waiting: Iterable[Lease], policy: Policy, member: Member
+        self, waiting: Iterable[Lease], unjudged: Iterable[Lease], policy: Policy, member: Member
     ) -> list[tuple[Lease, StoreUnavailable | None]]:
         """The requests that do not wait for the ledger's look any more, and those refused that cannot be admitted.
 
-        They are those that it has not looked at, those within limits (`unjudged`) too. All that are `waiting` are among
-        them when they have hoped for the store for as long as other replicas may be alive, and again when their outlook
-        has changed since.
+        They are those that it has not looked at, and those whose limits are `unjudged` when the outlook has changed.
+        All that are `waiting` are among them when they have hoped for the store for as long as other replicas may be
+        alive, and again when their outlook has changed since.
         """
         outlook = self._outlook_of(policy, member)
-        leases, self._entering = [*(lease for _, lease in self._entering), *unjudged], []
+        leases, self._entering = [lease for _, lease in self._entering], []
         is_hopeless = member.first_failure_us is not None and self._clock() >= member.first_failure_us + DEAD_US
+        leases += [lease for lease in unjudged if outlook.is_new or lease.is_entering]
+        outlook.is_new = False
         if is_hopeless and not outlook.is_known_to_all:
             outlook.is_known_to_all = True
             leases += waiting
