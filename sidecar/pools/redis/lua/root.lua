@@ -51,20 +51,24 @@ end
 
 local function create(offset)
   state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, false, false, UNBOUNDED, { 0, 0, 0 }, false, 0, '', 0 }
-  members, heads, held, tiers, config, rules = {}, {}, {}, {}, { engines = {}, drained = {} }, nil
+  members, member_texts, heads, held, tiers, config, rules = {}, {}, {}, {}, {}, { engines = {}, drained = {} }, nil
   fields, changed, is_config_new, is_made, wake_ups[#wake_ups + 1] = {}, {}, true, true, { '', {}, false, 0 }
 end
 
 -- The parts of a field.
 local function parts_of(name)
   local text, it = field(name), known[name]
-  if it and it[1] == text then return it[2], it[3], it[4] end
+  if it and it[1] == text then return unpack(it, 2) end
   return unpacked(text)
 end
 
 local function load()
   if known.state and known.state[1] ~= fields.state then known = {} end -- it is of another moment
-  state, members, heads = parts_of('state')
+  state, heads, member_texts, members = parts_of('state')
+  if not members then
+    members = {}
+    for name, text in pairs(member_texts) do members[name] = unpacked(text) end
+  end
   held, tiers = parts_of('held')
   config = parts_of('config')
   rules = config.rules
@@ -74,18 +78,26 @@ end
 
 local function cell_field(name, tier, id) return 'c:' .. name .. '\0' .. tier .. '\0' .. id end
 
--- The names of the fields of a replica's cells.
+-- The names of the fields of a replica's cells. Most often a call has told them all, so that no other is read.
 local function cells_of(name)
   local prefix, missing, found = cell_field(name, '', ''):sub(1, -2), {}, {}
-  all_fields = all_fields or is_made and {} or redis_call('HKEYS', root)
+  for it, value in pairs(fields) do
+    if value and it:sub(1, #prefix) == prefix then found[#found + 1] = it end
+  end
+  if #found == members[name][CELLS] then return found end
+  all_fields = all_fields or redis_call('HKEYS', root)
   for _, it in ipairs(all_fields) do
     if fields[it] == nil and it:sub(1, #prefix) == prefix then missing[#missing + 1] = it end
   end
   read_fields(missing)
-  for it, value in pairs(fields) do
-    if value and it:sub(1, #prefix) == prefix then found[#found + 1] = it end
-  end
+  for _, it in ipairs(missing) do found[#found + 1] = it end
   return found
+end
+
+local function set_cell(name, field_name, value)
+  local member = members[name]
+  member[CELLS] = member[CELLS] + (value and 1 or 0) - (field(field_name) and 1 or 0)
+  set_field(field_name, value)
 end
 
 local function for_cells(name, each)
@@ -133,4 +145,10 @@ end
 -- One in line is another than it was.
 local function change_line(ticket) ticket.packed, state[NEXT], changed.line = nil, false, true end
 
-local function moved(ticket) members[ticket[OWNER]][IS_LINE_NEW] = true end
+-- A member that will be another than it was.
+local function change_member(name)
+  changed_members[name] = true
+  return members[name]
+end
+
+local function moved(ticket) change_member(ticket[OWNER])[IS_LINE_NEW] = true end
