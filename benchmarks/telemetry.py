@@ -1,10 +1,9 @@
 """What our telemetry costs a request in CPU time, beside the contributed OpenTelemetry instrumentation.
 
-    python -m benchmarks.telemetry [--json FILE] [--rounds 25] [--requests 400] [--bypass]
+    python -m benchmarks.telemetry [--json FILE] [--rounds 25] [--requests 400]
 
 One run; the servers take turns, each its own uvicorn process, with 2 KB chat bodies and 8 connections. CPU is each
-process's own accounting, threads that export included. `--bypass` compares our bypass of the SDK with the SDK.
-What counts is what telemetry adds to the same server without
+process's own accounting, threads that export included. What counts is what telemetry adds to the same server without
 it, in the same round; a figure is the median over the rounds. The target in microseconds is for a machine on which the
 app alone takes 56 for a whole answer, and is compared at that speed. Exits with 1 where a target is missed.
 """
@@ -36,13 +35,6 @@ SERVERS = {
     "sampled_out": "+ all our telemetry, 0% sampled",
     "metrics_alone": "+ the same without tracing",
 }
-BYPASS_SERVERS = {
-    "admission": "the app with admission, unobserved",
-    "sampled_out": "+ all our telemetry, 0% sampled",
-    "sampled_out_by_sdk": "+ the same with SIDECAR_SDK_BYPASS=off",
-    "everything": "+ all our telemetry, 100% sampled",
-    "everything_by_sdk": "+ the same with SIDECAR_SDK_BYPASS=off",
-}
 WITHOUT = {
     "contributed": "plain",
     "contributed_metrics": "plain",
@@ -50,8 +42,6 @@ WITHOUT = {
     "spans_alone": "admission",
     "sampled_out": "admission",
     "metrics_alone": "admission",
-    "sampled_out_by_sdk": "admission",
-    "everything_by_sdk": "admission",
 }
 """What each is an addition to."""
 MOST_SAMPLED_OUT_US = 25.0
@@ -188,31 +178,14 @@ async def run(rounds: int, requests: int) -> tuple[Mapping[str, object], bool]:
     return results, is_good
 
 
-async def run_bypass(rounds: int, requests: int) -> Mapping[str, object]:
-    """Compares the bypass of the SDK with the SDK itself."""
-    results: dict[str, object] = {}
-    for load in loads():
-        with started(list(BYPASS_SERVERS), apps="telemetry_apps") as servers:
-            measured = await rounds_of(servers, load, rounds, requests)
-        print(f"{table(load, measured, BYPASS_SERVERS)}\n", flush=True)
-        results[load.title] = {"rounds_us": measured}
-    return results
-
-
 def main() -> int:
     """Parses the command line and runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--requests", type=int, default=400, help="in each server's turn")
-    parser.add_argument("--bypass", action="store_true", help="only what our bypass of the SDK saves")
     args = parser.parse_args()
-    is_good = True
-    results: Mapping[str, object]
-    if args.bypass:
-        results = asyncio.run(run_bypass(args.rounds, args.requests))
-    else:
-        results, is_good = asyncio.run(run(args.rounds, args.requests))
+    results, is_good = asyncio.run(run(args.rounds, args.requests))
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=2) + "\n")
     return 0 if is_good else 1

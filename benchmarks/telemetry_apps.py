@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from benchmarks.overhead_apps import CHUNK, CHUNKS, Nowhere, bare
 from sidecar import AdmissionMiddleware
-from sidecar.telemetry import sdk_bypass
 from sidecar.telemetry.setup import meter_provider_for
 
 EXPORT_EVERY_MS = 5_000.0
@@ -130,18 +129,6 @@ def sampled_out() -> ASGIApp:
     _trace(ParentBased(TraceIdRatioBased(0.0)))
     _measure_as_we_do()
     return _middleware()
-
-
-def everything_by_sdk() -> ASGIApp:
-    """Everything, without our bypass of the SDK."""
-    os.environ[sdk_bypass.VARIABLE] = "off"
-    return everything()
-
-
-def sampled_out_by_sdk() -> ASGIApp:
-    """The same, but that no trace is sampled."""
-    os.environ[sdk_bypass.VARIABLE] = "off"
-    return sampled_out()
 
 
 def metrics_alone() -> ASGIApp:

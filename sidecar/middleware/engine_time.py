@@ -16,10 +16,10 @@ from starlette.types import Message
 from sidecar.apis import Api
 from sidecar.durations import short_duration
 from sidecar.errors import EngineTimeout
+from sidecar.middleware.client_channel import ClientChannel
 from sidecar.middleware.error_responses import send_error
 from sidecar.middleware.sse_keepalive import SseKeepAlive
 from sidecar.middleware.usage import UsageReader
-from sidecar.middleware.wait import ClientChannel
 from sidecar.policy.model import Timeouts
 from sidecar.sending import ClientWatch, ResponseCut
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.types import Scope
 
-from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError
 from sidecar.events import (
     FIRST_FAILURE,
@@ -34,10 +33,10 @@ from sidecar.events import (
     ServiceGain,
     Settled,
 )
-from sidecar.middleware.intake import RequestIntake, SizedRequest
+from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSize
 from sidecar.middleware.request_gain import RequestGain
-from sidecar.policy.model import Endpoint, Policy
+from sidecar.policy.model import Endpoint, Policy, Tenant
 from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"
@@ -49,12 +48,24 @@ _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 _NOT_GIVEN: Any = msgspec.UNSET
 
 
+class Asker(Protocol):
+    """The one who asks for admission: the intake of a request, or a lease from Python."""
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """Its tenant, None where its key is not known yet."""
+
+    @property
+    def tier(self) -> str | None:
+        """The name of its tier, None where that is not known yet."""
+
+
 class EventReporter(msgspec.Struct, eq=False):
     """Reports one request: see `reporter_of`.
 
     `now_us` is the pool's clock in microseconds; it is read only where an observer listens.
 
-    A request that was admitted once ends with `Settled`, even where it ends while it waits again. `intake` knows the
+    A request that was admitted once ends with `Settled`, even where it ends while it waits again. `asker` knows the
     tenant and the tier of a request that ends before it is classified. `gain` is told how the request ended, whether
     an observer listens or not.
 
@@ -64,7 +75,7 @@ class EventReporter(msgspec.Struct, eq=False):
     """
 
     _now_us: Callable[[], int]
-    _intake: RequestIntake
+    _asker: Asker
     _observation: Observation | None = None
     _unmade: list[tuple[Any, ...]] | None = None
     _observer: Observer | None = None
@@ -107,13 +118,18 @@ class EventReporter(msgspec.Struct, eq=False):
         if self._observation is not None:
             self._observation.on_event(Queued(since_us, Obstacle.STORE, "the pool took a moment to answer"))
 
-    def admitted(self, grant: Grant, forward: Forward, priority: int | float) -> None:
-        """The request holds its lease. `forward` says how the engine gets its priority."""
+    def admitted(self, grant: Grant, priority: int | float | None, *, is_dry_run: bool = False) -> None:
+        """The request holds its lease, or none where it passes in a dry run.
+
+        `priority` is the engine's, None where the engine gets none.
+        """
         self._was_admitted = True
-        if self._unmade is not None:
-            self._unmade.append((_admitted, grant, forward, priority))
-        elif self._observation is not None:
-            self._observation.on_event(_admitted(grant, forward, priority))
+        self._report(_admitted, grant, priority, is_dry_run)
+
+    def event(self, event: Event) -> None:
+        """Reports an event that was made already."""
+        if self._observation is not None:
+            self._observation.on_event(event)
 
     def passed(self, at_us: int, level: int) -> None:
         """The request went to the app without a lease, as in the dry run, and did not wait."""
@@ -134,19 +150,19 @@ class EventReporter(msgspec.Struct, eq=False):
 
     def refused(self, error: AdmissionError, wait: Grant | None) -> None:
         """The request was answered with an error, perhaps after a wait."""
-        self._ended(error.code, error.message, error.status, wait)
+        self.ended(error.code, error.message, error.status, wait)
 
     def disconnected(self, wait: Grant | None) -> None:
         """The client disconnected before it was admitted."""
-        self._ended(DISCONNECTED_CODE, "the client disconnected before it was admitted", None, wait)
+        self.ended(DISCONNECTED_CODE, "the client disconnected before it was admitted", None, wait)
 
     def canceled(self, wait: Grant | None) -> None:
         """The server canceled the request before it was admitted: it stops, or an app around the middleware failed."""
-        self._ended(CANCELED_CODE, "the server canceled the request before it was admitted", None, wait)
+        self.ended(CANCELED_CODE, "the server canceled the request before it was admitted", None, wait)
 
     def let_pass(self, wait: Grant | None) -> None:
         """The request left the queue, or was about to be refused, and went on: `mode: pass` was switched on."""
-        self._ended(PASSED_CODE, "every request passes (mode: pass)", None, wait)
+        self.ended(PASSED_CODE, "every request passes (mode: pass)", None, wait)
 
     def first_byte(self, status: int | None) -> None:
         """The response's first byte goes out."""
@@ -207,7 +223,8 @@ class EventReporter(msgspec.Struct, eq=False):
         for make, *arguments in unmade or ():
             self._report(make, *arguments)
 
-    def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
+    def ended(self, code: str, message: str, status: int | None, wait: Grant | None, tokens: int = 0) -> None:
+        """The request ended without a grant, or waiting for another one. It has used `tokens` by then."""
         is_abandoned = code == DISCONNECTED_CODE
         gain = None if self.gain is None else self.gain.refused(status, is_abandoned=is_abandoned)
         if self._unmade is not None:
@@ -215,13 +232,15 @@ class EventReporter(msgspec.Struct, eq=False):
         if self._observation is None:
             return
         at_us = self._now_us() if wait is None else wait.at_us
-        refused = _refused((at_us, code, message, status), wait, self._intake, gain)
+        refused = _refused((at_us, code, message, status), wait, self._asker, gain)
         if not self._was_admitted:
             self._observation.on_event(refused)
             return
         outcome = _CLIENT_LEFT if is_abandoned else _FAILED
         waited = None if wait is None else refused
-        self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, waited, gain=gain))
+        self._observation.on_event(
+            Settled(self._now_us(), outcome, status, tokens, None, None, code, waited, gain=gain)
+        )
 
 
 def reporter_of(  # noqa: PLR0917  # names at the call would cost as much as the rest
@@ -231,17 +250,17 @@ def reporter_of(  # noqa: PLR0917  # names at the call would cost as much as the
     request_id: str,
     received_us: int,
     now_us: Callable[[], int],
-    intake: RequestIntake,
+    asker: Asker,
 ) -> EventReporter:
     """The reporter of a request that came at `received_us`. `headers` are the scope's, by their names."""
     if observer is None:
-        return EventReporter(now_us, intake)
+        return EventReporter(now_us, asker)
     if observer.only_failures():
-        return EventReporter(now_us, intake, None, [], observer, scope, headers, request_id, received_us)
+        return EventReporter(now_us, asker, None, [], observer, scope, headers, request_id, received_us)
     # Right after the clock: what the processor did since the request came would be in all of its times.
     wall_ns, method, path = time.time_ns() - (now_us() - received_us) * 1000, scope["method"], scope["path"]
     received = Received(received_us, wall_ns, method, path, scope["headers"], request_id, headers)
-    return EventReporter(now_us, intake, observer.received(received))
+    return EventReporter(now_us, asker, observer.received(received))
 
 
 def _classified(
@@ -270,7 +289,7 @@ def _classified(
     )
 
 
-def _admitted(grant: Grant, forward: Forward, priority: int | float) -> Admitted:
+def _admitted(grant: Grant, priority: int | float | None, is_dry_run: bool) -> Admitted:
     return Admitted(  # names would cost as much as all of this
         grant.at_us,
         grant.queue_wait_us,
@@ -278,9 +297,9 @@ def _admitted(grant: Grant, forward: Forward, priority: int | float) -> Admitted
         grant.overtaken_at_us,
         grant.served_ahead,
         grant.level,
-        priority if forward.is_sent else None,
+        priority,
         grant.passed,
-        False,  # it is no dry run
+        is_dry_run,
         grant.engine,
         grant.placed,
     )
@@ -291,12 +310,12 @@ def _passed(at_us: int, level: int) -> Admitted:
 
 
 def _refused(
-    end: tuple[int, str, str, int | None], wait: Grant | None, intake: RequestIntake, gain: ServiceGain | None
+    end: tuple[int, str, str, int | None], wait: Grant | None, asker: Asker, gain: ServiceGain | None
 ) -> Refused:
-    tenant = None if intake.tenant is None else intake.tenant.name
+    tenant = None if asker.tenant is None else asker.tenant.name
     waited = (
         (0, 0, None, {})
         if wait is None
         else (wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead)
     )
-    return Refused(*end, *waited, tenant, gain, intake.tier)
+    return Refused(*end, *waited, tenant, gain, asker.tier)

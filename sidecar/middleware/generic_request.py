@@ -20,11 +20,11 @@ from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, EngineUnreachable
 from sidecar.events import Outcome
 from sidecar.middleware.app_call import without_files
+from sidecar.middleware.client_channel import ClientChannel, unobserved
 from sidecar.middleware.error_responses import discard_body
 from sidecar.middleware.intake import is_upload
 from sidecar.middleware.stages import Stage
 from sidecar.middleware.timed_request import TimedRequest
-from sidecar.middleware.wait import ClientChannel, unobserved
 from sidecar.policy.model import CostPlace
 from sidecar.pools import Grant
 from sidecar.sending import CLIENT_KEY, SendChunk

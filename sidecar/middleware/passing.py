@@ -13,13 +13,13 @@ from collections.abc import Awaitable
 from starlette.types import Receive, Scope, Send
 
 from sidecar.classify import TenantClaims, said_by_app
+from sidecar.middleware.client_channel import ClientChannel
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.forwarding import forwarded_headers, forwarded_scope
 from sidecar.middleware.header_names import CONTENT_ENCODING
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.outer_scope import call_app
 from sidecar.middleware.request_path import endpoint_of
-from sidecar.middleware.wait import ClientChannel
 from sidecar.sending import CLIENT_KEY
 
 

@@ -29,9 +29,8 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.telemetry.logs.request_log import RequestLog
+from sidecar.telemetry.providers import has_no_meter_provider, none_is_set
 from sidecar.telemetry.request_record import KEEPERS, EventHandlers, RequestRecord, TraceIds
-from sidecar.telemetry.sdk_bypass.providers import kept_answer, none_is_set
-from sidecar.telemetry.setup import has_no_meter_provider
 from sidecar.telemetry.spans.app_trace import AppTrace
 from sidecar.telemetry.spans.propagation import client_trace, injected
 from sidecar.telemetry.spans.request_spans import RequestSpans
@@ -91,7 +90,6 @@ class EventDispatcher:
         self._hears_everything = hears_everything
         self._note_loop = note_loop
         self._is_reported = False
-        self._has_sdk = kept_answer(self._find_sdk)
         self._reactions = _reactions(listeners, has_spans=False)
         self._reactions_to_unsampled = _reactions(listeners, has_spans=True)
         self._reactions_to_recorded = _reactions([*listeners, *of_recorded], has_spans=True)
@@ -102,11 +100,8 @@ class EventDispatcher:
 
     def only_failures(self) -> bool:
         """Whether there is nothing but the failure log, and that leaves out what succeeded."""
-        log, has_sdk = self.failure_log, self._has_sdk
-        if log is None or has_sdk():
-            return False
-        writes = log.writes
-        return not writes(log.success_level)
+        log = self.failure_log
+        return log is not None and not self._has_sdk() and not log.writes(log.success_level)
 
     def received(self, event: Received) -> Observation | None:
         """Begins a request."""
@@ -186,11 +181,11 @@ class EventDispatcher:
             self._is_reported = True
             logger.exception("telemetry failed; requests go on without, and further failures are not logged")
 
-    def _find_sdk(self) -> bool:
+    def _has_sdk(self) -> bool:
         """Whether there is anyone to tell of a request that goes well."""
-        if not has_no_meter_provider():
-            return True
-        return not (self.tracer.is_global and none_is_set()) and self.tracer.is_active()
+        if none_is_set() and self.tracer.is_global:
+            return False
+        return not has_no_meter_provider() or self.tracer.is_active()
 
 
 def _reactions(listeners: Sequence[Listener], *, has_spans: bool) -> Reactions:

@@ -281,4 +281,4 @@ class DryRunMetrics:
         tier, decision = observed.tier or "", observed.verdict.value
         add(self._counted, (tier, decision, observed.code or ""))
         if observed.verdict is Verdict.ADMITTED or observed.queue_wait_us:
-            self._waits.labeled(tier, decision).record(observed, None)
+            self._waits.record(tier, decision, observed)

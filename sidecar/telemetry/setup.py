@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 from opentelemetry import metrics, trace
 
 from sidecar.extras import how_to_install
+from sidecar.telemetry.providers import has_no_meter_provider
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
@@ -107,14 +108,6 @@ def _made(module: str, name: str) -> Any:
     return getattr(import_module(module), name)()
 
 
-def has_no_meter_provider() -> bool:
-    """Whether the process has no SDK for metrics yet."""
-    # The stand-in before one is set has no public name, as the tracers' has; it is the API's own and not the no-op.
-    provider = metrics.get_meter_provider()
-    is_the_apis = type(provider).__module__.startswith("opentelemetry.metrics")
-    return is_the_apis and not isinstance(provider, metrics.NoOpMeterProvider)
-
-
 def _install_tracer_provider(exporters: list[SpanExporter], resource: Resource) -> Shutdown:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -129,23 +122,14 @@ def _install_tracer_provider(exporters: list[SpanExporter], resource: Resource) 
 
 
 def meter_provider_for(out: list[MetricsOut], resource: Resource) -> MeterProvider:
-    """One of ours, not the global one yet. We add durations up where every one of `out` takes that."""
+    """One of ours, not the global one yet."""
     from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 
-    from sidecar.telemetry.metrics.views import views, views_without_histograms
-    from sidecar.telemetry.sdk_bypass.histograms import add_up_for
-    from sidecar.telemetry.sdk_bypass.readers import SummedExport, SumsReader, takes_sums
+    from sidecar.telemetry.metrics.views import views
 
-    # Where one cannot take our sums the SDK counts for all: a duration is counted once, and in one way.
-    are_summed = all(takes_sums(each) for each in out)
-    readers = [each if isinstance(each, SumsReader) else SummedExport(each) for each in out]
-    seen = views_without_histograms() if are_summed else views()
-    provider = MeterProvider(readers, resource, shutdown_on_exit=False, views=seen)
-    if are_summed:
-        sums = add_up_for(provider)
-        for reader in readers:
-            reader.read(sums)
-    return provider
+    readers = [each if isinstance(each, MetricReader) else PeriodicExportingMetricReader(each) for each in out]
+    return MeterProvider(readers, resource, shutdown_on_exit=False, views=views())
 
 
 def _install_meter_provider(out: list[MetricsOut], resource: Resource) -> Shutdown:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
@@ -143,19 +143,13 @@ def begin(listener: Listener, received: Received, trace: TraceIds | None = None)
     return give
 
 
-class SomebodysOwn(SpanProcessor):
-    """A processor that we do not know: with one, spans go through the API."""
-
-
 class Tracing:
     """An observer with an SDK of its own, and what it exported."""
 
-    def __init__(self, sampler: Sampler = ALWAYS_ON, *, by_shortcut: bool = True, **settings: Any) -> None:
+    def __init__(self, sampler: Sampler = ALWAYS_ON, **settings: Any) -> None:
         self.exporter = InMemorySpanExporter()
         self.provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        if not by_shortcut:
-            self.provider.add_span_processor(SomebodysOwn())
         self.tracer = RequestTracer(self.provider, **settings)
         self.observer = EventDispatcher(self.tracer, ())
 

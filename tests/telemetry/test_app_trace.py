@@ -26,7 +26,6 @@ from tests.support.wire import connected, exchange, get, post
 from tests.telemetry.span_stories import (
     TRACE_ID,
     TRACEPARENT,
-    SomebodysOwn,
     Tracing,
     admitted,
     classified,
@@ -53,14 +52,11 @@ class Host:
         handle: Handle,
         *,
         sampler: Sampler = ALWAYS_ON,
-        by_shortcut: bool = True,
         more: str = "",
     ) -> None:
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        if not by_shortcut:
-            provider.add_span_processor(SomebodysOwn())
         monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER", provider)
         self.tracer = trace.get_tracer("app")
         self._handle = handle
@@ -89,17 +85,7 @@ class Host:
             assert b" 200 OK" in await exchange(served.port, post(CHAT, BODY, *headers))
 
 
-WAYS = [True, False]
-
-
-def named(by_shortcut: bool) -> str:
-    return "by the shortcut" if by_shortcut else "through the API"
-
-
-@each("by_shortcut", WAYS, named)
-async def test_the_apps_own_spans_are_below_engine_with_the_clients_baggage(
-    by_shortcut: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_apps_own_spans_are_below_engine_with_the_clients_baggage(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[object] = []
 
     async def handle() -> None:
@@ -112,7 +98,7 @@ async def test_the_apps_own_spans_are_below_engine_with_the_clients_baggage(
     async def later(name: str) -> None:
         host.tracer.start_span(name).end()
 
-    host = Host(monkeypatch, handle, by_shortcut=by_shortcut)
+    host = Host(monkeypatch, handle)
     await host.ask(CLIENT, "baggage: user=alice")
 
     spans = host.by_name()
@@ -149,10 +135,7 @@ async def test_without_an_sdk_the_app_has_no_context_of_ours() -> None:
     assert found == [{}]
 
 
-@each("by_shortcut", WAYS, named)
-async def test_what_the_app_writes_to_the_current_span_is_on_engine(
-    by_shortcut: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_the_app_writes_to_the_current_span_is_on_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     async def handle() -> None:
         current = trace.get_current_span()
         current.set_attribute("app.user", "alice")
@@ -165,7 +148,7 @@ async def test_what_the_app_writes_to_the_current_span_is_on_engine(
         assert current.attributes["app.user"] == "alice"  # type: ignore[attr-defined]  # as the SDK's
         current.end()
 
-    host = Host(monkeypatch, handle, by_shortcut=by_shortcut)
+    host = Host(monkeypatch, handle)
     await host.ask()
 
     spans = host.by_name()
@@ -207,9 +190,8 @@ def current_of(observation: Any) -> Iterator[trace.Span]:
         call.detach()
 
 
-@each("by_shortcut", WAYS, named)
-def test_each_attempt_has_its_own_engine_span_current(by_shortcut: bool) -> None:
-    tracing = Tracing(served_by="app", by_shortcut=by_shortcut)
+def test_each_attempt_has_its_own_engine_span_current() -> None:
+    tracing = Tracing(served_by="app")
     observation = tracing.observer.received(received())
     assert observation is not None
     found = []
@@ -247,9 +229,8 @@ async def test_in_the_dry_run_the_apps_spans_are_below_admission(monkeypatch: py
 
 
 @each("http", ["httptools", "h11"])
-@each("by_shortcut", WAYS, named)
 async def test_a_pipelined_request_has_its_own_trace_and_no_grant_of_another(
-    http: str, by_shortcut: bool, monkeypatch: pytest.MonkeyPatch
+    http: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grants: list[Any] = []
 
@@ -258,7 +239,7 @@ async def test_a_pipelined_request_has_its_own_trace_and_no_grant_of_another(
             grants.append(sidecar.granted())
             await asyncio.sleep(0.01)  # the next request has come meanwhile
 
-    host = Host(monkeypatch, handle, by_shortcut=by_shortcut)
+    host = Host(monkeypatch, handle)
     requests = [
         post(CHAT, BODY, f"traceparent: 00-{digit * 32}-{'b' * 16}-01", f"x-request-id: {digit}", close=False)
         for digit in "123"
@@ -282,9 +263,8 @@ def played(tracing: Tracing) -> Any:
     return tracing.play(classified(), admitted(), first_byte(900), settled(1000))["admission"].parent
 
 
-@each("by_shortcut", WAYS, named)
-def test_a_span_that_has_ended_is_no_parent_of_a_request_that_comes_in_its_context(by_shortcut: bool) -> None:
-    tracing = Tracing(served_by="app", by_shortcut=by_shortcut)
+def test_a_span_that_has_ended_is_no_parent_of_a_request_that_comes_in_its_context() -> None:
+    tracing = Tracing(served_by="app")
     earlier = tracing.observer.received(received())
     assert earlier is not None
     for event in (classified(), admitted()):
@@ -316,7 +296,6 @@ def traced(**attributes: object) -> Callable[[], Any]:
 USAGE = b'{"usage": {"prompt_tokens": 500, "completion_tokens": 300}}'
 
 
-@each("by_shortcut", WAYS, named)
 @each(
     ("key", "traces", "is_ours"),
     [
@@ -328,9 +307,9 @@ USAGE = b'{"usage": {"prompt_tokens": 500, "completion_tokens": 300}}'
     ],
 )
 async def test_what_a_request_used_is_in_its_trace_once(
-    key: str, traces: Handle, is_ours: bool, by_shortcut: bool, monkeypatch: pytest.MonkeyPatch
+    key: str, traces: Handle, is_ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = Host(monkeypatch, traces, more=key, by_shortcut=by_shortcut)
+    host = Host(monkeypatch, traces, more=key)
     host.app.controller.app = told(host.app.controller.app)
     await host.ask()
 
@@ -351,9 +330,8 @@ def told(app: Any) -> Any:
     return telling
 
 
-@each("by_shortcut", WAYS, named)
-def test_the_usage_of_one_request_is_not_taken_for_anothers(by_shortcut: bool) -> None:
-    tracing = Tracing(served_by="app", by_shortcut=by_shortcut)
+def test_the_usage_of_one_request_is_not_taken_for_anothers() -> None:
+    tracing = Tracing(served_by="app")
     tracer = tracing.provider.get_tracer("llm")
 
     def play(used: dict[str, int]) -> None:
@@ -369,7 +347,6 @@ def test_the_usage_of_one_request_is_not_taken_for_anothers(by_shortcut: bool) -
         contextvars.copy_context().run(play, used)
     engines = [span for span in tracing.exporter.get_finished_spans() if span.name == "engine"]
     assert ["gen_ai.usage.input_tokens" in (engine.attributes or {}) for engine in engines] == [False, True]
-    assert (tracing.tracer._bypass is not None) == by_shortcut
 
 
 def test_another_policy_changes_where_the_usage_is_written() -> None:

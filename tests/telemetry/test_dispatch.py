@@ -36,21 +36,17 @@ def play(observer: EventDispatcher) -> None:
 
 
 @pytest.mark.parametrize(("sampler", "hears"), [(ALWAYS_ON, True), (ALWAYS_OFF, False)])
-@pytest.mark.parametrize("by_shortcut", [True, False])
-def test_a_listener_to_recorded_requests_hears_of_no_other(sampler: Sampler, hears: bool, by_shortcut: bool) -> None:
+def test_a_listener_to_recorded_requests_hears_of_no_other(sampler: Sampler, hears: bool) -> None:
     every, recorded = Ear(), Ear()
-    spans = Tracing(sampler, by_shortcut=by_shortcut).tracer
+    spans = Tracing(sampler).tracer
     play(EventDispatcher(spans, [every], of_recorded=[recorded]))
     whole = [received([TRACEPARENT]), *STORY]
     assert (every.heard, recorded.heard) == (whole, whole if hears else [])
 
 
 @pytest.mark.parametrize(("sampler", "hears"), [(ALWAYS_ON, True), (ALWAYS_OFF, False)])
-@pytest.mark.parametrize("by_shortcut", [True, False])
-def test_where_listeners_do_not_need_everything_a_recorded_trace_has_it(
-    sampler: Sampler, hears: bool, by_shortcut: bool
-) -> None:
-    spans = Tracing(sampler, by_shortcut=by_shortcut).tracer
+def test_where_listeners_do_not_need_everything_a_recorded_trace_has_it(sampler: Sampler, hears: bool) -> None:
+    spans = Tracing(sampler).tracer
     observation = EventDispatcher(spans, [Ear()], hears_everything=False).received(received())
     assert observation is not None
     assert observation.hears_everything is hears

@@ -66,10 +66,9 @@ class Request:
         self.observation.on_event(Settled(virtual_now_us(), Outcome.COMPLETED, 200, 100, None, None, None))
 
 
-@pytest.mark.parametrize("by_shortcut", [True, False], ids=["by the shortcut", "through the API"])
-def test_a_wait_says_every_30_seconds_what_it_waits_for_and_who_went_ahead(by_shortcut):
+def test_a_wait_says_every_30_seconds_what_it_waits_for_and_who_went_ahead():
     async def waits():
-        sidecar = Sidecar(by_shortcut=by_shortcut)
+        sidecar = Sidecar()
         waiter = sidecar.arrives("waiter")
         await asyncio.sleep(40)
         at_us = virtual_now_us()

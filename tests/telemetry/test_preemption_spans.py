@@ -22,9 +22,9 @@ from tests.telemetry.span_stories import (
 )
 
 
-@pytest.fixture(params=[True, False], ids=["by the shortcut", "through the API"])
-def tracing(request):
-    return Tracing(by_shortcut=request.param)
+@pytest.fixture
+def tracing():
+    return Tracing()
 
 
 def play(tracing, *events):

@@ -1,4 +1,4 @@
-"""The process's providers are those of the API, without its look into the environment at every call."""
+"""Whether the process has an SDK: asked at every request, and so without the API's look into the environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opentelemetry.metrics import _internal
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 
-from sidecar.telemetry.sdk_bypass import providers
+from sidecar.telemetry.providers import has_no_meter_provider, none_is_set
 
 
 @pytest.fixture(autouse=True)
@@ -28,50 +28,28 @@ class CountingEnvironment(dict[str, str]):
         return super().__contains__(name)
 
 
-def test_without_an_sdk_they_are_the_apis_stand_ins() -> None:
-    for _ in range(2):
-        assert providers.tracer_provider() is trace.get_tracer_provider()
-        assert providers.meter_provider() is metrics.get_meter_provider()
-        assert providers.none_is_set()
-
-
-def test_an_sdk_that_is_set_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    providers.tracer_provider(), providers.meter_provider()
-    tracer_provider, meter_provider = TracerProvider(shutdown_on_exit=False), MeterProvider(shutdown_on_exit=False)
-    monkeypatch.setattr(trace, "_TRACER_PROVIDER", tracer_provider)
-    assert not providers.none_is_set()
-    assert providers.tracer_provider() is tracer_provider
-    monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
-    monkeypatch.setattr(_internal, "_METER_PROVIDER", meter_provider)
-    assert not providers.none_is_set()
-    assert providers.meter_provider() is meter_provider
-
-
-def test_an_answer_is_kept_until_there_is_another_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([False, True, False, True, False])
-    answer = providers.kept_answer(lambda: next(answers))
-    assert [answer() for _ in range(3)] == [False, False, False]
+def test_a_provider_that_is_set_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert none_is_set()
+    assert has_no_meter_provider()
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", TracerProvider(shutdown_on_exit=False))
-    assert [answer() for _ in range(2)] == [True, True]
+    assert not none_is_set()
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
     monkeypatch.setattr(_internal, "_METER_PROVIDER", MeterProvider(shutdown_on_exit=False))
-    assert [answer() for _ in range(2)] == [False, False]
-    monkeypatch.delattr(trace, "_TRACER_PROVIDER")  # as a later API may be: then anything may have happened
-    assert [answer() for _ in range(2)] == [True, False]
+    assert not none_is_set()
+    assert not has_no_meter_provider()
 
 
 def test_a_name_that_the_api_no_longer_has_may_hide_an_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(trace, "_TRACER_PROVIDER")
-    assert not providers.none_is_set()
+    assert not none_is_set()
 
 
 def test_the_api_looks_into_the_environment_at_every_call_and_we_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this fails because the API does not, `providers` is no longer needed."""
-    providers.tracer_provider(), providers.meter_provider()
+    """Where this fails because the API does not, `none_is_set` is no longer needed."""
     environment = CountingEnvironment(os.environ)
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(_internal, "environ", environment)
     trace.get_tracer_provider(), metrics.get_meter_provider()
     assert environment.asked == 2
-    providers.tracer_provider(), providers.meter_provider()
-    assert providers.none_is_set()
+    assert none_is_set()
     assert environment.asked == 2

@@ -41,9 +41,9 @@ STORY: list[Event] = [
 ]
 
 
-@pytest.fixture(params=[True, False], ids=["by the shortcut", "through the API"])
-def spans(request):
-    tracing = Tracing(by_shortcut=request.param)
+@pytest.fixture
+def spans():
+    tracing = Tracing()
     observation = tracing.observer.received(received())
     for event in STORY:
         observation.on_event(event)
@@ -75,7 +75,7 @@ def test_each_attempt_is_a_span_with_its_engine_and_the_replay_is_its_event(span
 
 
 def test_a_request_of_a_pool_of_one_has_none_of_this():
-    tracing = Tracing(by_shortcut=True)
+    tracing = Tracing()
     observation = tracing.observer.received(received())
     for event in (classified(), Admitted(ARRIVAL_US + 60, 0, 0, None, {}, 3, None), settled(5_000_000)):
         observation.on_event(event)

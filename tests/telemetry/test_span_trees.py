@@ -83,8 +83,8 @@ def stories(draw: st.DrawFn) -> list[tuple[int, Event | str]]:
     return heard
 
 
-def played(story: Sequence[tuple[int, Event | str]], *, by_shortcut: bool) -> Sequence[ReadableSpan]:
-    tracing = Tracing(by_shortcut=by_shortcut)
+def played(story: Sequence[tuple[int, Event | str]]) -> Sequence[ReadableSpan]:
+    tracing = Tracing()
     observation: Any = tracing.observer.received(received())
     for now_us, event in story:
         if isinstance(event, str):
@@ -123,18 +123,14 @@ def faults(spans: Sequence[ReadableSpan]) -> list[str]:
 
 
 @given(stories())
-def test_children_lie_in_their_span_and_follow_one_another_both_ways(story: Any) -> None:
-    ways = [played(story, by_shortcut=way) for way in (True, False)]
-    assert [faults(spans) for spans in ways] == [[], []]
-    by_shortcut, by_api = ([(span.name, interval(span), dict(span.attributes or {})) for span in way] for way in ways)
-    assert by_shortcut == by_api
+def test_children_lie_in_their_span_and_follow_one_another(story: Any) -> None:
+    spans = played(story)
+    assert faults(spans) == []
     reports = sum(event == REPORT for _, event in story)
-    assert sum(span.name == "admission.waiting" for span in ways[0]) == reports
+    assert sum(span.name == "admission.waiting" for span in spans) == reports
 
 
 def test_a_tree_that_is_wrong_is_found() -> None:
-    spans = played(
-        [(0, classified()), (9, Settled(ARRIVAL_US + 9, Outcome.FAILED, 503, 0, None, None, "x"))], by_shortcut=True
-    )
+    spans = played([(0, classified()), (9, Settled(ARRIVAL_US + 9, Outcome.FAILED, 503, 0, None, None, "x"))])
     assert faults(spans) == []
     assert faults([*spans, *spans]) != []

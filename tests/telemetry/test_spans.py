@@ -29,9 +29,9 @@ def every_error():
     return [kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "code")]
 
 
-@pytest.fixture(params=[True, False], ids=["by the shortcut", "through the API"])
-def tracing(request):
-    return Tracing(by_shortcut=request.param)
+@pytest.fixture
+def tracing():
+    return Tracing()
 
 
 def test_a_request_admitted_at_once_is_two_spans(tracing):
@@ -185,13 +185,12 @@ def test_an_answer_that_is_the_clients_doing_has_its_reason_and_is_no_error(trac
     }
 
 
-@pytest.mark.parametrize("by_shortcut", [True, False], ids=["by the shortcut", "through the API"])
-def test_every_refusal_is_a_span_with_its_status_and_its_reason(by_shortcut):
+def test_every_refusal_is_a_span_with_its_status_and_its_reason():
     wrong = []
     for error, waited_us in itertools.product(every_error(), (0, 900_000)):
         waiting = [queued()] if waited_us else []
         end = refused(error.code, error.status, after_us=waited_us + 50, queue_wait_us=waited_us)
-        admission = Tracing(by_shortcut=by_shortcut).play(classified(), *waiting, end)["admission"]
+        admission = Tracing().play(classified(), *waiting, end)["admission"]
         is_servers = error.status >= 500
         found = admission.status.status_code, admission.status.description, dict(admission.attributes)
         expected = {

@@ -1,13 +1,11 @@
 """Histograms of durations, through any version of the OpenTelemetry API.
 
 Older APIs have neither buckets for an instrument (before 1.30) nor a measurement's context, which exemplars come from
-(before 1.28). An SDK of ours gets the buckets another way then (`views`); one of the host's has its own. Where the SDK
-is ours, durations are added up in `sdk_bypass.histograms`, and the API's histogram is not used.
+(before 1.28). An SDK of ours gets the buckets another way then (`views`); one of the host's has its own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from inspect import signature
 from typing import Final, NamedTuple
@@ -15,11 +13,10 @@ from typing import Final, NamedTuple
 from opentelemetry.context import Context, create_key, get_value, set_value
 from opentelemetry.metrics import Histogram as ApiHistogram
 from opentelemetry.metrics import Meter, MeterProvider, get_meter
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
 from sidecar.telemetry import semconv
 from sidecar.telemetry.request_record import RequestRecord
-from sidecar.telemetry.sdk_bypass.histograms import Series, sums_of
 from sidecar.version import __version__
 
 HAS_BUCKETS: Final = "explicit_bucket_boundaries_advisory" in signature(Meter.create_histogram).parameters
@@ -30,7 +27,8 @@ ROUND_TRIPS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25
 
 _REQUEST_ID: Final = create_key("admission-request-id")
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
-_ENDLESS: Final = math.inf
+_NO_EXEMPLAR: Final = set_span_in_context(INVALID_SPAN, Context())
+"""Not the current context: the span of an app may be current, which is not the request's."""
 
 
 class DurationMetric(NamedTuple):
@@ -68,53 +66,19 @@ DURATIONS: Final = (
 class DurationHistogram:
     """A histogram that can be recorded to whatever the API's age. `meter_provider` None is the global one."""
 
-    __slots__ = ("_histogram", "_meter_provider", "_metric")
-
     def __init__(self, metric: DurationMetric, meter_provider: MeterProvider | None) -> None:
-        self._metric = metric
-        self._meter_provider = meter_provider
         meter = get_meter("sidecar", __version__, meter_provider)
         buckets = {"explicit_bucket_boundaries_advisory": list(metric.buckets)} if HAS_BUCKETS else {}
         self._histogram = meter.create_histogram(metric.name, "s", metric.description, **buckets)
 
-    def labeled(self, labels: Mapping[str, str]) -> LabeledHistogram:
-        """The histogram under these labels. Made once and kept: that makes a measurement quick."""
-        return LabeledHistogram(self, labels)
-
-    def series(self, labels: Mapping[str, str]) -> Series | None:
-        """Where durations are added up; None where the provider is not ours, or not there yet."""
-        sums = sums_of(self._meter_provider)
-        return None if sums is None else sums.series(self._metric.name, self._metric.buckets, labels)
-
-    def record(self, seconds: float, labels: Mapping[str, str], context: Context | None) -> None:
-        """Gives one duration to OpenTelemetry. In a provider whose sums are ours, it is not counted."""
-        if HAS_CONTEXT:
-            self._histogram.record(seconds, labels, context)
-        else:
-            self._histogram.record(seconds, labels)
-
-
-class LabeledHistogram:
-    """A histogram under its labels."""
-
-    __slots__ = ("_histogram", "_labels", "_series")
-
-    def __init__(self, histogram: DurationHistogram, labels: Mapping[str, str]) -> None:
-        self._histogram = histogram
-        self._labels = labels
-        self._series: Series | None = None
-
-    def record(self, seconds: float, request: RequestRecord | None = None) -> None:
+    def record(self, seconds: float, labels: Mapping[str, str], request: RequestRecord | None = None) -> None:
         """Notes one duration. The request is its exemplar where the request's trace is recorded."""
-        series = self._series
-        if series is None:
-            series = self._series = self._histogram.series(self._labels)
-        if request is not None and ((trace := request.trace) is None or not trace.is_sampled):
-            request = None
-        if series is not None and 0.0 <= seconds < _ENDLESS:
-            series.add(seconds, request)
-        else:  # or it is no duration: the SDK logs that
-            self._histogram.record(seconds, self._labels, None if request is None else exemplar_context(request))
+        if not HAS_CONTEXT:
+            self._histogram.record(seconds, labels)
+        elif request is not None and request.trace is not None and request.trace.is_sampled:
+            self._histogram.record(seconds, labels, exemplar_context(request))
+        else:
+            self._histogram.record(seconds, labels, _NO_EXEMPLAR)
 
 
 def exemplar_context(request: RequestRecord) -> Context:

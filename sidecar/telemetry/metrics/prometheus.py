@@ -22,7 +22,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from sidecar.telemetry.sdk_bypass.readers import SumsReader
 from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
 
 MOST_EXEMPLAR_CHARACTERS: Final = 128
@@ -34,7 +33,7 @@ _UNFIT: Final = re.compile(r"[^a-zA-Z0-9_:]")
 Labels = dict[str, str]
 
 
-class PrometheusReader(SumsReader):
+class PrometheusReader(export.MetricReader):
     """Collects when it is asked for the text. In any thread, but that of the event loop that the pools live in."""
 
     def __init__(self) -> None:
@@ -58,7 +57,7 @@ class PrometheusReader(SumsReader):
         """See `MetricReader.shutdown`: nothing is left to be sent."""
 
     def _receive_metrics(self, metrics_data: export.MetricsData, *_: Any, **__: Any) -> None:
-        self._data = self.with_sums(metrics_data)
+        self._data = metrics_data
 
     def _add(self, found: dict[str, Metric], metric: export.Metric) -> None:
         kind = _kind(metric.data)

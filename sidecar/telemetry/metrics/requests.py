@@ -1,7 +1,7 @@
 """Metrics of requests: plain numbers that are added up, and a histogram where a distribution is wanted.
 
 One measurement through an SDK costs as much as all of the adding. So the sums are read when a reader collects them,
-and only where the SDK is the host's are durations given to it one by one.
+and only durations are given to it one by one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-import msgspec
 from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
 
 from sidecar.events import (
@@ -28,8 +27,8 @@ from sidecar.events import (
     UnguardedRequest,
 )
 from sidecar.telemetry import semconv
-from sidecar.telemetry.metrics.counts import Count, add, count_of
-from sidecar.telemetry.metrics.histograms import DurationHistogram, LabeledHistogram
+from sidecar.telemetry.metrics.counts import add
+from sidecar.telemetry.metrics.histograms import DurationHistogram
 from sidecar.telemetry.metrics.instruments import OVER, UNDER, Instruments, instruments_of
 from sidecar.telemetry.metrics.tenants import SHOWN, TenantCounts, TenantHolding, TenantHoldings
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engine_time_us
@@ -52,49 +51,16 @@ class WaitHistograms:
 
     def __init__(self, pool: str, queue_wait: DurationHistogram, starvation: DurationHistogram) -> None:
         self._pool = pool
-        self._histograms = queue_wait, starvation
-        self._labeled: dict[tuple[str, str], LabeledWaits] = {}
+        self._queue_wait, self._starvation = queue_wait, starvation
 
-    def labeled(self, tier: str, decision: str) -> LabeledWaits:
-        """Those of one tier that ended so."""
-        labeled = self._labeled.get((tier, decision))
-        if labeled is None:
-            labels = {semconv.POOL: self._pool, semconv.ADMISSION_TIER: tier, semconv.ADMISSION_DECISION: decision}
-            labeled = LabeledWaits(*(histogram.labeled(labels) for histogram in self._histograms))
-            self._labeled[tier, decision] = labeled
-        return labeled
-
-
-class LabeledWaits(msgspec.Struct, eq=False, frozen=True):
-    """The two histograms of the waits of one tier that ended in one way."""
-
-    queue_wait: LabeledHistogram
-    starvation: LabeledHistogram
-
-    def record(self, end: Admitted | Refused | Observed, record: RequestRecord | None) -> None:
+    def record(
+        self, tier: str, decision: str, end: Admitted | Refused | Observed, request: RequestRecord | None = None
+    ) -> None:
         """Notes a wait, and its starvation where it starved; the request's record is the exemplar."""
-        self.queue_wait.record(end.queue_wait_us / 1e6, record)
+        labels = {semconv.POOL: self._pool, semconv.ADMISSION_TIER: tier, semconv.ADMISSION_DECISION: decision}
+        self._queue_wait.record(end.queue_wait_us / 1e6, labels, request)
         if end.starvation_us > 0:
-            self.starvation.record(end.starvation_us / 1e6, record)
-
-
-class AdmissionCounts(msgspec.Struct, eq=False, frozen=True):
-    """What nearly every admission of one tier adds to, found once."""
-
-    requests: Count
-    tokens: Count
-    waits: LabeledWaits
-
-
-class CompletionCounts(msgspec.Struct, eq=False, frozen=True):
-    """What nearly every request of one tier adds to that is completed, found once."""
-
-    requests: Count
-    tokens_used: Count
-
-
-# Looked up once: an enumeration's attribute costs as much as a call.
-_COMPLETED, _, _FAILED = Outcome
+            self._starvation.record(end.starvation_us / 1e6, labels, request)
 
 
 class RequestMetrics:
@@ -124,9 +90,6 @@ class RequestMetrics:
         for tier in measured:
             self.counters.know_objective(tier)
         self._waits = WaitHistograms(pool, self.instruments.queue_wait, self.instruments.starvation)
-        self._first_tokens: dict[str, LabeledHistogram] = {}
-        self._admissions: dict[str, AdmissionCounts] = {}
-        self._completions: dict[str, CompletionCounts] = {}
         self.handlers: EventHandlers = {
             Classified: self._classified,
             Queued: self._queued,
@@ -164,23 +127,16 @@ class RequestMetrics:
         if record.queued is not None:
             self._end_queued(record)
         tier, tokens, lost = classified.tier, classified.tokens, record.lost
-        admissions = self._admissions.get(tier) or self._admissions_of(tier)
         if not lost:
-            admissions.requests.number += 1
-            admissions.tokens.number += tokens
+            add(self.counters.admitted, (tier,))
+            add(self.counters.tokens_estimated, (tier,), tokens)
             self.counters.tenants.known[classified.tenant].counts.admitted += 1
         self.holdings.add(classified.tenant, tokens, 1)
         if event.passed:
             self._note_overtaken(event.passed, tier, tokens)
         # Preempted all the same where another policy came. A wait for the engine is one more wait.
         if not classified.preemptible and (not lost or lost[-1].preempted.is_unreached):
-            admissions.waits.record(event, record)
-
-    def _admissions_of(self, tier: str) -> AdmissionCounts:
-        counters, waits = self.counters, self._waits.labeled(tier, "admitted")
-        counts = count_of(counters.admitted, (tier,)), count_of(counters.tokens_estimated, (tier,))
-        found = self._admissions[tier] = AdmissionCounts(*counts, waits)
-        return found
+            self._waits.record(tier, "admitted", event, record)
 
     def _note_overtaken(self, passed: Mapping[str, str], tier: str, tokens: int) -> None:
         for overtaken, rule in passed.items():
@@ -203,12 +159,8 @@ class RequestMetrics:
         if classified.preemptible and record.admitted is not None:  # from now on it cannot be preempted
             self._record_wait(record, "admitted", record.admitted)
         if classified.stream and event.status < 400:
-            histogram = self._first_tokens.get(classified.tier)
-            if histogram is None:
-                labels = {semconv.POOL: self.pool, semconv.ADMISSION_TIER: classified.tier}
-                histogram = self.instruments.time_to_first_token.labeled(labels)
-                self._first_tokens[classified.tier] = histogram
-            histogram.record((event.at_us - record.at_us) / 1e6, record)
+            labels = {semconv.POOL: self.pool, semconv.ADMISSION_TIER: classified.tier}
+            self.instruments.time_to_first_token.record((event.at_us - record.at_us) / 1e6, labels, record)
 
     def _settled(self, record: RequestRecord, event: Settled) -> None:
         classified = record.classified
@@ -217,18 +169,16 @@ class RequestMetrics:
         tier, used = classified.tier, event.tokens_used
         tenant = self.counters.tenants.known[classified.tenant].counts
         tenant.tokens_used += used
-        if event.outcome is _COMPLETED:
-            completions = self._completions.get(tier) or self._completions_of(tier)
-            completions.requests.number += 1
-            completions.tokens_used.number += used
-            if event.output_tokens is not None:
-                if event.input_tokens is not None:
-                    over = classified.tokens - used
-                    add(self.counters.estimate_errors, (tier, UNDER if over < 0 else OVER), abs(over))
-                if classified.expected is not None and (event.status or 0) < 400:
-                    _note_length(classified.expected, event.output_tokens, tier, tenant)
-        else:
-            self._note_incomplete(tier, event)
+        add(self.counters.settled, (tier, event.outcome.value))
+        add(self.counters.tokens_used, (tier,), used)
+        if event.outcome is Outcome.FAILED:
+            add(self.counters.failed, (tier, event.error or FAILED))
+        if event.outcome is Outcome.COMPLETED and event.output_tokens is not None:
+            if event.input_tokens is not None:
+                over = classified.tokens - used
+                add(self.counters.estimate_errors, (tier, UNDER if over < 0 else OVER), abs(over))
+            if classified.expected is not None and (event.status or 0) < 400:
+                _note_length(classified.expected, event.output_tokens, tier, tenant)
         if record.admitted is not None:
             self.holdings.add(classified.tenant, -classified.tokens, -1)
         elif record.refused is not None:  # preempted, and not admitted again
@@ -239,18 +189,6 @@ class RequestMetrics:
             add(self.counters.growths, (tier,), event.growths)
         if event.gain is not None:
             self._note_gain(tier, event.gain)
-
-    def _completions_of(self, tier: str) -> CompletionCounts:
-        settled = count_of(self.counters.settled, (tier, _COMPLETED._value_))
-        found = self._completions[tier] = CompletionCounts(settled, count_of(self.counters.tokens_used, (tier,)))
-        return found
-
-    def _note_incomplete(self, tier: str, event: Settled) -> None:
-        counters = self.counters
-        add(counters.settled, (tier, event.outcome._value_))
-        if event.outcome is _FAILED:
-            add(counters.failed, (tier, event.error or FAILED))
-        add(counters.tokens_used, (tier,), event.tokens_used)
 
     def _note_preemptible_wait(self, record: RequestRecord) -> None:
         """Of a request that could be preempted to its end: the wait that was its last."""
@@ -283,7 +221,7 @@ class RequestMetrics:
 
     def _record_wait(self, record: RequestRecord, decision: str, end: Admitted | Refused) -> None:
         tier = "" if record.classified is None else record.classified.tier
-        self._waits.labeled(tier, decision).record(end, record)
+        self._waits.record(tier, decision, end, record)
 
 
 def _note_length(expected: ExpectedLength, output: int, tier: str, tenant: TenantCounts) -> None:

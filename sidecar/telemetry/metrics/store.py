@@ -13,7 +13,7 @@ from weakref import ref
 from opentelemetry import metrics
 
 from sidecar.events import StoreChanged, StoreState
-from sidecar.telemetry.metrics.histograms import STORE_ROUND_TRIP, DurationHistogram, LabeledHistogram
+from sidecar.telemetry.metrics.histograms import STORE_ROUND_TRIP, DurationHistogram
 from sidecar.telemetry.semconv import POOL, STORE_AVAILABLE, STORE_CHANGES, STORE_STATE
 from sidecar.version import __version__
 
@@ -31,12 +31,10 @@ class StoreMetrics:
         self.pool = pool
         self.is_available = False
         self._instruments: _Instruments | None = None
-        self._round_trip: LabeledHistogram | None = None
         self._reported = False
         try:
             self._instruments = _instruments_of(meter_provider)
             self._instruments.watch(self)
-            self._round_trip = self._instruments.round_trip.labeled({POOL: pool})
         except Exception:
             self._report()
 
@@ -52,8 +50,8 @@ class StoreMetrics:
     def round_trip(self, took_s: float) -> None:
         """Notes how long a call to the store took, answered or not."""
         try:
-            if self._round_trip is not None:
-                self._round_trip.record(took_s)
+            if self._instruments is not None:
+                self._instruments.round_trip.record(took_s, {POOL: self.pool})
         except Exception:
             self._report()
 

@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any
 
 from opentelemetry.sdk import metrics as sdk
-from opentelemetry.sdk.metrics.view import DropAggregation, ExplicitBucketHistogramAggregation, View
+from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
 
 from sidecar.telemetry.metrics.histograms import DURATIONS, HAS_BUCKETS, request_id_of
 from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
@@ -22,13 +22,6 @@ def views() -> list[View]:
     return [
         View(instrument_name=metric.name, meter_name="sidecar", **_buckets(metric.buckets), **_exemplars())
         for metric in DURATIONS
-    ]
-
-
-def views_without_histograms() -> list[View]:
-    """For a provider whose durations we add up: the SDK must not report them as well."""
-    return [
-        View(instrument_name=metric.name, meter_name="sidecar", aggregation=DropAggregation()) for metric in DURATIONS
     ]
 
 

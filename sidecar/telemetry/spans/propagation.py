@@ -10,15 +10,12 @@ from functools import lru_cache
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
-from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from sidecar.events import Headers, Received
 from sidecar.telemetry.request_record import TraceIds
-from sidecar.telemetry.sdk_bypass.spans import NO_STATE
 from sidecar.telemetry.spans.app_trace import is_inherited
 from sidecar.telemetry.spans.propagators import propagate
 
@@ -51,7 +48,6 @@ _SETTER = _HeaderSetter()
 _TRACEPARENT = b"traceparent"
 _TRACESTATE = b"tracestate"
 _NO_PARENT = Context()
-_SERVER, _INTERNAL = SpanKind.SERVER, SpanKind.INTERNAL  # an enumeration's attribute costs as much as a call
 _traceparent = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?").fullmatch
 
 
@@ -64,11 +60,11 @@ def parent_of(received: Received) -> tuple[Context, SpanKind]:
     current = otel_context.get_current()
     if current and (above := trace.get_current_span(current)).get_span_context().is_valid:
         if not is_inherited(current, above):
-            return current, _INTERNAL
+            return current, SpanKind.INTERNAL
         current = _NO_PARENT
-    if _fields_of(propagate.get_global_textmap()).isdisjoint(received.by_name or received.header_names()):
-        return current, _SERVER
-    return propagate.extract(received.headers, current, _GETTER), _SERVER
+    if _fields_of(propagate.get_global_textmap()).isdisjoint(received.header_names()):
+        return current, SpanKind.SERVER
+    return propagate.extract(received.headers, current, _GETTER), SpanKind.SERVER
 
 
 def client_trace(received: Received) -> TraceIds | None:
@@ -87,28 +83,12 @@ def injected(context: SpanContext, received: Received) -> Headers:
 
     Nothing but the span goes on, so that baggage is not written again: the client's own passes unchanged.
     """
-    propagator = propagate.get_global_textmap()
-    if _is_trace_context_alone(propagator):  # at a seventh of its cost: they are written for every request
-        trace_id, span_id, _, flags, state, _ = context  # each of its properties is a call
-        headers = [(_TRACEPARENT, b"00-%032x-%016x-%02x" % (trace_id, span_id, flags))]
-        is_bare = state is NO_STATE or not state  # its length is a call of Python
-        if not is_bare:
-            headers.append((_TRACESTATE, state.to_header().encode("latin-1")))
-    else:
-        headers = []
-        propagator.inject(headers, trace.set_span_in_context(NonRecordingSpan(context), Context()), _SETTER)
-        names = [name for name, _ in headers]
-        is_bare = _TRACEPARENT in names and _TRACESTATE not in names
+    headers: list[tuple[bytes, bytes]] = []
+    with_span = trace.set_span_in_context(NonRecordingSpan(context), Context())
+    propagate.get_global_textmap().inject(headers, with_span, _SETTER)
+    names = [name for name, _ in headers]
     # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
     # lets an empty one replace it.
-    if is_bare and _TRACESTATE in (received.by_name or received.header_names()):
+    if _TRACEPARENT in names and _TRACESTATE not in names and _TRACESTATE in received.header_names():
         headers.append((_TRACESTATE, b""))
     return headers
-
-
-@lru_cache(maxsize=4)
-def _is_trace_context_alone(propagator: TextMapPropagator) -> bool:
-    """Whether a span's context is written as W3C trace context and nothing else: OpenTelemetry's default."""
-    parts = getattr(propagator, "_propagators", [propagator])
-    kinds = {type(part) for part in parts}
-    return TraceContextTextMapPropagator in kinds and kinds <= {TraceContextTextMapPropagator, W3CBaggagePropagator}

@@ -110,7 +110,7 @@ class RequestSpans:
 
     def for_app(self) -> Span:
         """The span that is current in the app: the last `engine`, in the dry run `admission`."""
-        return (self._engines[-1] if self._engines else self._admission).for_app()
+        return (self._engines[-1] if self._engines else self._admission).span
 
     def admit(self, record: RequestRecord, event: Admitted) -> SpanContext:
         """Begins an `engine` span and returns its context, or that of `admission` where this failed.

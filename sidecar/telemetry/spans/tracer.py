@@ -21,16 +21,14 @@ from dataclasses import replace
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider, SpanContext, SpanKind
+from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider, SpanContext
 
 from sidecar.events import Received
 from sidecar.telemetry import semconv
-from sidecar.telemetry.sdk_bypass.providers import TRACE, TRACER_PROVIDER
-from sidecar.telemetry.sdk_bypass.providers import tracer_provider as global_provider
-from sidecar.telemetry.sdk_bypass.spans import DirectSpan, SpanBypass, bypass_of
+from sidecar.telemetry.providers import none_is_set
 from sidecar.telemetry.spans.links import FindLinks
 from sidecar.telemetry.spans.long_waits import LongWaits
-from sidecar.telemetry.spans.open_span import ApiSpan, Attributes
+from sidecar.telemetry.spans.open_span import Attributes, OpenSpan
 from sidecar.telemetry.spans.propagation import parent_of
 from sidecar.telemetry.spans.request_spans import RequestSpans, SpanSettings
 from sidecar.version import __version__
@@ -67,7 +65,6 @@ class RequestTracer:
         self.is_mounted = served_by == "app"
         self._provider: trace.TracerProvider | None = None
         self._tracer: trace.Tracer | None = None
-        self._bypass: SpanBypass | None = None
         self._is_reported = False
         limits_s = {} if starvation_limits_s is None else dict(starvation_limits_s)
         self._settings = SpanSettings(
@@ -95,21 +92,15 @@ class RequestTracer:
         recorded has a context all the same, so that the engine does not record it either.
         """
         try:
-            tracer, bypass = self._current(), self._bypass
+            tracer = self._current()
             if tracer is None:
                 return None
             parent, kind = parent_of(event)
-            begun = None if bypass is None else bypass.context_of(parent)
-            if begun is None and bypass is not None:  # the tracer has changed
-                bypass = self._bypass = bypass_of(tracer)
-                begun = None if bypass is None else bypass.context_of(parent)
-            if begun is None or bypass is None:
-                return self._begun_by_api(tracer, event, parent, kind)
-            context, above, is_sampled = begun
-            if not is_sampled:
-                return context, parent, None
-            span = DirectSpan(bypass, semconv.ADMISSION, context, above, kind, event.wall_ns, _of_request(event), ())
-            return context, parent, RequestSpans(self._settings, event, span)
+            span = tracer.start_span(semconv.ADMISSION, parent, kind, _of_request(event), start_time=event.wall_ns)
+            context = span.get_span_context()
+            if not span.is_recording():
+                return (context, parent, None) if context.is_valid else None
+            return context, parent, RequestSpans(self._settings, event, OpenSpan(tracer, span, parent))
         except Exception:
             self.report()
             return None
@@ -122,24 +113,17 @@ class RequestTracer:
 
     def _current(self) -> trace.Tracer | None:
         """The tracer now, None where nothing records spans."""
-        provider = self._given_provider or TRACE.get(TRACER_PROVIDER) or global_provider()
+        if self.is_global and none_is_set():
+            return None
+        provider = self._given_provider or trace.get_tracer_provider()
         if provider is not self._provider:
             self._tracer = _tracer_of(provider)
             if self.is_mounted and self._settings.writes_usage is None and hasattr(provider, "add_span_processor"):
-                from sidecar.telemetry.sdk_bypass.app_usage import follow_app_usage
+                from sidecar.telemetry.spans.app_usage import follow_app_usage
 
                 follow_app_usage(provider)
-            self._bypass = None if self._tracer is None else bypass_of(self._tracer)
             self._provider = provider
         return self._tracer
-
-    def _begun_by_api(self, tracer: trace.Tracer, event: Received, parent: Context, kind: SpanKind) -> Begun | None:
-        attributes, start_ns = _of_request(event), event.wall_ns
-        started = tracer.start_span(semconv.ADMISSION, parent, kind, attributes, start_time=start_ns)
-        context = started.get_span_context()
-        if not started.is_recording():
-            return (context, parent, None) if context.is_valid else None
-        return context, parent, RequestSpans(self._settings, event, ApiSpan(tracer, started, parent))
 
 
 def _of_request(event: Received) -> Attributes:

@@ -1,7 +1,5 @@
 -- One call, from the first to the last (`ledger.py`).
 
--- ---- what a call says -------------------------------------------------------------------------------------------------
-
 local function acknowledge(member)
   local acked, kept = acks(), {}
   for _, grant in ipairs(member[OUTBOX]) do
@@ -44,15 +42,11 @@ local function take_views()
 end
 
 local function withdraw(member, id, tier)
-  local found
-  local function look_at(ticket)
-    if ticket[OWNER] == who and ticket[ID] == id and ticket[TIER] == tier then found = ticket end
-  end
-  for _, ticket in ipairs(load_line()) do look_at(ticket) end
-  if tier and not found then for_queue(tier, look_at) end
-  if found then
-    remove(found)
-    member[BIDS] = member[BIDS] - 1
+  for _, ticket in ipairs(tier and bids_of(who, tier) or NOBODY) do
+    if ticket[ID] == id and ticket[TIER] == tier then
+      remove(ticket)
+      member[BIDS] = member[BIDS] - 1
+    end
   end
 end
 
@@ -83,8 +77,6 @@ local function take_changes(member, last_number)
   for _, bid in ipairs(member[IS_FOREIGN] and NOBODY or call[C_BIDS]) do add_bid(member, bid) end
   for _, gone in ipairs(call[C_WITHDRAWN]) do withdraw(member, gone[1], tier_of(gone[2])) end
 end
-
--- ---- what it decides, and the reply -----------------------------------------------------------------------------------
 
 -- Replicas of a layout before the ledger would admit all of the capacity beside it: meanwhile nothing is granted.
 -- `meta` is doubles: the 2nd their last call, the 3rd the offset of their clock, the 13th how many they are.
@@ -152,10 +144,8 @@ local function find_next()
   end
   for slot, engine in ipairs(config.engines) do
     consider(held[slot][H_CAP_UNTIL])
-    if engine[E_RAMP] > 0 then -- the end of this tenth of its slow start
-      local tenths = 1 + floor(max(0, now - engine[E_SINCE]) * 10 / engine[E_RAMP])
-      if tenths < 10 then consider(engine[E_SINCE] + ceil(tenths * engine[E_RAMP] / 10)) end
-    end
+    local tenths = tenths_now(engine)
+    if tenths < 10 then consider(engine[E_SINCE] + ceil(tenths * engine[E_RAMP] / 10)) end
   end
   return soonest
 end
@@ -168,7 +158,7 @@ local function next_change(waiting)
     if not state[NEXT] or state[NEXT] <= now then state[NEXT] = find_next() end
     at = state[NEXT]
     for _, t in ipairs(rules[R_BY_GAIN] and tiers or {}) do
-      if t[QUEUED] > 0 then at = min(at, now + LOOK_AGAIN_US) end
+      if t[QUEUED] > 0 or t[LINED] > 0 then at = min(at, now + LOOK_AGAIN_US) end
     end
   end
   return at < UNBOUNDED and max(1000, at - now) or nil
@@ -196,9 +186,7 @@ local function survey()
     if #member[LEAVING] > 0 then leaving[name] = member[LEAVING] end
   end
   for _, name in ipairs(sorted_keys(leaving)) do
-    local cells = {}
-    for _, cell in ipairs(leaving[name]) do cells[cell[CELL_TIER] .. '\0' .. cell[CELL_ENGINE]] = cell end
-    for _, field_name in ipairs(sorted_keys(cells)) do found[#found + 1] = cells[field_name] end
+    for _, cell in ipairs(leaving[name]) do found[#found + 1] = cell end
   end
   return alive, found
 end
@@ -235,16 +223,15 @@ local function reply(member)
     engines, drained = engines_and_drained()
   end
   if member[IS_LINE_NEW] then member[IS_LINE_NEW], own_lined = false, lined_of_caller() end
-  return '\220\0\19' .. first .. held_text .. pack(tags(), leaving, found, engines, drained, own_lined) .. packed_verdicts()
+  return '\220\0\19' .. first .. held_text .. pack(tags(), leaving, found, engines, drained, own_lined)
+    .. '\220\0' .. string.char(#verdicts) .. table.concat(verdicts)
 end
-
--- ---- one call ---------------------------------------------------------------------------------------------------------
 
 -- Time never goes back, whichever server answers. Returns for how long the store was silent, nil where another layout is in force.
 local function begin()
   local names = { 'layout', 'state', 'held', 'config' }
-  begin_limits()
-  fields, changed, changed_members, all_fields, queues, wake_ups, is_config_new, is_made = {}, {}, {}, nil, {}, {}, false, false
+  verdicts, accounts, counts, forgotten = {}, {}, {}, {}
+  fields, changed, changed_members, all_fields, queues, wake_ups, is_config_new = {}, {}, {}, nil, {}, {}, false
   line, needs, held_text, known, kept[root] = nil, nil, nil, kept[root] or {}, nil -- a call that fails may have changed it
   for i, cell in ipairs(call[C_CELLS]) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end
   read_fields(names)

@@ -1,6 +1,5 @@
 -- Time, epochs and members, and what a statement says of everything (`ledger.py`).
 
--- A grant as a cell.
 local function cell_of(grant)
   local _, tier, id, tokens, requests, prompt, sent, _, _, is_in_floor = unpack(grant)
   local floor_of = is_in_floor and 1 or 0
@@ -15,21 +14,27 @@ local function drop_outbox(member)
 end
 
 local function drop_cells(name)
-  for _, it in ipairs(cells_of(name)) do
-    hold_cell(unpacked(fields[it]), -1)
+  for_cells(name, function(cell, it)
+    hold_cell(cell, -1)
     set_cell(name, it)
-  end
+  end)
 end
 
--- Gives up all bids of a replica, in each tier by arrival.
-local function drop_bids(name)
-  if members[name][BIDS] == 0 then return end
+-- What waits of a replica, in line and in one queue, or in all.
+local function bids_of(name, in_tier)
   local own = {}
   local function take(ticket)
     if ticket[OWNER] == name then own[#own + 1] = ticket end
   end
   for _, ticket in ipairs(load_line()) do take(ticket) end
-  for tier = 1, #tiers do for_queue(tier, take) end
+  for tier = in_tier or 1, in_tier or #tiers do for_queue(tier, take) end
+  return own
+end
+
+-- Gives up all bids of a replica, in each tier by arrival.
+local function drop_bids(name)
+  if members[name][BIDS] == 0 then return end
+  local own = bids_of(name)
   table.sort(own, function(a, b) return a[TIER] < b[TIER] or (a[TIER] == b[TIER] and is_before(a, b)) end)
   for _, ticket in ipairs(own) do remove(ticket) end
   change_member(name)[BIDS] = 0
@@ -37,30 +42,26 @@ end
 
 -- The newest view that names an engine counts, from when it was told first; any that reaches it will do.
 local function combine_views()
-  local by_age, offers, all = sorted_keys(members), {}, {}
+  local views, offers, reached = {}, {}, {}
   for name in pairs(members) do
     local view = field('v:' .. name)
-    all[name] = view and unpacked(view) -- its number, when it was told, its engines
+    if view then views[#views + 1] = { name, unpack(unpacked(view)) } end
   end
-  table.sort(by_age, function(a, b)
-    local number, other = all[a] and all[a][1] or 0, all[b] and all[b][1] or 0
-    return number < other or (number == other and is_less(a, b))
-  end)
-  local reached = {}
-  for _, name in ipairs(by_age) do
-    local view = all[name]
-    for _, e in ipairs(view and view[3] or NOBODY) do
+  table.sort(views, function(a, b) return a[2] < b[2] end)
+  for _, view in ipairs(views) do
+    local of, _, told_at, engines = unpack(view)
+    for _, e in ipairs(engines) do
       local id, tokens, requests, prefill, speed, is_reachable, age_us, ramp_us = unpack(e)
       local takes_new = is_reachable or (offers[id] and offers[id][E_TAKES_NEW]) or false
-      offers[id] = { id, tokens, requests, prefill, speed, takes_new, view[2] - age_us, ramp_us, true, false }
-      reached[id .. '\0' .. name] = is_reachable
+      offers[id] = { id, tokens, requests, prefill, speed, takes_new, told_at - age_us, ramp_us, true, false }
+      reached[id .. '\0' .. of] = is_reachable
     end
   end
   for id, engine in pairs(offers) do
     local drained = config.drained[split(id)]
     if drained and drained[1] then engine[E_TAKES_NEW] = false end
     local unreachable = {}
-    for _, name in ipairs(by_age) do unreachable[name] = not reached[id .. '\0' .. name] or nil end
+    for name in pairs(members) do unreachable[name] = not reached[id .. '\0' .. name] or nil end
     engine[E_UNREACHABLE] = next(unreachable) and unreachable or false
   end
   set_engines(offers)
@@ -68,7 +69,7 @@ local function combine_views()
 end
 
 local function drop(name)
-  drop_limits(name)
+  forgotten[name] = true
   drop_bids(name)
   drop_outbox(change_member(name))
   drop_cells(name)

@@ -29,30 +29,26 @@ local function tier_of(name)
   end
 end
 
--- ---- the root ---------------------------------------------------------------------------------------------------------
-
 local function field(name)
-  if fields[name] == nil then fields[name] = not is_made and redis_call('HGET', root, name) end
+  if fields[name] == nil then fields[name] = redis_call('HGET', root, name) end
   return fields[name]
 end
 
-local function set_field(name, value)
-  if changed[name] == nil then changed[name] = field(name) and true end -- whether the store has one
-  fields[name] = value or false
-end
+local function set_field(name, value) fields[name], changed[name] = value or false, true end
 
--- Reads many.
 local function read_fields(names)
-  for i = 1, is_made and 0 or #names, MOST_AT_ONCE do
+  for i = 1, #names, MOST_AT_ONCE do
     local part = { unpack(names, i, min(#names, i + MOST_AT_ONCE - 1)) }
     for j, value in ipairs(redis_call('HMGET', root, unpack(part))) do fields[part[j]] = value end
   end
 end
 
+-- What was there is of a layout that nobody uses.
 local function create(offset)
+  redis_call('DEL', root)
   state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, false, false, UNBOUNDED, { 0, 0, 0 }, false, 0, '', 0 }
   members, member_texts, heads, held, tiers, config, rules = {}, {}, {}, {}, {}, { engines = {}, drained = {} }, nil
-  fields, changed, is_config_new, is_made, wake_ups[#wake_ups + 1] = {}, {}, true, true, { '', {}, false, 0 }
+  fields, changed, is_config_new, wake_ups[#wake_ups + 1] = {}, {}, true, { '', {}, false, 0 }
 end
 
 -- The parts of a field.
@@ -74,24 +70,23 @@ local function load()
   rules = config.rules
 end
 
--- ---- cells: what a replica states -------------------------------------------------------------------------------------
-
 local function cell_field(name, tier, id) return 'c:' .. name .. '\0' .. tier .. '\0' .. id end
 
--- The names of the fields of a replica's cells. Most often a call has told them all, so that no other is read.
-local function cells_of(name)
-  local prefix, missing, found = cell_field(name, '', ''):sub(1, -2), {}, {}
+-- The cells of a replica, with the names of their fields. Most often its call has told all of them.
+local function for_cells(name, each)
+  local prefix, names, missing = cell_field(name, '', ''):sub(1, -2), {}, {}
   for it, value in pairs(fields) do
-    if value and it:sub(1, #prefix) == prefix then found[#found + 1] = it end
+    if value and it:sub(1, #prefix) == prefix then names[#names + 1] = it end
   end
-  if #found == members[name][CELLS] then return found end
-  all_fields = all_fields or redis_call('HKEYS', root)
-  for _, it in ipairs(all_fields) do
-    if fields[it] == nil and it:sub(1, #prefix) == prefix then missing[#missing + 1] = it end
+  if #names < members[name][CELLS] then
+    all_fields = all_fields or redis_call('HKEYS', root)
+    for _, it in ipairs(all_fields) do
+      if fields[it] == nil and it:sub(1, #prefix) == prefix then missing[#missing + 1] = it end
+    end
+    read_fields(missing)
+    for _, it in ipairs(missing) do names[#names + 1] = it end
   end
-  read_fields(missing)
-  for _, it in ipairs(missing) do found[#found + 1] = it end
-  return found
+  for _, it in ipairs(names) do each(unpacked(fields[it]), it) end
 end
 
 local function set_cell(name, field_name, value)
@@ -100,19 +95,13 @@ local function set_cell(name, field_name, value)
   set_field(field_name, value)
 end
 
-local function for_cells(name, each)
-  for _, it in ipairs(cells_of(name)) do each(unpacked(fields[it])) end
-end
-
--- ---- tickets, packed as long as nobody looks at them ------------------------------------------------------------------
-
 local function packed_ticket(ticket)
   if type(ticket) == 'string' then return ticket end
   ticket.packed = ticket.packed or pack(ticket)
   return ticket.packed
 end
 
--- The ticket at a place of a list.
+-- The ticket at a place of a list: each stays packed as long as nobody looks at it.
 local function ticket_at(list, i)
   local ticket = list[i]
   if type(ticket) == 'string' then

@@ -1,0 +1,34 @@
+"""The process's providers of tracers and meters: whether there are any, asked at every request."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from opentelemetry import metrics, trace
+from opentelemetry.metrics import _internal
+
+_UNKNOWN: Any = object()  # stands for a name that a later API does not have
+_TRACE, _METRICS = vars(trace), vars(_internal)
+_IS_NAMED = "OTEL_PYTHON_TRACER_PROVIDER" in os.environ or "OTEL_PYTHON_METER_PROVIDER" in os.environ
+
+
+def none_is_set() -> bool:
+    """Whether there surely is no SDK: the API has no provider, and the environment names none.
+
+    The API has no such question, and looks into the environment whenever it is asked for a provider: without an SDK
+    that would cost a request as much as deciding on it. So two private names are read.
+    """
+    return (
+        _TRACE.get("_TRACER_PROVIDER", _UNKNOWN) is None
+        and _METRICS.get("_METER_PROVIDER", _UNKNOWN) is None
+        and not _IS_NAMED
+    )
+
+
+def has_no_meter_provider() -> bool:
+    """Whether the process has no SDK for metrics yet."""
+    # The stand-in before one is set has no public name, as the tracers' has; it is the API's own and not the no-op.
+    provider = metrics.get_meter_provider()
+    is_the_apis = type(provider).__module__.startswith("opentelemetry.metrics")
+    return is_the_apis and not isinstance(provider, metrics.NoOpMeterProvider)
