@@ -17,8 +17,8 @@ from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes
 from sidecar.payload.decode import Payload, decode
 from sidecar.policy.model import Policy
+from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
-from sidecar.pools.ledger_pool import LedgerPool
 
 CHAT = "/v1/chat/completions"
 SUMMARY_BYTES = 16_384
@@ -46,7 +46,7 @@ class Running:
 class Replica:
     """One process before a pool, which it may share with others. `waiting` are its requests in the pool's queue."""
 
-    def __init__(self, policy: Policy, pool: LedgerPool) -> None:
+    def __init__(self, policy: Policy, pool: Pool) -> None:
         self.estimator = LengthEstimator()
         self.sizes = LeaseSizes(policy.learn, pool.now_us, self.estimator)
         self.waiting: list[Running] = []

@@ -40,7 +40,7 @@ from sidecar.policy.model import CapacitySource, Endpoint, Learn, Mode, Policy, 
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools import Pool
 from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter
 
 SMALLEST = {
@@ -239,7 +239,7 @@ class _Explanation:
 
     async def _enter(self, request: SizedRequest, pool: Policy) -> None:
         """Enters the empty pool of a policy, and notes what the request would hold there. Raises the pool's refusal."""
-        entered = LedgerPool(pool)
+        entered = Pool(pool)
         ask = sized_ask(entered, request, LeaseSizes(pool.learn, entered.now_us, LengthEstimator(), lambda: 1))
         level, sizes = request.classification.level, SizeLimits(pool)
         tokens, requests = sizes.limits(level)

@@ -24,7 +24,7 @@ from sidecar.policy.fields import engine_name
 from sidecar.policy.fleet import offered
 from sidecar.policy.model import Mode, Policy
 from sidecar.policy.rules import EngineCapacity
-from sidecar.pools.base import EnginePool
+from sidecar.pools import Pool
 from sidecar.pools.engine_reader import HELD_BACK_S, EngineReader, Size, warn_of_unbounded
 from sidecar.pools.engines import EngineOffer, name_and_incarnation
 from sidecar.tasks import end
@@ -62,7 +62,7 @@ class MountedEngine:
     requests. When it has served its last one, the pool places nothing here.
     """
 
-    def __init__(self, called: tuple[str, int], policy: Policy, pool: EnginePool, pages: Pages) -> None:
+    def __init__(self, called: tuple[str, int], policy: Policy, pool: Pool, pages: Pages) -> None:
         assert policy.engines is not None
         name, incarnation = called
         self.name = name

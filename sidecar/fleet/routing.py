@@ -39,8 +39,7 @@ from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.pending_aborts import ENGINE_ID_KEY, EngineCall
 from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Policy
-from sidecar.pools import Lease
-from sidecar.pools.base import EnginePool
+from sidecar.pools import Lease, Pool
 from sidecar.sending import BODY_FOLLOWS, ResponseCut, SendChunk, chunk_path
 
 FULL_STATUSES = frozenset((429, 503, 529))
@@ -66,7 +65,7 @@ class FleetRouting:
     `cached_tokens` were. `model` is the one that the pool serves, None for all.
     """
 
-    def __init__(self, fleet: Fleet, pool: EnginePool, policy: Policy, model: str | None = None) -> None:
+    def __init__(self, fleet: Fleet, pool: Pool, policy: Policy, model: str | None = None) -> None:
         assert policy.engines is not None
         self.fleet = fleet
         self.pool = pool

@@ -8,7 +8,7 @@ import msgspec
 
 from sidecar.errors import QueueFull
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.base import Ask, Grant, Lease, QueueMark, QueueStanding, TenantUse, use_of
+from sidecar.pools.base import Ask, Grant, Lease, TenantUse, use_of
 from sidecar.pools.elsewhere import ServedElsewhere
 from sidecar.pools.member import ANSWER_WITHIN_US
 from sidecar.pools.member_events import Mode
@@ -22,7 +22,8 @@ from sidecar.scheduling.tickets import Ticket
 class PoolRequest(msgspec.Struct, eq=False, gc=False):
     """A lease that waits or is held, as the ledger's side and the reports know it. `held` is None while it waits.
 
-    `is_prompt`: the replica was in its pool when it came.
+    `is_prompt`: the replica was in its pool when it came. `full`: it found no place in its queue, and is refused unless
+    its tenant's limits do so.
     """
 
     lease: Lease
@@ -30,6 +31,7 @@ class PoolRequest(msgspec.Struct, eq=False, gc=False):
     wait: Wait
     held: Held | None = None
     is_prompt: bool = False
+    full: QueueFull | None = None
 
 
 class PoolRequests:
@@ -93,10 +95,10 @@ class PoolRequests:
 
     def ended(self, request: PoolRequest) -> None:
         """It is over: it has left, or was held."""
-        if self.waiting:
+        if request.held is None:
             self.stops_waiting(request)
-        if self._waits.new:
-            self._waits.over(request.wait)
+            self._waits.ended(request.wait)
+        self._waits.new.pop(request.lease.id, None)
         del self._all[request.lease.ticket_id]
 
     def admitted(
@@ -162,20 +164,20 @@ class PoolRequests:
 
     # -- places in the queues
 
-    def find_place(self, ask: Ask, queued: int, most: int, now_us: int) -> Lease | None:
+    def find_place(self, ask: Ask, most: int, now_us: int) -> Lease | None:
         """The request that has to give its place, None where one is free. Raises QueueFull where there is neither."""
-        tenants = self._tenants[ask.tier]
+        tenants, queued = self._tenants[ask.tier], self.queued(ask.tier)
         if queued < most:
             promised = self.places.promised(ask, queued, now_us)
             if promised is None or tenants.is_within_share(ask.tenant, ask.weight, most, promised):
                 return None
         elif (displaced := tenants.displaced(ask.tenant, ask.weight, most)) is not None:
             return displaced
-        raise self.queue_full(ask, queued, now_us)
+        raise self.queue_full(ask, now_us)
 
-    def queue_full(self, ask: Ask, queued: int, now_us: int) -> QueueFull:
+    def queue_full(self, ask: Ask, now_us: int) -> QueueFull:
         """The refusal of a request that found no place, or lost it."""
-        return self.places.queue_full(ask, queued, now_us)
+        return self.places.queue_full(ask, self.queued(ask.tier), now_us)
 
     # -- figures
 
@@ -192,22 +194,10 @@ class PoolRequests:
         return self._waits.so_far(request.wait, request.lease.tier, now_us)
 
     def oldest(self, now_us: int) -> Sequence[Grant | None]:
-        """See `Pool.oldest`."""
+        """How the oldest request of every tier has waited; None where none waits."""
         oldest = [self._waits.oldest(tier) for tier in range(len(self._tenants))]
         return [None if wait is None else self._waits.so_far(wait, wait.tier, now_us) for wait in oldest]
 
-    def retry_after_s(self, tier: int, now_us: int) -> float:
-        """See `Pool.retry_after_s`."""
-        return self.places.retry_after_s(tier, self.queued(tier), now_us)
-
-    def mark(self, tier: int) -> QueueMark:
-        """See `Pool.mark`."""
-        return self.places.mark(tier, self.queued(tier))
-
-    def standing(self, tier: int, mark: QueueMark, now_us: int) -> QueueStanding:
-        """See `Pool.standing`."""
-        return self.places.standing(tier, mark, self.queued, now_us)
-
     def use_of(self, tenant: str) -> TenantUse:
-        """See `Pool.use_of`."""
+        """What a tenant's requests use."""
         return use_of((request.lease for request in self._all.values()), tenant)

@@ -15,7 +15,7 @@ from sidecar.events import Classified, Expectation, ExpectedLength, FirstByte, R
 from sidecar.middleware.event_reporter import reporter_of
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from tests.support.middleware import App, Caller, Guarded, Story, chat
 
 pytestmark = pytest.mark.anyio
@@ -52,7 +52,7 @@ async def told(policy: Policy, *, everything: bool, tier: bytes = b"high", **mem
 
 async def test_a_process_that_was_held_up_as_a_request_came_does_not_shift_its_times(tmp_path: Path) -> None:
     """The garbage collection of a large process takes half a second, now and then between two lines."""
-    now_us, held_up_us = LedgerPool(rules(tmp_path)).now_us, 5_000_000
+    now_us, held_up_us = Pool(rules(tmp_path)).now_us, 5_000_000
     begun: list[Received] = []
     observer = SimpleNamespace(received=begun.append, only_failures=lambda: False)
     scope = {"method": "POST", "path": "/v1/chat/completions", "headers": []}

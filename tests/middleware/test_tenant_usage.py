@@ -23,7 +23,7 @@ from sidecar.middleware import tenant_usage
 from sidecar.middleware.tenant_usage import MOST_MODELS, OTHER, TenantUsage
 from sidecar.policy.model import Limits, Policy, Tenant
 from sidecar.policy.store import store_address
-from sidecar.pools import Ask, LedgerPool
+from sidecar.pools import Ask, Pool
 from sidecar.pools.base import StoreError
 from sidecar.pools.redis.connection import StoreConnection
 from sidecar.tenants.usage import RedisUsage, usage_connector
@@ -119,7 +119,7 @@ def budgeted(day: int | None = None, month: int | None = None, downgrade: int | 
 def refused(usage: TenantUsage, tenant: Tenant) -> TenantLimit | None:
     """The refusal of a small request; None where it may enter."""
     try:
-        usage.within(Ask(2, tenant.name, 1, 10, 1), tenant, LedgerPool(policy()))
+        usage.within(Ask(2, tenant.name, 1, 10, 1), tenant, Pool(policy()))
     except TenantLimit as over:
         return over
     return None
@@ -394,7 +394,7 @@ async def test_a_replica_that_has_not_seen_a_tenant_lately_reads_its_sums_at_onc
 
 
 async def test_a_tenant_over_its_budget_falls_to_the_lower_tier_where_it_has_one() -> None:
-    usage, pool = usage_of(Ledger(Clock())), LedgerPool(policy())
+    usage, pool = usage_of(Ledger(Clock())), Pool(policy())
     tenant = budgeted(day=1, downgrade=3)
     assert refused(usage, tenant) is None
     usage.add("acme", "normal", "m", 1, 0)

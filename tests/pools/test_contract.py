@@ -19,7 +19,7 @@ from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.pools import Grant, Lease, Pool
 from sidecar.pools.queue_places import LEAST_S, MOST_S
 from tests.pools.conftest import in_both_orders
-from tests.pools.harness import Clock, Harness, ask, policy_of, simple
+from tests.pools.harness import Clock, Harness, ask, change_rules, policy_of, simple
 
 pytestmark = pytest.mark.anyio
 AT_ONCE = Grant(1_000_000_000, 0, 0, None, {}, 0)
@@ -287,7 +287,7 @@ async def test_a_larger_pool_admits_who_waits(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=10))
     await pool.enter(ask(tokens=10))
     waiting = await pool.enter(ask(tokens=10))
-    pool.change_rules(sized(tokens=20))
+    change_rules(pool, sized(tokens=20))
     await waiting.wait()
     assert pool.state()["capacity"] == {"tokens": 20, "requests": None}
 
@@ -296,7 +296,7 @@ async def test_a_larger_pool_admits_who_waits(harness: Harness) -> None:
 async def test_a_smaller_pool_admits_no_one_until_what_is_held_fits_again(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=20))
     held = [await pool.enter(ask(tokens=10)) for _ in range(2)]
-    pool.change_rules(sized(tokens=10))
+    change_rules(pool, sized(tokens=10))
     await harness.quiet(pool)
     waiting = await pool.enter(ask(tokens=10))
     held[0].settle()
@@ -314,7 +314,7 @@ async def test_a_request_that_waits_for_more_than_the_smaller_pool_is_refused_an
     held = await pool.enter(ask(tokens=20))
     too_large, fits = await pool.enter(ask(tokens=15)), await pool.enter(ask(tokens=5))
     reported = too_large.wait()
-    pool.change_rules(sized(tokens=10))
+    change_rules(pool, sized(tokens=10))
     with pytest.raises(RequestTooLarge, match=r"would hold 15 tokens .* allows 10"):
         await reported
     with pytest.raises(RequestTooLarge):
@@ -469,7 +469,7 @@ async def test_the_most_that_one_request_may_hold_follows_the_size_of_the_pool(h
     assert (await pool.enter(ask(tokens=most))).settle()
     with pytest.raises(RequestTooLarge):
         await pool.enter(ask(tokens=most + 1))
-    pool.change_rules(replace(policy.rules, tokens=most // 2))
+    change_rules(pool, replace(policy.rules, tokens=most // 2))
     assert pool.most_tokens(0) == most // 2
 
 

@@ -14,7 +14,6 @@ import pytest
 from sidecar.events import StoreState
 from sidecar.pools import Merge, PeerReport, PeerReports, Pool, StoreError
 from sidecar.pools.base import MOST_REPORT_BYTES
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.redis.connection import ledger_key
 from tests.fleet.waiting import until
 from tests.pools.harness import Harness, ask, simple
@@ -89,11 +88,11 @@ def spare(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-def replica(server: RedisServer, name: str) -> LedgerPool:
+def replica(server: RedisServer, name: str) -> Pool:
     return replica_at(server.url, name)
 
 
-def replica_at(url: str, name: str) -> LedgerPool:
+def replica_at(url: str, name: str) -> Pool:
     return pool_at(url, simple(), name=name)
 
 
@@ -167,7 +166,7 @@ LEASE_S = 4.0
 
 
 @asynccontextmanager
-async def opened(store: RedisServer, count: int) -> AsyncIterator[list[LedgerPool]]:
+async def opened(store: RedisServer, count: int) -> AsyncIterator[list[Pool]]:
     name = f"many-{next(_names)}"
     pools = [replica(store, name) for _ in range(count)]
     try:
@@ -179,11 +178,11 @@ async def opened(store: RedisServer, count: int) -> AsyncIterator[list[LedgerPoo
         await asyncio.gather(*(pool.close() for pool in pools))
 
 
-async def round_of(pools: list[LedgerPool], report: bytes = b"own") -> list[PeerReports]:
+async def round_of(pools: list[Pool], report: bytes = b"own") -> list[PeerReports]:
     return [await pool.share(report, joined) for pool in pools]
 
 
-def merger_of(store: RedisServer, pool: LedgerPool) -> str:
+def merger_of(store: RedisServer, pool: Pool) -> str:
     return str(store.command("GET", f"{ledger_key(pool._sizes.policy.pool)}:merger") or "")
 
 

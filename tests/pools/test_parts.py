@@ -13,10 +13,10 @@ from sidecar.errors import AdmissionError, QueueFull, StoreUnavailable
 from sidecar.events import StoreState
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.rules import UNLIMITED
+from sidecar.pools import Pool
 from sidecar.pools.base import Lease
 from sidecar.pools.calls import DEAD_US, HEARTBEAT_US
 from sidecar.pools.engines import EngineOffer
-from sidecar.pools.ledger_pool import LedgerPool
 from tests.pools.harness import ask, simple
 from tests.pools.scripted_link import Replicas
 from tests.support.examples import examples
@@ -27,11 +27,11 @@ LOST_S = 5
 DEAD_S = (DEAD_US + HEARTBEAT_US) / 1e6 + 1
 
 
-async def enter(pool: LedgerPool, tier: int = 0, tokens: int = 10, requests: int = 1) -> Lease:
+async def enter(pool: Pool, tier: int = 0, tokens: int = 10, requests: int = 1) -> Lease:
     return await asyncio.wait_for(pool.enter(ask(tier, tokens, requests=requests)), 60)
 
 
-async def alone(policy: Policy, count: int = 2) -> tuple[Replicas, LedgerPool]:
+async def alone(policy: Policy, count: int = 2) -> tuple[Replicas, Pool]:
     """The first of some replicas of an idle pool, none of which reaches the store."""
     all_of_them = await Replicas(policy, count).joined()
     all_of_them.cut()
@@ -44,7 +44,7 @@ def grants(*leases: Lease) -> list[bool]:
     return [lease.grant is not None for lease in leases]
 
 
-def part(pool: LedgerPool) -> object:
+def part(pool: Pool) -> object:
     return pool.state()["store"]["part"]  # type: ignore[index]
 
 
@@ -67,7 +67,7 @@ async def test_the_parts_of_all_replicas_never_exceed_an_engine(
     for pool in all_of_them.pools:
         pool.set_engines(offers)
     await all_of_them.joined()
-    running: list[tuple[LedgerPool, Lease]] = []
+    running: list[tuple[Pool, Lease]] = []
     for number, (which, tier, tokens, ends) in enumerate(asks):
         if number == len(asks) // 2:
             await all_of_them.pass_s(2)  # all have heard what all hold

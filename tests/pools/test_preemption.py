@@ -14,7 +14,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Lease, Pool
 from tests.pools.conftest import in_both_orders
-from tests.pools.harness import Clock, Harness, ask, policy_of
+from tests.pools.harness import Clock, Harness, ask, change_rules, policy_of
 from tests.pools.load import until
 
 pytestmark = pytest.mark.anyio
@@ -230,7 +230,7 @@ async def test_a_victim_that_the_shrunk_pool_can_never_hold_again_is_refused(har
     pool, clock, (victim,) = await full(harness, policy, 100)
     await enter(pool, HIGH, 40)
     await wait_for_preemption(harness, pool, clock)
-    pool.change_rules(replace(policy.rules, tokens=80))
+    change_rules(pool, replace(policy.rules, tokens=80))
     with pytest.raises(RequestTooLarge, match="100 tokens"):
         await victim.lease.requeue()
     await harness.quiet(pool)

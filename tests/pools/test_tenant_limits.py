@@ -11,7 +11,7 @@ from sidecar.errors import QueueFull, RemainingLimit, RemainingLimits, RequestTo
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask, Pool
 from tests.pools.conftest import in_both_orders
-from tests.pools.harness import Clock, Harness, simple
+from tests.pools.harness import Clock, Harness, change_rules, simple
 
 pytestmark = pytest.mark.anyio
 EACH = Limits(requests_per_minute=60, tokens_per_minute=600, concurrent_requests=3)
@@ -137,10 +137,10 @@ async def test_a_request_refused_by_a_smaller_pool_gets_its_tokens_back(harness:
     await pool.enter(asks(100_000, None))
     waiting = await pool.enter(asks(300))
     reported = waiting.wait()
-    pool.change_rules(simple(tokens=200).rules)
+    change_rules(pool, simple(tokens=200).rules)
     with pytest.raises(RequestTooLarge):
         await reported
-    pool.change_rules(simple(tokens=100_000).rules)
+    change_rules(pool, simple(tokens=100_000).rules)
     assert await left(harness, pool) == (59, 600)
 
 

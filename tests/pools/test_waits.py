@@ -6,25 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.pools import waits
 from sidecar.pools.elsewhere import ServedElsewhere
 from sidecar.pools.waits import Wait, Waits
 from tests.pools.harness import Clock, Harness, ask, simple
 
-EVENTS = st.sampled_from(["come", "admit", "leave", "back", "taken", "told"])
+EVENTS = st.sampled_from(["come", "admit", "leave", "back", "taken", "told", "again"])
 STEPS = st.lists(st.tuples(EVENTS, st.integers(0, 99)), max_size=60)
 
 
 @given(steps=STEPS)
 def test_each_wait_is_what_a_literal_account_says(steps: list[tuple[str, int]]) -> None:
-    kept, waits.NOTED_AT_ONCE, spare, waits.SPARE_STEPS = waits.NOTED_AT_ONCE, 1, waits.SPARE_STEPS, 2
-    try:
-        _play(steps)
-    finally:
-        waits.NOTED_AT_ONCE, waits.SPARE_STEPS = kept, spare
-
-
-def _play(steps: list[tuple[str, int]]) -> None:
     pool = Waits(["high", "low"])
     waiting: list[Wait] = []
     running: list[Wait] = []
@@ -40,6 +31,13 @@ def _play(steps: list[tuple[str, int]]) -> None:
             pool.begins(wait)
             overtaken[number], ahead[number], after[number] = None, [0, 0], number
             waiting.append(wait)
+        elif what == "again" and waiting:  # at another tier
+            wait = waiting.pop(which % len(waiting))
+            pool.ended(wait)
+            again = pool.came(wait.number, 1, now_us)
+            pool.begins(again)
+            overtaken[wait.number], ahead[wait.number], after[wait.number] = None, [0, 0], wait.number
+            waiting.append(again)
         elif what in ("admit", "leave") and waiting:
             wait = waiting.pop(which % len(waiting))
             if what == "leave":

@@ -19,7 +19,7 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.middleware import serve_scope
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 from tests.support.serving import Served, serving
 from tests.support.wire import exchange, post
@@ -278,7 +278,7 @@ class Guarded:
 
     def __init__(self, app: Any, policy: Policy) -> None:
         self.recorder = Recorder()
-        self.pool = LedgerPool(policy)
+        self.pool = Pool(policy)
         dialect = policy.engine(policy.carrier)
         self.sidecar = TestedMiddleware(
             app, policy=policy, pool=self.pool, dialect=dialect, estimator=Estimator(), observer=self.recorder

@@ -25,8 +25,8 @@ from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.middleware.request_gain import LEAST_SLACK_US
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Policy, Tenant
+from sidecar.pools import Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.scheduling.tickets import Gain
 from sidecar.tokens import tokens_to_hold
 from sidecar.tools.simulate.load import Request
@@ -235,14 +235,14 @@ def _id(number: int) -> str:
     return f"e{number}#1"
 
 
-def _pool(policy: Policy, stage: Stage, now_us: Callable[[], int]) -> LedgerPool:
+def _pool(policy: Policy, stage: Stage, now_us: Callable[[], int]) -> Pool:
     """A pool as large as the engines: the policy's own figures are those of other engines."""
     model, count = stage.model, len(stage.engines)
     if count == 1 and policy.engines is None:
         sized = replace(policy, rules=policy.rules_of(model.kv_tokens, model.max_sequences))
-        return LedgerPool(sized, now_us)
+        return Pool(sized, now_us)
     prefill = model.chunk_tokens if policy.engines is None else policy.engines.prefill
-    pool = LedgerPool(policy, now_us, weight_percent=WEIGHT_PERCENT)
+    pool = Pool(policy, now_us, weight_percent=WEIGHT_PERCENT)
     offers = [EngineOffer(_id(number), model.kv_tokens, model.max_sequences, prefill) for number in range(count)]
     pool.set_engines(offers)
     return pool

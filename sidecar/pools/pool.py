@@ -16,7 +16,7 @@ from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools import calls
 from sidecar.pools.alarm import Alarm
 from sidecar.pools.base import Ask, Lease, WaitOutcome
-from sidecar.pools.calls import Cap, Drain, EngineView, Metered, Reply, WakeUp
+from sidecar.pools.calls import Cap, Drain, EngineView, Reply, WakeUp
 from sidecar.pools.clock import Clock, monotonic_us
 from sidecar.pools.engine_reports import change_sizes, found_by, placed
 from sidecar.pools.engine_size import EngineSize
@@ -27,28 +27,31 @@ from sidecar.pools.limits import downgraded, metered, refusal, remaining
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, Mode, TakeBack
 from sidecar.pools.meter import Judged
-from sidecar.pools.outgrown import OutgrownRequests
-from sidecar.pools.pool_figures import PoolFigures, ReportedPool
+from sidecar.pools.pool_figures import ReportedPool
 from sidecar.pools.pool_requests import PoolRequest, PoolRequests
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter
-from sidecar.scheduling.tickets import Ticket
 
 POOL = "pool#1"
 """The engine of a pool whose engines are not named: one engine is a fleet of one."""
 
+LOOKED_AT_ONCE = 256
+"""Waiting requests that a pool of another size looks at in one turn of the event loop: 10 ms if all are refused."""
 MOST_ADMITTED = 16
 """After so many admissions the rest waits for the next turn of the event loop. One reply may have more of them."""
 
 
-class LedgerPool(ReportedPool):
-    """See `Pool` and `EnginePool`. Without `set_engines` it has one engine, of the policy's size.
+class Pool(ReportedPool):
+    """The leases of one engine or several, in one process or in a store that many share. Use it from one event loop.
 
-    Use it from one event loop. `weight_percent` is the weight of a predicted hit, None for a pool whose engines are not
-    named. `allowances` are the tenants' limits where other pools of the process count in them, too. `link` leads to the
-    ledger; without one it is in this process. `size` is that of a pool that is as large as its engine says. `clock` is
-    for tests.
+    Leases change their size many times while they run. The pool decides about the room that they free in the same tick
+    of the event loop, once for all of them. Growth frees no room: its consequences wait for the next decision.
+
+    `weight_percent` is the weight of a predicted hit, None for a pool of one engine, of the policy's size. Otherwise
+    each grant names an engine by its id, and before the first `set_engines` every request waits. `allowances` are the
+    tenants' limits where other pools of the process count in them, too. `link` leads to the ledger; without one it is
+    in this process. `size` is that of a pool that is as large as its engine says. `clock` is for tests.
 
     For a ledger in a store: `observer` is called when that is lost and when it is back. `takes_over`: where the pool
     has other tiers, it is made anew with this policy's, once. `is_sole_user`: no other replica can use the engines that
@@ -73,33 +76,29 @@ class LedgerPool(ReportedPool):
         self._has_names, self._weight_percent = weight_percent is not None, weight_percent
         self._rules = self._rules_of(policy)
         self._sizes = SizeLimits(policy)
-        self._outgrown = OutgrownRequests(self._sizes, self._refuse_waiting)
         names = tuple(tier.name for tier in policy.tiers)
         self._requests = PoolRequests(self._sizes, names)
-        self._questions: dict[int, asyncio.Future[Judged | None]] = {}
+        self._unjudged: dict[int, Lease] = {}  # requests within limits that the ledger has not looked at
+        self._questions: dict[int, asyncio.Future[Judged | None]] = {}  # without a request
         self._ids = count(1)
         self._drained: set[str] = set()
         self._run_at_us: int | None = None
-        self._alarm = Alarm(self._run_in_turn)
-        self._goes_on_soon = False  # this turn of the event loop has admitted as many as it may
+        self._alarm = Alarm(self._run)
         self._link = link or LocalLink(self._moment_us, allowances)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch = StoreWatch(policy.pool, names, clock, observer)
-        self._figures = PoolFigures(
-            self._sizes, self._requests, self._watch, self._link, size, has_names=self._has_names
-        )
         self.status, self.elsewhere = self._watch.status, Elsewhere()
         self._takes_over, self._is_sole_user = takes_over, is_sole_user
-        self._member = self._new_member()
+        self._member, self._size = self._new_member(), size
         self.most_tokens, self.most_requests = self._sizes.most_tokens, self._sizes.most_requests
-        self._size = size
         if size is not None:
-            size.follow(self.change_rules, partial(self.cap_engine, POOL))
+            size.follow(self._set_size, partial(self.cap_engine, POOL))
         self._set_size(policy.rules)
 
     async def open(self) -> None:
-        """See `Pool.open`. Returns when its size is known, and the pool in the store admits, a new one after HOLD_US;
-        or in vain.
+        """Gets ready. The server's start calls it; `enter` does where no start was seen.
+
+        Returns when its size is known, and the pool in the store admits, a new one after HOLD_US; or in vain.
         """
         if self._size is not None:
             await self._size.open()
@@ -108,7 +107,10 @@ class LedgerPool(ReportedPool):
             await self._watch.decided.wait()
 
     async def close(self) -> None:
-        """See `Pool.close`. A replica says goodbye in a store that can be reached: what it held is free at once."""
+        """Gives back everything that is still held, and closes all connections. The server's end calls it.
+
+        A replica says goodbye in a store that can be reached: what it held is free at once.
+        """
         if self._size is not None:
             await self._size.reader.close()
         now_us = self.now_us()
@@ -132,13 +134,13 @@ class LedgerPool(ReportedPool):
         if self._loop is not loop:
             if self._loop is not None and self._link.is_shared:
                 self._start_over()
-            self._stop_timers()
+            self._alarm.stop()
             self._loop = loop
             self._run()
 
     def _start_over(self) -> None:
         """Forgets everything of an event loop that has ended, or of a pool that was closed."""
-        self._stop_timers()
+        self._alarm.stop()
         self._loop = None
         self._requests.clear()
         self._watch.forget()
@@ -146,11 +148,6 @@ class LedgerPool(ReportedPool):
         self._member = self._new_member(self._member.number)
         self._member.view(views, self.now_us())
         self._run()
-
-    def _stop_timers(self) -> None:
-        self._outgrown.stop()
-        self._alarm.stop()
-        self._goes_on_soon = False
 
     def _new_member(self, last_number: int = 0) -> Member:
         policy, link = self._sizes.policy, self._link
@@ -170,13 +167,12 @@ class LedgerPool(ReportedPool):
 
     # -- size and rules
 
-    def change_rules(self, rules: PoolRules) -> None:
-        """See `Pool.change_rules`. The pool of named engines is as large as they are."""
-        if not self._has_names:
-            self._set_size(rules)
-
     def change_policy(self, policy: Policy) -> None:
-        """See `Pool.change_policy`."""
+        """Another policy with the same tiers (see `policy.replacing`): its rules, queues and limits count at once.
+
+        Requests keep their places and what they hold. A pool that holds more than its new size admits no request until
+        that has drained. Waiting requests that it could never admit are refused.
+        """
         policy = policy if self._size is None else self._size.sized(policy)
         self._sizes.policy = policy
         self._rules = self._rules_of(policy)
@@ -184,26 +180,39 @@ class LedgerPool(ReportedPool):
         self._set_size(policy.rules)
 
     def change_weight(self, weight_percent: int) -> None:
-        """See `EnginePool.change_weight`."""
+        """Predicted hits have another weight. Call `change_policy` after it: it applies both."""
         self._weight_percent = weight_percent
 
     def set_engines(self, offers: Sequence[EngineOffer]) -> None:
-        """See `EnginePool.set_engines`. An operator's word on an engine ends with its incarnation."""
-        known = {offer.id for offer in self._figures.offers}
+        """These are the pool's engines from now on; times are by `Pool.now_us`.
+
+        One that is left out keeps what it holds until that ends. Waiting requests that the pool could never hold are
+        refused, unless there are no engines at all. One that fits the pool and none of its engines waits.
+
+        An operator's word on an engine ends with its incarnation.
+        """
+        known = {offer.id for offer in self._offers}
         for name in {offer.id.rpartition("#")[0] for offer in offers if offer.id not in known} & self._drained:
             self.drain_engine(name, drains=False)
-        self._figures.offers = offers
+        self._offers = offers
         self._set_size(self._sizes.rules)
 
     def drain_engine(self, name: str, *, drains: bool) -> None:
-        """See `EnginePool.drain_engine`."""
+        """The engine of that name takes no new requests of any process that shares the pool, or does again.
+
+        A new incarnation takes them. In a pool of one process its own offers say the same.
+        """
         if drains or name in self._drained:
             (self._drained.add if drains else self._drained.discard)(name)
             self._member.tell(Drain(name, drains), self.now_us())
             self._run()
 
     def cap_engine(self, engine: str, for_s: float, refused: int = 1) -> None:
-        """See `EnginePool.cap_engine`."""
+        """An engine, by its id, runs no more requests for so many seconds than it does now, less those it `refused`.
+
+        Where it refused none, it may run one. A cap in force only falls. Call it before the refused lease is handed
+        back.
+        """
         now_us = self.now_us()
         of = self._member.mirror(now_us).engines.get(engine)
         if of is not None:
@@ -211,8 +220,13 @@ class LedgerPool(ReportedPool):
             self._run()
 
     def pause(self, reason: str | None) -> None:
-        """See `Pool.pause`."""
-        self._figures.paused = reason
+        """Admits no request of this process from now on, and preempts none for one, because of `reason`; None ends it.
+
+        Requests come, wait, age and leave as always, and a full queue refuses as always. Each keeps its place and its
+        figures. One that leaves meanwhile counts in none of its tenant's limits. Other processes that share the pool
+        go on.
+        """
+        self._paused = reason
         self._member.pause(reason is not None, self.now_us())
         self._run()
 
@@ -220,39 +234,49 @@ class LedgerPool(ReportedPool):
         return rules_of(policy, WEIGHT_PERCENT if self._weight_percent is None else self._weight_percent)
 
     def _set_size(self, rules: PoolRules) -> None:
-        """The pool has another size: some waiting requests may be too large, and others fit."""
+        """The pool has another size. A pool of named engines is as large as they are."""
         now_us = self.now_us()
         if self._has_names:
-            change_sizes(self._sizes, self._figures.offers)
-            engines = views_of(self._figures.offers, now_us)
+            change_sizes(self._sizes, self._offers)
+            engines = views_of(self._offers, now_us)
         else:
             self._sizes.change_rules(rules, self._sizes.policy.largest_engine)
             is_known = self._size is None or self._size.is_known
             engines = [EngineView(POOL, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=is_known)]
         self._member.view(engines, now_us)
-        self._outgrown.look(request.lease for request in self._requests.waiting.values())
+        if self._sizes.has_shrunk:
+            self._refuse_outgrown([request.lease for request in self._requests.waiting.values()])
         self._run()
+
+    def _refuse_outgrown(self, waiting: list[Lease]) -> None:
+        """Refuses those for whom the pool has become too small, some in each turn of the event loop."""
+        for lease in waiting[:LOOKED_AT_ONCE]:
+            if error := self._sizes.outgrown(lease.ask):
+                self._refuse_waiting(lease, error)
+        if later := waiting[LOOKED_AT_ONCE:]:
+            asyncio.get_running_loop().call_soon(self._refuse_outgrown, later)
 
     # -- requests
 
     async def enter(self, ask: Ask) -> Lease:
-        """See `Pool.enter`. Raises CapacityUnknown, too, where its engine says how large it is."""
+        """Puts a request into the pool, and returns when the pool has looked at it: its lease is held, or waits.
+
+        Raises, in this order, RequestTooLarge where it could never be admitted, TenantLimit where its tenant is over
+        its own limits and nothing lower is open to it, QueueFull where its tier's queue is full, and StoreUnavailable
+        where the leases cannot be reached; and before these CapacityUnknown where its engine has not said how large it
+        is. When it is canceled, nothing of the request stays in the pool.
+        """
         if self._size is not None:
             await self._size.require()
-        loop, is_shared = asyncio.get_running_loop(), self._link.is_shared
-        if loop is not self._loop:
-            self._begin()
+        self._begin()
+        is_shared = self._link.is_shared
         self._sizes.refuse_what_never_fits(ask)
         if is_shared and (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
             raise refused
-        answered = loop.create_future() if is_shared and ask.limits is None else None
-        now_us = self.now_us()
-        number = next(self._ids)
-        lease = Lease(self, number, ask, now_us, str(number), ask.tokens, answered)
-        if ask.limits is not None:
-            await self._enter_within(ask.limits, lease, now_us)
-        elif is_shared or not self._enters(lease, now_us):
-            await self._enter(lease, answered, now_us)
+        now_us, number = self.now_us(), next(self._ids)
+        lease = Lease(self, number, ask, now_us, str(number), ask.tokens)
+        if is_shared or ask.limits is not None or not self._enters(lease, now_us):
+            await self._enter(lease, now_us)
         self._requests.places.taken(lease.ask)
         return lease
 
@@ -267,117 +291,106 @@ class LedgerPool(ReportedPool):
         lease.grant = grant
         return True
 
-    async def _enter(self, lease: Lease, answered: asyncio.Future[None] | None, now_us: int) -> None:
-        ask, others_wait = lease.ask, bool(self._requests.waiting)
-        most, queued = self._sizes.places(ask.tier), self._requests.queued(ask.tier) if others_wait else 0
-        displaced = self._requests.find_place(ask, queued, most, now_us) if most and others_wait else None
-        if displaced is not None:
-            self._refuse_waiting(displaced, self._requests.queue_full(displaced.ask, queued, now_us))
-        is_busy = self._member.is_awaiting
-        request = self._requests.came(lease, ticket_of(lease), self._member.mode)
-        self._member.submit(request.ticket, now_us)
-        self._run(now_us, MOST_ADMITTED if most != 0 and others_wait else UNBOUNDED)
-        if lease.grant is None and answered is not None and most == 0:
-            await self._looked_at(lease, answered, is_busy=is_busy)
+    async def _enter(self, lease: Lease, now_us: int) -> None:
+        """Returns when the ledger has looked at a new request, or cannot for now. Raises its refusal."""
+        ask = lease.ask
+        if ask.limits is not None:
+            await self._looked_at(lease, self._ask_within(ask.limits, lease, now_us))
+            if lease.ask is not ask:
+                await self._enter(lease, self.now_us())  # its tenant is over its limits
+                return
+        else:
+            looked_at = lease.enters() if self._link.is_shared else None
+            is_busy, number = self._member.is_awaiting, self._member.number
+            self._submit(lease, now_us)
+            if looked_at is not None and not looked_at.done():
+                # With the call that is on its way; with the one after it where one was before.
+                number = self._member.number + (is_busy or not self._member.is_awaiting)
+                self._watch.enters(lease, number, self._member)
+                await self._looked_at(lease, looked_at)
         if lease.grant is None:
-            if most is not None and not (most and others_wait):
-                self._find_place_or_leave(request, queued, most, now_us)
-            self._requests.begins_to_wait(request)
-            if answered is not None and most != 0:
-                await self._looked_at(lease, answered, is_busy=is_busy)
+            self._take_place(lease)
 
-    async def _looked_at(self, lease: Lease, answered: asyncio.Future[None], *, is_busy: bool) -> None:
-        """Returns when the ledger has looked at a new request, or cannot for now. Raises its refusal.
-
-        It does so with the call that is on its way; with the one after it where one was before (`is_busy`).
-        """
-        self._watch.enters(lease, self._member.number + (is_busy or not self._member.is_awaiting), self._member)
+    async def _looked_at(self, lease: Lease, looked_at: asyncio.Future[None]) -> None:
         if self._watch.is_away:
             self._look_at_store()
         try:
-            await answered
+            await looked_at
         except asyncio.CancelledError:
             if not lease.settle(0):
                 lease.leave()
             raise
 
-    async def _enter_within(self, limits: Limits, lease: Lease, now_us: int) -> None:
-        """The same within a tenant's limits: the ledger is asked by the call that shows the request."""
-        ask, full, request = lease.ask, None, None
-        most, queued = self._sizes.places(ask.tier), self._requests.queued(ask.tier)
-        try:
-            if most and self._requests.waiting:
-                self._requests.find_place(ask, queued, most, now_us)
-            request = self._requests.came(lease, ticket_of(lease), self._member.mode)
-        except QueueFull as error:
-            full = error
-        asked = metered(lease.id, ask.tenant, ask.charged_tokens, limits, charges=full is None)
-        try:
-            judged = await self._judged(asked, None if request is None else request.ticket, now_us)
-        except asyncio.CancelledError:
-            if request is not None and self._requests.get(lease.ticket_id) is not None:
-                lease.is_over = True
-                self.end(lease, None)
-            raise
-        if judged is not None and judged.verdict.over is not None:
-            lower = downgraded(ask, self._sizes)
-            if lower is None:
-                raise refusal(ask, judged)
-            lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
-            await self._enter(lease, lease.enters_again() if self._link.is_shared else None, self.now_us())
-        elif request is None:
-            assert full is not None
-            raise full
-        elif judged is None and (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
-            self._cancel(request, self.now_us())
-            raise refused
-        else:
-            if judged is not None:
-                lease.allowance = remaining(judged)
-            if lease.grant is None and self._requests.get(lease.ticket_id) is request:
-                if most is not None:
-                    self._find_place_or_leave(request, self._requests.queued(ask.tier), most, self.now_us())
+    def _submit(self, lease: Lease, now_us: int) -> None:
+        """Shows a request to the ledger. One that waits takes a place, unless its queue has none at all."""
+        most, others_wait = self._sizes.places(lease.tier), bool(self._requests.waiting)
+        if most and others_wait:
+            self._find_place(lease.ask, most, now_us)
+        request = self._requests.came(lease, ticket_of(lease), self._member.mode)
+        self._member.submit(request.ticket, now_us)
+        self._run(now_us, MOST_ADMITTED if most != 0 and others_wait else UNBOUNDED)
+        if lease.grant is None and not lease.is_over:
+            if most and others_wait:
                 self._requests.begins_to_wait(request)
-                if outgrown := self._sizes.outgrown(ask):
-                    self._refuse_waiting(lease, outgrown)
+            elif most != 0:
+                self._take_place(lease)
 
-    async def _judged(self, asked: Metered, ticket: Ticket | None, now_us: int) -> Judged | None:
-        """The ledger's verdict on a request, without a ticket on a question. None: it gives none for now."""
-        judged: asyncio.Future[Judged | None] = asyncio.get_running_loop().create_future()
-        self._questions[asked.number] = judged
-        self._member.meter.ask(asked, ticket, now_us)
+    def _ask_within(self, limits: Limits, lease: Lease, now_us: int) -> asyncio.Future[None]:
+        """Asks the ledger about a request within its tenant's limits, by the call that shows the request."""
+        ask, looked_at = lease.ask, lease.enters()
+        request = self._requests.came(lease, ticket_of(lease), self._member.mode)
+        try:
+            if (most := self._sizes.places(ask.tier)) and self._requests.waiting:
+                self._requests.find_place(ask, most, now_us)
+        except QueueFull as full:
+            request.full = full  # a tenant over its limits hears of these first
+        has_place = request.full is None
+        asked = metered(lease.id, ask.tenant, ask.charged_tokens, limits, charges=has_place)
+        self._unjudged[lease.id] = lease
+        self._member.meter.ask(asked, request.ticket if has_place else None, now_us)
         self._run(now_us)
-        try:
-            return await judged
-        finally:
-            del self._questions[asked.number]
-            if ticket is None:
-                self._member.meter.give_up(asked.number)
+        return looked_at
 
-    def _find_place_or_leave(self, request: PoolRequest, queued: int, most: int, now_us: int) -> None:
-        """A request was not admitted at once: there may be no place for it all the same."""
+    def _take_place(self, lease: Lease) -> None:
+        """A request was not admitted at once: it waits if there is a place for it. Otherwise it raises QueueFull."""
+        request, now_us = self._requests.get(lease.ticket_id), self.now_us()
+        if request is None or lease.ticket_id in self._requests.waiting:
+            return
+        if request.full is not None:
+            self._requests.ended(request)
+            raise request.full
         try:
-            displaced = self._requests.find_place(request.lease.ask, queued, most, now_us)
+            if (most := self._sizes.places(lease.tier)) is not None:
+                self._find_place(lease.ask, most, now_us)
         except QueueFull:
-            self._member.meter.settle(request.lease.id, 0, now_us, is_counted=False, was_held=False)
+            self._member.meter.settle(lease.id, 0, now_us, is_counted=False, was_held=False)
             self._cancel(request, now_us)
             self._run(now_us)
             raise
-        if displaced is not None:
-            self._refuse_waiting(displaced, self._requests.queue_full(displaced.ask, queued, now_us))
+        self._requests.begins_to_wait(request)
+        if outgrown := self._sizes.outgrown(lease.ask):
+            self._refuse_waiting(lease, outgrown)
+
+    def _find_place(self, ask: Ask, most: int, now_us: int) -> None:
+        """Finds a place in a queue, perhaps that of another request. Raises QueueFull where there is none."""
+        if (displaced := self._requests.find_place(ask, most, now_us)) is not None:
+            self._refuse_waiting(displaced, self._requests.queue_full(displaced.ask, now_us))
 
     def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
-        """See `LeaseOwner.end`."""
+        """The lease, or its wait, is over. It used `used_tokens`; None where that is unknown.
+
+        The owner resolves `outcome` with how the request had waited.
+        """
         now_us, member, grant = self.now_us(), self._member, None
         if lease.ask.limits is not None:
             is_held, used = (True, used_tokens) if lease.grant is not None else (False, 0)
-            is_counted = lease.is_counted and (is_held or self._figures.paused is None)
+            is_counted = lease.is_counted and (is_held or self._paused is None)
             member.meter.settle(lease.id, used, now_us, is_counted=is_counted, was_held=is_held)
-        request = self._requests[lease.ticket_id]
-        if request.held is not None:
+        request = self._requests.get(lease.ticket_id)
+        if request is not None and request.held is not None:
             self._requests.ended(request)
             member.end(request.held, now_us)
-        else:
+        elif request is not None:
             grant = self._requests.so_far(request, now_us)
             self._cancel(request, now_us)
         if not member.is_quiet:
@@ -386,37 +399,26 @@ class LedgerPool(ReportedPool):
             outcome.set_result(grant)
 
     def change_size(self, lease: Lease) -> None:
-        """See `LeaseOwner.change_size`. What it frees is decided about later in this tick of the event loop."""
+        """The lease holds what its ask says from now on. What it frees is decided about later in this tick."""
         self._member.resize(self._requests.held_as(lease), lease.ask.tokens, self.now_us())
         self._run_when_due()
 
     def charge_tenant(self, lease: Lease, tokens: int) -> None:
-        """See `LeaseOwner.charge_tenant`."""
+        """The lease's tenant is charged for so many tokens more."""
         self._member.charge(self._requests.held_as(lease), tokens, self.now_us())
         self._run_when_due()
 
     def keep(self, lease: Lease) -> None:
-        """See `LeaseOwner.keep`."""
+        """The lease is not to be preempted any more."""
         self._member.keep(self._requests.held_as(lease), self.now_us())
         self._run()
 
-    def requeue(self, lease: Lease) -> None:
-        """See `LeaseOwner.requeue`."""
-        self._wait_again(lease, is_overtaken=True)
+    def wait_again(self, lease: Lease, *, is_overtaken: bool) -> None:
+        """The lease gives its room back and waits again. The engines named in its ask are barred.
 
-    def hand_back(self, lease: Lease) -> None:
-        """See `LeaseOwner.hand_back`."""
-        self._wait_again(lease, is_overtaken=False)
-
-    def prefilled(self, lease: Lease) -> None:
-        """See `LeaseOwner.prefilled`."""
-        held = self._requests.held_as(lease)
-        if held.sent:
-            self._member.first_byte(held, self.now_us())
-            self._run()
-
-    def _wait_again(self, lease: Lease, *, is_overtaken: bool) -> None:
-        """Many come back in one tick of the event loop. What they free is decided about later in it, together."""
+        `is_overtaken`: it was preempted; otherwise no engine has taken the request. Many come back in one tick of the
+        event loop. What they free is decided about later in it, together.
+        """
         now_us = self.now_us()
         self._member.hand_back(self._requests.held_as(lease), lease.ask.barred, now_us)
         self._requests.came_back(self._requests[lease.ticket_id], now_us, is_overtaken=is_overtaken)
@@ -424,8 +426,16 @@ class LedgerPool(ReportedPool):
             self._refuse_waiting(lease, error)
         self._run_when_due()
 
+    def prefilled(self, lease: Lease) -> None:
+        """The lease's engine has prefilled its prompt."""
+        held = self._requests.held_as(lease)
+        if held.sent:
+            self._member.first_byte(held, self.now_us())
+            self._run()
+
     def _cancel(self, request: PoolRequest, now_us: int) -> None:
         self._requests.ended(request)
+        self._unjudged.pop(request.lease.id, None)
         self._member.cancel(request.ticket, now_us)
 
     def _refuse_waiting(self, lease: Lease, error: AdmissionError) -> None:
@@ -436,8 +446,6 @@ class LedgerPool(ReportedPool):
             self._cancel(request, now_us)
             self._member.meter.settle(lease.id, 0, now_us, is_counted=lease.is_counted, was_held=False)
             lease.refused(error)
-            if (judged := self._questions.get(lease.id)) is not None and not judged.done():
-                judged.set_exception(error)
             self._run_when_due()
 
     # -- calls to the ledger
@@ -445,8 +453,6 @@ class LedgerPool(ReportedPool):
     def _run(self, now_us: int | None = None, most_admitted: int = MOST_ADMITTED) -> None:
         """Makes the calls that are due, and tells requests what they bring. All of it is at one moment, `now_us`."""
         if self._run_at_us is not None or (self._loop is None and self._link.is_shared):
-            return
-        if self._goes_on_soon and most_admitted == MOST_ADMITTED:
             return
         now_us = self.now_us() if now_us is None else now_us
         if self._member.is_quiet and not self._member.events:
@@ -458,23 +464,16 @@ class LedgerPool(ReportedPool):
                 self._link.send(call, self)
                 admitted += self._tell_requests(now_us)
             self._tell_requests(now_us)  # a member that is alone admits in `poll`
-            if admitted >= MOST_ADMITTED:
-                due_us = self._member.due_us()
-                self._goes_on_soon = due_us is not None and due_us <= now_us
             if self._link.is_shared:
                 self._look_at_store()
         finally:
             self._run_at_us = None
         self._run_when_due()
 
-    def _run_in_turn(self) -> None:
-        self._goes_on_soon = False
-        self._run()
-
     def _look_at_store(self) -> None:
         self._watch.look(self._member)
         if self._watch.is_away:
-            looks_at = [*self._watch.entering()]
+            looks_at = [*self._watch.entering(), *self._unjudged.values()]
             if self._watch.is_hopeless(self._member):
                 looks_at += [it.lease for it in self._requests.waiting.values()]
             for lease in looks_at:
@@ -498,7 +497,7 @@ class LedgerPool(ReportedPool):
         now_us = self._moment_us()
         is_statement = self._member.mode is Mode.STATING
         self._member.answered(reply, now_us)
-        self._figures.note_blocked(now_us, is_blocked=bool(reply.lined))
+        self._note_blocked(now_us, is_blocked=bool(reply.lined))
         if self._link.is_shared:
             self._requests.served_elsewhere(self._member.elsewhere.take())
             self._tell_requests(now_us)
@@ -506,7 +505,7 @@ class LedgerPool(ReportedPool):
             self._requests.places.replicas = max(1, reply.alive)
             if reply.config is not None or reply.drained is not None:
                 self._takes_over = self._takes_over and not is_statement
-                self.elsewhere.heard(self._member, self._figures.offers, is_first=is_statement)
+                self.elsewhere.heard(self._member, self._offers, is_first=is_statement)
                 self._drained = set(self.elsewhere.draining)
         self._run()
 
@@ -523,54 +522,47 @@ class LedgerPool(ReportedPool):
 
     def _tell_requests(self, now_us: int) -> int:
         """What the ledger decided, to those whom it concerns. Returns how many were admitted."""
-        admitted, are_others = 0, False
+        admitted, are_others, verdicts = 0, False, list[Judged]()
         for event in self._member.take_events():
             if isinstance(event, Entered):
                 are_others |= self._admit(event, now_us)
                 admitted += 1
             elif isinstance(event, Judged):
-                self._tell_verdict(event)
+                verdicts.append(event)
             elif isinstance(event, TakeBack):
-                lease = self._requests[event.lease.ticket.id].lease
-                lease.chosen(lease.returns)
+                self._requests[event.lease.ticket.id].lease.chosen()
             else:
                 self._refuse_waiting(self._requests[event.ticket.id].lease, self._watch.other_tiers())
+        for verdict in verdicts:  # a request that entered at once was not refused
+            self._tell_verdict(verdict)
         if are_others:
             self._member.show_anew(now_us)
         return admitted
 
     def _tell_verdict(self, judged: Judged) -> None:
         number = judged.verdict.number
-        question, request = self._questions.get(number), self._requests.get(str(number))
-        if question is None or question.done():
-            if request is not None:
-                self._judge_late(request, judged)
+        if (question := self._questions.get(number)) is not None and not question.done():
+            question.set_result(judged)
+        if (request := self._requests.get(str(number))) is None:
             return
-        if judged.verdict.over is not None and request is not None:
-            self._requests.ended(request)
-        question.set_result(judged)
-
-    def _judge_late(self, request: PoolRequest, judged: Judged) -> None:
-        """The verdict on a request that waits already, because the ledger gave none when it came."""
         lease = request.lease
+        self._unjudged.pop(number, None)
         if judged.verdict.over is None:
             lease.allowance = remaining(judged)
+            lease.waits()
             return
         self._requests.ended(request)
-        lower, now_us = downgraded(lease.ask, self._sizes), self.now_us()
-        if lower is None:
+        if (lower := downgraded(lease.ask, self._sizes)) is None:
             lease.refused(refusal(lease.ask, judged))
             return
         lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
-        again, most = self._requests.came(lease, ticket_of(lease), self._member.mode), self._sizes.places(lower.tier)
-        self._member.submit(again.ticket, now_us)
+        if lease.is_entering:
+            lease.waits()
+            return
         try:
-            if most is not None:
-                self._find_place_or_leave(again, self._requests.queued(lower.tier), most, now_us)
+            self._submit(lease, self.now_us())  # it waited already: the ledger gave no verdict when it came
         except QueueFull as full:
             lease.refused(full)
-        else:
-            self._requests.begins_to_wait(again)
 
     def _admit(self, entered: Entered, now_us: int) -> bool:
         """Returns whether it is of another size than it was shown with: those that are shown with it may be, too."""
@@ -583,17 +575,24 @@ class LedgerPool(ReportedPool):
             if error := self._sizes.outgrown(lease.ask):
                 self._refuse_waiting(lease, error)
             return True
-        level, is_first = self._member.whole_level(ticket, now_us), lease.is_entering or lease.id in self._questions
-        grant = self._requests.admitted(request, level, now_us, entered.passed, is_first=is_first)
+        level = self._member.whole_level(ticket, now_us)
+        grant = self._requests.admitted(request, level, now_us, entered.passed, is_first=lease.is_entering)
         if self._has_names:
             grant = placed(grant, lease.ask, held.engine, entered.found)
         return lease.granted(grant)
 
     async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
-        """See `Pool.allowance`. Not known while the replica is not in its pool."""
+        """What is left of a tenant's limits, in all processes that share the pool. None where that is not known now."""
         self._run()
         if self._member.mode is not Mode.SHARED:
             return None
-        question = metered(next(self._ids), tenant, 0, limits, charges=False)
-        judged = await self._judged(question, None, self.now_us())
-        return None if judged is None else remaining(judged)
+        number = next(self._ids)
+        judged = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._member.meter.ask(metered(number, tenant, 0, limits, charges=False), None, self.now_us())
+        self._run()
+        try:
+            verdict = await judged
+        finally:
+            del self._questions[number]
+            self._member.meter.give_up(number)
+        return None if verdict is None else remaining(verdict)
