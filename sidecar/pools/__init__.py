@@ -1,6 +1,6 @@
 """The pools of leases: in one process, in a store that many share, or as large as the engine says."""
 
-from sidecar.pools.base import Ask, Grant, Lease, Merge, NotShared, PeerReport, PeerReports
+from sidecar.pools.base import Ask, Grant, Lease, Merge, PeerReport, PeerReports, StoreError
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.pool import Pool
 
@@ -10,8 +10,8 @@ __all__ = [
     "Grant",
     "Lease",
     "Merge",
-    "NotShared",
     "PeerReport",
     "PeerReports",
     "Pool",
+    "StoreError",
 ]

@@ -111,8 +111,11 @@ class WaitGivenUp(Exception):
     """The process ends before the request could be admitted."""
 
 
-class NotShared(Exception):
-    """Reports cannot be exchanged with the other replicas. The message is one line, without secrets."""
+class StoreError(Exception):
+    """The store cannot be reached, did not take something, or answered something else.
+
+    The message is one line, without secrets.
+    """
 
 
 class PeerReport(NamedTuple):

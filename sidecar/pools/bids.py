@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import msgspec
-
-from sidecar.pools.calls import BIDS_SHOWN, Bid, GainBid, Reply, TierHeld, Withdrawn
+from sidecar.pools.calls import BIDS_SHOWN, Bid, Reply, TierHeld, Withdrawn
 from sidecar.scheduling.best import BestByGain
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.tickets import Ticket
@@ -323,7 +321,7 @@ class Bids:
             sorted(ticket.barred),
             now_us - ticket.arrived_us,
             ticket.number,
-            None if ticket.gain is None else GainBid(*msgspec.structs.astuple(ticket.gain)),
+            ticket.gain,
             ticket.has_returned,
             start if start is not None and start < tier.queue.virtual else None,
         )

@@ -13,7 +13,6 @@ from sidecar.events import StoreObserver
 from sidecar.policy.model import Limits, Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools import calls
 from sidecar.pools.alarm import Alarm
 from sidecar.pools.base import Ask, Lease, WaitOutcome
 from sidecar.pools.calls import Cap, Drain, EngineView, Reply, WakeUp
@@ -74,8 +73,9 @@ class Pool(ReportedPool):
     ) -> None:
         self.name = uuid.uuid4().hex[:16]
         self.now_us = clock
-        self._has_names, self._weight_percent = weight_percent is not None, weight_percent
-        self._rules = self._rules_of(policy)
+        self._has_names = weight_percent is not None
+        self._weight_percent = WEIGHT_PERCENT if weight_percent is None else weight_percent
+        self._rules = rules_of(policy, self._weight_percent)
         self._sizes = SizeLimits(policy)
         names = tuple(tier.name for tier in policy.tiers)
         self._requests = PoolRequests(self._sizes, names)
@@ -176,7 +176,7 @@ class Pool(ReportedPool):
         """
         policy = policy if self._size is None else self._size.sized(policy)
         self._sizes.policy = policy
-        self._rules = self._rules_of(policy)
+        self._rules = rules_of(policy, self._weight_percent)
         self._member.change_rules(self._rules, self.now_us())
         self._set_size(policy.rules)
 
@@ -230,9 +230,6 @@ class Pool(ReportedPool):
         self._paused = reason
         self._member.pause(reason is not None, self.now_us())
         self._run()
-
-    def _rules_of(self, policy: Policy) -> calls.PoolRules:
-        return rules_of(policy, WEIGHT_PERCENT if self._weight_percent is None else self._weight_percent)
 
     def _set_size(self, rules: PoolRules) -> None:
         """The pool has another size. A pool of named engines is as large as they are."""

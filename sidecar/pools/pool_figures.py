@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from sidecar.events import Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.base import Ask, Grant, Merge, NotShared, PeerReports, QueueMark, QueueStanding, TenantUse
+from sidecar.pools.base import Ask, Grant, Merge, PeerReports, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.clock import Clock
 from sidecar.pools.engine_reports import engine_obstacle, engine_state, engines_of
 from sidecar.pools.engine_size import EngineSize
@@ -141,12 +141,12 @@ class ReportedPool:
     async def share(self, report: bytes, merge: Merge) -> PeerReports:
         """Leaves `report` to the other replicas of this pool, and returns what they have left.
 
-        It has at most `MOST_REPORT_BYTES`; more raises NotShared. In a pool of more than 8 replicas one of them calls
+        It has at most `MOST_REPORT_BYTES`; more raises StoreError. In a pool of more than 8 replicas one of them calls
         `merge` for all: what they read grows with their number, not with its square.
 
         A replica without a report in the last 10 seconds is left out. A pool of one process has no others. Raises
-        NotShared where the store cannot be reached. No request is ever admitted later for it.
+        StoreError where the store cannot be reached. No request is ever admitted later for it.
         """
         if self._link.is_shared and self.status.state is not StoreState.SHARED:
-            raise NotShared(f"the store is {self.status.state.value}: {self.status.reason}")
+            raise StoreError(f"the store is {self.status.state.value}: {self.status.reason}")
         return await self._link.share(self.name, report, merge)

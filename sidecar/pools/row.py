@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from sidecar.pools.calls import Cell
+from sidecar.pools.calls import Cell, Sums
 from sidecar.scheduling.amounts import Amount, plus
 from sidecar.scheduling.tickets import Lease
-
-Sums: TypeAlias = tuple[int, int, int, int, int, int, int]
-"""The figures of a `Cell`."""
 
 Sides: TypeAlias = tuple[str, str]
 """The tier and the engine of a cell."""
@@ -74,9 +71,9 @@ class Row:
         return found
 
 
-def sums_of(tiers: Sequence[str], leases: Iterable[Lease]) -> dict[Sides, Sums]:
+def cells_of(tiers: Sequence[str], leases: Iterable[Lease]) -> list[Cell]:
     """The sums of some leases."""
     part = Row(tiers)
     for lease in leases:
         part.add(lease, 1)
-    return part.sums
+    return part.state(all_of_them=True)

@@ -31,11 +31,6 @@ class Rules:
     by_gain: bool = False
     fair: Fraction = Fraction(1)
 
-    def whole_level(self, level: int, waited_us: int) -> int:
-        """The aged level of a ticket as a whole level."""
-        aged = aged_level(level, waited_us, self.promote_after_us, self.ceiling)
-        return whole_level(aged, self.promote_after_us)
-
 
 def aged_level(level: int, waited_us: int, promote_after_us: int | None, ceiling: int) -> int:
     """Rule 3: `level * promote_after - waited`: a ticket rises one level per `promote_after`, not past the ceiling."""

@@ -19,7 +19,7 @@ from sidecar.cluster.overview import PoolOverview
 from sidecar.cluster.report import ReplicaReport, Sources, pack
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
 from sidecar.policy.model import Policy, ServiceObjectives
-from sidecar.pools import Merge, NotShared, PeerReport, PeerReports, Pool
+from sidecar.pools import Merge, PeerReport, PeerReports, Pool, StoreError
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.recent import Recent
@@ -40,7 +40,7 @@ class Telling(Pool):
 
     async def share(self, report: bytes, merge: Merge) -> PeerReports:
         if self.trouble is not None:
-            raise NotShared(self.trouble)
+            raise StoreError(self.trouble)
         self.reported = report
         return PeerReports(self.others)
 

@@ -14,29 +14,9 @@ class OneReplica:
     def __init__(self, scenario, most_bids=32, near=None):
         rules = rules_of(scenario)
         self.names = [t.name for t in rules.tiers]
-        stated = calls.PoolRules(
-            [
-                calls.TierRules(
-                    t.name,
-                    int(t.reserve * 10**6),
-                    int(t.lend * 10**6),
-                    int(t.limit * 10**6),
-                    t.always_first,
-                    t.preemptible,
-                    t.preempt_after_us,
-                )
-                for t in rules.tiers
-            ],
-            rules.promote_after_us,
-            rules.ceiling,
-            rules.max_preemptions,
-            rules.affinity_percent,
-            rules.by_gain,
-            int(rules.fair * 10**6),
-        )
         self.ledger = Ledger()
         alone = {"heartbeat_us": UNBOUNDED, "lazy_us": UNBOUNDED, "near": self.ledger} if near else {}
-        self.member = (near or Member)("one", stated, most_bids=most_bids, **alone)
+        self.member = (near or Member)("one", calls.PoolRules.of(rules), most_bids=most_bids, **alone)
         self.tickets, self.entered, self.count = {}, [], 0
         self.set_engines(scenario.get("engines", [{"id": "pool#1", **scenario.get("capacity", {})}]), 0)
         self.member.pool.knew = 1

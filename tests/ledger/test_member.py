@@ -98,6 +98,16 @@ def test_in_the_process_what_waits_after_the_bids_is_not_passed() -> None:
     assert first_difference(program, 2, member.Member) is None
 
 
+def test_in_the_process_a_call_a_millisecond_later_lets_in_what_one_call_leaves() -> None:
+    one = OneReplica({"tiers": [{"name": f"t{n}"} for n in range(3)], "capacity": {"tokens": 96}}, near=member.Member)
+    one.do({"do": "submit", "id": "all", "tier": "t0", "tokens": 96}, 0)
+    for number in range(96):
+        one.do({"do": "submit", "id": f"r{number}", "tier": f"t{number % 3}", "tokens": 1}, 0)
+    one.pump(0)
+    one.do({"do": "settle", "id": "all"}, 1_000)
+    assert (len(one.pump(1_000)[0]), one.member.due_us(), len(one.call(2_000)[0])) == (64, 2_000, 32)
+
+
 def test_growth_is_charged_for_bids_that_were_shown_before() -> None:
     """Three of the tenant that pays for growth are shown, and one of the other, which has all that is free then."""
     steps = [{"at": 0, "do": "submit", "id": name, "tier": "t0", "tenant": "a", "tokens": 10} for name in ("x", "y")]

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from sidecar.policy.rules import Shares
-from sidecar.pools.calls import LAYOUT, Call, EngineView, Reply
+from sidecar.pools.calls import HOLD_US, LAYOUT, Call, EngineView, Reply
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.scheduler import PATIENCE_US, Scheduler
@@ -127,4 +127,7 @@ def test_silence_after_the_last_goodbye_begins_no_epoch(both: Both) -> None:
     assert states(both, "first", 1, 10, 1).on_hold, "a new pool"
     both.execute(Call(LAYOUT, "first", 2, "bye"), 2_000_000)
     assert not states(both, "second", 1, 10, 100).on_hold
-    assert states(both, "third", 1, 10, 103).on_hold
+    held = states(both, "third", 1, 10, 103)
+    assert (held.on_hold, held.next_us) == (True, HOLD_US)
+    assert states(both, "third", 2, 10, 104).on_hold
+    assert not states(both, "third", 3, 10, 103 + HOLD_US / 1e6).on_hold

@@ -17,7 +17,8 @@ from sidecar.pools.calls import Call, Reply
 from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.member import LAZY_US
 from sidecar.pools.redis import RedisLink, ledger_connector, script
-from sidecar.pools.redis.connection import Connect, Library, Script
+from sidecar.pools.redis.connection import Connect
+from sidecar.pools.redis.script import Library
 from tests.pools.harness import Clock, with_shares
 from tests.support.redis_servers import RedisServer
 
@@ -31,8 +32,7 @@ def patient_library() -> Library:
     for name, value in {"LOST_US": 10**15, "DEAD_US": 10**15, "HOLD_US": 0}.items():
         texts["state"], found = re.subn(rf"(local {name} = )\d+", rf"\g<1>{value}", texts["state"])
         assert found == 1
-    function, library = script.library(texts)
-    return Library(function, library, Script.of(script.script(texts)))
+    return script.library(texts)
 
 
 class WatchedLink(RedisLink):

@@ -1,7 +1,5 @@
 -- One call, from the first to the last (`ledger.py`).
 
--- ---- what a call says -------------------------------------------------------------------------------------------------
-
 local function acknowledge(member)
   local acked, kept = acks(), {}
   for _, grant in ipairs(member[OUTBOX]) do
@@ -80,8 +78,6 @@ local function take_changes(member, last_number)
   for _, gone in ipairs(call[C_WITHDRAWN]) do withdraw(member, gone[1], tier_of(gone[2])) end
 end
 
--- ---- what it decides, and the reply -----------------------------------------------------------------------------------
-
 -- Replicas of a layout before the ledger would admit all of the capacity beside it: meanwhile nothing is granted.
 -- `meta` is doubles: the 2nd their last call, the 3rd the offset of their clock, the 13th how many they are.
 local function is_beside_old()
@@ -96,7 +92,6 @@ local function is_beside_old()
   return false
 end
 
--- How many bids there are, and how many members.
 local function count_all()
   local bids, alive = 0, 0
   for _, member in pairs(members) do bids, alive = bids + member[BIDS], alive + 1 end
@@ -147,10 +142,8 @@ local function find_next()
   end
   for slot, engine in ipairs(config.engines) do
     consider(held[slot][H_CAP_UNTIL])
-    if engine[E_RAMP] > 0 then -- the end of this tenth of its slow start
-      local tenths = 1 + floor(max(0, now - engine[E_SINCE]) * 10 / engine[E_RAMP])
-      if tenths < 10 then consider(engine[E_SINCE] + ceil(tenths * engine[E_RAMP] / 10)) end
-    end
+    local tenths = tenths_now(engine)
+    if tenths < 10 then consider(engine[E_SINCE] + ceil(tenths * engine[E_RAMP] / 10)) end
   end
   return soonest
 end
@@ -187,9 +180,7 @@ local function leaving_of_all()
   local found, leaving = {}, {}
   for name, member in pairs(members) do leaving[name] = #member[LEAVING] > 0 and member[LEAVING] or nil end
   for _, name in ipairs(sorted_keys(leaving)) do
-    local cells = {}
-    for _, cell in ipairs(leaving[name]) do cells[cell[CELL_TIER] .. '\0' .. cell[CELL_ENGINE]] = cell end
-    for _, field_name in ipairs(sorted_keys(cells)) do found[#found + 1] = cells[field_name] end
+    for _, cell in ipairs(leaving[name]) do found[#found + 1] = cell end
   end
   return found
 end
@@ -230,13 +221,11 @@ local function reply(member)
     .. '\220\0' .. string.char(#verdicts) .. table.concat(verdicts)
 end
 
--- ---- one call ---------------------------------------------------------------------------------------------------------
-
 -- Time never goes back, whichever server answers. Returns for how long the store was silent, nil where another layout is in force.
 local function begin()
   local names = { 'layout', 'state', 'held', 'config' }
   verdicts, accounts, counts, forgotten = {}, {}, {}, {}
-  fields, changed, all_fields, queues, wake_ups, is_config_new, is_made = {}, {}, nil, {}, {}, false, false
+  fields, changed, all_fields, queues, wake_ups, is_config_new = {}, {}, nil, {}, {}, false
   line, needs, held_text, known, kept[root] = nil, nil, nil, kept[root] or {}, nil -- a call that fails may have changed it
   for i, cell in ipairs(call[C_CELLS]) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end
   read_fields(names)

@@ -4,7 +4,6 @@
 local UNIT, GUESSED_US, REMEMBERED_US = 60000000, 1000000, 600000000
 -- An account; since `A_SINCE` it was never at rest. The limits of its latest request, or false.
 local A_REQUESTS, A_TOKENS, A_AT, A_SINCE, A_MEAN, A_REFUNDED, A_REQUESTS_REFUNDED, A_RPM, A_TPM = 1, 2, 3, 4, 5, 6, 7, 8, 9
--- A charge, as it is told.
 local CH_TENANT, CH_TOKENS, CH_AT, CH_TPM, CH_LEVEL, CH_REFUNDED, CH_REQUESTS, CH_REQUESTS_REFUNDED, CH_RPM = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 local function drain(account)

@@ -1,6 +1,5 @@
 -- Time, epochs and members, and what a statement says of everything (`ledger.py`).
 
--- A grant as a cell.
 local function cell_of(grant)
   local _, tier, id, tokens, requests, prompt, sent, _, _, is_in_floor = unpack(grant)
   local floor_of = is_in_floor and 1 or 0
@@ -74,7 +73,6 @@ local function drop(name)
   drop_bids(name)
   drop_outbox(members[name])
   drop_cells(name)
-  if state[ASKED] == name then state[ASKED] = false end
   set_field('v:' .. name)
   members[name] = nil
   combine_views()

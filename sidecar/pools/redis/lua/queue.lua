@@ -42,15 +42,6 @@ local function packed_queue(tier)
   return pack(queue.texts, queue.starts, queue.finish, packed_tickets(queue.returned))
 end
 
--- All at once.
-local function read_queues()
-  local names = {}
-  for tier, t in ipairs(tiers) do
-    if t[QUEUED] > 0 and fields['q:' .. tier] == nil then names[#names + 1] = 'q:' .. tier end
-  end
-  read_fields(names)
-end
-
 local function is_next(a, b) -- by start, then arrival
   if a[START] ~= b[START] then return a[START] < b[START] end
   return is_before(a, b)

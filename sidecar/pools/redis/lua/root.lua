@@ -29,30 +29,26 @@ local function tier_of(name)
   end
 end
 
--- ---- the root ---------------------------------------------------------------------------------------------------------
-
 local function field(name)
-  if fields[name] == nil then fields[name] = not is_made and redis_call('HGET', root, name) end
+  if fields[name] == nil then fields[name] = redis_call('HGET', root, name) end
   return fields[name]
 end
 
-local function set_field(name, value)
-  if changed[name] == nil then changed[name] = field(name) and true end -- whether the store has one
-  fields[name] = value or false
-end
+local function set_field(name, value) fields[name], changed[name] = value or false, true end
 
--- Reads many.
 local function read_fields(names)
-  for i = 1, is_made and 0 or #names, MOST_AT_ONCE do
+  for i = 1, #names, MOST_AT_ONCE do
     local part = { unpack(names, i, min(#names, i + MOST_AT_ONCE - 1)) }
     for j, value in ipairs(redis_call('HMGET', root, unpack(part))) do fields[part[j]] = value end
   end
 end
 
+-- What was there is of a layout that nobody uses.
 local function create(offset)
+  redis_call('DEL', root)
   state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, false, false, UNBOUNDED, { 0, 0, 0 }, false, 0, '', 0 }
   members, heads, held, tiers, config, rules = {}, {}, {}, {}, { engines = {}, drained = {} }, nil
-  fields, changed, is_config_new, is_made, wake_ups[#wake_ups + 1] = {}, {}, true, true, { '', {}, false, 0 }
+  fields, changed, is_config_new, wake_ups[#wake_ups + 1] = {}, {}, true, { '', {}, false, 0 }
 end
 
 -- The parts of a field.
@@ -70,14 +66,12 @@ local function load()
   rules = config.rules
 end
 
--- ---- cells: what a replica states -------------------------------------------------------------------------------------
-
 local function cell_field(name, tier, id) return 'c:' .. name .. '\0' .. tier .. '\0' .. id end
 
 -- The cells of a replica, with the names of their fields.
 local function for_cells(name, each)
   local prefix, missing, found = cell_field(name, '', ''):sub(1, -2), {}, {}
-  all_fields = all_fields or is_made and {} or redis_call('HKEYS', root)
+  all_fields = all_fields or redis_call('HKEYS', root)
   for _, it in ipairs(all_fields) do
     if fields[it] == nil and it:sub(1, #prefix) == prefix then missing[#missing + 1] = it end
   end
@@ -88,15 +82,13 @@ local function for_cells(name, each)
   for it, cell in pairs(found) do each(cell, it) end
 end
 
--- ---- tickets, packed as long as nobody looks at them ------------------------------------------------------------------
-
 local function packed_ticket(ticket)
   if type(ticket) == 'string' then return ticket end
   ticket.packed = ticket.packed or pack(ticket)
   return ticket.packed
 end
 
--- The ticket at a place of a list.
+-- The ticket at a place of a list: each stays packed as long as nobody looks at it.
 local function ticket_at(list, i)
   local ticket = list[i]
   if type(ticket) == 'string' then

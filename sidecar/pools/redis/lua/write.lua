@@ -2,19 +2,19 @@
 
 local function write()
   local put, gone = {}, {}
-  local function add(name, value, is_stored)
-    fields[name] = value
+  local function add(name, value)
     if value then
       put[#put + 1], put[#put + 2] = name, value
-    elseif is_stored then
+    elseif fields[name] ~= nil then -- else nobody looked for it, because there is none
       gone[#gone + 1] = name
     end
+    fields[name] = value
   end
-  for name, is_stored in pairs(changed) do
+  for name in pairs(changed) do
     local tier, value = name:match('^q:(%d+)$'), fields[name]
-    if tier then value, is_stored = packed_queue(tonumber(tier)), value end
-    if name == 'line' then value, is_stored = #line > 0 and pack(packed_tickets(line)), value end
-    add(name, value, is_stored)
+    if tier then value = packed_queue(tonumber(tier)) end
+    if name == 'line' then value = #line > 0 and pack(packed_tickets(line)) end
+    add(name, value)
   end
   local packed_heads = {}
   for tier = 1, #heads do packed_heads[tier] = heads[tier] and packed_ticket(heads[tier]) end
@@ -24,7 +24,6 @@ local function write()
     add('layout', call[C_LAYOUT])
     add('config', pack(config))
   end
-  if is_made then redis_call('DEL', root) end
   write_limits()
   for i = 1, #put, MOST_AT_ONCE do redis_call('HSET', root, unpack(put, i, min(#put, i + MOST_AT_ONCE - 1))) end
   for i = 1, #gone, MOST_AT_ONCE do redis_call('HDEL', root, unpack(gone, i, min(#gone, i + MOST_AT_ONCE - 1))) end
