@@ -103,7 +103,7 @@ class KnownPool:
         """
         alive = max(1, self.replicas()) if self._shares_engines else 1
         held = {} if self.reply is None else {it.id: (it.tokens, it.requests, it.sent) for it in self.reply.held}
-        parts, out = [], _names(self.drained.values())
+        parts, out = [], {word.engine for word in self.drained.values() if word.is_drained}
         for view in views.values():
             config, told = view if self.reply is None else self.config.get(view.id), self._told.get(view.id)
             if config is None:
@@ -122,7 +122,3 @@ class KnownPool:
 
 def _sizes(engine: EngineConfig | EngineView) -> Amount:
     return engine.tokens, engine.requests, engine.prefill
-
-
-def _names(words: Iterable[Drain]) -> set[str]:
-    return {word.engine for word in words if word.is_drained}
