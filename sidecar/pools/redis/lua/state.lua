@@ -23,6 +23,7 @@ local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE, MOST_KEPT = 9007199254
 local OFFSET, LAST_CALL, EPOCH, HOLD_UNTIL, EXPECTED, IS_EMPTY, VIEWS, VERSION = 1, 2, 3, 4, 5, 6, 7, 8
 local ASKED, ASKED_UNTIL, ADMISSIONS, NEXT, CHOOSES, LEAST, MOST, IS_BESIDE_OLD = 9, 10, 11, 12, 13, 14, 15, 16
 local LATEST_CAME, LATEST_OWNER, LATEST_GRANTED = 17, 18, 19 -- of all that were granted the one that came last
+local ASKED_BEFORE = 20 -- those that were asked for room since something left for it, or one was served
 -- A tier: `calls.TierHeld`, then figures of its queue and line. SMALLEST: none in its queue has fewer tokens.
 local NAME, VIRTUAL, AFRESH, OWES_UNTIL, ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR = 1, 2, 3, 4, 5, 6, 7, 8
 local SERVED, LARGEST, QUEUED, LATEST, LINED, MOST_TAGS, SMALLEST = 9, 10, 11, 12, 13, 14, 15
