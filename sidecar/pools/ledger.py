@@ -28,8 +28,8 @@ from sidecar.scheduling.time_alone import next_change
 MOST_GRANTED = 64
 """One call of a replica in the same process grants so many: the event loop goes on between two calls."""
 
-_ASKED_FOR_US = 1_000_000
-"""So long one replica alone is asked to take room back."""
+_ASKED_FOR_US = 2_000_000
+"""So long one replica alone is asked to take room back: whose wake-up is lost hears of it with its next heartbeat."""
 
 
 @dataclass(eq=False)
