@@ -58,7 +58,7 @@ def enters_for(pool: reference.Reference, chosen: list[str], now: int) -> bool:
 @pytest.mark.long
 def test_nobody_gives_room_in_vain() -> None:
     found = []
-    for seed in range(400):
+    for seed in range(200):
         program = random_program(seed, several=True, by_gain=seed % 2 == 0)
         pool = reference.new(program)
         for step in program["steps"]:
@@ -68,7 +68,7 @@ def test_nobody_gives_room_in_vain() -> None:
             is_first = not any(r.chosen for r in pool.running())
             if (chosen := pool.preempt(now)) and is_first:
                 found.append(enters_for(copy.deepcopy(pool), chosen, now))
-    assert len(found) > 20
+    assert len(found) > 10
     assert all(found)
 
 
