@@ -16,15 +16,14 @@ from sidecar.errors import AdmissionError
 from sidecar.events import Headers
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest, RequestWatcher
-from sidecar.middleware.generic_request import GenericRequest
 from sidecar.middleware.intake import SizedRequest, is_upload
-from sidecar.middleware.middleware import guarded_endpoint, handler_of
+from sidecar.middleware.middleware import guarded_endpoint
 from sidecar.middleware.model_list import asked_model, send_models
 from sidecar.middleware.models import ModelsController
 from sidecar.middleware.passing import pass_on
+from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.request_path import exact_paths
 from sidecar.middleware.self_view import is_self_view, send_self_view
-from sidecar.middleware.timed_request import TimedRequest
 from sidecar.middleware.unguarded import is_refused, pass_or_refuse
 from sidecar.payload.content_codings import packed_body
 from sidecar.payload.decode import decode
@@ -38,8 +37,7 @@ async def serve_models(front: ModelsController, scope: Scope, receive: Receive, 
         if front.is_observing:
             await _observe(front, endpoint, scope, receive, send)
         else:
-            kind = ModelRequestHandler if endpoint.size is None else GenericModelRequest
-            await handler_of(kind, front, endpoint, scope, receive, send).run()
+            await RequestHandler(front, endpoint, scope, receive, send).run()
     elif (asked := asked_model(scope)) is not None:
         await send_models(front, asked, scope, send)
     elif front.is_passing and scope["type"] != "lifespan":
@@ -107,21 +105,6 @@ def _again(read: list[Message], receive: Receive) -> Receive:
         return read.pop() if read else await receive()
 
     return read_again
-
-
-class ModelRequestHandler(TimedRequest):
-    """Handles one request to a guarded endpoint. From its body on, it is one of its model's controller."""
-
-    async def _read(self) -> SizedRequest:
-        """See `RequestHandler`. Raises InvalidBody or ModelNotFound, too."""
-        request, front = await super()._read(), self._controller
-        assert isinstance(front, ModelsController)
-        self._controller = front.controller_of(request)
-        return request
-
-
-class GenericModelRequest(ModelRequestHandler, GenericRequest):
-    """The same of the generic API. An upload names no model that is read here."""
 
 
 # -- the dry run
