@@ -459,6 +459,8 @@ local function visit(place, open, ...)
   local was_in_line = ticket[IN_LINE_SINCE]
   local joins = not was_in_line and has_place(ticket)
   local is_late = was_in_line and now >= was_in_line + PATIENCE_US
+  local may_count = was_in_line and not is_for_floor(ticket) and class ~= OTHER
+  if not (next(open) or joins or is_late or may_count) then return nil end -- whatever it wants
   local own = wanted(ticket)
   local slot = engine_for(ticket, own, open, class == FIRST or is_late or not (was_in_line or joins))
   if slot then
