@@ -220,8 +220,6 @@ class Ledger:
         member = state.members[who]
         self._drop_bids(member)
         self._hold([*member.row.values(), *member.outbox.values()], -1)
-        if state.asked is not None and state.asked[0] == who:
-            state.asked = None
         del state.members[who]
         state.limiter.forget(who)
         self._combine_views()
@@ -475,7 +473,7 @@ class Ledger:
         state.asked = most, state.last_call + _ASKED_FOR_US
         if most == caller:
             return found
-        self._wake_ups.append(WakeUp(most, [], True, state.last_call))
+        self._wake_ups.append(WakeUp(most, is_asked=True))
         return None
 
     def _takeable(self, who: str, found: Shortage) -> int:

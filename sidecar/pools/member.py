@@ -427,7 +427,7 @@ class Member:
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:
         """The aged level of a ticket as a whole level (rule 3)."""
-        return self._own_rules.whole_level(ticket.tier, now_us - ticket.arrived_us)
+        return self._own_rules.whole_level(ticket, now_us)
 
     def mirror(self, now_us: int) -> Scheduler:
         """The pool, by the last reply and what changed since, without what waits. Alone: its part, and its line."""

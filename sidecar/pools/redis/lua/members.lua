@@ -73,7 +73,6 @@ local function drop(name)
   drop_bids(name)
   drop_outbox(change_member(name))
   drop_cells(name)
-  if state[ASKED] == name then state[ASKED] = false end
   set_field('v:' .. name)
   members[name] = nil
   combine_views()
