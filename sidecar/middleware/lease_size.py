@@ -96,15 +96,13 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
 
     def said(self, payload: Payload) -> Expectation:
         """The same for telemetry. `payload` is the request's."""
-        estimate = self.estimate
-        samples, quantile = (0, 0.0) if estimate is None else (estimate.samples, self.quantile)
         is_text = payload.prompt_bytes and not payload.prompt_tokens and not payload.unread_bytes
         bytes_per_token = payload.prompt_bytes * payload.choices / self.prompt if is_text else None
-        if estimate is None:
-            output, source = self.most_output, "maximum"
+        if (estimate := self.estimate) is None:
+            output, source, samples, quantile = self.most_output, "maximum", 0, 0.0
         else:
             output = estimate.tokens if self.bound is None else min(estimate.tokens, self.bound)
-            source = estimate.source.value
+            source, samples, quantile = estimate.source.value, estimate.samples, self.quantile
         return Expectation(
             output_tokens=output,
             sequences=self.sequences,
