@@ -9,9 +9,9 @@ from itertools import count
 
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Order
+from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.scheduling.tickets import Gain
 
 TOKENS, PROMPT, PREFILL = 2_500, 300, 8_000
@@ -25,7 +25,7 @@ class Crowd:
         policy = load(shipped_policies()).ordered_by(order)
         policy = replace(policy, tiers=tuple(replace(tier, max_waiting=None) for tier in policy.tiers))
         self.policy = replace(policy, rules=policy.rules_of(leases * TOKENS, leases))
-        self.pool = LedgerPool(self.policy, weight_percent=WEIGHT_PERCENT if engines else None)
+        self.pool = Pool(self.policy, weight_percent=WEIGHT_PERCENT if engines else None)
         self.running: deque[Lease] = deque()
         self.waiting: dict[int, Lease] = {}
         self.tier: int | None = None
@@ -39,7 +39,8 @@ class Crowd:
         """The pool has another size."""
         leases = round(self._leases * times)
         if not self._engines:
-            self.pool.change_rules(self.policy.rules_of(leases * TOKENS, leases))
+            rules = self.policy.rules_of(leases * TOKENS, leases)
+            self.pool.change_policy(replace(self.policy, rules=rules))
             return
         each = leases // self._engines
         self.pool.set_engines(

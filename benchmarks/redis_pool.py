@@ -31,9 +31,9 @@ import uvloop
 
 from benchmarks.redis_setup import NORMAL, plain_client, replica, running_server, shipped_policy, version_of
 from sidecar.policy.model import Order, Policy
+from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.scheduling.tickets import Gain
 
 TOKENS, PROMPT, EACH, PREFILL, TENANTS = 2_500, 300, 16, 8_000, 24
@@ -88,7 +88,7 @@ CASES = (
 
 
 @asynccontextmanager
-async def replicas(url: str, case: Case, number: int, leases: int | None = None) -> AsyncIterator[Sequence[LedgerPool]]:
+async def replicas(url: str, case: Case, number: int, leases: int | None = None) -> AsyncIterator[Sequence[Pool]]:
     """So many, of a pool of their own, as large as its engines or for so many `leases`."""
     policy = policy_of(f"{case}, {number}", case.order, leases or EACH * case.engines)
     weight_percent = WEIGHT_PERCENT if case.engines > 1 else None
@@ -109,7 +109,7 @@ def policy_of(name: str, order: Order, leases: int) -> Policy:
 class Lives:
     """Requests of several replicas. `waiting` wait all the time, of all tiers but the first."""
 
-    def __init__(self, pools: Sequence[LedgerPool], case: Case) -> None:
+    def __init__(self, pools: Sequence[Pool], case: Case) -> None:
         self._pools, self._case = cycle(pools), case
         self._numbers = count()
         self._tier = NORMAL
@@ -197,7 +197,7 @@ class Counted:
         )
 
 
-async def lives(client: Any, pools: Sequence[LedgerPool], case: Case, times: int) -> list[Figure]:
+async def lives(client: Any, pools: Sequence[Pool], case: Case, times: int) -> list[Figure]:
     """The figures of one case."""
     crowd = Lives(pools, case)
     await crowd.fill()
@@ -234,7 +234,7 @@ async def bare_cost_us(client: Any, times: int = 1_000) -> float:
     return statistics.median(costs)
 
 
-async def kept_bytes(client: Any, pools: Sequence[LedgerPool], case: Case) -> Figure:
+async def kept_bytes(client: Any, pools: Sequence[Pool], case: Case) -> Figure:
     """What the store keeps for a further one that waits."""
     crowd = Lives(pools, case)
     await crowd.fill()
@@ -251,7 +251,7 @@ async def memory(client: Any) -> int:
     return sum([await client.memory_usage(key, samples=0) or 0 for key in await client.keys("*")])
 
 
-async def latency(client: Any, pool: LedgerPool, rounds: int) -> Figure:
+async def latency(client: Any, pool: Pool, rounds: int) -> Figure:
     """The p50 of an admission that nothing is in the way of, to that of a call that does nothing."""
     sha, ask = await client.script_load(BARE), Ask(NORMAL, "acme", 1, 1_000, 1)
     ours: list[float] = []
@@ -271,12 +271,12 @@ async def latency(client: Any, pool: LedgerPool, rounds: int) -> Figure:
     return Figure(name, p50 / p50_bare, 3, {"us": p50, "us, a bare EVALSHA": p50_bare})
 
 
-async def apart(pools: Sequence[LedgerPool], each: int) -> Figure:
+async def apart(pools: Sequence[Pool], each: int) -> Figure:
     """How far two tenants with a backlog on every replica are apart, at any moment, in requests that were admitted."""
     admitted: Counter[str] = Counter()
     most = 0
 
-    async def request(pool: LedgerPool, tenant: str) -> None:
+    async def request(pool: Pool, tenant: str) -> None:
         nonlocal most
         lease = await pool.enter(Ask(NORMAL, tenant, 1, TOKENS, 1))
         await lease.wait()

@@ -34,8 +34,7 @@ from sidecar.cluster.pool_report import PoolMerge
 from sidecar.cluster.report import ReplicaReport, TierReport
 from sidecar.lengths.buckets import LengthKey
 from sidecar.lengths.estimator import LengthEstimator
-from sidecar.pools import Ask
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools import Ask, Pool
 from sidecar.telemetry.recent import BUCKET_S, BUCKETS, Bucket
 
 REPLICAS, RATES, SECONDS = 100, (1_000.0, 5_000.0), 12
@@ -145,7 +144,7 @@ async def sharing(shares: Sequence[Sharing]) -> AsyncIterator[None]:
 class Load:
     """Requests at random times to random pools."""
 
-    def __init__(self, pools: Sequence[LedgerPool]) -> None:
+    def __init__(self, pools: Sequence[Pool]) -> None:
         self._pools = pools
         self._chance = random.Random(9)
         self._under_way: set[asyncio.Task[None]] = set()
@@ -181,7 +180,7 @@ class Load:
 class Bench:
     """One server with all replicas of a pool."""
 
-    def __init__(self, client: Any, pools: Sequence[LedgerPool], seconds: float) -> None:
+    def __init__(self, client: Any, pools: Sequence[Pool], seconds: float) -> None:
         self._client = client
         self._pools = pools
         self._seconds = seconds
@@ -191,7 +190,7 @@ class Bench:
     def merged(self) -> list[Sharing]:
         """Each replica shares as it does."""
 
-        def of(pool: LedgerPool, report: ReplicaReport, packed: bytes) -> Sharing:
+        def of(pool: Pool, report: ReplicaReport, packed: bytes) -> Sharing:
             async def share() -> None:
                 await pool.share(packed, PoolMerge(report))
 

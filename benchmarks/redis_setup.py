@@ -17,7 +17,7 @@ from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import TierRules
 from sidecar.policy.store import store_address
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools import Pool
 from sidecar.pools.redis import RedisLink, ledger_connector
 from tests.support.redis_servers import Binary, RedisServer, binaries, first_binary
 
@@ -87,11 +87,11 @@ def _larger(tier: TierRules, times: int) -> TierRules:
 
 
 @contextlib.asynccontextmanager
-async def replica(url: str, policy: Policy, weight_percent: int | None = None) -> AsyncIterator[LedgerPool]:
+async def replica(url: str, policy: Policy, weight_percent: int | None = None) -> AsyncIterator[Pool]:
     """One replica, open. Raises RuntimeError at the end where it lost its store: then no figure of it would stand."""
     changes: list[StoreChanged] = []
     link = RedisLink(ledger_connector(store_address(url), policy.pool), policy.pool)
-    pool = LedgerPool(policy, link=link, observer=changes.append, weight_percent=weight_percent)
+    pool = Pool(policy, link=link, observer=changes.append, weight_percent=weight_percent)
     await pool.open()
     try:
         yield pool

@@ -28,7 +28,7 @@ from sidecar.observability import Observability
 from sidecar.one_pool import OnePool, policy_of, pool_here, pool_of, source_of
 from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.store import StoreAddress
-from sidecar.pools import EngineSize, LedgerPool, Pool
+from sidecar.pools import EngineSize, Pool
 from sidecar.pools.limits_pool import LimitsPool
 from sidecar.proxy import EngineProxy
 from sidecar.scheduling.rate_limit import RateLimiter
@@ -510,7 +510,7 @@ def _pool(policy: Policy, environment: Mapping[str, str], size: EngineSize | Non
     store = store_of(policy, environment)
     takes_over = takes_over_a_store(environment, store, takes_over=takes_over)
     if store is None:
-        return LedgerPool(policy, size=size)
+        return Pool(policy, size=size)
     return _shared_pool(policy, store, takes_over=takes_over, size=size)
 
 
@@ -535,13 +535,13 @@ def _fleet_routing(
     return FleetRouting(fleet, pool, policy, model)
 
 
-def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None = None) -> LedgerPool:
+def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None = None) -> Pool:
     """The pool of a policy with engines. Raises ValueError as `_pool` does."""
     assert policy.engines is not None
     store, weight_percent = store_of(policy, setup.environment), policy.engines.affinity.weight_percent
     takes_over = takes_over_a_store(setup.environment, store, takes_over=setup.takes_over)
     if store is None:
-        return LedgerPool(policy, weight_percent=weight_percent, allowances=allowances)
+        return Pool(policy, weight_percent=weight_percent, allowances=allowances)
     return _shared_pool(policy, store, takes_over=takes_over, weight_percent=weight_percent)
 
 
@@ -571,12 +571,12 @@ def _shared_pool(
     takes_over: bool,
     weight_percent: int | None = None,
     size: EngineSize | None = None,
-) -> LedgerPool:
+) -> Pool:
     from sidecar.pools.redis import RedisLink, ledger_connector, reach_of
     from sidecar.telemetry.metrics.store import StoreMetrics
 
     metrics = StoreMetrics(policy.pool)
-    return LedgerPool(
+    return Pool(
         policy,
         link=RedisLink(
             ledger_connector(store, policy.pool), policy.pool, reach=reach_of(store), took=metrics.round_trip

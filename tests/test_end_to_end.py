@@ -33,7 +33,7 @@ from sidecar import AdmissionMiddleware
 from sidecar.engines import Dynamo, Sglang, TensorRtLlm, Vllm
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from sidecar.pools.member_events import Entered
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.scheduling.tickets import Ticket
@@ -422,7 +422,7 @@ async def until(condition: Any) -> None:
 trace_of: contextvars.ContextVar[str] = contextvars.ContextVar("trace_of")
 
 
-class Watched(LedgerPool):
+class Watched(Pool):
     """A pool that writes down who arrived and who was admitted, when and in which order, by the client's trace id."""
 
     def __init__(self, policy: Policy) -> None:

@@ -23,9 +23,8 @@ from sidecar.events import StoreChanged, StoreState
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import TierRules
 from sidecar.policy.store import store_address
-from sidecar.pools import Ask
+from sidecar.pools import Ask, Pool
 from sidecar.pools.base import Lease
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.redis import RedisLink, ledger_connector
 from tests.support.redis_servers import RedisServer
 
@@ -100,11 +99,11 @@ def _whole(tier: TierRules) -> TierRules:
     return replace(tier, limit_tokens=1, limit_requests=1)
 
 
-def pool_of(url: str, seen: Seen | None = None) -> LedgerPool:
+def pool_of(url: str, seen: Seen | None = None) -> Pool:
     """A replica."""
     shared = policy()
     link = RedisLink(ledger_connector(store_address(url), shared.pool), shared.pool)
-    return LedgerPool(shared, link=link, observer=None if seen is None else seen.note)
+    return Pool(shared, link=link, observer=None if seen is None else seen.note)
 
 
 def divided(changes: Sequence[tuple[float, StoreState]], end_s: float) -> tuple[int, float]:
@@ -133,7 +132,7 @@ async def _filled(url: str, waiting: int) -> asyncio.subprocess.Process:
     return process
 
 
-async def _admitted(pool: LedgerPool, blocker: Lease, seen: Seen) -> None:
+async def _admitted(pool: Pool, blocker: Lease, seen: Seen) -> None:
     """Returns when a request of a replica that lives is admitted, or after some time."""
     began_s = time.monotonic()
     lease = await pool.enter(Ask(0, "there", 1, 1, 1))

@@ -15,15 +15,15 @@ from itertools import count
 from typing import Protocol
 
 from benchmarks.decisions import ENGINE, Decided, Decisions
-from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_request
+from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, largest_request
 from sidecar.pools import calls
 from sidecar.pools.calls import EngineView
 from sidecar.pools.engines import NORMAL_SPEED, WEIGHT_PERCENT
 from sidecar.scheduling.amounts import UNBOUNDED
+from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.tickets import Ticket
 
 SECOND_US = 1_000_000
-_PPM = 1_000_000
 ABORT_US = 100_000
 """How long an engine takes to release a preempted request: vLLM's figure."""
 
@@ -226,30 +226,21 @@ class Simulation:
 
 def decisions(rules: PoolRules) -> Decisions:
     """Those of the product, for one engine as large as the pool."""
-    stated = calls.PoolRules(
-        [_stated(rules, tier) for tier in rules.tiers],
-        rules.promote_after_us,
-        rules.ceiling,
-        rules.max_preemptions,
-        WEIGHT_PERCENT,
-        rules.is_by_gain,
-        _PPM,
+    shares = tuple(_shares(rules, tier) for tier in rules.tiers)
+    stated = Rules(
+        shares, rules.promote_after_us, rules.ceiling, rules.max_preemptions, WEIGHT_PERCENT, rules.is_by_gain
     )
     engine = EngineView(ENGINE, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=True)
-    return Decisions(stated, [engine])
+    return Decisions(calls.PoolRules.of(stated), [engine])
 
 
-def _stated(rules: PoolRules, tier: TierRules) -> calls.TierRules:
+def _shares(rules: PoolRules, tier: TierRules) -> Shares:
     """A tier's shares of the pool, from its tokens."""
-
-    def part(tokens: int, of: int) -> int:
-        return round(Fraction(tokens, of) * _PPM) if of else 0
-
-    return calls.TierRules(
+    return Shares(
         tier.name,
-        part(tier.reserve_tokens, rules.tokens),
-        _PPM - part(tier.headroom_tokens, tier.reserve_tokens),
-        part(tier.limit_tokens, rules.tokens),
+        Fraction(tier.reserve_tokens, rules.tokens),
+        1 - Fraction(tier.headroom_tokens, tier.reserve_tokens or 1),
+        Fraction(tier.limit_tokens, rules.tokens),
         tier.always_first,
         tier.preemptible,
         tier.preempt_after_us,

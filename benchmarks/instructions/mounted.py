@@ -36,8 +36,7 @@ from benchmarks.overhead_apps import CHUNK, DoNothing, Nowhere, bare
 from sidecar import AdmissionMiddleware
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Order, Policy, ServiceObjectives
-from sidecar.pools import Ask
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools import Ask, Pool
 
 WARM_UP = 200
 """Repetitions before the first mark: they fill caches and let the interpreter specialize its bytecode."""
@@ -171,7 +170,7 @@ def install_sdk() -> None:
 
 async def pool_cycles(policy: Policy, count: int) -> None:
     """Counts enter + settle of one request in a local pool that has room."""
-    pool = LedgerPool(policy)
+    pool = Pool(policy)
     ask = Ask(2, "standard", 1, 700, 1)
 
     async def cycles(repetitions: int) -> None:

@@ -1,6 +1,6 @@
 """The product's own parts in virtual time: the pool, the sizes of leases, the estimator and the trust.
 
-A replica does for each request what `middleware.wait.enter_pool` and `middleware.request` do, in the same order: size
+A replica does for each request what `admission.turn` and `middleware.request` do, in the same order: size
 it and enter it, begin its lease's size at the grant, look at it while it streams, learn from its end and settle.
 """
 
@@ -17,8 +17,8 @@ from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes
 from sidecar.payload.decode import Payload, decode
 from sidecar.policy.model import Policy
+from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
-from sidecar.pools.ledger_pool import LedgerPool
 
 CHAT = "/v1/chat/completions"
 SUMMARY_BYTES = 16_384
@@ -46,7 +46,7 @@ class Running:
 class Replica:
     """One process before a pool, which it may share with others. `waiting` are its requests in the pool's queue."""
 
-    def __init__(self, policy: Policy, pool: LedgerPool) -> None:
+    def __init__(self, policy: Policy, pool: Pool) -> None:
         self.estimator = LengthEstimator()
         self.sizes = LeaseSizes(policy.learn, pool.now_us, self.estimator)
         self.waiting: list[Running] = []

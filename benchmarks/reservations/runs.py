@@ -13,7 +13,7 @@ from benchmarks.reservations.replica import Replica, Running
 from benchmarks.reservations.traces import Asked
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools import Pool
 
 POLICY = """\
 engine: vllm
@@ -108,7 +108,7 @@ class _Player:
         policy = policy_of(hardware, learn)
         self._hardware = hardware
         self._engine = Engine(hardware, prefills=prefills)
-        self._pool = LedgerPool(policy, self._now_us)
+        self._pool = Pool(policy, self._now_us)
         self._replicas = [Replica(policy, self._pool) for _ in range(replicas)]
         self._requests = [one for one in requests if one.prompt + (one.max_tokens or one.output) <= hardware.kv_tokens]
         self._next = 0

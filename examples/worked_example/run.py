@@ -6,8 +6,7 @@ import asyncio
 from pathlib import Path
 
 from sidecar.policy.compiler import load
-from sidecar.pools import Ask, Grant, Lease
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools import Ask, Grant, Lease, Pool
 
 # (second, what happens, request, tier, tokens)
 STEPS = (
@@ -28,7 +27,7 @@ async def main() -> None:
     policy = load(Path(__file__).with_name("policy.yaml"))
     names = [tier.name for tier in policy.tiers]
     now_s = 0
-    pool = LedgerPool(policy, lambda: now_s * 1_000_000)
+    pool = Pool(policy, lambda: now_s * 1_000_000)
     leases: dict[str, Lease] = {}
     waiting: set[str] = set()
     for now_s, event, request, tier, tokens in STEPS:

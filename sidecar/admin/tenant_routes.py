@@ -18,7 +18,8 @@ from starlette.routing import BaseRoute
 from sidecar.admin.answers import RefusedByPage, flag, json_answer, page
 from sidecar.middleware.stored_tenants import InFiles, StoredTenantsRegistry, TenantRow
 from sidecar.policy.stored_tenants import MOST_RECORD_BYTES, InvalidTenant
-from sidecar.tenants.records import Refused, RefusedChange, StoreSilent
+from sidecar.pools.base import StoreError
+from sidecar.tenants.records import Refused, RefusedChange
 
 MOST_ROWS = 500
 """Of one answer; `next` leads to the rest."""
@@ -114,7 +115,7 @@ async def _changed(change: Callable[[], Awaitable[_Answer]]) -> _Answer:
         return await change()
     except InFiles as files:
         raise RefusedByPage(409, "tenant_in_files", str(files)) from None
-    except StoreSilent as silent:
+    except StoreError as silent:
         raise RefusedByPage(
             503, "store_unavailable", f"the store does not answer; it may have the change all the same: {silent}"
         ) from None

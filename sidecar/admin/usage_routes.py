@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute
 
 from sidecar.admin.answers import FRESH, RefusedByPage, page
 from sidecar.middleware.tenant_usage import TenantUsage
-from sidecar.tenants.records import StoreSilent
+from sidecar.pools.base import StoreError
 from sidecar.tenants.usage_records import UsageFigures, UsageKey
 
 MOST_DAYS = 31
@@ -70,7 +70,7 @@ class UsageRoutes:
             await usage.flush()
             for day in days:
                 parts += [part async for part in _rows(await usage.of_day(day), request.query_params.get("tenant"))]
-        except StoreSilent as silent:
+        except StoreError as silent:
             raise RefusedByPage(503, "store_unavailable", f"the store does not answer: {silent}") from None
         return StreamingResponse(_document(parts, usage.today()), 200, FRESH, "application/json")
 

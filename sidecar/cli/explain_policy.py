@@ -27,13 +27,12 @@ from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.credentials import KEY_HEADERS
-from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, is_upload
+from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.model_list import is_model_list
 from sidecar.middleware.policy_snapshot import policy_snapshot
 from sidecar.middleware.request_path import endpoint_of
 from sidecar.middleware.unguarded import treatment
-from sidecar.middleware.wait import sized_ask
 from sidecar.payload.decode import decode
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.keys import digest
@@ -41,7 +40,7 @@ from sidecar.policy.model import CapacitySource, Endpoint, Learn, Mode, Policy, 
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools import Pool
 from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter
 
 SMALLEST = {
@@ -240,7 +239,7 @@ class _Explanation:
 
     async def _enter(self, request: SizedRequest, pool: Policy) -> None:
         """Enters the empty pool of a policy, and notes what the request would hold there. Raises the pool's refusal."""
-        entered = LedgerPool(pool)
+        entered = Pool(pool)
         ask = sized_ask(entered, request, LeaseSizes(pool.learn, entered.now_us, LengthEstimator(), lambda: 1))
         level, sizes = request.classification.level, SizeLimits(pool)
         tokens, requests = sizes.limits(level)

@@ -23,7 +23,7 @@ from sidecar.cluster.pool_report import Heard, PoolMerge, heard
 from sidecar.cluster.report import ReplicaReport, Sources, own_report, pack
 from sidecar.events import StoreState
 from sidecar.policy.model import Learn, Mode, Policy
-from sidecar.pools import NotShared
+from sidecar.pools import StoreError
 from sidecar.tasks import end, is_set_within
 
 SHARE_EVERY_S = 2.0
@@ -225,7 +225,7 @@ class PoolOverview:
         try:
             packed = self._packed(report, is_heard="store" in state)
             peers = await self._sources.pool.share(packed, PoolMerge(report))
-        except NotShared as reason:
+        except StoreError as reason:
             is_said = is_alone(self._sources.pool.state())
             self._trouble = None if is_said else f"the other replicas' waits and refusals are not shown: {reason}"
             self._hear(report)

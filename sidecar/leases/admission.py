@@ -48,7 +48,7 @@ class Admission:
 
         Raises ValueError for what the policy does not have, at once, and TenantsUnavailable for a tenant that may be
         one of the store's, while those were not read. The block's beginning raises the refusals of HTTP requests:
-        RequestTooLarge, TenantLimit, QueueFull, QueueTimeout, StoreUnavailable, CapacityUnknown, Draining.
+        RequestTooLarge, TenantLimit, QueueFull, QueueTimeout, NoEngine, StoreUnavailable, CapacityUnknown, Draining.
         """
         request = LeaseRequest(tier, tokens, tenant, requests, prompt_tokens, max_wait_s, is_preemptible, model)
         return LeaseBlock(self.held_lease(request))

@@ -7,31 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable
 from uuid import uuid4
 
-from sidecar.errors import AdmissionError, Draining, QueueFull, QueueTimeout
-from sidecar.events import (
-    Admitted,
-    Classified,
-    Event,
-    Observation,
-    Obstacle,
-    Outcome,
-    Preempted,
-    Queued,
-    Received,
-    Refused,
-    Settled,
-)
+import msgspec
+
+from sidecar.admission.turn import Cause, Turn, TurnEnded
+from sidecar.errors import AdmissionError, Draining
+from sidecar.events import Classified, Outcome, Received
 from sidecar.leases.lease_request import LeaseRequest, refuse_other_counts
 from sidecar.middleware.controller import AdmissionController
+from sidecar.middleware.event_reporter import EventReporter
+from sidecar.middleware.refusals import refusal_of
+from sidecar.policy.model import Tenant
 from sidecar.pools import Grant, Lease
-from sidecar.pools.base import WaitGivenUp
 
 METHOD, PATH, API = "LEASE", "/python", "lease"
 """In place of an HTTP request's, in traces, metrics and pages."""
 _CANCELED, _PREEMPTED = "canceled", "preempted"
+_LOST = "its block ended, because a more important request needed its room"
 
 
 class LeasePreempted(Exception):
@@ -39,6 +33,13 @@ class LeasePreempted(Exception):
 
     What the lease's block has done is lost; `Admission.run` does it again by itself, at its place in the queue.
     """
+
+
+class _Asker(msgspec.Struct):
+    """The tenant of a lease and its tier, for reports."""
+
+    tenant: Tenant | None
+    tier: str | None
 
 
 class HeldLease:
@@ -54,13 +55,14 @@ class HeldLease:
         self._policy = controller.policy
         self._snapshot = controller.snapshot
         self._ask, self._tenant = request.ask(self._policy)
+        self._asker = _Asker(self._tenant, self._policy.tiers[self._ask.tier].name)
+        self._reporter = EventReporter(controller.pool.now_us, self._asker)
+        self._turn: Turn | None = None
         self._lease: Lease | None = None
         self._grant: Grant | None = None
         self._used: int | None = None
-        self._observation: Observation | None = None
         self._when_preempted: Callable[[], None] | None = None
         self._is_over = self._was_admitted = False
-        self._returns = 0
 
     # -- what the holder reads
 
@@ -162,42 +164,39 @@ class HeldLease:
         """
         self._refuse_other_loops()
         self._when_preempted = when_preempted
-        observer = self._controller.observer
+        observer, now_us = self._controller.observer, self._controller.pool.now_us
         if observer is not None and observer.listens():
-            request_id = uuid4().hex
-            now_us, wall_ns = self._now_us(), time.time_ns()
-            self._observation = observer.received(Received(now_us, wall_ns, METHOD, PATH, (), request_id))
+            received = Received(now_us(), time.time_ns(), METHOD, PATH, (), uuid4().hex)
+            self._reporter = EventReporter(now_us, self._asker, observer.received(received))
         self._controller.watchdog.add(self)
-        try:
-            self._admitted(self._passed() if self._controller.passes_all else await self._enter())
-        except AdmissionError as error:
-            self._refused(error, None)
-            raise
-        except BaseException:
-            self._withdraw()
-            raise
+        await self._hold(self._enter)
         await self.acquire_again()
 
     async def acquire_again(self) -> None:
         """Where it is preempted: gives its room back, and waits again at its place in the queue."""
         while self.is_preempted:
-            await self._give_back_and_wait()
+            assert self._turn is not None
+            self._grant, self._used, self.is_preempted = None, None, False
+            await self._hold(self._turn.requeue)
 
-    async def _give_back_and_wait(self) -> None:
-        lease, grant = self._lease, self._grant
-        assert lease is not None
-        assert grant is not None
-        self._gave_room(grant)
-        self._grant, self._used, self.is_preempted = None, None, False
+    async def _hold(self, granted: Callable[[], Awaitable[Grant]]) -> None:
+        """Holds the lease by the next grant. Raises AdmissionError where there is none; nothing is left then."""
         try:
-            # The tier's longest wait is kept already: from now on only the holder limits the wait.
-            self._admitted(await self._wait(lease, lease.requeue(), self._request.max_wait_s))
+            grant = await granted()
+        except TurnEnded as end:
+            if end.cause is Cause.GIVEN_UP and end.wait is not None and self._controller.is_passing:
+                self._lease, grant = None, end.wait
+            else:
+                error = refusal_of(self._controller, self._policy, end, level=self._level)
+                self._refused(error, end.wait)
+                raise error from None
         except AdmissionError as error:
             self._refused(error, None)
             raise
         except BaseException:
             self._withdraw()
             raise
+        self._admitted(grant)
 
     def release(self, error: BaseException | None = None) -> None:
         """Gives the lease back. `error` is what ended its block."""
@@ -211,78 +210,47 @@ class HeldLease:
             self._lease.settle(self._used)
         if self._controller.usage is not None:
             self._controller.usage.add(self.tenant, self.tier, self._request.model, *self._request.split(tokens))
-        self._end(self._lost(tokens) if is_lost else self._settled(tokens, error))
+        if is_lost:
+            self._lost(tokens)
+        else:
+            self._settled(tokens, error)
+        self._end()
 
     def check(self) -> None:
         """See `Watched`. A lease's holder ends it, however long that takes."""
 
     def give_up(self) -> None:
         """See `Watched`."""
-        if self._lease is not None and self._grant is None:
-            self._lease.give_up()
+        if self._turn is not None and self._lease is not None and self._grant is None:
+            self._turn.give_up()
 
     async def _enter(self) -> Grant:
-        controller, ask, at_us = self._controller, self._ask, self._now_us()
+        """The first grant."""
+        controller, at_us = self._controller, self._now_us()
+        if controller.passes_all:
+            return self._passed()
         if controller.is_draining:
-            raise self._draining("takes no new lease")
+            raise Draining("this process is shutting down and takes no new lease", retry_after_s=1)
         if controller.routing is not None:
             controller.routing.wake()
+        turn = self._turn = Turn(
+            controller.pool,
+            self._policy,
+            self._tenant,
+            self._reporter,
+            budgets=controller.usage,
+            max_wait_s=self._request.max_wait_s,
+            is_over=lambda: controller.is_passing,
+        )
         try:
-            pool = controller.pool
-            if controller.usage is not None and self._tenant.limits.have_budgets:
-                ask = self._ask = controller.usage.within(ask, self._tenant, pool)
-            lease = self._lease = await pool.enter(ask)
-        except QueueFull as full:
-            self._classified(at_us, ask.tier if full.level is None else full.level)
-            raise
-        except AdmissionError:
-            self._classified(at_us, ask.tier)
-            raise
-        self._classified(at_us, lease.tier)
+            lease = self._lease = await turn.enter(self._ask)
+        finally:
+            self._classified(at_us, turn.level)
         if self._when_preempted is None or not self._request.is_preemptible:
             lease.on_preempt = None
         else:
             lease.on_preempt = self._preempt
-        if lease.grant is not None:
-            return lease.grant
-        self._report(Queued(self._now_us(), *controller.pool.obstacle(ask), controller.pool.mark(lease.tier)))
-        return await self._wait(lease, lease.wait(), self._most_wait_s())
-
-    async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant:
-        if self._controller.is_passing:
-            lease.give_up()
-        await asyncio.wait((granted,), timeout=most_s)
-        if not granted.done():
-            self._refuse_after(await lease.leave(), self._timeout(most_s))
-        if isinstance(granted.exception(), WaitGivenUp):
-            left = lease.grant if lease.settle(0) else await lease.leave()
-            if self._controller.is_passing and left is not None:
-                self._lease = None
-                return left
-            self._refuse_after(left, self._draining("ended while the lease waited"))
-        usage = self._controller.usage
-        over = None if usage is None or self._returns else usage.used_up(self._tenant)
-        if over is not None:
-            self._refuse_after(granted.result() if lease.settle(0) else await lease.leave(), over)
-        return granted.result()
-
-    def _refuse_after(self, wait: Grant | None, error: AdmissionError) -> None:
-        """Raises the error of a wait that has ended without a grant."""
-        self._refused(error, wait)
-        raise error
-
-    def _most_wait_s(self) -> float | None:
-        limits = (self._request.max_wait_s, self._policy.tiers[self._level].max_wait_s)
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    def _timeout(self, most_s: float | None) -> QueueTimeout:
-        return QueueTimeout(
-            f"no room came free for tier {self.tier} within {most_s:g} s; try again later",
-            retry_after_s=self._controller.pool.retry_after_s(self._level),
-        )
-
-    def _draining(self, what: str) -> Draining:
-        return Draining(f"this process is shutting down and {what}", retry_after_s=1)
+        return await turn.granted()
 
     def _passed(self) -> Grant:
         """Where every request passes, a lease holds nothing."""
@@ -306,37 +274,23 @@ class HeldLease:
 
     def _withdraw(self) -> None:
         """Its holder was canceled while it waited: it leaves the queue."""
-        lease, wait = self._lease, None
-        if lease is not None and not lease.settle(0):
-            left = lease.leave()
-            wait = left.result() if left.done() else None
-        self._refused(None, wait)
+        if self._turn is None or self._lease is None:
+            self._report_canceled(None)
+        else:
+            self._turn.withdraw(self._report_canceled)
+        self._end()
 
     # -- what is reported of it
 
     def _admitted(self, grant: Grant) -> None:
         self._grant, self._was_admitted = grant, True
-        is_dry_run = self._lease is None
-        priority = None if is_dry_run else self.priority
-        self._report(
-            Admitted(
-                grant.at_us,
-                grant.queue_wait_us,
-                grant.starvation_us,
-                grant.overtaken_at_us,
-                grant.served_ahead,
-                grant.level,
-                priority,
-                grant.passed,
-                is_dry_run,
-                grant.engine,
-                grant.placed,
-            )
-        )
+        passes = self._lease is None
+        self._reporter.admitted(grant, None if passes else self.priority, is_dry_run=passes)
 
     def _classified(self, at_us: int, level: int) -> None:
         ask, tiers = self._ask, self._policy.tiers
-        self._report(
+        self._asker.tier = tiers[level].name
+        self._reporter.event(
             Classified(
                 at_us=at_us,
                 tier=tiers[level].name,
@@ -354,64 +308,35 @@ class HeldLease:
             )
         )
 
-    def _settled(self, tokens: int, error: BaseException | None) -> Settled:
+    def _settled(self, tokens: int, error: BaseException | None) -> None:
         if error is None:
             outcome, name = Outcome.COMPLETED, None
         else:
             is_canceled = isinstance(error, asyncio.CancelledError)
             outcome, name = (Outcome.CLIENT_LEFT if is_canceled else Outcome.FAILED), type(error).__name__
-        return Settled(self._now_us(), outcome, None, tokens, None, None, name)
+        self._reporter.settled(outcome, None, (tokens, None, None, None), name)
 
-    def _gave_room(self, grant: Grant) -> None:
-        self._returns += 1
-        at_us = self._now_us()
-        self._report(Preempted(at_us, grant.at_us, self._returns))
-        self._report(Queued(at_us, Obstacle.PREEMPTED, "its room went to a more important request"))
-
-    def _lost(self, tokens: int) -> Settled:
+    def _lost(self, tokens: int) -> None:
         """It was preempted, and its block has ended for that: it does not wait again."""
-        grant = self._granted()
-        self._gave_room(grant)
-        at_us = self._now_us()
-        wait = Refused(
-            at_us,
-            _PREEMPTED,
-            "its block ended, because a more important request needed its room",
-            None,
-            grant.queue_wait_us,
-            grant.starvation_us,
-            grant.overtaken_at_us,
-            grant.served_ahead,
-            self._ask.tenant,
-        )
-        return Settled(at_us, Outcome.FAILED, None, tokens, None, None, _PREEMPTED, wait)
+        turn = self._turn
+        assert turn is not None
+        turn.report_preempted()
+        assert self._grant is not None
+        wait = msgspec.structs.replace(self._grant, at_us=self._now_us())
+        self._reporter.ended(_PREEMPTED, _LOST, None, wait, tokens)
 
-    def _refused(self, error: AdmissionError | None, wait: Grant | None) -> None:
-        """It ended without a grant: refused by `error`, or canceled."""
-        if self._is_over:
-            return
-        code = _CANCELED if error is None else error.code
-        message = "the holder was canceled before it was admitted" if error is None else error.message
-        status = None if error is None else error.status
-        at_us = self._now_us() if wait is None else wait.at_us
-        waited: tuple[int, int, int | None, Mapping[str, int]] = (0, 0, None, {})
-        if wait is not None:
-            waited = (wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead)
-        tier = self._policy.tiers[self._ask.tier].name
-        refused = Refused(at_us, code, message, status, *waited, self._ask.tenant, None, tier)
-        if not self._was_admitted:
-            self._end(refused)
-        else:
-            self._end(Settled(self._now_us(), Outcome.FAILED, status, 0, None, None, code, refused))
+    def _refused(self, error: AdmissionError, wait: Grant | None) -> None:
+        """It ended without a grant."""
+        if not self._is_over:
+            self._reporter.refused(error, wait)
+            self._end()
 
-    def _end(self, event: Event) -> None:
+    def _report_canceled(self, wait: Grant | None) -> None:
+        self._reporter.ended(_CANCELED, "the holder was canceled before it was admitted", None, wait)
+
+    def _end(self) -> None:
         self._is_over = True
-        self._report(event)
         self._controller.watchdog.discard(self)
-
-    def _report(self, event: Event) -> None:
-        if self._observation is not None:
-            self._observation.on_event(event)
 
     def _now_us(self) -> int:
         return self._controller.pool.now_us()

@@ -25,14 +25,13 @@ from sidecar.middleware.engine_pages import EnginePages
 from sidecar.middleware.engine_route import EngineHealth, EngineRouting
 from sidecar.middleware.engine_view import EngineView
 from sidecar.middleware.engine_watch import EngineCheck, EngineWatch
-from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.intake import Appraise, SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.pending_aborts import PendingAborts
 from sidecar.middleware.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.middleware.request_gain import GainMeter
 from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.middleware.usage import UsageReader
-from sidecar.middleware.wait import Appraise
 from sidecar.middleware.watchdog import Watchdog
 from sidecar.policy.model import Mode, Policy, Unguarded
 from sidecar.pools import Pool

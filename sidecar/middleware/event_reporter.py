@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 from starlette.types import Scope
 
-from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError
 from sidecar.events import (
     Admitted,
     AppTrace,
     Classified,
+    Event,
     FirstByte,
     Headers,
     Observation,
@@ -30,10 +31,10 @@ from sidecar.events import (
     ServiceGain,
     Settled,
 )
-from sidecar.middleware.intake import RequestIntake, SizedRequest
+from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSize
 from sidecar.middleware.request_gain import RequestGain
-from sidecar.policy.model import Endpoint, Policy
+from sidecar.policy.model import Endpoint, Policy, Tenant
 from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"
@@ -41,18 +42,30 @@ CANCELED_CODE = "canceled"
 PASSED_CODE = "passed"
 
 
+class Asker(Protocol):
+    """The one who asks for admission: the intake of a request, or a lease from Python."""
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """Its tenant, None where its key is not known yet."""
+
+    @property
+    def tier(self) -> str | None:
+        """The name of its tier, None where that is not known yet."""
+
+
 class EventReporter(msgspec.Struct, eq=False):
     """Reports one request: see `reporter_of`.
 
     `now_us` is the pool's clock in microseconds; it is read only where an observer listens.
 
-    A request that was admitted once ends with `Settled`, even where it ends while it waits again. `intake` knows the
+    A request that was admitted once ends with `Settled`, even where it ends while it waits again. `asker` knows the
     tenant and the tier of a request that ends before it is classified. `gain` is told how the request ended, whether
     an observer listens or not.
     """
 
     _now_us: Callable[[], int]
-    _intake: RequestIntake
+    _asker: Asker
     _observation: Observation | None = None
     _was_admitted: bool = False
     gain: RequestGain | None = None
@@ -80,11 +93,19 @@ class EventReporter(msgspec.Struct, eq=False):
         if self._observation is not None:
             self._observation.on_event(Queued(since_us, Obstacle.STORE, "the pool took a moment to answer"))
 
-    def admitted(self, grant: Grant, forward: Forward, priority: int | float) -> None:
-        """The request holds its lease. `forward` says how the engine gets its priority."""
+    def admitted(self, grant: Grant, priority: int | float | None, *, is_dry_run: bool = False) -> None:
+        """The request holds its lease, or none where it passes in a dry run.
+
+        `priority` is the engine's, None where the engine gets none.
+        """
         self._was_admitted = True
         if self._observation is not None:
-            self._observation.on_event(_admitted(grant, forward, priority))
+            self._observation.on_event(_admitted(grant, priority, is_dry_run))
+
+    def event(self, event: Event) -> None:
+        """Reports an event that was made already."""
+        if self._observation is not None:
+            self._observation.on_event(event)
 
     def passed(self, at_us: int, level: int) -> None:
         """The request went to the app without a lease, as in the dry run, and did not wait."""
@@ -108,19 +129,19 @@ class EventReporter(msgspec.Struct, eq=False):
 
     def refused(self, error: AdmissionError, wait: Grant | None) -> None:
         """The request was answered with an error, perhaps after a wait."""
-        self._ended(error.code, error.message, error.status, wait)
+        self.ended(error.code, error.message, error.status, wait)
 
     def disconnected(self, wait: Grant | None) -> None:
         """The client disconnected before it was admitted."""
-        self._ended(DISCONNECTED_CODE, "the client disconnected before it was admitted", None, wait)
+        self.ended(DISCONNECTED_CODE, "the client disconnected before it was admitted", None, wait)
 
     def canceled(self, wait: Grant | None) -> None:
         """The server canceled the request before it was admitted: it stops, or an app around the middleware failed."""
-        self._ended(CANCELED_CODE, "the server canceled the request before it was admitted", None, wait)
+        self.ended(CANCELED_CODE, "the server canceled the request before it was admitted", None, wait)
 
     def let_pass(self, wait: Grant | None) -> None:
         """The request left the queue, or was about to be refused, and went on: `mode: pass` was switched on."""
-        self._ended(PASSED_CODE, "every request passes (mode: pass)", None, wait)
+        self.ended(PASSED_CODE, "every request passes (mode: pass)", None, wait)
 
     def first_byte(self, status: int | None) -> None:
         """The response's first byte goes out."""
@@ -160,19 +181,22 @@ class EventReporter(msgspec.Struct, eq=False):
             )
             self._observation.on_event(event)
 
-    def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
+    def ended(self, code: str, message: str, status: int | None, wait: Grant | None, tokens: int = 0) -> None:
+        """The request ended without a grant, or waiting for another one. It has used `tokens` by then."""
         is_abandoned = code == DISCONNECTED_CODE
         gain = None if self.gain is None else self.gain.refused(status, is_abandoned=is_abandoned)
         if self._observation is None:
             return
         at_us = self._now_us() if wait is None else wait.at_us
-        refused = _refused((at_us, code, message, status), wait, self._intake, gain)
+        refused = _refused((at_us, code, message, status), wait, self._asker, gain)
         if not self._was_admitted:
             self._observation.on_event(refused)
             return
         outcome = Outcome.CLIENT_LEFT if is_abandoned else Outcome.FAILED
         waited = None if wait is None else refused
-        self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, waited, gain=gain))
+        self._observation.on_event(
+            Settled(self._now_us(), outcome, status, tokens, None, None, code, waited, gain=gain)
+        )
 
 
 def reporter_of(  # noqa: PLR0917
@@ -181,15 +205,15 @@ def reporter_of(  # noqa: PLR0917
     request_id: str,
     received_us: int,
     now_us: Callable[[], int],
-    intake: RequestIntake,
+    asker: Asker,
 ) -> EventReporter:
     """The reporter of a request that came at `received_us`."""
     if observer is None:
-        return EventReporter(now_us, intake)
+        return EventReporter(now_us, asker)
     # Right after the clock: what the processor did since the request came would be in all of its times.
     wall_ns, method, path = time.time_ns() - (now_us() - received_us) * 1000, scope["method"], scope["path"]
     received = Received(received_us, wall_ns, method, path, scope["headers"], request_id)
-    return EventReporter(now_us, intake, observer.received(received))
+    return EventReporter(now_us, asker, observer.received(received))
 
 
 def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> Classified:
@@ -213,7 +237,7 @@ def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us
     )
 
 
-def _admitted(grant: Grant, forward: Forward, priority: int | float) -> Admitted:
+def _admitted(grant: Grant, priority: int | float | None, is_dry_run: bool) -> Admitted:
     return Admitted(
         at_us=grant.at_us,
         queue_wait_us=grant.queue_wait_us,
@@ -221,20 +245,21 @@ def _admitted(grant: Grant, forward: Forward, priority: int | float) -> Admitted
         overtaken_at_us=grant.overtaken_at_us,
         served_ahead=grant.served_ahead,
         level=grant.level,
-        engine_priority=priority if forward.is_sent else None,
+        engine_priority=priority,
         passed=grant.passed,
+        is_dry_run=is_dry_run,
         engine=grant.engine,
         placed=grant.placed,
     )
 
 
 def _refused(
-    end: tuple[int, str, str, int | None], wait: Grant | None, intake: RequestIntake, gain: ServiceGain | None
+    end: tuple[int, str, str, int | None], wait: Grant | None, asker: Asker, gain: ServiceGain | None
 ) -> Refused:
-    tenant = None if intake.tenant is None else intake.tenant.name
+    tenant = None if asker.tenant is None else asker.tenant.name
     waited = (
         (0, 0, None, {})
         if wait is None
         else (wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead)
     )
-    return Refused(*end, *waited, tenant, gain, intake.tier)
+    return Refused(*end, *waited, tenant, gain, asker.tier)

@@ -8,7 +8,7 @@ background rule, the tier, the number of choices, the output maximum, the longes
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -370,6 +370,23 @@ async def count_tokens(request: SizedRequest, snapshot: PolicySnapshot) -> None:
     if counter is not None:
         request.prompt_tokens = await snapshot.estimator.counted_prompt_tokens(request.payload, counter)
         request.tokens = tokens_to_hold(request.payload, request.prompt_tokens, request.assumed_output)
+
+
+Appraise = Callable[[SizedRequest], None]
+"""Gives a request that was sized the figures of its gain."""
+
+
+def sized_ask(pool: Pool, request: SizedRequest, sizes: LeaseSizes, appraise: Appraise | None = None) -> Ask:
+    """Sizes a request for a pool. `appraise` gives it the figures of its gain once it is sized."""
+    if request.requests > 1:
+        request.hold_list(pool)
+    if request.payload.unsized is not None:
+        request.hold_at_least(pool.most_tokens(request.classification.level))
+    elif sizes.learns:
+        request.expect(sizes, pool)
+    if appraise is not None:
+        appraise(request)
+    return request.ask()
 
 
 def _default_output(policy: Policy, level: int, cap: int | None) -> int:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from sidecar.middleware.client_channel import ClientChannel
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest
 from sidecar.middleware.event_reporter import reporter_of
@@ -22,7 +23,6 @@ from sidecar.middleware.self_view import is_self_view, send_self_view
 from sidecar.middleware.timed_request import TimedRequest
 from sidecar.middleware.unguarded import pass_or_refuse
 from sidecar.middleware.usage import UsageReader
-from sidecar.middleware.wait import ClientChannel
 from sidecar.policy.model import Endpoint
 
 Handler = TypeVar("Handler", bound=RequestHandler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sidecar.admission.turn import Cause, TurnEnded
 from sidecar.errors import (
     AdmissionError,
     BodyTimeout,
@@ -15,51 +16,36 @@ from sidecar.errors import (
 )
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import no_engine
-from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.response_headers import allowance_headers, wait_headers
-from sidecar.middleware.wait import WaitedTooLong
-from sidecar.policy.model import Policy
+from sidecar.policy.model import Policy, Tier
 from sidecar.pools import Grant
 
 
-def refusal_of(
-    controller: AdmissionController, request: SizedRequest, policy: Policy, end: Exception, *, is_given_up: bool
-) -> tuple[AdmissionError, Grant | None]:
-    """The refusal of a request that ended without a grant, and how it had waited.
+def refusal_of(controller: AdmissionController, policy: Policy, end: Exception, *, level: int | None) -> AdmissionError:
+    """The refusal of a request, or of a lease from Python, that ended without a grant.
 
-    `end` is WaitedTooLong or an AdmissionError. `is_given_up`: the process is about to end.
+    `end` is TurnEnded or an AdmissionError. `level` is the level that is charged, None before that is known.
     """
-    if isinstance(end, WaitedTooLong):
-        return end.refusal or _end_of_wait(controller, request, policy, is_given_up=is_given_up), end.wait
+    if isinstance(end, TurnEnded):
+        assert level is not None
+        return end.refusal or _end_of_wait(controller, policy.tiers[level], end)
     assert isinstance(end, AdmissionError)
-    return _without_place(controller, request, policy, end) if isinstance(end, QueueFull) else end, None
+    if isinstance(end, QueueFull) and level is not None and policy.tiers[level].max_waiting == 0:
+        # A tier that never queues has no place while there is no engine: that is the reason, then.
+        return end if controller.engine_watch.is_usable else no_engine(controller.engine_watch)
+    return end
 
 
-def _end_of_wait(
-    controller: AdmissionController, request: SizedRequest, policy: Policy, *, is_given_up: bool
-) -> AdmissionError:
+def _end_of_wait(controller: AdmissionController, tier: Tier, end: TurnEnded) -> AdmissionError:
     """The refusal of a request whose wait is over."""
-    if is_given_up:
+    if end.cause is Cause.GIVEN_UP:
         return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
     if not controller.engine_watch.is_usable:
         return no_engine(controller.engine_watch)
-    level = request.classification.level
     return QueueTimeout(
-        f"no room came free for tier {policy.tiers[level].name} within {request.longest_wait_s(policy):g} s; try again "
-        "later",
-        retry_after_s=controller.pool.retry_after_s(level),
+        f"no room came free for tier {tier.name} within {end.most_s:g} s; try again later",
+        retry_after_s=controller.pool.retry_after_s(tier.level),
     )
-
-
-def _without_place(
-    controller: AdmissionController, request: SizedRequest, policy: Policy, refusal: QueueFull
-) -> AdmissionError:
-    """A tier that never queues has no place for a request while there is no engine: that is the reason, then."""
-    watch = controller.engine_watch
-    if watch.is_usable:
-        return refusal
-    level = request.classification.level if refusal.level is None else refusal.level
-    return refusal if policy.tiers[level].max_waiting != 0 else no_engine(watch)
 
 
 def refusal_headers(error: AdmissionError, waited: Grant | None, *, is_cut: bool) -> list[tuple[bytes, bytes]]:

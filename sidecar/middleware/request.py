@@ -13,22 +13,25 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from sidecar.admission.turn import Cause, Turn, TurnEnded
 from sidecar.apis import Api
+from sidecar.chunks import Write, with_write, write_of
 from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
-from sidecar.errors import AdmissionError, Draining, EngineTimeout, QueueFull
-from sidecar.events import Headers, Obstacle, Outcome
+from sidecar.errors import AdmissionError, Draining, EngineTimeout
+from sidecar.events import Headers, Outcome
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.app_call import BODIES, AppCall, body_of, without_files
 from sidecar.middleware.asked_usage import ask_for_usage
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
+from sidecar.middleware.client_channel import ClientChannel, ClientComments, ClientDisconnected, comments_for
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import EngineRoute
 from sidecar.middleware.engine_time import EngineTime
 from sidecar.middleware.error_responses import refuse, send_error
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
-from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
+from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
 from sidecar.middleware.lease_size import LeaseSize
 from sidecar.middleware.outer_scope import show_outside
 from sidecar.middleware.passing import pass_read
@@ -39,21 +42,9 @@ from sidecar.middleware.refusals import refusal_headers, refusal_of
 from sidecar.middleware.request_gain import AnswerReader, RequestGain
 from sidecar.middleware.response_headers import admission_headers, id_for_app, id_headers
 from sidecar.middleware.stages import Stage
-from sidecar.middleware.usage import READ_BYTES, UsageReader
-from sidecar.middleware.wait import (
-    WITHOUT_GRANT,
-    ClientChannel,
-    ClientDisconnected,
-    WaitedTooLong,
-    comments_of,
-    sized_ask,
-    wait,
-    withdraw,
-    within_budget,
-)
+from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
-from sidecar.sending import CLIENT_KEY, SENT, SendChunk, chunk_path
 from sidecar.tasks import is_canceled_again
 
 CUT = "CancelledError"  # `Settled.error` of a request that the server cut off
@@ -68,7 +59,7 @@ class RequestHandler(msgspec.Struct, eq=False):
     """Handles one request to a guarded endpoint: see `middleware.handler_of`. `run` is called once.
 
     `_pairs` are the client's headers as they came, `_headers` the last value of each. `_passing` reads a stream as it
-    passes, from `_unread` where it keeps bytes there. A body that `_is_unread` passes as it comes: `generic_request`.
+    passes. A body that `_is_unread` passes as it comes: `generic_request`.
     """
 
     _controller: AdmissionController
@@ -89,10 +80,10 @@ class RequestHandler(msgspec.Struct, eq=False):
     _task: asyncio.Task[object] | None
     stage: Stage = _READING
     _request: SizedRequest = _NOT_YET
+    _turn: Turn = _NOT_YET
     _lease: Lease = _NOT_YET
     _reader: AnswerReader = _NOT_YET
     _passing: AnswerReader | None = None
-    _unread: bytearray | None = None
     _body: bytes | None = None
     _status: int | None = None
     _attempt: PreemptibleAttempt | None = None
@@ -106,10 +97,6 @@ class RequestHandler(msgspec.Struct, eq=False):
     _engine_time: EngineTime | None = None
     _overdue: EngineTimeout | None = None
     _preempted_us: int | None = None
-    _preemptions: int = 0
-    _hand_backs: int = 0
-    _ends_us: int | None = None
-    _is_given_up: bool = False
     _timed_out: bool = False
     _is_unread: bool = False
 
@@ -121,7 +108,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             while True:
                 try:
                     grant = await next_grant()
-                except WITHOUT_GRANT as end:
+                except (ClientDisconnected, TurnEnded, AdmissionError) as end:
                     await self._end_without_grant(end)
                     return
                 scope, receive, send = self._forward(grant)
@@ -162,9 +149,8 @@ class RequestHandler(msgspec.Struct, eq=False):
 
     def give_up(self) -> None:
         """Ends the wait, where the request waits: the process is about to end, or every request passes."""
-        if self.stage is _WAITING and self._lease.grant is None:
-            self._is_given_up = True
-            self._lease.give_up()
+        if self.stage is _WAITING:
+            self._turn.give_up()
 
     # -- up to admission
 
@@ -175,49 +161,48 @@ class RequestHandler(msgspec.Struct, eq=False):
             route = self._route = controller.routing.route(request)
             request.hits, self._call, self._usage = route.hits, route.call(), route.usage
         pool, classification, entered_us = controller.pool, request.classification, None
+        turn = self._turn = Turn(
+            pool,
+            snapshot.policy,
+            classification.tenant,
+            self._reporter,
+            budgets=controller.usage,
+            max_wait_s=request.max_wait_s,
+            disconnect=self._client.disconnect,
+            comments=self._comments,
+            is_over=lambda: controller.is_passing,
+        )
         try:
             appraise = controller.appraiser(snapshot) if snapshot.policy.rules.is_by_gain else None
-            ask = sized_ask(pool, request, controller.lease_sizes, appraise)
-            if controller.usage is not None and classification.tenant.limits.have_budgets:
-                ask = controller.usage.within(ask, classification.tenant, pool)
-            lease = self._lease = await pool.enter(ask)
+            lease = self._lease = await turn.enter(sized_ask(pool, request, controller.lease_sizes, appraise))
             entered_us = lease.entered_us
-            if lease.ask.tier != classification.level:
-                classification.note_charged(lease.ask.tier)
             self.stage = _WAITING
-        except QueueFull as full:
-            classification.note_charged(full.level)
-            raise
         finally:  # only now the charged tier is known
+            classification.note_charged(turn.level)
             self._classified(entered_us)
         if snapshot.are_preemptible[classification.level] and request.may_be_repeated:
             lease.on_preempt = self._preempt
-        grant = lease.grant
-        if grant is None:
-            if request.expected is not None:
-                lease.size_now = partial(request.expect, controller.lease_sizes, pool)
-            self._limit_wait(lease.entered_us, request.longest_wait_s(snapshot.policy))
-            self._reporter.queued(self._obstacle, pool.mark(lease.tier))
-            return await self._wait(lease.wait())
-        if grant.queue_wait_us:
-            self._reporter.waited_for_store(grant.at_us - grant.queue_wait_us)
-        return grant
+        if lease.grant is None and request.expected is not None:
+            lease.size_now = partial(request.expect, controller.lease_sizes, pool)
+        return await turn.granted()
 
     async def _end_without_grant(self, end: Exception) -> None:
         """The request ended before it was admitted, or while it waited again."""
         controller, policy, request = self._controller, self._snapshot.policy, self._request
         self.stage = _OVER
-        if isinstance(end, ClientDisconnected):
-            self._reporter.disconnected(end.wait)
+        wait = end.wait if isinstance(end, TurnEnded) else None
+        if isinstance(end, ClientDisconnected) or (isinstance(end, TurnEnded) and end.cause is Cause.DISCONNECTED):
+            self._reporter.disconnected(wait)
         elif controller.is_passing and request is not _NOT_YET:  # it was read, and goes to the app as it came
-            self._reporter.let_pass(end.wait if isinstance(end, WaitedTooLong) else None)
+            self._reporter.let_pass(wait)
             self._body = request.body
             receive = self._client.receive if self._is_unread else self._receive_for_app
             await pass_read(controller, self._scope, request, receive, self._client)
         else:
-            error, waited = refusal_of(controller, request, policy, end, is_given_up=self._is_given_up)
-            self._reporter.refused(error, waited)
-            await self._refuse(error, waited)
+            level = None if request is _NOT_YET else request.classification.level
+            error = refusal_of(controller, policy, end, level=level)
+            self._reporter.refused(error, wait)
+            await self._refuse(error, wait)
 
     async def _read(self) -> SizedRequest:
         """Reads the request, and sizes it. Raises ClientDisconnected, or the intake's refusal."""
@@ -254,27 +239,9 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._gain = self._reporter.gain = gain
         self._reporter.classified(request, self._endpoint, snapshot.policy, at_us)
 
-    def _limit_wait(self, since_us: int, most_s: float | None) -> None:
-        self._ends_us = None if most_s is None else since_us + round(most_s * 1e6)
-
-    async def _wait(self, granted: asyncio.Future[Grant]) -> Grant:
-        """See `wait.wait`."""
-        if self._controller.is_passing:
-            self._lease.give_up()
-        comments = comments_of(self._request, self._lease, self._controller.pool, self._snapshot, self._request_id)
-        most_s = None if self._ends_us is None else max(0, self._ends_us - self._now_us()) / 1e6
-        grant = await wait(self._lease, granted, self._client, most_s, comments)
-        if self._controller.usage is None or self._preemptions or self._hand_backs:
-            return grant
-        return await within_budget(self._lease, grant, self._request.classification.tenant, self._controller.usage)
-
-    def _obstacle(self) -> tuple[Obstacle, str]:
-        """Why the request has to wait."""
-        if self._preemptions:
-            return Obstacle.PREEMPTED, "its room went to a more important request"
-        if self._hand_backs and self._route is not None and self._controller.engine_watch.is_usable:
-            return Obstacle.ENGINE, "its engine did not answer it"
-        return self._controller.pool.obstacle(self._request.ask())
+    def _comments(self) -> ClientComments | None:
+        """The comments for the client while it waits."""
+        return comments_for(self._client, self._request, self._lease, self._snapshot, self._request_id)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         send, own_id, most_s = self._client.send, self._request_id, self._snapshot.policy.body_timeout_s
@@ -290,7 +257,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         controller, request, snapshot, lease = self._controller, self._request, self._snapshot, self._lease
         priority = snapshot.priorities[grant.level]
         forward = controller.dialect.forward(self._endpoint.api, priority)
-        self._reporter.admitted(grant, forward, priority)
+        self._reporter.admitted(grant, priority if forward.is_sent else None)
         receive: Receive = self._receive_for_app
         send: Send = self._send_for_app
         if lease.on_preempt is not None:
@@ -306,8 +273,6 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, request.payload.stream)
         self._reader = self._usage if self._gain is None else self._gain.sent(grant.engine, self._usage)
         scope = self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority, self._request_id))
-        if self._attempt is not None:
-            scope.pop(CLIENT_KEY, None)
         return scope, receive, send
 
     async def _has_failed(self, error: Exception) -> bool:
@@ -360,6 +325,9 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._background = BackgroundRequest(app, scope, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
+        if (write := write_of(scope)) is not None:
+            is_framed = self._client.keepalive is not None or not self._controller.is_proxied
+            with_write(scope, None if is_framed else partial(self._write, write))
         scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
         self._for_app = None if self._controller.is_proxied else scope
         return scope
@@ -380,29 +348,25 @@ class RequestHandler(msgspec.Struct, eq=False):
         reader = self._passing
         if reader is None or not message.get("more_body"):
             if self._overdue is not None:
-                return SENT
+                return _nothing()
             if self._background is None:
                 if message["type"] == "http.response.start":
                     return self._client.send(self._response_start(message))
                 if message["type"] in BODIES and not message.get("more_body"):
                     return self._send_last(message)
             return self._send_other(message)
-        unread = self._unread
-        if unread is None:
-            is_read = reader.feed(message.get("body", b""))
-        else:  # what `feed` does, in line
-            unread += message.get("body", b"")
-            if is_read := len(unread) >= READ_BYTES:
-                self._usage.read()
-        if is_read and self._size is not None:
+        if reader.feed(message.get("body", b"")) and self._size is not None:
             self._size.answer_read()
         return self._client.send(message)
 
-    def chunk_path(self) -> SendChunk | None:
-        """See `sending.chunk_path`."""
-        reader, size, send_chunk = self._passing, self._size, chunk_path(self._client.send)
-        when_read = None if size is None else size.answer_read
-        return None if reader is None or send_chunk is None else reader.passing(send_chunk, when_read)
+    def _write(self, write: Write, body: bytes) -> bool:
+        """See `chunks.Write`, around the server's: from the first byte on, a chunk is read as one that is sent."""
+        reader, hider = self._passing, self._client.hider
+        if reader is None or (hider is not None and not hider.passes(body)) or not write(body):
+            return False
+        if reader.feed(body) and self._size is not None:
+            self._size.answer_read()
+        return True
 
     async def _send_last(self, message: Message) -> None:
         """The last bytes of a response, and most often its only ones."""
@@ -425,7 +389,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             if (body := body_of(message)) is not None:
                 self._read_response(body)
                 if background is None and self.stage is _RUNNING:
-                    self._passing, self._unread = self._reader, None if self._gain else self._usage.unread()
+                    self._passing = self._reader
         await (self._client.send if background is None else background.sender(self._client.send))(message)
         if is_end:
             self._settle_answered(_COMPLETED)
@@ -440,7 +404,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         self._status = message["status"]
         show_outside(self._for_app, self._scope)
         headers = message.get("headers", ())
-        own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._preemptions)
+        own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._turn.preemptions)
         named = id_headers(self._request_id, headers, self._endpoint.api)
         return {**message, "headers": [*headers, *own, *named]}
 
@@ -485,27 +449,15 @@ class RequestHandler(msgspec.Struct, eq=False):
         route = self._route
         self._call = EngineCall(self._controller.engine_watch) if route is None else route.call()
         self._usage, self._status = UsageReader() if route is None else route.usage, None
-        # Both report before the lease waits: it may be admitted at once.
-        if is_handed_back:
-            self._hand_backs += 1
-            if route is not None and grant.engine is not None and route.replay is not None:
-                self._reporter.replayed(grant.engine, route.replay)
-            self._reporter.preempted(grant.at_us, self._hand_backs, is_unreached=True)
-            self._reporter.queued(self._obstacle)
-            if not self._preemptions and self._ends_us is None:
-                self._limit_wait(self._lease.entered_us, self._request.longest_wait_s(self._snapshot.policy))
-            if self._ends_us is not None:  # what passed at the engine was no wait
-                self._ends_us += max(0, self._now_us() - grant.at_us)
-            granted = self._lease.hand_back() if route is None else self._lease.hand_back(route.barred)
-        else:
-            self._preemptions += 1
-            self._reporter.preempted(grant.at_us, self._preemptions)
-            self._reporter.queued(self._obstacle)
-            # The tier's longest wait is kept already: from now on only the client may limit the wait.
-            self._limit_wait(self._now_us(), self._request.max_wait_s)
-            granted = self._lease.requeue()
         self.stage = _WAITING
-        return await self._wait(granted)
+        if not is_handed_back:
+            return await self._turn.requeue()
+        if route is None:
+            return await self._turn.hand_back(others_answer=False)
+        if grant.engine is not None and route.replay is not None:
+            self._reporter.replayed(grant.engine, route.replay)
+        others_answer = self._controller.engine_watch.is_usable
+        return await self._turn.hand_back(route.barred, others_answer=others_answer)
 
     # -- the end
 
@@ -546,7 +498,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         failure = None if call.error is None else call.engine_error()
         if self._app_call is not _NOT_YET:
             self._app_call.granted = None
-        self._passing = self._unread = None
+        self._passing = None
         usage.conclude(controller.output_ratios, request.classification.tenant.name, request.payload.model)
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
         is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
@@ -584,7 +536,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._report_canceled(None)
             self.stage = _OVER
         elif stage is _WAITING:  # the task was canceled
-            withdraw(self._lease, self._report_canceled)
+            self._turn.withdraw(self._report_canceled)
             self.stage = _OVER
         elif stage is _RUNNING:
             self._settle(_FAILED, "incomplete_response")
@@ -597,3 +549,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._reporter.canceled(wait)
         else:
             self._reporter.refused(self._cut, wait)
+
+
+async def _nothing() -> None:
+    """The `send` of what no one gets any more."""

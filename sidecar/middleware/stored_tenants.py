@@ -15,8 +15,9 @@ from sidecar.policy.model import Policy, Tenant
 from sidecar.policy.problems import printable
 from sidecar.policy.reload import UsesPolicy
 from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_record, with_stored
+from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
-from sidecar.tenants.records import StoredRecords, StoreSilent
+from sidecar.tenants.records import StoredRecords
 
 READ_EVERY_S = 0.5
 """A change is in force on every replica within a second."""
@@ -113,7 +114,7 @@ class StoredTenantsRegistry:
         return found
 
     async def synchronize(self) -> None:
-        """Reads the store now. Raises StoreSilent."""
+        """Reads the store now. Raises StoreError."""
         await self._records.synchronize()
         await self._use()
         self._problem = None
@@ -121,7 +122,7 @@ class StoredTenantsRegistry:
     async def put(self, text: bytes, *, replaces: bool) -> TenantRow:
         """Writes a tenant, and returns when it is in force here.
 
-        Raises InvalidTenant, InFiles, RefusedChange or StoreSilent.
+        Raises InvalidTenant, InFiles, RefusedChange or StoreError.
         """
         tenant = read_record(text, self._files_policy)
         name = tenant.tenant.name
@@ -132,7 +133,7 @@ class StoredTenantsRegistry:
         return _row(tenant, self._reasons().get(name))
 
     async def remove(self, name: str) -> None:
-        """Removes a tenant, and returns when it has no access here. Raises InFiles, RefusedChange or StoreSilent."""
+        """Removes a tenant, and returns when it has no access here. Raises InFiles, RefusedChange or StoreError."""
         if name in self._files_policy.named and name not in self._records.texts():
             raise InFiles(f"tenant {name} is in the policy's files; remove it there")
         await self._records.remove(name)
@@ -211,7 +212,7 @@ class StoredTenantsRegistry:
         while True:
             try:
                 await self.synchronize()
-            except StoreSilent as error:
+            except StoreError as error:
                 if self._problem is None:
                     _log.warning("tenants in the store: %s", error, extra={"event": "tenants_unread"})
                 self._problem = str(error)

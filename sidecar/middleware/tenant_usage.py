@@ -22,8 +22,8 @@ from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Ask, Pool
+from sidecar.pools.base import StoreError
 from sidecar.tasks import end, is_set_within
-from sidecar.tenants.records import StoreSilent
 from sidecar.tenants.usage_records import MOST_AT_ONCE, Sums, UsageFigures, UsageKey, UsageRecords
 
 EVERY_S = 1.0
@@ -235,7 +235,7 @@ class TenantUsage:
             await end(task)
         try:
             await self.flush()
-        except StoreSilent as silent:
+        except StoreError as silent:
             if left := len(self._pending) + len(self._part):
                 message = "%d entries of the tenants' use are lost: the store does not answer: %s"
                 _log.error(message, left, silent, extra={"event": "usage_lost"})
@@ -248,7 +248,7 @@ class TenantUsage:
         return [f"the tenants' use is counted here, and cannot be added to the store: {self._problem}"]
 
     async def flush(self) -> None:
-        """Adds all that was counted, and then reads the sums of the tenants with budgets. Raises StoreSilent."""
+        """Adds all that was counted, and then reads the sums of the tenants with budgets. Raises StoreError."""
         async with self._turn:
             for tenant, tokens in self._fresh.items():
                 self._unread[tenant] = self._unread.get(tenant, 0) + tokens
@@ -280,7 +280,7 @@ class TenantUsage:
             self._sums.update(recorded.sums)
 
     async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
-        """What all replicas have added of a day. Raises StoreSilent."""
+        """What all replicas have added of a day. Raises StoreError."""
         return await self._records.of_day(day)
 
     def _asked(self) -> list[str]:
@@ -302,7 +302,7 @@ class TenantUsage:
         """What the store does not answer is tried again later."""
         try:
             await work()
-        except StoreSilent as silent:
+        except StoreError as silent:
             if self._problem is None:
                 _log.warning("use of tenants: %s", silent, extra={"event": "usage_kept"})
             self._failed(str(silent))

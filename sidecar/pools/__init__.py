@@ -1,19 +1,17 @@
 """The pools of leases: in one process, in a store that many share, or as large as the engine says."""
 
-from sidecar.pools.base import Ask, EnginePool, Grant, Lease, Merge, NotShared, PeerReport, PeerReports, Pool
+from sidecar.pools.base import Ask, Grant, Lease, Merge, PeerReport, PeerReports, StoreError
 from sidecar.pools.engine_size import EngineSize
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.pool import Pool
 
 __all__ = [
     "Ask",
-    "EnginePool",
     "EngineSize",
     "Grant",
     "Lease",
-    "LedgerPool",
     "Merge",
-    "NotShared",
     "PeerReport",
     "PeerReports",
     "Pool",
+    "StoreError",
 ]

@@ -1,19 +1,21 @@
-"""The interface of every pool, and the lease that a request waits for, holds, and gives back exactly once."""
+"""What a request asks of a pool, and the lease that a request waits for, holds, and gives back exactly once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from sidecar.errors import AdmissionError, RemainingLimits
-from sidecar.events import Obstacle, Placed
-from sidecar.policy.model import Limits, Policy
-from sidecar.policy.rules import PoolRules
-from sidecar.pools.engines import EngineFigures, EngineOffer
-from sidecar.scheduling.tickets import Gain
+from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
+from sidecar.events import Placed
+from sidecar.policy.model import Limits
+from sidecar.scheduling.tickets import Gain, Ticket
+from sidecar.scheduling.tickets import Lease as Held
+
+if TYPE_CHECKING:
+    from sidecar.pools.pool import Pool
 
 _MUCH = 8
 """Requests are sized anew for an eighth more or less than before: less is no reason for another call to the store."""
@@ -109,8 +111,11 @@ class WaitGivenUp(Exception):
     """The process ends before the request could be admitted."""
 
 
-class NotShared(Exception):
-    """Reports cannot be exchanged with the other replicas. The message is one line, without secrets."""
+class StoreError(Exception):
+    """The store cannot be reached, did not take something, or answered something else.
+
+    The message is one line, without secrets.
+    """
 
 
 class PeerReport(NamedTuple):
@@ -138,34 +143,6 @@ WaitOutcome = asyncio.Future["Grant | None"]
 """How a wait ended that its caller gave up, as soon as the pool knows."""
 
 
-class LeaseOwner(Protocol):
-    """A pool, as its leases see it. A lease calls each method only where its state allows it."""
-
-    def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
-        """The lease, or its wait, is over. It used `used_tokens`; None where that is unknown.
-
-        The owner resolves `outcome` with how the request had waited.
-        """
-
-    def change_size(self, lease: Lease) -> None:
-        """The lease holds what its ask says from now on."""
-
-    def charge_tenant(self, lease: Lease, tokens: int) -> None:
-        """The lease's tenant is charged for so many tokens more."""
-
-    def keep(self, lease: Lease) -> None:
-        """The lease is not to be preempted any more."""
-
-    def requeue(self, lease: Lease) -> None:
-        """The lease gives its room back and waits again."""
-
-    def hand_back(self, lease: Lease) -> None:
-        """The same of a lease whose request no engine has taken. The engines named in its ask are barred."""
-
-    def prefilled(self, lease: Lease) -> None:
-        """The lease's engine has prefilled its prompt."""
-
-
 class Lease(msgspec.Struct, eq=False):
     """One request in a pool: waiting, then held, then over. It ends once, by `settle` or by `leave`.
 
@@ -182,16 +159,21 @@ class Lease(msgspec.Struct, eq=False):
     `paid_tokens` are what its tenant is charged for in its tier's fair order: what it first asked for, and more by
     `charge_tenant`. They stay where it waits again: no tenant is charged again for that.
 
-    The rest is for pools. `ticket_id` is the lease's `id` in a scheduler, and `entered_us` when it came, by the pool's
-    clock. `returns` counts how often it gave its room back and waited again. Where it is not `is_counted`, its tenant
-    gets its request back, too. Where a pool does not look at a request at once, `answered` is done as soon as it has.
+    `entered_us` is when it came, by the pool's clock. Where it is not `is_counted`, its tenant gets its request back.
+
+    The rest is for its pool. In its scheduler it is `ticket`, and `held`, None while it waits. Where the pool does not
+    look at a request at once, `answered` is done as soon as it has. `is_prompt`: the replica was in its pool when it
+    came. `full`: it found no place in its queue, and is refused unless its tenant's limits do so.
+
+    It has waited since `since_us`. `before`: the tokens of each tier served before it came. It is overtaken by an
+    admission of a later `id` than `after`. `admitted_tokens`: what it was admitted with last.
     """
 
-    _owner: LeaseOwner
+    _owner: Pool
     id: int
     ask: Ask
     entered_us: int
-    ticket_id: str
+    ticket: Ticket
     paid_tokens: int
     _answered: asyncio.Future[None] | None = None
     grant: Grant | None = None
@@ -200,7 +182,14 @@ class Lease(msgspec.Struct, eq=False):
     size_now: Callable[[], int] | None = None
     is_over: bool = False
     is_counted: bool = True
-    returns: int = 0
+    held: Held | None = None
+    is_prompt: bool = False
+    full: QueueFull | None = None
+    since_us: int = 0
+    before: Sequence[int] = ()
+    after: int = 0
+    overtaken_us: int | None = None
+    admitted_tokens: int = 0
     _is_chosen: bool = False
     _is_kept: bool = False
     _future: asyncio.Future[Grant] | None = None
@@ -294,7 +283,7 @@ class Lease(msgspec.Struct, eq=False):
         """
         if not self._is_chosen or self.is_over:
             raise RuntimeError("a lease is requeued once, after on_preempt, where it is still held and was not kept")
-        self._owner.requeue(self)
+        self._owner.wait_again(self, is_overtaken=True)
         return self.wait()
 
     def prefilled(self) -> None:
@@ -315,7 +304,7 @@ class Lease(msgspec.Struct, eq=False):
             raise RuntimeError("a lease is handed back while it is held, and before its first byte")
         if barred:
             self.ask = msgspec.structs.replace(self.ask, barred=(*self.ask.barred, *barred))
-        self._owner.hand_back(self)
+        self._owner.wait_again(self, is_overtaken=False)
         return self.wait()
 
     def give_up(self) -> None:
@@ -331,8 +320,8 @@ class Lease(msgspec.Struct, eq=False):
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
 
-    def enters_again(self) -> asyncio.Future[None]:
-        """The pool is to look at the request once more, at another tier: done as soon as it has."""
+    def enters(self) -> asyncio.Future[None]:
+        """The pool is to look at the request, perhaps once more at another tier: done as soon as it has."""
         self._answered = asyncio.get_running_loop().create_future()
         return self._answered
 
@@ -367,23 +356,18 @@ class Lease(msgspec.Struct, eq=False):
             self._future.set_exception(error)
             self._future.exception()  # asyncio logs an error that no one reads, and the caller may have gone
 
-    def chosen(self, returns: int) -> None:
-        """The lease is to give its room back, if this is about its present grant: that after so many returns.
+    def chosen(self) -> None:
+        """The lease is to give its room back, if it is held.
 
         The holder is called later: it must not come back to a pool that is about to admit another request.
         """
-        if self.grant is None or self.is_over or self._is_chosen or returns != self.returns:
-            return
-        if self._is_kept:
-            self._owner.keep(self)  # the choice was made before the pool heard of `keep`
-            return
-        self._is_chosen = True
-        asyncio.get_running_loop().call_soon(self._preempt)
+        if self.grant is not None:
+            self._is_chosen = True
+            asyncio.get_running_loop().call_soon(self._preempt)
 
     def waits_again(self) -> None:
         """The lease gave its room back."""
-        self.returns += 1
-        self.grant = self._future = None
+        self.held = self.grant = self._future = None
         self._is_chosen = False
 
     def _preempt(self) -> None:
@@ -393,143 +377,3 @@ class Lease(msgspec.Struct, eq=False):
             self.keep()
         else:
             self.on_preempt()
-
-
-class Pool(Protocol):
-    """The leases of one engine, in one process or in a store that many share.
-
-    Leases change their size many times while they run. A pool decides about the room that they free in the same tick of
-    the event loop, once for all of them. Growth frees no room, so nothing is decided at once: where it gives another
-    waiting request the first place in order, that one is admitted with the next decision. A ledger in a store hears of
-    it with the next call.
-    """
-
-    def change_rules(self, rules: PoolRules) -> None:
-        """The pool has another size, with the same tiers. Waiting requests that it could never admit are refused."""
-
-    def change_policy(self, policy: Policy) -> None:
-        """Another policy with the same tiers (see `policy.replacing`): its rules, queues and limits count at once.
-
-        Requests keep their places and what they hold. A pool that holds more than its new size admits no request until
-        that has drained. Otherwise as `change_rules`.
-        """
-
-    def pause(self, reason: str | None) -> None:
-        """Admits no request of this process from now on, and preempts none for one, because of `reason`; None ends it.
-
-        Requests come, wait, age and leave as always, and a full queue refuses as always. Each keeps its place and its
-        figures. One that leaves meanwhile counts in none of its tenant's limits. Other processes that share the pool
-        go on.
-        """
-
-    def now_us(self) -> int:
-        """The clock that grants refer to, in whole microseconds; monotonic."""
-
-    async def open(self) -> None:
-        """Gets ready. The server's start calls it; `enter` does where no start was seen."""
-
-    async def close(self) -> None:
-        """Gives back everything that is still held, and closes all connections. The server's end calls it."""
-
-    async def enter(self, ask: Ask) -> Lease:
-        """Puts a request into the pool, and returns when the pool has looked at it: its lease is held, or waits.
-
-        Raises, in this order, RequestTooLarge where it could never be admitted, TenantLimit where its tenant is over
-        its own limits and nothing lower is open to it, QueueFull where its tier's queue is full, and StoreUnavailable
-        where the leases cannot be reached. When it is canceled, nothing of the request stays in the pool.
-        """
-
-    def most_tokens(self, level: int) -> int:
-        """The most tokens that one request of a tier may hold, in a pool of the present size."""
-
-    def most_requests(self, level: int) -> int:
-        """The most requests that one request of a tier may count for, likewise."""
-
-    def retry_after_s(self, tier: int) -> float:
-        """Seconds after which a request of this tier may expect to be admitted, by how fast its queue drains."""
-
-    def mark(self, tier: int) -> QueueMark:
-        """Where the newest request of a tier stands. Call it when a request begins to wait."""
-
-    def standing(self, tier: int, mark: QueueMark) -> QueueStanding:
-        """How that request stands now: an estimate. More important tiers count as before it, and its own in order of
-        arrival; tenants that take turns, requests that leave and reserves change that.
-        """
-
-    def use_of(self, tenant: str) -> TenantUse:
-        """What a tenant's requests of this process use now. Costs as much as this process has requests."""
-
-    async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
-        """What is left of a tenant's limits, in all processes that share the pool. None where that is not known now."""
-
-    def state(self) -> Mapping[str, object]:
-        """The pool's present state, for people and dashboards: JSON types only."""
-
-    def oldest(self) -> Sequence[Grant | None]:
-        """How the oldest request of every tier in this process has waited so far; None where none waits."""
-
-    def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
-        """Why a waiting request could not be admitted when it came, and a sentence about it with figures."""
-
-    def readiness(self) -> Sequence[str]:
-        """Why this pool admits no request at present; empty while it does."""
-
-    def notices(self) -> Sequence[str]:
-        """Warnings for the operator although requests are being admitted."""
-
-    async def share(self, report: bytes, merge: Merge) -> PeerReports:
-        """Leaves `report` to the other replicas of this pool, and returns what they have left.
-
-        It has at most `MOST_REPORT_BYTES`; more raises NotShared. In a pool of more than 8 replicas one of them calls
-        `merge` for all: what they read grows with their number, not with its square.
-
-        A replica without a report in the last 10 seconds is left out. A pool of one process has no others. Raises
-        NotShared where the store cannot be reached. No request is ever admitted later for it.
-        """
-
-
-class EnginePool(Pool, Protocol):
-    """The leases of several engines. Each grant names one of them, by its id `name#incarnation`.
-
-    Before the first `set_engines` there are none: every request waits.
-    """
-
-    def set_engines(self, offers: Sequence[EngineOffer]) -> None:
-        """These are the pool's engines from now on; times are by `Pool.now_us`.
-
-        One that is left out keeps what it holds until that ends. Waiting requests that the pool could never hold are
-        refused, unless there are no engines at all. One that fits the pool and none of its engines waits.
-        """
-
-    def cap_engine(self, engine: str, for_s: float, refused: int = 1) -> None:
-        """An engine, by its id, runs no more requests for so many seconds than it does now, less those it `refused`.
-
-        Where it refused none, it may run one. A cap in force only falls. Call it before the refused lease is handed
-        back.
-        """
-
-    def change_weight(self, weight_percent: int) -> None:
-        """Predicted hits have another weight. Call `change_policy` after it: it applies both."""
-
-    def drain_engine(self, name: str, *, drains: bool) -> None:
-        """The engine of that name takes no new requests of any process that shares the pool, or does again.
-
-        A new incarnation takes them. In a pool of one process its own offers say the same.
-        """
-
-    def engines(self) -> Sequence[EngineFigures]:
-        """Every engine's ledger, by name and incarnation; also of those that are gone and still hold something."""
-
-
-def use_of(leases: Iterable[Lease], tenant: str) -> TenantUse:
-    """What a tenant's requests use, of all `leases` that are held or wait."""
-    waiting = running = tokens = 0
-    for lease in leases:
-        if lease.ask.tenant != tenant:
-            continue
-        if lease.grant is None:
-            waiting += 1
-        else:
-            running += 1
-            tokens += lease.ask.tokens
-    return TenantUse(waiting, running, tokens)

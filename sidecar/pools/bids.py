@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import msgspec
-
-from sidecar.pools.calls import BIDS_SHOWN, Bid, GainBid, Reply, TierHeld, Withdrawn
+from sidecar.pools.calls import BIDS_SHOWN, Bid, Reply, TierHeld, Withdrawn
 from sidecar.scheduling.best import BestByGain
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.tickets import Ticket
@@ -51,14 +49,21 @@ class _Tier:
 class Bids:
     """Rule 10: of each tier at most `most` tickets are shown, the next in fair order, and the best by gain.
 
-    `size_now` is called with each that is about to be shown.
+    `size_now` is called with each that is about to be shown. `near`: the queues of a ledger in this process, through
+    which tickets pass that are not shown.
     """
 
-    def __init__(self, tiers: Iterable[str], most: int, size_now: Callable[[Ticket], None]) -> None:
+    def __init__(
+        self,
+        tiers: Iterable[str],
+        most: int,
+        size_now: Callable[[Ticket], None],
+        near: Callable[[], Iterable[FairQueue]] = tuple,
+    ) -> None:
         self.withdrawn: list[Withdrawn] = []
         self.is_paused = False
         self._tiers = [_Tier(name) for name in tiers]
-        self._most, self._size_now = most, size_now
+        self._most, self._size_now, self._near = most, size_now, near
         self._bids: dict[str, int] = {}
         self._lined: set[int] = set()
         self._made = self.waiting = 0
@@ -85,14 +90,12 @@ class Bids:
 
     def add(self, ticket: Ticket) -> None:
         """One that waits from now on."""
+        if not self.waiting:
+            for tier, ledger in zip(self._tiers, self._near(), strict=False):
+                tier.afresh = ledger.afresh
+                tier.queue.start_afresh(ledger.virtual)
         self.waiting += 1
         self._tiers[ticket.tier].wait(ticket)
-
-    def passed(self, tier: int, ledger: FairQueue) -> None:
-        """One of a tier of which none waited was not shown: it entered at once, in the ledger's queue."""
-        of = self._tiers[tier]
-        of.afresh = ledger.afresh
-        of.queue.start_afresh(ledger.virtual)
 
     def remove(self, ticket: Ticket) -> bool:
         """One that is given up. Returns whether it was shown, so that the ledger must hear of it."""
@@ -318,7 +321,7 @@ class Bids:
             sorted(ticket.barred),
             now_us - ticket.arrived_us,
             ticket.number,
-            None if ticket.gain is None else GainBid(*msgspec.structs.astuple(ticket.gain)),
+            ticket.gain,
             ticket.has_returned,
             start if start is not None and start < tier.queue.virtual else None,
         )

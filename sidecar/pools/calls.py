@@ -7,13 +7,16 @@ clock, and says what that shows now.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from sidecar.policy.rules import Shares
 from sidecar.scheduling import rate_limit
+from sidecar.scheduling.amounts import NOTHING
 from sidecar.scheduling.figures import Rules
+from sidecar.scheduling.reports import Found
+from sidecar.scheduling.tickets import Gain
 from sidecar.version import STORE_LAYOUT
 
 LAYOUT = STORE_LAYOUT
@@ -41,6 +44,10 @@ BIDS_SHOWN = 32
 """The most bids of one replica and tier, and in one call."""
 
 
+Sums: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""The figures of a `Cell`."""
+
+
 class Cell(msgspec.Struct, array_like=True, frozen=True):
     """The absolute sums of one tier of one replica on one engine.
 
@@ -57,15 +64,11 @@ class Cell(msgspec.Struct, array_like=True, frozen=True):
     floor_requests: int = 0
     floor_prompt: int = 0
 
-
-class GainBid(msgspec.Struct, array_like=True, frozen=True):
-    """What a request earns in time: `tickets.Gain`."""
-
-    weight: int
-    tokens: int
-    cost_us: int
-    start_by_us: int
-    slack_us: int
+    @property
+    def sums(self) -> Sums:
+        """Its figures."""
+        sums: Sums = msgspec.structs.astuple(self)[2:]
+        return sums
 
 
 class Bid(msgspec.Struct, array_like=True, frozen=True):
@@ -82,7 +85,7 @@ class Bid(msgspec.Struct, array_like=True, frozen=True):
     barred: list[str]
     waited_us: int
     number: int
-    gain: GainBid | None = None
+    gain: Gain | None = None
     has_returned: bool = False
     hint: float | None = None
 
@@ -152,6 +155,17 @@ class TierRules(msgspec.Struct, array_like=True, frozen=True):
     preemptible: bool
     preempt_after_us: int | None
 
+    @classmethod
+    def of(cls, tier: Shares) -> TierRules:
+        """The shares of a tier, to a millionth."""
+        reserve, lend, limit = (round(share * PPM) for share in (tier.reserve, tier.lend, tier.limit))
+        return cls(tier.name, reserve, lend, limit, tier.always_first, tier.preemptible, tier.preempt_after_us)
+
+    def as_shares(self) -> Shares:
+        """The shares themselves."""
+        reserve, lend, limit = (Fraction(ppm, PPM) for ppm in (self.reserve_ppm, self.lend_ppm, self.limit_ppm))
+        return Shares(self.name, reserve, lend, limit, self.always_first, self.preemptible, self.preempt_after_us)
+
 
 class PoolRules(msgspec.Struct, array_like=True, frozen=True):
     """The rules of a pool: `figures.Rules`."""
@@ -164,21 +178,23 @@ class PoolRules(msgspec.Struct, array_like=True, frozen=True):
     by_gain: bool
     fair_ppm: int
 
+    @classmethod
+    def of(cls, rules: Rules) -> PoolRules:
+        """`rules`, whose shares count to a millionth."""
+        return cls(
+            [TierRules.of(tier) for tier in rules.tiers],
+            rules.promote_after_us,
+            rules.ceiling,
+            rules.max_preemptions,
+            rules.affinity_percent,
+            rules.by_gain,
+            round(rules.fair * PPM),
+        )
+
     def as_rules(self) -> Rules:
         """The rules themselves."""
         return Rules(
-            tuple(
-                Shares(
-                    tier.name,
-                    Fraction(tier.reserve_ppm, PPM),
-                    Fraction(tier.lend_ppm, PPM),
-                    Fraction(tier.limit_ppm, PPM),
-                    tier.always_first,
-                    tier.preemptible,
-                    tier.preempt_after_us,
-                )
-                for tier in self.tiers
-            ),
+            tuple(tier.as_shares() for tier in self.tiers),
             self.promote_after_us,
             self.ceiling,
             self.max_preemptions,
@@ -269,7 +285,7 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
     """A bid that got an engine. It counts since `counted_us`; `excess` and `excess_prompt`: rule 5.
 
     For reports: `found` is the engine as it found it, `passed` the tiers whose first had come before it, each with the
-    rule (`scheduler.Found`, `scheduler.Rule`).
+    rule (`reports.Rule`).
     """
 
     bid: int
@@ -283,8 +299,14 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
     excess_prompt: int
     is_in_floor: bool
     counted_us: int
-    found: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
+    found: Found = Found(0, 0, 0, 0, 0, 0)
     passed: list[tuple[str, str]] = []
+
+    @property
+    def sums(self) -> Sums:
+        """The figures of a cell that contains it alone."""
+        amount = self.tokens, self.requests, self.prompt
+        return *amount, self.sent, *(amount if self.is_in_floor else NOTHING)
 
 
 class EngineHeld(msgspec.Struct, array_like=True, frozen=True):

@@ -6,16 +6,14 @@ replica's outbox until it is acknowledged. Sums are absolute, so that stating th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-
-import msgspec
 
 from sidecar.pools import calls
 from sidecar.pools import ledger_limits as limits
 from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
-from sidecar.pools.row import Sides, Sums, added, sums_of
+from sidecar.pools.row import Sides, added, cells_of
 from sidecar.pools.shortage_told import gone_of, told_of
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 from sidecar.scheduling.engines import Engine, Gone
@@ -23,9 +21,8 @@ from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Shortage, shortage
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.rate_limit import RateLimiter
-from sidecar.scheduling.reports import Found
 from sidecar.scheduling.scheduler import Scheduler
-from sidecar.scheduling.tickets import Gain, Lease, Ticket
+from sidecar.scheduling.tickets import Lease, Ticket
 from sidecar.scheduling.time_alone import next_change
 
 MOST_GRANTED = 64
@@ -33,24 +30,6 @@ MOST_GRANTED = 64
 
 _ASKED_FOR_US = 1_000_000
 """So long one replica alone is asked to take room back."""
-
-
-@dataclass(eq=False)
-class _Entry:
-    """A grant that its replica has not acknowledged."""
-
-    ticket: Ticket
-    engine: str
-    tokens: int
-    prompt: int
-    sent: int
-    found: Found
-    passed: list[tuple[str, str]]
-
-    @property
-    def sums(self) -> Sums:
-        amount = self.tokens, self.ticket.requests, self.prompt
-        return *amount, self.sent, *(amount if self.ticket.is_in_floor else NOTHING)
 
 
 @dataclass(eq=False)
@@ -62,9 +41,9 @@ class _Member:
     stated: int = -1
     is_new: bool = False
     is_foreign: bool = False
-    row: dict[Sides, Sums] = field(default_factory=dict)
-    leaving: dict[tuple[str, str], Cell] = field(default_factory=dict)
-    outbox: dict[int, tuple[str, _Entry]] = field(default_factory=dict)
+    row: dict[Sides, Cell] = field(default_factory=dict)
+    leaving: list[Cell] = field(default_factory=list)
+    outbox: dict[int, Granted] = field(default_factory=dict)
     bids: dict[int, Ticket] = field(default_factory=dict)
     view: dict[str, EngineView] = field(default_factory=dict)
     view_number: int = 0
@@ -122,8 +101,12 @@ class Ledger:
         ticket, state = lease.ticket, self.state
         assert state is not None
         amount = sign * ticket.tokens, sign * ticket.requests, sign * ticket.count
-        floor = amount if ticket.is_in_floor else NOTHING
-        state.scheduler.hold(ticket.tier, lease.engine, amount, sign * lease.sent, floor)
+        on_floor = amount if ticket.is_in_floor else NOTHING
+        state.scheduler.hold(ticket.tier, lease.engine, amount, sign * lease.sent, on_floor)
+
+    def queues(self) -> list[FairQueue]:
+        """Of each tier, by level."""
+        return [] if self.state is None else [tier.queue for tier in self.state.scheduler.tiers]
 
     def look_at_queue(self, tier: int) -> None:
         """One that was not shown waits no more."""
@@ -134,7 +117,7 @@ class Ledger:
         """A turn that a tier pays back."""
         self._now(now_us).scheduler.owe(tier, owed_us, now_us)
 
-    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int, FairQueue] | None:
+    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int] | None:
         """See `Scheduler.enter`: where a call with this bid alone would put it; None where it may have to wait."""
         state = self._now(now_us)
         return None if state.hold_until else state.scheduler.enter(ticket, state.last_call)
@@ -153,7 +136,7 @@ class Ledger:
         if self._near is None and silent_for >= LOST_US and state.members:
             self._begin_epoch()
         member = state.members.get(call.who)
-        is_next = member is not None and member.stated == state.epoch and call.number == member.number + 1
+        is_next = self._is_next(call, member)
         self._drop_dead(call.who if is_next and call.kind in ("call", "bye") else None)
         member = state.members.get(call.who)
         if call.kind == "bye":
@@ -207,9 +190,9 @@ class Ledger:
         state.expected, state.is_empty = len(state.members), False
         for _, member in sorted(state.members.items()):
             self._drop_bids(member)
-            for tier, entry in member.outbox.values():
-                key = tier, entry.engine
-                member.row[key] = added(entry.sums, member.row[key], 1) if key in member.row else entry.sums
+            for grant in member.outbox.values():
+                key = grant.tier, grant.engine
+                member.row[key] = Cell(*key, *added(grant.sums, member.row.get(key, Cell(*key)).sums, 1))
             member.outbox.clear()
             member.is_new = False
         self._wake_ups.append(WakeUp(""))
@@ -236,15 +219,14 @@ class Ledger:
         state = self._held()
         member = state.members[who]
         self._drop_bids(member)
-        for tier, entry in member.outbox.values():
-            self._hold((tier, entry.engine), entry.sums, -1)
-        for key, sums in member.row.items():
-            self._hold(key, sums, -1)
-        if state.asked is not None and state.asked[0] == who:
-            state.asked = None
+        self._hold([*member.row.values(), *member.outbox.values()], -1)
         del state.members[who]
         state.limiter.forget(who)
         self._combine_views()
+
+    def _is_next(self, call: Call, member: _Member | None) -> bool:
+        """Whether the replica has stated in this epoch, and no call before this one is missing."""
+        return member is not None and member.stated == self._held().epoch and call.number == member.number + 1
 
     def _is_accepted(self, call: Call, member: _Member | None) -> bool:
         state = self._held()
@@ -254,7 +236,7 @@ class Ledger:
             is_of_others = not call.knew and not call.replaces  # it had stated other tiers than the pool's
             is_early = not state.names and state.is_empty and state.last_call < state.hold_until
             return not (is_of_others and is_early) and (member is None or call.number > member.number)
-        if member is None or member.stated != state.epoch or call.number != member.number + 1:
+        if member is None or not self._is_next(call, member):
             return False
         if call.bid_count is None:
             return True
@@ -272,8 +254,7 @@ class Ledger:
         if member is None:
             member = state.members[call.who] = _Member(is_new=call.knew == 0)
         self._drop_bids(member)
-        for tier, entry in member.outbox.values():
-            self._hold((tier, entry.engine), entry.sums, -1)
+        self._hold(member.outbox.values(), -1)
         member.outbox.clear()
         if state.is_empty and state.last_call < state.epoch + DEAD_US:
             state.expected = max(state.expected, call.knew)
@@ -312,18 +293,13 @@ class Ledger:
                 tier.queue.virtual, tier.owes_until_us, tier.latest = old.queue.virtual, old.owes_until_us, old.latest
                 tier.served = old.served
         for member in state.members.values():
-            row = member.row if self._near is None else sums_of(names, self._near.values())
-            for key, sums in row.items():
-                self._hold(key, sums, 1)
-            for tier_name, entry in member.outbox.values():
-                self._hold((tier_name, entry.engine), entry.sums, 1)
+            row = member.row.values() if self._near is None else cells_of(names, self._near.values())
+            self._hold([*row, *member.outbox.values()], 1)
 
     def _take_changes(self, call: Call, member: _Member, last_number: int) -> None:
         state, now = self._held(), self._held().last_call
-        for acknowledged in call.acks:
-            if (granted := member.outbox.pop(acknowledged, None)) is not None:
-                tier, entry = granted
-                self._hold((tier, entry.engine), entry.sums, -1)
+        acknowledged = [grant for bid in call.acks if (grant := member.outbox.pop(bid, None)) is not None]
+        self._hold(acknowledged, -1)
         view = member.view if call.engines is None else {e.id: e for e in call.engines}
         if list(view.values()) != list(member.view.values()):
             state.views += 1
@@ -357,18 +333,17 @@ class Ledger:
     def _take_cells(self, call: Call, member: _Member) -> None:
         """Absolute: what was stated of these cells before is taken off."""
         if call.whole:
-            for key, old in member.row.items():
-                self._hold(key, old, -1)
+            self._hold(member.row.values(), -1)
             member.row.clear()
         for cell in call.cells:
-            key, sums = (cell.tier, cell.engine), _sums(cell)
+            key = cell.tier, cell.engine
             if key in member.row:
-                self._hold(key, member.row.pop(key), -1)
-            if any(sums):
-                member.row[key] = sums
-                self._hold(key, sums, 1)
+                self._hold([member.row.pop(key)], -1)
+            if any(cell.sums):
+                member.row[key] = cell
+                self._hold([cell], 1)
         if call.leaving is not None:
-            member.leaving = {(cell.tier, cell.engine): cell for cell in call.leaving}
+            member.leaving = call.leaving
             asked = self._held().asked
             if asked is not None and asked[0] == call.who:
                 self._held().asked = None
@@ -377,7 +352,6 @@ class Ledger:
         state = self._held()
         if bid.tier not in state.levels:
             return
-        gain = bid.gain
         ticket = Ticket(
             id=str(bid.id),
             tier=state.levels[bid.tier],
@@ -391,7 +365,7 @@ class Ledger:
             arrived_us=max(0, state.last_call - bid.waited_us),
             owner=who,
             number=bid.number,
-            gain=None if gain is None else Gain(*msgspec.structs.astuple(gain)),
+            gain=bid.gain,
             has_returned=bid.has_returned,
             hint=bid.hint,
         )
@@ -406,11 +380,14 @@ class Ledger:
 
     # -- sums and engines
 
-    def _hold(self, sides: Sides, sums: Sums, sign: int) -> None:
-        state, (tier, engine) = self._held(), sides
-        tokens, requests, prompt, sent, *floor = sums if sign > 0 else (-figure for figure in sums)
-        on_floor = floor[0], floor[1], floor[2]
-        state.scheduler.hold(state.levels.get(tier), engine, (tokens, requests, prompt), sent, on_floor)
+    def _hold(self, what: Iterable[Cell | Granted], sign: int) -> None:
+        """Counts what replicas hold, or counts it no more."""
+        state = self._held()
+        for held in what:
+            tokens, requests, prompt, sent, *floor = (sign * figure for figure in held.sums)
+            on_floor = floor[0], floor[1], floor[2]
+            level = state.levels.get(held.tier)
+            state.scheduler.hold(level, held.engine, (tokens, requests, prompt), sent, on_floor)
 
     def _combine_views(self) -> None:
         """The newest view that names an engine counts, from when it was told first; any that reaches it will do."""
@@ -447,41 +424,32 @@ class Ledger:
             member = state.members[ticket.owner]
             bid = int(ticket.id)
             del member.bids[bid]
-            by_name = [(state.names[level], rule.value) for level, rule in passed.items()]
-            entry = _Entry(ticket, engine, ticket.tokens, ticket.count, sent, found, by_name)
-            tier = state.names[ticket.tier]
-            member.outbox[bid] = tier, entry
+            member.outbox[bid] = grant = Granted(
+                bid,
+                state.names[ticket.tier],
+                engine,
+                *ticket.amount,
+                sent,
+                ticket.excess,
+                ticket.excess_prompt,
+                ticket.is_in_floor,
+                ticket.counted_us,
+                found,
+                [(state.names[level], rule.value) for level, rule in passed.items()],
+            )
             state.scheduler.tiers[ticket.tier].served += ticket.tokens
             if ticket.arrived_us > state.latest[0]:
                 state.latest = ticket.arrived_us, ticket.owner, state.last_call
-            granted.setdefault(ticket.owner, []).append(self._granted(bid, tier, entry))
+            granted.setdefault(ticket.owner, []).append(grant)
         for who, grants in granted.items():
             if who != caller:
                 self._wake_ups.append(WakeUp(who, grants, False, state.last_call))
-
-    def _granted(self, bid: int, tier: str, entry: _Entry) -> Granted:
-        ticket = entry.ticket
-        return Granted(
-            bid,
-            tier,
-            entry.engine,
-            entry.tokens,
-            ticket.requests,
-            entry.prompt,
-            entry.sent,
-            ticket.excess,
-            ticket.excess_prompt,
-            ticket.is_in_floor,
-            ticket.counted_us,
-            entry.found,
-            entry.passed,
-        )
 
     # -- rule 7: whom to ask for room
 
     def _gone(self) -> Gone:
         state = self._held()
-        cells = (cell for member in state.members.values() for cell in member.leaving.values())
+        cells = (cell for member in state.members.values() for cell in member.leaving)
         return gone_of(cells, state.levels)
 
     def _shortage_for(self, caller: str) -> Shortage | None:
@@ -505,7 +473,7 @@ class Ledger:
         state.asked = most, state.last_call + _ASKED_FOR_US
         if most == caller:
             return found
-        self._wake_ups.append(WakeUp(most, [], True, state.last_call))
+        self._wake_ups.append(WakeUp(most, is_asked=True))
         return None
 
     def _takeable(self, who: str, found: Shortage) -> int:
@@ -517,8 +485,12 @@ class Ledger:
             if level > found.served.tier and tier.preemptible and level not in found.closed
         }
         member = state.members[who]
-        held = sum(sums[0] - sums[4] for (t, e), sums in member.row.items() if t in tiers and e == found.engine)
-        return held - sum(c.tokens for (t, e), c in member.leaving.items() if t in tiers and e == found.engine)
+
+        def there(cells: Iterable[Cell]) -> Iterable[Cell]:
+            return (cell for cell in cells if cell.tier in tiers and cell.engine == found.engine)
+
+        held = sum(cell.tokens - cell.floor_tokens for cell in there(member.row.values()))
+        return held - sum(cell.tokens for cell in there(member.leaving))
 
     def _next_change(self) -> int | None:
         """When time alone changes something, at least a millisecond from now."""
@@ -539,7 +511,7 @@ class Ledger:
             call.number,
             "ok",
             state.last_call,
-            [self._granted(bid, tier, entry) for bid, (tier, entry) in member.outbox.items()],
+            list(member.outbox.values()),
             max(len(state.members), expected, 1),
             bool(state.hold_until),
             member.is_foreign,
@@ -561,9 +533,7 @@ class Ledger:
                 reply.finish.append((name, tenant, ahead[tenant]))
         if self._near is not None:
             member.outbox.clear()
-        reply.leaving = [
-            cell for _, other in sorted(state.members.items()) for _, cell in sorted(other.leaving.items())
-        ]
+        reply.leaving = [cell for _, other in sorted(state.members.items()) for cell in other.leaving]
         if (found := self._shortage_for(call.who)) is not None:
             reply.shortage = told_of(found, state.names)
         if member.seen != state.version:
@@ -582,8 +552,3 @@ class Ledger:
                 if t.owner == call.who
             ]
         return reply
-
-
-def _sums(cell: Cell) -> Sums:
-    sums: Sums = msgspec.structs.astuple(cell)[2:]
-    return sums

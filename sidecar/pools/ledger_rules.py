@@ -6,37 +6,26 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from sidecar.policy.model import Policy
-from sidecar.pools.base import Lease
-from sidecar.pools.calls import PPM, EngineView, PoolRules, TierRules
+from sidecar.pools.base import Ask
+from sidecar.pools.calls import EngineView, PoolRules
 from sidecar.pools.engines import EngineOffer
+from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.tickets import Ticket
 
 
 def rules_of(policy: Policy, weight_percent: int) -> PoolRules:
-    """The rules of a policy. Its shares count to a millionth."""
+    """The rules of a policy."""
     rules = policy.rules
-    tiers = [
-        TierRules(
-            tier.name,
-            round(tier.reserve * PPM),
-            round(tier.lend * PPM),
-            round(tier.limit * PPM),
-            tier.always_first,
-            tier.preemptible,
-            tier.preempt_after_us,
-        )
-        for tier in policy.shares
-    ]
-    fair = policy.fair if rules.is_by_gain else Fraction(1)
-    return PoolRules(
-        tiers,
+    stated = Rules(
+        policy.shares,
         rules.promote_after_us,
         rules.ceiling,
         rules.max_preemptions,
         weight_percent,
         rules.is_by_gain,
-        round(fair * PPM),
+        policy.fair if rules.is_by_gain else Fraction(1),
     )
+    return PoolRules.of(stated)
 
 
 def views_of(offers: Iterable[EngineOffer], now_us: int) -> list[EngineView]:
@@ -56,11 +45,10 @@ def views_of(offers: Iterable[EngineOffer], now_us: int) -> list[EngineView]:
     ]
 
 
-def ticket_of(lease: Lease) -> Ticket:
-    """The ticket of a request that comes."""
-    ask = lease.ask
+def ticket_of(ask: Ask, number: int, arrived_us: int) -> Ticket:
+    """The ticket of a request that came as the `number`-th one."""
     return Ticket(
-        lease.ticket_id,
+        str(number),
         ask.tier,
         ask.tenant,
         ask.tokens,
@@ -69,8 +57,8 @@ def ticket_of(lease: Lease) -> Ticket:
         ask.weight,
         dict(ask.hits),
         frozenset(ask.barred),
-        lease.entered_us,
+        arrived_us,
         "",
-        lease.id,
+        number,
         ask.gain,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sidecar.policy.model import Policy
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools.pool import Pool
 from sidecar.scheduling.rate_limit import RateLimiter
 
 
-class LimitsPool(LedgerPool):
+class LimitsPool(Pool):
     """What those pools share: the clock, and the tenants' limits. It has no bound, and no request enters it."""
 
     def __init__(self, policy: Policy, allowances: RateLimiter) -> None:

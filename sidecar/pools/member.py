@@ -6,7 +6,7 @@ for requests comes out of `take_events`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from sidecar.pools.bids import Bids
 from sidecar.pools.calls import (
@@ -87,7 +87,8 @@ class Member:
         self._divides, self._beat_us, self._lazy_us = divides, heartbeat_us, lazy_us
         self._replaces, self._takes_over = True, takes_over
         self._names = [tier.name for tier in rules.tiers]
-        self._bids, self._row = Bids(self._names, most_bids, size_now), Row(self._names)
+        self._bids = Bids(self._names, most_bids, size_now, tuple if near is None else near.queues)
+        self._row = Row(self._names)
         self.pool = KnownPool(self._row, presumed, shares_engines=shares_engines)
         self.elsewhere = GrantsElsewhere(self._names)
         self.meter = Meter(self._bids, self._call_by, self._lazy_us % UNBOUNDED)
@@ -125,10 +126,8 @@ class Member:
         has_news = self._in_flight is not None or (due_us is not None and due_us <= now_us)
         if near is None or has_news or bids.waiting or bids.is_paused or self.mode is not Mode.SHARED:
             return None
-        if (entered := near.enter(ticket, now_us)) is None:
-            return None
-        bids.passed(ticket.tier, entered[2])
-        return self._lease(ticket, *entered[:2])
+        entered = near.enter(ticket, now_us)
+        return None if entered is None else self._lease(ticket, *entered)
 
     def cancel(self, ticket: Ticket, now_us: int) -> None:
         """A waiting request is given up, perhaps before its verdict."""
@@ -293,25 +292,26 @@ class Member:
             return None
         at = self._heartbeat_us if self._due_us is None else min(self._due_us, self._heartbeat_us)
         if self._in_flight is not None:
-            at = self._sent_us + (ASK_WITHIN_US if self._in_flight.kind == "ask" else ANSWER_WITHIN_US)
+            at = self._answer_due_us()
         elif self.mode is not Mode.SHARED and self.mode is not Mode.STATING:
             at = max(self._retry_us, at)
         if self.first_failure_us is not None and self.mode is Mode.LOST:
             at = min(at, self.first_failure_us + ALONE_US)
         return at
 
+    def _answer_due_us(self) -> int:
+        is_asking = self._in_flight is not None and self._in_flight.kind == "ask"
+        return self._sent_us + (ASK_WITHIN_US if is_asking else ANSWER_WITHIN_US)
+
     def poll(self, now_us: int) -> Call | None:
         """The call to make now, if one is due. Each is followed by `answered` or `unanswered`, or lost by time."""
         if self.is_gone:
             return None
-        if self._in_flight is not None:
-            within = ASK_WITHIN_US if self._in_flight.kind == "ask" else ANSWER_WITHIN_US
-            if now_us >= self._sent_us + within:
-                self.unanswered(now_us)
-            else:
-                self._admit_alone(now_us)
-                return None
+        if self._in_flight is not None and now_us >= self._answer_due_us():
+            self.unanswered(now_us)
         self._admit_alone(now_us)
+        if self._in_flight is not None:
+            return None
         is_beat = now_us >= self._heartbeat_us
         if not is_beat and (self._due_us is None or now_us < self._due_us):
             return None
@@ -335,11 +335,8 @@ class Member:
         if kind == "ask":
             return call
         if kind == "state":
-            self._bids.go_back()
-            self._is_view_new, self._acks = True, []
-            call.knew = 0 if self.is_foreign else self.pool.knew  # a foreign one makes no pool: its own may come
-            call.rules, call.virtual = self.rules, self._bids.virtual()
-            call.replaces, call.takes_over = self._replaces, self._takes_over
+            self._put_statement(call, 0 if self.is_foreign else self.pool.knew)  # a foreign one makes no pool
+            call.replaces, call.takes_over, self._is_view_new = self._replaces, self._takes_over, True
             call.drains = list(self.pool.drained.values())
         elif is_beat:
             call.bid_count = self._bids.count()
@@ -347,8 +344,6 @@ class Member:
             call.whole = kind == "state" or is_beat
             call.cells = self._row.state(call.whole)
             self.pool.states()
-        self._back.put(call)
-        call.acks, self._acks = self._acks, []
         if self._is_view_new:
             call.engines, self._is_view_new = list(self.views.values()), False
         for told in self._told:
@@ -356,9 +351,20 @@ class Member:
                 told.number = told.number or call.number
                 told.put(call)
         self.meter.put(call)
-        call.bids = self._bids.new(now_us)
-        call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
+        self._put_requests(call, now_us, BIDS_SHOWN)
         return call
+
+    def _put_statement(self, call: Call, knew: int) -> None:
+        self._bids.go_back()
+        self._acks = []
+        call.rules, call.knew, call.virtual = self.rules, knew, self._bids.virtual()
+
+    def _put_requests(self, call: Call, now_us: int, most: int) -> None:
+        """What is news of tickets and leases, and at most so many bids."""
+        self._back.put(call)
+        call.acks, self._acks = self._acks, []
+        call.bids = self._bids.new(now_us, most)
+        call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
 
     def _has_ended(self) -> bool:
         return self.is_closing and not self.leases and not self.waiting() and self.meter.is_idle
@@ -421,7 +427,7 @@ class Member:
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:
         """The aged level of a ticket as a whole level (rule 3)."""
-        return self._own_rules.whole_level(ticket.tier, now_us - ticket.arrived_us)
+        return self._own_rules.whole_level(ticket, now_us)
 
     def mirror(self, now_us: int) -> Scheduler:
         """The pool, by the last reply and what changed since, without what waits. Alone: its part, and its line."""
@@ -447,20 +453,10 @@ class Member:
         ticket.tokens, ticket.count = grant.tokens, grant.prompt
         ticket.excess, ticket.excess_prompt, ticket.is_in_floor = grant.excess, grant.excess_prompt, grant.is_in_floor
         ticket.counted_us, ticket.admission = grant.counted_us - ahead_us, 1
-        self._start(ticket, grant.engine, grant.sent, grant.found, dict(grant.passed))
-
-    def _start(
-        self,
-        ticket: Ticket,
-        engine: str,
-        sent: int,
-        found: tuple[int, int, int, int, int, int],
-        passed: Mapping[str, str],
-    ) -> None:
-        lease = self._lease(ticket, engine, sent)
+        lease = self._lease(ticket, grant.engine, grant.sent)
         if self._near is None:
             self._row.add(lease, 1)
-        self.events.append(Entered(lease, found, passed))
+        self.events.append(Entered(lease, grant.found, dict(grant.passed)))
 
     def _lease(self, ticket: Ticket, engine: str, sent: int) -> Lease:
         self._entered += 1
@@ -530,17 +526,13 @@ class Member:
         are_new = self._alone_rules is not self.rules
         call = Call(LAYOUT, self.who, self._alone_number, "state" if are_new else "call")
         if are_new:
-            self._bids.go_back()
-            self._alone_rules = self.rules
-            call.rules, call.replaces, call.knew, call.virtual = self.rules, True, 1, self._bids.virtual()
+            self._put_statement(call, 1)
+            self._alone_rules, call.replaces = self.rules, True
         call.engines, call.cells = self.parts(now_us), self._row.state(are_new)
-        self._back.put(call)
-        call.acks, self._acks = self._acks, []
         call.caps = [told.record for told in self._told if isinstance(told.record, Cap)]
         self._told = [told for told in self._told if not isinstance(told.record, Cap)]
         self.meter.put(call, self._alone, max(1, self.pool.knew))
-        call.bids = self._bids.new(now_us, UNBOUNDED)
-        call.withdrawn, self._bids.withdrawn = self._bids.withdrawn, []
+        self._put_requests(call, now_us, UNBOUNDED)
         return call
 
     def parts(self, now_us: int) -> list[EngineView]:

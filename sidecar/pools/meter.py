@@ -80,9 +80,9 @@ class Meter:
         self._call_by(now_us)
 
     def give_up(self, number: int) -> bool:
-        """Its client left before the verdict. Returns whether its ticket did not wait yet."""
+        """Its client left before the verdict. Returns whether no ticket of it waits yet."""
         question = self._questions.pop(number, None)
-        return question is not None and not question.is_sent
+        return question is not None and (question.ticket is None or not question.is_sent)
 
     def settle(self, number: int, used: int | None, now_us: int, *, is_counted: bool, was_held: bool) -> None:
         """A request has ended. Nothing changes where it was not charged."""

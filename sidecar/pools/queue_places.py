@@ -14,8 +14,8 @@ otherwise goes to other requests. No promise is made for later than MOST.
 
 Bounds. At most half of a queue's places are held at a time. A request that is refused because of a promise therefore
 has at least as many waiting before it as are held, and the engine never runs idle for a promise. An unused promise ends
-GRACE after its time, a postponed one up to LEAD + GRACE later. The open promises are at most those of MOST + GRACE
-seconds: `PROMISED * drain rate * (MOST + GRACE)` while the rate is steady. Every call takes O(1), amortized.
+GRACE after its time. The open promises are at most those of MOST + GRACE seconds: `PROMISED * drain rate * (MOST +
+GRACE)` while the rate is steady. A call costs at most some 10 ns for each.
 
 Tenants. A place that is held for one tenant does not keep out another that is within its share of the places, counting
 the places held for it: a flood of refused requests must not keep the others out.
@@ -29,20 +29,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, deque
-from collections.abc import Callable
+from bisect import bisect_right, insort
+from dataclasses import dataclass
+from operator import attrgetter
 
 from sidecar.errors import QueueFull
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.base import Ask, QueueMark, QueueStanding
+from sidecar.pools.base import Ask
 
 WINDOW_S = 10.0
 """The memory of the rate: admissions count by exp(-age / window). Ten seconds smooth over batches of finishing requests
 and still follow a change of load within the usual `Retry-After`."""
 TOGETHER_US = 10_000
 """A thousandth of the window: the rate is at most so much too low."""
-LONGEST_EXPECTED_S = 3600.0
-"""A longer wait is not foreseen: a queue that has hardly moved lately says nothing."""
 LEAST_S, MOST_S = 1.0, 60.0
 """A retry sooner than a second only adds load; a figure beyond a minute would be a guess."""
 JITTER = 0.2
@@ -54,6 +53,8 @@ LEAD_S = 2.0
 """How long before its time a place is held: places come free in bursts, as an engine's batch ends."""
 GRACE_S = 3.0
 """How late a client may come: a second for clients that count in whole ones, the rest for the network."""
+
+_TIME = attrgetter("at_us")
 
 
 class DrainRate:
@@ -98,33 +99,24 @@ class DrainRate:
         return self._weight * math.exp((self._updated_us - now_us) / 1e6 / WINDOW_S)
 
 
+@dataclass(eq=False)
 class _Promise:
-    __slots__ = ("at_us", "is_due", "is_over", "request", "tenant")
-
-    def __init__(self, ask: Ask, at_us: int) -> None:
-        self.request = hash(ask.request)
-        self.tenant = ask.tenant
-        self.at_us = at_us
-        self.is_due = False
-        self.is_over = False
+    request: int
+    tenant: str
+    at_us: int
 
 
 class HeldPlaces:
     """The promises of one tier's queue, `by_request`. `now_us` never goes back from call to call."""
 
     def __init__(self) -> None:
-        # In the order of their times. Those that are over are dropped in passing.
-        self._ahead: deque[_Promise] = deque()
-        self._due: deque[tuple[int, _Promise]] = deque()  # by the time that each had when it was put here
-        self.by_request: dict[int, deque[_Promise]] = {}
-        self._open = 0
-        self._held = 0
-        self._held_for: Counter[str] = Counter()  # by tenant
+        self._promises: list[_Promise] = []  # in the order of their times
+        self.by_request: dict[int, list[_Promise]] = {}
         self._last_us = 0
 
-    def held_for(self, tenant: str) -> int:
-        """How many places are held for a tenant, as of the last call with a time."""
-        return self._held_for.get(tenant, 0)
+    def held_for(self, tenant: str, now_us: int) -> int:
+        """How many places are held for a tenant."""
+        return sum(promise.tenant == tenant for promise in self._held(now_us))
 
     def are_in_the_way(self, ask: Ask, free: int, places: int, now_us: int, *, replicas: int = 1) -> bool:
         """Whether the places that are `free`, of a queue's `places`, are held for other requests than this one.
@@ -132,15 +124,13 @@ class HeldPlaces:
         Each of many replicas knows its own promises alone. It assumes that the others have as many, and that a request
         that comes again without a promise here has one there.
         """
-        if not (self._ahead or self._due):
-            return False
-        self._pass_time(now_us)
-        if not self._held or free > min(self._held * replicas, places // 2):
+        held = self._held(now_us)
+        if not held or free > min(len(held) * replicas, places // 2):
             return False
         promise = self._promise_to(ask)
         if promise is None:
             return replicas == 1 or not ask.attempt
-        return not promise.is_due
+        return promise not in held
 
     def kept(self, ask: Ask) -> None:
         """A request has found its place: its promise is over."""
@@ -153,71 +143,46 @@ class HeldPlaces:
         A request with a promise gets the same time again, or a moment from now where that time has come. Such moments
         are jittered, and so is the longest time, which a request gets for which no place can be promised.
         """
-        self._pass_time(now_us)
-        promise = self._promise_to(ask)
+        held, promise = self._held(now_us), self._promise_to(ask)
         if promise is None:
             return self._new_s(ask, drain_per_s, now_us)
-        if promise.is_due:
+        if promise in held:
             postponed_us = now_us + round(LEAST_S * random.uniform(1, 1 + JITTER) * 1e6)
             promise.at_us = max(promise.at_us, postponed_us)
+            self._promises.sort(key=_TIME)
         return max(LEAST_S, (promise.at_us - now_us) / 1e6)
 
     def _promise_to(self, ask: Ask) -> _Promise | None:
         """The first promise to this request. A first attempt has none, though a copy of the request may."""
-        if not self.by_request or ask.attempt == 0:
+        if ask.attempt == 0:
             return None
-        promises = self.by_request.get(hash(ask.request))
-        return promises[0] if promises else None
+        return next(iter(self.by_request.get(hash(ask.request), ())), None)
 
     def _new_s(self, ask: Ask, drain_per_s: float, now_us: int) -> float:
-        gap_us = 1e6 / (
-            PROMISED * max(drain_per_s, 1 / (2 * MOST_S))
-        )  # with a slower drain there is no place within MOST
-        soonest_us = now_us + max(LEAST_S * 1e6, (self._open + 1) * gap_us)
+        # With a slower drain there is no place within MOST.
+        gap_us = 1e6 / (PROMISED * max(drain_per_s, 1 / (2 * MOST_S)))
+        soonest_us = now_us + max(LEAST_S * 1e6, (len(self._promises) + 1) * gap_us)
         at_us = round(max(self._last_us + gap_us, soonest_us))
         if at_us > now_us + MOST_S * 1e6:
             return MOST_S * random.uniform(1 - JITTER, 1)
         self._last_us = at_us
-        promise = _Promise(ask, at_us)
-        self.by_request.setdefault(promise.request, deque()).append(promise)
-        self._open += 1
-        self._ahead.append(promise)
+        promise = _Promise(hash(ask.request), ask.tenant, at_us)
+        self.by_request.setdefault(promise.request, []).append(promise)
+        insort(self._promises, promise, key=_TIME)
         return (at_us - now_us) / 1e6
 
     def _end(self, promise: _Promise) -> None:
-        promise.is_over = True
+        self._promises.remove(promise)
         copies = self.by_request[promise.request]
         copies.remove(promise)
         if not copies:
             del self.by_request[promise.request]
-        self._open -= 1
-        if promise.is_due:
-            self._hold(promise, -1)
 
-    def _hold(self, promise: _Promise, count: int) -> None:
-        self._held += count
-        self._held_for[promise.tenant] += count
-        if not self._held_for[promise.tenant]:
-            del self._held_for[promise.tenant]
-
-    def _pass_time(self, now_us: int) -> None:
-        """Holds places for the promises that are due soon, and ends those whose clients did not come."""
-        ahead, due = self._ahead, self._due
-        while ahead and (ahead[0].is_over or ahead[0].at_us <= now_us + LEAD_S * 1e6):
-            promise = ahead.popleft()
-            if not promise.is_over:
-                promise.is_due = True
-                self._hold(promise, 1)
-                due.append((promise.at_us, promise))
-        lapsed_us = now_us - GRACE_S * 1e6
-        while due and (due[0][1].is_over or due[0][0] < lapsed_us):
-            _, promise = due.popleft()
-            if promise.is_over:
-                continue
-            if promise.at_us < lapsed_us:
-                self._end(promise)
-            else:  # postponed meanwhile
-                due.append((promise.at_us, promise))
+    def _held(self, now_us: int) -> list[_Promise]:
+        """The promises that a place is held for now. Those whose clients did not come end."""
+        while self._promises and self._promises[0].at_us < now_us - GRACE_S * 1e6:
+            self._end(self._promises[0])
+        return self._promises[: bisect_right(self._promises, now_us + LEAD_S * 1e6, key=_TIME)]
 
 
 class QueuePlaces:
@@ -236,21 +201,8 @@ class QueuePlaces:
         self._promises = tuple(HeldPlaces() for _ in range(tiers))
 
     def retry_after_s(self, tier: int, queued: int, now_us: int) -> float:
-        """See `Pool.retry_after_s`."""
+        """Seconds after which one more request of a tier may expect to be admitted."""
         return self.drain_rates[tier].retry_after_s(queued, now_us)
-
-    def mark(self, tier: int, queued: int) -> QueueMark:
-        """See `Pool.mark`."""
-        return QueueMark(max(0, queued - 1), self.drain_rates[tier].total)
-
-    def standing(self, tier: int, mark: QueueMark, queued: Callable[[int], int], now_us: int) -> QueueStanding:
-        """See `Pool.standing`. `queued` says how many requests wait in a tier."""
-        rate = self.drain_rates[tier]
-        own = max(0, min(queued(tier) - 1, mark.ahead - (rate.total - mark.admitted)))
-        per_second = rate.per_second(now_us)
-        wait_s = (own + 1) / per_second if per_second > 0 else math.inf
-        ahead = own + sum(map(queued, range(tier)))
-        return QueueStanding(ahead, wait_s if wait_s <= LONGEST_EXPECTED_S else None)
 
     def promised(self, ask: Ask, queued: int, now_us: int) -> int | None:
         """The number of places promised to the request's tenant, where all free places are promised to other requests.
@@ -260,7 +212,7 @@ class QueuePlaces:
         most, promises = self._sizes.places(ask.tier), self._promises[ask.tier]
         if not most or not promises.are_in_the_way(ask, most - queued, most, now_us, replicas=self.replicas):
             return None
-        return promises.held_for(ask.tenant) * self.replicas
+        return promises.held_for(ask.tenant, now_us) * self.replicas
 
     def queue_full(self, ask: Ask, queued: int, now_us: int) -> QueueFull:
         """The refusal of a request that found no place. It is promised one, where its tier has any."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sidecar.pools.calls import Call, Cell, Reply
-from sidecar.pools.row import sums_of
+from sidecar.pools.calls import Call, Reply
+from sidecar.pools.row import cells_of
 from sidecar.pools.shortage_told import gone_of, shortage_of
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Returnable, leases_to_take_back
@@ -49,8 +49,7 @@ class TakenBack:
     def put(self, call: Call) -> None:
         """Puts what is on its way into a call, where that is news."""
         if self.is_new or call.whole:
-            leaving = sums_of(self._names, self._leaving.values())
-            call.leaving, self.is_new = [Cell(*key, *leaving[key]) for key in sorted(leaving)], False
+            call.leaving, self.is_new = cells_of(self._names, self._leaving.values()), False
 
     def choose(self, reply: Reply, ahead_us: int, pool: Scheduler, now_us: int) -> list[Lease]:
         """Those that give their room for what the ledger is short of, by the sums of its reply."""

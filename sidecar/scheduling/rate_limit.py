@@ -26,6 +26,7 @@ the bucket of requests by the same rule, with r = one request.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
@@ -123,7 +124,7 @@ class RateLimiter:
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
-        self._running: dict[str, dict[str, int]] = {}
+        self._running: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self._sweep_at = FEWEST_SWEPT
 
     def __len__(self) -> int:
@@ -141,7 +142,7 @@ class RateLimiter:
         return max(found, key=lambda over: FULLEST if over.fits_after_us is None else over.fits_after_us, default=None)
 
     def charge(self, tenant: str, limits: Limits, tokens: int, now_us: int) -> Charge:
-        """Charges a request that conforms. It ends with `correct`, or with `undo` in the same microsecond."""
+        """Charges a request that conforms. It ends with `correct`."""
         account = self._drained(tenant, limits, now_us)
         if limits.requests_per_minute is not None:
             account.requests = min(FULLEST, account.requests + UNIT)
@@ -178,11 +179,10 @@ class RateLimiter:
 
     def hold(self, holder: str, tenant: str, count: int) -> None:
         """So many requests of a tenant wait or run at a holder."""
-        held = self._running.setdefault(holder, {})
         if count > 0:
-            held[tenant] = count
+            self._running[holder][tenant] = count
         else:
-            held.pop(tenant, None)
+            self._running[holder].pop(tenant, None)
 
     def hold_only(self, holder: str, counts: Mapping[str, int]) -> None:
         """A holder has these, and no others."""
@@ -190,19 +190,18 @@ class RateLimiter:
 
     def held(self, holder: str, tenant: str) -> int:
         """How many requests of a tenant wait or run at a holder."""
-        return self._running.get(holder, {}).get(tenant, 0)
+        return self._running[holder].get(tenant, 0)
 
     def forget(self, holder: str) -> None:
         """A holder is gone, with all that it had."""
-        self._running.pop(holder, None)
+        del self._running[holder]
 
-    def allowance(self, tenant: str, limits: Limits, now_us: int, *, is_downgraded: bool = False) -> RemainingLimits:
+    def allowance(self, tenant: str, limits: Limits, now_us: int) -> RemainingLimits:
         """What is left of a tenant's limits now."""
         account = self._drained(tenant, limits, now_us)
         return RemainingLimits(
             _remaining(limits.requests_per_minute, _requests_capacity(limits), account.requests),
             _remaining(limits.tokens_per_minute, _tokens_capacity(limits), account.tokens),
-            is_downgraded,
         )
 
     def _drained(self, tenant: str, limits: Limits, now_us: int) -> _Account:

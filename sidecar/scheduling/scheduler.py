@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
 from sidecar.scheduling.engines import NOTHING_GONE, Engine, Gone
-from sidecar.scheduling.figures import Rules, aged_level, figures_of, whole_level
+from sidecar.scheduling.figures import Rules, figures_of
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.reach import Reach
 from sidecar.scheduling.reports import Found, Rule, passed
@@ -183,10 +183,10 @@ class Scheduler:
         """Whether the next may be one that waits elsewhere."""
         return any(tier.queue.runs_out for tier in self.tiers)
 
-    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int, FairQueue] | None:
+    def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int] | None:
         """`add` and `decide` where nothing waits and the engine that the ticket wants has room for it.
 
-        The engine, what it has to prefill, and the tier's queue. Else None, and nothing has changed. Most find it so.
+        The engine, and what it has to prefill. Else None, and nothing has changed. Most find it so.
         """
         self._now = now_us
         if not self._is_steady:
@@ -197,7 +197,10 @@ class Scheduler:
             of = None if wanted is None else self.engines[wanted]
             if of is None or not of.has_room(ticket, now_us):
                 return None
-        elif ticket.barred or now_us < of.cap_until_us or (of.sent and of.sent + ticket.sent_to(of.id) > of.prefill):
+        elif ticket.barred or now_us < of.cap_until_us:
+            return None
+        sent = ticket.sent_to(of.id)
+        if of.sent and of.sent + sent > of.prefill:
             return None
         needed, (tokens, requests, prompt), most = self.need(ticket), self._total, figures.capacity
         if tokens + needed[0] > most[0] or requests + needed[1] > most[1] or prompt + needed[2] > most[2]:
@@ -206,12 +209,11 @@ class Scheduler:
         if is_beyond_limit or (figures.has_headroom and not self.fits(ticket)):
             return None
         order_class = FIRST if self.rules.tiers[level].always_first else self._class_of_front(ticket, needed)
-        queue = self.tiers[level].queue
-        queue.pass_through(ticket)
+        self.tiers[level].queue.pass_through(ticket)
         self._begin_to_count(ticket, order_class, needed)
-        sent = ticket.sent_to(of.id) if ticket.count else 0
+        sent = sent if ticket.count else 0
         self.hold(level, of.id, needed, sent, needed if ticket.is_in_floor else NOTHING)
-        return of.id, sent, queue
+        return of.id, sent
 
     def look(self, now_us: int) -> None:
         """Figures change with the engines, in slow start with time; of those that are not ready with what they hold."""
@@ -356,13 +358,12 @@ class Scheduler:
         return order_class, before, key, ticket.arrival
 
     def aged_level(self, ticket: Ticket) -> int:
-        """See `figures.aged_level`."""
-        waited_us = self._now - ticket.arrived_us
-        return aged_level(ticket.tier, waited_us, self.rules.promote_after_us, self.rules.ceiling)
+        """See `Rules.aged_level`."""
+        return self.rules.aged_level(ticket, self._now)
 
     def _tiers_above(self, ticket: Ticket) -> int:
         """How many tiers are more important than the ticket."""
-        return whole_level(self.aged_level(ticket), self.rules.promote_after_us)
+        return self.rules.whole_level(ticket, self._now)
 
     def _gain_key(self, ticket: Ticket) -> tuple[int, int]:
         """Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level."""
@@ -375,10 +376,10 @@ class Scheduler:
 
     def need(self, ticket: Ticket) -> Amount:
         """t: its prompt counts less its best hit, for no more than its size limit and the largest engine's prefill."""
-        uncached, most = ticket.prompt, self._most_prompt[ticket.tier]
+        prompt = ticket.prompt or 1
         if ticket.hits:
-            uncached -= max(ticket.hits.values())
-        return ticket.tokens, ticket.requests, min(max(1, uncached), most)
+            prompt = max(1, prompt - max(ticket.hits.values()))
+        return ticket.tokens, ticket.requests, min(prompt, self._most_prompt[ticket.tier])
 
     def is_small(self, ticket: Ticket) -> bool:
         """`t <= R`."""
@@ -430,8 +431,10 @@ class Scheduler:
 
     def would_be_below_floor(self, level: int, taken: Amount, gone: Gone) -> bool:
         """Whether it would be `U < R` in all dimensions without leases that were `taken`, none for its floor."""
-        left = minus(self.on_floor(level), gone.of(level, floor_only=self.rules.by_gain))
-        return below(left if self.rules.by_gain else minus(left, taken), self._figures.reserve[level])
+        left = self.on_floor(level)
+        if not self.rules.by_gain:  # by gain what fills a floor is not taken
+            left = minus(minus(left, gone.of(level)), taken)
+        return below(left, self._figures.reserve[level])
 
     def may_preempt(self) -> bool:
         """Whether something that may be served so waits."""
@@ -558,7 +561,7 @@ class Scheduler:
         state = self.tiers[level]
         if self.rules.by_gain:
             return plus(state.on_floor, state.in_line_on_floor)
-        return state.on_engines if state.in_line == NOTHING else state.used
+        return state.on_engines if state.in_line is NOTHING else state.used
 
     def _owes(self, level: int) -> bool:
         return self._now < self.tiers[level].owes_until_us

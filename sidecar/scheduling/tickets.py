@@ -12,7 +12,7 @@ MOST_OF_GAIN = 2**43
 """A thousand times that can be computed with doubles."""
 
 
-class Gain(msgspec.Struct, frozen=True, gc=False):
+class Gain(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What a request earns in time (rule 9).
 
     `tokens`: its expected tokens that are in time if it enters `start_by_us` after its arrival or before; one less for

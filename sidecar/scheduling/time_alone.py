@@ -22,10 +22,10 @@ def _changes(scheduler: Scheduler, now_us: int) -> Iterator[int]:
     for level, state in enumerate(scheduler.tiers):
         if state.queue or state.lined:
             yield state.owes_until_us
+            if scheduler.rules.by_gain:
+                yield now_us + LOOK_AGAIN_US
         for ticket in scheduler.heads(level):
             yield from _of_ticket(scheduler, ticket, now_us)
-        if scheduler.rules.by_gain and state.queue:
-            yield now_us + LOOK_AGAIN_US
     for ticket in scheduler.line:
         yield ticket.in_line_since_us + PATIENCE_US
         yield from _of_ticket(scheduler, ticket, now_us)

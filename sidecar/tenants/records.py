@@ -25,12 +25,8 @@ class RefusedChange(Exception):
         self.owner = owner
 
 
-class StoreSilent(Exception):
-    """The store does not answer, or not as it should. The message is one line, without secrets."""
-
-
 class StoredRecords(Protocol):
-    """The tenants in a store, each a JSON text by its name. Every coroutine but `close` raises StoreSilent."""
+    """The tenants in a store, each a JSON text by its name. Every coroutine but `close` raises StoreError."""
 
     @property
     def version(self) -> int:

@@ -5,20 +5,19 @@ The header of `tenants.lua` is the contract. No admission depends on the connect
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from itertools import islice
 from typing import Any, NamedTuple
 
 from sidecar.policy.store import StoreAddress
-from sidecar.pools.redis.connection import Connect, Reach, Script, SideConnection, StoreError, connector_to
-from sidecar.tenants.records import Refused, RefusedChange, StoreSilent
+from sidecar.pools.base import StoreError
+from sidecar.pools.redis.connection import Connect, Reach, SideConnection, connector_to
+from sidecar.pools.redis.script import Script
+from sidecar.tenants.records import Refused, RefusedChange
 
-SOURCE = (files(__package__) / "lua" / "tenants.lua").read_text(encoding="utf-8")
-_SCRIPT = Script.of(SOURCE)
+_SCRIPT = Script.read(__package__, "tenants")
 
 MOST_TENANTS = 10_000
 """A pool that needs more names them by tokens of an issuer, in groups that have limits."""
@@ -105,7 +104,6 @@ class TenantRecords:
 
     def __init__(self, connect: Connect, reach: Reach | None = None) -> None:
         self._connection = SideConnection(connect, reach)
-        self._turn = asyncio.Lock()
         self._known = _List()
         self._texts: Mapping[str, bytes] = {}
 
@@ -137,21 +135,13 @@ class TenantRecords:
 
     async def close(self) -> None:
         """See `StoredRecords`."""
-        async with self._turn:
-            await self._connection.disconnect()
+        await self._connection.close()
 
     async def _in_turn(self, work: Coroutine[Any, Any, None]) -> None:
-        async with self._turn:
+        async with self._connection.turn():
             before = self._known
             try:
                 await work
-            except RefusedChange:
-                raise
-            except BaseException as error:  # also canceled: a late answer must not be taken for the next
-                await self._connection.disconnect()
-                if isinstance(error, StoreError):
-                    raise StoreSilent(str(error)) from None
-                raise
             finally:
                 if self._known is not before:
                     self._texts = {tenant: text for tenant, (_, text) in self._known.records.items()}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 from uuid import uuid4
 
 from sidecar.policy.store import StoreAddress
-from sidecar.pools.redis.connection import Connect, Reach, Script, SideConnection, StoreError, connector_to
-from sidecar.tenants.records import StoreSilent
+from sidecar.pools.base import StoreError
+from sidecar.pools.redis.connection import Connect, Reach, SideConnection, connector_to
+from sidecar.pools.redis.script import Script
 from sidecar.tenants.usage_records import Recorded, Sums, UsageFigures, UsageKey
 
-SOURCE = (files(__package__) / "lua" / "usage.lua").read_text(encoding="utf-8")
-_SCRIPT = Script.of(SOURCE)
+_SCRIPT = Script.read(__package__, "usage")
 _MOST_PAGES = 10_000
 """Of one day: more than any day has, so that a store that answers nonsense cannot hold a replica."""
 
@@ -29,7 +27,6 @@ class RedisUsage:
 
     def __init__(self, connect: Connect, days: int, reach: Reach | None = None) -> None:
         self._connection = SideConnection(connect, reach)
-        self._turn = asyncio.Lock()
         self._replica = uuid4().hex
         self._days = days
 
@@ -45,7 +42,7 @@ class RedisUsage:
             found = {tenant: Sums(*figures[2 * at : 2 * at + 2]) for at, tenant in enumerate(tenants)}
             return Recorded(int(time_us) / 1e6, found)
         except (ValueError, TypeError) as error:
-            raise StoreSilent(f"the store's sums cannot be read: {error}") from None
+            raise StoreError(f"the store's sums cannot be read: {error}") from None
 
     async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
         """See `UsageRecords`."""
@@ -59,22 +56,15 @@ class RedisUsage:
                     found[entry[0]] = entry[1]
             if cursor == b"0":
                 return found
-        raise StoreSilent("the store's list of a day has no end")
+        raise StoreError("the store's list of a day has no end")
 
     async def close(self) -> None:
         """See `UsageRecords`."""
-        async with self._turn:
-            await self._connection.disconnect()
+        await self._connection.close()
 
     async def _call(self, arguments: list[str | bytes | int]) -> list[Any]:
-        async with self._turn:
-            try:
-                return await self._connection.run(_SCRIPT, arguments)
-            except BaseException as error:  # also canceled: a late answer must not be taken for the next
-                await self._connection.disconnect()
-                if isinstance(error, StoreError):
-                    raise StoreSilent(str(error)) from None
-                raise
+        async with self._connection.turn():
+            return await self._connection.run(_SCRIPT, arguments)
 
 
 def _entry(day: str, names: bytes, figures: bytes) -> tuple[UsageKey, UsageFigures] | None:

@@ -45,7 +45,7 @@ class Recorded(NamedTuple):
 
 
 class UsageRecords(Protocol):
-    """The use of all replicas, in a store. Every coroutine but `close` raises StoreSilent."""
+    """The use of all replicas, in a store. Every coroutine but `close` raises StoreError."""
 
     async def add(
         self, part: int, entries: Sequence[tuple[UsageKey, UsageFigures]], day: str, tenants: Sequence[str]

@@ -26,7 +26,7 @@ from sidecar.admin.routes import metrics_routes
 from sidecar.engines import Vllm
 from sidecar.observability import PoolSampler
 from sidecar.policy.compiler import load
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
@@ -111,7 +111,7 @@ async def stacked(folder: Path, step_s: float = 0.001) -> AsyncIterator[Stack]:
     tracers = TracerProvider(shutdown_on_exit=False)
     tracers.add_span_processor(SimpleSpanProcessor(spans))
     scrape.open(reader)
-    pool = LedgerPool(policy)
+    pool = Pool(policy)
     sampler = PoolSampler(pool, lambda: policy, lambda: 3)
     requests = RequestMetrics(policy.pool, meter_provider=meters)
     kept = [PoolMetrics(policy.pool, sampler, meters)]
@@ -273,7 +273,7 @@ async def test_a_loop_that_has_no_time_costs_an_exporter_half_a_second_and_the_l
 def test_a_pool_whose_loop_has_ended_is_sampled_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY)
     policy = load(tmp_path)
-    sampler = PoolSampler(LedgerPool(policy), lambda: policy)
+    sampler = PoolSampler(Pool(policy), lambda: policy)
 
     async def live() -> None:
         begin(sampler, received())

@@ -25,7 +25,7 @@ from sidecar.cli.explain_request import text
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation, RequestFacts
 from sidecar.policy.compiler import load
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
@@ -96,7 +96,7 @@ async def running(folder: Path) -> AsyncIterator[Running]:
         sidecar = TestedMiddleware(
             ReverseProxy(engine.url),
             policy=policy,
-            pool=LedgerPool(policy),
+            pool=Pool(policy),
             dialect=policy.engine(policy.carrier),
             estimator=Estimator(),
             observer=EventDispatcher(RequestTracer(), [journal]),

@@ -19,7 +19,7 @@ from sidecar.cluster.overview import PoolOverview
 from sidecar.cluster.report import ReplicaReport, Sources, pack
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
 from sidecar.policy.model import Policy, ServiceObjectives
-from sidecar.pools import LedgerPool, Merge, NotShared, PeerReport, PeerReports
+from sidecar.pools import Merge, PeerReport, PeerReports, Pool, StoreError
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.recent import Recent
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 NOW_S = 1_700_000_003.0
 
 
-class Telling(LedgerPool):
+class Telling(Pool):
     """A pool whose other replicas are the test's."""
 
     others: Mapping[str, PeerReport] = {}
@@ -40,12 +40,12 @@ class Telling(LedgerPool):
 
     async def share(self, report: bytes, merge: Merge) -> PeerReports:
         if self.trouble is not None:
-            raise NotShared(self.trouble)
+            raise StoreError(self.trouble)
         self.reported = report
         return PeerReports(self.others)
 
 
-def sources_of(pool: LedgerPool, policy: Policy, **more: Any) -> Sources:
+def sources_of(pool: Pool, policy: Policy, **more: Any) -> Sources:
     plain: dict[str, Any] = {
         "recent": Recent(),
         "tenants": dict,
@@ -63,7 +63,7 @@ def policy_of() -> Policy:
 
 async def test_it_shows_what_the_pool_holds_and_who_waits() -> None:
     clock, policy = Clock(), policy_of()
-    pool = LedgerPool(policy, clock)
+    pool = Pool(policy, clock)
     await pool.enter(ask(tokens=60))
     await pool.enter(ask(tier=1, tokens=60))
     clock.advance(1)
@@ -99,9 +99,7 @@ async def test_who_was_preempted_and_not_admitted_again_is_a_refusal_that_says_s
         tell = begin(listener, Received(0, round((NOW_S - 4) * 1e9), "POST", "/", [], "mine"), None)
         for event in events:
             tell(event)
-    shown = PoolOverview(
-        sources_of(LedgerPool(policy), policy, recent=recent, refusals=journal.refusals), lambda: NOW_S
-    )
+    shown = PoolOverview(sources_of(Pool(policy), policy, recent=recent, refusals=journal.refusals), lambda: NOW_S)
     (refusal,) = shown.overview().refusals
     assert (refusal.request_id, refusal.code, refusal.status) == ("mine", "queue_timeout", 503)
     assert (refusal.preempted, refusal.waited_s) == (1, 4.0)
@@ -113,14 +111,14 @@ async def test_five_seconds_in_which_nothing_but_a_preemption_happened_are_repor
     tell(Classified(1, "batch", "acme", "key", None, "chat", None, None, False, 10, 1))
     tell(Admitted(1, 0, 0, None, {}, 1, None))
     tell(Preempted(6_000_001, 1, 1))
-    batch = PoolOverview(sources_of(LedgerPool(policy), policy, recent=recent), lambda: NOW_S).overview().tiers[1]
+    batch = PoolOverview(sources_of(Pool(policy), policy, recent=recent), lambda: NOW_S).overview().tiers[1]
     assert (batch.recent[-1].preempted, batch.recent[-1].engine_lost_s) == (1, 6.0)
 
 
 async def test_what_was_made_a_moment_ago_serves_everybody_who_asks() -> None:
     times = [NOW_S]
     policy = policy_of()
-    live = PoolOverview(sources_of(LedgerPool(policy), policy), lambda: times[0])
+    live = PoolOverview(sources_of(Pool(policy), policy), lambda: times[0])
     first = live.overview()
     times[0] += module.FRESH_S * 0.9
     assert live.overview() is first
@@ -132,7 +130,7 @@ async def test_what_was_made_a_moment_ago_serves_everybody_who_asks() -> None:
 
 async def test_an_unbounded_pool_is_shown_without_bounds() -> None:
     policy = simple(tokens=None)
-    shown = PoolOverview(sources_of(LedgerPool(policy), policy)).overview()
+    shown = PoolOverview(sources_of(Pool(policy), policy)).overview()
     assert (shown.capacity, shown.free) == (Amount(), Amount())
     assert msgspec.json.decode(msgspec.json.encode(shown))["capacity"] == {"tokens": None, "requests": None}
 
@@ -185,7 +183,7 @@ async def test_a_defect_in_sharing_is_reported_and_does_not_end_it(monkeypatch: 
 
 async def test_the_pages_are_served_and_the_document_is_what_top_reads() -> None:
     policy = policy_of()
-    pages = LivePages(PoolOverview(sources_of(LedgerPool(policy), policy)))
+    pages = LivePages(PoolOverview(sources_of(Pool(policy), policy)))
     admin = admin_app(state=dict, readiness=list, routes=pages.routes())
     async with serving(admin) as served, aiohttp.ClientSession(served.url) as client:
         async with client.get("/overview") as response:

@@ -11,7 +11,7 @@ import pytest
 
 from sidecar.engines import Vllm
 from sidecar.policy.compiler import load as load_policy
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from sidecar.pools.base import Ask
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
@@ -32,7 +32,7 @@ async def test_a_request_that_runs_for_hours_keeps_what_it_holds(tmp_path: Path)
     """
     now_us = 0
     policy = load_policy(write_policy(tmp_path / "policy.yaml", static("http://127.0.0.1:1")))
-    pool = LedgerPool(policy, lambda: now_us, weight_percent=WEIGHT_PERCENT)
+    pool = Pool(policy, lambda: now_us, weight_percent=WEIGHT_PERCENT)
     pool.set_engines([EngineOffer("a#1", 1000, 2, 2**53 - 1, 1000, True)])
     lease = await pool.enter(Ask(1, "t", 1, 600, 1, prompt=500))
     waiting = await pool.enter(Ask(1, "t", 1, 600, 1, prompt=500))

@@ -13,7 +13,7 @@ from sidecar.fleet.setup import new_fleet
 from sidecar.policy.compiler import load
 from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.model import Policy
-from sidecar.pools import Ask, Lease, LedgerPool
+from sidecar.pools import Ask, Lease, Pool
 from sidecar.pools.engines import WEIGHT_PERCENT
 from tests.fleet.engines import LocalEngine, engines
 from tests.fleet.waiting import now_us, until
@@ -48,7 +48,7 @@ def policy_of_engines(started: Sequence[LocalEngine], drain_timeout: str = "30s"
         return load(path)
 
 
-async def lease_of(pool: LedgerPool, tokens: int = 10, prompt: int = 1, **more: object) -> Lease:
+async def lease_of(pool: Pool, tokens: int = 10, prompt: int = 1, **more: object) -> Lease:
     """One request of the first tier; its lease is held where there is room."""
     return await pool.enter(Ask(0, "t", 1, tokens, 1, prompt=prompt, **more))  # type: ignore[arg-type]
 
@@ -56,7 +56,7 @@ async def lease_of(pool: LedgerPool, tokens: int = 10, prompt: int = 1, **more: 
 class Viewed:
     """Engines, the fleet and the pool over them, and what an operator sees."""
 
-    def __init__(self, started: list[LocalEngine], policy: Policy, fleet: Fleet, pool: LedgerPool) -> None:
+    def __init__(self, started: list[LocalEngine], policy: Policy, fleet: Fleet, pool: Pool) -> None:
         self.engines = started
         self.policy = policy
         self.fleet = fleet
@@ -75,7 +75,7 @@ async def viewed(count: int = 2, drain_timeout: str = "30s") -> AsyncIterator[Vi
     """So many emulated engines, whose pool follows them."""
     async with engines(count) as started:
         policy = policy_of_engines(started, drain_timeout)
-        pool = LedgerPool(policy, now_us, weight_percent=WEIGHT_PERCENT)
+        pool = Pool(policy, now_us, weight_percent=WEIGHT_PERCENT)
         fleet = new_fleet(policy, now_us)
         seen = Viewed(started, policy, fleet, pool)
         await fleet.open()

@@ -21,7 +21,7 @@ from sidecar.policy.fleet_compiler import read_engine_list
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.warnings import warnings
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 from tests.fuzz.corpus import POLICIES, names
 from tests.fuzz.policies import LISTS, MARK, POOLS, TENANTS
@@ -68,9 +68,9 @@ def working(loaded: Loaded) -> Policy:
     policy = loaded.policy
     assert all(str(warning) for warning in warnings(policy, loaded.place))
     assert policy_snapshot(policy, policy.engine(policy.carrier), Estimator(), None).policy is policy
-    assert LedgerPool(policy).state()["waiting"] == 0
+    assert Pool(policy).state()["waiting"] == 0
     for name in policy.models:
-        assert LedgerPool(policy.of_model(name)).state()["waiting"] == 0
+        assert Pool(policy.of_model(name)).state()["waiting"] == 0
     assert figures(loaded, ())["ok"]
     assert summary(loaded, ())
     return policy

@@ -93,7 +93,7 @@ def test_no_lease_is_given_while_the_engine_is_down_and_the_pool_has_its_size(tm
                 try:
                     with admission.lease(tokens=1000, max_wait_s=0.2):
                         return False
-                except sidecar.errors.QueueTimeout:
+                except sidecar.errors.NoEngine:
                     return True
 
             until(is_noticed, "no lease is given")

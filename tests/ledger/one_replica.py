@@ -5,6 +5,7 @@ from sidecar.pools.ledger import Ledger
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, TakeBack
 from sidecar.scheduling.amounts import UNBOUNDED
+from tests.ledger.player import views_of
 from tests.scheduling.player import rules_of, ticket_of, us
 
 
@@ -14,49 +15,16 @@ class OneReplica:
     def __init__(self, scenario, most_bids=32, near=None):
         rules = rules_of(scenario)
         self.names = [t.name for t in rules.tiers]
-        stated = calls.PoolRules(
-            [
-                calls.TierRules(
-                    t.name,
-                    int(t.reserve * 10**6),
-                    int(t.lend * 10**6),
-                    int(t.limit * 10**6),
-                    t.always_first,
-                    t.preemptible,
-                    t.preempt_after_us,
-                )
-                for t in rules.tiers
-            ],
-            rules.promote_after_us,
-            rules.ceiling,
-            rules.max_preemptions,
-            rules.affinity_percent,
-            rules.by_gain,
-            int(rules.fair * 10**6),
-        )
         self.ledger = Ledger()
         alone = {"heartbeat_us": UNBOUNDED, "lazy_us": UNBOUNDED, "near": self.ledger} if near else {}
-        self.member = (near or Member)("one", stated, most_bids=most_bids, **alone)
+        self.member = (near or Member)("one", calls.PoolRules.of(rules), most_bids=most_bids, **alone)
         self.tickets, self.entered, self.count = {}, [], 0
         self.set_engines(scenario.get("engines", [{"id": "pool#1", **scenario.get("capacity", {})}]), 0)
         self.member.pool.knew = 1
         self.pump(0)
 
     def set_engines(self, offers, now):
-        self.member.view(
-            [
-                calls.EngineView(
-                    o["id"],
-                    *(o.get(k, UNBOUNDED) for k in ("tokens", "requests", "prefill")),
-                    o.get("speed", 1000),
-                    o.get("takes_new", True) and o.get("known", True),
-                    now - us(o.get("since_s", 0)),
-                    us(o.get("ramp_s", 0)),
-                )
-                for o in offers
-            ],
-            now,
-        )
+        self.member.view(views_of(offers, now), now)
 
     def pump(self, now):
         """Calls now, and what is due after that."""

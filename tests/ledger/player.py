@@ -4,34 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from sidecar.pools import calls
 from sidecar.pools.calls import Call
-from sidecar.pools.row import Row, sums_of
+from sidecar.pools.row import Row, cells_of
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.engines import Engine, Gone
+from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.preemption import Returnable, Shortage, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
-from tests.scheduling.player import rules_of, ticket_of, us
+from tests.scheduling.player import gone_of_chosen, rules_of, ticket_of, us
 
 Step = dict[str, Any]
 
 
 def rules_told(program: dict[str, Any]) -> calls.PoolRules:
-    rules = rules_of(program)
-    return calls.PoolRules(
-        [
-            calls.TierRules(
-                t.name, *(int(share * 10**6) for share in (t.reserve, t.lend, t.limit)), t.always_first, t.preemptible,
-                t.preempt_after_us,
-            )
-            for t in rules.tiers
-        ],
-        rules.promote_after_us, rules.ceiling, rules.max_preemptions, rules.affinity_percent, rules.by_gain,
-        int(rules.fair * 10**6),
-    )  # fmt: skip
+    return calls.PoolRules.of(rules_of(program))
+
+
+def views_of(offers: list[dict[str, Any]], now: int) -> list[calls.EngineView]:
+    return [
+        calls.EngineView(
+            o["id"], *(o.get(size, UNBOUNDED) for size in ("tokens", "requests", "prefill")), o.get("speed", 1000),
+            o.get("takes_new", True) and o.get("known", True), now - us(o.get("since_s", 0)), us(o.get("ramp_s", 0)),
+        )
+        for o in offers
+    ]  # fmt: skip
 
 
 class LedgerPlayer:
@@ -57,25 +54,17 @@ class LedgerPlayer:
         self.dispatch(0)
 
     def set_engines(self, offers: list[dict[str, Any]], now: int) -> None:
-        self.news.engines = [
-            calls.EngineView(
-                o["id"], *(o.get(size, UNBOUNDED) for size in ("tokens", "requests", "prefill")), o.get("speed", 1000),
-                o.get("takes_new", True) and o.get("known", True), now - us(o.get("since_s", 0)),
-                us(o.get("ramp_s", 0)),
-            )
-            for o in offers
-        ]  # fmt: skip
+        self.news.engines = views_of(offers, now)
 
     def show(self, ticket: Ticket, now: int) -> None:
         self.made += 1
         self.bids[self.made] = ticket
         self.waiting[ticket.id] = self.made, ticket
-        gain = None if ticket.gain is None else calls.GainBid(*msgspec.structs.astuple(ticket.gain))
         self.news.bids.append(
             calls.Bid(
                 self.made, self.names[ticket.tier], ticket.tenant, ticket.tokens, ticket.requests, ticket.prompt,
                 ticket.weight, dict(ticket.hits), sorted(ticket.barred), now - ticket.arrived_us, ticket.number,
-                gain, ticket.has_returned,
+                ticket.gain, ticket.has_returned,
             )
         )  # fmt: skip
 
@@ -136,8 +125,7 @@ class LedgerPlayer:
         self.number += 1
         call, self.news = self.news, Call(1, "r", 0, "call")
         call.number, call.cells, call.acks, self.acks = self.number, self.row.state(call.whole), self.acks, []
-        leaving = sums_of(self.names, (lease for lease in self.leases.values() if lease.is_chosen))
-        call.leaving = [calls.Cell(*key, *leaving[key]) for key in sorted(leaving)]
+        call.leaving = cells_of(self.names, (lease for lease in self.leases.values() if lease.is_chosen))
         self.reply, _ = self.ledger.execute(call, now)
         assert self.reply.kind == "ok", self.reply
         if self.reply.config is not None:
@@ -174,7 +162,7 @@ class LedgerPlayer:
             [*map(shown, told.burst)], closed,
         )  # fmt: skip
         leases = list(self.leases.values())
-        gone = Gone().beside(lease for lease in leases if lease.is_chosen)
+        gone = gone_of_chosen(leases)
         returnable = Returnable()
         for lease in sorted(leases, key=lambda lease: lease.entered):
             returnable.add(lease)

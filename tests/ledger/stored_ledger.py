@@ -40,8 +40,8 @@ class StoredLedger:
                 parts["state"], count = re.subn(rf"(local {name} = )\d+", rf"\g<1>{10**15}", parts["state"])
                 assert count == 1
         self.keys = [ROOT, *OLD_POOLS]
-        self.function, self._library = script.library(parts)
-        self._script = script.script(parts)
+        self._library = script.library(parts)
+        self.function = self._library.function
         self.load()
         self._messages = client.pubsub(ignore_subscribe_messages=True)
         self._messages.psubscribe(f"{ROOT}*")
@@ -49,9 +49,9 @@ class StoredLedger:
     def load(self) -> None:
         """Loads it, anew if it is there."""
         if self.as_function:
-            self.client.function_load(self._library, replace=True)
+            self.client.function_load(self._library.source, replace=True)
         else:
-            self._hash = self.client.script_load(self._script)
+            self._hash = self.client.script_load(self._library.script.source)
 
     def answer(self, packed: bytes, now_us: int | None = None) -> bytes:
         """The answer to a packed call."""

@@ -157,7 +157,7 @@ def test_both_ledgers_give_the_same_bytes_for_long(stored: StoredLedger) -> None
         ("if told_with > last_number then", "if true then"),
         ("max(UNIT, (rpm or 0) * burst)", "(rpm or 0) * burst"),
         ("- (account[A_REFUNDED] - charge[CH_REFUNDED]) * UNIT", ""),
-        ("if is_statement then counts, are_counts_whole = {}, true end", ""),
+        ("if is_statement then forgotten[who] = true end", ""),
         ("if known[verdict[1]] then settle(verdict[2], 0, true, false) end", ""),
     ),
 )

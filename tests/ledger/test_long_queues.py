@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sidecar.pools.calls import BIDS_SHOWN, GainBid
+from sidecar.pools.calls import BIDS_SHOWN
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.tickets import Gain, Ticket
 from tests.ledger.one_replica import OneReplica
@@ -79,10 +79,6 @@ def test_one_enters_for_one_that_ends_at_the_same_cost_however_many_wait(order: 
         assert crowd.one.ledger.state is not None
         assert sum(len(member.bids) for member in crowd.one.ledger.state.members.values()) <= SHOWN
         assert crowd.largest_call < 40_000
-
-
-def test_a_bid_has_the_figures_of_its_gain() -> None:
-    assert GainBid.__struct_fields__ == Gain.__struct_fields__
 
 
 def test_what_gave_up_is_forgotten_and_the_others_keep_their_order() -> None:

@@ -98,6 +98,16 @@ def test_in_the_process_what_waits_after_the_bids_is_not_passed() -> None:
     assert first_difference(program, 2, member.Member) is None
 
 
+def test_in_the_process_a_call_a_millisecond_later_lets_in_what_one_call_leaves() -> None:
+    one = OneReplica({"tiers": [{"name": f"t{n}"} for n in range(3)], "capacity": {"tokens": 96}}, near=member.Member)
+    one.do({"do": "submit", "id": "all", "tier": "t0", "tokens": 96}, 0)
+    for number in range(96):
+        one.do({"do": "submit", "id": f"r{number}", "tier": f"t{number % 3}", "tokens": 1}, 0)
+    one.pump(0)
+    one.do({"do": "settle", "id": "all"}, 1_000)
+    assert (len(one.pump(1_000)[0]), one.member.due_us(), len(one.call(2_000)[0])) == (64, 2_000, 32)
+
+
 def test_growth_is_charged_for_bids_that_were_shown_before() -> None:
     """Three of the tenant that pays for growth are shown, and one of the other, which has all that is free then."""
     steps = [{"at": 0, "do": "submit", "id": name, "tier": "t0", "tenant": "a", "tokens": 10} for name in ("x", "y")]
@@ -184,7 +194,8 @@ def _sums(one: OneReplica) -> list[Any]:
         (name, lease.engine, lease.entered, lease.sent, lease.ticket.amount, lease.ticket.excess, lease.ticket.on_floor)
         for name, lease in one.member.leases.items()
     ]
-    return [scheduler.admissions, tiers, sorted(engines), of_leases, one.member._bids.virtual()]
+    of_bids = one.member._bids.virtual() if one.member.waiting() else None
+    return [scheduler.admissions, tiers, sorted(engines), of_leases, of_bids]
 
 
 def _difference_of_the_fast_path(program: dict[str, Any], luck: random.Random) -> str | None:
@@ -234,11 +245,17 @@ def _history(program: dict[str, Any], calls_always: bool) -> list[tuple[int, str
                 admitted, chosen = one.pump(now) if calls_always else one.call(now)
                 found += [(now, f"{ticket} enters {engine}") for ticket, engine in admitted]
                 found += [(now, f"{ticket} is taken back") for ticket in sorted(chosen)]
-        one.do({**step, "until": math.ceil(step.get("until", 0) * 10) / 10}, at)
+        one.do(_in_tenths(step), at)
         admitted, chosen = one.pump(at)
         found += [(now, f"{ticket} enters {engine}") for ticket, engine in admitted]
         found += [(now, f"{ticket} is taken back") for ticket in sorted(chosen)]
     return found
+
+
+def _in_tenths(step: dict[str, Any]) -> dict[str, Any]:
+    """A cap ends, and a slow start begins, when the one that calls all the time looks."""
+    engines = [{**engine, "since_s": round(engine.get("since_s", 0), 1)} for engine in step.get("engines", ())]
+    return {**step, "until": math.ceil(step.get("until", 0) * 10) / 10, "engines": engines}
 
 
 def _calls_only_when_it_is_told(program: dict[str, Any]) -> str | None:
@@ -256,6 +273,29 @@ AGES = {
     "steps": [{"at": 0, "do": "submit", "id": f"r{n}", "tier": "t1", "tokens": 5} for n in range(2)],
 }
 
+PASSES_IN_LINE = {
+    "name": "of two in line for an engine the first earns nothing any more: the other, which has room there, passes it",
+    "order": "gain",
+    "tiers": [{"name": "t0"}],
+    "engines": [{"id": "a#1", "tokens": 10}, {"id": "b#1", "tokens": 10}],
+    "steps": [
+        {
+            "at": 0,
+            "do": "submit",
+            "id": name,
+            "tier": "t0",
+            "tokens": tokens,
+            "gain": {"weight": weight, "tokens": 1, "cost": 1, "start_by": start_by, "slack": 1},
+        }
+        for name, tokens, weight, start_by in [
+            ("on a", 6, 1, 9),
+            ("on b", 8, 1, 9),
+            ("first", 6, 4, 1),
+            ("other", 4, 1, 9),
+        ]
+    ],
+}
+
 
 @pytest.fixture
 def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +306,11 @@ def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_heartbeats")
 def test_calls_at_next_are_as_good_as_calls_all_the_time() -> None:
-    assert [found for program in [AGES, *programs(range(16))] if (found := _calls_only_when_it_is_told(program))] == []
+    assert [
+        found
+        for program in [AGES, PASSES_IN_LINE, *programs(range(16))]
+        if (found := _calls_only_when_it_is_told(program))
+    ] == []
 
 
 @pytest.mark.soak
@@ -299,6 +343,11 @@ def test_by_gain_the_best_is_shown_too() -> None:
     assert first_difference(program, 2) is None
 
 
+def _call(store: ledger.Ledger, of: member.Member, now: int) -> None:
+    while (asked := of.poll(now)) is not None:
+        of.answered(store.execute(asked, now)[0], now)
+
+
 def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_early() -> None:
     """Three tokens, `min(10 // 2, 0 + (10 - 4) // 2)`. More than the bids of one call are too large for that."""
     store, second = ledger.Ledger(), 1_000_000
@@ -306,17 +355,13 @@ def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_ea
     members = [member.Member(who, rules) for who in ("one", "other")]
     one, other = members
 
-    def call(of: member.Member, now: int) -> None:
-        while (asked := of.poll(now)) is not None:
-            of.answered(store.execute(asked, now)[0], now)
-
     for each_one in members:
         each_one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
-        call(each_one, 0)
-        call(each_one, 3 * second)
+        _call(store, each_one, 0)
+        _call(store, each_one, 3 * second)
     other.submit(Ticket("big", 0, "", 4), 3 * second)
-    call(other, 3 * second)
-    call(one, 5 * second)
+    _call(store, other, 3 * second)
+    _call(store, one, 5 * second)
     large: list[Ticket] = []
     for number in range(40):
         large.append(Ticket(f"large {number}", 0, "", 4, number=number))
@@ -371,18 +416,14 @@ def test_what_ended_while_a_call_was_on_its_way_is_free_in_the_figures_of_its_re
     store, second = ledger.Ledger(), 1_000_000
     one = member.Member("one", pool_rules([("t0", 0.2)]))
 
-    def call(now: int) -> None:
-        while (asked := one.poll(now)) is not None:
-            one.answered(store.execute(asked, now)[0], now)
-
     def held(now: int) -> int:
         return one.mirror(now).engines["e#1"].held[0]
 
     one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
     for at in (0, 3 * second):
-        call(at)
+        _call(store, one, at)
     one.submit(Ticket("ends", 0, "", 4), 3 * second)
-    call(3 * second)
+    _call(store, one, 3 * second)
     assert held(3 * second) == 4
     one.submit(Ticket("second", 0, "", 1, number=1), 4 * second)
     asked = one.poll(4 * second)
@@ -398,18 +439,14 @@ def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None
     old = member.Member("old", pool_rules([("t0", 0.2)]))
     new = member.Member("new", pool_rules([("before", 0.2), ("t0", 0.2)]), takes_over=True)
 
-    def call(of: member.Member, now: int) -> None:
-        while (asked := of.poll(now)) is not None:
-            of.answered(store.execute(asked, now)[0], now)
-
     for at in (0, 3 * second):
         old.view([EngineView("e#1", 10, 100, 100, 1_000, True)], at)
-        call(old, at)
+        _call(store, old, at)
     old.submit(Ticket("runs", 0, "", 6), 3 * second)
-    call(old, 3 * second)
-    call(old, 4 * second)  # it states the lease
+    _call(store, old, 3 * second)
+    _call(store, old, 4 * second)  # it states the lease
     new.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 4 * second)
-    call(new, 4 * second)
+    _call(store, new, 4 * second)
     assert store.state is not None
     scheduler = store.state.scheduler
     assert [tier.used[0] for tier in scheduler.tiers] == [0, 6]
@@ -446,8 +483,7 @@ def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
 
     one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
     for at in (0, 3 * second):
-        while (asked := one.poll(at)) is not None:
-            one.answered(store.execute(asked, at)[0], at)
+        _call(store, one, at)
     for at in range(5 * second, late, second // 2):
         look(at)
     assert enters("first", late)
@@ -466,19 +502,15 @@ def loses_an_answer_with_growth_and_a_turn(store: ledger.Ledger) -> None:
     members = [member.Member(who, pool_rules([("t0", 0.2)])) for who in ("one", "other")]
     one, other = members
 
-    def call(of: member.Member, now: int) -> None:
-        while (asked := of.poll(now)) is not None:
-            of.answered(store.execute(asked, now)[0], now)
-
     for at in (0, 3 * second):
         for of in members:
             of.view([EngineView("e#1", 10, 100, 100, 1_000, True)], at)
-            call(of, at)
+            _call(store, of, at)
     one.submit(Ticket("grows", 0, "a", 4), 3 * second)
     one.submit(Ticket("owes", 0, "b", 6), 3 * second)
-    call(one, 3 * second)
+    _call(store, one, 3 * second)
     other.submit(Ticket("waits", 0, "c", 10), 3 * second)
-    call(other, 3 * second)
+    _call(store, other, 3 * second)
     assert store.state is not None
     tier = store.state.scheduler.tiers[0]
     one.charge(one.leases["grows"], 5, 4 * second)
@@ -490,7 +522,7 @@ def loses_an_answer_with_growth_and_a_turn(store: ledger.Ledger) -> None:
     charged, owed = tier.queue.finish["a"], tier.owes_until_us
     assert (charged - tier.queue.virtual, owed > 5 * second) == (5, True)
     one.unanswered(5 * second)
-    call(one, 5 * second)
+    _call(store, one, 5 * second)
     assert one.mode is Mode.SHARED
     assert (tier.queue.finish["a"], tier.owes_until_us) == (charged, owed)
 

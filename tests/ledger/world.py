@@ -657,16 +657,13 @@ class World:
     @staticmethod
     def outbox(state):
         members = state.members if state else {}
-        return {
-            ((who, bid), entry.engine) for who, member in members.items() for bid, (_, entry) in member.outbox.items()
-        }
+        return {((who, bid), grant.engine) for who, member in members.items() for bid, grant in member.outbox.items()}
 
     @staticmethod
     def row(member):
         total = {}
-        granted = [((tier, entry.engine), entry.sums) for tier, entry in member.outbox.values()]
-        for key, sums in [*member.row.items(), *granted]:
-            add(total.setdefault(key, [0, 0, 0]), [*sums[:2], sums[3]])
+        for held in [*member.row.values(), *member.outbox.values()]:
+            add(total.setdefault((held.tier, held.engine), [0, 0, 0]), [held.tokens, held.requests, held.sent])
         return total
 
     def excess(self, replica, engine):

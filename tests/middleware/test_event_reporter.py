@@ -13,7 +13,7 @@ from sidecar.events import Classified, FirstByte, Received
 from sidecar.middleware.event_reporter import reporter_of
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from tests.support.middleware import App, Caller, Guarded, chat
 
 pytestmark = pytest.mark.anyio
@@ -39,7 +39,7 @@ def rules(tmp_path: Path) -> Policy:
 
 async def test_a_process_that_was_held_up_as_a_request_came_does_not_shift_its_times(tmp_path: Path) -> None:
     """The garbage collection of a large process takes half a second, now and then between two lines."""
-    now_us, held_up_us = LedgerPool(rules(tmp_path)).now_us, 5_000_000
+    now_us, held_up_us = Pool(rules(tmp_path)).now_us, 5_000_000
     begun: list[Received] = []
     observer = SimpleNamespace(received=begun.append)
     scope = {"method": "POST", "path": "/v1/chat/completions", "headers": []}

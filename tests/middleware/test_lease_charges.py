@@ -16,7 +16,7 @@ from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Learn
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
 from tests.middleware.test_lease_size import Stream
 from tests.pools.harness import policy_of
@@ -44,7 +44,7 @@ class World:
     """One pool that is always full, two tenants of equal weight that always wait, and their real lengths."""
 
     def __init__(self, learn: Learn) -> None:
-        self.pool = LedgerPool(policy_of(pool_rules(tokens=60_000, requests=None, tiers=(Shares("normal"),))))
+        self.pool = Pool(policy_of(pool_rules(tokens=60_000, requests=None, tiers=(Shares("normal"),))))
         self.sizes = LeaseSizes(learn, self.pool.now_us, LengthEstimator())
         self.payload = decode(Api.CHAT, BODY)
         self.rng = random.Random(7)

@@ -24,7 +24,7 @@ from sidecar.middleware.lease_size import (
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Learn
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
 from tests.pools.harness import policy_of
 
@@ -49,7 +49,7 @@ class Stand:
 
     def __init__(self, learn: Learn = Learn.CAUTIOUS, tokens: int = 100_000) -> None:
         self.now_us = 0
-        self.pool = LedgerPool(
+        self.pool = Pool(
             policy_of(pool_rules(tokens=tokens, requests=None, tiers=(Shares("normal"),))), clock=lambda: self.now_us
         )
         self.sizes = LeaseSizes(learn, self.pool.now_us, LengthEstimator())

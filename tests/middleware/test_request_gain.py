@@ -13,7 +13,7 @@ from sidecar.gain.token_deadlines import Objective
 from sidecar.middleware.intake import RequestIntake, SizedRequest
 from sidecar.middleware.slo_headers import asked_slo
 from sidecar.middleware.usage import UsageReader
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 from tests.support.middleware import (
     CHAT,
@@ -50,7 +50,7 @@ class Clocked(Guarded):
         self.now_us = 1_000_000
         with_policy = policy(max_wait=max_wait, **settings)
         self.recorder, self.served = Recorder(), None
-        self.pool = LedgerPool(with_policy, clock=lambda: self.now_us)
+        self.pool = Pool(with_policy, clock=lambda: self.now_us)
         self.sidecar = TestedMiddleware(
             app,
             policy=with_policy,

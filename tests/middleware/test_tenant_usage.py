@@ -23,9 +23,9 @@ from sidecar.middleware import tenant_usage
 from sidecar.middleware.tenant_usage import MOST_MODELS, OTHER, TenantUsage
 from sidecar.policy.model import Limits, Policy, Tenant
 from sidecar.policy.store import store_address
-from sidecar.pools import Ask, LedgerPool
-from sidecar.pools.redis.connection import StoreConnection, StoreError
-from sidecar.tenants.records import StoreSilent
+from sidecar.pools import Ask, Pool
+from sidecar.pools.base import StoreError
+from sidecar.pools.redis.connection import StoreConnection
 from sidecar.tenants.usage import RedisUsage, usage_connector
 from sidecar.tenants.usage_records import Recorded, Sums, UsageFigures, UsageKey
 from tests.support.examples import examples
@@ -73,13 +73,13 @@ class Ledger:
         tenants: Sequence[str],
     ) -> Recorded:
         if self.is_away:
-            raise StoreSilent("away")
+            raise StoreError("away")
         if part > self.parts.get(replica, 0):
             self.parts[replica] = part
             for name, figures in entries:
                 self.entries[name] = self.entries.get(name, UsageFigures(0, 0, 0)).plus(figures)
         if self.loses_answers:
-            raise StoreSilent("lost")
+            raise StoreError("lost")
         return Recorded(self.clock.now_s, {tenant: self.sums(tenant, day) for tenant in tenants})
 
     def sums(self, tenant: str, day: str) -> Sums:
@@ -100,7 +100,7 @@ class OfLedger:
 
     async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
         if self._ledger.is_away:
-            raise StoreSilent("away")
+            raise StoreError("away")
         return {name: figures for name, figures in self._ledger.entries.items() if name.day == day}
 
     async def close(self) -> None:
@@ -119,7 +119,7 @@ def budgeted(day: int | None = None, month: int | None = None, downgrade: int | 
 def refused(usage: TenantUsage, tenant: Tenant) -> TenantLimit | None:
     """The refusal of a small request; None where it may enter."""
     try:
-        usage.within(Ask(2, tenant.name, 1, 10, 1), tenant, LedgerPool(policy()))
+        usage.within(Ask(2, tenant.name, 1, 10, 1), tenant, Pool(policy()))
     except TenantLimit as over:
         return over
     return None
@@ -160,7 +160,7 @@ async def count_and_compare(steps: list[tuple[str, int, str, int]]) -> None:
         elif kind == "flush":
             try:
                 await replicas[at].flush()
-            except StoreSilent:
+            except StoreError:
                 assert ledger.is_away or ledger.loses_answers
         elif kind == "later":
             clock.now_s += number
@@ -248,7 +248,7 @@ async def test_a_sum_that_someone_spoiled_makes_no_other_tenant_pay_twice(store:
     assert (await records.add(0, [], "2026-11-30", ["acme", "bulk"])).sums == {"acme": (7, 7), "bulk": (7, 7)}
     store.command("SET", key, "of another type")
     for _ in range(3):
-        with pytest.raises(StoreSilent):
+        with pytest.raises(StoreError):
             await records.add(2, entries, "2026-11-30", ["bulk"])
     store.command("DEL", key)
     await records.add(2, entries, "2026-11-30", [])
@@ -274,7 +274,7 @@ async def test_an_answer_that_is_lost_on_the_way_from_the_real_store(
     usage.add("acme", "normal", "m", 7, 5)
     monkeypatch.setattr(StoreConnection, "run", run)
     for _ in range(3):
-        with contextlib.suppress(StoreSilent):
+        with contextlib.suppress(StoreError):
             await usage.flush()
         usage.add("acme", "normal", "m", 1, 0)
     assert len(lost) == 3
@@ -341,7 +341,7 @@ async def test_a_budget_of_a_month_outlasts_a_midnight_without_the_store() -> No
     ledger.is_away = True
     for sent in (8, 4):
         usage.add("acme", "normal", "m", sent, 0)
-        with pytest.raises(StoreSilent):
+        with pytest.raises(StoreError):
             await usage.flush()
     clock.now_s += DAY_S
     assert usage.budgets(tenant)["month"].used == 12
@@ -394,7 +394,7 @@ async def test_a_replica_that_has_not_seen_a_tenant_lately_reads_its_sums_at_onc
 
 
 async def test_a_tenant_over_its_budget_falls_to_the_lower_tier_where_it_has_one() -> None:
-    usage, pool = usage_of(Ledger(Clock())), LedgerPool(policy())
+    usage, pool = usage_of(Ledger(Clock())), Pool(policy())
     tenant = budgeted(day=1, downgrade=3)
     assert refused(usage, tenant) is None
     usage.add("acme", "normal", "m", 1, 0)

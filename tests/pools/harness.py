@@ -13,7 +13,6 @@ from sidecar.policy.model import Policy, Source, Tier
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, pool_rules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools import Ask, Pool
-from sidecar.pools.ledger_pool import LedgerPool
 
 
 class Clock:
@@ -49,12 +48,9 @@ class LocalHarness:
     """The pool over a ledger in the process. Rules that a test states in whole numbers become shares again."""
 
     async def pool(self, policy: Policy, clock: Clock | None = None) -> Pool:
-        pool = LedgerPool(with_shares(policy)) if clock is None else LedgerPool(with_shares(policy), clock)
+        pool = Pool(with_shares(policy)) if clock is None else Pool(with_shares(policy), clock)
         change_policy = pool.change_policy
         pool.change_policy = lambda policy: change_policy(with_shares(policy))  # type: ignore[method-assign]
-        pool.change_rules = lambda rules: pool.change_policy(  # type: ignore[method-assign]
-            replace(pool._sizes.policy, rules=rules, shares=())
-        )
         return pool
 
     async def quiet(self, pool: Pool) -> None:
@@ -78,10 +74,14 @@ class ByGain:
 
     async def pool(self, policy: Policy, clock: Clock | None = None) -> Pool:
         pool = await self._harness.pool(by_gain(policy), clock)
-        change_rules, change_policy = pool.change_rules, pool.change_policy
-        pool.change_rules = lambda rules: change_rules(replace(rules, is_by_gain=True))  # type: ignore[method-assign]
+        change_policy = pool.change_policy
         pool.change_policy = lambda policy: change_policy(by_gain(policy))  # type: ignore[method-assign]
         return pool
+
+
+def change_rules(pool: Pool, rules: PoolRules) -> None:
+    """The pool has other rules of the same tiers."""
+    pool.change_policy(replace(pool._sizes.policy, rules=rules, shares=()))
 
 
 def by_gain(policy: Policy) -> Policy:

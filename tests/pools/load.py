@@ -13,8 +13,8 @@ from typing import Any
 from sidecar.errors import AdmissionError
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.store import store_address
+from sidecar.pools import Pool
 from sidecar.pools.clock import Clock, monotonic_us
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.redis import RedisLink, ledger_connector
 from tests.pools.harness import ask, with_shares
 
@@ -26,7 +26,7 @@ LONGEST_WAIT_S = 30.0
 class Load:
     """The requests, all of one size and held for some time, and what became of them."""
 
-    pools: Sequence[LedgerPool]
+    pools: Sequence[Pool]
     tokens: int = 10
     held_s: tuple[float, float] = (0.005, 0.03)
     tiers: int = 2
@@ -97,15 +97,13 @@ def timeout(seconds: float) -> Any:
 
 def replica(
     url: str, policy: Policy, clock: Clock = monotonic_us, *, name: str = "faults", takes_over: bool = False
-) -> LedgerPool:
+) -> Pool:
     """A pool in the store at `url`, as the product makes it."""
     policy = replace(with_shares(policy), pool=name)
-    return LedgerPool(
-        policy, clock, link=RedisLink(ledger_connector(store_address(url), name), name), takes_over=takes_over
-    )
+    return Pool(policy, clock, link=RedisLink(ledger_connector(store_address(url), name), name), takes_over=takes_over)
 
 
-def beat(pool: LedgerPool) -> None:
+def beat(pool: Pool) -> None:
     """States all at once, as with a heartbeat."""
     pool._member._heartbeat_us = 0
     pool._run()
@@ -119,7 +117,7 @@ async def replicas(
     on_loss: StoreLoss = StoreLoss.DIVIDE,
     clocks: Sequence[Clock] = (),
     name: str = "faults",
-) -> AsyncIterator[list[LedgerPool]]:
+) -> AsyncIterator[list[Pool]]:
     """Pools that share one store, opened; each by an address of its own."""
     policy = replace(policy, on_store_loss=on_loss)
     pools = [replica(url, policy, clocks[i] if clocks else monotonic_us, name=name) for i, url in enumerate(urls)]
@@ -131,7 +129,7 @@ async def replicas(
         await asyncio.gather(*(pool.close() for pool in pools))
 
 
-async def heard_of_each_other(pools: Sequence[LedgerPool]) -> None:
+async def heard_of_each_other(pools: Sequence[Pool]) -> None:
     """Returns when every pool knows how many there are, and a new pool is not on hold any more."""
     for pool in pools:
         beat(pool)
@@ -141,7 +139,7 @@ async def heard_of_each_other(pools: Sequence[LedgerPool]) -> None:
     )
 
 
-def store_of(pool: LedgerPool) -> Any:
+def store_of(pool: Pool) -> Any:
     """What a pool says of its store."""
     return pool.state()["store"]
 
@@ -156,7 +154,7 @@ async def until(condition: Any, within_s: float = 60.0, what: str = "") -> float
     return loop.time() - began_s
 
 
-async def nothing_left(pools: Sequence[LedgerPool]) -> None:
+async def nothing_left(pools: Sequence[Pool]) -> None:
     """Fails unless, at a next heartbeat, neither the store nor a replica has a lease or a ticket left."""
 
     def is_empty() -> bool:
@@ -175,6 +173,6 @@ async def nothing_left(pools: Sequence[LedgerPool]) -> None:
     await until(is_empty_after_a_beat, what="leases or tickets are left")
 
 
-async def recovered(pools: Sequence[LedgerPool]) -> float:
+async def recovered(pools: Sequence[Pool]) -> float:
     """Waits until every pool shares the store again."""
     return await until(lambda: all(pool.status.state.value == "shared" for pool in pools), what="not shared again")

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from sidecar.policy.model import Policy
+from sidecar.pools import Pool
 from sidecar.pools.base import Merge, PeerReports
 from sidecar.pools.calls import HEARTBEAT_US, Call
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.ledger_link import LinkUser
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.member import LAZY_US
 from tests.pools.harness import Clock, with_shares
 
@@ -54,7 +54,7 @@ class Replicas:
         self.clock, self.ledger = Clock(), Ledger()
         self.links = [ScriptedLink(lambda: self.ledger, self.clock) for _ in range(count)]
         policy = with_shares(policy)
-        self.pools = [LedgerPool(policy, self.clock, link=it, **more) for it in self.links]
+        self.pools = [Pool(policy, self.clock, link=it, **more) for it in self.links]
 
     async def quiet(self) -> None:
         """Lets all calls that are due now be made and answered."""
@@ -70,7 +70,7 @@ class Replicas:
         await self.pass_s(6)
         return self
 
-    async def pass_s(self, seconds: float, *, without: LedgerPool | None = None) -> None:
+    async def pass_s(self, seconds: float, *, without: Pool | None = None) -> None:
         """Lets time pass, by tenths of a second. One replica may stand still."""
         for _ in range(round(seconds * 10)):
             self.clock.advance(0.1)

@@ -15,10 +15,10 @@ from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.calls import Call, Reply
 from sidecar.pools.ledger_link import LinkUser
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.member import LAZY_US
 from sidecar.pools.redis import RedisLink, ledger_connector, script
-from sidecar.pools.redis.connection import Connect, Library, Script
+from sidecar.pools.redis.connection import Connect
+from sidecar.pools.redis.script import Library
 from tests.pools.harness import Clock, with_shares
 from tests.support.redis_servers import RedisServer
 
@@ -32,8 +32,7 @@ def patient_library() -> Library:
     for name, value in {"LOST_US": 10**15, "DEAD_US": 10**15, "HOLD_US": 0}.items():
         texts["state"], found = re.subn(rf"(local {name} = )\d+", rf"\g<1>{value}", texts["state"])
         assert found == 1
-    function, library = script.library(texts)
-    return Library(function, library, Script.of(script.script(texts)))
+    return script.library(texts)
 
 
 class WatchedLink(RedisLink):
@@ -66,22 +65,19 @@ class StoreHarness:
     def __init__(self, connect: Callable[[str], Connect], others: int = 0) -> None:
         self.name = f"test-{next(_names)}"
         self._connect, self._others = connect, others
-        self._pools: list[tuple[LedgerPool, WatchedLink]] = []
+        self._pools: list[tuple[Pool, WatchedLink]] = []
 
-    async def pool(self, policy: Policy, clock: Clock | None = None) -> LedgerPool:
+    async def pool(self, policy: Policy, clock: Clock | None = None) -> Pool:
         for _ in range(self._others):
             await self._one(policy, clock)
         return await self._one(policy, clock)
 
-    async def _one(self, policy: Policy, clock: Clock | None) -> LedgerPool:
+    async def _one(self, policy: Policy, clock: Clock | None) -> Pool:
         policy = replace(with_shares(policy), pool=self.name)
         link = WatchedLink(self._connect(self.name), self.name, library=patient_library(), clock=clock)
-        pool = LedgerPool(policy, link=link) if clock is None else LedgerPool(policy, clock, link=link)
+        pool = Pool(policy, link=link) if clock is None else Pool(policy, clock, link=link)
         change_policy = pool.change_policy
         pool.change_policy = lambda policy: change_policy(replace(with_shares(policy), pool=self.name))  # type: ignore[method-assign]
-        pool.change_rules = lambda rules: pool.change_policy(  # type: ignore[method-assign]
-            replace(pool._sizes.policy, rules=rules, shares=())
-        )
         self._pools.append((pool, link))
         await pool.open()
         await self.quiet(pool)

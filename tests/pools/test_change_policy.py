@@ -17,7 +17,6 @@ from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, Shares, pool_rules
 from sidecar.pools import Pool
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.member_events import Mode
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
@@ -54,10 +53,12 @@ async def test_a_grown_pool_lets_who_waits_in_at_once_and_in_order(harness: Harn
     assert waiting[2].grant is None, "came last, in the lower tier"
     assert grants[1].queue_wait_us > 0
     assert held(pool) == [20, 10]
+    assert pool.state()["capacity"] == {"tokens": 30, "requests": None}
     running.settle()
     await waiting[2].wait()
 
 
+@in_both_orders
 async def test_a_shrunk_pool_drains_what_runs_and_keeps_who_waits(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=30))
     running = [await pool.enter(ask(tokens=10)) for _ in range(3)]
@@ -243,14 +244,14 @@ async def test_of_replicas_with_different_figures_the_latest_stated_count_and_no
         assert tokens_of(pools) == [latest * 10] * 2
 
 
-async def states_all(pool: LedgerPool) -> None:
+async def states_all(pool: Pool) -> None:
     """A replica states everything, as behind a call that was lost."""
     pool._member._number += 10
     stated = pool._member.number + 2  # the next call is not known of
     await until(lambda: beat(pool) or (pool._member.number > stated and pool._member.mode is Mode.SHARED))
 
 
-def tokens_of(pools: Sequence[LedgerPool]) -> list[int | None]:
+def tokens_of(pools: Sequence[Pool]) -> list[int | None]:
     """How large each replica knows the pool to be."""
     for pool in pools:
         beat(pool)

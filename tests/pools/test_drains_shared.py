@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from sidecar.events import StoreState
+from sidecar.pools import Pool
 from sidecar.pools.calls import Call
 from sidecar.pools.engines import EngineOffer
 from sidecar.pools.ledger import Ledger
-from sidecar.pools.ledger_pool import LedgerPool
 from tests.pools.harness import simple
 from tests.pools.scripted_link import Replicas
 
@@ -39,7 +39,7 @@ async def back(all_of_them: Replicas) -> None:
     assert [pool.status.state for pool in all_of_them.pools] == [StoreState.SHARED] * 2
 
 
-def takes(pool: LedgerPool) -> dict[str, bool]:
+def takes(pool: Pool) -> dict[str, bool]:
     """The engines, and whether each takes new requests, by the ledger's latest answer."""
     return {engine.id: engine.takes_new for engine in pool.engines()}
 
@@ -49,7 +49,7 @@ def in_the_next_statement(all_of_them: Replicas, act: Callable[[], None]) -> Non
     link = all_of_them.links[0]
     send, done = link.send, list[Call]()
 
-    def sends(call: Call, user: LedgerPool) -> None:
+    def sends(call: Call, user: Pool) -> None:
         send(call, user)
         if call.kind == "state" and not done:
             done.append(call)

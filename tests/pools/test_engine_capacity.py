@@ -17,7 +17,7 @@ from sidecar.engines.pages import Page, Unread
 from sidecar.errors import CapacityUnknown, RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, Shares
-from sidecar.pools import EngineSize, LedgerPool
+from sidecar.pools import EngineSize, Pool
 from tests.pools.harness import ask, simple
 from tests.pools.load import until
 
@@ -61,14 +61,12 @@ def policy_of(fraction: str = "1", waiting: int = 2, **written: int) -> Policy:
     return replace(simple(tokens=None), engine=Vllm, engine_capacity=capacity, shares=shares)
 
 
-def sized(engine: Engine, policy: Policy, every_s: float = EVERY_S) -> LedgerPool:
-    return LedgerPool(policy, size=EngineSize(policy, engine, read_every_s=every_s))
+def sized(engine: Engine, policy: Policy, every_s: float = EVERY_S) -> Pool:
+    return Pool(policy, size=EngineSize(policy, engine, read_every_s=every_s))
 
 
 @asynccontextmanager
-async def following(
-    engine: Engine, policy: Policy | None = None, every_s: float = EVERY_S
-) -> AsyncIterator[LedgerPool]:
+async def following(engine: Engine, policy: Policy | None = None, every_s: float = EVERY_S) -> AsyncIterator[Pool]:
     pool = sized(engine, policy or policy_of(), every_s)
     await pool.open()
     try:
@@ -77,7 +75,7 @@ async def following(
         await pool.close()
 
 
-def capacity(pool: LedgerPool) -> Any:
+def capacity(pool: Pool) -> Any:
     return pool.state()["capacity"]
 
 
@@ -137,9 +135,9 @@ async def test_a_change_is_followed_and_said(caplog: pytest.LogCaptureFixture) -
             await pool.enter(ask(tokens=400))
     said = [record.getMessage() for record in caplog.records if "changed" in record.getMessage()]
     assert said == [
-        "the engine's capacity changed, the pool has 2,000 tokens and any number of requests "
+        "the engine's capacity changed: 2,000 tokens and any number of requests "
         "instead of 1,000 tokens and any number of requests",
-        "the engine's capacity changed, the pool has 300 tokens and any number of requests "
+        "the engine's capacity changed: 300 tokens and any number of requests "
         "instead of 2,000 tokens and any number of requests",
     ]
 

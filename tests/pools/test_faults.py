@@ -14,9 +14,8 @@ import pytest
 
 from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
-from sidecar.pools import store_watch
+from sidecar.pools import Pool, store_watch
 from sidecar.pools.clock import monotonic_us
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.redis import RedisLink, link
 from tests.pools.conftest import BINARIES, FIRST, OTHERS, SERVERS, Servers
 from tests.pools.harness import ask, simple
@@ -62,7 +61,7 @@ async def do(server: RedisServer, *words: str | int) -> None:
     await asyncio.get_running_loop().run_in_executor(None, lambda: server.command(*map(str, words)))
 
 
-def check(load: Load, pools: list[LedgerPool], *, at_least: int = 100, limit: int = CAPACITY) -> None:
+def check(load: Load, pools: list[Pool], *, at_least: int = 100, limit: int = CAPACITY) -> None:
     assert load.admitted > at_least
     assert load.peak <= limit
     assert set(load.refused) <= {"store_unavailable"}
@@ -447,7 +446,7 @@ async def settle_one(process: asyncio.subprocess.Process) -> None:
     await process.stdin.drain()
 
 
-def held(pool: LedgerPool) -> int:
+def held(pool: Pool) -> int:
     """What the whole pool holds, as this replica last heard."""
     state: Any = pool.state()
     return sum(int(tier["held"]["tokens"]) for tier in state["tiers"])

@@ -10,20 +10,19 @@ from sidecar.errors import RequestTooLarge
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, Shares, pool_rules
-from sidecar.pools import Ask, EnginePool, Lease
+from sidecar.pools import Ask, Lease, Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.pools.ledger_pool import LedgerPool
 from tests.pools.harness import Clock, policy_of
 
 pytestmark = pytest.mark.anyio
 A, B = (EngineOffer(f"{name}#1", tokens=100, requests=10, prefill=20) for name in "ab")
 
 
-def pool_of(policy: Policy, *clock: Clock) -> LedgerPool:
-    return LedgerPool(policy, *clock, weight_percent=WEIGHT_PERCENT)
+def pool_of(policy: Policy, *clock: Clock) -> Pool:
+    return Pool(policy, *clock, weight_percent=WEIGHT_PERCENT)
 
 
-def fleet(*offers: EngineOffer, clock: Clock | None = None) -> LedgerPool:
+def fleet(*offers: EngineOffer, clock: Clock | None = None) -> Pool:
     shares = (Shares("high"), Shares("low"))
     policy = policy_of(pool_rules(tokens=None, requests=None, tiers=shares))
     object.__setattr__(policy, "shares", shares)
@@ -42,7 +41,7 @@ async def granted(lease: Lease) -> str | None:
 
 
 async def test_a_grant_names_the_engine() -> None:
-    pool: EnginePool = fleet(A, B)
+    pool: Pool = fleet(A, B)
     leases = [await pool.enter(ask()) for _ in range(2)]
     assert [await granted(lease) for lease in leases] == ["a#1", "b#1"]
     assert [engine.held_tokens for engine in pool.engines()] == [10, 10]
@@ -159,7 +158,7 @@ async def test_the_cause_of_a_wait_names_the_engines_where_only_all_together_hav
     assert (cause, "none of 2 engines has room" in sentence) == (Obstacle.NO_ROOM, True)
 
 
-def obstacle(pool: LedgerPool, wanted: Ask) -> tuple[str, str]:
+def obstacle(pool: Pool, wanted: Ask) -> tuple[str, str]:
     cause, sentence = pool.obstacle(wanted)
     return cause.value, sentence
 
@@ -207,7 +206,7 @@ async def test_an_engine_that_takes_no_requests_is_claimed_by_none() -> None:
     assert [engine.claims for engine in pool.engines()] == [0, 0]
 
 
-def blocked_s(pool: LedgerPool) -> object:
+def blocked_s(pool: Pool) -> object:
     return pool.state()["no_engine_fits_s"]
 
 

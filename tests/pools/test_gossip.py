@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from sidecar.events import StoreState
-from sidecar.pools import Merge, NotShared, PeerReport, PeerReports, Pool
+from sidecar.pools import Merge, PeerReport, PeerReports, Pool, StoreError
 from sidecar.pools.base import MOST_REPORT_BYTES
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.redis.connection import ledger_key
 from tests.fleet.waiting import until
 from tests.pools.harness import Harness, ask, simple
@@ -69,7 +68,7 @@ async def test_a_replica_that_ends_takes_its_report_with_it(harness: Harness) ->
 @in_a_store
 async def test_a_report_that_is_too_long_is_refused_and_the_pool_goes_on(harness: Harness) -> None:
     pool = await harness.pool(simple())
-    with pytest.raises(NotShared, match="more than"):
+    with pytest.raises(StoreError, match="more than"):
         await pool.share(bytes(MOST_REPORT_BYTES + 1), joined)
     assert (await pool.enter(ask())).grant is not None
     assert await reports(pool) == []
@@ -89,11 +88,11 @@ def spare(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-def replica(server: RedisServer, name: str) -> LedgerPool:
+def replica(server: RedisServer, name: str) -> Pool:
     return replica_at(server.url, name)
 
 
-def replica_at(url: str, name: str) -> LedgerPool:
+def replica_at(url: str, name: str) -> Pool:
     return pool_at(url, simple(), name=name)
 
 
@@ -117,7 +116,7 @@ async def test_a_silent_replica_is_left_out_and_nothing_stays(store: RedisServer
 
 async def test_a_lost_store_is_said_and_admission_goes_on(spare: RedisServer) -> None:
     pool, other = replica(spare, "lost"), replica(spare, "lost")
-    with pytest.raises(NotShared, match="no attempt has ended yet"):
+    with pytest.raises(StoreError, match="no attempt has ended yet"):
         await pool.share(b"own", joined)
     await pool.open()
     await other.open()
@@ -126,12 +125,12 @@ async def test_a_lost_store_is_said_and_admission_goes_on(spare: RedisServer) ->
     await other.share(b"other", joined)
     assert await reports(pool) == [b"other"]
     spare.kill()
-    with pytest.raises(NotShared):
+    with pytest.raises(StoreError):
         await pool.share(b"own", joined)
     beat(other)
     assert (await pool.enter(ask())).grant is not None
     await until(lambda: pool.status.state is other.status.state is StoreState.DIVIDED, 60)
-    with pytest.raises(NotShared, match="store is divided"):
+    with pytest.raises(StoreError, match="store is divided"):
         await pool.share(b"own", joined)
     spare.restart()
     await until(lambda: pool.status.state is other.status.state is StoreState.SHARED, 60)
@@ -162,12 +161,12 @@ async def test_a_store_that_hangs_while_a_report_is_on_its_way_loses_no_admissio
 # -- many replicas: one merges for all
 
 FEW = 8
-"""Replicas up to which each reads all others' reports: see the header of gossip.lua."""
+"""Replicas up to which each reads all others' reports: see `sidecar.pools.redis.gossip`."""
 LEASE_S = 4.0
 
 
 @asynccontextmanager
-async def opened(store: RedisServer, count: int) -> AsyncIterator[list[LedgerPool]]:
+async def opened(store: RedisServer, count: int) -> AsyncIterator[list[Pool]]:
     name = f"many-{next(_names)}"
     pools = [replica(store, name) for _ in range(count)]
     try:
@@ -179,11 +178,11 @@ async def opened(store: RedisServer, count: int) -> AsyncIterator[list[LedgerPoo
         await asyncio.gather(*(pool.close() for pool in pools))
 
 
-async def round_of(pools: list[LedgerPool], report: bytes = b"own") -> list[PeerReports]:
+async def round_of(pools: list[Pool], report: bytes = b"own") -> list[PeerReports]:
     return [await pool.share(report, joined) for pool in pools]
 
 
-def merger_of(store: RedisServer, pool: LedgerPool) -> str:
+def merger_of(store: RedisServer, pool: Pool) -> str:
     return str(store.command("GET", f"{ledger_key(pool._sizes.policy.pool)}:merger") or "")
 
 
@@ -268,7 +267,7 @@ async def test_a_merger_that_reads_and_cannot_merge_loses_its_lease(store: Redis
 
     async with opened(store, FEW + 3) as pools:
         await round_of(pools)
-        failures: list[tuple[type[Exception], Merge]] = [(ZeroDivisionError, fails), (NotShared, is_too_long)]
+        failures: list[tuple[type[Exception], Merge]] = [(ZeroDivisionError, fails), (StoreError, is_too_long)]
         for error, merge in failures:
             merging = next(pool for pool in pools if pool.name == merger_of(store, pool))
             for _ in range(2):

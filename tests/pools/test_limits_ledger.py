@@ -10,9 +10,8 @@ import pytest
 
 from sidecar.errors import QueueFull, StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits, StoreLoss
-from sidecar.pools import Ask
+from sidecar.pools import Ask, Pool
 from sidecar.pools.calls import ALONE_US, HEARTBEAT_US
-from sidecar.pools.ledger_pool import LedgerPool
 from tests.pools.harness import simple
 from tests.pools.scripted_link import Replicas
 
@@ -31,7 +30,7 @@ async def joined(count: int, **more: Any) -> Replicas:
     return await Replicas(replace(simple(tokens=100_000, **more), on_store_loss=on_loss), count).joined()
 
 
-async def left_of(pool: LedgerPool, limits: Limits = TOKENS) -> int:
+async def left_of(pool: Pool, limits: Limits = TOKENS) -> int:
     """The tokens that are left."""
     left = await pool.allowance("t", limits)
     assert left is not None

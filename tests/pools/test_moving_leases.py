@@ -13,7 +13,7 @@ from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Ask, Lease, Pool
 from sidecar.pools.member import Member
 from tests.pools.conftest import in_both_orders
-from tests.pools.harness import Clock, Harness, LocalHarness, ask, policy_of, simple
+from tests.pools.harness import Clock, Harness, LocalHarness, ask, change_rules, policy_of, simple
 from tests.scheduling import reference
 
 pytestmark = pytest.mark.anyio
@@ -199,7 +199,7 @@ async def test_the_size_limit_counts_the_most_and_room_what_is_held(harness: Har
     with pytest.raises(RequestTooLarge, match="would hold 101 tokens"):
         await pool.enter(Ask(0, "t", 1, 101, 1, most=50))
     reported = leases[4].wait()
-    pool.change_rules(simple(tokens=99).rules)
+    change_rules(pool, simple(tokens=99).rules)
     with pytest.raises(RequestTooLarge, match="allows 99, the whole pool"):
         await reported
 

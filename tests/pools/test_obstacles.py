@@ -8,7 +8,7 @@ import pytest
 
 from sidecar.events import Obstacle
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools import Pool
 from tests.pools.harness import Clock, ask, policy_of, simple
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
     ],
 )
 async def test_a_pool_without_room_says_what_it_counts(tokens: int | None, requests: int | None, said: str) -> None:
-    pool = LedgerPool(simple(tokens=tokens, requests=requests), Clock())
+    pool = Pool(simple(tokens=tokens, requests=requests), Clock())
     await pool.enter(ask(tokens=60, requests=2))
     waiting = ask(tokens=30, requests=2)
     assert (await pool.enter(waiting)).grant is None
@@ -33,7 +33,7 @@ async def test_a_pool_without_room_says_what_it_counts(tokens: int | None, reque
 
 
 async def test_a_single_request_that_has_no_place_asks_for_one_request_and_not_for_its_tokens() -> None:
-    pool = LedgerPool(simple(tokens=1000, requests=1), Clock())
+    pool = Pool(simple(tokens=1000, requests=1), Clock())
     await pool.enter(ask(tokens=3))
     await pool.enter(ask(tokens=3))
     said = "the pool has no room: 1 of 1 requests are held, and it asks for 1 request"
@@ -42,7 +42,7 @@ async def test_a_single_request_that_has_no_place_asks_for_one_request_and_not_f
 
 async def test_a_tier_at_its_limit_says_which_one() -> None:
     tiers = (Shares("high", Fraction(0)), Shares("low", Fraction(0), limit=Fraction(1, 5)))
-    pool = LedgerPool(policy_of(pool_rules(tokens=1000, requests=10, tiers=tiers)), Clock())
+    pool = Pool(policy_of(pool_rules(tokens=1000, requests=10, tiers=tiers)), Clock())
     for _ in range(3):
         await pool.enter(ask(tier=1, tokens=5))
     obstacle, said = pool.obstacle(ask(tier=1, tokens=5))

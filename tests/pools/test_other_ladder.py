@@ -12,7 +12,7 @@ import pytest
 
 from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools import Pool
 from tests.pools.harness import ask, simple
 from tests.pools.load import Load, nothing_left, replica, replicas, until
 from tests.support.redis_servers import RedisServer
@@ -30,7 +30,7 @@ def on_loss(request: pytest.FixtureRequest) -> StoreLoss:
 @contextlib.asynccontextmanager
 async def newcomer(
     server: RedisServer, on_loss: StoreLoss = StoreLoss.DIVIDE, *, policy: Policy = OTHER, takes_over: bool = False
-) -> AsyncIterator[LedgerPool]:
+) -> AsyncIterator[Pool]:
     """A process that starts beside the others, in their pool."""
     pool = replica(server.url, replace(policy, on_store_loss=on_loss), takes_over=takes_over)
     try:

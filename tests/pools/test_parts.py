@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from cProfile import Profile
 from dataclasses import replace
 
 import pytest
@@ -13,10 +14,10 @@ from sidecar.errors import AdmissionError, QueueFull, StoreUnavailable
 from sidecar.events import StoreState
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.rules import UNLIMITED
+from sidecar.pools import Pool
 from sidecar.pools.base import Lease
 from sidecar.pools.calls import DEAD_US, HEARTBEAT_US
 from sidecar.pools.engines import EngineOffer
-from sidecar.pools.ledger_pool import LedgerPool
 from tests.pools.harness import ask, simple
 from tests.pools.scripted_link import Replicas
 from tests.support.examples import examples
@@ -27,11 +28,11 @@ LOST_S = 5
 DEAD_S = (DEAD_US + HEARTBEAT_US) / 1e6 + 1
 
 
-async def enter(pool: LedgerPool, tier: int = 0, tokens: int = 10, requests: int = 1) -> Lease:
+async def enter(pool: Pool, tier: int = 0, tokens: int = 10, requests: int = 1) -> Lease:
     return await asyncio.wait_for(pool.enter(ask(tier, tokens, requests=requests)), 60)
 
 
-async def alone(policy: Policy, count: int = 2) -> tuple[Replicas, LedgerPool]:
+async def alone(policy: Policy, count: int = 2) -> tuple[Replicas, Pool]:
     """The first of some replicas of an idle pool, none of which reaches the store."""
     all_of_them = await Replicas(policy, count).joined()
     all_of_them.cut()
@@ -44,7 +45,7 @@ def grants(*leases: Lease) -> list[bool]:
     return [lease.grant is not None for lease in leases]
 
 
-def part(pool: LedgerPool) -> object:
+def part(pool: Pool) -> object:
     return pool.state()["store"]["part"]  # type: ignore[index]
 
 
@@ -67,7 +68,7 @@ async def test_the_parts_of_all_replicas_never_exceed_an_engine(
     for pool in all_of_them.pools:
         pool.set_engines(offers)
     await all_of_them.joined()
-    running: list[tuple[LedgerPool, Lease]] = []
+    running: list[tuple[Pool, Lease]] = []
     for number, (which, tier, tokens, ends) in enumerate(asks):
         if number == len(asks) // 2:
             await all_of_them.pass_s(2)  # all have heard what all hold
@@ -197,6 +198,43 @@ async def test_who_waited_and_can_never_fit_is_refused_when_others_must_be_dead_
     assert not large.settle()
     assert running.settle()
     await asyncio.wait_for(fits.wait(), 60)
+
+
+async def test_those_that_wait_are_looked_at_again_where_the_part_has_become_smaller() -> None:
+    all_of_them = await Replicas(simple(tokens=100)).joined()
+    pool = all_of_them.pools[0]
+    running, large, fits = await enter(pool, tokens=60), await enter(pool, tokens=50), await enter(pool, tokens=40)
+    all_of_them.cut()
+    await all_of_them.pass_s(DEAD_S)
+    assert (large.is_over, fits.is_over) == (False, False)
+    pool.change_policy(simple(tokens=90))
+    await all_of_them.pass_s(1)
+    with pytest.raises(StoreUnavailable, match=r"50 tokens.*does not fit into this replica's part"):
+        await large.wait()
+    assert not fits.is_over
+    assert running.settle()
+    await asyncio.wait_for(fits.wait(), 60)
+
+
+async def test_without_the_store_an_event_costs_the_same_however_many_wait() -> None:
+    few, many = await calls_of_an_event(waiting=20), await calls_of_an_event(waiting=400)
+    assert many < 1.5 * few
+
+
+async def calls_of_an_event(waiting: int) -> int:
+    """Calls of functions, in Python and beyond it, while one request ends and another enters a divided pool."""
+    all_of_them, pool = await alone(simple(tokens=100))
+    running = await enter(pool, tokens=50)
+    leases = [await enter(pool, tokens=50) for _ in range(waiting)]
+    await all_of_them.pass_s(DEAD_S)
+    assert (running.grant is not None, any(lease.is_over for lease in leases)) == (True, False)
+    profile = Profile()
+    profile.enable()
+    assert running.settle()
+    await enter(pool, tokens=50)
+    profile.disable()
+    assert grants(leases[0]) == [True]
+    return sum(entry.callcount for entry in profile.getstats())
 
 
 async def test_closed_refuses_new_requests_at_once_and_those_that_waited_when_others_must_be_dead() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import StoreLoss
+from sidecar.pools import Pool
 from sidecar.pools.ledger import Ledger
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.tasks import is_set_within
 from tests.pools.harness import ask
 from tests.pools.load import nothing_left, recovered, replicas, until
@@ -231,7 +231,7 @@ async def test_many_of_all_replicas_come_and_go_and_every_one_ends(redis_server:
     """Victims let go after a moment; some leave then, and some send their first byte as they are chosen."""
     luck, ended, preempted, held, peak = random.Random(1), 0, 0, 0, 0
 
-    async def one_request(pool: LedgerPool, tier: int, tokens: int) -> None:
+    async def one_request(pool: Pool, tier: int, tokens: int) -> None:
         nonlocal ended, preempted, held, peak
         await asyncio.sleep(luck.uniform(0, 1.5))
         lease = await pool.enter(ask(tier=tier, tokens=tokens))

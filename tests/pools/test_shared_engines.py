@@ -10,10 +10,9 @@ import pytest
 
 from sidecar.events import Placed, StoreState
 from sidecar.policy.store import store_address
-from sidecar.pools import Ask, EnginePool
+from sidecar.pools import Ask, Pool
 from sidecar.pools.engines import EngineOffer
 from sidecar.pools.ledger import Ledger
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.pools.redis import RedisLink, ledger_connector
 from tests.pools.harness import ask, simple, with_shares
 from tests.pools.load import until
@@ -25,10 +24,10 @@ A, B = (EngineOffer(f"{name}#1", tokens=100, requests=10, prefill=20) for name i
 HEARD_S, LOST_S, DEAD_S = 3, 5, 13
 
 
-def pool_on(server: RedisServer) -> LedgerPool:
+def pool_on(server: RedisServer) -> Pool:
     policy = replace(with_shares(simple()), pool="engines")
     link = RedisLink(ledger_connector(store_address(server.url), "engines"), "engines")
-    return LedgerPool(policy, link=link, weight_percent=200)
+    return Pool(policy, link=link, weight_percent=200)
 
 
 async def test_drains_restarts_and_reach_are_heard_of_by_the_other_replicas(redis_server: RedisServer) -> None:
@@ -75,13 +74,13 @@ def asks(tokens: int = 10, prompt: int = 1, **more: object) -> Ask:
     return Ask(0, "t", 1, tokens, 1, prompt=prompt, **more)  # type: ignore[arg-type]
 
 
-async def engine_of(pool: LedgerPool, wanted: Ask) -> str | None:
+async def engine_of(pool: Pool, wanted: Ask) -> str | None:
     """Where a request gets in at once."""
     lease = await pool.enter(wanted)
     return None if lease.grant is None else lease.grant.engine
 
 
-def held(pool: EnginePool) -> dict[str, tuple[int, int, int]]:
+def held(pool: Pool) -> dict[str, tuple[int, int, int]]:
     return {it.id: (it.held_tokens, it.held_requests, it.unprefilled_tokens) for it in pool.engines()}
 
 

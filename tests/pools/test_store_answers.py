@@ -15,9 +15,11 @@ import pytest
 from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.store import store_address
+from sidecar.pools.base import StoreError
 from sidecar.pools.calls import LAYOUT, Call, Reply, WakeUp
 from sidecar.pools.redis import RedisLink, ledger_connector
-from sidecar.pools.redis.connection import Reach, Script, SideConnection, StoreError
+from sidecar.pools.redis.connection import Reach, SideConnection
+from sidecar.pools.redis.script import Script
 from tests.pools.harness import ask, simple
 from tests.pools.load import nothing_left, recovered, replicas, until
 from tests.support.redis_servers import RedisServer, ReplyError, first_binary

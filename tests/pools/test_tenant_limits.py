@@ -11,7 +11,7 @@ from sidecar.errors import QueueFull, RemainingLimit, RemainingLimits, RequestTo
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask, Pool
 from tests.pools.conftest import in_both_orders
-from tests.pools.harness import Clock, Harness, simple
+from tests.pools.harness import Clock, Harness, change_rules, simple
 
 pytestmark = pytest.mark.anyio
 EACH = Limits(requests_per_minute=60, tokens_per_minute=600, concurrent_requests=3)
@@ -60,6 +60,17 @@ async def test_what_the_bucket_never_holds_is_refused_for_it(harness: Harness) -
     with pytest.raises(TenantLimit, match="lets 600 through at once") as raised:
         await pool.enter(asks(601))
     assert (raised.value.retry_after_s, raised.value.never_fits) == (None, True)
+
+
+async def test_limited_requests_that_come_together_are_admitted_in_the_order_of_their_tiers(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=100), Clock())
+    # In a store the call of the first is under way when the others come, and theirs has all of them.
+    came = [asks(tenant="first"), asks(tier=1, tenant="low"), asks(tenant="high"), asks(tier=1, tenant="other")]
+    leases = await asyncio.wait_for(asyncio.gather(*map(pool.enter, came)), 60)
+    assert [lease.grant is not None for lease in leases] == [True] * 4
+    assert all(lease.settle() for lease in leases)
+    await harness.quiet(pool)
+    assert [tier["held"]["requests"] for tier in pool.state()["tiers"]] == [0, 0]  # type: ignore[attr-defined]
 
 
 async def test_requests_are_limited_and_others_tenants_are_not_concerned(harness: Harness) -> None:
@@ -137,10 +148,10 @@ async def test_a_request_refused_by_a_smaller_pool_gets_its_tokens_back(harness:
     await pool.enter(asks(100_000, None))
     waiting = await pool.enter(asks(300))
     reported = waiting.wait()
-    pool.change_rules(simple(tokens=200).rules)
+    change_rules(pool, simple(tokens=200).rules)
     with pytest.raises(RequestTooLarge):
         await reported
-    pool.change_rules(simple(tokens=100_000).rules)
+    change_rules(pool, simple(tokens=100_000).rules)
     assert await left(harness, pool) == (59, 600)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sidecar.pools.ledger_pool import LedgerPool
+from sidecar.pools import Pool
 from sidecar.pools.redis.link import old_pools
 from tests.pools.harness import ask, simple
 from tests.pools.load import replica, replicas, until
@@ -34,7 +34,7 @@ async def in_old_pool(server: RedisServer, replicas: int) -> None:
     await asyncio.get_running_loop().run_in_executor(None, write)
 
 
-def waits(pool: LedgerPool) -> Callable[[], bool]:
+def waits(pool: Pool) -> Callable[[], bool]:
     return lambda: pool.status.state.value == "waiting"
 
 

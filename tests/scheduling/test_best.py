@@ -44,6 +44,17 @@ def test_those_that_wait_are_found_when_entries_of_those_that_left_are_dropped()
     assert found == list(range(0, 300, 10))
 
 
+def test_of_a_tenant_that_is_ahead_none_is_found_until_it_is_not() -> None:
+    queue, tenants = FairQueue(by_gain=True), ["a"]
+    best = BestByGain(queue)
+    only = ticket("only", "a", 0)
+    queue.add(only)
+    best.add(only)
+    assert best.find(0, lambda it: it.tenant in tenants) is None
+    tenants.clear()
+    assert best.find(0, lambda it: it.tenant in tenants) is only
+
+
 def test_a_tenant_that_is_charged_for_growth_may_be_ahead_in_the_same_moment() -> None:
     queue = FairQueue(by_gain=True)
     only = ticket("only", "a", 0)

@@ -127,33 +127,6 @@ def test_no_correction_ever_lets_in_more_than_charging_what_was_used_from_the_st
                 replay.came[run.place] = (replay.came[run.place][0], used)
 
 
-@given(LIMITS, STEPS)
-@FEW
-def test_no_stretch_of_time_carries_more_than_its_bound(limits: Limits, steps: list[tuple[object, ...]]) -> None:
-    limiter, now_us = RateLimiter(), 10**15
-    running: list[Run] = []
-    used: list[tuple[int, int]] = []
-    for step in steps:
-        now_us += step[1]  # type: ignore[operator]
-        match step:
-            case ("ask", _, Fraction() as part):
-                tokens = 1 + round(part * most_at_once(limits))
-                if limiter.over("t", limits, tokens, now_us) is None:
-                    running.append(Run(limiter.charge("t", limits, tokens, now_us), len(used), tokens))
-                    used.append((now_us, tokens))
-            case ("end", _, int() as index, Fraction() as part) if running:
-                run = running.pop(index % len(running))
-                fewer = round(min(Fraction(1), part) * run.tokens)
-                limiter.correct(run.charge, fewer, now_us)
-                used[run.place] = (used[run.place][0], fewer)
-    for start, (start_us, _) in enumerate(used):
-        carried = 0
-        for end_us, tokens in used[start:]:
-            carried += tokens
-            most = (limits.tokens_per_minute or 0) * (limits.burst_us + end_us - start_us)
-            assert carried * MINUTE_US <= most
-
-
 def test_a_refund_is_of_no_use_to_a_later_minute() -> None:
     limits, limiter = of_tokens(600), RateLimiter()
     first = limiter.charge("t", limits, 600, 0)
@@ -295,6 +268,16 @@ def test_a_changed_limit_counts_from_the_next_request_on(after: Limits, left: in
     tokens = limiter.allowance("t", after, 0).tokens
     assert left == (None if tokens is None else tokens.left)
     limiter.correct(charge, 600, MINUTE_US)
+
+
+def test_no_more_is_refunded_than_is_left_where_a_higher_limit_drained_it() -> None:
+    limiter = RateLimiter()
+    charge = limiter.charge("t", of_tokens(600), 600, 0)
+    limiter.allowance("t", of_tokens(6000), 0)
+    limiter.allowance("t", of_tokens(600), 5_000_000)  # 500 of it have drained
+    limiter.correct(charge, 0, 5_000_000)
+    limiter.charge("t", of_tokens(600), 100, 5_000_000)
+    assert limiter.allowance("t", of_tokens(600), 5_000_000).tokens == RemainingLimit(600, 500, 10_000_000)
 
 
 def test_memory_is_bounded_by_the_tenants_that_are_not_at_rest() -> None:

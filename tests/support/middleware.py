@@ -19,7 +19,8 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.middleware import serve_scope
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
+from sidecar.proxy import EngineProxy
 from sidecar.tokens import Estimator
 from tests.support.serving import Served, serving
 from tests.support.wire import exchange, post
@@ -273,11 +274,12 @@ class Guarded:
 
     def __init__(self, app: Any, policy: Policy) -> None:
         self.recorder = Recorder()
-        self.pool = LedgerPool(policy)
+        self.pool = Pool(policy)
         dialect = policy.engine(policy.carrier)
         self.sidecar = TestedMiddleware(
-            app, policy=policy, pool=self.pool, dialect=dialect, estimator=Estimator(), observer=self.recorder
-        )
+            app, policy=policy, pool=self.pool, dialect=dialect, estimator=Estimator(), observer=self.recorder,
+            is_proxied=isinstance(app, EngineProxy),
+        )  # fmt: skip
         self.served: Served | None = None
 
     @property

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from sidecar.events import Admitted, Classified, Event, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools import Ask
+from sidecar.pools import Ask, Pool
 from sidecar.pools.base import Grant, Lease
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.telemetry import journal as journals
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.request_record import RequestRecord, TraceIds
@@ -63,7 +62,7 @@ class Sidecar:
         rules = pool_rules(tokens=40, requests=4, tiers=SHARES, promote_after_us=3_000, ceiling=0, max_preemptions=2)
         self.clock = Clock()
         policy = policy_of(rules)
-        self.pool = LedgerPool(replace(policy, shares=SHARES), self.clock)
+        self.pool = Pool(replace(policy, shares=SHARES), self.clock)
         self.journal = Journal(now_us=self.clock)
         self.tells: dict[str, Callable[[Event], None]] = {}
         self.leases: dict[str, Lease] = {}
@@ -88,7 +87,7 @@ class Sidecar:
     def entered(self) -> list[str]:
         """Those that are held, in the order of their admission."""
         held = sorted(self.pool._member.leases.values(), key=lambda lease: lease.entered)
-        by_ticket = {lease.ticket_id: name for name, lease in self.leases.items()}
+        by_ticket = {lease.ticket.id: name for name, lease in self.leases.items()}
         return [by_ticket[lease.ticket.id] for lease in held]
 
     async def arrive(self, tier: int, tokens: int, tenant: str) -> None:

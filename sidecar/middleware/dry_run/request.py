@@ -44,6 +44,7 @@ import asyncio
 
 from starlette.types import Message, Receive, Scope, Send
 
+from sidecar.chunks import with_write
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import AppTrace, Headers, Observed, Outcome, Verdict
@@ -90,6 +91,7 @@ class DryRunRequest:
         try:
             self._begin_to_watch()
             scope = self._scope
+            with_write(scope, None)  # every message is watched
             if self._endpoint.forward_to is not None:
                 scope = forwarded_scope(scope, self._endpoint, scope["headers"])
             app_call = self._app_call = AppCall(None, None if self._watcher is None else self._watcher.app_trace())

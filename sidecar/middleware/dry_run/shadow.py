@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
+from sidecar.admission.turn import Budgets, Cause, Turn, TurnEnded, Unreported
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.events import Verdict
 from sidecar.middleware.dry_run.engine_times import EngineTimes, SentRequest
-from sidecar.middleware.intake import SizedRequest, count_tokens
+from sidecar.middleware.intake import Appraise, SizedRequest, count_tokens, sized_ask
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.policy_snapshot import PolicySnapshot
-from sidecar.middleware.tenant_usage import TenantUsage
-from sidecar.middleware.wait import Appraise, enter_pool, sized_ask
-from sidecar.pools import Grant, Lease, Pool
+from sidecar.pools import Ask, Grant, Pool
 
 LONGEST_WAIT_S = 3600.0
 """The longest wait of a shadow where its tier has none."""
@@ -61,7 +60,7 @@ class ShadowRequest:
 
     __slots__ = (
         "_appraise", "_began_us", "_begun", "_disconnected", "_ended", "_follows", "_holds", "_pool", "_preempted",
-        "_report", "_request", "_sent", "_sizes", "_snapshot", "_times", "_usage", "_used", "_waits",
+        "_report", "_request", "_sent", "_sizes", "_snapshot", "_times", "_turn", "_used", "_waits",
     )  # fmt: skip
 
     def __init__(
@@ -75,10 +74,9 @@ class ShadowRequest:
         appraise: Appraise | None,
         times: EngineTimes,
         sent: SentRequest,
-        usage: TenantUsage | None = None,
+        usage: Budgets | None = None,
     ) -> None:
         self._pool = pool
-        self._usage = usage
         self._snapshot = snapshot
         self._request = request
         self._report: Callable[[ShadowResult], None] | None = report
@@ -94,6 +92,16 @@ class ShadowRequest:
         self._ended: asyncio.Future[None] = loop.create_future()
         self._preempted: asyncio.Future[None] = loop.create_future()
         self._holds = self._waits = self._follows = False
+        self._turn = Turn(
+            pool,
+            snapshot.policy,
+            request.classification.tenant,
+            Unreported(),
+            budgets=usage,
+            max_wait_s=request.max_wait_s,
+            disconnect=lambda: self._disconnected,
+            unlimited_s=LONGEST_WAIT_S,
+        )
 
     @property
     def is_real(self) -> bool:
@@ -137,25 +145,31 @@ class ShadowRequest:
             ask = sized_ask(self._pool, self._request, self._sizes, self._appraise)
             ask = msgspec.structs.replace(ask, request=hash(self._request))
             self._request.drop_body()
-            lease = await enter_pool(self._pool, ask, self._request.classification, self._usage)
-            if self._request.expected is not None:
-                lease.size_now = partial(self._request.expect, self._sizes, self._pool)
-            await self._pass_through(lease)
+            await self._pass_through(ask)
         except AdmissionError as refusal:
             self._end(Verdict.REFUSED, refusal.code, None)
+        except TurnEnded as end:
+            self._end(*_verdict(end), end.wait)
 
     def give_up(self, code: str) -> None:
         """The shadow ends early. Where its result is not known yet, it is unknown."""
         self._end(Verdict.UNKNOWN, code, None)
 
-    async def _pass_through(self, lease: Lease) -> None:
-        request, policy = self._request, self._snapshot.policy
+    async def _pass_through(self, ask: Ask) -> None:
+        request, classification = self._request, self._request.classification
+        turn = self._turn
         try:
-            is_preemptible = self._snapshot.are_preemptible[request.classification.level] and request.may_be_repeated
+            lease = await turn.enter(ask)
+        finally:
+            classification.note_charged(turn.level)
+        try:
+            is_preemptible = self._snapshot.are_preemptible[classification.level] and request.may_be_repeated
             if is_preemptible:
                 lease.on_preempt = self._preempt
-            grant = lease.grant or await self._wait(lease, lease.wait(), request.longest_wait_s(policy))
-            while grant is not None:
+            if request.expected is not None:
+                lease.size_now = partial(request.expect, self._sizes, self._pool)
+            grant = await self._wait(turn.granted)
+            while True:
                 self._holds = True
                 if not is_preemptible:
                     self._end(Verdict.ADMITTED, None, grant)
@@ -166,36 +180,22 @@ class ShadowRequest:
                     break
                 self._times.leave(self._sent)
                 self._holds, self._preempted = False, asyncio.get_running_loop().create_future()
-                # As when enforcing: only the client may limit the second wait.
-                grant = await self._wait(lease, lease.requeue(), request.max_wait_s)
-            if grant is not None:
-                if is_preemptible:
-                    lease.keep()
-                self._end(Verdict.ADMITTED, None, grant)
-                await self._hold(grant, first_us)
+                grant = await self._wait(turn.requeue)
+            if is_preemptible:
+                lease.keep()
+            self._end(Verdict.ADMITTED, None, grant)
+            await self._hold(grant, first_us)
         finally:
             self._times.leave(self._sent)
             if not lease.settle(self._used):
                 lease.leave()
 
-    async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant | None:
-        """The grant; None where it left the queue without one, which is reported."""
-        at_most_s = LONGEST_WAIT_S if most_s is None else most_s
+    async def _wait(self, granted: Callable[[], Awaitable[Grant]]) -> Grant:
         self._waits = True
         try:
-            await asyncio.wait((granted, self._disconnected), timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
+            return await granted()
         finally:
             self._waits = False
-        if self._disconnected.done():
-            wait = lease.grant if lease.settle(0) else await lease.leave()
-            self._end(Verdict.ABANDONED, CLIENT_LEFT, wait)
-        elif granted.done():
-            return granted.result()
-        elif most_s is None:
-            self._end(Verdict.UNKNOWN, WAITED_TOO_LONG, await lease.leave())
-        else:
-            self._end(Verdict.REFUSED, QueueTimeout.code, await lease.leave())
-        return None
 
     def _preempt(self) -> None:
         """Called by the pool: a more important request needs the room."""
@@ -308,6 +308,15 @@ class ShadowRequest:
         report, self._report = self._report, None
         if report is not None:
             report(ShadowResult(verdict, code, wait))
+
+
+def _verdict(end: TurnEnded) -> tuple[Verdict, str]:
+    """The result of a shadow whose wait ended without a grant, and its code."""
+    if end.cause is Cause.DISCONNECTED:
+        return Verdict.ABANDONED, CLIENT_LEFT
+    if end.refusal is not None:
+        return Verdict.REFUSED, end.refusal.code
+    return (Verdict.UNKNOWN, WAITED_TOO_LONG) if end.most_s is None else (Verdict.REFUSED, QueueTimeout.code)
 
 
 MOST_SHADOWS = 10_000

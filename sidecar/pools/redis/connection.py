@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from errno import ECONNREFUSED
 from functools import cache
-from hashlib import sha1
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from hiredis import pack_command
 from redis.asyncio import Redis
@@ -27,6 +26,8 @@ from redis.exceptions import NoPermissionError, NoScriptError, RedisError, Respo
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sidecar.policy.store import StoreAddress, StoreKind
+from sidecar.pools.base import StoreError
+from sidecar.pools.redis.script import Library, Script
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -42,6 +43,7 @@ GREETING_WITHIN_S = 0.25
 """The same for a new connection, after which the server is lost."""
 
 Argument = str | bytes | int
+_Answer = TypeVar("_Answer")
 
 _FOREIGN_ERRORS = (RedisError, OSError, EOFError, asyncio.TimeoutError, ValueError)
 
@@ -57,33 +59,6 @@ def is_foreign(error: BaseException) -> bool:
     return isinstance(error, _FOREIGN_ERRORS)
 
 
-class StoreError(Exception):
-    """The store cannot be reached, or answered something else. The message is one line, without secrets."""
-
-
-class Script(NamedTuple):
-    """A Lua script, and the name that the server knows it by."""
-
-    source: str
-    sha: str
-
-    @classmethod
-    def of(cls, source: str) -> Script:
-        """The script with this text."""
-        return cls(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
-
-
-class Library(NamedTuple):
-    """A program as a function, for a server that has these, and as a script for one that has not.
-
-    Its name has a digest of its text: replicas of two versions, each with its own, do not replace each other's.
-    """
-
-    function: str
-    source: str
-    script: Script
-
-
 class StoreConnection:
     """One connection to one server."""
 
@@ -96,17 +71,19 @@ class StoreConnection:
 
     async def run(self, script: Script, arguments: Sequence[Argument]) -> list[Any]:
         """Runs a script, and returns its answer. Raises StoreError; then it may have run, or may run later."""
-        words = (script.sha, 1, self._root, *arguments)
         with _as_store_errors():
             async with timeout(ANSWER_WITHIN_S):
-                try:
-                    answer = await self._command("EVALSHA", *words)
-                except NoScriptError:  # a new server, or SCRIPT FLUSH: it did not run
-                    await self._command("SCRIPT", "LOAD", script.source)
-                    answer = await self._command("EVALSHA", *words)
+                answer = await self._evaluate(script, 1, self._root, *arguments)
         if not isinstance(answer, list):
             raise StoreError(f"an answer that is none of the script's: {answer!r}")
         return answer
+
+    async def commands(self, *commands: Sequence[Argument]) -> list[Any]:
+        """The answers to plain commands, which are sent together. Raises StoreError."""
+        with _as_store_errors():
+            async with timeout(ANSWER_WITHIN_S), self._is_in_use:
+                await self._client.connection.send_packed_command([pack_command(words) for words in commands])  # type: ignore[arg-type]
+                return [await self._client.connection.read_response() for _ in commands]
 
     async def ask(self, library: Library, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
         """Runs the library, and returns its answer. Raises StoreError; then it may have run, or may run later."""
@@ -119,11 +96,14 @@ class StoreConnection:
                     await self._load(library, error)
                 if self._has_functions:
                     return await self._command("FCALL", library.function, *words)
-            try:
-                return await self._command("EVALSHA", library.script.sha, *words)
-            except NoScriptError:
-                await self._command("SCRIPT", "LOAD", library.script.source)
-                return await self._command("EVALSHA", library.script.sha, *words)
+            return await self._evaluate(library.script, *words)
+
+    async def _evaluate(self, script: Script, *words: Argument) -> Any:
+        try:
+            return await self._command("EVALSHA", script.sha, *words)
+        except NoScriptError:  # a new server, or SCRIPT FLUSH: it did not run
+            await self._command("SCRIPT", "LOAD", script.source)
+            return await self._command("EVALSHA", script.sha, *words)
 
     async def _load(self, library: Library, error: ResponseError) -> None:
         """Loads the function that the server does not know. Raises any other error again."""
@@ -193,28 +173,51 @@ Connect = Callable[[], Awaitable[StoreConnection]]
 class SideConnection:
     """A connection for what no admission waits for: opened when it is first needed, and made anew once when it fails.
 
-    Use it for one call at a time. After a call that raised or was canceled, `disconnect`: a late answer must not be
-    taken for the next.
+    Make calls in a `turn`.
     """
 
     def __init__(self, connect: Connect, reach: Reach | None = None) -> None:
         self._connect, self._reach = connect, reach or Reach()
         self.open: StoreConnection | None = None
+        self._in_turn = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """One caller at a time. A turn that raises or is canceled closes the connection: a late answer must not be
+        taken for the next.
+        """
+        async with self._in_turn:
+            try:
+                yield
+            except BaseException:
+                await self._disconnect()
+                raise
 
     async def run(self, script: Script, arguments: Sequence[Argument]) -> list[Any]:
         """See `StoreConnection.run`."""
+        return await self._call(lambda connection: connection.run(script, arguments))
+
+    async def commands(self, *commands: Sequence[Argument]) -> list[Any]:
+        """See `StoreConnection.commands`."""
+        return await self._call(lambda connection: connection.commands(*commands))
+
+    async def close(self) -> None:
+        """Closes the connection, where there is one."""
+        async with self._in_turn:
+            await self._disconnect()
+
+    async def _call(self, call: Callable[[StoreConnection], Awaitable[_Answer]]) -> _Answer:
         if self.open is not None:
             try:
-                return await self.open.run(script, arguments)
+                return await call(self.open)
             except StoreError:  # the server may have been away in between
-                await self.disconnect()
+                await self._disconnect()
         if self._reach.lost_because is not None:
             raise StoreError(self._reach.lost_because)
         self.open = await self._connect()
-        return await self.open.run(script, arguments)
+        return await call(self.open)
 
-    async def disconnect(self) -> None:
-        """Closes the connection, where there is one."""
+    async def _disconnect(self) -> None:
         connection, self.open = self.open, None
         if connection is not None:
             await connection.close()

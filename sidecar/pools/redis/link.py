@@ -16,14 +16,15 @@ from functools import cache
 
 import msgspec
 
-from sidecar.pools.base import Merge, PeerReports
+from sidecar.pools.base import Merge, PeerReports, StoreError
 from sidecar.pools.calls import HEARTBEAT_US, Call, Reply, WakeUp
 from sidecar.pools.clock import Clock
 from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.member import LAZY_US
 from sidecar.pools.redis import script
-from sidecar.pools.redis.connection import Connect, Library, Reach, Script, StoreConnection, StoreError, ledger_key
+from sidecar.pools.redis.connection import Connect, Reach, StoreConnection, ledger_key
 from sidecar.pools.redis.gossip import Gossip
+from sidecar.pools.redis.script import Library
 
 BETWEEN_CONNECTIONS_S = 0.5
 SILENT_SUBSCRIPTION_S = 5.0
@@ -44,9 +45,7 @@ def old_pools(pool: str) -> Sequence[str]:
 @cache
 def ledger_library() -> Library:
     """The ledger's script."""
-    texts = script.texts()
-    function, library = script.library(texts)
-    return Library(function, library, Script.of(script.script(texts)))
+    return script.library(script.texts())
 
 
 class RedisLink:
@@ -102,7 +101,7 @@ class RedisLink:
     async def share(self, who: str, report: bytes, merge: Merge) -> PeerReports:
         """See `Link.share`."""
         if self._gossip is None:
-            self._gossip = Gossip(who, self._connect, self._reach)
+            self._gossip = Gossip(who, self._root, self._connect, self._reach)
         return await self._gossip.share(report, merge)
 
     async def close(self) -> None:

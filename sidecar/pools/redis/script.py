@@ -1,4 +1,4 @@
-"""The text of the ledger's script for Redis and Valkey: the files of `lua`, one after the other."""
+"""Lua scripts for Redis and Valkey. That of the ledger is the files of `lua`, one after the other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from hashlib import sha1
 from importlib.resources import files
+from typing import NamedTuple
 
 FILES = (
     "state", "root", "limits", "figures", "queue", "engines", "scheduler", "preemption", "members", "calls", "write",
@@ -22,9 +23,37 @@ _PIECE = re.compile(
 """A declaration of constants, a comment, a text, the name of a constant, or another word."""
 
 
+class Script(NamedTuple):
+    """A script, and the name that the server knows it by."""
+
+    source: str
+    sha: str
+
+    @classmethod
+    def of(cls, source: str) -> Script:
+        """The script with this text."""
+        return cls(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+
+    @classmethod
+    def read(cls, package: str, name: str) -> Script:
+        """The script in a file of a package."""
+        return cls.of((files(package) / "lua" / f"{name}.lua").read_text(encoding="utf-8"))
+
+
+class Library(NamedTuple):
+    """A program as a function, for a server that has these, and as a script for one that has not.
+
+    Its name has a digest of its text: replicas of two versions, each with its own, do not replace each other's.
+    """
+
+    function: str
+    source: str
+    script: Script
+
+
 def texts() -> dict[str, str]:
     """The files, by name."""
-    return {name: (files(__package__) / "lua" / f"{name}.lua").read_text(encoding="utf-8") for name in FILES}
+    return {name: Script.read(__package__, name).source for name in FILES}
 
 
 def joined(parts: Mapping[str, str]) -> str:
@@ -44,15 +73,9 @@ def joined(parts: Mapping[str, str]) -> str:
     return f"{shared}local execute = (function()\n{''.join(functions)}return execute\nend)()\n"
 
 
-def script(parts: Mapping[str, str]) -> str:
-    """For EVALSHA, where the server has no functions."""
-    return joined(parts) + "return execute(KEYS, ARGV)\n"
-
-
-def library(parts: Mapping[str, str]) -> tuple[str, str]:
-    """The name of the function, and the text for FUNCTION LOAD. The name tells texts apart: replicas of two versions
-    have one each.
-    """
+def library(parts: Mapping[str, str]) -> Library:
+    """The program of these files."""
     text = joined(parts)
-    name = f"{FUNCTION}_{sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]}"
-    return name, f"#!lua name={name}\n{text}redis.register_function('{name}', execute)\n"
+    script = Script.of(f"{text}return execute(KEYS, ARGV)\n")
+    name = f"{FUNCTION}_{script.sha[:12]}"
+    return Library(name, f"#!lua name={name}\n{text}redis.register_function('{name}', execute)\n", script)

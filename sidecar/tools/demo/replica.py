@@ -20,7 +20,6 @@ from sidecar.events import StoreState
 from sidecar.policy.compiler import load
 from sidecar.policy.store import STORE_VARIABLE, store_address
 from sidecar.pools import Pool
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server import server
 from sidecar.tools.demo.server import admin_pages, end_with_parent, say, serve
@@ -48,7 +47,7 @@ async def _serve(middleware: AdmissionMiddleware, *, has_page: bool) -> None:
 
 async def _why_not_shared(pool: Pool) -> str | None:
     """Connects. None when the store has answered, otherwise what it is that does not work, in one line."""
-    assert isinstance(pool, LedgerPool)
+    assert isinstance(pool, Pool)
     logging.disable(logging.WARNING)  # every replica would say it; the demo does so once
     deadline_s = time.monotonic() + STORE_WITHIN_S
     await pool.open()

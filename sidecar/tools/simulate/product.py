@@ -1,34 +1,36 @@
 """Admission by the product: a policy's own pool, scheduler, placement and learned lengths, in virtual time.
 
-Each request takes the steps of `middleware.wait` and `middleware.request` in their order: it is sized, enters the pool,
-is sent to the engine of its grant, is looked at while it streams, and is learned from at its end. The engine serves the
-level of the grant first, as vLLM's priority scheduling does. Left out: the proxy's own time, and limits of tenants.
-What an engine has of a prompt is what its cache has when the request comes, instead of the table in which the product
-keeps what it believes of that.
+Each request is sized and takes its turn as one of HTTP does, is sent to the engine of its grant, is looked at while it
+streams, and is learned from at its end. The engine serves the level of the grant first, as vLLM's priority scheduling
+does. Left out: the proxy's own time, and limits of tenants. What an engine has of a prompt is what its cache has when
+the request comes, instead of the table in which the product keeps what it believes of that.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
 from sidecar.apis import Api
-from sidecar.errors import AdmissionError
+from sidecar.classify import Classification, Fallback
+from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.lengths.estimator import LengthEstimator
-from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes
+from sidecar.middleware.intake import SizedRequest, sized_ask
+from sidecar.middleware.lease_size import LeaseSize, LeaseSizes
 from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.middleware.request_gain import LEAST_SLACK_US
 from sidecar.payload.decode import decode
-from sidecar.policy.model import Policy
-from sidecar.pools.base import Ask, Lease
+from sidecar.policy.model import Policy, Tenant
+from sidecar.pools import Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.pools.ledger_pool import LedgerPool
 from sidecar.scheduling.tickets import Gain
+from sidecar.tokens import tokens_to_hold
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, Stage
-from sidecar.tools.simulate.virtual_loop import at_once
 
 CHAT = "/v1/chat/completions"
 _MOST_HITS = 8
@@ -47,13 +49,21 @@ class _Answer:
 
 
 class _Held:
-    """One request in the pool."""
+    """One request in the pool, at its place there.
 
-    __slots__ = ("answer", "expected", "lease", "size")
+    `removed` is done when an engine no longer runs it: whether it waits again. `left` is done when its client leaves
+    while it waits.
+    """
 
-    def __init__(self, lease: Lease, expected: Expected | None) -> None:
-        self.lease = lease
-        self.expected = expected
+    __slots__ = ("answer", "left", "place", "removed", "request", "size", "sized", "turn")
+
+    def __init__(self, request: Request, sized: SizedRequest, place: int, left: asyncio.Future[None]) -> None:
+        self.request = request
+        self.sized = sized
+        self.place = place
+        self.left = left
+        self.turn: Turn
+        self.removed: asyncio.Future[bool]
         self.answer = _Answer()
         self.size: LeaseSize | None = None
 
@@ -67,37 +77,29 @@ class ProductAdmission:
         self._pool = _pool(policy, stage, lambda: stage.loop.now_us)
         self._sizes = LeaseSizes(policy.learn, self._pool.now_us, LengthEstimator())
         self._held: dict[Request, _Held] = {}
+        self._came = 0
 
     def arrives(self, request: Request) -> None:
         """See `Admission`."""
-        tier = self._policy.tiers[request.tier]
-        limit = self._pool.most_tokens(request.tier)
-        assumed = min(tier.default_output_tokens, max(0, limit - request.prompt))
-        tokens = most = request.prompt + assumed
-        expected = None
-        if self._sizes.learns:
-            expected = self._sizes.expect(request.tenant, CHAT, _PAYLOAD, request.prompt, most, assumed, None, limit)
-            tokens = tokens if expected is None else expected.tokens
-        hits = self._hits(request)
-        gain = self._gain(request, expected, assumed, max((hit for _, hit in hits), default=0))
-        ask = Ask(request.tier, request.tenant, 1, tokens, 1, prompt=request.prompt, hits=hits, most=most, gain=gain)
-        try:
-            lease = at_once(self._pool.enter(ask))
-        except AdmissionError as error:
-            self._stage.refuse(request, error.code)
-            return
-        self._held[request] = _Held(lease, expected)
-        lease.on_preempt = partial(self._stage.abort, request)
-        if tier.max_wait_s is not None:
-            self._stage.loop.call_later(tier.max_wait_s, self._too_long, request)
-        self._wait(request)
+        self._came += 1
+        loop, tenant = self._stage.loop, Tenant(request.tenant, request.tier, max_level=0)
+        held = self._held[request] = _Held(request, self._sized(request, tenant), self._came, loop.create_future())
+        held.turn = Turn(
+            self._pool,
+            self._policy,
+            tenant,
+            Unreported(),
+            budgets=None,
+            max_wait_s=None,
+            disconnect=lambda: held.left,
+        )
+        loop.create_task(self._serve(held)).add_done_callback(_raise_defect)
 
     def leaves(self, request: Request) -> None:
         """See `Admission`. In an engine it is ended first."""
-        lease = self._held[request].lease
-        if lease.grant is None:
-            lease.leave()
-            self._end(request, ABANDONED)
+        held = self._held[request]
+        if held.turn.lease.grant is None:
+            held.left.set_result(None)
         else:
             request.has_left = True
             self._stage.abort(request)
@@ -105,13 +107,13 @@ class ProductAdmission:
     def first_token(self, request: Request) -> None:
         """See `Admission`."""
         held = self._held[request]
-        held.lease.keep()
-        held.lease.prefilled()
-        self._look(request, held)
+        held.turn.lease.keep()
+        held.turn.lease.prefilled()
+        self._look(held)
 
     def reached(self, request: Request) -> None:
         """See `Admission`."""
-        self._look(request, self._held[request])
+        self._look(self._held[request])
 
     def finished(self, request: Request) -> None:
         """See `Admission`."""
@@ -119,9 +121,10 @@ class ProductAdmission:
         held.answer.chunks = held.answer.output_tokens = request.output
         if held.size is not None:
             held.size.ended()
-        if held.expected is not None:
-            self._sizes.learn(held.expected, held.answer, is_complete=True)
-        held.lease.settle(request.prompt + request.output)
+        if held.sized.expected is not None:
+            self._sizes.learn(held.sized.expected, held.answer, is_complete=True)
+        held.turn.lease.settle(request.prompt + request.output)
+        held.removed.set_result(False)
 
     def removed(self, request: Request) -> None:
         """See `Admission`: it was preempted, and waits again, or its client has left."""
@@ -130,11 +133,52 @@ class ProductAdmission:
             held.size.ended()
             held.size = None
         if request.has_left:
-            held.lease.settle()
+            held.turn.lease.settle()
             self._end(request, ABANDONED)
-            return
-        held.lease.requeue()
-        self._wait(request)
+        held.removed.set_result(not request.has_left)
+
+    async def _serve(self, held: _Held) -> None:
+        """Takes the request's turn in the pool, as often as it is preempted."""
+        request, turn, granted = held.request, held.turn, held.turn.granted
+        try:
+            lease = await turn.enter(sized_ask(self._pool, held.sized, self._sizes, partial(self._appraise, request)))
+            lease.on_preempt = partial(self._stage.abort, request)
+            waits_again = True
+            while waits_again:
+                grant = await granted()
+                held.removed = self._stage.loop.create_future()
+                if held.sized.expected is not None:
+                    held.size = self._sizes.begin(held.sized.expected, lease, held.answer, streams=True)
+                request.place = (float(grant.level),), request.place[1] or held.place
+                self._stage.send(request, 0 if grant.engine is None else int(grant.engine.partition("#")[0][1:]))
+                waits_again = await held.removed
+                granted = turn.requeue
+        except TurnEnded as end:
+            self._end(request, ABANDONED if end.cause is Cause.DISCONNECTED else QueueTimeout.code)
+        except AdmissionError as error:
+            self._end(request, error.code)
+
+    def _sized(self, request: Request, tenant: Tenant) -> SizedRequest:
+        """The request, as the intake would have read it from a body that says no maximum of its output."""
+        output = self._policy.tiers[request.tier].default_output_tokens
+        hits = self._hits(request)
+        return SizedRequest(
+            b"",
+            {},
+            _PAYLOAD,
+            Classification(tenant, request.tier, Fallback.DEFAULT, None, ()),
+            (),
+            (),
+            request.prompt,
+            tokens_to_hold(_PAYLOAD, request.prompt, output),
+            Api.CHAT,
+            None,
+            None,
+            CHAT,
+            output,
+            1,
+            hits,
+        )
 
     def _hits(self, request: Request) -> tuple[tuple[str, int], ...]:
         if not request.blocks or len(self._stage.engines) == 1:
@@ -145,11 +189,13 @@ class ProductAdmission:
         ]
         return tuple(sorted((one for one in found if one[1]), key=lambda one: -one[1])[:_MOST_HITS])
 
-    def _gain(self, request: Request, expected: Expected | None, assumed: int, hit: int) -> Gain | None:
-        """What the product estimates, with the engine's true coefficients in place of learned ones."""
+    def _appraise(self, request: Request, sized: SizedRequest) -> None:
+        """What the product estimates of its gain, with the engine's true coefficients in place of learned ones."""
         objective = self._objectives[request.tier]
         if objective is None:
-            return None
+            return
+        expected, assumed = sized.expected, sized.assumed_output
+        hit = max((hit for _, hit in sized.hits or ()), default=0)
         tokens, model = assumed, self._stage.model
         if expected is not None:
             found = self._sizes.estimate(expected.place, 0.5)
@@ -157,7 +203,7 @@ class ProductAdmission:
         prompt_us = model.step_us_per_prefill_token * (request.prompt - hit)
         engines = self._stage.engines
         step_us = model.duration_us(sum(len(engine.running()) for engine in engines) // len(engines), 0)
-        return Gain(
+        sized.gain = Gain(
             objective.weight,
             tokens,
             round(prompt_us + tokens * model.cost_us_per_output_token),
@@ -165,27 +211,8 @@ class ProductAdmission:
             max(LEAST_SLACK_US, objective.tpot_us - step_us),
         ).bounded()
 
-    def _wait(self, request: Request) -> None:
-        lease = self._held[request].lease
-        if lease.grant is not None:
-            self._granted(request)
-        else:
-            lease.wait().add_done_callback(lambda _: self._granted(request))
-
-    def _granted(self, request: Request) -> None:
-        held = self._held.get(request)
-        if held is None:
-            return
-        if held.lease.grant is None:  # the pool cannot hold it any more
-            self._end(request, "request_too_large")
-            return
-        if held.expected is not None:
-            held.size = self._sizes.begin(held.expected, held.lease, held.answer, streams=True)
-        grant = held.lease.grant
-        request.place = (float(grant.level),), request.place[1] or held.lease.id
-        self._stage.send(request, 0 if grant.engine is None else int(grant.engine.partition("#")[0][1:]))
-
-    def _look(self, request: Request, held: _Held) -> None:
+    def _look(self, held: _Held) -> None:
+        request = held.request
         if held.size is None or request.engine is None:
             return
         engine = self._stage.engines[request.engine]
@@ -194,29 +221,28 @@ class ProductAdmission:
             held.size.look()
         engine.report_at(request, held.size.next_look)
 
-    def _too_long(self, request: Request) -> None:
-        held = self._held.get(request)
-        if held is not None and held.lease.grant is None:
-            held.lease.leave()
-            self._end(request, "queue_timeout")
-
     def _end(self, request: Request, why: str) -> None:
         del self._held[request]
         self._stage.refuse(request, why)
+
+
+def _raise_defect(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.result()
 
 
 def _id(number: int) -> str:
     return f"e{number}#1"
 
 
-def _pool(policy: Policy, stage: Stage, now_us: Callable[[], int]) -> LedgerPool:
+def _pool(policy: Policy, stage: Stage, now_us: Callable[[], int]) -> Pool:
     """A pool as large as the engines: the policy's own figures are those of other engines."""
     model, count = stage.model, len(stage.engines)
     if count == 1 and policy.engines is None:
         sized = replace(policy, rules=policy.rules_of(model.kv_tokens, model.max_sequences))
-        return LedgerPool(sized, now_us)
+        return Pool(sized, now_us)
     prefill = model.chunk_tokens if policy.engines is None else policy.engines.prefill
-    pool = LedgerPool(policy, now_us, weight_percent=WEIGHT_PERCENT)
+    pool = Pool(policy, now_us, weight_percent=WEIGHT_PERCENT)
     offers = [EngineOffer(_id(number), model.kv_tokens, model.max_sequences, prefill) for number in range(count)]
     pool.set_engines(offers)
     return pool

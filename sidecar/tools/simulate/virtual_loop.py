@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from heapq import heappop, heappush
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -48,6 +46,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """A timer that was canceled goes when it would be the next."""
 
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """See `AbstractEventLoop.call_exception_handler`. A defect ends the simulation."""
+        if "exception" in context:
+            raise context["exception"]
+
     @property
     def next_us(self) -> int | None:
         """The time of the next timer, None without one."""
@@ -70,22 +73,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Is the running loop of this thread in the block, and closed after it."""
+        """Is the running loop of this thread in the block, and closed after it. What still waits then is canceled."""
         outer = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
             yield
+            for task in asyncio.all_tasks(self):
+                task.cancel()
+            self.run_ready()
         finally:
             asyncio._set_running_loop(outer)
             self.close()
-
-
-def at_once(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits, such as the `enter` of a pool in this process."""
-    try:
-        work.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    work.close()
-    raise RuntimeError("it waits for something, which nothing in virtual time would bring")

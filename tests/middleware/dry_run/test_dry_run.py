@@ -336,7 +336,7 @@ async def test_a_pool_that_never_answers_holds_no_one_and_is_left_when_the_sidec
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sidecar = DryRun(App(), policy())
-    monkeypatch.setattr(shadow, "enter_pool", never)
+    monkeypatch.setattr(sidecar.sidecar.pool, "enter", never)
     async with serving(sidecar.sidecar) as sidecar.served:
         assert [(await sidecar.ask()).status for _ in range(3)] == [200] * 3
         assert (len(sidecar.sidecar.shadows), sidecar.found) == (3, [])

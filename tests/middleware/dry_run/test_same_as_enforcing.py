@@ -18,7 +18,7 @@ import pytest
 from sidecar.events import Admitted, Observed, Preempted, Refused
 from sidecar.policy import compiler
 from sidecar.policy.model import Mode, Policy
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 from tests.support.middleware import Caller, Recorder, TestedMiddleware, chat, write_policy
 from tests.support.virtual_time import run_virtually, virtual_now_us
@@ -127,7 +127,7 @@ async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | No
     sidecar = TestedMiddleware(
         StreamingEngine() if plan[0].is_stream else Engine(),
         policy=with_policy,
-        pool=LedgerPool(with_policy, virtual_now_us),
+        pool=Pool(with_policy, virtual_now_us),
         dialect=with_policy.engine(with_policy.carrier),
         estimator=Estimator(),
         observer=recorder,

@@ -21,7 +21,7 @@ from sidecar.cluster.doubts import doubts
 from sidecar.engines import ENGINES
 from sidecar.policy import compiler
 from sidecar.policy.model import Policy
-from sidecar.pools import LedgerPool
+from sidecar.pools import Pool
 from sidecar.telemetry.dry_run import DryRunStats, added_up
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, Scheduling, StepModel
@@ -65,7 +65,7 @@ class Played:
     """A load played to one controller. `answers` are status and headers, in the order of the plan."""
 
     def __init__(self, load: observe.Load, policy: Policy) -> None:
-        self.pool = LedgerPool(policy, virtual_now_us)
+        self.pool = Pool(policy, virtual_now_us)
         self.sidecar = TestedMiddleware(
             engine_of(load).app,
             policy=policy,

@@ -18,7 +18,6 @@ local function is_engine_before(a, b)
   return incarnation < other_incarnation
 end
 
--- Sorts the engines, each with what it holds.
 local function set_table(engines, held_of)
   table.sort(engines, is_engine_before)
   config.engines, held = engines, {}
@@ -57,16 +56,18 @@ end
 
 local function is_ready(engine) return engine[E_KNOWN] and engine[E_TAKES_NEW] end
 
+-- How many tenths of its size it may hold now. Less than 10: in slow start.
+local function tenths_now(engine)
+  return engine[E_RAMP] > 0 and min(10, 1 + floor(max(0, now - engine[E_SINCE]) * 10 / engine[E_RAMP])) or 10
+end
+
 local function tenths_of(size, tenths) return size == UNBOUNDED and size or floor(size * tenths / 10) end
 
--- What it may hold now: in slow start so many tenths, at least one request.
+-- What it may hold now, at least one request.
 local function size_of(engine)
-  local tokens, requests, prefill = engine[E_TOKENS], engine[E_REQUESTS], engine[E_PREFILL]
-  if engine[E_RAMP] > 0 then
-    local tenths = 1 + floor(max(0, now - engine[E_SINCE]) * 10 / engine[E_RAMP])
-    if tenths < 10 then
-      tokens, requests, prefill = tenths_of(tokens, tenths), tenths_of(requests, tenths), tenths_of(prefill, tenths)
-    end
+  local tokens, requests, prefill, tenths = engine[E_TOKENS], engine[E_REQUESTS], engine[E_PREFILL], tenths_now(engine)
+  if tenths < 10 then
+    tokens, requests, prefill = tenths_of(tokens, tenths), tenths_of(requests, tenths), tenths_of(prefill, tenths)
   end
   return tokens, max(1, requests), prefill
 end

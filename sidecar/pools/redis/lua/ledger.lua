@@ -1,7 +1,5 @@
 -- One call, from the first to the last (`ledger.py`).
 
--- ---- what a call says -------------------------------------------------------------------------------------------------
-
 local function acknowledge(member)
   local acked, kept = acks(), {}
   for _, grant in ipairs(member[OUTBOX]) do
@@ -18,7 +16,7 @@ local function take_cells(member)
     if field(name) then hold_cell(unpacked(field(name)), -1) end
     for i = 1, FIGURES do any = any or cell[CELL_FIGURES + i] ~= 0 end
     if any then hold_cell(cell, 1) end
-    set_field(name, any and pack(cell))
+    set_cell(who, name, any and pack(cell))
   end
   if call[C_LEAVING] then
     member[LEAVING] = call[C_LEAVING]
@@ -44,15 +42,11 @@ local function take_views()
 end
 
 local function withdraw(member, id, tier)
-  local found
-  local function look_at(ticket)
-    if ticket[OWNER] == who and ticket[ID] == id and ticket[TIER] == tier then found = ticket end
-  end
-  for _, ticket in ipairs(load_line()) do look_at(ticket) end
-  if tier and not found then for_queue(tier, look_at) end
-  if found then
-    remove(found)
-    member[BIDS] = member[BIDS] - 1
+  for _, ticket in ipairs(tier and bids_of(who, tier) or NOBODY) do
+    if ticket[ID] == id and ticket[TIER] == tier then
+      remove(ticket)
+      member[BIDS] = member[BIDS] - 1
+    end
   end
 end
 
@@ -84,8 +78,6 @@ local function take_changes(member, last_number)
   for _, gone in ipairs(call[C_WITHDRAWN]) do withdraw(member, gone[1], tier_of(gone[2])) end
 end
 
--- ---- what it decides, and the reply -----------------------------------------------------------------------------------
-
 -- Replicas of a layout before the ledger would admit all of the capacity beside it: meanwhile nothing is granted.
 -- `meta` is doubles: the 2nd their last call, the 3rd the offset of their clock, the 13th how many they are.
 local function is_beside_old()
@@ -100,23 +92,24 @@ local function is_beside_old()
   return false
 end
 
--- How many bids there are, and how many members.
-local function count_all()
-  local bids, alive = 0, 0
-  for _, member in pairs(members) do bids, alive = bids + member[BIDS], alive + 1 end
-  return bids, alive
+-- How many bids there are.
+local function count_bids()
+  local bids = 0
+  for _, t in ipairs(tiers) do bids = bids + t[QUEUED] + t[LINED] end
+  return bids
 end
 
 local function grant_all()
-  local waiting, of_owner = count_all(), {}
+  local waiting, of_owner = count_bids(), {}
   if waiting > 0 or call[C_WHOLE] then state[IS_BESIDE_OLD] = is_beside_old() end
   if waiting == 0 or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0 then return end
   granted = {}
   decide(waiting)
   for _, it in ipairs(granted) do
     local owner, grant = it[1], it[2]
-    members[owner][BIDS] = members[owner][BIDS] - 1
-    table.insert(members[owner][OUTBOX], grant)
+    local member = change_member(owner)
+    member[BIDS] = member[BIDS] - 1
+    table.insert(member[OUTBOX], grant)
     if owner ~= who and not of_owner[owner] then
       of_owner[owner] = {}
       wake_ups[#wake_ups + 1] = { owner, of_owner[owner], false, now }
@@ -151,10 +144,8 @@ local function find_next()
   end
   for slot, engine in ipairs(config.engines) do
     consider(held[slot][H_CAP_UNTIL])
-    if engine[E_RAMP] > 0 then -- the end of this tenth of its slow start
-      local tenths = 1 + floor(max(0, now - engine[E_SINCE]) * 10 / engine[E_RAMP])
-      if tenths < 10 then consider(engine[E_SINCE] + ceil(tenths * engine[E_RAMP] / 10)) end
-    end
+    local tenths = tenths_now(engine)
+    if tenths < 10 then consider(engine[E_SINCE] + ceil(tenths * engine[E_RAMP] / 10)) end
   end
   return soonest
 end
@@ -167,7 +158,7 @@ local function next_change(waiting)
     if not state[NEXT] or state[NEXT] <= now then state[NEXT] = find_next() end
     at = state[NEXT]
     for _, t in ipairs(rules[R_BY_GAIN] and tiers or {}) do
-      if t[QUEUED] > 0 then at = min(at, now + LOOK_AGAIN_US) end
+      if t[QUEUED] > 0 or t[LINED] > 0 then at = min(at, now + LOOK_AGAIN_US) end
     end
   end
   return at < UNBOUNDED and max(1000, at - now) or nil
@@ -187,15 +178,17 @@ local function tags()
   return found
 end
 
-local function leaving_of_all()
-  local found, leaving = {}, {}
-  for name, member in pairs(members) do leaving[name] = #member[LEAVING] > 0 and member[LEAVING] or nil end
-  for _, name in ipairs(sorted_keys(leaving)) do
-    local cells = {}
-    for _, cell in ipairs(leaving[name]) do cells[cell[CELL_TIER] .. '\0' .. cell[CELL_ENGINE]] = cell end
-    for _, field_name in ipairs(sorted_keys(cells)) do found[#found + 1] = cells[field_name] end
+-- How many members there are, and the sums of leases that they take back.
+local function survey()
+  local alive, found, leaving = 0, {}, {}
+  for name, member in pairs(members) do
+    alive = alive + 1
+    if #member[LEAVING] > 0 then leaving[name] = member[LEAVING] end
   end
-  return found
+  for _, name in ipairs(sorted_keys(leaving)) do
+    for _, cell in ipairs(leaving[name]) do found[#found + 1] = cell end
+  end
+  return alive, found
 end
 
 local function lined_of_caller()
@@ -217,7 +210,7 @@ end
 
 -- Packed parts, in the order of `calls.Reply`.
 local function reply(member)
-  local waiting, alive = count_all()
+  local waiting, alive, leaving = count_bids(), survey()
   local engines, drained, own_lined
   local latest = state[LATEST_CAME] > 0 and state[LATEST_OWNER] ~= who and { state[LATEST_CAME], state[LATEST_GRANTED] } or nil
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
@@ -230,16 +223,15 @@ local function reply(member)
     engines, drained = engines_and_drained()
   end
   if member[IS_LINE_NEW] then member[IS_LINE_NEW], own_lined = false, lined_of_caller() end
-  return '\220\0\19' .. first .. held_text .. pack(tags(), leaving_of_all(), found, engines, drained, own_lined) .. packed_verdicts()
+  return '\220\0\19' .. first .. held_text .. pack(tags(), leaving, found, engines, drained, own_lined)
+    .. '\220\0' .. string.char(#verdicts) .. table.concat(verdicts)
 end
-
--- ---- one call ---------------------------------------------------------------------------------------------------------
 
 -- Time never goes back, whichever server answers. Returns for how long the store was silent, nil where another layout is in force.
 local function begin()
   local names = { 'layout', 'state', 'held', 'config' }
-  begin_limits()
-  fields, changed, all_fields, queues, wake_ups, is_config_new, is_made = {}, {}, nil, {}, {}, false, false
+  verdicts, accounts, counts, forgotten = {}, {}, {}, {}
+  fields, changed, changed_members, all_fields, queues, wake_ups, is_config_new = {}, {}, {}, nil, {}, {}, false
   line, needs, held_text, known, kept[root] = nil, nil, nil, kept[root] or {}, nil -- a call that fails may have changed it
   for i, cell in ipairs(call[C_CELLS]) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end
   read_fields(names)
@@ -281,6 +273,7 @@ local function answer()
   local last_number = member and member[LATEST_NUMBER] or 0
   if call[C_KIND] == 'state' then member = take_statement() end
   take_limits(member, last_number)
+  change_member(who)
   member[MEMBER_CALL], member[LATEST_NUMBER] = now, call[C_NUMBER]
   take_changes(member, last_number)
   end_hold()

@@ -4,13 +4,7 @@
 local UNIT, GUESSED_US, REMEMBERED_US = 60000000, 1000000, 600000000
 -- An account; since `A_SINCE` it was never at rest. The limits of its latest request, or false.
 local A_REQUESTS, A_TOKENS, A_AT, A_SINCE, A_MEAN, A_REFUNDED, A_REQUESTS_REFUNDED, A_RPM, A_TPM = 1, 2, 3, 4, 5, 6, 7, 8, 9
--- A charge, as it is told.
 local CH_TENANT, CH_TOKENS, CH_AT, CH_TPM, CH_LEVEL, CH_REFUNDED, CH_REQUESTS, CH_REQUESTS_REFUNDED, CH_RPM = 1, 2, 3, 4, 5, 6, 7, 8, 9
-
--- Of one call: packed verdicts; what was changed or read of the keys.
-local verdicts, accounts, counts, are_counts_whole, gone
-
-local function begin_limits() verdicts, accounts, counts, are_counts_whole, gone = {}, {}, {}, false, {} end
 
 local function drain(account)
   local elapsed = max(0, now - account[A_AT])
@@ -33,7 +27,7 @@ local function account_of(tenant)
 end
 
 local function own_count(tenant)
-  return counts[tenant] or not are_counts_whole and tonumber(redis_call('HGET', root .. ':n:' .. who, tenant)) or 0
+  return counts[tenant] or not forgotten[who] and tonumber(redis_call('HGET', root .. ':n:' .. who, tenant)) or 0
 end
 
 local function running(tenant)
@@ -127,7 +121,7 @@ end
 -- Decides what the call asks, and takes no bid of a request that is refused. `last_number`: of the replica's call before.
 local function take_limits(member, last_number)
   local is_statement = call[C_KIND] == 'state'
-  if is_statement then counts, are_counts_whole = {}, true end
+  if is_statement then forgotten[who] = true end
   for _, of in ipairs(call[C_RUNNING]) do counts[of[1]] = of[2] end
   for _, settled in ipairs(call[C_SETTLED]) do
     local told_with, charge, used, is_counted, was_held = unpack(settled)
@@ -154,14 +148,6 @@ local function take_limits(member, last_number)
   end
 end
 
--- `calls.Reply.verdicts`.
-local function packed_verdicts()
-  return (#verdicts < 16 and string.char(144 + #verdicts) or string.char(220, 0, #verdicts)) .. table.concat(verdicts)
-end
-
--- A replica is gone, with all that its tenants had there.
-local function drop_limits(name) gone[name] = true end
-
 local function write_limits()
   for tenant, account in pairs(accounts) do
     if account then
@@ -169,8 +155,7 @@ local function write_limits()
       redis_call('SET', root .. ':a:' .. tenant, pack(account), 'PX', HOUR_MS + ceil(full_us / 1000))
     end
   end
-  for name in pairs(gone) do redis_call('DEL', root .. ':n:' .. name) end
-  if are_counts_whole then redis_call('DEL', root .. ':n:' .. who) end
+  for name in pairs(forgotten) do redis_call('DEL', root .. ':n:' .. name) end
   for tenant, count in pairs(counts) do
     if count > 0 then redis_call('HSET', root .. ':n:' .. who, tenant, count) else redis_call('HDEL', root .. ':n:' .. who, tenant) end
   end

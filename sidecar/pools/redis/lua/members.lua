@@ -1,6 +1,5 @@
 -- Time, epochs and members, and what a statement says of everything (`ledger.py`).
 
--- A grant as a cell.
 local function cell_of(grant)
   local _, tier, id, tokens, requests, prompt, sent, _, _, is_in_floor = unpack(grant)
   local floor_of = is_in_floor and 1 or 0
@@ -15,50 +14,54 @@ local function drop_outbox(member)
 end
 
 local function drop_cells(name)
-  for_cells(name, function(cell) hold_cell(cell, -1) end)
-  for _, it in ipairs(cells_of(name)) do set_field(it) end
+  for_cells(name, function(cell, it)
+    hold_cell(cell, -1)
+    set_cell(name, it)
+  end)
 end
 
--- Gives up all bids of a replica, in each tier by arrival.
-local function drop_bids(name)
-  if members[name][BIDS] == 0 then return end
+-- What waits of a replica, in line and in one queue, or in all.
+local function bids_of(name, in_tier)
   local own = {}
   local function take(ticket)
     if ticket[OWNER] == name then own[#own + 1] = ticket end
   end
   for _, ticket in ipairs(load_line()) do take(ticket) end
-  for tier = 1, #tiers do for_queue(tier, take) end
+  for tier = in_tier or 1, in_tier or #tiers do for_queue(tier, take) end
+  return own
+end
+
+-- Gives up all bids of a replica, in each tier by arrival.
+local function drop_bids(name)
+  if members[name][BIDS] == 0 then return end
+  local own = bids_of(name)
   table.sort(own, function(a, b) return a[TIER] < b[TIER] or (a[TIER] == b[TIER] and is_before(a, b)) end)
   for _, ticket in ipairs(own) do remove(ticket) end
-  members[name][BIDS] = 0
+  change_member(name)[BIDS] = 0
 end
 
 -- The newest view that names an engine counts, from when it was told first; any that reaches it will do.
 local function combine_views()
-  local by_age, offers, all = sorted_keys(members), {}, {}
+  local views, offers, reached = {}, {}, {}
   for name in pairs(members) do
     local view = field('v:' .. name)
-    all[name] = view and unpacked(view) -- its number, when it was told, its engines
+    if view then views[#views + 1] = { name, unpack(unpacked(view)) } end
   end
-  table.sort(by_age, function(a, b)
-    local number, other = all[a] and all[a][1] or 0, all[b] and all[b][1] or 0
-    return number < other or (number == other and is_less(a, b))
-  end)
-  local reached = {}
-  for _, name in ipairs(by_age) do
-    local view = all[name]
-    for _, e in ipairs(view and view[3] or NOBODY) do
+  table.sort(views, function(a, b) return a[2] < b[2] end)
+  for _, view in ipairs(views) do
+    local of, _, told_at, engines = unpack(view)
+    for _, e in ipairs(engines) do
       local id, tokens, requests, prefill, speed, is_reachable, age_us, ramp_us = unpack(e)
       local takes_new = is_reachable or (offers[id] and offers[id][E_TAKES_NEW]) or false
-      offers[id] = { id, tokens, requests, prefill, speed, takes_new, view[2] - age_us, ramp_us, true, false }
-      reached[id .. '\0' .. name] = is_reachable
+      offers[id] = { id, tokens, requests, prefill, speed, takes_new, told_at - age_us, ramp_us, true, false }
+      reached[id .. '\0' .. of] = is_reachable
     end
   end
   for id, engine in pairs(offers) do
     local drained = config.drained[split(id)]
     if drained and drained[1] then engine[E_TAKES_NEW] = false end
     local unreachable = {}
-    for _, name in ipairs(by_age) do unreachable[name] = not reached[id .. '\0' .. name] or nil end
+    for name in pairs(members) do unreachable[name] = not reached[id .. '\0' .. name] or nil end
     engine[E_UNREACHABLE] = next(unreachable) and unreachable or false
   end
   set_engines(offers)
@@ -66,11 +69,10 @@ local function combine_views()
 end
 
 local function drop(name)
-  drop_limits(name)
+  forgotten[name] = true
   drop_bids(name)
-  drop_outbox(members[name])
+  drop_outbox(change_member(name))
   drop_cells(name)
-  if state[ASKED] == name then state[ASKED] = false end
   set_field('v:' .. name)
   members[name] = nil
   combine_views()
@@ -88,7 +90,7 @@ end
 local function begin_epoch()
   state[EPOCH], state[HOLD_UNTIL], state[IS_EMPTY], state[EXPECTED], state[NEXT] = now, now + HOLD_US, false, 0, false
   for _, name in ipairs(sorted_keys(members)) do
-    local member = members[name]
+    local member = change_member(name)
     state[EXPECTED] = state[EXPECTED] + 1
     drop_bids(name)
     for _, grant in ipairs(member[OUTBOX]) do
@@ -96,7 +98,7 @@ local function begin_epoch()
       local it = cell_field(name, cell[CELL_TIER], cell[CELL_ENGINE])
       local before = field(it) and unpacked(field(it))
       for i = CELL_FIGURES + 1, before and CELL_FIGURES + FIGURES or 0 do cell[i] = cell[i] + before[i] end
-      set_field(it, pack(cell))
+      set_cell(name, it, pack(cell))
     end
     member[OUTBOX], member[IS_NEW] = {}, false
   end
@@ -105,6 +107,7 @@ end
 
 -- With the last replica that is expected. One that knows of nobody proves nothing.
 local function end_hold()
+  if state[HOLD_UNTIL] == 0 then return end
   local stated = 0
   for _, member in pairs(members) do
     if member[STATED] == state[EPOCH] and not member[IS_NEW] then stated = stated + 1 end
@@ -155,7 +158,7 @@ local function take_rules(stated)
   end
   for _, name in ipairs(sorted_keys(members)) do
     drop_bids(name) -- a replica whose number of bids is not right states everything
-    members[name][IS_FOREIGN] = not is_same and not members[name][IS_FOREIGN]
+    change_member(name)[IS_FOREIGN] = not is_same and not members[name][IS_FOREIGN]
   end
   local before = {}
   for _, t in ipairs(tiers) do before[t[NAME]] = t end
@@ -176,7 +179,7 @@ end
 -- Everything that the replica has replaces everything that was known of it.
 local function take_statement()
   take_rules(call[C_RULES])
-  local member = members[who] or { 0, 0, -1, call[C_KNEW] == 0, false, 0, -1, {}, {}, true, {} }
+  local member = members[who] or { 0, 0, -1, call[C_KNEW] == 0, false, 0, -1, {}, {}, true, {}, 0 }
   members[who] = member
   drop_bids(who)
   drop_outbox(member)

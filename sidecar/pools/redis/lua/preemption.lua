@@ -20,7 +20,6 @@ local function taken_back()
   return gone
 end
 
--- Whether something that may be served so waits.
 local function may_preempt()
   if not rules or rules[R_PREEMPTIONS] == 0 then return false end
   for i, tier in ipairs(rules[R_TIERS]) do
@@ -40,7 +39,6 @@ local function burst_beside(ticket)
   return burst
 end
 
--- What room is to be taken back for now, if any.
 local function shortage()
   if not may_preempt() then return nil end
   look()
@@ -115,7 +113,7 @@ local function shortage_for_caller()
   if most_tokens == 0 then return nil end
   state[ASKED], state[ASKED_UNTIL] = most, now + ASKED_FOR_US
   if most ~= who then
-    wake_ups[#wake_ups + 1] = { most, {}, true, now }
+    wake_ups[#wake_ups + 1] = { most, {}, true }
     return nil
   end
   local engine, place = found.engine, found.place

@@ -42,15 +42,6 @@ local function packed_queue(tier)
   return pack(queue.texts, queue.starts, queue.finish, packed_tickets(queue.returned))
 end
 
--- All at once.
-local function read_queues()
-  local names = {}
-  for tier, t in ipairs(tiers) do
-    if t[QUEUED] > 0 and fields['q:' .. tier] == nil then names[#names + 1] = 'q:' .. tier end
-  end
-  read_fields(names)
-end
-
 local function is_next(a, b) -- by start, then arrival
   if a[START] ~= b[START] then return a[START] < b[START] end
   return is_before(a, b)
@@ -75,19 +66,25 @@ local function next_of(tier, is_wanted)
   return found
 end
 
--- In fair order of each replica the first, wherever it is in its tenant's queue.
-local function first_of_each_owner(tier)
-  local queue, found, list = queue_of(tier), {}, {}
-  local function is_less_than(a, b) return a.start < b.start or (a.start == b.start and is_before(a.ticket, b.ticket)) end
-  local function consider(start, ticket)
-    local it, known_one = { start = start, ticket = ticket }, found[ticket[OWNER]]
-    if not known_one or is_less_than(it, known_one) then found[ticket[OWNER]] = it end
-  end
+-- Each ticket of a queue, with the start tag of its lane's first.
+local function for_queue(tier, each)
+  if tiers[tier][QUEUED] == 0 then return end
+  local queue = queue_of(tier)
   for tenant, start in pairs(queue.starts) do
     local lane = lane_of(queue, tenant)
-    for i = 1, #lane do consider(start, ticket_at(lane, i)) end
+    for i = 1, #lane do each(ticket_at(lane, i), start) end
   end
-  for i = 1, #queue.returned do consider(ticket_at(queue.returned, i)[START], queue.returned[i]) end
+  for i = 1, #queue.returned do each(ticket_at(queue.returned, i), queue.returned[i][START]) end
+end
+
+-- In fair order of each replica the first, wherever it is in its tenant's queue.
+local function first_of_each_owner(tier)
+  local found, list = {}, {}
+  local function is_less_than(a, b) return a.start < b.start or (a.start == b.start and is_before(a.ticket, b.ticket)) end
+  for_queue(tier, function(ticket, start)
+    local it, known_one = { start = start, ticket = ticket }, found[ticket[OWNER]]
+    if not known_one or is_less_than(it, known_one) then found[ticket[OWNER]] = it end
+  end)
   for _, it in pairs(found) do list[#list + 1] = it end
   table.sort(list, is_less_than)
   return list
@@ -210,17 +207,6 @@ end
 local function is_ahead(ticket)
   local ahead = (queue_of(ticket[TIER]).finish[ticket[TENANT]] or 0) - tiers[ticket[TIER]][VIRTUAL]
   return not ticket[HAS_RETURNED] and ahead * ticket[WEIGHT] > 2 * tiers[ticket[TIER]][LARGEST]
-end
-
--- Each ticket of a queue.
-local function for_queue(tier, each)
-  if tiers[tier][QUEUED] == 0 then return end
-  local queue = queue_of(tier)
-  for tenant in pairs(queue.starts) do
-    local lane = lane_of(queue, tenant)
-    for i = 1, #lane do each(ticket_at(lane, i)) end
-  end
-  for i = 1, #queue.returned do each(ticket_at(queue.returned, i)) end
 end
 
 -- By gain: the best of all that wait in a queue, earn something, and whose tenant is not ahead.

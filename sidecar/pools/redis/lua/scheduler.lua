@@ -2,9 +2,6 @@
 
 local FIRST, LINE, INSIDE, TURN, OTHER = 0, 1, 2, 3, 4 -- rule 3: the classes, in order
 
--- ---- sums -------------------------------------------------------------------------------------------------------------
-
--- U in one dimension.
 local function used(tier, d) return tiers[tier][ON_ENGINES][d] + tiers[tier][IN_LINE][d] end
 
 -- U where it is compared with R: by gain, what was let in for the floor (rule 9).
@@ -244,10 +241,8 @@ local function candidates(open)
   end
   for slot in pairs(open or NOBODY) do is_open[config.engines[slot][E_ID]] = true end
   for _, ticket in ipairs(load_line()) do
-    if not fronts[ticket[TIER]] and not is_for_floor(ticket) then fronts[ticket[TIER]] = ticket end
-  end
-  for _, ticket in ipairs(line) do
     local tier = ticket[TIER]
+    if not fronts[tier] and not is_for_floor(ticket) then fronts[tier] = ticket end
     local may_be_early = ticket == fronts[tier] or owes(tier) or rules[R_TIERS][tier][T_FIRST]
     local is_plain = not is_for_floor(ticket) and rules[R_TIERS][tier][T_LIMIT] >= PPM
     if not may_be_early and open and (not next(open) or (is_plain and ticket[STAYS] and not is_open[ticket[ENGINE]])) then
@@ -324,7 +319,6 @@ local function leave_line(ticket)
   ticket[IN_LINE_SINCE] = false
 end
 
--- A waiting ticket that is given up, in its queue or in line.
 local function remove(ticket)
   if not ticket[IN_LINE_SINCE] then return queue_remove(ticket) end
   local owed = (ticket[EXCESS] + ticket[EXCESS_PROMPT]) * (now - ticket[COUNTED])
@@ -334,17 +328,14 @@ end
 
 -- Those in line for an engine that can take them no more.
 local function choose_again()
-  local gone = {}
-  for i = 1, #load_line() do
-    local ticket = line[i]
-    local own = ticket[ENGINE] and slot_of(ticket[ENGINE])
-    if not own or not could_take(ticket, own) then gone[#gone + 1] = ticket end
-  end
-  for _, ticket in ipairs(gone) do
+  for _, ticket in ipairs(load_line()) do
     local before = ticket[ENGINE]
-    wait_for(ticket, nil)
-    wait_for(ticket, wanted(ticket))
-    if ticket[ENGINE] ~= before then moved(ticket) end
+    local own = before and slot_of(before)
+    if not own or not could_take(ticket, own) then
+      wait_for(ticket, nil)
+      wait_for(ticket, wanted(ticket))
+      if ticket[ENGINE] ~= before then moved(ticket) end
+    end
   end
 end
 
@@ -510,10 +501,8 @@ local function step()
   return false
 end
 
--- All steps that can be done now, while someone waits.
 local function decide(waiting)
   look()
-  if rules[R_BY_GAIN] then read_queues() end
   if places == 0 then return end
   if state[CHOOSES] then
     choose_again()

@@ -5,7 +5,7 @@
 --
 -- The root is a hash, and all that there is but for tenants' limits (limits.lua): `layout`, `state`, `held` and `config` (all in this file), `line`, the tickets in
 -- line, `q:TIER`, what waits in the tier's queue (queue.lua), `c:WHO\0TIER\0ENGINE`, a cell, and `v:WHO`, a replica's view. It is read
--- as it is needed, changed in memory, and written at the end: a call that fails has written nothing.
+-- as it is needed, changed in memory, and written at the end: a call that fails has changed nothing of this layout.
 
 -- Set by each call: while a function is loaded the server has no libraries.
 local redis_call, pack, unpacked, struct_unpack, max, min, floor, ceil
@@ -27,17 +27,16 @@ local LATEST_CAME, LATEST_OWNER, LATEST_GRANTED = 17, 18, 19 -- of all that were
 local NAME, VIRTUAL, AFRESH, OWES_UNTIL, ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR = 1, 2, 3, 4, 5, 6, 7, 8
 local SERVED, LARGEST, QUEUED, LATEST, LINED, MOST_TAGS, SMALLEST = 9, 10, 11, 12, 13, 14, 15
 -- A member. Its outbox has grants, CHARGED the verdicts of its last call (packed), its sums of leases that are taken back are cells as it told them.
-local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING, IS_LINE_NEW, CHARGED = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
+-- CELLS: how many of its cells are stored.
+local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING, IS_LINE_NEW, CHARGED, CELLS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12
 -- A ticket: what its replica said (`calls.Bid`), then what the ledger adds.
 local ID, TIER, TENANT, TOKENS, REQUESTS, PROMPT, WEIGHT, HITS, BARRED = 1, 2, 3, 4, 5, 6, 7, 8, 9
 local ARRIVED, NUMBER, GAIN, HAS_RETURNED, HINT, OWNER, START = 10, 11, 12, 13, 14, 15, 16
 local ENGINE, IN_LINE_SINCE, COUNT, COUNTED, ADMISSION, EXCESS, EXCESS_PROMPT, IS_IN_FLOOR, STAYS = 17, 18, 19, 20, 21, 22, 23, 24, 25
 local GAIN_WEIGHT, GAIN_TOKENS, GAIN_COST, GAIN_START_BY, GAIN_SLACK = 1, 2, 3, 4, 5
--- A call, as it is told.
 local C_LAYOUT, C_WHO, C_NUMBER, C_KIND, C_CELLS, C_WHOLE, C_BID_COUNT, C_LEAVING, C_ACKS, C_BIDS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 local C_WITHDRAWN, C_CHARGES, C_OWES, C_ENGINES, C_CAPS, C_DRAINS, C_RULES, C_REPLACES = 11, 12, 13, 14, 15, 16, 17, 18
 local C_TAKES_OVER, C_KNEW, C_VIRTUAL, C_METERED, C_SETTLED, C_RUNNING = 19, 20, 21, 22, 23, 24
--- A cell, as it is told.
 local CELL_TIER, CELL_ENGINE, CELL_FIGURES, FIGURES = 1, 2, 2, 7
 -- An engine in `config`, sorted by name and incarnation; and, as it is told, what it holds.
 local E_ID, E_TOKENS, E_REQUESTS, E_PREFILL, E_SPEED, E_TAKES_NEW, E_SINCE, E_RAMP, E_KNOWN, E_UNREACHABLE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
@@ -49,11 +48,13 @@ local T_NAME, T_RESERVE, T_LEND, T_LIMIT, T_FIRST, T_PREEMPTIBLE, T_PREEMPT_AFTE
 -- Of one call:
 local keys, root, call, who, now, server_us
 local state, members, heads, held, tiers, config, rules -- heads: of each tier the next ticket in fair order, or false
+local member_texts, changed_members -- each member as it is packed; the names of those that are to be packed anew
 local line -- the tickets in line, once they were looked for
 local fields, changed, all_fields -- what was read of the root, and what of it is to be written
-local queues, wake_ups, is_config_new, is_made
+local queues, wake_ups, is_config_new
 local kept, pools, known = {}, 0, nil -- where the script is a function: what was written of each pool, as it was unpacked
 local held_text -- `held` as it is told and written
 local figures, largest_prefill, places, total, is_divided -- of a decision (rule 1); is_divided: replicas see different engines
+local verdicts, accounts, counts, forgotten -- of tenants' limits: packed answers; what was read or changed; replicas whose counts go
 local needs, granted -- ticket -> what it needs; what is admitted, in order
 local NOBODY = {}

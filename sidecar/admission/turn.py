@@ -1,0 +1,296 @@
+"""A request's turn in the pool: it enters, waits, holds its lease, and may wait again.
+
+    ENTERING -> WAITING -> HELD -> OVER       (WAITING is passed at once where there is room)
+                  ^          |
+                  +----------+                (preempted, or no engine took it)
+
+Enforcing, the dry run and leases from Python take this one way. They differ in what they do with a grant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Protocol
+
+from sidecar.durations import short_duration
+from sidecar.errors import QueueFull, TenantLimit
+from sidecar.events import Obstacle
+from sidecar.policy.model import Policy, Tenant
+from sidecar.pools import Ask, Grant, Lease, Pool
+from sidecar.pools.base import QueueStanding, WaitGivenUp
+
+_PREEMPTED = (Obstacle.PREEMPTED, "its room went to a more important request")
+_UNANSWERED = (Obstacle.ENGINE, "its engine did not answer it")
+
+
+class Cause(Enum):
+    """Reason why a turn ended without a grant."""
+
+    DISCONNECTED = "disconnected"
+    TOO_LONG = "too long"
+    GIVEN_UP = "given up"
+    """The process is about to end, or every request passes from now on."""
+    BUDGET = "budget"
+
+
+class TurnEnded(Exception):
+    """A wait ended without a grant. `wait` says how it went. `refusal` is there where a budget was used up meanwhile.
+
+    `most_s` was the longest that it could take, None where it had no limit.
+    """
+
+    def __init__(
+        self, cause: Cause, wait: Grant | None, refusal: TenantLimit | None = None, most_s: float | None = None
+    ) -> None:
+        self.cause = cause
+        self.wait = wait
+        self.refusal = refusal
+        self.most_s = most_s
+
+
+class Budgets(Protocol):
+    """Budgets of tokens of the tenants: see `TenantUsage`."""
+
+    def within(self, ask: Ask, tenant: Tenant, pool: Pool) -> Ask:
+        """The ask as its tenant's budgets allow it. Raises TenantLimit."""
+
+    def used_up(self, tenant: Tenant) -> TenantLimit | None:
+        """The refusal of a request that has waited while a budget was used up."""
+
+
+class Reports(Protocol):
+    """Receives what happens in a turn: see `EventReporter`."""
+
+    def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
+        """The request has to wait from now on."""
+
+    def waited_for_store(self, since_us: int) -> None:
+        """The pool's first answer admitted the request, but took so long that it counts as a wait."""
+
+    def preempted(self, admitted_us: int, times: int, *, is_unreached: bool = False) -> None:
+        """The request gives its room back for the n-th time, and waits again."""
+
+
+class Unreported:
+    """Reports of a turn that no one is told of."""
+
+    def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
+        """See `Reports`."""
+
+    def waited_for_store(self, since_us: int) -> None:
+        """See `Reports`."""
+
+    def preempted(self, admitted_us: int, times: int, *, is_unreached: bool = False) -> None:
+        """See `Reports`."""
+
+
+class Comments(Protocol):
+    """Comments for a client that waits, one every `every_s` seconds."""
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two comments."""
+
+    async def comment(self, text: str) -> None:
+        """Sends a line that the client skips."""
+
+    async def admitted(self, wait_s: float) -> None:
+        """Says that the wait is over, where a comment was sent before."""
+
+
+class Turn:
+    """The turn of one request of `tenant`, by the policy under which it came. Call `enter` first, then `granted`.
+
+    `max_wait_s` is the longest wait that the client allows, None where it does not say; its tier may allow less. Where
+    neither has a limit, a wait ends after `unlimited_s`, None for never.
+    `disconnect` gives the future that is done when the client has left, None where there is no client. `comments` gives
+    what a waiting client is told, None where it is told nothing; it is called when a wait begins. `is_over` says
+    that nothing waits any more, because every request passes. `level` is the
+    level that is charged, or whose queue is full; `lease` is there once the pool has taken the request. `preemptions`
+    and `hand_backs` count how often it waited again, because a more important request needed the room, and because no
+    engine took it.
+    """
+
+    __slots__ = (
+        "_budgets", "_comments", "_disconnect", "_ends_us", "_is_over", "_max_wait_s", "_most_s", "_policy", "_pool",
+        "_reports", "_tenant", "_unlimited_s", "hand_backs", "lease", "level", "preemptions",
+    )  # fmt: skip
+
+    lease: Lease
+
+    def __init__(
+        self,
+        pool: Pool,
+        policy: Policy,
+        tenant: Tenant,
+        reports: Reports,
+        *,
+        budgets: Budgets | None,
+        max_wait_s: float | None,
+        disconnect: Callable[[], asyncio.Future[Any]] | None = None,
+        unlimited_s: float | None = None,
+        comments: Callable[[], Comments | None] = lambda: None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._tenant = tenant
+        self._reports = reports
+        self._budgets = budgets
+        self._max_wait_s = max_wait_s
+        self._disconnect = disconnect
+        self._unlimited_s = unlimited_s
+        self._comments = comments
+        self._is_over = is_over
+        self._ends_us: int | None = None
+        self._most_s: float | None = None
+        self.level = tenant.level
+        self.preemptions = self.hand_backs = 0
+
+    async def enter(self, ask: Ask) -> Lease:
+        """Enters the pool, at the level that the tenant's budgets and limits leave it.
+
+        Raises what `Pool.enter` raises, and TenantLimit where a budget is used up. Nothing is left in the pool then.
+        """
+        self.level = ask.tier
+        if self._budgets is not None and self._tenant.limits.have_budgets:
+            ask = self._budgets.within(ask, self._tenant, self._pool)
+            self.level = ask.tier
+        try:
+            self.lease = await self._pool.enter(ask)
+        except QueueFull as full:
+            self.level = self.level if full.level is None else full.level
+            raise
+        self.level = self.lease.tier
+        return self.lease
+
+    async def granted(self) -> Grant:
+        """The first grant. Raises TurnEnded where the wait ends without one, and RequestTooLarge and StoreUnavailable.
+
+        No ticket and no lease is left then.
+        """
+        lease = self.lease
+        if lease.grant is not None:
+            if lease.grant.queue_wait_us:
+                self._reports.waited_for_store(lease.grant.at_us - lease.grant.queue_wait_us)
+            return lease.grant
+        self._limit_wait(lease.entered_us, self._longest_wait_s())
+        self._reports.queued(self._obstacle, self._pool.mark(lease.tier))
+        return await self._wait(lease.wait())
+
+    async def requeue(self) -> Grant:
+        """The next grant of a preempted request. It gives its room back, and waits by its original arrival.
+
+        The tier's longest wait is kept already: from now on only the client limits the wait. Raises as `granted` does.
+        """
+        self.report_preempted()
+        self._limit_wait(self._pool.now_us(), self._max_wait_s)
+        return await self._wait(self.lease.requeue())
+
+    async def hand_back(self, barred: tuple[str, ...] = (), *, others_answer: bool) -> Grant:
+        """The next grant of a request that no engine has taken. It gives its room back, and waits by its arrival.
+
+        The engines named `barred` do not get it; `others_answer` says whether there are others, as far as is known.
+        The time that passed at the engine is no wait. Raises as `granted`.
+        """
+        grant = self._held()
+        self.hand_backs += 1
+        self._reports.preempted(grant.at_us, self.hand_backs, is_unreached=True)
+        self._reports.queued(lambda: _UNANSWERED if others_answer else self._obstacle())
+        if not self.preemptions and self._ends_us is None:
+            self._limit_wait(self.lease.entered_us, self._longest_wait_s())
+        if self._ends_us is not None:
+            self._ends_us += max(0, self._pool.now_us() - grant.at_us)
+        return await self._wait(self.lease.hand_back(barred))
+
+    def report_preempted(self) -> None:
+        """Reports that the request gives its room back to a more important one, and waits from now on."""
+        self.preemptions += 1
+        self._reports.preempted(self._held().at_us, self.preemptions)
+        self._reports.queued(lambda: _PREEMPTED)
+
+    def give_up(self) -> None:
+        """Ends the wait, where the request waits: it raises TurnEnded."""
+        if self.lease.grant is None:
+            self.lease.give_up()
+
+    def withdraw(self, report: Callable[[Grant | None], None]) -> None:
+        """Leaves the queue, for a caller that was canceled. Calls `report` once the pool has said how the wait went."""
+        if self.lease.settle(0):
+            report(self.lease.grant)
+            return
+        left = self.lease.leave()
+        if left.done():
+            report(left.result())
+        else:
+            left.add_done_callback(lambda wait: report(wait.result()))
+
+    def _held(self) -> Grant:
+        assert self.lease.grant is not None
+        return self.lease.grant
+
+    def _longest_wait_s(self) -> float | None:
+        limits = (self._max_wait_s, self._policy.tiers[self.lease.tier].max_wait_s)
+        return min((limit_s for limit_s in limits if limit_s is not None), default=None)
+
+    def _limit_wait(self, since_us: int, most_s: float | None) -> None:
+        self._most_s, within_s = most_s, self._unlimited_s if most_s is None else most_s
+        self._ends_us = None if within_s is None else since_us + round(within_s * 1e6)
+
+    def _obstacle(self) -> tuple[Obstacle, str]:
+        return self._pool.obstacle(self.lease.ask)
+
+    async def _wait(self, granted: asyncio.Future[Grant]) -> Grant:
+        """Waits for the grant, a disconnect or the end of the wait's time, whichever comes first."""
+        lease, disconnect = self.lease, None if self._disconnect is None else self._disconnect()
+        comments = self._comments()
+        if self._is_over():
+            lease.give_up()
+        events: set[asyncio.Future[Any]] = {granted} if disconnect is None else {granted, disconnect}
+        await self._wait_for(events, comments)
+        if disconnect is not None and disconnect.done():  # even at the moment of the grant: no one reads the response
+            raise TurnEnded(Cause.DISCONNECTED, await self._left())
+        if not granted.done():
+            raise TurnEnded(Cause.TOO_LONG, await lease.leave(), most_s=self._most_s)
+        if isinstance(granted.exception(), WaitGivenUp):
+            raise TurnEnded(Cause.GIVEN_UP, await self._left())
+        grant = granted.result()
+        if comments is not None:
+            await comments.admitted(grant.queue_wait_us / 1e6)
+        if self._budgets is not None and not self.preemptions and not self.hand_backs:
+            over = self._budgets.used_up(self._tenant)
+            if over is not None:
+                raise TurnEnded(Cause.BUDGET, await self._left(), over)
+        return grant
+
+    async def _left(self) -> Grant | None:
+        """How the wait went, after the lease was given back, or the queue left."""
+        return self.lease.grant if self.lease.settle(0) else await self.lease.leave()
+
+    async def _wait_for(self, events: set[asyncio.Future[Any]], comments: Comments | None) -> None:
+        """Returns when one of the events has come, or the time of the wait is over. Comments go out meanwhile."""
+        left_s = math.inf if self._ends_us is None else max(0, self._ends_us - self._pool.now_us()) / 1e6
+        if comments is None:
+            most_s = None if math.isinf(left_s) else left_s
+            await asyncio.wait(events, timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+            return
+        mark, now_s = self._pool.mark(self.lease.tier), asyncio.get_running_loop().time
+        ends_s = now_s() + left_s
+        while (left_s := ends_s - now_s()) > 0:
+            timeout_s = min(comments.every_s, left_s)
+            done, _ = await asyncio.wait(events, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return
+            if now_s() < ends_s:
+                await comments.comment(_place(self._pool.standing(self.lease.tier, mark)))
+
+
+def _place(standing: QueueStanding) -> str:
+    """The place of a waiting request, for its client: `queued, 14 ahead, about 20 s`."""
+    if standing.wait_s is None:
+        return f"queued, {standing.ahead} ahead"
+    whole_s = max(1, round(standing.wait_s))
+    return f"queued, {standing.ahead} ahead, about {f'{whole_s} s' if whole_s < 60 else short_duration(whole_s)}"
