@@ -14,7 +14,7 @@ from sidecar.policy.rules import largest_admissible
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.calls import ALONE_US, DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
 from sidecar.pools.clock import Clock
-from sidecar.pools.engines import EngineOffer, sum_of
+from sidecar.pools.engines import EngineOffer, name_and_incarnation, sum_of
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Mode
 from sidecar.pools.stats import TierUsage
@@ -237,11 +237,6 @@ def _size(engines: Sequence[EngineView]) -> tuple[int | None, int | None]:
     return sum_of([it.tokens for it in engines]), sum_of([it.requests for it in engines])
 
 
-def _split(engine: str) -> tuple[str, int]:
-    name, _, incarnation = engine.rpartition("#")
-    return name, int(incarnation)
-
-
 class Elsewhere:
     """What other replicas have seen of the engines, told to this process's own engines where it has changed."""
 
@@ -257,17 +252,17 @@ class Elsewhere:
         engines, words = member.seen()
         latest: dict[str, int] = {}
         for engine in engines:
-            name, incarnation = _split(engine.id)
+            name, incarnation = name_and_incarnation(engine.id)
             latest[name] = max(latest.get(name, 0), incarnation)
-        for name, own in [_split(offer.id) for offer in offers]:
+        for name, own in [name_and_incarnation(offer.id) for offer in offers]:
             if own < latest.get(name, own):
                 self.on_incarnation(name, latest[name], not is_first)
         draining = {name for name, word in words.items() if word.is_drained}
         before, self.draining = self.draining, draining
         for name in sorted(before ^ draining):
             self.on_drain(name, name in draining)
-        usable = {_split(offer.id)[0] for offer in offers if offer.takes_new}
-        reached = {_split(engine.id)[0] for engine in engines if engine.is_ready} - usable
+        usable = {name_and_incarnation(offer.id)[0] for offer in offers if offer.takes_new}
+        reached = {name_and_incarnation(engine.id)[0] for engine in engines if engine.is_ready} - usable
         if reached != self._reached:
             self._reached = reached
             self.on_reached(reached)
