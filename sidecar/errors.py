@@ -28,6 +28,10 @@ class RemainingLimits(NamedTuple):
     is_downgraded: bool = False
 
 
+class ResponseCut(Exception):
+    """The response breaks off. Raised to the server, which must not end it cleanly: half of it never looks complete."""
+
+
 class AdmissionError(Exception):
     """A request that ends without a call of the engine. Its message says what was wrong and what would be right.
 

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Collection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.apis import Api
-from sidecar.errors import AdmissionError, EngineUnreachable
+from sidecar.errors import AdmissionError, EngineUnreachable, ResponseCut
 from sidecar.events import ReplayReason
 from sidecar.fleet.affinity import Affinity, Prediction
 from sidecar.fleet.fleet import Fleet
@@ -40,7 +40,6 @@ from sidecar.middleware.pending_aborts import ENGINE_ID_KEY, EngineCall
 from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Policy
 from sidecar.pools import Lease, Pool
-from sidecar.sending import BODY_FOLLOWS, ResponseCut, SendChunk, chunk_path
 
 FULL_STATUSES = frozenset((429, 503, 529))
 MOST_REFUSALS = 8
@@ -244,10 +243,6 @@ class Route:
         """The app's `send`: passes the head on with the first byte of the body. Later chunks need no coroutine here."""
         return self._send(message) if self._answered else self._send_first(message)
 
-    def chunk_path(self) -> SendChunk | None:
-        """See `sending.chunk_path`."""
-        return chunk_path(self._send) if self._answered else None
-
     async def _send_first(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             if message["status"] in FULL_STATUSES and self._refusals < MOST_REFUSALS:
@@ -259,7 +254,7 @@ class Route:
             return
         self._answered = True
         if self._start is not None:
-            await self._send({**self._start, BODY_FOLLOWS: bool(message.get("body"))})
+            await self._send(self._start)
         await self._send(message)
 
     def first_byte(self) -> None:

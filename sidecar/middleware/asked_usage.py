@@ -21,7 +21,6 @@ from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.sse_keepalive import is_stream
 from sidecar.middleware.usage import UsageReader
 from sidecar.payload.edit import insert, remove
-from sidecar.sending import SENT, SendChunk, chunk_path
 
 _CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS
 """The APIs whose streams have to be asked; those of the others always say their usage. An enumeration's attribute costs
@@ -30,9 +29,8 @@ LARGEST_USAGE = 16 * 1024
 """Bytes of an event that may be one of usage. The beginning of a larger one passes before its end has come."""
 _NOT_ASKED = (None, False, "false", "0", "no", "off", "n", "f")
 """Values of `include_usage` that do not ask, as engines read them (pydantic)."""
-_CHOICES_END = b"}]}\n\n"
-"""The end of an event whose last member is a list of choices, and not the usage. The event of usage is the last but for
-`[DONE]`: no chunk that ends so has it."""
+_WITHOUT_USAGE = (b"}]}\n\n", b'"usage":null}\n\n')
+"""Ends of an event without usage. The event of usage is the last but for `[DONE]`: no chunk that ends so has it."""
 _END = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
@@ -98,31 +96,16 @@ class UsageHider:
         """See ASGI's `send`."""
         if not self._is_stream:
             return self._send(self._begun(message) if message["type"] == "http.response.start" else message)
-        body, held = message.get("body"), self._held
-        if body is None or (body[-5:] == _CHOICES_END and not held):  # so are most chunks
+        body = message.get("body")
+        if body is None or self.passes(body := bytes(body)):  # Starlette lets apps send a memoryview
             return self._send(message)
-        shown = self._shown(bytes(body), is_last=not message.get("more_body", False))
+        shown = self._shown(body, is_last=not message.get("more_body", False))
         # Also without bytes: the head may wait for this message, and `engine_time` asks so whether the client reads.
         return self._send({**message, "body": shown})
 
-    def chunk_path(self) -> SendChunk | None:
-        """See `sending.chunk_path`."""
-        send_chunk = chunk_path(self._send)
-        if send_chunk is None or not self._is_stream:
-            return send_chunk
-        return self._passing(send_chunk)
-
-    def _passing(self, send_chunk: SendChunk) -> SendChunk:
-        def pass_on(body: bytes, framed: bytes) -> Awaitable[None]:
-            if body[-5:] != _CHOICES_END or self._held:
-                shown = self._shown(body)
-                if not shown:
-                    return SENT
-                if shown is not body:
-                    body, framed = shown, b"%x\r\n%b\r\n" % (len(shown), shown)
-            return send_chunk(body, framed)
-
-        return pass_on
+    def passes(self, body: bytes) -> bool:
+        """Whether the stream's next bytes are shown as they are: so are nearly all. Else they have to be sent."""
+        return not self._is_stream or (not self._held and body.endswith(_WITHOUT_USAGE))
 
     def _begun(self, message: Message) -> Message:
         """The response's start. A stream that is shorter than its engine says has no length."""
@@ -135,10 +118,6 @@ class UsageHider:
 
     def _shown(self, body: bytes, *, is_last: bool = False) -> bytes:
         """What the client sees of the stream's next bytes, and of those held before."""
-        if not self._held and body[-2:] == b"\n\n":
-            at = body.rfind(b'"usage"')
-            if at < 0 or body[at + 8 : at + 12] == b"null":
-                return body
         window = self._held + body
         shown, since = [], 0
         for end in _END.finditer(window):

@@ -28,7 +28,6 @@ from sidecar.events import Outcome
 from sidecar.middleware.credentials import KEY_HEADERS
 from sidecar.middleware.engine_pages import INTERNAL_REQUEST, fetch_page
 from sidecar.payload.decode import Payload
-from sidecar.sending import CLIENT_KEY
 
 LONGEST_LINE = 32 * 2**20
 """Bytes of an answer that are kept until its id is found: it repeats the request's instructions and tools."""
@@ -94,7 +93,6 @@ class BackgroundRequest:
     __slots__ = ("_id", "_is_over", "_pending", "_stream", "ask", "since_s")
 
     def __init__(self, app: ASGIApp, scope: Scope, payload: Payload) -> None:
-        scope.pop(CLIENT_KEY, None)  # the app must not abort it when its client leaves
         self.ask = ResponseQuery(app, scope)
         self.since_s = time.monotonic()
         self._stream = payload.stream

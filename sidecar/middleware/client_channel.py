@@ -33,7 +33,7 @@ class ClientChannel(msgspec.Struct, eq=False):
     `disconnected_us` is when a disconnect was seen, by `now_us`, the pool's clock in microseconds; None before.
     `send` takes the response. Once comments have begun it, `keepalive` is the rest of the response's `send`. From
     `cut_us` on the app gets no message but a disconnect, though the client has not left.
-    `hides_usage`: see `hide_usage`.
+    `hider`: see `hide_usage`.
     """
 
     _receive: Receive
@@ -41,7 +41,7 @@ class ClientChannel(msgspec.Struct, eq=False):
     _now_us: Callable[[], int]
     keepalive: SseKeepAlive | None = None
     disconnected_us: int | None = None
-    hides_usage: bool = False
+    hider: UsageHider | None = None
     cut_us: int | None = None
     _disconnect: asyncio.Task[Message] | None = None
     _receiving: tuple[asyncio.Task[object] | None, ...] = ()
@@ -55,8 +55,9 @@ class ClientChannel(msgspec.Struct, eq=False):
 
     def hide_usage(self) -> None:
         """From now on the client does not see the usage of a stream. Harmless when repeated."""
-        if not self.hides_usage:
-            self.hides_usage, self.send = True, UsageHider(self.send).send
+        if self.hider is None:
+            self.hider = UsageHider(self.send)
+            self.send = self.hider.send
 
     def disconnect(self) -> asyncio.Task[Message]:
         """The task that ends when the client disconnects. It starts when it is first asked for.

@@ -15,13 +15,12 @@ from starlette.types import Message
 
 from sidecar.apis import Api
 from sidecar.durations import short_duration
-from sidecar.errors import EngineTimeout
+from sidecar.errors import EngineTimeout, ResponseCut
 from sidecar.middleware.client_channel import ClientChannel
 from sidecar.middleware.error_responses import send_error
 from sidecar.middleware.sse_keepalive import SseKeepAlive
 from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Timeouts
-from sidecar.sending import ClientWatch, ResponseCut
 
 READ_WITHIN_S = 5.0
 """So long a client that does not read is waited for, to get the error at the end of its answer."""
@@ -47,8 +46,8 @@ class EngineTime:
         self._streams = streams
         self._heard = (0, 0)
 
-    def exceeded(self, now_us: int, watch: ClientWatch | None) -> EngineTimeout | None:
-        """The error, where the engine has taken too long. `watch` is None where the server has not agreed to it."""
+    def exceeded(self, now_us: int) -> EngineTimeout | None:
+        """The error, where the engine has taken too long."""
         most, usage, heard = self._timeouts, self._usage, self._usage.passed
         if heard != self._heard:
             self._heard, self._heard_us = heard, now_us
@@ -57,28 +56,24 @@ class EngineTime:
         if now_us - self._since_us > most.total_s * 1e6:
             return _error("did not complete its answer", most.total_s)
         if usage.has_begun:
-            if now_us - self._heard_us > most.between_bytes_s * 1e6 and self._is_client_ready(now_us, watch):
+            if now_us - self._heard_us > most.between_bytes_s * 1e6 and self._is_client_ready(now_us):
                 return _error("sent nothing more", most.between_bytes_s)
         elif self._streams and now_us - self._since_us > most.first_byte_s * 1e6:
             return _error("did not begin its answer", most.first_byte_s)
         return None
 
-    def _is_client_ready(self, now_us: int, watch: ClientWatch | None) -> bool:
+    def _is_client_ready(self, now_us: int) -> bool:
         """Whether the client takes what it is sent. While it does not, the engine is not silent.
 
-        Where the server does not say it, its `send` of nothing does: that ends when the client has read enough. So the
-        chunks themselves need not be watched.
+        A `send` of nothing says it: that ends when the client has read enough. So the chunks themselves need not be
+        watched.
         """
-        if watch is not None:
-            is_slow = watch.is_slow
-        elif self._probe is None:
+        if self._probe is None:
             self._probe = asyncio.ensure_future(self._send_nothing())
             return False
-        else:
-            is_slow = not self._probe.done()
-        if is_slow:
+        if not self._probe.done():
             self._heard_us = now_us
-        return not is_slow
+        return self._probe.done()
 
     async def _send_nothing(self) -> None:
         with suppress(Exception):  # the app gets it, too

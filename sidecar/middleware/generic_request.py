@@ -15,6 +15,7 @@ from collections.abc import Awaitable
 import msgspec
 from starlette.types import Message, Scope
 
+from sidecar.chunks import Write
 from sidecar.context import Granted
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, EngineUnreachable
@@ -27,7 +28,6 @@ from sidecar.middleware.stages import Stage
 from sidecar.middleware.timed_request import TimedRequest
 from sidecar.policy.model import CostPlace
 from sidecar.pools import Grant
-from sidecar.sending import CLIENT_KEY, SendChunk
 
 READ_AHEAD = 256 * 1024
 """Bytes of an upload that are kept while it waits."""
@@ -201,7 +201,6 @@ class GenericRequest(TimedRequest):
         scope = super()._scope_for_app(forward, granted)
         if self._upload is not None:
             self._body = None  # it comes from the client
-            scope.pop(CLIENT_KEY, None)
         if self._endpoint.cost is not None and self._endpoint.cost.member is not None:
             scope["extensions"] = without_files(scope)
         return scope
@@ -222,9 +221,9 @@ class GenericRequest(TimedRequest):
             self._cost.feed(message)
         return super()._send_for_app(message)
 
-    def chunk_path(self) -> SendChunk | None:
-        """See `RequestHandler`. A cost that is read from the response needs every message."""
-        return super().chunk_path() if self._cost is None else None
+    def _write(self, write: Write, body: bytes) -> bool:
+        """See `RequestHandler`. A cost is read from messages."""
+        return self._cost is None and super()._write(write, body)
 
     def _release(self, outcome: Outcome, error: str | None) -> None:
         cost = None if self._cost is None else self._cost.tokens

@@ -12,6 +12,7 @@ from collections.abc import Awaitable
 
 from starlette.types import Receive, Scope, Send
 
+from sidecar.chunks import with_write
 from sidecar.classify import TenantClaims, said_by_app
 from sidecar.middleware.client_channel import ClientChannel
 from sidecar.middleware.controller import AdmissionController
@@ -20,7 +21,6 @@ from sidecar.middleware.header_names import CONTENT_ENCODING
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.outer_scope import call_app
 from sidecar.middleware.request_path import endpoint_of
-from sidecar.sending import CLIENT_KEY
 
 
 def pass_on(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -46,7 +46,8 @@ def pass_read(
     controller: AdmissionController, scope: Scope, request: SizedRequest, receive: Receive, client: ClientChannel
 ) -> Awaitable[None]:
     """The same of a `request` that was read, and may have waited. `receive` begins with its body again."""
-    for_app = {name: value for name, value in scope.items() if name != CLIENT_KEY}  # the client is watched already
+    for_app = {**scope}
+    with_write(for_app, None)  # the client may have got comments before
     taken, added = [], []
     if client.keepalive is not None:  # comments have begun the answer, as plain text
         taken.append(b"accept-encoding")

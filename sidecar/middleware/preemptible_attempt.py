@@ -9,7 +9,6 @@ from functools import partial
 from starlette.types import Message, Receive, Send
 
 from sidecar.pools import Lease
-from sidecar.sending import SendChunk, chunk_path
 
 
 async def disconnects_before(
@@ -84,10 +83,6 @@ class PreemptibleAttempt:
     def send(self, message: Message) -> Awaitable[None]:
         """See ASGI's `send`. What follows the first byte needs no coroutine here."""
         return self._send(message) if self._is_kept and not self.is_lost else self._send_first(message)
-
-    def chunk_path(self) -> SendChunk | None:
-        """See `sending.chunk_path`."""
-        return chunk_path(self._send) if self._is_kept and not self.is_lost else None
 
     async def _send_first(self, message: Message) -> None:
         if self.is_lost:

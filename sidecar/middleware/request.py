@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.turn import Cause, Turn, TurnEnded
 from sidecar.apis import Api
+from sidecar.chunks import Write, with_write, write_of
 from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, Draining, EngineTimeout
@@ -41,10 +42,9 @@ from sidecar.middleware.refusals import refusal_headers, refusal_of
 from sidecar.middleware.request_gain import AnswerReader, RequestGain
 from sidecar.middleware.response_headers import admission_headers, id_for_app, id_headers
 from sidecar.middleware.stages import Stage
-from sidecar.middleware.usage import READ_BYTES, UsageReader
+from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
-from sidecar.sending import CLIENT_KEY, SENT, SendChunk, chunk_path
 from sidecar.tasks import is_canceled_again
 
 CUT = "CancelledError"  # `Settled.error` of a request that the server cut off
@@ -59,7 +59,7 @@ class RequestHandler(msgspec.Struct, eq=False):
     """Handles one request to a guarded endpoint: see `middleware.handler_of`. `run` is called once.
 
     `_pairs` are the client's headers as they came, `_headers` the last value of each. `_passing` reads a stream as it
-    passes, from `_unread` where it keeps bytes there. A body that `_is_unread` passes as it comes: `generic_request`.
+    passes. A body that `_is_unread` passes as it comes: `generic_request`.
     """
 
     _controller: AdmissionController
@@ -84,7 +84,6 @@ class RequestHandler(msgspec.Struct, eq=False):
     _lease: Lease = _NOT_YET
     _reader: AnswerReader = _NOT_YET
     _passing: AnswerReader | None = None
-    _unread: bytearray | None = None
     _body: bytes | None = None
     _status: int | None = None
     _attempt: PreemptibleAttempt | None = None
@@ -274,8 +273,6 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._size = controller.lease_sizes.begin(request.expected, lease, self._usage, request.payload.stream)
         self._reader = self._usage if self._gain is None else self._gain.sent(grant.engine, self._usage)
         scope = self._scope_for_app(forward, granted_of(grant, request, snapshot.policy, priority, self._request_id))
-        if self._attempt is not None:
-            scope.pop(CLIENT_KEY, None)
         return scope, receive, send
 
     async def _has_failed(self, error: Exception) -> bool:
@@ -328,6 +325,9 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._background = BackgroundRequest(app, scope, request.payload)
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
+        if (write := write_of(scope)) is not None:
+            is_framed = self._client.keepalive is not None or not self._controller.is_proxied
+            with_write(scope, None if is_framed else partial(self._write, write))
         scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
         self._for_app = None if self._controller.is_proxied else scope
         return scope
@@ -348,29 +348,25 @@ class RequestHandler(msgspec.Struct, eq=False):
         reader = self._passing
         if reader is None or not message.get("more_body"):
             if self._overdue is not None:
-                return SENT
+                return _nothing()
             if self._background is None:
                 if message["type"] == "http.response.start":
                     return self._client.send(self._response_start(message))
                 if message["type"] in BODIES and not message.get("more_body"):
                     return self._send_last(message)
             return self._send_other(message)
-        unread = self._unread
-        if unread is None:
-            is_read = reader.feed(message.get("body", b""))
-        else:  # what `feed` does, in line
-            unread += message.get("body", b"")
-            if is_read := len(unread) >= READ_BYTES:
-                self._usage.read()
-        if is_read and self._size is not None:
+        if reader.feed(message.get("body", b"")) and self._size is not None:
             self._size.answer_read()
         return self._client.send(message)
 
-    def chunk_path(self) -> SendChunk | None:
-        """See `sending.chunk_path`."""
-        reader, size, send_chunk = self._passing, self._size, chunk_path(self._client.send)
-        when_read = None if size is None else size.answer_read
-        return None if reader is None or send_chunk is None else reader.passing(send_chunk, when_read)
+    def _write(self, write: Write, body: bytes) -> bool:
+        """See `chunks.Write`, around the server's: from the first byte on, a chunk is read as one that is sent."""
+        reader, hider = self._passing, self._client.hider
+        if reader is None or (hider is not None and not hider.passes(body)) or not write(body):
+            return False
+        if reader.feed(body) and self._size is not None:
+            self._size.answer_read()
+        return True
 
     async def _send_last(self, message: Message) -> None:
         """The last bytes of a response, and most often its only ones."""
@@ -393,7 +389,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             if (body := body_of(message)) is not None:
                 self._read_response(body)
                 if background is None and self.stage is _RUNNING:
-                    self._passing, self._unread = self._reader, None if self._gain else self._usage.unread()
+                    self._passing = self._reader
         await (self._client.send if background is None else background.sender(self._client.send))(message)
         if is_end:
             self._settle_answered(_COMPLETED)
@@ -502,7 +498,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         failure = None if call.error is None else call.engine_error()
         if self._app_call is not _NOT_YET:
             self._app_call.granted = None
-        self._passing = self._unread = None
+        self._passing = None
         usage.conclude(controller.output_ratios, request.classification.tenant.name, request.payload.model)
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
         is_known = usage.output_tokens is not None or failure is not None or usage.is_known(status)
@@ -553,3 +549,7 @@ class RequestHandler(msgspec.Struct, eq=False):
             self._reporter.canceled(wait)
         else:
             self._reporter.refused(self._cut, wait)
+
+
+async def _nothing() -> None:
+    """The `send` of what no one gets any more."""

@@ -13,7 +13,7 @@ median that was learned, or else the mean of its tier's answers, or else what th
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -35,7 +35,6 @@ from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.usage import UsageReader
 from sidecar.scheduling.tickets import Gain
-from sidecar.sending import SendChunk
 
 FIRST_LATER_STATUS = 429
 """The lowest status that may say that there was no room: those below are mistakes of the client."""
@@ -62,9 +61,6 @@ class AnswerReader(Protocol):
 
     def feed(self, body: bytes) -> bool:
         """Takes the next bytes of the response, as they were sent. Returns whether the events so far were counted."""
-
-    def passing(self, send_chunk: SendChunk, when_read: Callable[[], None] | None) -> SendChunk:
-        """`send_chunk` for chunks that are fed before. `when_read` is called where the events were counted."""
 
 
 class GainDocument(msgspec.Struct, frozen=True):
@@ -285,17 +281,6 @@ class RequestGain:
         if now_us >= self._base_us + before * self._step_us or usage.chunks >= self._look_at:
             self._look(now_us, before, usage.chunks)
         return True
-
-    def passing(self, send_chunk: SendChunk, when_read: Callable[[], None] | None) -> SendChunk:
-        """See `AnswerReader.passing`."""
-        feed = self.feed
-
-        def pass_on(body: bytes, framed: bytes) -> Awaitable[None]:
-            if feed(body) and when_read is not None:
-                when_read()
-            return send_chunk(body, framed)
-
-        return pass_on
 
     def _look(self, now_us: int, before: int, events: int) -> None:
         """At the first events, at late ones, and when so many have come that the speed is known."""

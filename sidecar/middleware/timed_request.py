@@ -17,7 +17,6 @@ from sidecar.middleware.engine_time import EngineTime, break_off
 from sidecar.middleware.error_responses import send_error
 from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.stages import Stage
-from sidecar.sending import CLIENT_KEY, ClientWatch
 from sidecar.tasks import is_canceled_again
 
 
@@ -46,16 +45,13 @@ class TimedRequest(RequestHandler):
             since_us = now_us if grant is None else grant.at_us
             streams = self._request.payload.stream
             self._engine_time = EngineTime(timeouts, self._usage, self._client, since_us, streams=streams)
-        watch: ClientWatch | None = self._scope.get(CLIENT_KEY)
-        self._overdue = self._engine_time.exceeded(now_us, watch)
+        self._overdue = self._engine_time.exceeded(now_us)
         if self._overdue is None:
             return
         if self._status is None:
             self._call.error = self._overdue
-        self._passing = self._unread = None
+        self._passing = None
         self._client.cut()
-        if watch is not None:
-            watch.left()
 
     def _check_app(self) -> None:
         """Cancels an app that does not end, though it was told that its client has left."""

@@ -16,14 +16,12 @@ Where no one asks for the usage of streams, their text is measured: its bytes sa
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Annotated
 
 import msgspec
 
 from sidecar.lengths.output_ratios import OutputRatio, OutputRatios
-from sidecar.sending import SendChunk
 
 _EVENT = b"data:"
 _NAME = b'"usage"'
@@ -132,29 +130,6 @@ class UsageReader(msgspec.Struct, eq=False):
             return False
         self.read()
         return True
-
-    def unread(self) -> bytearray:
-        """The bytes that were fed and not read. A caller may add to them, and then calls `read` at READ_BYTES."""
-        if self._unread is None:
-            self._unread = bytearray()
-        return self._unread
-
-    def passing(self, send_chunk: SendChunk, when_read: Callable[[], None] | None) -> SendChunk:
-        """`send_chunk` for chunks that are fed before. `when_read` is called where they were read.
-
-        A closure, because a chunk would cost a tenth more with a method that calls `feed`.
-        """
-        unread, read = self.unread(), self.read
-
-        def pass_on(body: bytes, framed: bytes) -> Awaitable[None]:
-            unread.extend(body)
-            if len(unread) >= READ_BYTES:
-                read()
-                if when_read is not None:
-                    when_read()
-            return send_chunk(body, framed)
-
-        return pass_on
 
     @property
     def passed(self) -> tuple[int, int]:

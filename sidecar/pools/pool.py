@@ -468,11 +468,10 @@ class Pool(ReportedPool):
     def _look_at_store(self) -> None:
         self._watch.look(self._member)
         if self._watch.is_away:
-            looks_at = [*self._watch.entering(), *self._unjudged.values()]
-            if self._watch.is_hopeless(self._member):
-                looks_at += self._requests.waiting.values()
-            for lease in looks_at:
-                if refusal := self._watch.refusal(lease.ask, self._sizes.policy, self._member):
+            waiting = self._requests.waiting.values()
+            unjudged = self._unjudged.values()
+            for lease, refusal in self._watch.judged(waiting, unjudged, self._sizes.policy, self._member):
+                if refusal is not None:
                     self._refuse_waiting(lease, refusal)
                 lease.waits()
             for question in [it for it in self._questions.values() if not it.done()]:

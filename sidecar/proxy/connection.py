@@ -4,9 +4,6 @@ aiohttp makes the connection: names, addresses tried in turn, TLS. What is writt
 aiohttp's session a request of `sidecar serve` costs 38% more instructions in all, and a streamed chunk more than twice
 as many (benchmarks/instructions), because a task has to be woken for each.
 
-One read that is one whole chunk, in the form in which servers write it, needs no parser: its length alone says how it
-must begin. It goes on as it came. All other framing is the parser's (llhttp).
-
 Only what cannot be mistaken is accepted. Framing that llhttp refuses, a head or framing of more than `MOST_HEAD_BYTES`,
 bytes that no request asked for, and a request body of another length than declared end the connection. It is used
 again only after a whole response to a whole request.
@@ -15,11 +12,11 @@ again only after a whole response to a whole request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import httptools
 
-from sidecar.sending import SENT, SendChunk
+from sidecar.chunks import Write
 
 MOST_HEAD_BYTES = 128 * 1024
 """Of a response's head, of its trailers, and of what frames a chunk. uvicorn and axum write a few hundred bytes."""
@@ -27,12 +24,9 @@ READ_AHEAD_BYTES = 128 * 1024
 """Bytes of a response that are read ahead of its client. Twice uvicorn's limit for bodies."""
 STALE_WITHIN_S = 0.2
 """A connection that was closed before it was written to fails within a round trip."""
-LONGEST_KNOWN_CHUNK = 2048
-"""Bytes of a chunk with its framing that is known without its parser; events of one token have 200 to 400."""
 _SWITCHES = 101
 _WITHOUT_BODY = frozenset((_SWITCHES, 204, 304))
 _UNKNOWN = -1
-_CR, _LF = b"\r\n"
 _TOO_LARGE = f"its head, or what frames its chunks, is larger than {MOST_HEAD_BYTES} bytes"
 
 
@@ -54,34 +48,14 @@ class NotHttp(Exception):
 
 
 FAILURES = (ConnectionBroke, NotHttp)
-Pass = Callable[[bytes, bool], Awaitable[None]]
-"""Passes a part of a body on, and is told whether it is the last. Where it need not be waited for it returns `SENT`."""
 
 
 class Response:
     """One response of the engine. `status` and `headers` are there after `head`.
 
     `is_complete` says that nothing follows what was read. `reads` counts how often some of it was read so far. Its
-    `parts`, of `unread_bytes`, are those that no one has taken yet. `send_chunk` sends the next part, where there is
-    such a path (see `sending.chunk_path`) and none is waited for; else it is None.
+    `parts`, of `unread_bytes`, are those that no one has taken yet.
     """
-
-    __slots__ = (
-        "_connection",
-        "_failure",
-        "_pass",
-        "_passing",
-        "_path",
-        "_waiter",
-        "headers",
-        "is_complete",
-        "is_head",
-        "parts",
-        "reads",
-        "send_chunk",
-        "status",
-        "unread_bytes",
-    )
 
     def __init__(self, connection: EngineConnection, *, is_head: bool) -> None:
         self.status = _UNKNOWN
@@ -93,42 +67,26 @@ class Response:
         self.parts: list[bytes] = []
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._pass: Pass | None = None
-        self._passing: Awaitable[None] = SENT
-        self._path: Callable[[], SendChunk | None] | None = None
-        self.send_chunk: SendChunk | None = None
+        self._write: Write | None = None
 
     async def head(self) -> None:
         """Returns when the status and the headers are there. Raises one of FAILURES."""
         while self.status == _UNKNOWN:
             await self._more()
 
-    async def pass_on(self, part: Pass, path: Callable[[], SendChunk | None] | None = None) -> None:
-        """Passes on what comes, at once; what was read together, together.
+    async def read(self, write: Write | None = None) -> bytes:
+        """What has come of the body, together; else what comes next. Nothing where the body has ended.
 
-        Raises one of FAILURES, and what `part` raises. `part` is called where the bytes are read, not in this task, as
-        long as it returns SENT: to wake a task costs more than all the rest. `path` may name something quicker than
-        `part` for what is not the last. It is asked before a wait, and once more after the first part.
+        What comes while this waits goes to `write`, where it is read: this returns only what that has not taken, and
+        the end. Raises one of FAILURES.
         """
-        self._path = path
+        self._write = write
         try:
-            is_last = False
-            while not is_last:
-                if self._passing is not SENT:
-                    passing, self._passing = self._passing, SENT
-                    await passing
-                elif self.parts or self.is_complete:
-                    is_last = self.is_complete
-                    await part(self._taken(), is_last)
-                else:
-                    self._pass = part
-                    if path is not None:
-                        self.send_chunk = path()
-                    await self._more()
+            while not self.parts and not self.is_complete:
+                await self._more()
         finally:
-            self._pass = self.send_chunk = None
-            if asyncio.iscoroutine(self._passing):
-                self._passing.close()
+            self._write = None
+        return self._taken()
 
     def close(self) -> None:
         """Ends the exchange. Where the response is not complete, the connection ends, too."""
@@ -141,32 +99,14 @@ class Response:
             self._wake()
 
     def progressed(self) -> None:
-        """The connection has read something: a part of the body is passed on, or the task that waits is woken."""
+        """The connection has read something: it is written, or the task that waits is woken."""
         self.reads += 1
-        if self._waiter is None:
-            return
-        if self._pass is not None and self.parts and not self.is_complete:
-            try:
-                passing = self._passed(self._pass, self._taken())
-            except Exception as error:
-                passing = _raised(error)
-            if passing is SENT:
+        if self._write is not None and self.parts and not self.is_complete:
+            part = self._taken()
+            if self._write(part):
                 return
-            self._passing = passing
+            self.parts, self.unread_bytes, self._write = [part], len(part), None
         self._wake()
-
-    def wait_for(self, passing: Awaitable[None]) -> None:
-        """What was passed on last has to be waited for, before more is."""
-        self._passing = passing
-        self._wake()
-
-    def _passed(self, part: Pass, body: bytes) -> Awaitable[None]:
-        if self.send_chunk is not None:
-            return self.send_chunk(body, b"%x\r\n%b\r\n" % (len(body), body))
-        passing = part(body, False)
-        if self._path is not None and passing is SENT:
-            self.send_chunk, self._path = self._path(), None
-        return passing
 
     def _taken(self) -> bytes:
         parts, self.unread_bytes = self.parts, 0
@@ -175,7 +115,7 @@ class Response:
         return together
 
     def _wake(self) -> None:
-        waiter, self._waiter, self.send_chunk = self._waiter, None, None
+        waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
@@ -207,7 +147,7 @@ class EngineConnection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._response: Response | None = None
         self._headers: list[tuple[bytes, bytes]] = []
-        self._is_in_head = self._is_kept = self._is_paused = self._is_between_chunks = False
+        self._is_in_head = self._is_kept = self._is_paused = False
         self._framing_bytes = 0
         self._upload: asyncio.Task[None] | None = None
         self._is_uploaded = True
@@ -257,23 +197,7 @@ class EngineConnection(asyncio.Protocol):
         if response is None or parser is None:
             self.abort()  # no one has asked for it
             return
-        send_chunk, size = response.send_chunk, len(data)
-        if send_chunk is not None and self._is_between_chunks and size < LONGEST_KNOWN_CHUNK:
-            begins, heads = _CHUNK_HEADS[size]
-            if data[:begins] in heads and data[-2] == _CR and data[-1] == _LF:
-                response.reads += 1
-                try:
-                    passing = send_chunk(data[begins:-2], data)
-                except Exception as error:
-                    passing = _raised(error)
-                if passing is not SENT:
-                    response.wait_for(passing)
-                return
-        self._parse(data, response, parser)
-
-    def _parse(self, data: bytes, response: Response, parser: httptools.HttpResponseParser) -> None:
         self._framing_bytes += len(data)
-        self._is_between_chunks = False
         try:
             parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -342,14 +266,7 @@ class EngineConnection(asyncio.Protocol):
         response.parts.append(body)
         response.unread_bytes += len(body)
 
-    def on_chunk_header(self) -> None:
-        self._is_between_chunks = False
-
-    def on_chunk_complete(self) -> None:
-        self._is_between_chunks = True
-
     def on_message_complete(self) -> None:
-        self._is_between_chunks = False
         if not self._is_in_head and self._response is not None:
             self._response.is_complete = True
 
@@ -421,22 +338,6 @@ class EngineConnection(asyncio.Protocol):
             self._upload.cancel()
             self._upload = None
         self.resume_writing()
-
-
-def _heads(size: int) -> tuple[int, tuple[bytes, ...]]:
-    """Of one chunk that has so many bytes with its framing: where its body begins, and how the chunk may begin."""
-    for digits in range(1, len(b"%x" % size) + 1):
-        body = size - digits - len(b"\r\n\r\n")
-        if body > 0 and len(b"%x" % body) == digits:
-            return digits + len(b"\r\n"), (b"%x\r\n" % body, b"%X\r\n" % body)
-    return 0, ()
-
-
-_CHUNK_HEADS = tuple(map(_heads, range(LONGEST_KNOWN_CHUNK)))
-
-
-async def _raised(error: Exception) -> None:
-    raise error
 
 
 def _size(headers: list[tuple[bytes, bytes]]) -> int:

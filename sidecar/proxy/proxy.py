@@ -22,7 +22,8 @@ from typing import Any
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader
+from sidecar.chunks import write_of
+from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader, ResponseCut
 from sidecar.events import Headers
 from sidecar.middleware.engine_pages import INTERNAL_REQUEST
 from sidecar.middleware.error_responses import send_error, speaks_anthropic
@@ -38,7 +39,6 @@ from sidecar.proxy.upstream import (
     connect_trouble,
     said,
 )
-from sidecar.sending import BODY_FOLLOWS, CLIENT_KEY, ClientWatch, ResponseCut, SendChunk, chunk_path
 from sidecar.via import OWN_VIA
 
 logger = logging.getLogger(__name__)
@@ -102,10 +102,7 @@ class ReverseProxy(EngineProxy):
 
 
 class _Forwarding:
-    """One request. It runs in the server's own task.
-
-    The server's client watch says when the client disconnects; where there is none, a second, small task waits for it.
-    """
+    """One request. It runs in the server's own task. A second, small one waits for the client's disconnect."""
 
     __slots__ = ("_disconnected", "_proxy", "_receive", "_scope", "_send", "_task", "_was_sent", "_watcher")
 
@@ -202,25 +199,20 @@ class _Forwarding:
             raise self._unreachable("its answer's headers are not HTTP", None)
         if CALL_KEY not in self._scope:  # an admitted request's response has headers of the admission controller
             headers.append((b"via", OWN_VIA.encode()))
-        start: Message = {"type": "http.response.start", "status": response.status, "headers": headers}
-        if response.unread_bytes:
-            start[BODY_FOLLOWS] = True
-        await self._send(start)
+        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
         if response.status < 500 and CALL_KEY in self._scope:
             self._proxy.traffic.began(response)
-        try:
-            await response.pass_on(self._pass_on, self._chunk_path)
-        except FAILURES as error:
-            self._proxy.on_failure(None)
-            raise ResponseCut(f"the engine broke off in the middle of its answer: {said(error)}") from None
-
-    def _pass_on(self, part: bytes, is_last: bool) -> Awaitable[None]:
-        if is_last:
-            self._stop_watching()
-        return self._send({"type": "http.response.body", "body": part, "more_body": not is_last})
-
-    def _chunk_path(self) -> SendChunk | None:
-        return chunk_path(self._send)
+        write, is_last = write_of(self._scope), False
+        while not is_last:
+            try:
+                part = await response.read(write)
+            except FAILURES as error:
+                self._proxy.on_failure(None)
+                raise ResponseCut(f"the engine broke off in the middle of its answer: {said(error)}") from None
+            is_last = response.is_complete
+            if is_last:
+                self._stop_watching()
+            await self._send({"type": "http.response.body", "body": part, "more_body": not is_last})
 
     async def _body(self, message: Message) -> AsyncIterator[bytes]:
         """The request's body as it comes in. After its end the client is watched for a disconnect."""
@@ -236,13 +228,6 @@ class _Forwarding:
 
     def _watch_client(self) -> None:
         """From now on a disconnect cancels the request."""
-        client: ClientWatch | None = self._scope.get(CLIENT_KEY)
-        if client is None:
-            self._begin_watcher()
-        else:
-            client.begin(self._begin_watcher)
-
-    def _begin_watcher(self) -> None:
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -252,9 +237,6 @@ class _Forwarding:
 
     def _stop_watching(self) -> None:
         """Called before a response ends: servers also say `http.disconnect` after it, which must cancel nothing."""
-        client: ClientWatch | None = self._scope.get(CLIENT_KEY)
-        if client is not None:
-            client.end()
         if self._watcher is not None:
             self._watcher.cancel()
 

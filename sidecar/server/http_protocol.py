@@ -10,6 +10,7 @@
   this one would not see the first, and might read the other `Host`.
 - A disconnect is reported to the request that is served, even where the client has pipelined another request after it.
   uvicorn reports it to the last request only, so the first would hold its room, and the engine would compute on.
+- A response in HTTP/1.0 has no chunks. uvicorn would send them.
 - Bytes that are no HTTP are answered in the sidecar's error format, but never within another request's response. After
   that the server reads on for a moment: a connection that is closed with unread bytes is reset, and the answer lost.
 """
@@ -22,14 +23,13 @@ from functools import partial
 from typing import Any, cast
 
 import httptools
-from starlette.types import Send
+from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from sidecar.chunks import with_write
 from sidecar.errors import AdmissionError, HeadTimeout, HeadTooLarge, InvalidHttp
 from sidecar.events import Headers
 from sidecar.middleware.error_responses import error_body, error_headers, send_error, speaks_anthropic
-from sidecar.sending import CLIENT_KEY
-from sidecar.server.quick_send import Client, quick
 
 MOST_HEAD_BYTES = 64 * 1024
 """What h11 allows; nginx's default is 32 KiB, node's 16. Also for trailers, and for what frames a chunk."""
@@ -46,7 +46,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.app = quick(self.app)
         self._is_in_head = True
         self._has_host = False
         self._head_bytes = 0
@@ -106,8 +105,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._end_head()
         before = self.cycle
         super().on_headers_complete()
-        if self.cycle is not before:
+        if self.cycle is not before:  # its task runs later
             self._cycles = [*self._unfinished(), self.cycle]
+            _fit(self.cycle)
         if 0 < len(self.pipeline) <= MOST_PIPELINED:
             self.flow.resume_reading()
 
@@ -180,9 +180,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         for cycle in self._unfinished():
             cycle.disconnected = True
             cycle.message_event.set()
-            client = cycle.scope.get(CLIENT_KEY)
-            if isinstance(client, Client):
-                client.left()
 
     def _unfinished(self) -> list[RequestResponseCycle]:
         """The requests without a complete response: the one that is served, and those pipelined after it."""
@@ -196,10 +193,46 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 _LOOKED_AT = frozenset((b"", b"expect", b"host", b"transfer-encoding"))
-_NEEDS_HOST = "1.1"
+_NEEDS_HOST = _HAS_CHUNKS = "1.1"
 _NO_HTTP = "this is not an HTTP/1.1 request, or its parts contradict each other; send it as RFC 9112 has it"
 _NO_HOST = "this HTTP/1.1 request has no `Host` header; name the server in it, as RFC 9112 has it"
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+
+
+def _fit(cycle: RequestResponseCycle) -> None:
+    """Gives a request a `send` that fits its version of HTTP, and the short way of chunks."""
+    scope: Any = cycle.scope
+    if scope["http_version"] < _HAS_CHUNKS:
+        cycle.send = _until_the_end(cycle)  # type: ignore[method-assign, assignment]  # nothing else is asked before
+    elif scope["method"] != "HEAD":
+        with_write(scope, partial(_write, cycle))
+
+
+def _until_the_end(cycle: RequestResponseCycle) -> Send:
+    """The `send` of a request in HTTP/1.0, which has no chunks. Where the response has no length, the end of the
+    connection ends it (RFC 9112, section 6.3).
+    """
+    send, has_length = cycle.send, False
+
+    async def send_without_chunks(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.keep_alive, cycle.chunked_encoding = False, None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(cast("Any", message))
+
+    return send_without_chunks
+
+
+def _write(cycle: RequestResponseCycle, body: bytes) -> bool:
+    """See `chunks.Write`."""
+    is_in_chunks = cycle.chunked_encoding and not cycle.response_complete
+    if not is_in_chunks or cycle.disconnected or cycle.flow.write_paused:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True
 
 
 async def _send_instead(cycle: RequestResponseCycle, error: AdmissionError) -> None:

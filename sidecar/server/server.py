@@ -20,9 +20,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from sidecar.errors import Draining
+from sidecar.errors import Draining, ResponseCut
 from sidecar.open_files import most_clients
-from sidecar.sending import ResponseCut
 from sidecar.server import CannotServe
 from sidecar.server.acceptor import Acceptor
 from sidecar.server.certificate import Certificate

@@ -18,14 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sidecar.app import AdmissionMiddleware
-from sidecar.errors import EngineUnreachable
+from sidecar.errors import EngineUnreachable, ResponseCut
 from sidecar.fleet import prefill_times, routing
 from sidecar.fleet.discovery import StaticDiscovery
 from sidecar.middleware.engine_watch import ENGINE_CHECK_VARIABLE, EngineState
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY
 from sidecar.policy.compiler import load
 from sidecar.policy.fleet import EngineAddress
-from sidecar.sending import ResponseCut
 from tests.fleet.routed import Routed, static, write_policy
 from tests.support.middleware import Caller
 

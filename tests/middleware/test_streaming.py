@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from sidecar import AdmissionMiddleware
 from sidecar.events import FirstByte, Outcome, Settled
-from sidecar.sending import SENT, chunk_path
+from sidecar.middleware.usage import UsageReader
+from sidecar.proxy.proxy import ReverseProxy
+from sidecar.server import http_protocol
 from sidecar.server.http_protocol import BoundedHttpProtocol
-from tests.support.middleware import CHAT, SMALL, App, Caller, Guarded, chat, chunk, guarding, key, policy, start
-from tests.support.wire import connected, post
+from tests.support.engine import Connection, RawEngine, Script, raw_engine
+from tests.support.middleware import (
+    CHAT,
+    SMALL,
+    Answer,
+    App,
+    Caller,
+    Guarded,
+    chat,
+    chunk,
+    guarding,
+    key,
+    policy,
+    start,
+)
+from tests.support.serving import serving
+from tests.support.wire import connected, exchange, post
 
 pytestmark = pytest.mark.anyio
 
@@ -186,69 +206,100 @@ async def test_the_openai_client_streams_through_it() -> None:
         assert guarded.recorder.stories[0].one(Settled).outcome is Outcome.COMPLETED
 
 
-def quickly_streaming(events: int, *, is_quick: bool, paths: list[bool]) -> Any:
-    """Streams as the proxy does, by chunks without messages where it can."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await App()(scope, receive, send)
-            return
-        await receive()
-        await start(send, content_type=b"text/event-stream")
-        paths.append(chunk_path(send) is not None)
-        await chunk(send, EVENT)
-        path = chunk_path(send)
-        paths.append(path is not None)
-        for _ in range(events - 1):
-            if path is None or not is_quick:
-                await chunk(send, EVENT)
-            else:
-                await path(EVENT, b"%x\r\n%b\r\n" % (len(EVENT), EVENT))
-        await chunk(send, COUNTED, more=False)
-
-    return app
-
-
 COUNTED = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":500}}\n\ndata: [DONE]\n\n'
 SLO = "30s}, slo: {ttft: 1s, tpot: 100ms}, gain: {weight: 4"
 PREEMPTIBLE = "1000}, preemptible: true, slo: {ttft: 1s"
 
 
-@pytest.mark.parametrize("settings", [{}, {"engine": "vllm"}, {"max_wait": SLO}, {"max_requests": PREEMPTIBLE}])
-async def test_chunks_without_messages_are_read_and_answered_as_with_them(settings: dict[str, str]) -> None:
-    answers, ends = [], []
-    for is_quick in (True, False):
-        paths: list[bool] = []
-        app = quickly_streaming(500, is_quick=is_quick, paths=paths)
-        async with guarding(app, policy(**settings), http=BoundedHttpProtocol) as guarded:
-            who = key("nightly") if settings.get("max_requests") else key("acme")
-            answer = await guarded.ask(chat(stream=True, max_tokens=1000), who)
-            answers.append(answer.body)
-            await guarded.nothing_left()
-            end = guarded.recorder.stories[0].end
-            assert isinstance(end, Settled)
-            ends.append((end.outcome, end.tokens_used, end.input_tokens, end.output_tokens))
-        assert paths == [False, True]
-    asked = b"data: [DONE]\n\n" if "engine" in settings else COUNTED  # the client did not ask for the usage
-    assert answers[0] == answers[1] == EVENT * 500 + asked
-    assert ends == [(Outcome.COMPLETED, 507, 7, 500)] * 2
-
-
-async def test_a_stream_that_breaks_off_was_counted_by_its_chunks_without_messages() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await start(send, content_type=b"text/event-stream")
-        await chunk(send, EVENT)
-        path = chunk_path(send)
-        assert path is not None
-        for _ in range(99):
-            assert path(EVENT, b"%x\r\n%b\r\n" % (len(EVENT), EVENT)) is SENT
-        raise RuntimeError("broke off")
-
-    async with guarding(app, http=BoundedHttpProtocol, lifespan="off") as guarded:
-        await guarded.ask(chat(stream=True, max_tokens=1000))
+async def proxied(raw: RawEngine, http: Any, more: str = "", **settings: str) -> tuple[bytes, Settled]:
+    """A stream from the engine through the proxy: what its client saw, and how it was settled."""
+    proxy = ReverseProxy(raw.url)
+    async with guarding(proxy, policy(more, **settings), http=http, lifespan="off") as guarded:
+        who = key("nightly") if settings.get("max_requests") else key("acme")
+        answer = await guarded.ask(chat(stream=True, max_tokens=1000), who)
         await guarded.until(leases=0, stories=1)
         end = guarded.recorder.stories[0].end
+    await proxy.close()
     assert isinstance(end, Settled)
+    return answer.body, end
+
+
+def engine_of(events: Iterable[bytes], passed: Passed, *, breaks_off: bool = False) -> Script:
+    """An engine that sends one event when the one before has passed."""
+
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        await connection.send(head)
+        passed.read_bytes = sent_bytes = 0
+        for one in events:
+            await connection.send(b"%x\r\n%b\r\n" % (len(one), one))
+            sent_bytes += len(one)
+            while passed.read_bytes < sent_bytes:  # noqa: ASYNC110  # no event says so
+                await asyncio.sleep(0)
+        if not breaks_off:
+            await connection.send(b"0\r\n\r\n")
+            await connection.hung_up()
+
+    return script
+
+
+@dataclass
+class Passed:
+    """The bytes of a stream that were read as they passed, and its chunks that went the short way."""
+
+    read_bytes: int = 0
+    written: list[bytes] = field(default_factory=list)
+
+
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> Passed:
+    """What passes in the test."""
+    found = Passed()
+    write, feed = http_protocol._write, UsageReader.feed
+
+    def noted(cycle: Any, body: bytes) -> bool:
+        if is_written := write(cycle, body):
+            found.written.append(body)
+        return is_written
+
+    def fed(usage: UsageReader, body: bytes) -> bool:
+        found.read_bytes += len(body)
+        return feed(usage, body)
+
+    monkeypatch.setattr(http_protocol, "_write", noted)
+    monkeypatch.setattr(UsageReader, "feed", fed)
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"engine": "vllm"}, {"max_wait": SLO}, {"max_requests": PREEMPTIBLE}])
+async def test_chunks_that_are_written_are_read_and_answered_as_those_that_are_sent(
+    settings: dict[str, str], passed: Passed
+) -> None:
+    async with raw_engine(engine_of([*[EVENT] * 500, COUNTED], passed)) as raw:
+        body, end = await proxied(raw, BoundedHttpProtocol, **settings)
+        assert passed.written[:499] == [EVENT] * 499  # the first is sent
+        passed.written.clear()
+        assert (await proxied(raw, "httptools", **settings))[0] == body
+        assert not passed.written
+    asked = b"data: [DONE]\n\n" if "engine" in settings else COUNTED  # the client did not ask for the usage
+    assert body == EVENT * 500 + asked
+    assert (end.outcome, end.tokens_used, end.input_tokens, end.output_tokens) == (Outcome.COMPLETED, 507, 7, 500)
+
+
+async def test_a_stream_that_breaks_off_was_counted_by_the_chunks_that_were_written(passed: Passed) -> None:
+    async with raw_engine(engine_of([EVENT] * 100, passed, breaks_off=True)) as raw:
+        _, end = await proxied(raw, BoundedHttpProtocol)
+    assert passed.written == [EVENT] * 99
     assert end.output_tokens is None
     assert end.tokens_used >= 100
+
+
+async def test_an_observed_stream_is_sent_chunk_by_chunk(passed: Passed) -> None:
+    async with raw_engine(engine_of([*[EVENT] * 50, COUNTED], passed)) as raw:
+        sidecar = AdmissionMiddleware(ReverseProxy(raw.url), policy("mode: observe\n"))
+        async with serving(sidecar, http=BoundedHttpProtocol) as served:
+            body = json.dumps(chat(stream=True)).encode()
+            answer = Answer.parsed(await exchange(served.port, post(CHAT, body, key("acme"))))
+    assert not passed.written
+    assert answer.body == EVENT * 50 + COUNTED

@@ -6,7 +6,7 @@ import asyncio
 import os
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from sidecar.errors import InvalidHeader
 from sidecar.proxy import connection as connections
 from sidecar.proxy.connection import MOST_HEAD_BYTES, ConnectionBroke, NotHttp, Response
 from sidecar.proxy.upstream import Upstream
-from sidecar.sending import SENT
 from tests.support.certificates import needs_openssl, self_signed
 from tests.support.engine import OK, Connection, RawEngine, Script, answering, raw_engine
 
@@ -40,17 +39,14 @@ async def ask(upstream: Upstream, method: str = "POST", body: bytes = b"{}") -> 
     return await asyncio.wait_for(upstream.request(method, b"/", [], body, len(body)), WITHIN_S)
 
 
-async def whole(response: Response, wait: Callable[[bytes], object] = lambda _: None) -> list[bytes]:
-    """The parts of a body, as they were passed on. `wait` may return an awaitable, as a slow client's `send` does."""
+async def whole(response: Response, sent: Callable[[bytes], Awaitable[object] | None] = lambda _: None) -> list[bytes]:
+    """The parts of a body, as they were read. `sent` may return an awaitable, as a slow client's `send` does."""
     parts: list[bytes] = []
-
-    def part(body: bytes, is_last: bool) -> object:
-        parts.append(body)
-        parts.extend([b"<end>"] if is_last else [])
-        return wait(body) or SENT
-
-    await asyncio.wait_for(response.pass_on(part), WITHIN_S)  # type: ignore[arg-type]  # as the apps of others do
-    return parts
+    while not response.is_complete or response.parts or not parts:
+        parts.append(await asyncio.wait_for(response.read(), WITHIN_S))
+        if (waiting := sent(parts[-1])) is not None:
+            await waiting
+    return [*parts, b"<end>"]
 
 
 def once(*pieces: bytes, pause_s: float = 0.01) -> Script:
@@ -67,7 +63,7 @@ def once(*pieces: bytes, pause_s: float = 0.01) -> Script:
 
 
 def in_step(parts: list[bytes], slow: asyncio.Event) -> Script:
-    """An engine that sends 0, 1 and 2 one after the other was passed on, 3 to 7 at once, and then sets `slow`."""
+    """An engine that sends 0, 1 and 2 one after the other was read, 3 to 7 at once, and then sets `slow`."""
 
     async def script(connection: Connection) -> None:
         await connection.request()
@@ -97,7 +93,7 @@ async def test_a_response_may_come_in_any_pieces(step: int) -> None:
     assert (response.status, response.headers) == (200, [(b"transfer-encoding", b"chunked")])
 
 
-async def test_parts_that_were_read_together_are_passed_on_together_and_others_alone() -> None:
+async def test_parts_that_came_together_are_read_together_and_others_alone() -> None:
     together = b"".join(b"1\r\n%d\r\n" % number for number in range(8))
     async with asking(once(STREAM, together, b"1\r\nx\r\n", b"1\r\ny\r\n", b"0\r\n\r\n", pause_s=0.03)) as (
         _,
@@ -106,67 +102,17 @@ async def test_parts_that_were_read_together_are_passed_on_together_and_others_a
         assert await whole(await ask(upstream)) == [b"01234567", b"x", b"y", b"", b"<end>"]
 
 
-async def test_parts_that_come_while_one_is_waited_for_go_out_together_after_it_in_their_order() -> None:
+async def test_parts_that_come_while_one_is_sent_are_read_together_after_it_in_their_order() -> None:
     slow = asyncio.Event()
     parts: list[bytes] = []
 
-    def wait(body: bytes) -> object:
+    def wait(body: bytes) -> Awaitable[object] | None:
         parts.append(body)
         return slow.wait() if body == b"2" else None
 
     async with asking(in_step(parts, slow)) as (_, upstream):
         parts = await whole(await ask(upstream), wait)
     assert parts == [b"0", b"1", b"2", b"34567", b"<end>"]
-
-
-async def test_what_a_part_raises_is_raised_where_the_response_is_passed_on() -> None:
-    def fails(body: bytes) -> None:
-        raise RuntimeError(body.decode())
-
-    async with asking(once(STREAM, b"1\r\nx\r\n", b"1\r\ny\r\n")) as (_, upstream):
-        response = await ask(upstream)
-        with pytest.raises(RuntimeError, match="x"):
-            await whole(response, fails)
-        response.close()
-
-
-async def test_a_part_that_fails_is_the_last_even_where_others_come_before_anyone_knows() -> None:
-    seen: list[bytes] = []
-
-    def fails(body: bytes) -> None:
-        seen.append(body)
-        raise RuntimeError("the client's side")
-
-    async with asking(once(STREAM)) as (_, upstream):
-        response = await ask(upstream)
-        passing = asyncio.ensure_future(whole(response, fails))
-        await asyncio.sleep(0.05)  # it waits by now
-        for part in (b"1\r\nx\r\n", b"1\r\ny\r\n"):  # two reads in one round of the event loop
-            response._connection.data_received(part)
-        with pytest.raises(RuntimeError, match="the client's side"):
-            await passing
-        response.close()
-    assert seen == [b"x"]
-
-
-async def test_a_part_that_no_one_waits_for_any_more_leaves_no_coroutine() -> None:
-    seen = asyncio.Event()
-
-    async def never() -> None:
-        await asyncio.Event().wait()
-
-    def stop(_: bytes) -> object:
-        passing.cancel()  # between the bytes and the task that would wait
-        seen.set()
-        return never()
-
-    async with asking(once(STREAM, b"1\r\nx\r\n")) as (_, upstream):
-        response = await ask(upstream)
-        passing = asyncio.ensure_future(whole(response, stop))
-        await asyncio.wait_for(seen.wait(), WITHIN_S)
-        with pytest.raises(asyncio.CancelledError):
-            await passing
-        response.close()
 
 
 async def test_early_responses_are_passed_over_however_many_there_are() -> None:
@@ -576,12 +522,11 @@ async def test_a_certificate_is_checked_against_those_that_the_system_trusts(tmp
     program = (
         f"import asyncio, sys, {loop}\n"
         "from sidecar.proxy.upstream import Upstream\n"
-        "from sidecar.sending import SENT\n"
         "async def main():\n"
         "    upstream = Upstream(sys.argv[1], connect_timeout_s=5, keepalive_s=4)\n"
         "    for _ in range(2):\n"
         "        response = await upstream.request('GET', b'/', [], b'', 0)\n"
-        "        await response.pass_on(lambda part, is_last: print(part, flush=True) or SENT)\n"
+        "        print(await response.read(), flush=True)\n"
         "    await upstream.close()\n"
         f"{loop}.run(main())\n"
     )

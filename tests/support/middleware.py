@@ -20,6 +20,7 @@ from sidecar.middleware.middleware import serve_scope
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
+from sidecar.proxy import EngineProxy
 from sidecar.tokens import Estimator
 from tests.support.serving import Served, serving
 from tests.support.wire import exchange, post
@@ -104,7 +105,6 @@ class Story:
 
     received: Received
     events: list[Event] = field(default_factory=list)
-    hears_everything: bool = True
 
     def headers(self) -> Headers:
         return ()
@@ -152,16 +152,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.stories: list[Story] = []
-        self.hears_everything = True
 
     def listens(self) -> bool:
         return True
 
-    def only_failures(self) -> bool:
-        return False
-
     def received(self, event: Received) -> Story:
-        self.stories.append(Story(event, hears_everything=self.hears_everything))
+        self.stories.append(Story(event))
         return self.stories[-1]
 
     def check(self) -> None:
@@ -281,8 +277,9 @@ class Guarded:
         self.pool = Pool(policy)
         dialect = policy.engine(policy.carrier)
         self.sidecar = TestedMiddleware(
-            app, policy=policy, pool=self.pool, dialect=dialect, estimator=Estimator(), observer=self.recorder
-        )
+            app, policy=policy, pool=self.pool, dialect=dialect, estimator=Estimator(), observer=self.recorder,
+            is_proxied=isinstance(app, EngineProxy),
+        )  # fmt: skip
         self.served: Served | None = None
 
     @property

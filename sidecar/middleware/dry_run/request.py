@@ -44,6 +44,7 @@ import asyncio
 
 from starlette.types import Message, Receive, Scope, Send
 
+from sidecar.chunks import with_write
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import AppTrace, Headers, Observed, Outcome, Verdict
@@ -90,6 +91,7 @@ class DryRunRequest:
         try:
             self._begin_to_watch()
             scope = self._scope
+            with_write(scope, None)  # every message is watched
             if self._endpoint.forward_to is not None:
                 scope = forwarded_scope(scope, self._endpoint, scope["headers"])
             app_call = self._app_call = AppCall(None, None if self._watcher is None else self._watcher.app_trace())
@@ -191,7 +193,7 @@ class RequestWatcher:
         now_us = controller.pool.now_us
         names = self._snapshot.names_read[tuple(headers)]
         self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
-        self._reporter = reporter_of(controller.observer, scope, headers, self._request_id, received_us, now_us, intake)
+        self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
         self._reader: AnswerReader = self._usage
         self._shadow: ShadowRequest | None = None

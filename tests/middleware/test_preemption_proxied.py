@@ -1,4 +1,4 @@
-"""The server's client watch reaches the app only where the app's `receive` has no disconnects of its own."""
+"""A preempted request leaves its engine behind our own server and proxy, too."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from sidecar import AdmissionMiddleware
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.sending import CLIENT_KEY
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.support.engine import OK, Connection, raw_engine
-from tests.support.middleware import CHAT, chat, whole_body
+from tests.support.middleware import CHAT, chat
 from tests.support.serving import serving
 from tests.support.wire import exchange, post
 
@@ -78,38 +77,3 @@ async def test_a_request_at_the_engine_is_preempted_behind_our_own_server_too(tm
             assert aborted.is_set()
             assert [urgent[9:12], (await asyncio.wait_for(batch, 60))[9:12]] == [b"200", b"200"]
     assert batches == 2
-
-
-@pytest.mark.parametrize(
-    ("sent", "is_watched"),
-    [
-        (request(), True),
-        (request(BATCH), False),
-        (request(path=RESPONSES, background=True), False),
-        (request(path=RESPONSES), True),
-        (post(UPLOAD, b"--b--", "content-type: multipart/form-data; boundary=b"), False),
-    ],
-)
-async def test_an_app_whose_receive_has_disconnects_of_its_own_gets_no_watch(
-    tmp_path: Path, sent: bytes, is_watched: bool
-) -> None:
-    seen: list[bool] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await receive()
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-            await send({"type": "lifespan.shutdown.complete"})
-        elif scope["method"] == "POST":
-            seen.append(CLIENT_KEY in scope)
-            await whole_body(receive)
-        if scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-            await send({"type": "http.response.body", "body": b"{}"})
-
-    async with serving(
-        AdmissionMiddleware(app, rules(tmp_path), retry_handlers=True), http=BoundedHttpProtocol
-    ) as served:
-        assert b" 200 OK" in await exchange(served.port, sent)
-    assert seen == [is_watched]
