@@ -430,12 +430,7 @@ def _models_parts(
     from sidecar.admin.model_routes import model_routes
 
     routes = {name: part.observability.routes for name, part in zip(controllers, of_models, strict=True)}
-
-    def flush() -> None:
-        for part in of_models:
-            part.observability.observer.flush()
-
-    observability.routes = model_routes(front, observability.routes, routes, flush)
+    observability.routes = model_routes(front, observability.routes, routes)
     return [Part(front, observability), *of_models]
 
 

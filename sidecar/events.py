@@ -13,7 +13,7 @@ times cheaper than a frozen dataclass, and as immutable.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -38,8 +38,7 @@ class Outcome(str, Enum):
 class Received(msgspec.Struct, frozen=True, gc=False):
     """A guarded request reached the middleware. `headers` are the client's, for trace context: they hold its API key.
 
-    `request_id` is the client's own `x-request-id`, or one that was made for it; the response has it. `by_name` has the
-    headers by their names, empty where whoever reports has not sorted them.
+    `request_id` is the client's own `x-request-id`, or one that was made for it; the response has it.
     """
 
     at_us: int
@@ -48,34 +47,22 @@ class Received(msgspec.Struct, frozen=True, gc=False):
     path: str
     headers: Headers
     request_id: str
-    by_name: Mapping[bytes, bytes] = {}
-
-    def header_names(self) -> Collection[bytes]:
-        """The names of all headers."""
-        return self.by_name or dict(self.headers)
 
 
-class ExpectedLength(msgspec.Struct, frozen=True, gc=False):
-    """The length that a request's answer was expected to have when it entered the pool.
+class Expectation(msgspec.Struct, frozen=True, gc=False):
+    """What a request was expected to use when it entered the pool, where output lengths are learned.
 
     `output_tokens` is the assumed length of each of its `sequences`, `source` where that comes from: own, replicas,
-    tenants, hint or maximum (nothing is known: what the old rule holds).
+    tenants, hint or maximum (nothing is known: what the old rule holds). `samples` are the answers that its length
+    rests on and `quantile` the share of them that are no longer; 0 where there are none. `overlap` is the ratio by
+    which its tokens were counted, `most_tokens` what it may use at most: its prompt and maximum output. `prompt_tokens`
+    is that of all sequences; `bytes_per_token` is None where it was not text alone. `bucket` is the class of requests
+    that its length is learned in, beside its tenant, endpoint and model.
     """
 
     output_tokens: int
     sequences: int
     source: str
-
-
-class Expectation(ExpectedLength, frozen=True, gc=False):
-    """What a request was expected to use when it entered the pool, where output lengths are learned.
-
-    `samples` are the answers that its length rests on and `quantile` the share of them that are no longer; 0 where
-    there are none. `overlap` is the ratio by which its tokens were counted, `most_tokens` what it may use at most: its
-    prompt and maximum output. `prompt_tokens` is that of all sequences; `bytes_per_token` is None where it was not text
-    alone. `bucket` is the class of requests that its length is learned in, beside its tenant, endpoint and model.
-    """
-
     samples: int
     quantile: float
     overlap: float
@@ -90,7 +77,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
 
     `preemptible` says that what it is admitted with may be taken back until its first byte goes out; `downgraded_from`
     is the tier it would have had, had its tenant not been over its limits. `expected` is None where no output length is
-    learned, and an `Expectation` where the observation hears everything.
+    learned.
     """
 
     at_us: int
@@ -106,7 +93,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     requests: int
     preemptible: bool = False
     downgraded_from: str | None = None
-    expected: ExpectedLength | None = None
+    expected: Expectation | None = None
 
 
 class Obstacle(str, Enum):
@@ -360,15 +347,7 @@ class AppTrace(Protocol):
 
 
 class Observation(Protocol):
-    """The receiver of one request's events. Must not raise and must not block: it is called on the request's path.
-
-    Where it does not `hear_everything`, no `FirstByte` is made for a whole answer to a request that cannot be
-    preempted, and of what the request was expected to use only the length is told.
-    """
-
-    @property
-    def hears_everything(self) -> bool:
-        """See above. It is asked for every request, when that is classified."""
+    """The receiver of one request's events. Must not raise and must not block: it is called on the request's path."""
 
     def headers(self) -> Headers:
         """Headers that carry the trace context on to the engine; they replace the client's own of the same names."""
@@ -386,15 +365,8 @@ class Observer(Protocol):
     def listens(self) -> bool:
         """Whether requests are observed now: where they are not, `received` returns None."""
 
-    def only_failures(self) -> bool:
-        """Whether only requests that were refused or failed are of interest now.
-
-        Then `received` is called at a request's end, where that is such an end, and the events that say who it was and
-        how it ended follow at once: no `Queued` and no `FirstByte`.
-        """
-
     def received(self, event: Received) -> Observation | None:
-        """Called once per guarded request; before anything else happens to it, unless `only_failures`."""
+        """Called once per guarded request; before anything else happens to it."""
 
 
 class StoreState(str, Enum):

@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from sidecar.cluster.document import EngineView
 from sidecar.cluster.learned_lengths import LengthExchange
 from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
-from sidecar.events import ShadowHolds
+from sidecar.events import Received, ShadowHolds
 from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_view import EngineDocument
@@ -26,7 +24,7 @@ from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.policy.model import Mode, Policy, Tier, UsageInTraces
 from sidecar.pools import Grant, Pool
 from sidecar.pools.base import QueueMark
-from sidecar.telemetry.dispatch import EventDispatcher, Fanout
+from sidecar.telemetry.dispatch import EventDispatcher, Fanout, Listener
 from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.logs.request_log import RequestLog, UnguardedLog, access_log
@@ -36,7 +34,7 @@ from sidecar.telemetry.metrics.engines import EngineSample
 from sidecar.telemetry.metrics.lease_sizes import LeaseSizeSample
 from sidecar.telemetry.metrics.tenants import shown_tenants
 from sidecar.telemetry.recent import Recent
-from sidecar.telemetry.request_record import RequestRecord
+from sidecar.telemetry.request_record import EventHandlers, RequestRecord
 from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.links import WaitFinder
 from sidecar.telemetry.spans.long_waits import LongWaits
@@ -53,15 +51,13 @@ UNCOUNTED = (
     "tokens_per_day and tokens_per_month do nothing here: the tenants' use is not counted (no store, or usage_days: 0)"
 )
 _WRITES_USAGE = {UsageInTraces.ONCE: None, UsageInTraces.ALWAYS: True, UsageInTraces.NEVER: False}
-REPORTED_WITHIN_S = 0.05
-"""Longest delay of metrics, journal and log after a request, unless a page is read before."""
 
 
 class Observability:
     """One per admission controller. `files` are the policy's, None where it came from no file; `is_shared` says the
     pool is in a store.
 
-    `is_shown` says that `routes` are served. Without them, no more is kept of a request than its spans need.
+    `is_shown` says that `routes` are served. Without them, and without an SDK, no more is done than to log failures.
     `records` are the tenants in the store, None where the policy has none there. `usage` counts what tenants use.
     `observer` and `observed` are the controller's, `routes` are for the admin port, and `scrape` is for
     `configure_from_environment`. `open` belongs to the server's start and `close` to its end, before the pool ends;
@@ -111,10 +107,10 @@ class Observability:
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
         waits = WaitFinder(journal, names, is_shared, partial(_place, pool, names))
-        self._long_waits = LongWaits(policy.trace_waits_s, waits.so_far, lambda: self.observer.flush())  # noqa: PLW0108
+        self._long_waits = LongWaits(policy.trace_waits_s, waits.so_far)
         self._spans = _tracer(controller, policy, waits, self._long_waits)
-        dispatcher = dispatcher_of_pages if is_looked_at else dispatcher_without_pages
-        self.observer = dispatcher(self._spans, (metrics, journal, recent), self._log, sampler.note_loop)
+        listeners: list[Listener] = [metrics, journal, recent, self._log, sampler]
+        self.observer = EventDispatcher(self._spans, listeners, failure_log=None if is_looked_at else self._log)
         self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
         lengths = LengthExchange(controller.lease_sizes.estimator)
@@ -142,9 +138,6 @@ class Observability:
     def _routes(
         self, controller: AdmissionController, journal: Journal, names: Sequence[str], *, is_shared: bool
     ) -> Sequence[BaseRoute]:
-        from starlette.middleware import Middleware
-        from starlette.routing import Mount
-
         from sidecar.admin.engine_routes import EngineRoutes
         from sidecar.admin.routes import LivePages, metrics_routes, story_routes
         from sidecar.admin.tenant_routes import TenantRoutes
@@ -156,8 +149,7 @@ class Observability:
         builder = ExplanationBuilder(journal, lambda: names, self._policy.pool, is_shared)
         stories = story_routes(builder, self._live.overview)
         tenants = [*TenantRoutes(self._registry).routes(), *UsageRoutes(self._usage).routes()]
-        routes = [*pages.routes(), *engines.routes(), *metrics_routes(self.scrape), *stories, *tenants]
-        return [Mount("", routes=routes, middleware=[Middleware(UpToDate, flush=self.observer.flush)])]
+        return [*pages.routes(), *engines.routes(), *metrics_routes(self.scrape), *stories, *tenants]
 
     async def open(self) -> None:
         """Begins to look."""
@@ -184,12 +176,10 @@ class Observability:
         for end in self._ending:
             end()
         await self._live.close()
-        self.observer.flush()
         self._log.flush()
 
     def change_policy(self, policy: Policy) -> None:
         """Another policy is in force: pages, metrics and marks follow it."""
-        self.observer.flush()  # what has happened so far belongs to the mode before
         self._dry_run.end()
         if policy.mode is not self._policy.mode:
             self._waits.begin_anew()
@@ -247,36 +237,6 @@ class Observability:
         return self._live.generations()
 
 
-NoteLoop = Callable[[asyncio.AbstractEventLoop], None]
-Listeners = tuple[RequestMetrics, Journal, Recent]
-
-
-def dispatcher_of_pages(
-    spans: RequestTracer, listeners: Listeners, log: RequestLog, note_loop: NoteLoop
-) -> EventDispatcher:
-    """The dispatcher of a process whose requests are shown: everything is kept of them."""
-    return EventDispatcher(spans, [*listeners, log], delay_s=REPORTED_WITHIN_S, note_loop=note_loop)
-
-
-def dispatcher_without_pages(
-    spans: RequestTracer, listeners: Listeners, log: RequestLog, note_loop: NoteLoop
-) -> EventDispatcher:
-    """The dispatcher of another: only what an SDK takes, what the links of recorded spans need, and the log.
-
-    Metrics and log do not need all that is known of a request: see `Observation.hears_everything`.
-    """
-    metrics, journal, _ = listeners
-    return EventDispatcher(
-        spans,
-        [metrics, log],
-        delay_s=REPORTED_WITHIN_S,
-        failure_log=log,
-        of_recorded=[journal],
-        hears_everything=log.has_all,
-        note_loop=note_loop,
-    )
-
-
 def _notices(controller: AdmissionController) -> Sequence[str]:
     """Those of the live page, whose first sentence is about the engine already."""
     of_engine = controller.engine_watch.readiness()
@@ -316,18 +276,6 @@ def _engine_view(controller: AdmissionController) -> EngineView | None:
     return None if watch.up is None else EngineView(watch.state.value, watch.reason or "", watch.for_s)
 
 
-class UpToDate:
-    """Wraps an app that shows requests: pending events are delivered before it answers."""
-
-    def __init__(self, app: ASGIApp, flush: Callable[[], None]) -> None:
-        self._app = app
-        self._flush = flush
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._flush()
-        await self._app(scope, receive, send)
-
-
 def _has_budgets(policy: Policy) -> bool:
     return any(tenant.limits.have_budgets for tenant in policy.named.values())
 
@@ -360,7 +308,7 @@ WITHIN_S = 0.5
 class PoolSampler:
     """Takes a `PoolSample` in the pool's event loop, from any thread. It is `metrics.Sample`.
 
-    `note_loop` says which loop that is. `policy` is the one in force, `rejected` how
+    It is a listener: each request says which loop that is. `policy` is the one in force, `rejected` how
     many changed ones could not be used so far, `generations` how many different ones the pool's replicas run,
     `aborting` the requests and tokens that are held for requests that have ended, `engine_up` whether the engine can be
     used (1, 0, or None where that is not known), `oldest` the pool's oldest waits, `engines` those of a pool of
@@ -396,11 +344,12 @@ class PoolSampler:
         self._loop_blocked_s = loop_blocked_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._latest: PoolSample | None = None
+        self.handlers: EventHandlers = {Received: self._note_loop}
 
-    def note_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _note_loop(self, _: RequestRecord, __: Received) -> None:
         """The event loop that serves requests; it stays until it is closed."""
         if self._loop is None or self._loop.is_closed():
-            self._loop = loop
+            self._loop = _running_loop()
 
     def __call__(self) -> PoolSample | None:
         """The pool as it stands; as it last stood where its loop has no time; None where that is not known."""

@@ -36,7 +36,6 @@ class Reloading:
 
     def counted(self) -> tuple[int, int]:
         """How many were admitted and refused, as the live page counts them."""
-        self.sidecar.observability.observer.flush()
         buckets = [
             bucket for tier in self.sidecar.observability._live._overview(time.time()).tiers for bucket in tier.recent
         ]

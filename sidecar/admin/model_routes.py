@@ -7,7 +7,7 @@ all, and one of them is drained in its own pool. Everything else is the process'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from urllib.parse import quote
 
@@ -47,28 +47,20 @@ def model_routes(
     front: ModelsController,
     own: Sequence[BaseRoute],
     of_models: Mapping[str, Sequence[BaseRoute]],
-    flush: Callable[[], None],
 ) -> Sequence[BaseRoute]:
-    """The admin port's routes: the front's `own`, and those of each model's pool.
-
-    `flush` delivers what the pools have not reported yet.
-    """
+    """The admin port's routes: the front's `own`, and those of each model's pool."""
     apps = {name: Router(routes) for name, routes in of_models.items()}
-    return [Mount("", app=_ModelPages(front, Router(own), apps, flush))]
+    return [Mount("", app=_ModelPages(front, Router(own), apps))]
 
 
 class _ModelPages:
-    def __init__(
-        self, front: ModelsController, own: ASGIApp, of_models: Mapping[str, ASGIApp], flush: Callable[[], None]
-    ) -> None:
+    def __init__(self, front: ModelsController, own: ASGIApp, of_models: Mapping[str, ASGIApp]) -> None:
         self._front = front
-        self._flush = flush
         self._own = own
         self._of_models = of_models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one HTTP scope."""
-        self._flush()
         root = scope.get("root_path", "")
         path = scope["path"].removeprefix(root)
         if path.startswith(f"{FOLDER}/"):

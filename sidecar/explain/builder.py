@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sidecar.events import Admitted, Expectation
+from sidecar.events import Admitted
 from sidecar.explain.document import (
     AdmissionDetails,
     AdmittedAhead,
@@ -221,7 +221,7 @@ def _ended(record: RequestRecord) -> Ending | None:
 def _size(record: RequestRecord) -> SizeDetails | None:
     """None where no output length is learned."""
     classified, settled = record.classified, record.settled
-    if classified is None or not isinstance(classified.expected, Expectation):
+    if classified is None or classified.expected is None:
         return None
     size = msgspec.convert(classified.expected, SizeDetails, from_attributes=True)
     if settled is None:

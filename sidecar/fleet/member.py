@@ -26,7 +26,7 @@ from sidecar.middleware.engine_pages import ANSWER_WITHIN_S, EnginePages
 from sidecar.middleware.engine_watch import Cause, EngineWatch
 from sidecar.policy.fleet import EngineAddress, offered
 from sidecar.policy.rules import EngineCapacity
-from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader, Size, amounts
+from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader, Size
 from sidecar.pools.engines import EngineOffer
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.proxy.upstream import CONNECT_TIMEOUT_S
@@ -366,12 +366,8 @@ class Member:
                 f"engine {self.name} says another process_start_time_seconds again and again, which is ignored: only a "
                 "refused connection shows that it restarted"
             )
-        reader = self.reader
-        if self.is_up and reader is not None and reader.size is not None and reader.trouble is not None:
-            found.append(
-                f"the capacity of engine {self.name} was read {reader.age_s or 0:.0f} s ago and cannot be now: "
-                f"{reader.trouble}; going on with {amounts(reader.size)}"
-            )
+        if self.is_up and self.reader is not None and self.reader.notice is not None:
+            found.append(self.reader.notice)
         return found
 
     # -- following the engine
@@ -502,16 +498,8 @@ class Member:
         self._owner.changed(self)
 
     async def _resized(self, before: Size | None) -> None:
-        assert self.reader is not None
         if before is None:
-            known = "engine %s has %s"
-            _log.info(known, self.name, amounts(self.reader.size), extra={"event": "capacity_known"})
             self._owner.sized(self)
-        else:
-            _log.warning(
-                "engine %s has %s instead of %s",
-                self.name, amounts(self.reader.size), amounts(before), extra={"event": "capacity_changed"},
-            )  # fmt: skip
         self._owner.changed(self)
 
     def _was_read(self) -> None:

@@ -25,7 +25,7 @@ from sidecar.policy.fleet import offered
 from sidecar.policy.model import Mode, Policy
 from sidecar.policy.rules import EngineCapacity
 from sidecar.pools import Pool
-from sidecar.pools.engine_reader import HELD_BACK_S, EngineReader, Size, amounts, warn_of_unbounded
+from sidecar.pools.engine_reader import HELD_BACK_S, EngineReader, Size, warn_of_unbounded
 from sidecar.pools.engines import EngineOffer, name_and_incarnation
 from sidecar.tasks import end
 
@@ -151,13 +151,7 @@ class MountedEngine:
 
     def notices(self) -> Sequence[str]:
         """What the operator should know besides."""
-        reader = self.reader
-        if reader is None or reader.size is None or reader.trouble is None:
-            return ()
-        return (
-            f"the engine's capacity was read {reader.age_s or 0:.0f} s ago and cannot be now: {reader.trouble}; "
-            f"going on with {amounts(reader.size)}",
-        )
+        return () if self.reader is None or self.reader.notice is None else (self.reader.notice,)
 
     def follow(
         self,
@@ -220,14 +214,10 @@ class MountedEngine:
         assert self.reader is not None
         assert self.reader.size is not None
         if before is None:
-            known = "the engine's capacity is known: %s"
-            _log.info(known, amounts(self.reader.size), extra={"event": "capacity_known"})
             warn_of_unbounded(self._policy.engine, self.reader.size)
             self.begin()
-            return
-        changed = "the engine's capacity changed: %s instead of %s"
-        _log.warning(changed, amounts(self.reader.size), amounts(before), extra={"event": "capacity_changed"})
-        self._offer()
+        else:
+            self._offer()
 
     def _was_read(self) -> None:
         """While too many requests wait inside the engine, it gets no more than it runs. In the dry run it gets all."""

@@ -13,7 +13,7 @@ from sidecar.fleet.member import Member
 from sidecar.fleet.routing import FleetRouting
 from sidecar.middleware.engine_view import DrainEnd, EngineAmount, EngineDocument
 from sidecar.middleware.engine_watch import Cause
-from sidecar.pools.engines import EngineFigures
+from sidecar.pools.engines import EngineFigures, name_and_incarnation
 from sidecar.pools.stats import bounded
 
 LOOK_EVERY_S = 0.1
@@ -77,7 +77,7 @@ class FleetView:
         self._recent = {name: self._recent.get(name) or RecentPrompts() for name in names}
         rows = [self._of_member(member, ledgers.get(engine_id)) for engine_id, member in members.items()]
         rows += [_of_ledger(ledger) for engine_id, ledger in ledgers.items() if engine_id not in members]
-        return sorted(rows, key=lambda row: _name_and_incarnation(row.id))
+        return sorted(rows, key=lambda row: name_and_incarnation(row.id))
 
     async def drain(self, name: str) -> None:
         """See `EngineView`."""
@@ -194,8 +194,3 @@ def _effective(ledger: EngineFigures | None) -> EngineAmount:
 
 def _held(ledger: EngineFigures | None) -> EngineAmount:
     return EngineAmount(0, 0) if ledger is None else EngineAmount(ledger.held_tokens, ledger.held_requests)
-
-
-def _name_and_incarnation(engine_id: str) -> tuple[str, int]:
-    name, _, incarnation = engine_id.rpartition("#")
-    return name, int(incarnation) if incarnation.isdecimal() else 0

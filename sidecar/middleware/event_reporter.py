@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 from starlette.types import Scope
 
 from sidecar.errors import AdmissionError
 from sidecar.events import (
-    FIRST_FAILURE,
     Admitted,
     AppTrace,
     Classified,
     Event,
-    ExpectedLength,
     FirstByte,
     Headers,
     Observation,
@@ -42,10 +40,6 @@ from sidecar.pools import Grant
 DISCONNECTED_CODE = "client_left"
 CANCELED_CODE = "canceled"
 PASSED_CODE = "passed"
-# Looked up once: an enumeration's attribute costs as much as a call.
-_COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
-
-_NOT_GIVEN: Any = msgspec.UNSET
 
 
 class Asker(Protocol):
@@ -68,23 +62,12 @@ class EventReporter(msgspec.Struct, eq=False):
     A request that was admitted once ends with `Settled`, even where it ends while it waits again. `asker` knows the
     tenant and the tier of a request that ends before it is classified. `gain` is told how the request ended, whether
     an observer listens or not.
-
-    Where the observer wants only failures, an event is not made before the request has failed: `_unmade` has the
-    function that would make it, and what of. The fields after that are for this, too. `_hears_start` says that the
-    first byte's event is made.
     """
 
     _now_us: Callable[[], int]
     _asker: Asker
     _observation: Observation | None = None
-    _unmade: list[tuple[Any, ...]] | None = None
-    _observer: Observer | None = None
-    _scope: Scope = _NOT_GIVEN
-    _headers: Mapping[bytes, bytes] = _NOT_GIVEN
-    _request_id: str = ""
-    _received_us: int = 0
     _was_admitted: bool = False
-    _hears_start: bool = True
     gain: RequestGain | None = None
 
     def headers(self) -> Headers:
@@ -97,16 +80,8 @@ class EventReporter(msgspec.Struct, eq=False):
 
     def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
         """The request was classified at `at_us`, and the pool has said now which tier it charges."""
-        if self._unmade is not None:
-            self._unmade.append((_classified, request, endpoint, policy, at_us, True))
-            return
-        observation = self._observation
-        if observation is not None:
-            hears_everything = observation.hears_everything
-            event = _classified(request, endpoint, policy, at_us, hears_everything)
-            observation.on_event(event)
-            if not (hears_everything or event.stream or event.preemptible):
-                self._hears_start = False
+        if self._observation is not None:
+            self._observation.on_event(_classified(request, endpoint, policy, at_us))
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where an observer listens."""
@@ -124,7 +99,8 @@ class EventReporter(msgspec.Struct, eq=False):
         `priority` is the engine's, None where the engine gets none.
         """
         self._was_admitted = True
-        self._report(_admitted, grant, priority, is_dry_run)
+        if self._observation is not None:
+            self._observation.on_event(_admitted(grant, priority, is_dry_run))
 
     def event(self, event: Event) -> None:
         """Reports an event that was made already."""
@@ -133,7 +109,8 @@ class EventReporter(msgspec.Struct, eq=False):
 
     def passed(self, at_us: int, level: int) -> None:
         """The request went to the app without a lease, as in the dry run, and did not wait."""
-        self._report(_passed, at_us, level)
+        if self._observation is not None:
+            self._observation.on_event(Admitted(at_us, 0, 0, None, {}, level, None, is_dry_run=True))
 
     def observed(self, observed: Observed) -> None:
         """The dry run knows what enforcing would have done."""
@@ -142,11 +119,13 @@ class EventReporter(msgspec.Struct, eq=False):
 
     def replayed(self, engine: str, reason: ReplayReason) -> None:
         """An engine, by its id, did not serve the request. `preempted` with `is_unreached` comes next."""
-        self._report(Replayed, self._now_us(), engine, reason)
+        if self._observation is not None:
+            self._observation.on_event(Replayed(self._now_us(), engine, reason))
 
     def preempted(self, admitted_us: int, times: int, *, is_unreached: bool = False) -> None:
         """The request was preempted for the n-th time, or did not reach the engine, and waits again."""
-        self._report(Preempted, self._now_us(), admitted_us, times, is_unreached)
+        if self._observation is not None:
+            self._observation.on_event(Preempted(self._now_us(), admitted_us, times, is_unreached))
 
     def refused(self, error: AdmissionError, wait: Grant | None) -> None:
         """The request was answered with an error, perhaps after a wait."""
@@ -166,7 +145,7 @@ class EventReporter(msgspec.Struct, eq=False):
 
     def first_byte(self, status: int | None) -> None:
         """The response's first byte goes out."""
-        if self._observation is not None and self._hears_start:
+        if self._observation is not None:
             self._observation.on_event(FirstByte(self._now_us(), status or 0))
 
     def settled(  # noqa: PLR0917  # names at the call would cost as much as the rest
@@ -183,52 +162,29 @@ class EventReporter(msgspec.Struct, eq=False):
         `said` is the message of the error that was answered in the engine's place. `size` is that of the lease.
         """
         gain = None if self.gain is None else self.gain.settled(outcome, status, is_failure=said is not None)
-        if self._unmade is not None and (outcome is not _COMPLETED or (status or 0) >= FIRST_FAILURE):
-            self._make_all()
         if self._observation is not None:
             tokens, input_tokens, output_tokens, cached_tokens = used
             held, growths = (None, 0) if size is None else (size.held, size.growths)
-            event = Settled(  # names would cost as much as all of this
-                self._now_us(),
-                outcome,
-                status,
-                tokens,
-                input_tokens,
-                output_tokens,
-                error,
-                None,
-                said,
-                held,
-                growths,
-                gain,
-                cached_tokens,
+            event = Settled(
+                at_us=self._now_us(),
+                outcome=outcome,
+                status=status,
+                tokens_used=tokens,
+                input_tokens=input_tokens,
+                output_tokens=output_tokens,
+                error=error,
+                message=said,
+                held_tokens=held,
+                growths=growths,
+                gain=gain,
+                cached_tokens=cached_tokens,
             )
             self._observation.on_event(event)
-
-    def _report(self, make: Callable[..., Event], *arguments: Any) -> None:
-        """Makes an event and reports it, or notes what it is made of."""
-        if self._observation is not None:
-            self._observation.on_event(make(*arguments))
-        elif self._unmade is not None:
-            self._unmade.append((make, *arguments))
-
-    def _make_all(self) -> None:
-        """The request has failed: the observer gets what has happened so far."""
-        unmade, self._unmade = self._unmade, None
-        assert self._observer is not None
-        wall_ns = time.time_ns() - (self._now_us() - self._received_us) * 1000
-        method, path, headers = self._scope["method"], self._scope["path"], self._scope["headers"]
-        received = Received(self._received_us, wall_ns, method, path, headers, self._request_id, self._headers)
-        self._observation = self._observer.received(received)
-        for make, *arguments in unmade or ():
-            self._report(make, *arguments)
 
     def ended(self, code: str, message: str, status: int | None, wait: Grant | None, tokens: int = 0) -> None:
         """The request ended without a grant, or waiting for another one. It has used `tokens` by then."""
         is_abandoned = code == DISCONNECTED_CODE
         gain = None if self.gain is None else self.gain.refused(status, is_abandoned=is_abandoned)
-        if self._unmade is not None:
-            self._make_all()
         if self._observation is None:
             return
         at_us = self._now_us() if wait is None else wait.at_us
@@ -236,77 +192,65 @@ class EventReporter(msgspec.Struct, eq=False):
         if not self._was_admitted:
             self._observation.on_event(refused)
             return
-        outcome = _CLIENT_LEFT if is_abandoned else _FAILED
+        outcome = Outcome.CLIENT_LEFT if is_abandoned else Outcome.FAILED
         waited = None if wait is None else refused
         self._observation.on_event(
             Settled(self._now_us(), outcome, status, tokens, None, None, code, waited, gain=gain)
         )
 
 
-def reporter_of(  # noqa: PLR0917  # names at the call would cost as much as the rest
+def reporter_of(  # noqa: PLR0917
     observer: Observer | None,
     scope: Scope,
-    headers: Mapping[bytes, bytes],
     request_id: str,
     received_us: int,
     now_us: Callable[[], int],
     asker: Asker,
 ) -> EventReporter:
-    """The reporter of a request that came at `received_us`. `headers` are the scope's, by their names."""
+    """The reporter of a request that came at `received_us`."""
     if observer is None:
         return EventReporter(now_us, asker)
-    if observer.only_failures():
-        return EventReporter(now_us, asker, None, [], observer, scope, headers, request_id, received_us)
     # Right after the clock: what the processor did since the request came would be in all of its times.
     wall_ns, method, path = time.time_ns() - (now_us() - received_us) * 1000, scope["method"], scope["path"]
-    received = Received(received_us, wall_ns, method, path, scope["headers"], request_id, headers)
+    received = Received(received_us, wall_ns, method, path, scope["headers"], request_id)
     return EventReporter(now_us, asker, observer.received(received))
 
 
-def _classified(
-    request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int, hears_everything: bool
-) -> Classified:
+def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> Classified:
     classification, payload, tiers = request.classification, request.payload, policy.tiers
-    length: ExpectedLength | None = None
-    if request.expected is not None:
-        length = request.expected.said(payload) if hears_everything else request.expected.said_length()
     clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
-    return Classified(  # names would cost as much as all of this
-        at_us,
-        tiers[classification.level].name,
-        classification.tenant.name,
-        classification.source._value_,  # `value` itself costs two calls
-        None if clamped_from is None else tiers[clamped_from].name,
-        endpoint.api._value_,
-        payload.model,
-        payload.max_output_tokens,
-        payload.stream,
-        request.tokens,
-        request.requests,
-        policy.rules.is_preemptible(classification.level),
-        None if downgraded_from is None else tiers[downgraded_from].name,
-        length,
+    return Classified(
+        at_us=at_us,
+        tier=tiers[classification.level].name,
+        tenant=classification.tenant.name,
+        source=classification.source.value,
+        clamped_from=None if clamped_from is None else tiers[clamped_from].name,
+        api=endpoint.api.value,
+        model=payload.model,
+        max_output_tokens=payload.max_output_tokens,
+        stream=payload.stream,
+        tokens=request.tokens,
+        requests=request.requests,
+        preemptible=policy.rules.is_preemptible(classification.level),
+        downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
+        expected=None if request.expected is None else request.expected.said(payload),
     )
 
 
 def _admitted(grant: Grant, priority: int | float | None, is_dry_run: bool) -> Admitted:
-    return Admitted(  # names would cost as much as all of this
-        grant.at_us,
-        grant.queue_wait_us,
-        grant.starvation_us,
-        grant.overtaken_at_us,
-        grant.served_ahead,
-        grant.level,
-        priority,
-        grant.passed,
-        is_dry_run,
-        grant.engine,
-        grant.placed,
+    return Admitted(
+        at_us=grant.at_us,
+        queue_wait_us=grant.queue_wait_us,
+        starvation_us=grant.starvation_us,
+        overtaken_at_us=grant.overtaken_at_us,
+        served_ahead=grant.served_ahead,
+        level=grant.level,
+        engine_priority=priority,
+        passed=grant.passed,
+        is_dry_run=is_dry_run,
+        engine=grant.engine,
+        placed=grant.placed,
     )
-
-
-def _passed(at_us: int, level: int) -> Admitted:
-    return Admitted(at_us, 0, 0, None, {}, level, None, is_dry_run=True)
 
 
 def _refused(

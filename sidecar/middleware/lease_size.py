@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from sidecar.events import Expectation, ExpectedLength
+from sidecar.events import Expectation
 from sidecar.lengths.buckets import LengthKey, bucket_of
 from sidecar.lengths.estimator import Estimate, LearnedLengths, LengthEstimator, Place, Source
 from sidecar.lengths.overlap import WHOLE, Overlap
@@ -103,10 +103,6 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
         overlap, bucket = self.ratio / WHOLE, self.place.key.bucket
         figures = self._length()
         return Expectation(*figures, samples, quantile, overlap, self.most, self.prompt, bytes_per_token, bucket)
-
-    def said_length(self) -> ExpectedLength:
-        """The part of it that is told where not everything is heard: a third of its cost."""
-        return ExpectedLength(*self._length())
 
     def _length(self) -> tuple[int, int, str]:
         """The assumed output of each sequence, the sequences, and where that comes from."""

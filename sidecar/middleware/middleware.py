@@ -79,7 +79,7 @@ def handler_of(  # noqa: PLR0917  # the three of ASGI, and what they belong to
         headers,
         own_id,
         ClientChannel(receive, send, now_us),
-        reporter_of(observer, scope, headers, own_id, received_us, now_us, intake),
+        reporter_of(observer, scope, own_id, received_us, now_us, intake),
         intake,
         UsageReader(),
         EngineCall(controller.engine_watch),

@@ -245,10 +245,6 @@ class ModelsObserver:
         """See `Observer`."""
         return self._own.listens()
 
-    def only_failures(self) -> bool:
-        """See `Observer`. Each model has an observer of its own, which may want more."""
-        return False
-
     def received(self, event: Received) -> Observation | None:
         """See `Observer`."""
         return _ModelObservation(event, self._own, self._observer_of)
@@ -264,11 +260,6 @@ class _ModelObservation:
         self._own = own
         self._observer_of = observer_of
         self._observation: Observation | None = None
-
-    @property
-    def hears_everything(self) -> bool:
-        """See `Observation`."""
-        return True  # it is asked before it is known whether the request has a model
 
     def headers(self) -> Headers:
         """See `Observation`."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from sidecar.errors import AdmissionError, RemainingLimits
+from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
 from sidecar.events import Placed
 from sidecar.policy.model import Limits
-from sidecar.scheduling.tickets import Gain
+from sidecar.scheduling.tickets import Gain, Ticket
+from sidecar.scheduling.tickets import Lease as Held
 
 if TYPE_CHECKING:
     from sidecar.pools.pool import Pool
@@ -158,16 +159,21 @@ class Lease(msgspec.Struct, eq=False):
     `paid_tokens` are what its tenant is charged for in its tier's fair order: what it first asked for, and more by
     `charge_tenant`. They stay where it waits again: no tenant is charged again for that.
 
-    The rest is for pools. `ticket_id` is the lease's `id` in a scheduler, and `entered_us` when it came, by the pool's
-    clock. `returns` counts how often it gave its room back and waited again. Where it is not `is_counted`, its tenant
-    gets its request back, too. Where a pool does not look at a request at once, `answered` is done as soon as it has.
+    `entered_us` is when it came, by the pool's clock. Where it is not `is_counted`, its tenant gets its request back.
+
+    The rest is for its pool. In its scheduler it is `ticket`, and `held`, None while it waits. Where the pool does not
+    look at a request at once, `answered` is done as soon as it has. `is_prompt`: the replica was in its pool when it
+    came. `full`: it found no place in its queue, and is refused unless its tenant's limits do so.
+
+    It has waited since `since_us`. `before`: the tokens of each tier served before it came. It is overtaken by an
+    admission of a later `id` than `after`. `admitted_tokens`: what it was admitted with last.
     """
 
     _owner: Pool
     id: int
     ask: Ask
     entered_us: int
-    ticket_id: str
+    ticket: Ticket
     paid_tokens: int
     _answered: asyncio.Future[None] | None = None
     grant: Grant | None = None
@@ -176,7 +182,14 @@ class Lease(msgspec.Struct, eq=False):
     size_now: Callable[[], int] | None = None
     is_over: bool = False
     is_counted: bool = True
-    returns: int = 0
+    held: Held | None = None
+    is_prompt: bool = False
+    full: QueueFull | None = None
+    since_us: int = 0
+    before: Sequence[int] = ()
+    after: int = 0
+    overtaken_us: int | None = None
+    admitted_tokens: int = 0
     _is_chosen: bool = False
     _is_kept: bool = False
     _future: asyncio.Future[Grant] | None = None
@@ -354,8 +367,7 @@ class Lease(msgspec.Struct, eq=False):
 
     def waits_again(self) -> None:
         """The lease gave its room back."""
-        self.returns += 1
-        self.grant = self._future = None
+        self.held = self.grant = self._future = None
         self._is_chosen = False
 
     def _preempt(self) -> None:
@@ -365,17 +377,3 @@ class Lease(msgspec.Struct, eq=False):
             self.keep()
         else:
             self.on_preempt()
-
-
-def use_of(leases: Iterable[Lease], tenant: str) -> TenantUse:
-    """What a tenant's requests use, of all `leases` that are held or wait."""
-    waiting = running = tokens = 0
-    for lease in leases:
-        if lease.ask.tenant != tenant:
-            continue
-        if lease.grant is None:
-            waiting += 1
-        else:
-            running += 1
-            tokens += lease.ask.tokens
-    return TenantUse(waiting, running, tokens)

@@ -36,32 +36,15 @@ Size: TypeAlias = tuple[int | None, int | None]
 _log = logging.getLogger("sidecar.capacity")
 
 
-class PreemptionCount:
-    """Preemptions of an engine, also over its restarts: its own counter begins at 0 with each.
-
-    `total` only rises, and begins at 0 with the first reading: what came before is of no concern to this process.
-    """
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._last: int | None = None
-
-    def read(self, counter: int) -> None:
-        """The engine's counter has this value now. One that is below the last belongs to a new process."""
-        if self._last is not None:
-            self.total += counter - self._last if counter >= self._last else counter
-        self._last = counter
-
-
 class EngineReader:
     """One engine, read in one event loop from `open` to `close`. `size` is None before the first reading of one.
 
-    `resized` is called with the size before, None at first, after each change of `size`, and `was_read` after each
-    reading. `on_unfinished` is called with the most requests that the engine may have unfinished, and with when that
-    was asked, by the clock `now_us`. `on_preemptions` is called with the preemptions of the engine since the first
-    reading, and with the time, after each reading that has them. `who` names the engine in the log, and `unread` says
-    there what its unknown capacity means. The owner sets `is_held_back` while too many requests wait inside the engine
-    (`is_crowded`) and it lets the engine get fewer for that; a reading that fails ends it.
+    `resized` is called with the size before, None at first, after each change of `size`, which is logged, and
+    `was_read` after each reading. `on_unfinished` is called with the most requests that the engine may have unfinished,
+    and with when that was asked, by the clock `now_us`. `on_preemptions` is called with the preemptions of the engine
+    since the first reading, and with the time, after each reading that has them. `who` names the engine in the log, and
+    `unread` says there what its unknown capacity means. The owner sets `is_held_back` while too many requests wait
+    inside the engine (`is_crowded`) and it lets the engine get fewer for that; a reading that fails ends it.
     """
 
     def __init__(
@@ -94,7 +77,8 @@ class EngineReader:
         self.is_held_back = False
         self.on_unfinished: Callable[[int, int], None] | None = None
         self.on_preemptions: Callable[[int, int], None] | None = None
-        self._preemptions = PreemptionCount()
+        self._preemptions = 0
+        self._last_counter: int | None = None
         self._most_seen_running: int | None = None
         self._read_us = 0
         self._unfinished: tuple[int, int] | None = None
@@ -162,6 +146,7 @@ class EngineReader:
         self.gauges = gauges
         before, self.size = self.size, size
         if size != before:
+            self._log_size(before)
             await self._resized(before)
         if missing is None:
             self._succeeded()
@@ -182,10 +167,14 @@ class EngineReader:
                 self.on_unfinished(before[0] + unfinished, before[1])
 
     def _report_preemptions(self, counter: int | None) -> None:
-        if counter is not None:
-            self._preemptions.read(counter)
-            if self.on_preemptions is not None:
-                self.on_preemptions(self._preemptions.total, self._now_us())
+        """The engine's own counter begins at 0 with each restart."""
+        if counter is None:
+            return
+        last, self._last_counter = self._last_counter, counter
+        if last is not None:
+            self._preemptions += counter - last if counter >= last else counter
+        if self.on_preemptions is not None:
+            self.on_preemptions(self._preemptions, self._now_us())
 
     def _learn(self, gauges: Gauges) -> None:
         """Notes how many requests ran while too many waited, in two readings: the engine runs no more than these."""
@@ -207,6 +196,23 @@ class EngineReader:
 
     def _has_too_many_waiting(self, gauges: Gauges) -> bool:
         return gauges.waiting is not None and gauges.waiting > self._capacity.waiting
+
+    @property
+    def notice(self) -> str | None:
+        """What the operator should know where a size that was read cannot be read now."""
+        if self.size is None or self.trouble is None:
+            return None
+        return (
+            f"{self._who}'s capacity was read {self.age_s or 0:.0f} s ago and cannot be now: {self.trouble}; "
+            f"going on with {amounts(self.size)}"
+        )
+
+    def _log_size(self, before: Size | None) -> None:
+        if before is None:
+            _log.info("%s's capacity is known: %s", self._who, amounts(self.size), extra={"event": "capacity_known"})
+        else:
+            changed = "%s's capacity changed: %s instead of %s"
+            _log.warning(changed, self._who, amounts(self.size), amounts(before), extra={"event": "capacity_changed"})
 
     def _succeeded(self) -> None:
         if self.trouble is not None and self._read_us:

@@ -81,8 +81,8 @@ def engine_obstacle(
     return None
 
 
-def placed(grant: Grant, ask: Ask, engine: str, found: tuple[int, int, int, int, int, int]) -> Grant:
-    """The grant names the engine, and says why, for people. `found`: see `reports.Found`."""
+def placed(grant: Grant, ask: Ask, engine: str, found: Found) -> Grant:
+    """The grant names the engine, and says why, for people."""
     tokens, requests, held_tokens, held_requests, sent, lined_us = found
     sizes = bounded(tokens), bounded(requests)
     why = Placed(*sizes, held_tokens, held_requests, sent, ask.prompt, ask.hits, lined_us)

@@ -10,7 +10,6 @@ inside the engine no tier has a reserve. The cap ends by itself when the engine 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,9 +18,7 @@ from sidecar.errors import CapacityUnknown
 from sidecar.policy.model import Mode, Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.clock import Clock, monotonic_us
-from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader, Size, amounts, warn_of_unbounded
-
-_log = logging.getLogger("sidecar.capacity")
+from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader, Size, warn_of_unbounded
 
 
 class EngineSize:
@@ -93,11 +90,8 @@ class EngineSize:
     def notices(self) -> Sequence[str]:
         """See `Pool.notices`."""
         found, reader = list[str](), self.reader
-        if self.is_known and reader.trouble is not None:
-            found.append(
-                f"the engine's capacity was read {reader.age_s or 0:.0f} s ago and cannot be now: {reader.trouble}; "
-                f"going on with {amounts(reader.size)}"
-            )
+        if reader.notice is not None:
+            found.append(reader.notice)
         if reader.is_held_back:
             found.append(f"{reader.gauges.waiting} requests wait inside the engine, more than {self._capacity.waiting}")
         return found
@@ -108,12 +102,7 @@ class EngineSize:
         self.is_known = True
         self._change_rules(self._policy.rules_of(*size))
         if before is None:
-            known = "the engine's capacity is known, the pool has %s"
-            _log.info(known, amounts(size), extra={"event": "capacity_known"})
             warn_of_unbounded(self._policy.engine, size)
-        else:
-            changed = "the engine's capacity changed, the pool has %s instead of %s"
-            _log.warning(changed, amounts(size), amounts(before), extra={"event": "capacity_changed"})
 
     def _cap_if_crowded(self) -> None:
         """Not while the policy observes: the engine then gets every request, and its queue is not what enforcing

@@ -61,10 +61,10 @@ class Capacity(NamedTuple):
     prefill: int | None
 
 
-def name_and_incarnation(engine: str) -> tuple[bytes, int]:
-    """The order of engines, by their ids."""
+def name_and_incarnation(engine: str) -> tuple[str, int]:
+    """The parts of an engine's id, by which engines are in order."""
     name, _, incarnation = engine.rpartition("#")
-    return name.encode(), int(incarnation)
+    return name, int(incarnation)
 
 
 def sum_of(figures: Collection[int]) -> int | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sidecar.pools.calls import DEAD_US, Drain, EngineConfig, EngineView, Granted, Reply
-from sidecar.pools.row import Row
-from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
+from sidecar.pools.calls import DEAD_US, Drain, EngineConfig, EngineView, Granted, Reply, Sums
+from sidecar.pools.row import NO_SUMS, Row, Sides, added
+from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.scheduler import Scheduler
@@ -30,9 +30,8 @@ class KnownPool:
         self.last_answer_us = 0
         self._row, self._presumed, self._shares_engines = row, presumed, shares_engines
         self._told: dict[str, EngineView] = {}
-        self._own_held: dict[str, tuple[int, int, int]] = {}
-        self._own_tiers: dict[str, Amount] = {}
-        self._stated = self._own_held, self._own_tiers
+        self._own: dict[Sides, Sums] = {}  # what the figures of the last reply have of this replica
+        self._stated = self._own
 
     def take(self, reply: Reply, told: Sequence[EngineView] | None, now_us: int) -> None:
         """The ledger has answered, and it knows the replica, which `told` its view, if that had changed."""
@@ -50,15 +49,14 @@ class KnownPool:
 
     def states(self) -> None:
         """A call says what the replica holds now."""
-        self._stated = self._row.by_engine(), self._row.by_tier()
+        self._stated = dict(self._row.sums)
 
     def own_is_told(self, grants: Iterable[Granted]) -> None:
         """What that call said is in the figures of its reply, and so are the `grants` there."""
-        self._own_held, self._own_tiers = held, tiers = self._stated
+        self._own = self._stated
         for grant in grants:
-            on_engine, of_tier = held.get(grant.engine, NOTHING), tiers.get(grant.tier, NOTHING)
-            held[grant.engine] = plus(on_engine, (grant.tokens, grant.requests, grant.sent))
-            tiers[grant.tier] = plus(of_tier, (grant.tokens, grant.requests, grant.prompt))
+            key = grant.tier, grant.engine
+            self._own[key] = added(self._own.get(key, NO_SUMS), grant.sums, 1)
 
     def replicas(self) -> int:
         """How many there are, 0 for not known. Who got only replies on hold knows of nobody."""
@@ -68,23 +66,34 @@ class KnownPool:
         """The engines and tiers by `rules`. Nothing waits in it."""
         scheduler = Scheduler(rules)
         if self.reply is not None:
-            own, own_tiers = self._row.by_engine(), self._row.by_tier()
             held = {engine.id: engine for engine in self.reply.held}
             for engine in self.config.values():
                 of = Engine(engine.id, engine.tokens, engine.requests, engine.prefill, engine.speed, engine.is_ready)
                 of.since_us, of.ramp_us = engine.since_us - self.ahead_us, engine.ramp_us
                 if (now := held.get(engine.id)) is not None:
-                    tokens, requests, sent = minus(own.get(of.id, NOTHING), self._own_held.get(of.id, NOTHING))
-                    of.held = (now.tokens + tokens, now.requests + requests, now.prompt)
-                    of.sent, of.lined = now.sent + sent, now.lined
+                    of.held, of.sent, of.lined = (now.tokens, now.requests, now.prompt), now.sent, now.lined
                     of.cap_requests, of.cap_until_us = now.cap_requests, now.cap_until_us - self.ahead_us
                 scheduler.engines[engine.id] = of
             for state, tier in zip(scheduler.tiers, self.reply.tiers, strict=False):
-                change = minus(own_tiers.get(tier.tier, NOTHING), self._own_tiers.get(tier.tier, NOTHING))
-                state.on_engines, state.in_line = plus(tier.on_engines, change), tier.in_line
+                state.on_engines, state.in_line = tier.on_engines, tier.in_line
                 state.on_floor, state.in_line_on_floor = tier.on_floor, tier.in_line_on_floor
+            self._add_changes(scheduler, [tier.tier for tier in self.reply.tiers])
         scheduler.look(now_us)
         return scheduler
+
+    def _add_changes(self, scheduler: Scheduler, names: Sequence[str]) -> None:
+        """What has changed in the replica's own leases since. `names` are the pool's tiers."""
+        levels = {name: level for level, name in enumerate(names[: len(scheduler.tiers)])}
+        for tier, engine in {**self._own, **self._row.sums}:
+            now, before = self._row.sums.get((tier, engine), NO_SUMS), self._own.get((tier, engine), NO_SUMS)
+            change = added(now, before, -1)
+            if any(change) and engine in scheduler.engines:
+                scheduler.hold(levels.get(tier), engine, change[:3], change[3], change[4:])
+
+    def _own_on(self, engine: str) -> Amount:
+        """Tokens, requests and sent prompts of the replica on an engine, as the last reply has them."""
+        there = [sums for (_, on), sums in self._own.items() if on == engine]
+        return sum(it[0] for it in there), sum(it[1] for it in there), sum(it[3] for it in there)
 
     def parts(self, views: Mapping[str, EngineView], now_us: int) -> list[EngineView]:
         """Its part of the engines that it `views`, without its ledger: `min(C // n, own + free // n)` of each.
@@ -94,17 +103,17 @@ class KnownPool:
         """
         alive = max(1, self.replicas()) if self._shares_engines else 1
         held = {} if self.reply is None else {it.id: (it.tokens, it.requests, it.sent) for it in self.reply.held}
-        parts, out = [], _names(self.drained.values())
+        parts, out = [], {word.engine for word in self.drained.values() if word.is_drained}
         for view in views.values():
             config, told = view if self.reply is None else self.config.get(view.id), self._told.get(view.id)
             if config is None:
                 continue
             whole = _sizes(config if told is None or _sizes(told) == _sizes(view) else view)
-            sizes, taken = [], held.get(view.id, NOTHING)
+            sizes, taken, own = [], held.get(view.id, NOTHING), self._own_on(view.id)
             for d, size in enumerate(whole):
                 part = size if size == UNBOUNDED else size // alive
                 if now_us < self.last_answer_us + DEAD_US and size != UNBOUNDED:
-                    part = min(part, self._own_held.get(view.id, NOTHING)[d] + max(0, size - taken[d]) // alive)
+                    part = min(part, own[d] + max(0, size - taken[d]) // alive)
                 sizes.append(part)
             is_ready = view.is_reachable and view.id.rpartition("#")[0] not in out
             parts.append(EngineView(view.id, sizes[0], sizes[1], sizes[2], view.speed, is_ready))
@@ -113,7 +122,3 @@ class KnownPool:
 
 def _sizes(engine: EngineConfig | EngineView) -> Amount:
     return engine.tokens, engine.requests, engine.prefill
-
-
-def _names(words: Iterable[Drain]) -> set[str]:
-    return {word.engine for word in words if word.is_drained}

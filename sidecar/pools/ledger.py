@@ -473,7 +473,7 @@ class Ledger:
         state.asked = most, state.last_call + _ASKED_FOR_US
         if most == caller:
             return found
-        self._wake_ups.append(WakeUp(most, [], True, state.last_call))
+        self._wake_ups.append(WakeUp(most, is_asked=True))
         return None
 
     def _takeable(self, who: str, found: Shortage) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from sidecar.policy.model import Policy
-from sidecar.pools.base import Lease
+from sidecar.pools.base import Ask
 from sidecar.pools.calls import EngineView, PoolRules
 from sidecar.pools.engines import EngineOffer
 from sidecar.scheduling.figures import Rules
@@ -45,11 +45,10 @@ def views_of(offers: Iterable[EngineOffer], now_us: int) -> list[EngineView]:
     ]
 
 
-def ticket_of(lease: Lease) -> Ticket:
-    """The ticket of a request that comes."""
-    ask = lease.ask
+def ticket_of(ask: Ask, number: int, arrived_us: int) -> Ticket:
+    """The ticket of a request that came as the `number`-th one."""
     return Ticket(
-        lease.ticket_id,
+        str(number),
         ask.tier,
         ask.tenant,
         ask.tokens,
@@ -58,8 +57,8 @@ def ticket_of(lease: Lease) -> Ticket:
         ask.weight,
         dict(ask.hits),
         frozenset(ask.barred),
-        lease.entered_us,
+        arrived_us,
         "",
-        lease.id,
+        number,
         ask.gain,
     )

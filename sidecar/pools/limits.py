@@ -10,7 +10,7 @@ from sidecar.policy.size_limits import SizeLimits, requests_text
 from sidecar.pools.base import Ask
 from sidecar.pools.calls import HEARTBEAT_US, Metered
 from sidecar.pools.meter import Judged
-from sidecar.scheduling.rate_limit import UNIT, ExceededLimit, Limit
+from sidecar.scheduling.rate_limit import UNIT, Limit
 
 
 def downgraded(ask: Ask, sizes: SizeLimits) -> Ask | None:
@@ -24,13 +24,6 @@ def downgraded(ask: Ask, sizes: SizeLimits) -> Ask | None:
     # Its figures are those of a tier that it does not have.
     lower = msgspec.structs.replace(ask, tier=tier, limits=None, downgrade=None, gain=None)
     return None if sizes.too_large(lower) else lower
-
-
-def tenant_limit(ask: Ask, over: ExceededLimit, allowance: RemainingLimits) -> TenantLimit:
-    """The refusal. Its message names the limit, what is left of it, and when the request would fit."""
-    assert ask.limits is not None
-    after_s = None if over.fits_after_us is None else over.fits_after_us / 1e6
-    return TenantLimit(_sentence(ask, ask.limits, over, allowance), retry_after_s=after_s, allowance=allowance)
 
 
 def metered(number: int, tenant: str, tokens: int, limits: Limits, *, charges: bool) -> Metered:
@@ -51,14 +44,14 @@ def remaining(judged: Judged, *, is_downgraded: bool = False) -> RemainingLimits
 
 
 def refusal(ask: Ask, judged: Judged) -> AdmissionError:
-    """The error for a request over its limits, or over this replica's part of them."""
-    asked, verdict = judged
+    """The error for a request over its limits, or over this replica's part of them.
+
+    Its message names the limit, what is left of it, and when the request would fit.
+    """
     assert ask.limits is not None
-    assert verdict.over is not None
-    part = Limits(asked.requests_per_minute, asked.tokens_per_minute, asked.concurrent, None, asked.burst_us)
-    over = ExceededLimit(verdict.over, verdict.after_us)
-    error = tenant_limit(msgspec.structs.replace(ask, limits=part), over, remaining(judged))
-    whole = ask.limits.tokens_per_minute
+    after_us, whole = judged.verdict.after_us, ask.limits.tokens_per_minute
+    after_s = None if after_us is None else after_us / 1e6
+    error = TenantLimit(_sentence(judged), retry_after_s=after_s, allowance=remaining(judged))
     if error.never_fits and whole is not None and ask.charged_tokens * UNIT <= whole * ask.limits.burst_us:
         return StoreUnavailable(
             f"the store of this pool cannot be reached, and this request ({ask.charged_tokens} tokens) does not fit "
@@ -68,31 +61,29 @@ def refusal(ask: Ask, judged: Judged) -> AdmissionError:
     return error
 
 
-def _sentence(ask: Ask, limits: Limits, over: ExceededLimit, allowance: RemainingLimits) -> str:
-    if over.limit is Limit.CONCURRENT:
+def _sentence(judged: Judged) -> str:
+    asked, verdict = judged
+    fits = f"fits in {(verdict.after_us or 0) / 1e6:.3f} s"
+    if verdict.over is Limit.CONCURRENT:
         return (
-            f"tenant {ask.tenant} has {requests_text(limits.concurrent_requests)} waiting or running, which is its "
+            f"tenant {asked.tenant} has {requests_text(asked.concurrent)} waiting or running, which is its "
             "limit of concurrent requests; try again when one of them has ended"
         )
-    if over.limit is Limit.REQUESTS:
+    if verdict.over is Limit.REQUESTS:
         return (
-            f"tenant {ask.tenant} is over its limit of {limits.requests_per_minute:,} requests per minute; "
-            f"the next one fits in {_seconds(over)}"
+            f"tenant {asked.tenant} is over its limit of {asked.requests_per_minute:,} requests per minute; "
+            f"the next one {fits}"
         )
-    charged = f"{ask.charged_tokens:,} tokens (prompt and maximum output)"
-    limit = f"{limits.tokens_per_minute:,} tokens per minute"
-    if over.fits_after_us is None:
-        most = (limits.tokens_per_minute or 0) * limits.burst_us // UNIT
+    charged = f"{asked.tokens:,} tokens (prompt and maximum output)"
+    limit = f"{asked.tokens_per_minute:,} tokens per minute"
+    if verdict.after_us is None:
+        most = (asked.tokens_per_minute or 0) * asked.burst_us // UNIT
         return (
-            f"this request counts for {charged}, and the limit of tenant {ask.tenant}, {limit}, lets {most:,} through "
-            "at once; shorten the prompt or ask for less output"
+            f"this request counts for {charged}, and the limit of tenant {asked.tenant}, {limit}, lets {most:,} "
+            "through at once; shorten the prompt or ask for less output"
         )
-    left = 0 if allowance.tokens is None else allowance.tokens.left
+    left = 0 if verdict.tokens is None else verdict.tokens[0]
     return (
-        f"tenant {ask.tenant} is over its limit of {limit}: {left:,} are left, and this request counts for {charged}; "
-        f"it fits in {_seconds(over)}, a smaller one sooner"
+        f"tenant {asked.tenant} is over its limit of {limit}: {left:,} are left, and this request counts for "
+        f"{charged}; it {fits}, a smaller one sooner"
     )
-
-
-def _seconds(over: ExceededLimit) -> str:
-    return f"{(over.fits_after_us or 0) / 1e6:.3f} s"

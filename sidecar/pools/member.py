@@ -37,7 +37,6 @@ from sidecar.pools.row import Row
 from sidecar.pools.taken_back import TakenBack
 from sidecar.pools.told import Told
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
-from sidecar.scheduling.figures import aged_level, whole_level
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
 
@@ -428,9 +427,7 @@ class Member:
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:
         """The aged level of a ticket as a whole level (rule 3)."""
-        rules = self._own_rules
-        aged = aged_level(ticket.tier, now_us - ticket.arrived_us, rules.promote_after_us, rules.ceiling)
-        return whole_level(aged, rules.promote_after_us)
+        return self._own_rules.whole_level(ticket, now_us)
 
     def mirror(self, now_us: int) -> Scheduler:
         """The pool, by the last reply and what changed since, without what waits. Alone: its part, and its line."""

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from sidecar.pools.meter import Judged
+from sidecar.scheduling.reports import Found
 from sidecar.scheduling.tickets import Lease, Ticket
 
 
@@ -29,7 +30,7 @@ class Entered(NamedTuple):
     """A ticket got an engine: it is a lease. `found` and `passed`: see `calls.Granted`."""
 
     lease: Lease
-    found: tuple[int, int, int, int, int, int]
+    found: Found
     passed: Mapping[str, str]
 
 

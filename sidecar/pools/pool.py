@@ -13,7 +13,6 @@ from sidecar.events import StoreObserver
 from sidecar.policy.model import Limits, Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools import calls
 from sidecar.pools.alarm import Alarm
 from sidecar.pools.base import Ask, Lease, WaitOutcome
 from sidecar.pools.calls import Cap, Drain, EngineView, Reply, WakeUp
@@ -28,10 +27,11 @@ from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, Mode, TakeBack
 from sidecar.pools.meter import Judged
 from sidecar.pools.pool_figures import ReportedPool
-from sidecar.pools.pool_requests import PoolRequest, PoolRequests
+from sidecar.pools.pool_requests import PoolRequests
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter
+from sidecar.scheduling.tickets import Lease as Held
 
 POOL = "pool#1"
 """The engine of a pool whose engines are not named: one engine is a fleet of one."""
@@ -73,8 +73,9 @@ class Pool(ReportedPool):
     ) -> None:
         self.name = uuid.uuid4().hex[:16]
         self.now_us = clock
-        self._has_names, self._weight_percent = weight_percent is not None, weight_percent
-        self._rules = self._rules_of(policy)
+        self._has_names = weight_percent is not None
+        self._weight_percent = WEIGHT_PERCENT if weight_percent is None else weight_percent
+        self._rules = rules_of(policy, self._weight_percent)
         self._sizes = SizeLimits(policy)
         names = tuple(tier.name for tier in policy.tiers)
         self._requests = PoolRequests(self._sizes, names)
@@ -114,11 +115,11 @@ class Pool(ReportedPool):
         if self._size is not None:
             await self._size.reader.close()
         now_us = self.now_us()
-        for request in self._requests.all():
-            if request.held is not None:
-                self._member.end(request.held, now_us)
+        for lease in self._requests.all():
+            if lease.held is not None:
+                self._member.end(lease.held, now_us)
             else:
-                self._member.cancel(request.ticket, now_us)
+                self._member.cancel(lease.ticket, now_us)
         self._member.close(now_us)
         self._run()
         if self._loop is not None and self._link.is_shared:
@@ -175,7 +176,7 @@ class Pool(ReportedPool):
         """
         policy = policy if self._size is None else self._size.sized(policy)
         self._sizes.policy = policy
-        self._rules = self._rules_of(policy)
+        self._rules = rules_of(policy, self._weight_percent)
         self._member.change_rules(self._rules, self.now_us())
         self._set_size(policy.rules)
 
@@ -230,9 +231,6 @@ class Pool(ReportedPool):
         self._member.pause(reason is not None, self.now_us())
         self._run()
 
-    def _rules_of(self, policy: Policy) -> calls.PoolRules:
-        return rules_of(policy, WEIGHT_PERCENT if self._weight_percent is None else self._weight_percent)
-
     def _set_size(self, rules: PoolRules) -> None:
         """The pool has another size. A pool of named engines is as large as they are."""
         now_us = self.now_us()
@@ -245,7 +243,7 @@ class Pool(ReportedPool):
             engines = [EngineView(POOL, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=is_known)]
         self._member.view(engines, now_us)
         if self._sizes.has_shrunk:
-            self._refuse_outgrown([request.lease for request in self._requests.waiting.values()])
+            self._refuse_outgrown([*self._requests.waiting.values()])
         self._run()
 
     def _refuse_outgrown(self, waiting: list[Lease]) -> None:
@@ -274,7 +272,7 @@ class Pool(ReportedPool):
         if is_shared and (refused := self._watch.refusal(ask, self._sizes.policy, self._member)) is not None:
             raise refused
         now_us, number = self.now_us(), next(self._ids)
-        lease = Lease(self, number, ask, now_us, str(number), ask.tokens)
+        lease = Lease(self, number, ask, now_us, ticket_of(ask, number, now_us), ask.tokens)
         if is_shared or ask.limits is not None or not self._enters(lease, now_us):
             await self._enter(lease, now_us)
         self._requests.places.taken(lease.ask)
@@ -282,10 +280,9 @@ class Pool(ReportedPool):
 
     def _enters(self, lease: Lease, now_us: int) -> bool:
         """Whether a request enters at once, without a call to the ledger in this process. Most find the pool idle."""
-        ticket = ticket_of(lease)
-        if self._requests.waiting or (held := self._member.enter(ticket, now_us)) is None:
+        if self._requests.waiting or (held := self._member.enter(lease.ticket, now_us)) is None:
             return False
-        grant = self._requests.entered(lease, ticket, held, now_us)
+        grant = self._requests.entered(lease, held, now_us)
         if self._has_names:
             grant = placed(grant, lease.ask, held.engine, found_by(held, self._member.mirror(now_us), now_us))
         lease.grant = grant
@@ -326,48 +323,48 @@ class Pool(ReportedPool):
         most, others_wait = self._sizes.places(lease.tier), bool(self._requests.waiting)
         if most and others_wait:
             self._find_place(lease.ask, most, now_us)
-        request = self._requests.came(lease, ticket_of(lease), self._member.mode)
-        self._member.submit(request.ticket, now_us)
+        self._requests.came(lease, self._member.mode)
+        self._member.submit(lease.ticket, now_us)
         self._run(now_us, MOST_ADMITTED if most != 0 and others_wait else UNBOUNDED)
         if lease.grant is None and not lease.is_over:
             if most and others_wait:
-                self._requests.begins_to_wait(request)
+                self._requests.begins_to_wait(lease)
             elif most != 0:
                 self._take_place(lease)
 
     def _ask_within(self, limits: Limits, lease: Lease, now_us: int) -> asyncio.Future[None]:
         """Asks the ledger about a request within its tenant's limits, by the call that shows the request."""
         ask, looked_at = lease.ask, lease.enters()
-        request = self._requests.came(lease, ticket_of(lease), self._member.mode)
+        self._requests.came(lease, self._member.mode)
         try:
             if (most := self._sizes.places(ask.tier)) and self._requests.waiting:
                 self._requests.find_place(ask, most, now_us)
         except QueueFull as full:
-            request.full = full  # a tenant over its limits hears of these first
-        has_place = request.full is None
+            lease.full = full  # a tenant over its limits hears of these first
+        has_place = lease.full is None
         asked = metered(lease.id, ask.tenant, ask.charged_tokens, limits, charges=has_place)
         self._unjudged[lease.id] = lease
-        self._member.meter.ask(asked, request.ticket if has_place else None, now_us)
+        self._member.meter.ask(asked, lease.ticket if has_place else None, now_us)
         self._run(now_us)
         return looked_at
 
     def _take_place(self, lease: Lease) -> None:
         """A request was not admitted at once: it waits if there is a place for it. Otherwise it raises QueueFull."""
-        request, now_us = self._requests.get(lease.ticket_id), self.now_us()
-        if request is None or lease.ticket_id in self._requests.waiting:
+        now_us = self.now_us()
+        if self._requests.get(lease.id) is None or lease.id in self._requests.waiting:
             return
-        if request.full is not None:
-            self._requests.ended(request)
-            raise request.full
+        if lease.full is not None:
+            self._requests.ended(lease)
+            raise lease.full
         try:
             if (most := self._sizes.places(lease.tier)) is not None:
                 self._find_place(lease.ask, most, now_us)
         except QueueFull:
             self._member.meter.settle(lease.id, 0, now_us, is_counted=False, was_held=False)
-            self._cancel(request, now_us)
+            self._cancel(lease, now_us)
             self._run(now_us)
             raise
-        self._requests.begins_to_wait(request)
+        self._requests.begins_to_wait(lease)
         if outgrown := self._sizes.outgrown(lease.ask):
             self._refuse_waiting(lease, outgrown)
 
@@ -386,13 +383,12 @@ class Pool(ReportedPool):
             is_held, used = (True, used_tokens) if lease.grant is not None else (False, 0)
             is_counted = lease.is_counted and (is_held or self._paused is None)
             member.meter.settle(lease.id, used, now_us, is_counted=is_counted, was_held=is_held)
-        request = self._requests.get(lease.ticket_id)
-        if request is not None and request.held is not None:
-            self._requests.ended(request)
-            member.end(request.held, now_us)
-        elif request is not None:
-            grant = self._requests.so_far(request, now_us)
-            self._cancel(request, now_us)
+        if lease.held is not None:
+            self._requests.ended(lease)
+            member.end(lease.held, now_us)
+        elif self._requests.get(lease.id) is not None:
+            grant = self._requests.so_far(lease, now_us)
+            self._cancel(lease, now_us)
         if not member.is_quiet:
             self._run(now_us)
         if outcome is not None:
@@ -400,17 +396,17 @@ class Pool(ReportedPool):
 
     def change_size(self, lease: Lease) -> None:
         """The lease holds what its ask says from now on. What it frees is decided about later in this tick."""
-        self._member.resize(self._requests.held_as(lease), lease.ask.tokens, self.now_us())
+        self._member.resize(_held(lease), lease.ask.tokens, self.now_us())
         self._run_when_due()
 
     def charge_tenant(self, lease: Lease, tokens: int) -> None:
         """The lease's tenant is charged for so many tokens more."""
-        self._member.charge(self._requests.held_as(lease), tokens, self.now_us())
+        self._member.charge(_held(lease), tokens, self.now_us())
         self._run_when_due()
 
     def keep(self, lease: Lease) -> None:
         """The lease is not to be preempted any more."""
-        self._member.keep(self._requests.held_as(lease), self.now_us())
+        self._member.keep(_held(lease), self.now_us())
         self._run()
 
     def wait_again(self, lease: Lease, *, is_overtaken: bool) -> None:
@@ -420,30 +416,29 @@ class Pool(ReportedPool):
         event loop. What they free is decided about later in it, together.
         """
         now_us = self.now_us()
-        self._member.hand_back(self._requests.held_as(lease), lease.ask.barred, now_us)
-        self._requests.came_back(self._requests[lease.ticket_id], now_us, is_overtaken=is_overtaken)
+        self._member.hand_back(_held(lease), lease.ask.barred, now_us)
+        self._requests.came_back(lease, now_us, is_overtaken=is_overtaken)
         if error := self._sizes.outgrown(lease.ask):
             self._refuse_waiting(lease, error)
         self._run_when_due()
 
     def prefilled(self, lease: Lease) -> None:
         """The lease's engine has prefilled its prompt."""
-        held = self._requests.held_as(lease)
+        held = _held(lease)
         if held.sent:
             self._member.first_byte(held, self.now_us())
             self._run()
 
-    def _cancel(self, request: PoolRequest, now_us: int) -> None:
-        self._requests.ended(request)
-        self._unjudged.pop(request.lease.id, None)
-        self._member.cancel(request.ticket, now_us)
+    def _cancel(self, lease: Lease, now_us: int) -> None:
+        self._requests.ended(lease)
+        self._unjudged.pop(lease.id, None)
+        self._member.cancel(lease.ticket, now_us)
 
     def _refuse_waiting(self, lease: Lease, error: AdmissionError) -> None:
         """Refuses a request, where it still waits."""
-        request = self._requests.get(lease.ticket_id)
-        if request is not None and request.held is None:
+        if self._requests.get(lease.id) is not None and lease.held is None:
             now_us = self.now_us()
-            self._cancel(request, now_us)
+            self._cancel(lease, now_us)
             self._member.meter.settle(lease.id, 0, now_us, is_counted=lease.is_counted, was_held=False)
             lease.refused(error)
             self._run_when_due()
@@ -473,11 +468,10 @@ class Pool(ReportedPool):
     def _look_at_store(self) -> None:
         self._watch.look(self._member)
         if self._watch.is_away:
-            looks_at = [*self._watch.entering(), *self._unjudged.values()]
-            if self._watch.is_hopeless(self._member):
-                looks_at += [it.lease for it in self._requests.waiting.values()]
-            for lease in looks_at:
-                if refusal := self._watch.refusal(lease.ask, self._sizes.policy, self._member):
+            waiting = self._requests.waiting.values()
+            unjudged = self._unjudged.values()
+            for lease, refusal in self._watch.judged(waiting, unjudged, self._sizes.policy, self._member):
+                if refusal is not None:
                     self._refuse_waiting(lease, refusal)
                 lease.waits()
             for question in [it for it in self._questions.values() if not it.done()]:
@@ -530,9 +524,9 @@ class Pool(ReportedPool):
             elif isinstance(event, Judged):
                 verdicts.append(event)
             elif isinstance(event, TakeBack):
-                self._requests[event.lease.ticket.id].lease.chosen()
+                self._requests[event.lease.ticket].chosen()
             else:
-                self._refuse_waiting(self._requests[event.ticket.id].lease, self._watch.other_tiers())
+                self._refuse_waiting(self._requests[event.ticket], self._watch.other_tiers())
         for verdict in verdicts:  # a request that entered at once was not refused
             self._tell_verdict(verdict)
         if are_others:
@@ -543,19 +537,19 @@ class Pool(ReportedPool):
         number = judged.verdict.number
         if (question := self._questions.get(number)) is not None and not question.done():
             question.set_result(judged)
-        if (request := self._requests.get(str(number))) is None:
+        if (lease := self._requests.get(number)) is None:
             return
-        lease = request.lease
         self._unjudged.pop(number, None)
         if judged.verdict.over is None:
             lease.allowance = remaining(judged)
             lease.waits()
             return
-        self._requests.ended(request)
+        self._requests.ended(lease)
         if (lower := downgraded(lease.ask, self._sizes)) is None:
             lease.refused(refusal(lease.ask, judged))
             return
         lease.ask, lease.allowance = lower, remaining(judged, is_downgraded=True)
+        lease.ticket = ticket_of(lower, lease.id, lease.entered_us)
         if lease.is_entering:
             lease.waits()
             return
@@ -567,16 +561,16 @@ class Pool(ReportedPool):
     def _admit(self, entered: Entered, now_us: int) -> bool:
         """Returns whether it is of another size than it was shown with: those that are shown with it may be, too."""
         held = entered.lease
-        request = self._requests[held.ticket.id]
-        lease, ticket, request.held = request.lease, held.ticket, held
+        lease = self._requests[held.ticket]
+        lease.held = held
         if tokens := lease.has_grown():
-            self._requests.has_grown(request, tokens)
+            self._requests.has_grown(lease, tokens)
             self._member.ask_again(held, tokens, now_us)
             if error := self._sizes.outgrown(lease.ask):
                 self._refuse_waiting(lease, error)
             return True
-        level = self._member.whole_level(ticket, now_us)
-        grant = self._requests.admitted(request, level, now_us, entered.passed, is_first=lease.is_entering)
+        level = self._member.whole_level(held.ticket, now_us)
+        grant = self._requests.admitted(lease, level, now_us, entered.passed)
         if self._has_names:
             grant = placed(grant, lease.ask, held.engine, entered.found)
         return lease.granted(grant)
@@ -596,3 +590,8 @@ class Pool(ReportedPool):
             del self._questions[number]
             self._member.meter.give_up(number)
         return None if verdict is None else remaining(verdict)
+
+
+def _held(lease: Lease) -> Held:
+    assert lease.held is not None
+    return lease.held

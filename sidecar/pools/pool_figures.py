@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +22,9 @@ from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_w
 from sidecar.pools.store_status import StoreStatus
 from sidecar.pools.store_watch import StoreWatch
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
+
+LONGEST_EXPECTED_S = 3600.0
+"""A longer wait is not foreseen: a queue that has hardly moved lately says nothing."""
 
 
 class ReportedPool:
@@ -47,13 +51,18 @@ class ReportedPool:
 
     def mark(self, tier: int) -> QueueMark:
         """Where the newest request of a tier stands. Call it when a request begins to wait."""
-        return self._requests.places.mark(tier, self._requests.queued(tier))
+        return QueueMark(max(0, self._requests.queued(tier) - 1), self._requests.places.drain_rates[tier].total)
 
     def standing(self, tier: int, mark: QueueMark) -> QueueStanding:
         """How that request stands now: an estimate. More important tiers count as before it, and its own in order of
         arrival; tenants that take turns, requests that leave and reserves change that.
         """
-        return self._requests.places.standing(tier, mark, self._requests.queued, self.now_us())
+        requests, rate = self._requests, self._requests.places.drain_rates[tier]
+        own = max(0, min(requests.queued(tier) - 1, mark.ahead - (rate.total - mark.admitted)))
+        per_second = rate.per_second(self.now_us())
+        wait_s = (own + 1) / per_second if per_second > 0 else math.inf
+        ahead = own + sum(map(requests.queued, range(tier)))
+        return QueueStanding(ahead, wait_s if wait_s <= LONGEST_EXPECTED_S else None)
 
     def use_of(self, tenant: str) -> TenantUse:
         """What a tenant's requests of this process use now. Costs as much as this process has requests."""

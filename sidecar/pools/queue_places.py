@@ -30,21 +30,18 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right, insort
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
 from sidecar.errors import QueueFull
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.base import Ask, QueueMark, QueueStanding
+from sidecar.pools.base import Ask
 
 WINDOW_S = 10.0
 """The memory of the rate: admissions count by exp(-age / window). Ten seconds smooth over batches of finishing requests
 and still follow a change of load within the usual `Retry-After`."""
 TOGETHER_US = 10_000
 """A thousandth of the window: the rate is at most so much too low."""
-LONGEST_EXPECTED_S = 3600.0
-"""A longer wait is not foreseen: a queue that has hardly moved lately says nothing."""
 LEAST_S, MOST_S = 1.0, 60.0
 """A retry sooner than a second only adds load; a figure beyond a minute would be a guess."""
 JITTER = 0.2
@@ -206,19 +203,6 @@ class QueuePlaces:
     def retry_after_s(self, tier: int, queued: int, now_us: int) -> float:
         """Seconds after which one more request of a tier may expect to be admitted."""
         return self.drain_rates[tier].retry_after_s(queued, now_us)
-
-    def mark(self, tier: int, queued: int) -> QueueMark:
-        """The place of the newest request of a tier."""
-        return QueueMark(max(0, queued - 1), self.drain_rates[tier].total)
-
-    def standing(self, tier: int, mark: QueueMark, queued: Callable[[int], int], now_us: int) -> QueueStanding:
-        """How the request with that mark stands now. `queued` says how many requests wait in a tier."""
-        rate = self.drain_rates[tier]
-        own = max(0, min(queued(tier) - 1, mark.ahead - (rate.total - mark.admitted)))
-        per_second = rate.per_second(now_us)
-        wait_s = (own + 1) / per_second if per_second > 0 else math.inf
-        ahead = own + sum(map(queued, range(tier)))
-        return QueueStanding(ahead, wait_s if wait_s <= LONGEST_EXPECTED_S else None)
 
     def promised(self, ask: Ask, queued: int, now_us: int) -> int | None:
         """The number of places promised to the request's tenant, where all free places are promised to other requests.

@@ -12,7 +12,7 @@ from sidecar.scheduling.tickets import Lease
 Sides: TypeAlias = tuple[str, str]
 """The tier and the engine of a cell."""
 
-_NOTHING = (0, 0, 0, 0, 0, 0, 0)
+NO_SUMS = (0, 0, 0, 0, 0, 0, 0)
 
 
 def added(a: Sums, b: Sums, sign: int) -> Sums:
@@ -40,8 +40,8 @@ class Row:
         """Counts a lease, or counts it no more."""
         ticket = lease.ticket
         key = self._tiers[ticket.tier], lease.engine
-        sums = added(self.sums.get(key, _NOTHING), (*ticket.amount, lease.sent, *ticket.on_floor), sign)
-        if sums == _NOTHING:
+        sums = added(self.sums.get(key, NO_SUMS), (*ticket.amount, lease.sent, *ticket.on_floor), sign)
+        if sums == NO_SUMS:
             self.sums.pop(key, None)
         else:
             self.sums[key] = sums
@@ -50,17 +50,9 @@ class Row:
     def state(self, all_of_them: bool) -> list[Cell]:
         """The cells to state: all, or those that changed."""
         keys = self.sums if all_of_them else self.changed
-        cells = [Cell(*key, *self.sums.get(key, _NOTHING)) for key in sorted(keys)]
+        cells = [Cell(*key, *self.sums.get(key, NO_SUMS)) for key in sorted(keys)]
         self.changed = set()
         return cells
-
-    def by_engine(self) -> dict[str, tuple[int, int, int]]:
-        """Tokens, requests and sent prompts."""
-        found: dict[str, tuple[int, int, int]] = {}
-        for (_, engine), sums in self.sums.items():
-            tokens, requests, sent = found.get(engine, (0, 0, 0))
-            found[engine] = tokens + sums[0], requests + sums[1], sent + sums[3]
-        return found
 
     def by_tier(self) -> dict[str, Amount]:
         """What each tier holds."""

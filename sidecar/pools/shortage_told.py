@@ -16,8 +16,7 @@ def gone_of(cells: Iterable[Cell], levels: Mapping[str, int]) -> Gone:
     for cell in cells:
         if cell.tier in levels:
             amount = cell.tokens, cell.requests, cell.prompt
-            on_floor = cell.floor_tokens, cell.floor_requests, cell.floor_prompt
-            gone.add(levels[cell.tier], cell.engine, amount, cell.sent, on_floor)
+            gone.add(levels[cell.tier], cell.engine, amount, cell.sent)
     return gone
 
 

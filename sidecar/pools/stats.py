@@ -26,11 +26,6 @@ class TierUsage(NamedTuple):
     queued_requests: int
 
 
-def served_by_name(names: Sequence[str], served: Sequence[int]) -> Mapping[str, int]:
-    """Tokens by the tier's name; tiers with none are left out."""
-    return {name: tokens for name, tokens in zip(names, served, strict=True) if tokens}
-
-
 def pool_state(rules: PoolRules, tiers: Sequence[TierUsage], *, leases: int, waiting: int) -> dict[str, object]:
     """The pool's present state, in JSON types; an unbounded figure is null. `borrowed` and `lent` are tokens."""
     held, reserves = [tier.held_tokens for tier in tiers], [tier.reserve_tokens for tier in rules.tiers]

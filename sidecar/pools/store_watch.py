@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from sidecar.errors import StoreUnavailable
 from sidecar.events import StoreObserver, StoreState
@@ -14,7 +14,7 @@ from sidecar.policy.rules import largest_admissible
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.calls import ALONE_US, DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
 from sidecar.pools.clock import Clock
-from sidecar.pools.engines import EngineOffer, sum_of
+from sidecar.pools.engines import EngineOffer, name_and_incarnation, sum_of
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Mode
 from sidecar.pools.stats import TierUsage
@@ -23,6 +23,29 @@ from sidecar.scheduling.amounts import UNBOUNDED
 
 CLOSE_WITHIN_S = 1.0
 OTHER_LAYOUT = f"the pool is kept in another layout than {LAYOUT} until the last replica of another version has ended"
+
+
+class _Outlook:
+    """What requests can hope for while the store does not decide, in one loss, one state and by one policy.
+
+    The engines are this replica's parts of them when the others have died; they count where the pool is divided.
+    """
+
+    def __init__(self, of: tuple[int | None, StoreState, Policy, list[EngineView]]) -> None:
+        self.of = of
+        self.is_new = True
+        self.is_known_to_all = False
+        """Whether all that wait have been judged by it."""
+        _, state, policy, self._engines = of
+        self._rules = policy.rules_of(*_size(self._engines)) if state is StoreState.DIVIDED else None
+
+    def has_room_for(self, ask: Ask) -> bool:
+        """Whether engines of these sizes could ever run the request."""
+        if self._rules is None:
+            return True
+        tokens, requests = largest_admissible(self._rules, ask.tier)
+        is_within = ask.tokens <= tokens and ask.requests <= requests
+        return is_within and any(ask.tokens <= it.tokens and ask.requests <= it.requests for it in self._engines)
 
 
 class StoreWatch:
@@ -35,6 +58,7 @@ class StoreWatch:
         self._pool, self._tiers, self._clock = pool, tiers, clock
         self._held_since_us: int | None = None
         self._entering: list[tuple[int, Lease]] = []
+        self._outlook: _Outlook | None = None
 
     def answered(self, reply: Reply) -> None:
         """The ledger has looked at the requests of its call."""
@@ -120,17 +144,38 @@ class StoreWatch:
         """Whether the ledger looks at no request for now: none may wait for it to be let in or to be refused."""
         return self.status.state in (StoreState.WAITING, StoreState.DIVIDED, StoreState.CLOSED)
 
-    def is_hopeless(self, member: Member) -> bool:
-        """Whether what waited when the store was lost has hoped for it for as long as other replicas may be alive."""
-        return member.first_failure_us is not None and self._clock() >= member.first_failure_us + DEAD_US
+    def judged(
+        self, waiting: Iterable[Lease], unjudged: Iterable[Lease], policy: Policy, member: Member
+    ) -> list[tuple[Lease, StoreUnavailable | None]]:
+        """The requests that do not wait for the ledger's look any more, and those refused that cannot be admitted.
 
-    def entering(self) -> Sequence[Lease]:
-        """Requests that the ledger has not looked at. They do not wait for it any more."""
-        entering, self._entering = [lease for _, lease in self._entering], []
-        return entering
+        They are those that it has not looked at, and those whose limits are `unjudged` when the outlook has changed.
+        All that are `waiting` are among them when they have hoped for the store for as long as other replicas may be
+        alive, and again when their outlook has changed since.
+        """
+        outlook = self._outlook_of(policy, member)
+        leases, self._entering = [lease for _, lease in self._entering], []
+        is_hopeless = member.first_failure_us is not None and self._clock() >= member.first_failure_us + DEAD_US
+        leases += [lease for lease in unjudged if outlook.is_new or lease.is_entering]
+        outlook.is_new = False
+        if is_hopeless and not outlook.is_known_to_all:
+            outlook.is_known_to_all = True
+            leases += waiting
+        return [(lease, self._refusal_by(outlook, lease.ask, member)) for lease in leases]
 
     def refusal(self, ask: Ask, policy: Policy, member: Member) -> StoreUnavailable | None:
         """Why a request cannot be admitted as things are; None where it may wait."""
+        return self._refusal_by(self._outlook_of(policy, member), ask, member) if self.is_away else None
+
+    def _outlook_of(self, policy: Policy, member: Member) -> _Outlook:
+        state = self.status.state
+        engines = member.parts(UNBOUNDED) if state is StoreState.DIVIDED else []
+        now = member.first_failure_us, state, policy, engines
+        if self._outlook is None or self._outlook.of != now:
+            self._outlook = _Outlook(now)
+        return self._outlook
+
+    def _refusal_by(self, outlook: _Outlook, ask: Ask, member: Member) -> StoreUnavailable | None:
         state = self.status.state
         if state is StoreState.CLOSED and member.is_foreign:
             return self.other_tiers()
@@ -138,7 +183,7 @@ class StoreWatch:
             why = "the store of this pool has not been reached yet; try again"
         elif state is StoreState.CLOSED:
             why = "the store of this pool cannot be reached; try again"
-        elif state is StoreState.DIVIDED and not _fits(ask, policy, member.parts(UNBOUNDED)):
+        elif not outlook.has_room_for(ask):
             why = (
                 f"the store of this pool cannot be reached, and this request ({ask.tokens} tokens, {ask.requests} "
                 "sequences) does not fit into this replica's part of it; try again, or ask for less output"
@@ -192,18 +237,6 @@ def _size(engines: Sequence[EngineView]) -> tuple[int | None, int | None]:
     return sum_of([it.tokens for it in engines]), sum_of([it.requests for it in engines])
 
 
-def _fits(ask: Ask, policy: Policy, engines: Sequence[EngineView]) -> bool:
-    """Whether engines of these sizes could ever run the request."""
-    tokens, requests = largest_admissible(policy.rules_of(*_size(engines)), ask.tier)
-    is_within = ask.tokens <= tokens and ask.requests <= requests
-    return is_within and any(ask.tokens <= it.tokens and ask.requests <= it.requests for it in engines)
-
-
-def _split(engine: str) -> tuple[str, int]:
-    name, _, incarnation = engine.rpartition("#")
-    return name, int(incarnation)
-
-
 class Elsewhere:
     """What other replicas have seen of the engines, told to this process's own engines where it has changed."""
 
@@ -219,17 +252,17 @@ class Elsewhere:
         engines, words = member.seen()
         latest: dict[str, int] = {}
         for engine in engines:
-            name, incarnation = _split(engine.id)
+            name, incarnation = name_and_incarnation(engine.id)
             latest[name] = max(latest.get(name, 0), incarnation)
-        for name, own in [_split(offer.id) for offer in offers]:
+        for name, own in [name_and_incarnation(offer.id) for offer in offers]:
             if own < latest.get(name, own):
                 self.on_incarnation(name, latest[name], not is_first)
         draining = {name for name, word in words.items() if word.is_drained}
         before, self.draining = self.draining, draining
         for name in sorted(before ^ draining):
             self.on_drain(name, name in draining)
-        usable = {_split(offer.id)[0] for offer in offers if offer.takes_new}
-        reached = {_split(engine.id)[0] for engine in engines if engine.is_ready} - usable
+        usable = {name_and_incarnation(offer.id)[0] for offer in offers if offer.takes_new}
+        reached = {name_and_incarnation(engine.id)[0] for engine in engines if engine.is_ready} - usable
         if reached != self._reached:
             self._reached = reached
             self.on_reached(reached)

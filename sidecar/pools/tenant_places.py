@@ -12,14 +12,14 @@ class TenantPlaces:
     """
 
     def __init__(self) -> None:
-        self._leases: dict[str, dict[str, Lease]] = {}
+        self._leases: dict[str, dict[int, Lease]] = {}
         self._weights: dict[str, int] = {}
         self._sum = 0
 
     def add(self, lease: Lease) -> None:
         """A request waits."""
         tenant, weight = lease.ask.tenant, lease.ask.weight
-        self._leases.setdefault(tenant, {})[lease.ticket_id] = lease
+        self._leases.setdefault(tenant, {})[lease.id] = lease
         self._sum = self._with(tenant, weight)
         self._weights[tenant] = weight
 
@@ -27,7 +27,7 @@ class TenantPlaces:
         """A request waits no more. Nothing changes where it had come back."""
         tenant = lease.ask.tenant
         mine = self._leases.get(tenant, {})
-        if mine.pop(lease.ticket_id, None) is not None and not mine:
+        if mine.pop(lease.id, None) is not None and not mine:
             del self._leases[tenant]
             self._sum -= self._weights.pop(tenant)
 

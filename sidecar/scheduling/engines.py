@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, minus, plus
-from sidecar.scheduling.tickets import Lease, Ticket
+from sidecar.scheduling.tickets import Ticket
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,12 @@ class Gone:
 
     def __init__(self) -> None:
         self.total = NOTHING
-        self._tiers: dict[int, tuple[Amount, Amount]] = {}
+        self._tiers: dict[int, Amount] = {}
         self._engines: dict[str, Freed] = {}
 
-    def add(self, tier: int, engine: str, amount: Amount, sent: int, on_floor: Amount = NOTHING) -> None:
-        """Leases of one tier on one engine. `on_floor`: the part of them that fills its floor by gain."""
-        self.total = plus(self.total, amount)
-        held, floor = self._tiers.get(tier, (NOTHING, NOTHING))
-        self._tiers[tier] = plus(held, amount), plus(floor, on_floor)
+    def add(self, tier: int, engine: str, amount: Amount, sent: int) -> None:
+        """Leases of one tier on one engine."""
+        self.total, self._tiers[tier] = plus(self.total, amount), plus(self.of(tier), amount)
         freed = self.on(engine)
         self._engines[engine] = Freed(plus(freed.amount, amount), freed.sent + sent)
 
@@ -40,17 +37,9 @@ class Gone:
         """On one engine."""
         return self._engines.get(engine, NOTHING_FREED)
 
-    def of(self, tier: int, floor_only: bool = False) -> Amount:
-        """Of one tier; or only what was let in for its floor."""
-        return self._tiers.get(tier, (NOTHING, NOTHING))[floor_only]
-
-    def beside(self, leases: Iterable[Lease]) -> Gone:
-        """This, and these leases."""
-        found = Gone()
-        found.total, found._tiers, found._engines = self.total, dict(self._tiers), dict(self._engines)
-        for lease in leases:
-            found.add(lease.ticket.tier, lease.engine, lease.amount, lease.sent, lease.ticket.on_floor)
-        return found
+    def of(self, tier: int) -> Amount:
+        """Of one tier."""
+        return self._tiers.get(tier, NOTHING)
 
 
 NOTHING_GONE = Gone()

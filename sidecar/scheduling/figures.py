@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from sidecar.policy.rules import Shares
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, larger, plus
+from sidecar.scheduling.tickets import Ticket
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,18 +32,18 @@ class Rules:
     by_gain: bool = False
     fair: Fraction = Fraction(1)
 
+    def aged_level(self, ticket: Ticket, now_us: int) -> int:
+        """Rule 3: `level * promote_after - waited`: it rises one level per `promote_after`, not past the ceiling."""
+        if self.promote_after_us is None:
+            return ticket.tier
+        aged = ticket.tier * self.promote_after_us
+        if ticket.tier <= self.ceiling:
+            return aged
+        return max(aged - (now_us - ticket.arrived_us), self.ceiling * self.promote_after_us)
 
-def aged_level(level: int, waited_us: int, promote_after_us: int | None, ceiling: int) -> int:
-    """Rule 3: `level * promote_after - waited`: a ticket rises one level per `promote_after`, not past the ceiling."""
-    if promote_after_us is None:
-        return level
-    aged = level * promote_after_us
-    return aged if level <= ceiling else max(aged - waited_us, ceiling * promote_after_us)
-
-
-def whole_level(aged: int, promote_after_us: int | None) -> int:
-    """How many levels are more important: those that are less than the aged one."""
-    return -(-aged // (promote_after_us or 1))
+    def whole_level(self, ticket: Ticket, now_us: int) -> int:
+        """How many levels are more important: those that are less than the aged one."""
+        return -(-self.aged_level(ticket, now_us) // (self.promote_after_us or 1))
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class RateLimiter:
         return max(found, key=lambda over: FULLEST if over.fits_after_us is None else over.fits_after_us, default=None)
 
     def charge(self, tenant: str, limits: Limits, tokens: int, now_us: int) -> Charge:
-        """Charges a request that conforms. It ends with `correct`, or with `undo` in the same microsecond."""
+        """Charges a request that conforms. It ends with `correct`."""
         account = self._drained(tenant, limits, now_us)
         if limits.requests_per_minute is not None:
             account.requests = min(FULLEST, account.requests + UNIT)
@@ -196,13 +196,12 @@ class RateLimiter:
         """A holder is gone, with all that it had."""
         del self._running[holder]
 
-    def allowance(self, tenant: str, limits: Limits, now_us: int, *, is_downgraded: bool = False) -> RemainingLimits:
+    def allowance(self, tenant: str, limits: Limits, now_us: int) -> RemainingLimits:
         """What is left of a tenant's limits now."""
         account = self._drained(tenant, limits, now_us)
         return RemainingLimits(
             _remaining(limits.requests_per_minute, _requests_capacity(limits), account.requests),
             _remaining(limits.tokens_per_minute, _tokens_capacity(limits), account.tokens),
-            is_downgraded,
         )
 
     def _drained(self, tenant: str, limits: Limits, now_us: int) -> _Account:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
 from sidecar.scheduling.engines import NOTHING_GONE, Engine, Gone
-from sidecar.scheduling.figures import Rules, aged_level, figures_of, whole_level
+from sidecar.scheduling.figures import Rules, figures_of
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.reach import Reach
 from sidecar.scheduling.reports import Found, Rule, passed
@@ -358,13 +358,12 @@ class Scheduler:
         return order_class, before, key, ticket.arrival
 
     def aged_level(self, ticket: Ticket) -> int:
-        """See `figures.aged_level`."""
-        waited_us = self._now - ticket.arrived_us
-        return aged_level(ticket.tier, waited_us, self.rules.promote_after_us, self.rules.ceiling)
+        """See `Rules.aged_level`."""
+        return self.rules.aged_level(ticket, self._now)
 
     def _tiers_above(self, ticket: Ticket) -> int:
         """How many tiers are more important than the ticket."""
-        return whole_level(self.aged_level(ticket), self.rules.promote_after_us)
+        return self.rules.whole_level(ticket, self._now)
 
     def _gain_key(self, ticket: Ticket) -> tuple[int, int]:
         """Rule 9: weight for time; what earns nothing, or whose tenant is ahead, comes after all others, by level."""
@@ -432,8 +431,10 @@ class Scheduler:
 
     def would_be_below_floor(self, level: int, taken: Amount, gone: Gone) -> bool:
         """Whether it would be `U < R` in all dimensions without leases that were `taken`, none for its floor."""
-        left = minus(self.on_floor(level), gone.of(level, floor_only=self.rules.by_gain))
-        return below(left if self.rules.by_gain else minus(left, taken), self._figures.reserve[level])
+        left = self.on_floor(level)
+        if not self.rules.by_gain:  # by gain what fills a floor is not taken
+            left = minus(minus(left, gone.of(level)), taken)
+        return below(left, self._figures.reserve[level])
 
     def may_preempt(self) -> bool:
         """Whether something that may be served so waits."""

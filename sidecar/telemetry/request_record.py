@@ -88,9 +88,28 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 
     def add(self, event: Event) -> None:
         """Adds one event. An object that is no event changes nothing."""
-        keep = KEEPERS.get(type(event))
-        if keep is not None:
-            keep(self, event)
+        match event:
+            case Classified():
+                self.classified = _with_short_model(event)
+            case Queued():
+                self.queued = event
+            case Admitted():
+                self.admitted = event
+            case FirstByte():
+                self.first_byte = event
+            case Settled():
+                if self.lost and self.admitted is None:
+                    self.refused = _end_of_wait(self.lost[-1].admitted, event)
+                self.settled = event
+            case Refused():
+                self.refused = event
+            case Observed():
+                self.observed = event
+            case Replayed():
+                self.replayed = event
+            case Preempted() if self.admitted is not None:
+                self.lost = (*self.lost, PreemptedAttempt(self.queued, self.admitted, event, self.replayed))
+                self.queued = self.admitted = self.replayed = None
 
     @property
     def is_refused_in_dry_run(self) -> bool:
@@ -156,60 +175,10 @@ EventHandlers = Mapping[type, Callable[[RequestRecord, Any], None]]
 """By the type of event, `Received` included: called with the request's record, which has the event already."""
 
 
-def _keep_classified(record: RequestRecord, event: Classified) -> None:
-    if event.model is not None and len(event.model) > LONGEST_MODEL:
-        event = msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
-    record.classified = event
-
-
-def _keep_queued(record: RequestRecord, event: Queued) -> None:
-    record.queued = event
-
-
-def _keep_admitted(record: RequestRecord, event: Admitted) -> None:
-    record.admitted = event
-
-
-def _keep_replayed(record: RequestRecord, event: Replayed) -> None:
-    record.replayed = event
-
-
-def _keep_preempted(record: RequestRecord, event: Preempted) -> None:
-    if record.admitted is not None:
-        record.lost = (*record.lost, PreemptedAttempt(record.queued, record.admitted, event, record.replayed))
-        record.queued = record.admitted = record.replayed = None
-
-
-def _keep_observed(record: RequestRecord, event: Observed) -> None:
-    record.observed = event
-
-
-def _keep_refused(record: RequestRecord, event: Refused) -> None:
-    record.refused = event
-
-
-def _keep_first_byte(record: RequestRecord, event: FirstByte) -> None:
-    record.first_byte = event
-
-
-def _keep_settled(record: RequestRecord, event: Settled) -> None:
-    if record.lost and record.admitted is None:
-        record.refused = _end_of_wait(record.lost[-1].admitted, event)
-    record.settled = event
-
-
-KEEPERS: Final[EventHandlers] = {
-    Classified: _keep_classified,
-    Queued: _keep_queued,
-    Admitted: _keep_admitted,
-    Replayed: _keep_replayed,
-    Preempted: _keep_preempted,
-    Observed: _keep_observed,
-    Refused: _keep_refused,
-    FirstByte: _keep_first_byte,
-    Settled: _keep_settled,
-}
-"""How a record keeps each kind of event. Functions: each is called for nearly every request."""
+def _with_short_model(event: Classified) -> Classified:
+    if event.model is None or len(event.model) <= LONGEST_MODEL:
+        return event
+    return msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
 
 
 REPLAYED_BECAUSE: Final = {

@@ -39,6 +39,7 @@ from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.middleware import TestedMiddleware
 from tests.support.serving import serving
+from tests.telemetry.span_stories import begin, received
 
 POLICY = """\
 engine: vllm
@@ -122,7 +123,7 @@ async def stacked(folder: Path, step_s: float = 0.001) -> AsyncIterator[Stack]:
             pool=pool,
             dialect=policy.engine(policy.carrier),
             estimator=Estimator(),
-            observer=EventDispatcher(RequestTracer(tracers), [requests], note_loop=sampler.note_loop),
+            observer=EventDispatcher(RequestTracer(tracers), [requests, sampler]),
         )
         pages = admin_app(state=sidecar.state, readiness=sidecar.readiness, routes=metrics_routes(scrape))
         async with serving(sidecar) as served, serving(pages, lifespan="off") as admin:
@@ -275,7 +276,7 @@ def test_a_pool_whose_loop_has_ended_is_sampled_where_it_is(tmp_path: Path) -> N
     sampler = PoolSampler(Pool(policy), lambda: policy)
 
     async def live() -> None:
-        sampler.note_loop(asyncio.get_running_loop())
+        begin(sampler, received())
 
     asyncio.run(live())
     sample = sampler()

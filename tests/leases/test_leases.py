@@ -721,11 +721,10 @@ class TestWhatItShows:
     async def test_its_span_belongs_to_the_span_around_it(self, admission: Admission) -> None:
         spans, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(spans))
-        admission.controller.observer = dispatcher = EventDispatcher(RequestTracer(provider), [])
+        admission.controller.observer = EventDispatcher(RequestTracer(provider), [])
         with provider.get_tracer("worker").start_as_current_span("task") as task:
             async with admission.lease(tier="high", tokens=100) as lease:
                 lease.used(70)
-        dispatcher.flush()
         (found,) = (span for span in spans.get_finished_spans() if span.name == "admission")
         assert found.parent is not None
         assert found.parent.span_id == task.get_span_context().span_id

@@ -5,6 +5,7 @@ from sidecar.pools.ledger import Ledger
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, TakeBack
 from sidecar.scheduling.amounts import UNBOUNDED
+from tests.ledger.player import views_of
 from tests.scheduling.player import rules_of, ticket_of, us
 
 
@@ -23,20 +24,7 @@ class OneReplica:
         self.pump(0)
 
     def set_engines(self, offers, now):
-        self.member.view(
-            [
-                calls.EngineView(
-                    o["id"],
-                    *(o.get(k, UNBOUNDED) for k in ("tokens", "requests", "prefill")),
-                    o.get("speed", 1000),
-                    o.get("takes_new", True) and o.get("known", True),
-                    now - us(o.get("since_s", 0)),
-                    us(o.get("ramp_s", 0)),
-                )
-                for o in offers
-            ],
-            now,
-        )
+        self.member.view(views_of(offers, now), now)
 
     def pump(self, now):
         """Calls now, and what is due after that."""

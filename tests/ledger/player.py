@@ -8,17 +8,27 @@ from sidecar.pools import calls
 from sidecar.pools.calls import Call
 from sidecar.pools.row import Row, cells_of
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.engines import Engine, Gone
+from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.preemption import Returnable, Shortage, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.tickets import Lease, Ticket
-from tests.scheduling.player import rules_of, ticket_of, us
+from tests.scheduling.player import gone_of_chosen, rules_of, ticket_of, us
 
 Step = dict[str, Any]
 
 
 def rules_told(program: dict[str, Any]) -> calls.PoolRules:
     return calls.PoolRules.of(rules_of(program))
+
+
+def views_of(offers: list[dict[str, Any]], now: int) -> list[calls.EngineView]:
+    return [
+        calls.EngineView(
+            o["id"], *(o.get(size, UNBOUNDED) for size in ("tokens", "requests", "prefill")), o.get("speed", 1000),
+            o.get("takes_new", True) and o.get("known", True), now - us(o.get("since_s", 0)), us(o.get("ramp_s", 0)),
+        )
+        for o in offers
+    ]  # fmt: skip
 
 
 class LedgerPlayer:
@@ -44,14 +54,7 @@ class LedgerPlayer:
         self.dispatch(0)
 
     def set_engines(self, offers: list[dict[str, Any]], now: int) -> None:
-        self.news.engines = [
-            calls.EngineView(
-                o["id"], *(o.get(size, UNBOUNDED) for size in ("tokens", "requests", "prefill")), o.get("speed", 1000),
-                o.get("takes_new", True) and o.get("known", True), now - us(o.get("since_s", 0)),
-                us(o.get("ramp_s", 0)),
-            )
-            for o in offers
-        ]  # fmt: skip
+        self.news.engines = views_of(offers, now)
 
     def show(self, ticket: Ticket, now: int) -> None:
         self.made += 1
@@ -159,7 +162,7 @@ class LedgerPlayer:
             [*map(shown, told.burst)], closed,
         )  # fmt: skip
         leases = list(self.leases.values())
-        gone = Gone().beside(lease for lease in leases if lease.is_chosen)
+        gone = gone_of_chosen(leases)
         returnable = Returnable()
         for lease in sorted(leases, key=lambda lease: lease.entered):
             returnable.add(lease)

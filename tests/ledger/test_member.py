@@ -343,6 +343,11 @@ def test_by_gain_the_best_is_shown_too() -> None:
     assert first_difference(program, 2) is None
 
 
+def _call(store: ledger.Ledger, of: member.Member, now: int) -> None:
+    while (asked := of.poll(now)) is not None:
+        of.answered(store.execute(asked, now)[0], now)
+
+
 def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_early() -> None:
     """Three tokens, `min(10 // 2, 0 + (10 - 4) // 2)`. More than the bids of one call are too large for that."""
     store, second = ledger.Ledger(), 1_000_000
@@ -350,17 +355,13 @@ def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_ea
     members = [member.Member(who, rules) for who in ("one", "other")]
     one, other = members
 
-    def call(of: member.Member, now: int) -> None:
-        while (asked := of.poll(now)) is not None:
-            of.answered(store.execute(asked, now)[0], now)
-
     for each_one in members:
         each_one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
-        call(each_one, 0)
-        call(each_one, 3 * second)
+        _call(store, each_one, 0)
+        _call(store, each_one, 3 * second)
     other.submit(Ticket("big", 0, "", 4), 3 * second)
-    call(other, 3 * second)
-    call(one, 5 * second)
+    _call(store, other, 3 * second)
+    _call(store, one, 5 * second)
     large: list[Ticket] = []
     for number in range(40):
         large.append(Ticket(f"large {number}", 0, "", 4, number=number))
@@ -415,18 +416,14 @@ def test_what_ended_while_a_call_was_on_its_way_is_free_in_the_figures_of_its_re
     store, second = ledger.Ledger(), 1_000_000
     one = member.Member("one", pool_rules([("t0", 0.2)]))
 
-    def call(now: int) -> None:
-        while (asked := one.poll(now)) is not None:
-            one.answered(store.execute(asked, now)[0], now)
-
     def held(now: int) -> int:
         return one.mirror(now).engines["e#1"].held[0]
 
     one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
     for at in (0, 3 * second):
-        call(at)
+        _call(store, one, at)
     one.submit(Ticket("ends", 0, "", 4), 3 * second)
-    call(3 * second)
+    _call(store, one, 3 * second)
     assert held(3 * second) == 4
     one.submit(Ticket("second", 0, "", 1, number=1), 4 * second)
     asked = one.poll(4 * second)
@@ -442,18 +439,14 @@ def test_what_runs_counts_in_a_pool_whose_tiers_are_others_from_now_on() -> None
     old = member.Member("old", pool_rules([("t0", 0.2)]))
     new = member.Member("new", pool_rules([("before", 0.2), ("t0", 0.2)]), takes_over=True)
 
-    def call(of: member.Member, now: int) -> None:
-        while (asked := of.poll(now)) is not None:
-            of.answered(store.execute(asked, now)[0], now)
-
     for at in (0, 3 * second):
         old.view([EngineView("e#1", 10, 100, 100, 1_000, True)], at)
-        call(old, at)
+        _call(store, old, at)
     old.submit(Ticket("runs", 0, "", 6), 3 * second)
-    call(old, 3 * second)
-    call(old, 4 * second)  # it states the lease
+    _call(store, old, 3 * second)
+    _call(store, old, 4 * second)  # it states the lease
     new.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 4 * second)
-    call(new, 4 * second)
+    _call(store, new, 4 * second)
     assert store.state is not None
     scheduler = store.state.scheduler
     assert [tier.used[0] for tier in scheduler.tiers] == [0, 6]
@@ -490,8 +483,7 @@ def test_alone_it_caps_an_engine_that_refuses_and_shows_its_own_line() -> None:
 
     one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
     for at in (0, 3 * second):
-        while (asked := one.poll(at)) is not None:
-            one.answered(store.execute(asked, at)[0], at)
+        _call(store, one, at)
     for at in range(5 * second, late, second // 2):
         look(at)
     assert enters("first", late)
@@ -510,19 +502,15 @@ def loses_an_answer_with_growth_and_a_turn(store: ledger.Ledger) -> None:
     members = [member.Member(who, pool_rules([("t0", 0.2)])) for who in ("one", "other")]
     one, other = members
 
-    def call(of: member.Member, now: int) -> None:
-        while (asked := of.poll(now)) is not None:
-            of.answered(store.execute(asked, now)[0], now)
-
     for at in (0, 3 * second):
         for of in members:
             of.view([EngineView("e#1", 10, 100, 100, 1_000, True)], at)
-            call(of, at)
+            _call(store, of, at)
     one.submit(Ticket("grows", 0, "a", 4), 3 * second)
     one.submit(Ticket("owes", 0, "b", 6), 3 * second)
-    call(one, 3 * second)
+    _call(store, one, 3 * second)
     other.submit(Ticket("waits", 0, "c", 10), 3 * second)
-    call(other, 3 * second)
+    _call(store, other, 3 * second)
     assert store.state is not None
     tier = store.state.scheduler.tiers[0]
     one.charge(one.leases["grows"], 5, 4 * second)
@@ -534,7 +522,7 @@ def loses_an_answer_with_growth_and_a_turn(store: ledger.Ledger) -> None:
     charged, owed = tier.queue.finish["a"], tier.owes_until_us
     assert (charged - tier.queue.virtual, owed > 5 * second) == (5, True)
     one.unanswered(5 * second)
-    call(one, 5 * second)
+    _call(store, one, 5 * second)
     assert one.mode is Mode.SHARED
     assert (tier.queue.finish["a"], tier.owes_until_us) == (charged, owed)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 import pytest
 import redis
 
 from sidecar.policy.rules import Shares
-from sidecar.pools.calls import HOLD_US, LAYOUT, Call, EngineView, Reply
+from sidecar.pools.calls import HOLD_US, LAYOUT, Bid, Call, Cell, EngineView, Reply
 from sidecar.scheduling.engines import Engine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.scheduler import PATIENCE_US, Scheduler
 from sidecar.scheduling.tickets import Ticket
+from tests.ledger.player import rules_told
 from tests.ledger.replica import pool_rules
 from tests.ledger.stored_ledger import Both, StoredLedger
 from tests.ledger.world import World
@@ -131,3 +133,26 @@ def test_silence_after_the_last_goodbye_begins_no_epoch(both: Both) -> None:
     assert (held.on_hold, held.next_us) == (True, HOLD_US)
     assert states(both, "third", 2, 10, 104).on_hold
     assert not states(both, "third", 3, 10, 103 + HOLD_US / 1e6).on_hold
+
+
+def test_whoever_has_the_most_to_take_back_is_asked_and_for_a_second_nobody_else(both: Both) -> None:
+    rules = rules_told(
+        {"tiers": [{"name": "a", "preempt_after_s": 0}, {"name": "b", "preemptible": True}], "max_preemptions": 1}
+    )
+    numbers, woken = dict.fromkeys("xyz", 0), []
+
+    def call(who: str, at_us: int, **changes: Any) -> Reply:
+        numbers[who] += 1
+        reply, wake_ups = both.execute(Call(LAYOUT, who, numbers[who], **{"kind": "call", **changes}), at_us)
+        woken.extend(wake_up.to for wake_up in wake_ups if wake_up.is_asked)
+        return reply
+
+    for who, tokens in (("x", 3), ("y", 4), ("z", 0)):
+        held = [Cell("b", "e#1", tokens, 1)] if tokens else []
+        view = [EngineView("e#1", 7, 10, 10, 1_000, True)]
+        call(who, 1, kind="state", whole=True, rules=rules, engines=view, cells=held, knew=3)
+    call("z", 1, bids=[Bid(1, "a", "t", 5, 1, 1, 1, {}, [], 0, 1)])
+    assert [call(who, 1_000_000).shortage is not None for who in "xzy"] == [False, False, True]
+    assert woken == ["y"]
+    call("y", 1_000_000, leaving=[Cell("b", "e#1", 4, 1)])
+    assert (woken, call("x", 1_000_000).shortage is not None) == (["y", "x"], True)

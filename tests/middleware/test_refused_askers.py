@@ -58,7 +58,6 @@ async def test_every_refusal_after_the_key_counts_for_its_tenant_and_tier(tmp_pa
         assert (await ask(CHAT, {}, "authorization: Bearer sk-nobody")).code == "invalid_api_key"
         app.release()
         assert (await running).status == 200
-        sidecar.observability.observer.flush()
         expected = [(code, "acme" if ACME in headers else "nightly", tier) for code, _, _, headers, tier in REFUSED]
         overview = sidecar.observability._live._overview(time.time())
         shown = [(one.code, one.tenant, one.tier) for one in reversed(overview.refusals)]

@@ -53,10 +53,12 @@ async def test_a_grown_pool_lets_who_waits_in_at_once_and_in_order(harness: Harn
     assert waiting[2].grant is None, "came last, in the lower tier"
     assert grants[1].queue_wait_us > 0
     assert held(pool) == [20, 10]
+    assert pool.state()["capacity"] == {"tokens": 30, "requests": None}
     running.settle()
     await waiting[2].wait()
 
 
+@in_both_orders
 async def test_a_shrunk_pool_drains_what_runs_and_keeps_who_waits(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=30))
     running = [await pool.enter(ask(tokens=10)) for _ in range(3)]

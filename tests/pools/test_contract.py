@@ -15,7 +15,7 @@ import pytest
 from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.events import Obstacle
 from sidecar.policy.model import Policy
-from sidecar.policy.rules import PoolRules, Shares, pool_rules
+from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Grant, Lease, Pool
 from sidecar.pools.queue_places import LEAST_S, MOST_S
 from tests.pools.conftest import in_both_orders
@@ -279,33 +279,6 @@ async def test_aging_moves_old_work_ahead_of_new(harness: Harness) -> None:
 # -- a pool whose size is the engine's, and whose engine is full
 
 
-def sized(tokens: int) -> PoolRules:
-    return simple(tokens=tokens).rules
-
-
-async def test_a_larger_pool_admits_who_waits(harness: Harness) -> None:
-    pool = await harness.pool(simple(tokens=10))
-    await pool.enter(ask(tokens=10))
-    waiting = await pool.enter(ask(tokens=10))
-    change_rules(pool, sized(tokens=20))
-    await waiting.wait()
-    assert pool.state()["capacity"] == {"tokens": 20, "requests": None}
-
-
-@in_both_orders
-async def test_a_smaller_pool_admits_no_one_until_what_is_held_fits_again(harness: Harness) -> None:
-    pool = await harness.pool(simple(tokens=20))
-    held = [await pool.enter(ask(tokens=10)) for _ in range(2)]
-    change_rules(pool, sized(tokens=10))
-    await harness.quiet(pool)
-    waiting = await pool.enter(ask(tokens=10))
-    held[0].settle()
-    await harness.quiet(pool)
-    assert waiting.grant is None, "the other one still fills the pool"
-    held[1].settle()
-    await waiting.wait()
-
-
 @in_both_orders
 async def test_a_request_that_waits_for_more_than_the_smaller_pool_is_refused_and_holds_up_no_one(
     harness: Harness,
@@ -314,7 +287,7 @@ async def test_a_request_that_waits_for_more_than_the_smaller_pool_is_refused_an
     held = await pool.enter(ask(tokens=20))
     too_large, fits = await pool.enter(ask(tokens=15)), await pool.enter(ask(tokens=5))
     reported = too_large.wait()
-    change_rules(pool, sized(tokens=10))
+    change_rules(pool, simple(tokens=10).rules)
     with pytest.raises(RequestTooLarge, match=r"would hold 15 tokens .* allows 10"):
         await reported
     with pytest.raises(RequestTooLarge):

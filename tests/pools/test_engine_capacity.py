@@ -135,9 +135,9 @@ async def test_a_change_is_followed_and_said(caplog: pytest.LogCaptureFixture) -
             await pool.enter(ask(tokens=400))
     said = [record.getMessage() for record in caplog.records if "changed" in record.getMessage()]
     assert said == [
-        "the engine's capacity changed, the pool has 2,000 tokens and any number of requests "
+        "the engine's capacity changed: 2,000 tokens and any number of requests "
         "instead of 1,000 tokens and any number of requests",
-        "the engine's capacity changed, the pool has 300 tokens and any number of requests "
+        "the engine's capacity changed: 300 tokens and any number of requests "
         "instead of 2,000 tokens and any number of requests",
     ]
 

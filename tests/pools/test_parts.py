@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from cProfile import Profile
 from dataclasses import replace
 
 import pytest
@@ -197,6 +198,43 @@ async def test_who_waited_and_can_never_fit_is_refused_when_others_must_be_dead_
     assert not large.settle()
     assert running.settle()
     await asyncio.wait_for(fits.wait(), 60)
+
+
+async def test_those_that_wait_are_looked_at_again_where_the_part_has_become_smaller() -> None:
+    all_of_them = await Replicas(simple(tokens=100)).joined()
+    pool = all_of_them.pools[0]
+    running, large, fits = await enter(pool, tokens=60), await enter(pool, tokens=50), await enter(pool, tokens=40)
+    all_of_them.cut()
+    await all_of_them.pass_s(DEAD_S)
+    assert (large.is_over, fits.is_over) == (False, False)
+    pool.change_policy(simple(tokens=90))
+    await all_of_them.pass_s(1)
+    with pytest.raises(StoreUnavailable, match=r"50 tokens.*does not fit into this replica's part"):
+        await large.wait()
+    assert not fits.is_over
+    assert running.settle()
+    await asyncio.wait_for(fits.wait(), 60)
+
+
+async def test_without_the_store_an_event_costs_the_same_however_many_wait() -> None:
+    few, many = await calls_of_an_event(waiting=20), await calls_of_an_event(waiting=400)
+    assert many < 1.5 * few
+
+
+async def calls_of_an_event(waiting: int) -> int:
+    """Calls of functions, in Python and beyond it, while one request ends and another enters a divided pool."""
+    all_of_them, pool = await alone(simple(tokens=100))
+    running = await enter(pool, tokens=50)
+    leases = [await enter(pool, tokens=50) for _ in range(waiting)]
+    await all_of_them.pass_s(DEAD_S)
+    assert (running.grant is not None, any(lease.is_over for lease in leases)) == (True, False)
+    profile = Profile()
+    profile.enable()
+    assert running.settle()
+    await enter(pool, tokens=50)
+    profile.disable()
+    assert grants(leases[0]) == [True]
+    return sum(entry.callcount for entry in profile.getstats())
 
 
 async def test_closed_refuses_new_requests_at_once_and_those_that_waited_when_others_must_be_dead() -> None:

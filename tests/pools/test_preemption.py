@@ -13,8 +13,10 @@ from sidecar.errors import RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Lease, Pool
+from sidecar.pools.calls import Call, Reply, WakeUp
+from sidecar.pools.ledger import Ledger
 from tests.pools.conftest import in_both_orders
-from tests.pools.harness import Clock, Harness, ask, change_rules, policy_of
+from tests.pools.harness import Clock, Harness, LocalHarness, ask, change_rules, policy_of
 from tests.pools.load import until
 
 pytestmark = pytest.mark.anyio
@@ -79,6 +81,24 @@ async def test_the_latest_of_the_low_gives_its_room_to_a_high_that_has_waited_lo
     assert newer.lease.grant is None
     assert not again.done()
     assert pool.state()["waiting"] == 1
+
+
+async def test_all_that_come_back_in_one_tick_are_decided_about_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, execute, harness = list[Call](), Ledger.execute, LocalHarness()
+
+    def counted(ledger: Ledger, call: Call, now_us: int) -> tuple[Reply, list[WakeUp]]:
+        calls.append(call)
+        return execute(ledger, call, now_us)
+
+    pool, clock, holders = await full(harness, preempting(), *[1] * 100)
+    high = await enter(pool, HIGH, 100)
+    await wait_for_preemption(harness, pool, clock)
+    monkeypatch.setattr(Ledger, "execute", counted)
+    assert [holder.lease.requeue().done() for holder in holders] == [False] * 100
+    await harness.quiet(pool)
+    assert high.lease.grant is not None
+    assert len(calls) < 10, "and not one for each"
+    await harness.close()
 
 
 @in_both_orders

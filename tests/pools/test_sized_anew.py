@@ -101,7 +101,8 @@ async def test_asking_again_spends_no_preemption(harness: Harness) -> None:
     blocker.settle()
     await harness.quiet(pool)
     assert is_held(victim.lease)
-    assert (victim.lease.returns, victim.lease.paid_tokens) == (0, 100)
+    assert victim.lease.held is not None
+    assert (victim.lease.held.returns, victim.lease.paid_tokens) == (0, 100)
     high = await pool.enter(ask(tier=HIGH, tokens=60))
     await wait_for_preemption(harness, pool, clock)
     assert victim.reported == 1

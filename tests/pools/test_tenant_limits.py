@@ -62,6 +62,17 @@ async def test_what_the_bucket_never_holds_is_refused_for_it(harness: Harness) -
     assert (raised.value.retry_after_s, raised.value.never_fits) == (None, True)
 
 
+async def test_limited_requests_that_come_together_are_admitted_in_the_order_of_their_tiers(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=100), Clock())
+    # In a store the call of the first is under way when the others come, and theirs has all of them.
+    came = [asks(tenant="first"), asks(tier=1, tenant="low"), asks(tenant="high"), asks(tier=1, tenant="other")]
+    leases = await asyncio.wait_for(asyncio.gather(*map(pool.enter, came)), 60)
+    assert [lease.grant is not None for lease in leases] == [True] * 4
+    assert all(lease.settle() for lease in leases)
+    await harness.quiet(pool)
+    assert [tier["held"]["requests"] for tier in pool.state()["tiers"]] == [0, 0]  # type: ignore[attr-defined]
+
+
 async def test_requests_are_limited_and_others_tenants_are_not_concerned(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=100_000), Clock())
     limits = Limits(requests_per_minute=2)

@@ -6,19 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.pools import Lease, Pool
 from sidecar.pools.elsewhere import ServedElsewhere
-from sidecar.pools.waits import Wait, Waits
+from sidecar.pools.ledger_rules import ticket_of
+from sidecar.pools.waits import Waits
 from tests.pools.harness import Clock, Harness, ask, simple
 
 EVENTS = st.sampled_from(["come", "admit", "leave", "back", "taken", "told", "again"])
+OWNER = Pool(simple())
 STEPS = st.lists(st.tuples(EVENTS, st.integers(0, 99)), max_size=60)
+
+
+def new(number: int, tier: int, now_us: int) -> Lease:
+    asked = ask(tier)
+    return Lease(OWNER, number, asked, now_us, ticket_of(asked, number, now_us), 0)
 
 
 @given(steps=STEPS)
 def test_each_wait_is_what_a_literal_account_says(steps: list[tuple[str, int]]) -> None:
     pool = Waits(["high", "low"])
-    waiting: list[Wait] = []
-    running: list[Wait] = []
+    waiting: list[Lease] = []
+    running: list[Lease] = []
     overtaken: dict[int, int | None] = {}
     ahead: dict[int, list[int]] = {}
     after: dict[int, int] = {}
@@ -27,57 +35,60 @@ def test_each_wait_is_what_a_literal_account_says(steps: list[tuple[str, int]]) 
     for now_us, (what, which) in enumerate(steps):
         if what == "come":
             number += 1
-            wait = pool.came(number, which % 2, now_us)
-            pool.begins(wait)
+            lease = new(number, which % 2, now_us)
+            pool.came(lease)
+            pool.begins(lease)
             overtaken[number], ahead[number], after[number] = None, [0, 0], number
-            waiting.append(wait)
+            waiting.append(lease)
         elif what == "again" and waiting:  # at another tier
-            wait = waiting.pop(which % len(waiting))
-            pool.ended(wait)
-            again = pool.came(wait.number, 1, now_us)
-            pool.begins(again)
-            overtaken[wait.number], ahead[wait.number], after[wait.number] = None, [0, 0], wait.number
-            waiting.append(again)
+            lease = waiting.pop(which % len(waiting))
+            pool.ended(lease)
+            lease.ask, lease.entered_us = ask(1), now_us
+            pool.came(lease)
+            pool.begins(lease)
+            overtaken[lease.id], ahead[lease.id], after[lease.id] = None, [0, 0], lease.id
+            waiting.append(lease)
         elif what in ("admit", "leave") and waiting:
-            wait = waiting.pop(which % len(waiting))
+            lease = waiting.pop(which % len(waiting))
             if what == "leave":
-                pool.ended(wait)
+                pool.ended(lease)
                 continue
-            pool.admitted(wait, 1 + which, now_us)
-            is_latest, latest = wait.number > latest, max(latest, wait.number)
+            lease.ticket.tokens = 1 + which
+            pool.admitted(lease, now_us)
+            is_latest, latest = lease.id > latest, max(latest, lease.id)
             for other in waiting:
-                ahead[other.number][wait.tier] += 1 + which
-                if is_latest and after[other.number] < wait.number and overtaken[other.number] is None:
-                    overtaken[other.number] = now_us
+                ahead[other.id][lease.tier] += 1 + which
+                if is_latest and after[other.id] < lease.id and overtaken[other.id] is None:
+                    overtaken[other.id] = now_us
             for other in running:
-                ahead[other.number][wait.tier] += 1 + which
-            running.append(wait)
+                ahead[other.id][lease.tier] += 1 + which
+            running.append(lease)
         elif what in ("back", "taken") and running:
-            wait = running.pop(which % len(running))
-            pool.came_back(wait, now_us, is_overtaken=what == "taken")
-            after[wait.number] = latest
-            if what == "taken" and overtaken[wait.number] is None:
-                overtaken[wait.number] = now_us
-            waiting.append(wait)
+            lease = running.pop(which % len(running))
+            pool.came_back(lease, now_us, is_overtaken=what == "taken")
+            after[lease.id] = latest
+            if what == "taken" and overtaken[lease.id] is None:
+                overtaken[lease.id] = now_us
+            waiting.append(lease)
         elif what == "told":
             arrived_us = now_us - which % 7
             for other in waiting + running:
-                if other.came_us <= asked_us:
-                    ahead[other.number][which % 2] += which
+                if other.since_us <= asked_us:
+                    ahead[other.id][which % 2] += which
             for other in waiting:
-                if other.came_us < arrived_us and overtaken[other.number] is None:
-                    overtaken[other.number] = now_us
+                if other.since_us < arrived_us and overtaken[other.id] is None:
+                    overtaken[other.id] = now_us
             asked_us = max(asked_us, now_us - which % 4)
             tokens = [0, which] if which % 2 else [which, 0]
             pool.served_elsewhere(ServedElsewhere(tokens, asked_us, (arrived_us, now_us)))
-        for wait in waiting:
-            grant = pool.so_far(wait, 0, now_us)
-            assert grant.overtaken_at_us == overtaken[wait.number]
-            assert [grant.served_ahead.get(name, 0) for name in ("high", "low")] == ahead[wait.number]
+        for lease in waiting:
+            grant = pool.so_far(lease, 0, now_us)
+            assert grant.overtaken_at_us == overtaken[lease.id]
+            assert [grant.served_ahead.get(name, 0) for name in ("high", "low")] == ahead[lease.id]
         for tier in range(2):
-            mine = [wait for wait in waiting if wait.tier == tier]
+            mine = [lease for lease in waiting if lease.tier == tier]
             assert pool.queued(tier) == len(mine)
-            assert pool.oldest(tier) is min(mine, key=lambda wait: wait.number, default=None)
+            assert pool.oldest(tier) is min(mine, key=lambda lease: lease.id, default=None)
 
 
 @pytest.mark.anyio

@@ -14,6 +14,15 @@ from sidecar.scheduling.tickets import Gain, Lease, Ticket
 from tests.scheduling.programs import expected
 
 
+def gone_of_chosen(leases):
+    """What leases hold that are taken back."""
+    gone = Gone()
+    for lease in leases:
+        if lease.is_chosen:
+            gone.add(lease.ticket.tier, lease.engine, lease.amount, lease.sent)
+    return gone
+
+
 def us(seconds):
     return None if seconds is None else round(seconds * 1e6)
 
@@ -162,7 +171,7 @@ class SchedulerPlayer:
 
     def preempt(self, now):
         leases = list(self.leases.values())
-        gone = Gone().beside(lease for lease in leases if lease.is_chosen)
+        gone = gone_of_chosen(leases)
         found = shortage(self.scheduler, now, gone)
         returnable = Returnable()
         for lease in sorted(leases, key=lambda lease: lease.entered):

@@ -105,7 +105,6 @@ class Story:
 
     received: Received
     events: list[Event] = field(default_factory=list)
-    hears_everything: bool = True
 
     def headers(self) -> Headers:
         return ()
@@ -153,16 +152,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.stories: list[Story] = []
-        self.hears_everything = True
 
     def listens(self) -> bool:
         return True
 
-    def only_failures(self) -> bool:
-        return False
-
     def received(self, event: Received) -> Story:
-        self.stories.append(Story(event, hears_everything=self.hears_everything))
+        self.stories.append(Story(event))
         return self.stories[-1]
 
     def check(self) -> None:

@@ -72,7 +72,6 @@ class Host:
         await answer(send, b"{}")
 
     def spans(self) -> list[ReadableSpan]:
-        self.app.observability.observer.flush()
         return list(self._exporter.get_finished_spans())
 
     def by_name(self) -> dict[str, ReadableSpan]:

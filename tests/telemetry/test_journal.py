@@ -87,7 +87,7 @@ class Sidecar:
     def entered(self) -> list[str]:
         """Those that are held, in the order of their admission."""
         held = sorted(self.pool._member.leases.values(), key=lambda lease: lease.entered)
-        by_ticket = {lease.ticket_id: name for name, lease in self.leases.items()}
+        by_ticket = {lease.ticket.id: name for name, lease in self.leases.items()}
         return [by_ticket[lease.ticket.id] for lease in held]
 
     async def arrive(self, tier: int, tokens: int, tenant: str) -> None:

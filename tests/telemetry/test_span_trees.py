@@ -88,7 +88,7 @@ def played(story: Sequence[tuple[int, Event | str]]) -> Sequence[ReadableSpan]:
     observation: Any = tracing.observer.received(received())
     for now_us, event in story:
         if isinstance(event, str):
-            observation.spans.report_wait(observation.record, lambda _, at=now_us: WaitSoFar(ARRIVAL_US + at, {}))
+            observation.spans.report_wait(lambda _, at=now_us: WaitSoFar(ARRIVAL_US + at, {}))
         else:
             observation.on_event(event)
     return tracing.exporter.get_finished_spans()

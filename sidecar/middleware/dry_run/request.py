@@ -193,7 +193,7 @@ class RequestWatcher:
         now_us = controller.pool.now_us
         names = self._snapshot.names_read[tuple(headers)]
         self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
-        self._reporter = reporter_of(controller.observer, scope, headers, self._request_id, received_us, now_us, intake)
+        self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
         self._reader: AnswerReader = self._usage
         self._shadow: ShadowRequest | None = None

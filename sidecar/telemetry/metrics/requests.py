@@ -15,7 +15,7 @@ from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
 from sidecar.events import (
     Admitted,
     Classified,
-    ExpectedLength,
+    Expectation,
     FirstByte,
     Observed,
     Outcome,
@@ -43,7 +43,7 @@ RATIO_NAMES = (*(f"{ratio:g}" for ratio in RATIOS), "more")
 """Classes of an answer's length in parts of the expected one, each up to so much. A counter of each costs no call of a
 host's SDK, which a histogram would."""
 MAXIMUM = "maximum"
-"""`ExpectedLength.source` where nothing was known: the difference to that is no error of an estimate."""
+"""`Expectation.source` where nothing was known: the difference to that is no error of an estimate."""
 
 
 class WaitHistograms:
@@ -224,7 +224,7 @@ class RequestMetrics:
         self._waits.record(tier, decision, end, record)
 
 
-def _note_length(expected: ExpectedLength, output: int, tier: str, tenant: TenantCounts) -> None:
+def _note_length(expected: Expectation, output: int, tier: str, tenant: TenantCounts) -> None:
     """Compares the length of a complete answer with what was expected."""
     if expected.source != MAXIMUM:
         labels = tier, RATIO_NAMES[bisect_left(RATIOS, output / (expected.output_tokens * expected.sequences))]

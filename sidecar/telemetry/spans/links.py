@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-import msgspec
 from opentelemetry.trace import Link, SpanContext, TraceFlags
 
-from sidecar.events import Admitted, Refused
 from sidecar.telemetry import semconv
 from sidecar.telemetry.ahead import (
     AheadGroup,
@@ -54,11 +52,10 @@ class WaitSoFar(NamedTuple):
     attributes: Attributes
 
 
-FindLinks = Callable[[RequestRecord, Admitted | Refused, int], WaitLinks]
-"""Given a request that waited, the event that ended its wait, and the id of its `admission` span.
+FindLinks = Callable[[RequestRecord], WaitLinks]
+"""Given a request whose wait is over.
 
-Called on the request's path, once for each recorded request that waited and never for others. The record may not have
-the event yet.
+Called on the request's path, once for each recorded request that waited and never for others.
 """
 Place = Callable[[RequestRecord], int | None]
 """How many requests are before one that waits; None where that is not known."""
@@ -76,21 +73,19 @@ class WaitFinder:
     is_shared: bool = False
     place: Place = lambda _: None
 
-    def ended(self, record: RequestRecord, event: Admitted | Refused, own_span_id: int) -> WaitLinks:
+    def ended(self, waiter: RequestRecord) -> WaitLinks:
         """Of a wait that is over. It is `FindLinks`; requests without a recorded trace are passed over."""
-        waiter = msgspec.structs.replace(record, admitted=event) if isinstance(event, Admitted) else record
         looked_at = self.journal.ahead_of(waiter, MOST_LOOKED_AT)
-        in_turn = _links((each for each in looked_at if each.arrived_us <= waiter.arrived_us), None, own_span_id)
-        if event.overtaken_at_us is None:
+        in_turn = _links((each for each in looked_at if each.arrived_us <= waiter.arrived_us), None)
+        if waiter.waited is None or waiter.waited.overtaken_at_us is None:
             return WaitLinks(in_turn, (), {})
-        overtook = without_own_runs(self.journal.overtook(waiter, most=MOST_LOOKED_AT), record)
+        overtook = without_own_runs(self.journal.overtook(waiter, most=MOST_LOOKED_AT), waiter)
         groups = groups_of(overtook, waiter, self.tiers)
-        others = [each for each in looked_at if each.copy_of is not record]
-        not_known = unseen(event, others, self.journal, is_shared=self.is_shared)
+        not_known = unseen(waiter.waited, looked_at, self.journal, is_shared=self.is_shared)
         are_all = self.journal.looks_at_all(waiter)
         why = why_it_waited(None, groups, not_known, is_starved=True, are_all=are_all)
         written = {semconv.ADMISSION_EXPLANATION: why, **_overtaken_by(overtook, groups, waiter)}
-        return WaitLinks(in_turn, _links(overtook, waiter.tier, own_span_id), written)
+        return WaitLinks(in_turn, _links(overtook, waiter.tier), written)
 
     def so_far(self, record: RequestRecord) -> WaitSoFar:
         """Of a wait that goes on."""
@@ -142,17 +137,15 @@ def _overtaken_by(overtook: Sequence[RequestRecord], groups: Sequence[AheadGroup
     return found
 
 
-def _links(records: Iterable[RequestRecord], overtaken: str | None, own_span_id: int) -> list[Link]:
+def _links(records: Iterable[RequestRecord], overtaken: str | None) -> list[Link]:
     """To those with a recorded trace. The rule is the one by which they overtook that tier."""
-    found = (_link(record, overtaken, own_span_id) for record in records)
+    found = (_link(record, overtaken) for record in records)
     return [*islice((link for link in found if link is not None), MOST_LINKS)]
 
 
-def _link(record: RequestRecord, overtaken: str | None, own_span_id: int) -> Link | None:
+def _link(record: RequestRecord, overtaken: str | None) -> Link | None:
     trace, classified, admitted = record.trace, record.classified, record.admitted
     if trace is None or not trace.is_sampled or classified is None or admitted is None:
-        return None
-    if trace.span_id == own_span_id:  # its own earlier admission, which was taken back
         return None
     attributes = {semconv.ADMISSION_TIER: classified.tier, semconv.ADMISSION_REQUEST_ID: record.request_id}
     rule = None if overtaken is None else admitted.passed.get(overtaken)

@@ -26,21 +26,20 @@ SoFar = Callable[[RequestRecord], WaitSoFar]
 class WaitingSpans(Protocol):
     """The spans of a request that waits."""
 
-    def report_wait(self, record: RequestRecord, so_far: SoFar) -> None:
+    def report_wait(self, so_far: SoFar) -> None:
         """Exports how the wait has gone. Must not raise."""
 
 
 class LongWaits:
     """All recorded requests that wait. `every_s` is how often each is reported, 0 for never: a change may come.
 
-    `flush` brings the records up to date, `so_far` finds what is to be reported. Use it from one event loop at a time.
+    `so_far` finds what is to be reported. Use it from one event loop at a time.
     """
 
-    def __init__(self, every_s: float, so_far: SoFar, flush: Callable[[], None]) -> None:
+    def __init__(self, every_s: float, so_far: SoFar) -> None:
         self._every_s = every_s
         self._so_far = so_far
-        self._flush = flush
-        self._due: OrderedDict[WaitingSpans, tuple[float, RequestRecord]] = OrderedDict()  # the first due is first
+        self._due: OrderedDict[WaitingSpans, float] = OrderedDict()  # the first due is first
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -49,15 +48,15 @@ class LongWaits:
         if every_s == self._every_s:
             return
         self._every_s = every_s
-        waiting = [(spans, record) for spans, (_, record) in self._due.items()]
+        waiting = list(self._due)
         self._due.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for spans, record in waiting:
-            self.add(spans, record)
+        for spans in waiting:
+            self.add(spans)
 
-    def add(self, spans: WaitingSpans, record: RequestRecord) -> None:
+    def add(self, spans: WaitingSpans) -> None:
         """The request waits from now on."""
         try:
             loop = asyncio.get_running_loop()
@@ -66,7 +65,7 @@ class LongWaits:
         if self._loop is not loop:  # what waited in a loop that has ended, waits no more
             self._due.clear()
             self._timer, self._loop = None, loop
-        self._due[spans] = loop.time() + self._every_s, record
+        self._due[spans] = loop.time() + self._every_s
         if self._every_s and self._timer is None:
             self._timer = loop.call_later(self._every_s, self._report_due, loop)
 
@@ -78,15 +77,14 @@ class LongWaits:
         if self._loop is not loop:
             return
         self._timer = None
-        self._flush()
         now_s = loop.time()
         for _ in range(min(MOST_AT_ONCE, len(self._due))):
-            spans, (due_s, record) = next(iter(self._due.items()))
+            spans, due_s = next(iter(self._due.items()))
             if due_s > now_s:
                 break
-            self._due[spans] = now_s + self._every_s, record
+            self._due[spans] = now_s + self._every_s
             self._due.move_to_end(spans)
-            spans.report_wait(record, self._so_far)
+            spans.report_wait(self._so_far)
         if self._due:
-            due_s, _ = next(iter(self._due.values()))
+            due_s = next(iter(self._due.values()))
             self._timer = loop.call_later(max(due_s - now_s, PAUSE_S), self._report_due, loop)

@@ -12,7 +12,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
-from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind
+from opentelemetry.trace import Span, SpanKind
 
 from sidecar.events import Headers, Received
 from sidecar.telemetry.request_record import TraceIds
@@ -62,15 +62,13 @@ def parent_of(received: Received) -> tuple[Context, SpanKind]:
         if not is_inherited(current, above):
             return current, SpanKind.INTERNAL
         current = _NO_PARENT
-    if _fields_of(propagate.get_global_textmap()).isdisjoint(received.header_names()):
+    if _fields_of(propagate.get_global_textmap()).isdisjoint(name for name, _ in received.headers):
         return current, SpanKind.SERVER
     return propagate.extract(received.headers, current, _GETTER), SpanKind.SERVER
 
 
 def client_trace(received: Received) -> TraceIds | None:
     """The ids in a client's W3C `traceparent`: by these a request is found where the process makes no spans."""
-    if _TRACEPARENT not in received.header_names():
-        return None
     for name, value in received.headers:
         if name == _TRACEPARENT and (found := _traceparent(value)):
             trace_id, span_id = int(found[1], 16), int(found[2], 16)
@@ -78,17 +76,16 @@ def client_trace(received: Received) -> TraceIds | None:
     return None
 
 
-def injected(context: SpanContext, received: Received) -> Headers:
+def injected(span: Span, received: Received) -> Headers:
     """The headers that carry a span's context on, in place of the client's own.
 
     Nothing but the span goes on, so that baggage is not written again: the client's own passes unchanged.
     """
     headers: list[tuple[bytes, bytes]] = []
-    with_span = trace.set_span_in_context(NonRecordingSpan(context), Context())
-    propagate.get_global_textmap().inject(headers, with_span, _SETTER)
-    names = [name for name, _ in headers]
+    propagate.get_global_textmap().inject(headers, trace.set_span_in_context(span, Context()), _SETTER)
+    names = {name for name, _ in headers}
     # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
     # lets an empty one replace it.
-    if _TRACEPARENT in names and _TRACESTATE not in names and _TRACESTATE in received.header_names():
+    if _TRACEPARENT in names and _TRACESTATE not in names and any(name == _TRACESTATE for name, _ in received.headers):
         headers.append((_TRACESTATE, b""))
     return headers

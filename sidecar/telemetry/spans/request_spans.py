@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from opentelemetry.trace import Span, SpanContext, SpanKind
+from opentelemetry.trace import Span, SpanKind
 
 from sidecar.events import (
     Admitted,
     Classified,
+    Event,
     Expectation,
     Observed,
     Outcome,
+    Preempted,
     Queued,
-    Received,
     Refused,
     Replayed,
     ReplayReason,
@@ -44,7 +45,6 @@ CANCELED, PASSED, UNREACHABLE = "canceled", "passed", "engine_unreachable"
 ABANDONED = frozenset({Outcome.CLIENT_LEFT.value, CANCELED, PASSED})
 """The codes of `Refused` without an answer: the client disconnected, the server stopped, or every request passes."""
 _NO_LINKS = WaitLinks((), (), {})
-_NONE: Mapping[int, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,78 +82,70 @@ class RequestSpans:
     leave the process together. Attributes are gathered in one dict and written once: a call per attribute costs more
     than the span. Each phase, a wait or an attempt at the engine, begins where the one before it ends, or later.
 
-    `classified` is set as soon as it is known, before the record has it. `_links` and `_queued` belong to waits, by
-    their numbers: the first is 0, and each attempt that was taken back is followed by another. `app_trace` is that of
-    the last call of the app, where it has one.
+    `current` is the span that the engine is sent, and that is current in the app: the last `engine` while the request
+    runs, else `admission`. `_links` and `_queued` belong to waits, by their numbers: the first is 0, and each attempt
+    that was taken back is followed by another. `app_trace` is that of the last call of the app, where it has one.
     """
 
-    __slots__ = (
-        *("_admission", "_engines", "_links", "_queued", "_received_us", "_received_wall_ns", "_settings"),
-        "app_trace",
-        "classified",
-    )
+    __slots__ = ("_admission", "_engines", "_links", "_queued", "_record", "_settings", "app_trace", "current")
 
-    def __init__(self, settings: SpanSettings, received: Received, admission: OpenSpan) -> None:
+    def __init__(self, settings: SpanSettings, record: RequestRecord, admission: OpenSpan) -> None:
         self._settings = settings
-        self._received_us, self._received_wall_ns = received.at_us, received.wall_ns
+        self._record = record
         self._admission = admission
         self._engines: list[OpenSpan] = []
-        self._links: Mapping[int, WaitLinks] = _NONE
-        self._queued: Mapping[int, _Reported] = _NONE
-        self.classified: Classified | None = None
+        self._links: dict[int, WaitLinks] = {}
+        self._queued: dict[int, _Reported] = {}
+        self.current: Span = admission.span
         self.app_trace: AppTrace | None = None
 
-    @property
-    def context(self) -> SpanContext:
-        """The context of `admission`."""
-        return self._admission.context
-
-    def for_app(self) -> Span:
-        """The span that is current in the app: the last `engine`, in the dry run `admission`."""
-        return (self._engines[-1] if self._engines else self._admission).span
-
-    def admit(self, record: RequestRecord, event: Admitted) -> SpanContext:
-        """Begins an `engine` span and returns its context, or that of `admission` where this failed.
-
-        The record does not have the event yet; where the request waited, it has everything before the event.
-        """
+    def note(self, event: Event) -> None:
+        """Follows the request; its record has the event already."""
         try:
-            start_us = event.at_us
-            if event.queue_wait_us:
-                self._wait_is_over()
-                self._find_links(record, event)
-                start_us = max(start_us, self._before_us(record))
-            request: Attributes = {}
-            if self.classified is not None:
-                request = _of_engine_request(self.classified, self._settings)
-            if event.engine is not None:
-                request[semconv.ADMISSION_ENGINE] = engine_name(event.engine)
-            engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, self._wall_ns(start_us), request)
-            self._engines.append(engine)
-            return engine.context
+            match event:
+                case Queued():
+                    if self._settings.long_waits is not None:
+                        self._settings.long_waits.add(self)
+                case Admitted():
+                    self._admit(event)
+                case Preempted():
+                    self.current = self._admission.span
+                case Settled() | Refused():
+                    self._end()
         except Exception:
             self._settings.report()
-            return self._admission.context
 
-    def queue(self, record: RequestRecord) -> None:
-        """The request waits from now on."""
-        if self._settings.long_waits is not None:
-            self._settings.long_waits.add(self, record)
+    def _admit(self, event: Admitted) -> None:
+        """Begins an `engine` span."""
+        start_us = event.at_us
+        if event.queue_wait_us:
+            self._wait_is_over()
+            self._find_links()
+            start_us = max(start_us, self._before_us())
+        request: Attributes = {}
+        if self._record.classified is not None:
+            request = _of_engine_request(self._record.classified, self._settings)
+        if event.engine is not None:
+            request[semconv.ADMISSION_ENGINE] = engine_name(event.engine)
+        engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, self._wall_ns(start_us), request)
+        self._engines.append(engine)
+        self.current = engine.span
 
-    def report_wait(self, record: RequestRecord, so_far: SoFar) -> None:
+    def report_wait(self, so_far: SoFar) -> None:
         """Exports how the wait goes, as a moment in it: `admission.queued` has its time, and ends later, if ever."""
-        queued, classified = record.queued, self.classified
+        record = self._record
+        queued, classified = record.queued, record.classified
         if queued is None or classified is None:
             return
         try:
             at_us, said = so_far(record)
-            number, before_us = len(record.lost), self._before_us(record)
+            number, before_us = len(record.lost), self._before_us()
             reported = self._queued.get(number)
             if reported is None:
                 started_us = max(before_us, record.arrived_us)
                 reported = _Reported(self._begin_queued(queued, started_us), started_us, started_us)
             at_us = max(reported.at_us, at_us)
-            self._queued = {**self._queued, number: reported._replace(at_us=at_us)}
+            self._queued[number] = reported._replace(at_us=at_us)
             whose: Attributes = {
                 semconv.ADMISSION_IS_WAITING: True,
                 semconv.ADMISSION_REQUEST_ID: record.request_id,
@@ -166,33 +158,32 @@ class RequestSpans:
         except Exception:
             self._settings.report()
 
-    def end(self, record: RequestRecord) -> None:
+    def _end(self) -> None:
         """Makes all other spans, and ends those that are open."""
-        try:
-            if record.queued is not None:
-                self._wait_is_over()
-            if record.refused is not None:
-                self._find_links(record, record.refused)
-            written = self._attributes(record)
-            since_us = self._draw_phases(record)
-            if record.settled is not None:
-                self._settle(record, record.settled, written, since_us)
-            elif record.refused is not None:
-                self._refuse(record.refused, written, since_us)
-        except Exception:
-            self._settings.report()
+        record = self._record
+        if record.queued is not None:
+            self._wait_is_over()
+        if record.refused is not None:
+            self._find_links()
+        written = self._attributes()
+        since_us = self._draw_phases()
+        if record.settled is not None:
+            self._settle(record.settled, written, since_us)
+        elif record.refused is not None:
+            self._refuse(record.refused, written, since_us)
 
     def _refuse(self, event: Refused, written: Attributes, since_us: int) -> None:
-        written.update(_of_refusal(event, self.classified))
+        written.update(_of_refusal(event, self._record.classified))
         error = event.message if _is_servers_failure(event) else None
         self._admission.end(self._wall_ns(max(event.at_us, since_us)), written, error=error)
 
-    def _settle(self, record: RequestRecord, event: Settled, written: Attributes, since_us: int) -> None:
+    def _settle(self, event: Settled, written: Attributes, since_us: int) -> None:
+        record = self._record
         ended_ns = self._wall_ns(max(since_us, event.at_us))
         if record.admitted is not None and self._engines:
-            self._end_engine(record, record.admitted, event, ended_ns)
+            self._end_engine(record.admitted, event, ended_ns)
         written.update(_of_settlement(event))
-        if self.classified is not None and event.held_tokens not in (None, self.classified.tokens):
+        if record.classified is not None and event.held_tokens not in (None, record.classified.tokens):
             written[semconv.ADMISSION_TOKENS_HELD] = event.held_tokens
         error = _failure(event, written, from_status=SERVERS_ERRORS)
         if record.refused is not None:  # preempted, and not admitted again: no engine had it any more
@@ -201,7 +192,8 @@ class RequestSpans:
                 error = f"{record.refused.code}: {record.refused.message}"
         self._admission.end(ended_ns, written, error=error)
 
-    def _end_engine(self, record: RequestRecord, admitted: Admitted, event: Settled, ended_ns: int) -> None:
+    def _end_engine(self, admitted: Admitted, event: Settled, ended_ns: int) -> None:
+        classified, first_byte = self._record.classified, self._record.first_byte
         written: Attributes = {}
         moments: list[Moment] = []
         writes_usage, app_trace = self._settings.writes_usage, self.app_trace
@@ -212,17 +204,18 @@ class RequestSpans:
                 written[semconv.GEN_AI_USAGE_CACHED_TOKENS] = event.cached_tokens
             if event.output_tokens is not None:
                 written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
-        if record.first_byte is not None:
-            moments.append((semconv.FIRST_BYTE, self._wall_ns(record.first_byte.at_us)))
-            if self.classified is not None and self.classified.stream:
-                since_admission_s = (record.first_byte.at_us - admitted.at_us) / 1e6
+        if first_byte is not None:
+            moments.append((semconv.FIRST_BYTE, self._wall_ns(first_byte.at_us)))
+            if classified is not None and classified.stream:
+                since_admission_s = (first_byte.at_us - admitted.at_us) / 1e6
                 written[semconv.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = since_admission_s
         error = _failure(event, written, from_status=CLIENTS_ERRORS)
         self._engines[-1].end(ended_ns, written, moments, error)
 
-    def _attributes(self, record: RequestRecord) -> Attributes:
+    def _attributes(self) -> Attributes:
         """The attributes of `admission` that do not depend on its end."""
-        written = {} if self.classified is None else _of_classification(self.classified)
+        record = self._record
+        written = {} if record.classified is None else _of_classification(record.classified)
         for attempt in record.lost:
             self._write_wait(written, attempt.queued, attempt.admitted)
             written.update(_of_admission(attempt.admitted))
@@ -246,18 +239,19 @@ class RequestSpans:
 
     def _write_wait(self, written: Attributes, queued: Queued | None, end: Admitted | Refused) -> None:
         written.update(_of_waiting(end))
-        if queued is not None and self.classified is not None:
+        classified = self._record.classified
+        if queued is not None and classified is not None:
             written[semconv.GEN_AI_LATENCY_TIME_IN_QUEUE] = end.queue_wait_us / 1e6
-            if end.starvation_us > self._settings.starvation_limits_s.get(self.classified.tier, math.inf) * 1e6:
+            if end.starvation_us > self._settings.starvation_limits_s.get(classified.tier, math.inf) * 1e6:
                 written[semconv.ADMISSION_STARVED_TOO_LONG] = True
 
-    def _find_links(self, record: RequestRecord, event: Admitted | Refused) -> None:
+    def _find_links(self) -> None:
         """Finds the requests that went ahead, as long as they are known."""
-        if record.queued is None or self.classified is None or self._settings.find_links is None:
+        record = self._record
+        if record.queued is None or record.classified is None or self._settings.find_links is None:
             return
         try:
-            found = self._settings.find_links(record, event, self._admission.context.span_id)
-            self._links = {**self._links, len(record.lost): found}
+            self._links[len(record.lost)] = self._settings.find_links(record)
         except Exception:
             self._settings.report()  # the spans are useful without links
 
@@ -265,17 +259,16 @@ class RequestSpans:
         if self._settings.long_waits is not None:
             self._settings.long_waits.discard(self)
 
-    def _draw_phases(self, record: RequestRecord) -> int:
+    def _draw_phases(self) -> int:
         """The waits, and the attempts that were taken back, one after the other. Returns when the last wait ended."""
-        since_us = self._received_us
-        if record.queued is None and not record.lost:
-            return since_us
+        record = self._record
+        since_us = record.at_us
         for number, attempt in enumerate(record.lost):
             since_us = self._draw_wait(number, attempt.queued, since_us, attempt.admitted)
             since_us = max(since_us, attempt.preempted.at_us)
             if number < len(self._engines):
                 self._end_lost(self._engines[number], attempt, self._wall_ns(since_us))
-        if record.waited is None or self.classified is None:
+        if record.waited is None or record.classified is None:
             return since_us
         return self._draw_wait(len(record.lost), record.queued, since_us, record.waited)
 
@@ -332,25 +325,21 @@ class RequestSpans:
         }
         return self._admission.child(semconv.QUEUED, SpanKind.INTERNAL, self._wall_ns(start_us), why)
 
-    def _before_us(self, record: RequestRecord) -> int:
+    def _before_us(self) -> int:
         """The moment before which neither the wait that goes on ended, nor the attempt after it began."""
-        if not record.lost and not self._queued:
-            return self._received_us
-        reported = self._queued.get(len(record.lost))
-        since_us = record.lost[-1].preempted.at_us if record.lost else self._received_us
+        lost = self._record.lost
+        reported = self._queued.get(len(lost))
+        since_us = lost[-1].preempted.at_us if lost else self._record.at_us
         return since_us if reported is None else max(since_us, reported.at_us)
 
     def _tier(self) -> Attributes:
         """The tier is repeated on the bars, so that a search for starved batch requests needs no join."""
-        return {} if self.classified is None else {semconv.ADMISSION_TIER: self.classified.tier}
+        classified = self._record.classified
+        return {} if classified is None else {semconv.ADMISSION_TIER: classified.tier}
 
     def _wall_ns(self, at_us: int) -> int:
         """Calendar time, in nanoseconds, of a monotonic time: a clock that is set back cannot bend a span."""
-        return self._received_wall_ns + (at_us - self._received_us) * 1000
-
-
-# Looked up once: an enumeration's attribute costs as much as a call.
-_, _CLIENT_LEFT, _FAILED = Outcome
+        return self._record.wall_ns + (at_us - self._record.at_us) * 1000
 
 
 def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | None:
@@ -358,10 +347,10 @@ def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | 
 
     A client's disconnect is no failure.
     """
-    if event.outcome is _FAILED:
+    if event.outcome is Outcome.FAILED:
         written[semconv.ERROR_TYPE] = event.error or Outcome.FAILED.value
         return failure_description(event.outcome, event.status, event.error)
-    if event.outcome is not _CLIENT_LEFT and event.status is not None and event.status >= from_status:
+    if event.outcome is not Outcome.CLIENT_LEFT and event.status is not None and event.status >= from_status:
         written[semconv.ERROR_TYPE] = event.error or str(event.status)
         return f"the engine answered {event.status}"
     return None
@@ -379,7 +368,7 @@ def _of_classification(event: Classified) -> Attributes:
         attributes[semconv.ADMISSION_CLAMPED_FROM] = event.clamped_from
     if event.downgraded_from is not None:
         attributes[semconv.ADMISSION_DOWNGRADED_FROM] = event.downgraded_from
-    if isinstance(event.expected, Expectation):
+    if event.expected is not None:
         _write_expectation(attributes, event.expected)
     return attributes
 
@@ -472,7 +461,7 @@ def _of_served_ahead(event: Admitted | Refused) -> Attributes:
 def _of_settlement(event: Settled) -> Attributes:
     """How the admitted request ended."""
     attributes: Attributes = {
-        semconv.ADMISSION_OUTCOME: event.outcome._value_,
+        semconv.ADMISSION_OUTCOME: event.outcome.value,
         semconv.ADMISSION_TOKENS_USED: event.tokens_used,
     }
     if event.status is not None:

@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider, SpanContext
+from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider
 
 from sidecar.events import Received
 from sidecar.telemetry import semconv
 from sidecar.telemetry.providers import none_is_set
+from sidecar.telemetry.request_record import RequestRecord, TraceIds
 from sidecar.telemetry.spans.links import FindLinks
 from sidecar.telemetry.spans.long_waits import LongWaits
 from sidecar.telemetry.spans.open_span import Attributes, OpenSpan
@@ -34,8 +34,6 @@ from sidecar.telemetry.spans.request_spans import RequestSpans, SpanSettings
 from sidecar.version import __version__
 
 logger = logging.getLogger(__name__)
-
-Begun = tuple[SpanContext, Context, RequestSpans | None]
 
 
 class RequestTracer:
@@ -85,11 +83,10 @@ class RequestTracer:
             self.report()
             return True
 
-    def begin(self, event: Received) -> Begun | None:
-        """Starts `admission`: its context, its parent, and the request's spans where they are recorded.
+    def begin(self, event: Received) -> OpenSpan | None:
+        """Starts `admission`; the engine is sent its context, recorded or not.
 
-        None without an SDK, or where tracing failed: the client's headers then pass unchanged. A request that is not
-        recorded has a context all the same, so that the engine does not record it either.
+        None without an SDK, or where tracing failed: the client's headers then pass unchanged.
         """
         try:
             tracer = self._current()
@@ -97,13 +94,17 @@ class RequestTracer:
                 return None
             parent, kind = parent_of(event)
             span = tracer.start_span(semconv.ADMISSION, parent, kind, _of_request(event), start_time=event.wall_ns)
-            context = span.get_span_context()
-            if not span.is_recording():
-                return (context, parent, None) if context.is_valid else None
-            return context, parent, RequestSpans(self._settings, event, OpenSpan(tracer, span, parent))
+            has_context = span.is_recording() or span.get_span_context().is_valid
+            return OpenSpan(tracer, span, parent) if has_context else None
         except Exception:
             self.report()
             return None
+
+    def spans(self, record: RequestRecord, admission: OpenSpan | None) -> RequestSpans | None:
+        """The spans of a request whose `admission` is recorded."""
+        if admission is None or not admission.span.is_recording():
+            return None
+        return RequestSpans(self._settings, record, admission)
 
     def report(self) -> None:
         """Log the exception being handled, the first time only: one broken exporter must not write a line a request."""
@@ -124,6 +125,12 @@ class RequestTracer:
                 follow_app_usage(provider)
             self._provider = provider
         return self._tracer
+
+
+def trace_ids(span: OpenSpan) -> TraceIds:
+    """The ids of a span, and whether it is recorded for a backend."""
+    context = span.context
+    return TraceIds(context.trace_id, context.span_id, span.span.is_recording() and context.trace_flags.sampled)
 
 
 def _of_request(event: Received) -> Attributes:

@@ -40,15 +40,29 @@ local IS = {
   end,
 }
 
+local function or_none(is_right) return function(value) return not value or is_right(value) end end
+
+local checks = {}
+
+-- The checks of a record's fields, by its kinds.
+local function checks_of(kinds)
+  if not checks[kinds] then
+    checks[kinds] = {}
+    for i = 1, #kinds do
+      local kind = kinds:sub(i, i)
+      checks[kinds][i] = IS[kind] or or_none(IS[kind:lower()])
+    end
+  end
+  return checks[kinds]
+end
+
 function is_record(value, kinds, first)
   if type(value) ~= 'table' then return false end
+  local is_right = checks_of(kinds)
   for i = first or 1, #kinds do
-    local kind = kinds:sub(i, i)
-    if not value[i] and not IS[kind] then
-      value[i] = false
-    elseif not (IS[kind] or IS[kind:lower()])(value[i]) then
-      return false
-    end
+    local of = value[i]
+    if not is_right[i](of) then return false end
+    if of == nil then value[i] = false end
   end
   return true
 end
@@ -56,17 +70,15 @@ end
 -- A list of records; of what is no record where it is one kind.
 function is_list(value, kinds)
   if type(value) ~= 'table' then return false end
-  local count = 0
+  local count, is_right = 0, IS[kinds] or is_record
   for _ in pairs(value) do count = count + 1 end
   for i = 1, count do
-    if not (IS[kinds] or is_record)(value[i], kinds) then return false end
+    if not is_right(value[i], kinds) then return false end
   end
   return true
 end
 
 local function list(kinds) return function(value) return is_list(value, kinds) end end
-
-local function or_none(is_right) return function(value) return not value or is_right(value) end end
 
 local CALL = { IS.n, IS.t, IS.n, IS.k, list('tennnnnnn'), IS.b, or_none(IS.n), or_none(list('tennnnnnn')), list('n'), list('nttnpnphlnnGbF'),
   list('nt'), list('ttnpn'), list('tnn'), or_none(list('ennnpban')), list('enn'), list('tbn'), or_none(IS.r), IS.b, IS.b, IS.n, list('f'),

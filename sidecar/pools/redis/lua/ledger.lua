@@ -16,7 +16,7 @@ local function take_cells(member)
     if field(name) then hold_cell(unpacked(field(name)), -1) end
     for i = 1, FIGURES do any = any or cell[CELL_FIGURES + i] ~= 0 end
     if any then hold_cell(cell, 1) end
-    set_field(name, any and pack(cell))
+    set_cell(who, name, any and pack(cell))
   end
   if call[C_LEAVING] then
     member[LEAVING] = call[C_LEAVING]
@@ -92,22 +92,24 @@ local function is_beside_old()
   return false
 end
 
-local function count_all()
-  local bids, alive = 0, 0
-  for _, member in pairs(members) do bids, alive = bids + member[BIDS], alive + 1 end
-  return bids, alive
+-- How many bids there are.
+local function count_bids()
+  local bids = 0
+  for _, t in ipairs(tiers) do bids = bids + t[QUEUED] + t[LINED] end
+  return bids
 end
 
 local function grant_all()
-  local waiting, of_owner = count_all(), {}
+  local waiting, of_owner = count_bids(), {}
   if waiting > 0 or call[C_WHOLE] then state[IS_BESIDE_OLD] = is_beside_old() end
   if waiting == 0 or state[IS_BESIDE_OLD] or state[HOLD_UNTIL] ~= 0 then return end
   granted = {}
   decide(waiting)
   for _, it in ipairs(granted) do
     local owner, grant = it[1], it[2]
-    members[owner][BIDS] = members[owner][BIDS] - 1
-    table.insert(members[owner][OUTBOX], grant)
+    local member = change_member(owner)
+    member[BIDS] = member[BIDS] - 1
+    table.insert(member[OUTBOX], grant)
     if owner ~= who and not of_owner[owner] then
       of_owner[owner] = {}
       wake_ups[#wake_ups + 1] = { owner, of_owner[owner], false, now }
@@ -176,13 +178,17 @@ local function tags()
   return found
 end
 
-local function leaving_of_all()
-  local found, leaving = {}, {}
-  for name, member in pairs(members) do leaving[name] = #member[LEAVING] > 0 and member[LEAVING] or nil end
+-- How many members there are, and the sums of leases that they take back.
+local function survey()
+  local alive, found, leaving = 0, {}, {}
+  for name, member in pairs(members) do
+    alive = alive + 1
+    if #member[LEAVING] > 0 then leaving[name] = member[LEAVING] end
+  end
   for _, name in ipairs(sorted_keys(leaving)) do
     for _, cell in ipairs(leaving[name]) do found[#found + 1] = cell end
   end
-  return found
+  return alive, found
 end
 
 local function lined_of_caller()
@@ -204,7 +210,7 @@ end
 
 -- Packed parts, in the order of `calls.Reply`.
 local function reply(member)
-  local waiting, alive = count_all()
+  local waiting, alive, leaving = count_bids(), survey()
   local engines, drained, own_lined
   local latest = state[LATEST_CAME] > 0 and state[LATEST_OWNER] ~= who and { state[LATEST_CAME], state[LATEST_GRANTED] } or nil
   if now < state[EPOCH] + DEAD_US then alive = max(alive, state[EXPECTED]) end
@@ -217,7 +223,7 @@ local function reply(member)
     engines, drained = engines_and_drained()
   end
   if member[IS_LINE_NEW] then member[IS_LINE_NEW], own_lined = false, lined_of_caller() end
-  return '\220\0\19' .. first .. held_text .. pack(tags(), leaving_of_all(), found, engines, drained, own_lined)
+  return '\220\0\19' .. first .. held_text .. pack(tags(), leaving, found, engines, drained, own_lined)
     .. '\220\0' .. string.char(#verdicts) .. table.concat(verdicts)
 end
 
@@ -225,7 +231,7 @@ end
 local function begin()
   local names = { 'layout', 'state', 'held', 'config' }
   verdicts, accounts, counts, forgotten = {}, {}, {}, {}
-  fields, changed, all_fields, queues, wake_ups, is_config_new = {}, {}, nil, {}, {}, false
+  fields, changed, changed_members, all_fields, queues, wake_ups, is_config_new = {}, {}, {}, nil, {}, {}, false
   line, needs, held_text, known, kept[root] = nil, nil, nil, kept[root] or {}, nil -- a call that fails may have changed it
   for i, cell in ipairs(call[C_CELLS]) do names[4 + i] = cell_field(who, cell[CELL_TIER], cell[CELL_ENGINE]) end
   read_fields(names)
@@ -267,6 +273,7 @@ local function answer()
   local last_number = member and member[LATEST_NUMBER] or 0
   if call[C_KIND] == 'state' then member = take_statement() end
   take_limits(member, last_number)
+  change_member(who)
   member[MEMBER_CALL], member[LATEST_NUMBER] = now, call[C_NUMBER]
   take_changes(member, last_number)
   end_hold()

@@ -16,7 +16,7 @@ end
 local function drop_cells(name)
   for_cells(name, function(cell, it)
     hold_cell(cell, -1)
-    set_field(it)
+    set_cell(name, it)
   end)
 end
 
@@ -37,7 +37,7 @@ local function drop_bids(name)
   local own = bids_of(name)
   table.sort(own, function(a, b) return a[TIER] < b[TIER] or (a[TIER] == b[TIER] and is_before(a, b)) end)
   for _, ticket in ipairs(own) do remove(ticket) end
-  members[name][BIDS] = 0
+  change_member(name)[BIDS] = 0
 end
 
 -- The newest view that names an engine counts, from when it was told first; any that reaches it will do.
@@ -71,7 +71,7 @@ end
 local function drop(name)
   forgotten[name] = true
   drop_bids(name)
-  drop_outbox(members[name])
+  drop_outbox(change_member(name))
   drop_cells(name)
   set_field('v:' .. name)
   members[name] = nil
@@ -90,7 +90,7 @@ end
 local function begin_epoch()
   state[EPOCH], state[HOLD_UNTIL], state[IS_EMPTY], state[EXPECTED], state[NEXT] = now, now + HOLD_US, false, 0, false
   for _, name in ipairs(sorted_keys(members)) do
-    local member = members[name]
+    local member = change_member(name)
     state[EXPECTED] = state[EXPECTED] + 1
     drop_bids(name)
     for _, grant in ipairs(member[OUTBOX]) do
@@ -98,7 +98,7 @@ local function begin_epoch()
       local it = cell_field(name, cell[CELL_TIER], cell[CELL_ENGINE])
       local before = field(it) and unpacked(field(it))
       for i = CELL_FIGURES + 1, before and CELL_FIGURES + FIGURES or 0 do cell[i] = cell[i] + before[i] end
-      set_field(it, pack(cell))
+      set_cell(name, it, pack(cell))
     end
     member[OUTBOX], member[IS_NEW] = {}, false
   end
@@ -107,6 +107,7 @@ end
 
 -- With the last replica that is expected. One that knows of nobody proves nothing.
 local function end_hold()
+  if state[HOLD_UNTIL] == 0 then return end
   local stated = 0
   for _, member in pairs(members) do
     if member[STATED] == state[EPOCH] and not member[IS_NEW] then stated = stated + 1 end
@@ -157,7 +158,7 @@ local function take_rules(stated)
   end
   for _, name in ipairs(sorted_keys(members)) do
     drop_bids(name) -- a replica whose number of bids is not right states everything
-    members[name][IS_FOREIGN] = not is_same and not members[name][IS_FOREIGN]
+    change_member(name)[IS_FOREIGN] = not is_same and not members[name][IS_FOREIGN]
   end
   local before = {}
   for _, t in ipairs(tiers) do before[t[NAME]] = t end
@@ -178,7 +179,7 @@ end
 -- Everything that the replica has replaces everything that was known of it.
 local function take_statement()
   take_rules(call[C_RULES])
-  local member = members[who] or { 0, 0, -1, call[C_KNEW] == 0, false, 0, -1, {}, {}, true, {} }
+  local member = members[who] or { 0, 0, -1, call[C_KNEW] == 0, false, 0, -1, {}, {}, true, {}, 0 }
   members[who] = member
   drop_bids(who)
   drop_outbox(member)

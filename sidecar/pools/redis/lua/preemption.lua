@@ -113,7 +113,7 @@ local function shortage_for_caller()
   if most_tokens == 0 then return nil end
   state[ASKED], state[ASKED_UNTIL] = most, now + ASKED_FOR_US
   if most ~= who then
-    wake_ups[#wake_ups + 1] = { most, {}, true, now }
+    wake_ups[#wake_ups + 1] = { most, {}, true }
     return nil
   end
   local engine, place = found.engine, found.place

@@ -47,20 +47,24 @@ end
 local function create(offset)
   redis_call('DEL', root)
   state = { offset, now, now, now + HOLD_US, 0, true, 0, 0, false, 0, 0, false, false, UNBOUNDED, { 0, 0, 0 }, false, 0, '', 0 }
-  members, heads, held, tiers, config, rules = {}, {}, {}, {}, { engines = {}, drained = {} }, nil
+  members, member_texts, heads, held, tiers, config, rules = {}, {}, {}, {}, {}, { engines = {}, drained = {} }, nil
   fields, changed, is_config_new, wake_ups[#wake_ups + 1] = {}, {}, true, { '', {}, false, 0 }
 end
 
 -- The parts of a field.
 local function parts_of(name)
   local text, it = field(name), known[name]
-  if it and it[1] == text then return it[2], it[3], it[4] end
+  if it and it[1] == text then return unpack(it, 2) end
   return unpacked(text)
 end
 
 local function load()
   if known.state and known.state[1] ~= fields.state then known = {} end -- it is of another moment
-  state, members, heads = parts_of('state')
+  state, heads, member_texts, members = parts_of('state')
+  if not members then
+    members = {}
+    for name, text in pairs(member_texts) do members[name] = unpacked(text) end
+  end
   held, tiers = parts_of('held')
   config = parts_of('config')
   rules = config.rules
@@ -68,18 +72,27 @@ end
 
 local function cell_field(name, tier, id) return 'c:' .. name .. '\0' .. tier .. '\0' .. id end
 
--- The cells of a replica, with the names of their fields.
+-- The cells of a replica, with the names of their fields. Most often its call has told all of them.
 local function for_cells(name, each)
-  local prefix, missing, found = cell_field(name, '', ''):sub(1, -2), {}, {}
-  all_fields = all_fields or redis_call('HKEYS', root)
-  for _, it in ipairs(all_fields) do
-    if fields[it] == nil and it:sub(1, #prefix) == prefix then missing[#missing + 1] = it end
-  end
-  read_fields(missing)
+  local prefix, names, missing = cell_field(name, '', ''):sub(1, -2), {}, {}
   for it, value in pairs(fields) do
-    if value and it:sub(1, #prefix) == prefix then found[it] = unpacked(value) end
+    if value and it:sub(1, #prefix) == prefix then names[#names + 1] = it end
   end
-  for it, cell in pairs(found) do each(cell, it) end
+  if #names < members[name][CELLS] then
+    all_fields = all_fields or redis_call('HKEYS', root)
+    for _, it in ipairs(all_fields) do
+      if fields[it] == nil and it:sub(1, #prefix) == prefix then missing[#missing + 1] = it end
+    end
+    read_fields(missing)
+    for _, it in ipairs(missing) do names[#names + 1] = it end
+  end
+  for _, it in ipairs(names) do each(unpacked(fields[it]), it) end
+end
+
+local function set_cell(name, field_name, value)
+  local member = members[name]
+  member[CELLS] = member[CELLS] + (value and 1 or 0) - (field(field_name) and 1 or 0)
+  set_field(field_name, value)
 end
 
 local function packed_ticket(ticket)
@@ -121,4 +134,10 @@ end
 -- One in line is another than it was.
 local function change_line(ticket) ticket.packed, state[NEXT], changed.line = nil, false, true end
 
-local function moved(ticket) members[ticket[OWNER]][IS_LINE_NEW] = true end
+-- A member that will be another than it was.
+local function change_member(name)
+  changed_members[name] = true
+  return members[name]
+end
+
+local function moved(ticket) change_member(ticket[OWNER])[IS_LINE_NEW] = true end

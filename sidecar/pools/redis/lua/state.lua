@@ -27,7 +27,8 @@ local LATEST_CAME, LATEST_OWNER, LATEST_GRANTED = 17, 18, 19 -- of all that were
 local NAME, VIRTUAL, AFRESH, OWES_UNTIL, ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR = 1, 2, 3, 4, 5, 6, 7, 8
 local SERVED, LARGEST, QUEUED, LATEST, LINED, MOST_TAGS, SMALLEST = 9, 10, 11, 12, 13, 14, 15
 -- A member. Its outbox has grants, CHARGED the verdicts of its last call (packed), its sums of leases that are taken back are cells as it told them.
-local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING, IS_LINE_NEW, CHARGED = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
+-- CELLS: how many of its cells are stored.
+local LATEST_NUMBER, MEMBER_CALL, STATED, IS_NEW, IS_FOREIGN, BIDS, SEEN, OUTBOX, LEAVING, IS_LINE_NEW, CHARGED, CELLS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12
 -- A ticket: what its replica said (`calls.Bid`), then what the ledger adds.
 local ID, TIER, TENANT, TOKENS, REQUESTS, PROMPT, WEIGHT, HITS, BARRED = 1, 2, 3, 4, 5, 6, 7, 8, 9
 local ARRIVED, NUMBER, GAIN, HAS_RETURNED, HINT, OWNER, START = 10, 11, 12, 13, 14, 15, 16
@@ -47,6 +48,7 @@ local T_NAME, T_RESERVE, T_LEND, T_LIMIT, T_FIRST, T_PREEMPTIBLE, T_PREEMPT_AFTE
 -- Of one call:
 local keys, root, call, who, now, server_us
 local state, members, heads, held, tiers, config, rules -- heads: of each tier the next ticket in fair order, or false
+local member_texts, changed_members -- each member as it is packed; the names of those that are to be packed anew
 local line -- the tickets in line, once they were looked for
 local fields, changed, all_fields -- what was read of the root, and what of it is to be written
 local queues, wake_ups, is_config_new

@@ -18,7 +18,8 @@ local function write()
   end
   local packed_heads = {}
   for tier = 1, #heads do packed_heads[tier] = heads[tier] and packed_ticket(heads[tier]) end
-  add('state', pack(state, members, packed_heads))
+  for name in pairs(changed_members) do member_texts[name] = members[name] and pack(members[name]) end
+  add('state', pack(state, packed_heads, member_texts))
   add('held', held_text or pack(held, tiers))
   if is_config_new then
     add('layout', call[C_LAYOUT])
@@ -30,7 +31,7 @@ local function write()
   if call[C_WHOLE] then redis_call('PEXPIRE', root, HOUR_MS) end -- the pool vanishes an hour after the last heartbeat
   pools = pools + (known.state and 0 or 1)
   if pools > MOST_KEPT then kept, pools = {}, 1 end
-  kept[root], known.state, known.held, known.config = known, { fields.state, state, members, heads }, { fields.held, held, tiers }, { fields.config, config }
+  kept[root], known.state, known.held, known.config = known, { fields.state, state, heads, member_texts, members }, { fields.held, held, tiers }, { fields.config, config }
   if line then known.line = { fields.line, line } end
   for tier, queue in pairs(queues) do known['q:' .. tier] = { fields['q:' .. tier], queue } end
 end
