@@ -2,8 +2,7 @@
 
 aiohttp makes the connection: names, addresses tried in turn, TLS. What is written and read on it is done here: through
 aiohttp's session a request of `sidecar serve` costs 38% more instructions in all, and a streamed chunk more than twice
-as many (benchmarks/instructions), because a task has to be woken for each. A read that is one whole chunk, in the form
-in which servers write it, needs no parser. All other framing is the parser's (llhttp).
+as many (benchmarks/instructions), because a task has to be woken for each.
 
 Only what cannot be mistaken is accepted. Framing that llhttp refuses, a head or framing of more than `MOST_HEAD_BYTES`,
 bytes that no request asked for, and a request body of another length than declared end the connection. It is used
@@ -25,8 +24,6 @@ READ_AHEAD_BYTES = 128 * 1024
 """Bytes of a response that are read ahead of its client. Twice uvicorn's limit for bodies."""
 STALE_WITHIN_S = 0.2
 """A connection that was closed before it was written to fails within a round trip."""
-_LONGEST_SIZE = 8
-"""Bytes of a chunk's size with the line's end, where the parser is not asked."""
 _SWITCHES = 101
 _WITHOUT_BODY = frozenset((_SWITCHES, 204, 304))
 _UNKNOWN = -1
@@ -57,8 +54,7 @@ class Response:
     """One response of the engine. `status` and `headers` are there after `head`.
 
     `is_complete` says that nothing follows what was read. `reads` counts how often some of it was read so far. Its
-    `parts`, of `unread_bytes`, are those that no one has taken yet. While a task waits in `read`, `write` may take what
-    comes; else it is None.
+    `parts`, of `unread_bytes`, are those that no one has taken yet.
     """
 
     def __init__(self, connection: EngineConnection, *, is_head: bool) -> None:
@@ -71,7 +67,7 @@ class Response:
         self.parts: list[bytes] = []
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.write: Write | None = None
+        self._write: Write | None = None
 
     async def head(self) -> None:
         """Returns when the status and the headers are there. Raises one of FAILURES."""
@@ -84,12 +80,12 @@ class Response:
         What comes while this waits goes to `write`, where it is read: this returns only what that has not taken, and
         the end. Raises one of FAILURES.
         """
-        self.write = write
+        self._write = write
         try:
             while not self.parts and not self.is_complete:
                 await self._more()
         finally:
-            self.write = None
+            self._write = None
         return self._taken()
 
     def close(self) -> None:
@@ -105,11 +101,11 @@ class Response:
     def progressed(self) -> None:
         """The connection has read something: it is written, or the task that waits is woken."""
         self.reads += 1
-        if self.write is not None and self.parts and not self.is_complete:
+        if self._write is not None and self.parts and not self.is_complete:
             part = self._taken()
-            if self.write(part):
+            if self._write(part):
                 return
-            self.parts, self.unread_bytes, self.write = [part], len(part), None
+            self.parts, self.unread_bytes, self._write = [part], len(part), None
         self._wake()
 
     def _taken(self) -> bytes:
@@ -151,7 +147,7 @@ class EngineConnection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._response: Response | None = None
         self._headers: list[tuple[bytes, bytes]] = []
-        self._is_in_head = self._is_kept = self._is_paused = self._is_between_chunks = False
+        self._is_in_head = self._is_kept = self._is_paused = False
         self._framing_bytes = 0
         self._upload: asyncio.Task[None] | None = None
         self._is_uploaded = True
@@ -201,12 +197,7 @@ class EngineConnection(asyncio.Protocol):
         if response is None or parser is None:
             self.abort()  # no one has asked for it
             return
-        write = response.write
-        if write is not None and self._is_between_chunks and (body := _whole_chunk(data)) and write(body):
-            response.reads += 1
-            return
         self._framing_bytes += len(data)
-        self._is_between_chunks = False
         try:
             parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -275,14 +266,7 @@ class EngineConnection(asyncio.Protocol):
         response.parts.append(body)
         response.unread_bytes += len(body)
 
-    def on_chunk_header(self) -> None:
-        self._is_between_chunks = False
-
-    def on_chunk_complete(self) -> None:
-        self._is_between_chunks = True
-
     def on_message_complete(self) -> None:
-        self._is_between_chunks = False
         if not self._is_in_head and self._response is not None:
             self._response.is_complete = True
 
@@ -354,12 +338,6 @@ class EngineConnection(asyncio.Protocol):
             self._upload.cancel()
             self._upload = None
         self.resume_writing()
-
-
-def _whole_chunk(data: bytes) -> bytes:
-    """The body of bytes that are one whole chunk, as servers write it; of all else nothing."""
-    body = data[data.find(b"\r\n", 0, _LONGEST_SIZE) + 2 : -2]
-    return body if data == b"%x\r\n%b\r\n" % (len(body), body) else b""
 
 
 def _size(headers: list[tuple[bytes, bytes]]) -> int:
