@@ -39,7 +39,7 @@ MEMBERS = """
 local state = redis.call('HGET', KEYS[1], 'state')
 local found = 0
 if state then
-  local _, members = cmsgpack.unpack(state)
+  local _, _, members = cmsgpack.unpack(state)
   for _ in pairs(members) do found = found + 1 end
 end
 return found
