@@ -69,19 +69,6 @@ async def test_a_refusal_of_one_is_on_the_page_of_the_other(two: Two) -> None:
     assert refusal["replica"] != shown["replica"]
 
 
-@pytest.mark.hasty
-async def test_while_the_store_is_lost_each_shows_itself_and_says_so(two: Two) -> None:
-    two.store.pause()
-    lost = await until(two.first, lambda one: one["store"]["state"] == "divided")
-    (notice,) = lost["notices"]
-    assert "the store has not answered for" in notice
-    assert "only this replica's requests are shown, its part of the pool is" in notice
-    assert [replica["replica"] for replica in lost["replicas"]] == [lost["replica"]]
-    two.store.resume()
-    for one in (two.first, two.second):
-        await until(one, lambda shown: len(shown["replicas"]) == 2 and not shown["notices"])
-
-
 async def test_one_that_ends_takes_its_leave_and_leaves_nothing_behind(two: Two) -> None:
     key = f"{ledger_key('default')}:reports"
     assert two.store.command("HLEN", key) == 2

@@ -170,35 +170,6 @@ async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
     assert ahead.trace_id not in (None, story.trace_id)
 
 
-async def test_a_tier_at_its_limit_lets_others_go_first() -> None:
-    app = App(is_held=True)
-    async with explained(app) as sidecar:
-        sent = [await sidecar.send("normal", "holds-normal"), await sidecar.send("low", "holds-low")]
-        sent += [await sidecar.send("low", "victim"), await sidecar.send("normal", "overtakes")]
-        app.release()
-        await until(lambda: sidecar.knows("overtakes", "admitted"))
-        await finished(app, sent)
-        story = await sidecar.story("victim")
-    assert story.in_the_way is not None
-    assert story.in_the_way.obstacle == "limit"
-    assert story.conclusion.endswith(" starved: 1 request of tier normal went ahead because low was at its limit")
-
-
-async def test_the_tenants_of_a_tier_take_turns() -> None:
-    app = App(is_held=True)
-    async with explained(app) as sidecar:
-        sent = [await sidecar.send("normal", f"holds-{n}", key("acme")) for n in range(SLOTS)]
-        sent += [await sidecar.send("normal", name, key("acme")) for name in ("earlier", "victim")]
-        sent.append(await sidecar.send("normal", "overtakes"))
-        await finished(app, sent)
-        story = await sidecar.story("victim")
-    assert story.wait is not None
-    assert [(group.rule, group.requests) for group in story.wait.groups] == [("fair_share", 1), ("turn", 1)]
-    assert "1 request of tier normal went ahead because the tenants of normal take turns by their share" in (
-        story.conclusion
-    )
-
-
 @each(
     ("tenant", "engine", "rule", "sentence"),
     [

@@ -19,21 +19,6 @@ from tests.support.redis_servers import RedisServer, first_binary, until
 from tests.support.shared_pools import shared_pool
 from tests.telemetry import measuring as measuring_sdk
 
-INSTALLED_LATER = """
-from opentelemetry import metrics
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from sidecar.telemetry.metrics.store import StoreMetrics
-
-before = StoreMetrics("before")
-reader = InMemoryMetricReader()
-metrics.set_meter_provider(MeterProvider([reader], shutdown_on_exit=False))
-after = StoreMetrics("after")
-(resource,) = reader.get_metrics_data().resource_metrics
-(scope,) = resource.scope_metrics
-print(*[point.attributes["admission.pool"] for metric in scope.metrics for point in metric.data.data_points])
-"""
-
 
 def changed(state):
     return StoreChanged(1, state, "because")
@@ -142,18 +127,6 @@ def test_pools_may_be_made_while_the_gauge_is_read(measuring, caplog):
     assert caplog.records == []
 
 
-def test_an_sdk_that_is_installed_later_is_found():
-    done = subprocess.run([sys.executable, "-c", INSTALLED_LATER], capture_output=True, text=True, check=True)
-
-    assert sorted(done.stdout.split()) == ["after", "before"]
-    assert done.stderr == ""
-
-
-class BrokenProvider(metrics.NoOpMeterProvider):
-    def get_meter(self, *arguments, **named):
-        raise RuntimeError("no meter today")
-
-
 class BrokenCounter(metrics.NoOpCounter):
     def add(self, *arguments, **named):
         raise RuntimeError("cannot count")
@@ -169,7 +142,7 @@ class ProviderOfBrokenMeters(metrics.NoOpMeterProvider):
         return BrokenMeter("broken")
 
 
-@pytest.mark.parametrize("provider", [BrokenProvider(), ProviderOfBrokenMeters()])
+@pytest.mark.parametrize("provider", [measuring_sdk.BrokenProvider(), ProviderOfBrokenMeters()])
 def test_a_broken_sdk_never_raises_and_is_logged_once(caplog, provider):
     store = StoreMetrics("default", provider)
     for state in (StoreState.SHARED, StoreState.CLOSED, StoreState.SHARED):
