@@ -41,6 +41,7 @@ from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.middleware import Recorder
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
+from tests.support.shared_pools import begun
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -426,6 +427,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 @pytest.fixture
 def shared(policy: Path, store: RedisServer) -> Path:
     store.command("FLUSHALL")
+    begun(store)
     policy.write_text(f"store: {store.url}\n" + POLICY)
     return policy
 
