@@ -11,7 +11,8 @@ import pytest
 
 from sidecar.pools.redis.connection import ledger_key
 from tests.cluster.replicas import POLICY, Replica, overload, replicas
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.redis_servers import RedisServer
+from tests.support.shared_pools import begun_store
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 
@@ -39,7 +40,7 @@ class Two(NamedTuple):
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("two")
     with (
-        RedisServer(first_binary(), folder) as store,
+        begun_store(folder) as store,
         replicas(folder, 2, POLICY, SIDECAR_STORE=store.url) as (first, second),
     ):
         yield Two(store, first, second)

@@ -34,9 +34,8 @@ from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.cluster.views import overview
 from tests.support.each import each
 from tests.support.middleware import App, Guarded, key, write_policy
-from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import Served, serving
-from tests.support.shared_pools import shared_pool
+from tests.support.shared_pools import begun_store, shared_pool
 from tests.telemetry.span_stories import begin
 
 pytestmark = pytest.mark.anyio
@@ -393,7 +392,7 @@ async def test_any_id_a_client_may_send_is_found_and_a_trace_too_and_the_newest_
 async def test_in_a_shared_pool_the_other_replicas_part_is_counted_in_tokens(tmp_path: Path) -> None:
     used = policy(POLICY.replace("max_wait: 100ms", "max_wait: 10s"))
     app, other_app = App(is_held=True), App(is_held=True)
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path) as server:
         pools = [shared_pool(used, server) for _ in range(2)]
         for pool in pools:
             await pool.open()

@@ -25,6 +25,7 @@ from tests.support.certificates import needs_openssl, started_with_tls
 from tests.support.fault_proxy import FaultProxy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.redis_topologies import cluster, sentinel
+from tests.support.shared_pools import begun
 
 pytestmark = pytest.mark.anyio
 CAPACITY = 120
@@ -53,7 +54,7 @@ def healthy(server: RedisServer) -> RedisServer:
     if not server.is_running:
         server.start()
     server.command("FLUSHALL")
-    return server
+    return begun(server, "faults")
 
 
 async def do(server: RedisServer, *words: str | int) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
@@ -14,7 +17,7 @@ from sidecar.pools import Pool
 from sidecar.pools.redis import RedisLink, ledger_connector, script
 from sidecar.pools.redis.link import RoundTripObserver
 from sidecar.pools.redis.script import Library
-from tests.support.redis_servers import RedisServer
+from tests.support.redis_servers import RedisServer, first_binary
 
 
 def shared_pool(policy: Policy, server: RedisServer, took: RoundTripObserver | None = None) -> Pool:
@@ -49,3 +52,10 @@ def begun(server: RedisServer, pool: str = "default") -> RedisServer:
     with ThreadPoolExecutor(1) as threads:  # the caller may be in an event loop
         threads.submit(asyncio.run, come_and_go()).result()
     return server
+
+
+@contextmanager
+def begun_store(folder: Path, pool: str = "default") -> Iterator[RedisServer]:
+    """A store of the test's own, in which this pool has begun."""
+    with RedisServer(first_binary(), folder) as server:
+        yield begun(server, pool)

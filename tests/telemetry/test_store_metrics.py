@@ -15,8 +15,8 @@ from sidecar.events import StoreChanged, StoreState
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.pools import Ask
 from sidecar.telemetry.metrics.store import StoreMetrics
-from tests.support.redis_servers import RedisServer, first_binary, until
-from tests.support.shared_pools import shared_pool
+from tests.support.redis_servers import until
+from tests.support.shared_pools import begun_store, shared_pool
 from tests.telemetry import measuring as measuring_sdk
 
 
@@ -172,7 +172,7 @@ def test_how_long_a_call_took_is_reported_in_buckets(measuring):
 @pytest.mark.anyio
 async def test_every_call_to_a_store_is_timed_whether_it_is_answered_or_not(tmp_path):
     policy, took_s = load(shipped_policies()), []
-    with RedisServer(first_binary(), tmp_path) as redis:
+    with begun_store(tmp_path) as redis:
         pool = shared_pool(policy, redis, took=took_s.append)
         await pool.open()
         lease = await pool.enter(Ask(0, "acme", 1, 10, 1))
@@ -211,7 +211,7 @@ def test_sidecar_serve_tells_a_collector_of_a_store_that_is_lost_and_back(collec
     }
     serve = [sys.executable, "-m", "sidecar.cli", "serve", "--upstream", "http://127.0.0.1:9", "--port", "0"]
     serve += ["--admin-port", "0", "--policy", str(shipped_policies())]
-    with RedisServer(first_binary(), tmp_path) as redis:
+    with begun_store(tmp_path) as redis:
         environment = {**os.environ, **variables, "SIDECAR_STORE": redis.url}
         process = subprocess.Popen(serve, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         try:
