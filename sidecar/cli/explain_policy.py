@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.body}: cannot be read ({error.strerror})", file=sys.stderr)
         return 1
     keys = [] if key is None else [(b"authorization", b"Bearer " + key.encode("utf-8", "surrogateescape"))]
-    explanation = _Explanation(loaded, Estimator(counter), args.client)
+    explanation = RequestExplanation(loaded, Estimator(counter), args.client)
     found = asyncio.run(explanation.of(args.path, [*keys, *args.header], body))
     if origin == KEY_VARIABLE and "tenant" in found:
         found["tenant"]["by"] += f", from {origin}"
@@ -95,7 +95,7 @@ def _key(args: argparse.Namespace) -> tuple[str | None, str]:
     return key_given(args.key, args.key_file, variables=() if carries_one else (KEY_VARIABLE,))
 
 
-class _Explanation:
+class RequestExplanation:
     """Follows one request through the middleware's own intake and an empty pool, and keeps what it finds on the way,
     also where that ends in a refusal.
     """

@@ -153,6 +153,10 @@ class AdmissionController:
             return None
         return lambda request: self.gain.appraise(request, snapshot.tier_names)
 
+    def controller_of(self, request: SizedRequest) -> AdmissionController:  # noqa: ARG002  # as the models' front has it
+        """The controller whose pool a request enters that was read here."""
+        return self
+
     @property
     def is_observing(self) -> bool:
         """Whether new requests pass, and the pool shows what enforcing would do with them (`mode: observe`)."""

@@ -228,6 +228,7 @@ class RequestHandler(msgspec.Struct, eq=False):
         self._request, self._body = request, request.body
         if self._snapshot.estimator.counter is not None:
             await count_tokens(request, self._snapshot)
+        self._controller = self._controller.controller_of(request)
         return request
 
     def _classified(self, entered_us: int | None) -> None:
