@@ -147,15 +147,15 @@ class AdmissionController:
         """The policy of new requests."""
         return self.snapshot.policy
 
+    def controller_of(self, request: SizedRequest) -> AdmissionController:  # noqa: ARG002  # a front of models asks it
+        """The controller of the pool that a request enters: this one."""
+        return self
+
     def appraiser(self, snapshot: PolicySnapshot) -> Appraise | None:
         """What gives requests the figures of their gain. None where the policy orders by level."""
         if not snapshot.policy.rules.is_by_gain:
             return None
         return lambda request: self.gain.appraise(request, snapshot.tier_names)
-
-    def controller_of(self, request: SizedRequest) -> AdmissionController:  # noqa: ARG002  # as the models' front has it
-        """The controller whose pool a request enters that was read here."""
-        return self
 
     @property
     def is_observing(self) -> bool:

@@ -16,15 +16,14 @@ from sidecar.errors import AdmissionError
 from sidecar.events import Headers
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest
-from sidecar.middleware.generic_request import GenericRequest
 from sidecar.middleware.intake import is_upload
-from sidecar.middleware.middleware import guarded_endpoint, handler_of
+from sidecar.middleware.middleware import guarded_endpoint
 from sidecar.middleware.model_list import asked_model, send_models
 from sidecar.middleware.models import ModelsController
 from sidecar.middleware.passing import pass_on
+from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.request_path import exact_paths
 from sidecar.middleware.self_view import is_self_view, send_self_view
-from sidecar.middleware.timed_request import TimedRequest
 from sidecar.middleware.unguarded import is_refused, pass_or_refuse
 from sidecar.payload.content_codings import packed_body
 from sidecar.policy.model import Endpoint
@@ -38,8 +37,7 @@ async def serve_models(front: ModelsController, scope: Scope, receive: Receive, 
             controller, receive = await _by_model(front, scope, receive, endpoint)
             await DryRunRequest(front, controller, endpoint, scope, receive, send).run()
         else:
-            kind = TimedRequest if endpoint.size is None else GenericRequest
-            await handler_of(kind, front, endpoint, scope, receive, send).run()
+            await RequestHandler(front, endpoint, scope, receive, send).run()
     elif (asked := asked_model(scope)) is not None:
         await send_models(front, asked, scope, send)
     elif front.is_passing and scope["type"] != "lifespan":

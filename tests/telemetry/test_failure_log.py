@@ -142,4 +142,6 @@ def test_an_sdk_that_fails_at_first_records_the_requests_after_that(monkeypatch:
     monkeypatch.setattr(sdk.provider, "get_tracer", failing_once)
     observer = quiet(sdk.tracer)
     play(observer, *HEALTHY)
+    assert not sdk.exporter.get_finished_spans()
+    play(observer, *HEALTHY)
     assert {span.name for span in sdk.exporter.get_finished_spans()} == {"admission", "engine"}
