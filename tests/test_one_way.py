@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from sidecar.cli.explain_policy import RequestExplanation
 from sidecar.errors import AdmissionError
-from sidecar.events import Classified, Observed, Refused, Verdict
+from sidecar.events import Classified, Observed, Refused, Settled, Verdict
 from sidecar.leases import Admission
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.model_requests import serve_models
@@ -65,7 +65,7 @@ endpoints:
   /v1/messages: {{}}
   /v1/embeddings: {{}}
   /v1/batch/completions: {{tier: batch, forward_to: /v1/completions}}
-  /paint: {{api: generic, tokens: {{base: 20, per_kilobyte: 400}}}}
+  /paint: {{api: generic, tokens: {{base: 20, per_kilobyte: 400}}, cost: {{member: paid}}}}
 tenants: tenants/*.yaml
 """
 ONE_ENGINE = "capacity: {tokens: 2000, requests: 10}\n"
@@ -102,6 +102,7 @@ POLICIES: Sequence[tuple[str, str]] = [
         LIMITS,
     ),
 ]
+ANSWER = b'{"usage": {"prompt_tokens": 7, "completion_tokens": 5}, "paid": 33}'
 PLACES = st.integers(0, len(POLICIES) - 1)
 Pairs = list[tuple[bytes, bytes]]
 Said = dict[str, Any]
@@ -133,7 +134,7 @@ class Sidecar:
 
     def _of_one(self, policy: Policy) -> AdmissionController:
         return TestedMiddleware(
-            App(),
+            App(answer=ANSWER),
             policy=policy,
             pool=self._pool(policy),
             dialect=policy.engine(policy.carrier),
@@ -144,7 +145,7 @@ class Sidecar:
 
     def _front(self, policy: Policy) -> AdmissionController:
         front = ModelsController(
-            App(),
+            App(answer=ANSWER),
             controllers={name: self._of_one(policy.of_model(name)) for name in policy.models},
             policy=policy,
             pool=LimitsPool(policy, self._allowances),
@@ -220,11 +221,13 @@ def _ignored(caller: Caller) -> Sequence[str]:
 
 
 def _sized(recorder: Recorder) -> Said:
-    """What is reported of a request that was read."""
+    """What is reported of a request that was read, and what its answer cost."""
     said: Said = {}
     for made in (event for story in recorder.stories for event in story.events if isinstance(event, Classified)):
         said = {name: getattr(made, name) for name in ("tier", "tenant", "source", "clamped_from", "downgraded_from")}
         said |= {"tokens": made.tokens, "requests": made.requests}
+    for ended in (event for story in recorder.stories for event in story.events if isinstance(event, Settled)):
+        said["used"] = (ended.outcome, ended.status, ended.tokens_used, ended.input_tokens, ended.output_tokens)
     return said
 
 

@@ -48,6 +48,7 @@ from sidecar.chunks import with_write
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import AppTrace, Headers, Observed, Outcome, Verdict
+from sidecar.middleware.answer import CostReader
 from sidecar.middleware.app_call import BODIES, AppCall, body_of
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.engine_times import SentRequest
@@ -185,7 +186,7 @@ class RequestWatcher:
     """
 
     __slots__ = (
-        "_client", "_controller", "_disconnected", "_endpoint", "_found", "_front", "_intake", "_is_answered",
+        "_client", "_controller", "_cost", "_disconnected", "_endpoint", "_found", "_front", "_intake", "_is_answered",
         "_is_over", "_reader", "_received_us", "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status",
         "_usage",
     )  # fmt: skip
@@ -206,6 +207,7 @@ class RequestWatcher:
         self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
         self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
+        self._cost = None if endpoint.cost is None else CostReader(endpoint.cost)
         self._reader: AnswerReader = self._usage
         self._shadow: ShadowRequest | None = None
         self._sent: SentRequest | None = None
@@ -241,6 +243,8 @@ class RequestWatcher:
 
     def on_response(self, message: Message) -> None:
         """The client is about to get this message."""
+        if self._cost is not None:
+            self._cost.feed(message)
         if message["type"] == "http.response.start":
             self._status = message["status"]
         elif message["type"] in BODIES:
@@ -274,6 +278,8 @@ class RequestWatcher:
         outcome, code = self._outcome(error, is_complete=is_complete)
         usage, prompt_tokens, charged = self._usage, 0, None
         usage.read()
+        if self._cost is not None:
+            self._cost.tell(usage)
         if isinstance(self._found, SizedRequest):
             tenant, payload = self._found.classification.tenant.name, self._found.payload
             usage.conclude(self._controller.output_ratios, tenant, payload.model)
