@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -91,7 +91,8 @@ POLICIES: Sequence[tuple[str, str]] = [
         POOL.format(engine="sglang", anonymous="normal")
         + ONE_ENGINE.replace("10}", "10, learn: full}")
         + "max_body: 600B\nmax_upload: 5KiB\norder: gain\nsources: [engine, body, header, key]\n"
-        + "engine_levels: {high: 10, normal: 5, batch: 0}\n",
+        + "engine_levels: {high: 10, normal: 5, batch: 0}\n"
+        + "gateway: {tenant_header: x-tenant, tier_header: x-asks, addresses: [10.0.0.0/8]}\n",
         "",
     ),
     (POOL.format(engine="vllm", anonymous="normal").replace("max_requests: 5, ", "max_requests: 0, ") + ENGINES, ""),
@@ -106,6 +107,16 @@ ANSWER = b'{"usage": {"prompt_tokens": 7, "completion_tokens": 5}, "paid": 33}'
 PLACES = st.integers(0, len(POLICIES) - 1)
 Pairs = list[tuple[bytes, bytes]]
 Said = dict[str, Any]
+
+
+class Sent(NamedTuple):
+    """A request as a server hands it over."""
+
+    path: str
+    pairs: Pairs
+    body: bytes
+    query: bytes = b""
+    client: str | None = None
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +182,11 @@ class Sidecar:
         )
         return pool
 
-    async def ask(self, path: str, query: bytes, pairs: Pairs, body: bytes) -> Caller:
-        """Sends a request, as a server hands it over."""
-        caller = Caller(self._serve, body, path=path, query_string=query, headers=pairs)
+    async def ask(self, sent: Sent) -> Caller:
+        """Sends a request."""
+        client = None if sent.client is None else (sent.client, 1)
+        scope = {"query_string": sent.query, "headers": sent.pairs, "client": client}
+        caller = Caller(self._serve, sent.body, path=sent.path, **scope)
         await caller.run()
         return caller
 
@@ -185,9 +198,9 @@ class Sidecar:
             await self.controller(scope, receive, send)
 
 
-async def enforced(policy: Policy, path: str, query: bytes, pairs: Pairs, body: bytes) -> Said:
+async def enforced(policy: Policy, sent: Sent) -> Said:
     sidecar = Sidecar(policy)
-    caller = await sidecar.ask(path, query, pairs, body)
+    caller = await sidecar.ask(sent)
     (story,) = sidecar.recorder.stories
     said: Said = {"code": None, "message": None}
     if isinstance(story.end, Refused):
@@ -200,9 +213,9 @@ async def enforced(policy: Policy, path: str, query: bytes, pairs: Pairs, body: 
     return {**said, **_sized(sidecar.recorder)}
 
 
-async def observed(policy: Policy, path: str, query: bytes, pairs: Pairs, body: bytes) -> Said:
+async def observed(policy: Policy, sent: Sent) -> Said:
     sidecar = Sidecar(replace(policy, mode=Mode.OBSERVE))
-    caller = await sidecar.ask(path, query, pairs, body)
+    caller = await sidecar.ask(sent)
     assert caller.status == 200
     while not sidecar.observed:  # noqa: ASYNC110  # virtual time: a shadow may wait for an hour
         await asyncio.sleep(1)
@@ -231,9 +244,10 @@ def _sized(recorder: Recorder) -> Said:
     return said
 
 
-def explained(loaded: Loaded, path: str, query: bytes, pairs: Pairs, body: bytes) -> Said:
-    target = f"{path}?{query.decode('utf-8', 'surrogateescape')}" if query else path
-    found = asyncio.run(RequestExplanation(loaded, Estimator(), None).of(target, pairs, body))
+def explained(loaded: Loaded, sent: Sent) -> Said:
+    query = sent.query.decode("utf-8", "surrogateescape")
+    target = f"{sent.path}?{query}" if query else sent.path
+    found = asyncio.run(RequestExplanation(loaded, Estimator(), sent.client).of(target, sent.pairs, sent.body))
     error = found.get("error") or {"code": None, "message": None}
     said = {
         **error,
@@ -289,7 +303,7 @@ def simulated(policy: Policy, found: Said) -> Said:
 def is_simulated(found: Said) -> bool:
     """Whether a trace can have such a request: of one sequence, with no maximum, in one engine."""
     is_plain = (found["prompts"], found["choices"], found["unsized"], found["output_cap"]) == (1, 1, None, None)
-    return is_plain and bool(found["output_tokens"]) and found["output_by"] != "the request"
+    return is_plain and found["prompt_tokens"] > 0 < found["output_tokens"] and found["output_by"] != "the request"
 
 
 # -- what they are asked
@@ -354,14 +368,14 @@ ODD_BODIES = st.one_of(
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[str, bytes, Pairs, bytes]:
-    """The path, the query, the headers and the body of a request."""
+def requests(draw: st.DrawFn) -> Sent:
+    """A request that is right, or wrong in one thing or in many."""
     path = draw(st.sampled_from(sorted(RIGHT)))
     pairs = [*draw(KEYS), *(draw(HEADERS) if draw(st.booleans()) else [])]
     body = draw(right_bodies(path) if draw(st.integers(0, 4)) else ODD_BODIES)
     if (b"content-encoding", b"gzip") in pairs and draw(st.booleans()):
         body = gzip.compress(body, mtime=0)
-    return path, draw(QUERIES), pairs, body
+    return Sent(path, pairs, body, draw(QUERIES), draw(CLIENTS))
 
 
 HEADERS = st.lists(
@@ -374,25 +388,26 @@ HEADERS = st.lists(
             (b"transfer-encoding", b"chunked"), (b"content-type", b"multipart/form-data; boundary=x"),
             (b"x-stainless-retry-count", b"1"), (b"authorization", b"Basic YTpi"), (b"x-api-key", KEY.encode()),
             (b"x-api-key", b"sk-no-one"), (b"x-goog-api-key", KEY.encode()),
+            (b"x-tenant", b"acme"), (b"x-tenant", b"acme"), (b"x-tenant", b"no-one"), (b"x-asks", b"batch"),
         ]
     ),
     max_size=3,
 ) | scopes().map(lambda scope: scope["headers"])  # fmt: skip
+CLIENTS = st.sampled_from([None, "10.0.0.7", "192.0.2.1"])
 KEYS = st.sampled_from([[], ACME, ACME, ACME, [(b"authorization", b"Bearer EMPTY")]])
 QUERIES = st.sampled_from(
     [b"", b"", b"", b"beta=true", b"key=" + KEY.encode(), b"key=1&key=" + KEY.encode()]
 ) | st.binary(max_size=6)
 
 
-def compare(loaded: Loaded, path: str, query: bytes, pairs: Pairs, body: bytes) -> Said:
+def compare(loaded: Loaded, sent: Sent) -> Said:
     """Sends a request every way, and returns what the middleware says."""
-    if not {b"content-length", b"transfer-encoding"} & {name for name, _ in pairs}:
-        pairs = [*pairs, (b"content-length", b"%d" % len(body))]
+    if not {b"content-length", b"transfer-encoding"} & {name for name, _ in sent.pairs}:
+        sent = sent._replace(pairs=[*sent.pairs, (b"content-length", b"%d" % len(sent.body))])
     policy = loaded.policy
-    said = run_virtually(enforced(policy, path, query, pairs, body))
-    found = explained(loaded, path, query, pairs, body)
+    said, found = run_virtually(enforced(policy, sent)), explained(loaded, sent)
     agree(said, found, "explain")
-    agree(said, run_virtually(observed(policy, path, query, pairs, body)), "observe")
+    agree(said, run_virtually(observed(policy, sent)), "observe")
     if "tokens" in found:
         agree(said, run_virtually(leased(policy, found)), "lease")
         if policy.engines is None and found["tenant"] != "acme" and is_simulated(found):
@@ -407,10 +422,8 @@ def agree(said: Said, other: Said, way: str) -> None:
 
 
 @given(place=PLACES, request=requests())
-def test_whatever_is_sent_every_way_decides_the_same(
-    policies: list[Loaded], place: int, request: tuple[str, bytes, Pairs, bytes]
-) -> None:
-    compare(policies[place], *request)
+def test_whatever_is_sent_every_way_decides_the_same(policies: list[Loaded], place: int, request: Sent) -> None:
+    compare(policies[place], request)
 
 
 @each("file", HTTP, ids=names(HTTP))
@@ -421,7 +434,7 @@ def test_so_it_is_for_what_was_found_once(policies: list[Loaded], file: Path) ->
     path, _, query = line.split(b" ")[1].partition(b"?")
     if endpoint_of(by_path(policies[0].policy.endpoints), {"path": path.decode()}) is not None:
         for loaded in policies:
-            compare(loaded, path.decode(), query, pairs, body)
+            compare(loaded, Sent(path.decode(), pairs, body, query))
 
 
 @each(
@@ -445,4 +458,4 @@ def test_so_it_is_for_what_was_found_once(policies: list[Loaded], file: Path) ->
 )
 def test_what_is_refused(policies: list[Loaded], place: int, pairs: Pairs, members: Said, code: str | None) -> None:
     body = json.dumps({"model": "m", "messages": MESSAGES, **members}).encode()
-    assert compare(policies[place], "/v1/chat/completions", b"", pairs, body)["code"] == code
+    assert compare(policies[place], Sent("/v1/chat/completions", pairs, body))["code"] == code
