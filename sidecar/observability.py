@@ -109,8 +109,11 @@ class Observability:
         waits = WaitFinder(journal, names, is_shared, partial(_place, pool, names))
         self._long_waits = LongWaits(policy.trace_waits_s, waits.so_far)
         self._spans = _tracer(controller, policy, waits, self._long_waits)
-        listeners: list[Listener] = [metrics, journal, recent, self._log, sampler]
-        self.observer = EventDispatcher(self._spans, listeners, failure_log=None if is_looked_at else self._log)
+        listeners: list[Listener] = [metrics, journal, self._log, sampler]
+        if is_looked_at:
+            self.observer = EventDispatcher(self._spans, [*listeners, recent])
+        else:
+            self.observer = EventDispatcher(self._spans, listeners, failure_log=self._log)
         self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
         lengths = LengthExchange(controller.lease_sizes.estimator)

@@ -22,6 +22,8 @@ from sidecar.telemetry.setup import configure_from_environment
 
 _OBSERVING = "mode: observe: every request passes; `sidecar observed` reports what enforcing would have done"
 
+_STARTING = "this process is starting: clients are not served yet"
+
 _log = logging.getLogger("sidecar.serve")
 
 
@@ -59,7 +61,7 @@ class Serving:
     """One process's parts. Raises ValueError for a policy or an environment that cannot be, and TelemetryError."""
 
     def __init__(self, settings: ServeSettings, policy: Policy) -> None:
-        self._grace_s = settings.grace_s
+        self._grace_s, self._is_open = settings.grace_s, False
         self.middleware = AdmissionMiddleware(
             proxy_of(settings.upstream, policy),
             policy,
@@ -77,10 +79,17 @@ class Serving:
         )
         self.pages = admin_app(
             state=self._controller.state,
-            readiness=self.readiness,
+            readiness=self._reasons,
             notices=self._controller.notices,
             routes=observability.routes,
         )
+
+    def opened(self) -> None:
+        """Clients are served from now on."""
+        self._is_open = True
+
+    def _reasons(self) -> Sequence[str]:
+        return self.readiness() or (() if self._is_open else (_STARTING,))
 
     def drain(self) -> None:
         """Refuses new requests from now on, and logs it."""

@@ -16,8 +16,10 @@ from sidecar.pools import member
 from sidecar.pools.redis import connection
 from tests.support import stages
 from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import begun
 from tests.support.signals import restore_for_children
 
+TESTS = Path(__file__).parent
 IS_CI = "CI" in os.environ
 """Properties try the same examples in every run of a commit. A developer's run looks for new ones."""
 EXAMPLES = Path(os.environ.get("SIDECAR_EXAMPLES") or Path.home() / ".cache" / "admission-sidecar" / "examples")
@@ -37,8 +39,12 @@ stages.check_every_step()
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs a file in one process, so that what it starts is started once, and tests on real time last."""
-    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+    """Runs a file in one process, so that what it starts is started once.
+
+    First the files directly in `tests/`, which start the most and take longest, so that none of them is left at the end
+    while the other processes have nothing to do; tests on real time last.
+    """
+    items.sort(key=lambda item: (item.get_closest_marker("alone") is not None, item.path.parent != TESTS))
     for item in items:
         group = "alone" if item.get_closest_marker("alone") else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
@@ -68,11 +74,11 @@ def patient_stores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[RedisServer]:
-    """A store of its own for each test: some kill it."""
+    """A store of its own for each test, as some kill it, in which the pool called `default` has begun."""
     folder = tmp_path / "store"
     folder.mkdir()
     with RedisServer(first_binary(), folder) as server:
-        yield server
+        yield begun(server)
 
 
 @pytest.fixture

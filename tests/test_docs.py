@@ -34,12 +34,13 @@ SUBJECT = re.compile(r"(?:^[-* ]*|[.:;!] )(?:Who|Whoever|What)\b[^.?|]*(?:[.|]|$
 """A sentence whose subject is Who or What; a question, a heading, a cell and a label in bold may begin with it."""
 
 
-def is_hidden(path: Path) -> bool:
-    """Whether it lies in an environment or a cache."""
-    return any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+def pages(folder: Path) -> list[Path]:
+    """Those in it and below it, but none of an environment or a cache, which have thousands of folders."""
+    below = (one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    return sorted([*folder.glob("*.md"), *(page for one in below for page in pages(one))])
 
 
-PAGES = [path for path in sorted(ROOT.rglob("*.md")) if not is_hidden(path)]
+PAGES = pages(ROOT)
 WORDED = [
     ROOT / "README.md",
     *sorted(DOCS.rglob("*.md")),

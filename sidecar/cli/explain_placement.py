@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sidecar.middleware.model_names import ModelNames
 from sidecar.policy.fields import UNBOUNDED
-from sidecar.policy.fleet import Affinity, Discovery, EngineAddress
+from sidecar.policy.fleet import Affinity, Discovery, EngineAddress, FleetPolicy, offered
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
+from sidecar.pools import Pool
+from sidecar.pools.engines import EngineOffer
 
 Found = dict[str, Any]
 
@@ -18,13 +21,33 @@ def of_model(policy: Policy, model: str | None, body: bytes) -> Policy:
     return policy.of_model(ModelNames(policy).model_of(model, body)) if policy.models else policy
 
 
+def empty_pool(policy: Policy) -> Pool:
+    """The pool of a policy before its first request. Where no engine is known yet, it is one of no bound."""
+    known = () if policy.engines is None else _known(policy.engines)
+    if policy.engines is None or not known:
+        return Pool(policy)
+    pool = Pool(policy, weight_percent=policy.engines.affinity.weight_percent)
+    pool.set_engines([_offer(engine) for engine in known])
+    return pool
+
+
+def _offer(engine: EngineAddress) -> EngineOffer:
+    tokens, requests = map(offered, engine.capacity.size(None, None))
+    return EngineOffer(f"{engine.name}#1", tokens, requests, engine.prefill)
+
+
+def _known(engines: FleetPolicy) -> Sequence[EngineAddress]:
+    """The engines that the policy names, or the one of the process that mounts the middleware."""
+    if engines.mounted:
+        return (EngineAddress(Discovery.MOUNTED.value, "", engines.capacity, engines.prefill),)
+    return engines.static
+
+
 def placement(policy: Policy, pool: Policy, holds: Found) -> Found | None:
     """The engines for a request that holds so much, as JSON types; None for a pool with one engine of no name."""
     if policy.engines is None or pool.engines is None:
         return None
-    known = pool.engines.static
-    if pool.engines.mounted:
-        known = (EngineAddress(Discovery.MOUNTED.value, "", pool.engines.capacity, pool.engines.prefill),)
+    known = _known(pool.engines)
     fits = [engine.name for engine in known if _holds(engine, holds)]
     return {
         "model": pool.pool.removeprefix(f"{policy.pool}/") if policy.models else None,

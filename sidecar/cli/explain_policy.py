@@ -6,41 +6,41 @@ import argparse
 import asyncio
 import json
 import sys
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sidecar.admission.turn import Turn, TurnEnded, Unreported
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, SourceAnswer, api_key
 from sidecar.cli.api_key import KEY_VARIABLE, key_given
 from sidecar.cli.check_engines import with_engine_list
-from sidecar.cli.explain_gain import SizedForGain, gain, gain_lines
-from sidecar.cli.explain_placement import of_model, placement, placement_lines
+from sidecar.cli.explain_gain import gain, gain_lines
+from sidecar.cli.explain_placement import empty_pool, of_model, placement, placement_lines
 from sidecar.cli.output import write_json
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
-from sidecar.engines.registry import client_headers
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
 from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.credentials import KEY_HEADERS
-from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
+from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.model_list import is_model_list
 from sidecar.middleware.policy_snapshot import policy_snapshot
+from sidecar.middleware.refusals import no_room
+from sidecar.middleware.request_gain import GainMeter
 from sidecar.middleware.request_path import endpoint_of
 from sidecar.middleware.unguarded import treatment
-from sidecar.payload.decode import decode
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.keys import digest
 from sidecar.policy.model import CapacitySource, Endpoint, Learn, Mode, Policy, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools import Pool
+from sidecar.pools import Ask, Pool
 from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter
 
 SMALLEST = {
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.body}: cannot be read ({error.strerror})", file=sys.stderr)
         return 1
     keys = [] if key is None else [(b"authorization", b"Bearer " + key.encode("utf-8", "surrogateescape"))]
-    explanation = _Explanation(loaded, Estimator(counter), args.client)
-    found = asyncio.run(explanation.of(args.path.partition("?")[0], [*keys, *args.header], body))
+    explanation = RequestExplanation(loaded, Estimator(counter), args.client)
+    found = asyncio.run(explanation.of(args.path, [*keys, *args.header], body))
     if origin == KEY_VARIABLE and "tenant" in found:
         found["tenant"]["by"] += f", from {origin}"
     if args.json != "-":
@@ -96,7 +96,7 @@ def _key(args: argparse.Namespace) -> tuple[str | None, str]:
     return key_given(args.key, args.key_file, variables=() if carries_one else (KEY_VARIABLE,))
 
 
-class _Explanation:
+class RequestExplanation:
     """Follows one request through the middleware's own intake and an empty pool, and keeps what it finds on the way,
     also where that ends in a refusal.
     """
@@ -113,8 +113,10 @@ class _Explanation:
         self._names = [tier.name for tier in loaded.policy.tiers]
         self._found: Found = {}
 
-    async def of(self, path: str, pairs: Headers, body: bytes | None) -> Found:
-        """All that can be said of a request, as JSON types."""
+    async def of(self, target: str, pairs: Headers, body: bytes | None) -> Found:
+        """All that can be said of a request to a path, perhaps with a query, as JSON types."""
+        path, _, said = target.partition("?")
+        query = said.encode("utf-8", "surrogateescape")
         endpoint = endpoint_of(self._snapshot.endpoints, {"path": path})
         self._found = {"path": path, "guarded": endpoint is not None, "mode": self._policy.mode.value}
         if endpoint is None:
@@ -123,7 +125,7 @@ class _Explanation:
             return self._found
         self._found |= {"api": endpoint.api.value, "forward_to": endpoint.forward_to, "body_given": body is not None}
         try:
-            await self._follow(endpoint, pairs, self._smallest(endpoint.api) if body is None else body)
+            await self._follow(endpoint, pairs, query, self._smallest(endpoint.api) if body is None else body)
         except AdmissionError as error:
             self._found["error"] = {"status": error.status, "code": error.code, "message": error.message}
         return self._found
@@ -147,7 +149,7 @@ class _Explanation:
             for mode in modes
         ]
 
-    async def _follow(self, endpoint: Endpoint, given: Headers, body: bytes) -> None:
+    async def _follow(self, endpoint: Endpoint, given: Headers, query: bytes, body: bytes) -> None:
         headers = dict(given)
         key = api_key(headers)
         if self._issuer_keys is not None and key is not None and is_token(key):
@@ -157,35 +159,36 @@ class _Explanation:
             pairs.append((b"content-length", b"%d" % len(body)))  # as clients send it
         headers = dict(pairs)
         intake = RequestIntake(self._snapshot, endpoint, headers, self._snapshot.names_read[tuple(headers)], 0)
+        intake.trace = self._note_sources
         try:
-            intake.check_head(pairs, {"client": self._client})
+            intake.check_head(pairs, {"client": self._client, "query_string": query})
+            request = intake.feed({"type": "http.request", "body": body}, 0)
         finally:
             if intake.tenant is not None:
                 self._found["tenant"] = self._tenant(intake.tenant, self._named_by(headers, key))
-        with suppress(AdmissionError):  # what is wrong is refused below, by the check whose turn it is
-            self._find_tier(endpoint, headers, body, intake.tenant)
-        request = intake.feed({"type": "http.request", "body": body}, 0)
+            if intake.classification is not None:
+                self._found |= self._classification(intake.classification)
         assert request is not None
         await count_tokens(request, self._snapshot)
-        self._found |= self._classification(request.classification)
-        pool = of_model(self._policy, request.payload.model, request.body)
-        await self._enter(request, pool)
-        self._found["placement"] = placement(self._policy, pool, self._found["holds"])
-        self._found["gain"] = self._gain(request)
+        policy = of_model(self._policy, request.payload.model, request.body)
+        pool = empty_pool(policy)
+        request.hits = None if policy.engines is None else ()  # no engine has anything of its prompt yet
+        sizes = LeaseSizes(policy.learn, pool.now_us, LengthEstimator())
+        meter, names = GainMeter(pool.now_us, sizes), self._snapshot.tier_names
+        ask = sized_ask(pool, request, sizes, lambda request: meter.appraise(request, names))
+        self._note_size(request, ask, policy)
+        self._found["placement"] = placement(self._policy, policy, self._found["holds"])
+        await self._take_turn(request, ask, pool)
+        self._found["gain"] = gain(self._policy, request)
         self._found["engine"] = self._engine(endpoint.api, request.classification.level)
 
-    def _find_tier(self, endpoint: Endpoint, headers: dict[bytes, bytes], body: bytes, tenant: Tenant | None) -> None:
-        """What each source says of the tier, and which wins. Raises what the body or a source is refused for."""
-        assert tenant is not None
-        is_unread = endpoint.size is not None and is_upload(headers)
-        payload = decode(endpoint.api, b"{}" if is_unread else body)
-        asked = Asked(endpoint, payload, headers, client_headers(tuple(headers)))
+    def _note_sources(self, asked: Asked, tenant: Tenant) -> None:
+        """What each source says of the tier. The first that answers wins, unless one before it is refused."""
         answers = self._snapshot.classifier.answers(asked, tenant)
-        self._found["sources"] = [self._source(answer) for answer in answers]
-        made = self._snapshot.classifier.classify(asked, tenant)
-        for answer, source in zip(answers, self._found["sources"], strict=True):
-            source["wins"] = answer.source is made.source
-        self._found |= self._classification(made)
+        first = next((answer for answer in answers if answer.refusal is not None or answer.level is not None), None)
+        self._found["sources"] = [
+            {**self._source(answer), "wins": answer is first and answer.refusal is None} for answer in answers
+        ]
 
     def _named_by(self, headers: dict[bytes, bytes], key: bytes | None) -> str:
         """What has named the tenant of a request."""
@@ -212,7 +215,6 @@ class _Explanation:
             "value": answer.value if answer.statement else None,
             "tier": None if answer.level is None else self._names[answer.level],
             "refused": answer.refusal is not None,
-            "wins": False,
         }
 
     def _classification(self, made: Classification) -> Found:
@@ -237,11 +239,29 @@ class _Explanation:
                 return f"{place}: {key}: {best}"
         return f"tenant {tenant.name}"
 
-    async def _enter(self, request: SizedRequest, pool: Policy) -> None:
-        """Enters the empty pool of a policy, and notes what the request would hold there. Raises the pool's refusal."""
-        entered = Pool(pool)
-        ask = sized_ask(entered, request, LeaseSizes(pool.learn, entered.now_us, LengthEstimator(), lambda: 1))
-        level, sizes = request.classification.level, SizeLimits(pool)
+    async def _take_turn(self, request: SizedRequest, ask: Ask, pool: Pool) -> None:
+        """Takes its turn in an empty pool. Raises the pool's refusal, or that of a wait that no grant would end."""
+        classification = request.classification
+        turn = Turn(pool, self._policy, classification.tenant, Unreported(), budgets=None, max_wait_s=0)
+        try:
+            lease = await turn.enter(ask)
+        finally:
+            classification.note_charged(turn.level)
+            self._found |= self._classification(classification)
+        tier = self._policy.tiers[turn.level]
+        self._found["longest_wait_s"] = longest_s = request.longest_wait_s(self._policy)
+        self._found["timeouts"] = {**asdict(tier.timeouts), "streams": request.payload.stream}
+        try:
+            await turn.granted()
+            lease.settle(0)
+        except TurnEnded:  # no engine is large enough, although all of them are idle
+            if longest_s is not None:
+                raise no_room(pool, tier, longest_s) from None
+        finally:
+            await pool.close()
+
+    def _note_size(self, request: SizedRequest, ask: Ask, policy: Policy) -> None:
+        level, sizes = request.classification.level, SizeLimits(policy)
         tokens, requests = sizes.limits(level)
         payload = request.payload
         self._found["holds"] = {
@@ -255,30 +275,14 @@ class _Explanation:
             "output_by": "the tier's default" if payload.max_output_tokens is None else "the request",
             "output_cap": request.output_cap,
             "counted_by": "bytes" if self._snapshot.estimator.counter is None else "tokenizer",
-            "learn": pool.learn.value,
+            "learn": policy.learn.value,
         }
         self._found["largest"] = {"tokens": _bounded(tokens), "requests": _bounded(requests)}
         self._found["largest_by"] = {
             "tokens": sizes.reason(level, tokens) if tokens < UNLIMITED else None,
             "requests": sizes.reason(level, requests, tokens=False) if requests < UNLIMITED else None,
         }
-        self._found["capacity_from"] = CapacitySource.ENGINE.value if pool.reads_capacity else None
-        lease = await entered.enter(ask)
-        lease.settle(0)
-        await entered.close()
-        request.classification.note_charged(lease.ask.tier)
-        self._found |= self._classification(request.classification)
-        self._found["longest_wait_s"] = request.longest_wait_s(self._policy)
-        timeouts = self._policy.tiers[request.classification.level].timeouts
-        self._found["timeouts"] = {**asdict(timeouts), "streams": request.payload.stream}
-
-    def _gain(self, request: SizedRequest) -> Found | None:
-        """Its place under `order: gain`, before anything was measured; None under another order."""
-        holds, payload = self._found["holds"], request.payload
-        output = 0 if payload.background else holds["output_tokens"] * payload.shown_sequences
-        level, prompt = request.classification.level, holds["prompt_tokens"]
-        sized = SizedForGain(level, holds["tokens"], holds["requests"], prompt, output)
-        return gain(self._policy, sized, request.headers)
+        self._found["capacity_from"] = CapacitySource.ENGINE.value if policy.reads_capacity else None
 
     def _engine(self, api: Api, level: int) -> Found:
         priority = self._dialect.priority(level, len(self._names))

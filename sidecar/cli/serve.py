@@ -199,6 +199,7 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_check
                 upstreams=upstreams(settings.upstream, policy),
                 grace_s=settings.grace_s,
                 announce=announce,
+                opened=serving.opened,
                 certificate=certificate,
             )
         )

@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sidecar.classify import SaidByApp, TenantClaims, said_by_app
 from sidecar.errors import TenantNotFound, UnknownTenant
 from sidecar.middleware.controller import AdmissionController
-from sidecar.middleware.generic_request import UploadChannel
 from sidecar.middleware.middleware import guarded_endpoint
 from sidecar.middleware.self_view import is_self_view
 from sidecar.middleware.unguarded import needs_tenant
+from sidecar.middleware.upload_channel import UploadChannel
 from sidecar.policy.model import Policy
 
 Said: TypeAlias = "str | Mapping[str, Any] | None"

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Send
 from sidecar.apis import Api
 from sidecar.events import Headers
 from sidecar.middleware.asked_usage import UsageHider
-from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.intake import RequestIntake, SizedRequest
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.response_headers import early_headers
 from sidecar.middleware.sse_keepalive import STREAMING, SseKeepAlive
@@ -25,6 +25,17 @@ _INSTRUMENTATION = "opentelemetry.instrumentation.asgi"
 
 class ClientDisconnected(Exception):
     """The client disconnected before its request was read."""
+
+
+async def read_body(intake: RequestIntake, receive: Receive, now_us: Callable[[], int]) -> SizedRequest:
+    """The request, once its body is complete. Raises ClientDisconnected, or the intake's refusal."""
+    request = None
+    while request is None:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        request = intake.feed(message, now_us())
+    return request
 
 
 class ClientChannel(msgspec.Struct, eq=False):
@@ -142,7 +153,7 @@ class ClientComments(msgspec.Struct, frozen=True):
 
 
 def comments_for(
-    client: ClientChannel, request: SizedRequest, lease: Lease, snapshot: PolicySnapshot, request_id: str
+    client: ClientChannel, request: SizedRequest, snapshot: PolicySnapshot, request_id: str, lease: Lease
 ) -> ClientComments | None:
     """The comments while a request waits; None where the policy has none, or its client does not stream."""
     every_s, api = snapshot.policy.keep_alive_s, request.api

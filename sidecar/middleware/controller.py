@@ -147,6 +147,10 @@ class AdmissionController:
         """The policy of new requests."""
         return self.snapshot.policy
 
+    def controller_of(self, request: SizedRequest) -> AdmissionController:  # noqa: ARG002  # a front of models asks it
+        """The controller of the pool that a request enters: this one."""
+        return self
+
     def appraiser(self, snapshot: PolicySnapshot) -> Appraise | None:
         """What gives requests the figures of their gain. None where the policy orders by level."""
         if not snapshot.policy.rules.is_by_gain:

@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from sidecar.apis import Api
 from sidecar.durations import short_duration
-from sidecar.errors import EngineTimeout, ResponseCut
+from sidecar.errors import AdmissionError, EngineTimeout, ResponseCut
 from sidecar.middleware.client_channel import ClientChannel
 from sidecar.middleware.error_responses import send_error
 from sidecar.middleware.sse_keepalive import SseKeepAlive
@@ -87,7 +87,7 @@ def _error(did: str, within_s: float) -> EngineTimeout:
 
 
 async def break_off(
-    client: ClientChannel, error: EngineTimeout, api: Api, usage: UsageReader, *, streams: bool
+    client: ClientChannel, error: AdmissionError, api: Api, usage: UsageReader, *, streams: bool
 ) -> None:
     """Ends an answer that has begun, and that `usage` has read: an event, where it `streams`, tells the client why.
 

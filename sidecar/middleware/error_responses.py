@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 from starlette.types import Message, Receive, Send
 
-from sidecar.errors import AdmissionError, BodyTooLarge
+from sidecar.errors import AdmissionError
 from sidecar.events import Headers
 from sidecar.middleware.response_headers import ANTHROPIC_ID, REQUEST_ID
 
@@ -58,12 +58,13 @@ async def refuse(
     receive: Receive,
     most_s: float,
     *,
+    is_body_left: bool,
     anthropic: bool,
     request_id: str,
     headers: Headers,
 ) -> None:
-    """Answers a request, and reads the rest of a body that is too large, for at most `most_s`: see `discard_body`."""
-    if not isinstance(error, BodyTooLarge):
+    """Answers a request, and reads the rest of a body that is left, for at most `most_s`: see `discard_body`."""
+    if not is_body_left:
         await send_error(send, error, anthropic=anthropic, request_id=request_id, headers=headers)
         return
 

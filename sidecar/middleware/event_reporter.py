@@ -223,9 +223,9 @@ def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us
         at_us=at_us,
         tier=tiers[classification.level].name,
         tenant=classification.tenant.name,
-        source=classification.source.value,
+        source=classification.source._value_,  # `value` itself costs two calls
         clamped_from=None if clamped_from is None else tiers[clamped_from].name,
-        api=endpoint.api.value,
+        api=endpoint.api._value_,
         model=payload.model,
         max_output_tokens=payload.max_output_tokens,
         stream=payload.stream,

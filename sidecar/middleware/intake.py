@@ -195,6 +195,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     """The intake of one request. Call `check_head` first, then `feed` every message; each raises a refusal.
 
     `tenant` is the request's tenant, None until its key is known; `classification` is there once its body is read.
+    `trace` gets what the classification is made from, just before, for who explains it.
     """
 
     _snapshot: PolicySnapshot
@@ -208,6 +209,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     _packed: PackedBody | None = None
     _chunks: list[bytes] = []
     _size: int = 0
+    trace: Callable[[Asked, Tenant], None] | None = None
 
     def check_head(self, pairs: Headers, scope: Scope) -> None:
         """Checks the way here, the key and the declared length, before a byte of the body is read.
@@ -321,6 +323,8 @@ class RequestIntake(msgspec.Struct, eq=False):
             payload.prompt_tokens = endpoint.size.of(size)
         if payload.background:
             refuse_background(payload, policy.background)
+        if self.trace is not None:
+            self.trace(Asked(endpoint, payload, headers, names.claims), tenant)
         if names.may_state_tier or payload.priority is not None or payload.nvext is not None:
             classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, names.claims), tenant)
         else:

@@ -96,21 +96,25 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
 
     def said(self, payload: Payload) -> Expectation:
         """The same for telemetry. `payload` is the request's."""
-        estimate = self.estimate
-        samples, quantile = (0, 0.0) if estimate is None else (estimate.samples, self.quantile)
         is_text = payload.prompt_bytes and not payload.prompt_tokens and not payload.unread_bytes
         bytes_per_token = payload.prompt_bytes * payload.choices / self.prompt if is_text else None
-        overlap, bucket = self.ratio / WHOLE, self.place.key.bucket
-        figures = self._length()
-        return Expectation(*figures, samples, quantile, overlap, self.most, self.prompt, bytes_per_token, bucket)
-
-    def _length(self) -> tuple[int, int, str]:
-        """The assumed output of each sequence, the sequences, and where that comes from."""
-        estimate, bound = self.estimate, self.bound
-        if estimate is None:
-            return self.most_output, self.sequences, "maximum"
-        output = estimate.tokens if bound is None or estimate.tokens < bound else bound
-        return output, self.sequences, estimate.source._value_
+        if (estimate := self.estimate) is None:
+            output, source, samples, quantile = self.most_output, "maximum", 0, 0.0
+        else:
+            output = estimate.tokens if self.bound is None else min(estimate.tokens, self.bound)
+            source, samples, quantile = estimate.source.value, estimate.samples, self.quantile
+        return Expectation(
+            output_tokens=output,
+            sequences=self.sequences,
+            source=source,
+            samples=samples,
+            quantile=quantile,
+            overlap=self.ratio / WHOLE,
+            most_tokens=self.most,
+            prompt_tokens=self.prompt,
+            bytes_per_token=bytes_per_token,
+            bucket=self.place.key.bucket,
+        )
 
     @property
     def most_output(self) -> int:

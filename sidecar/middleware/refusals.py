@@ -18,7 +18,7 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import no_engine
 from sidecar.middleware.response_headers import allowance_headers, wait_headers
 from sidecar.policy.model import Policy, Tier
-from sidecar.pools import Grant
+from sidecar.pools import Grant, Pool
 
 
 def refusal_of(controller: AdmissionController, policy: Policy, end: Exception, *, level: int | None) -> AdmissionError:
@@ -42,9 +42,15 @@ def _end_of_wait(controller: AdmissionController, tier: Tier, end: TurnEnded) ->
         return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
     if not controller.engine_watch.is_usable:
         return no_engine(controller.engine_watch)
+    assert end.most_s is not None
+    return no_room(controller.pool, tier, end.most_s)
+
+
+def no_room(pool: Pool, tier: Tier, most_s: float) -> QueueTimeout:
+    """The refusal of a request of a tier that has waited for as long as it may."""
     return QueueTimeout(
-        f"no room came free for tier {tier.name} within {end.most_s:g} s; try again later",
-        retry_after_s=controller.pool.retry_after_s(tier.level),
+        f"no room came free for tier {tier.name} within {most_s:g} s; try again later",
+        retry_after_s=pool.retry_after_s(tier.level),
     )
 
 

@@ -211,10 +211,14 @@ class Ledger:
             state.hold_until = 0
 
     def _drop_dead(self, but: str | None) -> None:
+        """The dead go. Who has missed a heartbeat is granted nothing: its bids go. It states them when it is back."""
         state = self._held()
         for who, member in sorted(state.members.items()):
-            if who != but and state.last_call - max(member.last_call, state.epoch) >= DEAD_US:
+            silent_for = 0 if who == but else state.last_call - max(member.last_call, state.epoch)
+            if silent_for >= DEAD_US:
                 self._drop(who)
+            elif silent_for >= LOST_US:
+                self._drop_bids(member)
 
     def _drop(self, who: str) -> None:
         state = self._held()

@@ -43,6 +43,8 @@ from sidecar.via import OWN_VIA
 
 logger = logging.getLogger(__name__)
 
+WATCH_AFTER_S = 0.1
+"""Before it no task waits for the client's disconnect: a client that leaves so early costs its engine no more."""
 SOON_S = 1.0
 """When a client may come again whose request the engine failed, at the earliest: it waits then for the engine."""
 
@@ -102,7 +104,7 @@ class ReverseProxy(EngineProxy):
 
 
 class _Forwarding:
-    """One request. It runs in the server's own task. A second, small one waits for the client's disconnect."""
+    """One request. It runs in the server's own task. A second, small one waits for a disconnect."""
 
     __slots__ = ("_disconnected", "_proxy", "_receive", "_scope", "_send", "_task", "_was_sent", "_watcher")
 
@@ -112,7 +114,7 @@ class _Forwarding:
         self._receive = receive
         self._send = send
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
-        self._watcher: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | asyncio.TimerHandle | None = None
         self._disconnected = False
         self._was_sent = True
 
@@ -227,7 +229,10 @@ class _Forwarding:
         raise ConnectionResetError("the client disconnected")
 
     def _watch_client(self) -> None:
-        """From now on a disconnect cancels the request."""
+        """From now on, or soon after, a disconnect cancels the request."""
+        self._watcher = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin_to_watch)
+
+    def _begin_to_watch(self) -> None:
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:

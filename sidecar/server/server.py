@@ -58,20 +58,22 @@ async def serve(
     reload: Callable[[], None] | None = None,
     upstreams: Sequence[str] = (),
     announce: Callable[[str], None] = print,
+    opened: Callable[[], None] = lambda: None,
     certificate: Certificate | None = None,
 ) -> None:
     """Serves `app` and `admin` until SIGTERM or SIGINT; returns when both have ended. Call it in the main thread.
 
-    SIGHUP calls `reload`, where there is one: then a terminal that closes does not end the server. `announce` gets one
-    line per address as soon as it answers, with the port that was chosen for port 0. With a `certificate` `app` is
-    served by TLS alone. `upstreams` are where `app` sends requests. Raises CannotServe, also where one of those is one
-    of the server's own addresses.
+    SIGHUP calls `reload`, where there is one: then a terminal that closes does not end the server. As soon as both
+    answer, `opened` is called, and `announce` gets one line per address, with the port that was chosen for port 0. With
+    a `certificate` `app` is served by TLS alone. `upstreams` are where `app` sends requests. Raises CannotServe, also
+    where one of those is one of the server's own addresses.
     """
     signals = Signals(reload)
     with listening(host, port) as client_socket, listening(admin_host, admin_port) as admin_socket, signals.caught():
         refuse_own_addresses(upstreams, (client_socket, admin_socket))
 
         def announce_both() -> None:
+            opened()
             announce(f"sidecar: proxy on {address_of(client_socket, has_tls=certificate is not None)}")
             announce(f"sidecar: admin on {address_of(admin_socket)}")
 

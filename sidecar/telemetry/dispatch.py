@@ -61,17 +61,23 @@ class EventDispatcher:
 
     def received(self, event: Received) -> Observation | None:
         """Begins a request."""
-        if self.failure_log is not None and not self._has_sdk():
-            record = RequestRecord.of(event, client_trace(event))
-            return RequestObservation(self, self._handlers_of_failures, event, record)
         admission = self.tracer.begin(event)
-        if admission is None and not self.listeners:
-            return None
-        # Without a span the request is found by the client's own trace.
-        trace = client_trace(event) if admission is None else trace_ids(admission)
-        record = RequestRecord.of(event, trace)
+        if admission is None:
+            return self._untraced(event)
+        record = RequestRecord.of(event, trace_ids(admission))
         spans = self.tracer.spans(record, admission)
         observation = RequestObservation(self, self._handlers, event, record, admission=admission, spans=spans)
+        observation.tell(event)
+        return observation
+
+    def _untraced(self, event: Received) -> Observation | None:
+        handlers = self._handlers
+        if self.failure_log is not None and (none_is_set() or has_no_meter_provider()):
+            handlers = self._handlers_of_failures
+        if not handlers:
+            return None
+        # The request is found by the client's own trace.
+        observation = RequestObservation(self, handlers, event, RequestRecord.of(event, client_trace(event)))
         observation.tell(event)
         return observation
 
@@ -80,12 +86,6 @@ class EventDispatcher:
         if not self._is_reported:
             self._is_reported = True
             logger.exception("telemetry failed; requests go on without, and further failures are not logged")
-
-    def _has_sdk(self) -> bool:
-        """Whether there is anyone to tell of a request that goes well."""
-        if none_is_set() and self.tracer.is_global:
-            return False
-        return not has_no_meter_provider() or self.tracer.is_active()
 
 
 def _handlers_of(listeners: Sequence[Listener]) -> Handlers:

@@ -18,7 +18,6 @@ import msgspec
 
 from sidecar.events import Observed, ShadowHolds, Verdict
 from sidecar.telemetry.logs.request_log import RequestLog
-from sidecar.telemetry.metrics.counts import add
 from sidecar.telemetry.metrics.requests import RequestMetrics, WaitHistograms
 
 WAITS_FROM_US = 10_000
@@ -279,6 +278,6 @@ class DryRunMetrics:
     def note(self, observed: Observed) -> None:
         """Counts one request, and notes how long it would have waited."""
         tier, decision = observed.tier or "", observed.verdict.value
-        add(self._counted, (tier, decision, observed.code or ""))
+        self._counted[tier, decision, observed.code or ""] += 1
         if observed.verdict is Verdict.ADMITTED or observed.queue_wait_us:
             self._waits.record(tier, decision, observed)

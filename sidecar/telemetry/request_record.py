@@ -88,28 +88,21 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 
     def add(self, event: Event) -> None:
         """Adds one event. An object that is no event changes nothing."""
-        match event:
-            case Classified():
-                self.classified = _with_short_model(event)
-            case Queued():
-                self.queued = event
-            case Admitted():
-                self.admitted = event
-            case FirstByte():
-                self.first_byte = event
-            case Settled():
-                if self.lost and self.admitted is None:
-                    self.refused = _end_of_wait(self.lost[-1].admitted, event)
-                self.settled = event
-            case Refused():
-                self.refused = event
-            case Observed():
-                self.observed = event
-            case Replayed():
-                self.replayed = event
-            case Preempted() if self.admitted is not None:
-                self.lost = (*self.lost, PreemptedAttempt(self.queued, self.admitted, event, self.replayed))
-                self.queued = self.admitted = self.replayed = None
+        if type(event) is Preempted:
+            self._take_back(event)
+            return
+        if type(event) is Classified:
+            event = _with_short_model(event)
+        elif type(event) is Settled and self.lost and self.admitted is None:
+            self.refused = _end_of_wait(self.lost[-1].admitted, event)
+        place = _PLACES.get(type(event))
+        if place is not None:
+            setattr(self, place, event)
+
+    def _take_back(self, event: Preempted) -> None:
+        if self.admitted is not None:
+            self.lost = (*self.lost, PreemptedAttempt(self.queued, self.admitted, event, self.replayed))
+            self.queued = self.admitted = self.replayed = None
 
     @property
     def is_refused_in_dry_run(self) -> bool:
@@ -173,6 +166,19 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 
 EventHandlers = Mapping[type, Callable[[RequestRecord, Any], None]]
 """By the type of event, `Received` included: called with the request's record, which has the event already."""
+
+
+_PLACES: Final = {
+    Classified: "classified",
+    Queued: "queued",
+    Admitted: "admitted",
+    Refused: "refused",
+    FirstByte: "first_byte",
+    Settled: "settled",
+    Observed: "observed",
+    Replayed: "replayed",
+}
+"""The attribute of a record that has an event of this kind."""
 
 
 def _with_short_model(event: Classified) -> Classified:

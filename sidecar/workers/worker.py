@@ -79,6 +79,11 @@ async def _serve_shared(begin: Begin, serving: Serving, channel: socket.socket) 
     certificate = certificate_of(settings.tls_cert, settings.tls_key)
     with _clients(begin) as clients, _private(begin.pages) as pages:
         control = _Control(serving.reload)
+
+        def opened() -> None:
+            serving.opened()
+            control.report(Stage.SERVING)
+
         async with control.connected(channel):
             await serve_on(
                 _HeldStart(serving.middleware, lambda: control.may_listen(serving.readiness)),
@@ -89,7 +94,7 @@ async def _serve_shared(begin: Begin, serving: Serving, channel: socket.socket) 
                 drain=serving.drain,
                 drained=serving.drained,
                 grace_s=settings.grace_s,
-                on_ready=lambda: control.report(Stage.SERVING),
+                on_ready=opened,
                 certificate=certificate,
             )
 

@@ -12,7 +12,7 @@ import pytest
 
 from sidecar.engines import Vllm
 from sidecar.events import Settled
-from sidecar.middleware.request import RequestHandler
+from sidecar.middleware.answer import Answer
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.fleet.engines import LocalEngine
@@ -250,7 +250,7 @@ async def test_chunks_of_a_stream_reach_the_client_of_our_own_server_without_mes
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event, bodies = b'data: {"choices": [{"delta": {"content": "w"}}]}\n\n', []
-    send_message = RequestHandler._send_for_app
+    send_message = Answer.send
 
     async def streams(connection: Connection, _: Received) -> None:
         await connection.send(
@@ -261,11 +261,11 @@ async def test_chunks_of_a_stream_reach_the_client_of_our_own_server_without_mes
             await asyncio.sleep(0.005)
         await connection.send(b"0\r\n\r\n")
 
-    def send(self: RequestHandler, message: Any) -> Any:
+    def send(self: Answer, message: Any) -> Any:
         bodies.append(message.get("body", b""))
         return send_message(self, message)
 
-    monkeypatch.setattr(RequestHandler, "_send_for_app", send)
+    monkeypatch.setattr(Answer, "send", send)
     async with (
         rude(streams) as engines,
         routed(write_policy(tmp_path / "policy.yaml", engines_of(engines)), http=BoundedHttpProtocol) as sidecar,

@@ -89,3 +89,11 @@ def test_what_gave_up_is_forgotten_and_the_others_keep_their_order() -> None:
         queue.remove(gone)
         assert len(queue._order) < 100
         assert queue.next() is one
+
+
+def test_who_is_put_behind_what_costs_nothing_stays_where_it_is() -> None:
+    queue = FairQueue()
+    for number, tenant in enumerate("ab"):
+        queue.add(Ticket(tenant, 0, tenant, 5, number=number))
+    queue.put_behind("a")
+    assert queue.next().id == "a"  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,32 @@ def test_it_answers_programs_as_the_reference_in_a_fake() -> None:
 @pytest.mark.soak
 def test_it_gives_the_answers_of_all_scenarios_and_programs(patient: StoredLedger) -> None:
     assert wrong(patient, [*scenarios(), *programs(range(500))]) == []
+
+
+# -- who has missed a heartbeat
+
+
+def test_who_has_missed_a_heartbeat_is_granted_nothing_until_it_states_anew(store: Any) -> None:
+    """It may have been killed: then what it is granted is lost until it counts as dead."""
+    held, numbers = Both(StoredLedger(store)), Counter[str]()
+
+    def told(at_s: float, who: str, **news: Any) -> Reply:
+        numbers[who] += 1
+        first = statement() if "whole" in news else Call(LAYOUT, who, 1, "call")
+        call = msgspec.structs.replace(first, who=who, number=numbers[who], **news)
+        return held.execute(call, round(at_s * 1e6))[0]
+
+    full, bid = Cell("a", "e#1", 10, 1), msgspec.structs.replace(BID, barred=[])
+    for who in ("alive", "silent"):
+        told(100, who, whole=True, cells=[full] if who == "alive" else [])
+    for at_s in (101, 102.5, 103):
+        told(at_s, "alive")
+    assert told(103, "silent", bids=[bid]).grants == []
+    assert told(105.1, "alive").waiting == 1
+    assert told(105.3, "alive").waiting == 0
+    assert told(106, "alive", cells=[Cell("a", "e#1")]).waiting == 0
+    assert told(107, "silent", bid_count=1).kind == "unknown"
+    assert [grant.bid for grant in told(107, "silent", whole=True, bids=[bid]).grants] == [bid.id]
 
 
 # -- what is no call

@@ -156,3 +156,18 @@ def test_whoever_has_the_most_to_take_back_is_asked_and_for_a_second_nobody_else
     assert woken == ["y"]
     call("y", 1_000_000, leaving=[Cell("b", "e#1", 4, 1)])
     assert (woken, call("x", 1_000_000).shortage is not None) == (["y", "x"], True)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_grant_that_is_not_acknowledged_counts_until_its_replica_is_dead(is_silent: bool, both: Both) -> None:
+    """Beside what the replica stated, also in a new epoch; then both are free."""
+    view, rules = [EngineView("e#1", 10, 10, 10, 1_000, True)], pool_rules([("a", 0.0)])
+    cells = [Cell("a", "e#1", 2)]
+    both.execute(Call(LAYOUT, "x", 1, "state", whole=True, rules=rules, engines=view, knew=1, cells=cells), 1)
+    asks = Call(LAYOUT, "x", 2, "call", bids=[Bid(1, "a", "t", 3, 1, 1, 1, {}, [], 0, 1)])
+    assert len(both.execute(asks, 200_000)[0].grants) == 1
+    held = []
+    for number in range(1, 8):
+        call = Call(LAYOUT, "y", number, "state", whole=True, rules=rules, engines=view, knew=2)
+        held.append(both.execute(call, (2 * number + is_silent) * 1_000_000)[0].held[0].tokens)
+    assert (held[0], held[-1]) == (5, 0)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from sidecar import AdmissionMiddleware
 from sidecar.events import Admitted, Classified, Refused, Settled
-from sidecar.middleware.generic_request import READ_AHEAD, CostReader, UploadChannel
+from sidecar.middleware.answer import CostReader
+from sidecar.middleware.upload_channel import READ_AHEAD, UploadChannel
 from sidecar.policy.model import CostPlace
 from sidecar.proxy.proxy import ReverseProxy
 from tests.middleware.models import served_models

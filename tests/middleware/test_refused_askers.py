@@ -63,7 +63,7 @@ async def test_every_refusal_after_the_key_counts_for_its_tenant_and_tier(tmp_pa
         shown = [(one.code, one.tenant, one.tier) for one in reversed(overview.refusals)]
         assert shown == [*expected, ("invalid_api_key", None, None)]
         (metrics,) = (one for one in sidecar.observability.observer.listeners if isinstance(one, RequestMetrics))
-        counted = {(tier, code): int(count.number) for (tier, code), count in metrics.counters.refused.items()}
+        counted = {(tier, code): count for (tier, code), count in metrics.counters.refused.items()}
         assert counted == {("", "invalid_api_key"): 1, **{(tier, code): 1 for code, _, tier in expected}}
         tenants = {name: counts.refused for name, counts in metrics.counters.tenants.series().items()}
         assert tenants == {name: sum(tenant == name for _, tenant, _ in expected) for name in ("acme", "nightly")}

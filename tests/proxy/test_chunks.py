@@ -45,7 +45,7 @@ class Passed:
 
 async def passed(reads: list[bytes], takes: list[bool]) -> Passed:
     """Feeds a connection with these reads of a response's body. `takes` says which parts `write` takes, in turns."""
-    found, turns = Passed(), itertools.cycle([*takes, False])
+    found, turns = Passed(), itertools.cycle(takes or [False])
     connection = EngineConnection(asyncio.get_running_loop(), Socket(), on_free=lambda _: None, on_lost=lambda _: None)
     response = connection.send(b"", b"", 0, is_head=False)
     connection.data_received(STREAM)
@@ -106,6 +106,13 @@ CHUNKS = st.lists(
 )
 @example(chunks=[b"3\r\nabc\r\n"] * 5, end=b"0\r\n\r\n", cuts=[], takes=[True])
 @example(chunks=[b"3\r\nabc\r\n"] * 5, end=b"x", cuts=[7, 8, 9, 10, 11], takes=[True, True])
+@example(chunks=[b"5\r\nabc\r\n\r\n"], end=b"0\r\n\r\n", cuts=[], takes=[True])  # its last bytes are its body's
+@example(chunks=[b"3\r\nabc\r\n", b"0\r\n", b"5\r\nabcde\r\n"], end=b"\r\n", cuts=[], takes=[True])  # no trailer
+@example(chunks=[b"3\r\nabc\r\n", b"0\r\nx: 1\r\n", b"5\r\nabcde\r\n"], end=b"\r\n", cuts=[], takes=[True])
+@example(chunks=[b"3\r\nabc\r\n", b"3;a=b\r\n", b"5\r\nabcde\r\n"], end=b"\r\n", cuts=[], takes=[True])
+@example(chunks=[b"3\r\nabc\r\n", b"0\r\n\r\n", b"5\r\nabcde\r\n"], end=b"", cuts=[], takes=[True])
+@example(chunks=[b"3\r\nabc\r\n", b"3\r\nabc\rx"], end=b"", cuts=[], takes=[True])
+@example(chunks=[b"3\r\nabc\r\n", b"4\r\nabc\r\n"], end=b"", cuts=[], takes=[True])  # one byte less than it says
 def test_what_is_written_and_read_is_what_would_be_read_alone(
     chunks: list[bytes], end: bytes, cuts: list[int], takes: list[bool]
 ) -> None:

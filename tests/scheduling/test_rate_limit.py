@@ -270,16 +270,6 @@ def test_a_changed_limit_counts_from_the_next_request_on(after: Limits, left: in
     limiter.correct(charge, 600, MINUTE_US)
 
 
-def test_no_more_is_refunded_than_is_left_where_a_higher_limit_drained_it() -> None:
-    limiter = RateLimiter()
-    charge = limiter.charge("t", of_tokens(600), 600, 0)
-    limiter.allowance("t", of_tokens(6000), 0)
-    limiter.allowance("t", of_tokens(600), 5_000_000)  # 500 of it have drained
-    limiter.correct(charge, 0, 5_000_000)
-    limiter.charge("t", of_tokens(600), 100, 5_000_000)
-    assert limiter.allowance("t", of_tokens(600), 5_000_000).tokens == RemainingLimit(600, 500, 10_000_000)
-
-
 def test_memory_is_bounded_by_the_tenants_that_are_not_at_rest() -> None:
     limits, limiter = of_tokens(60_000), RateLimiter()
     for number in range(20 * FEWEST_SWEPT):

@@ -13,6 +13,8 @@ class Late:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # pytest asks everything in a test's module whether it is a test, `__test__`
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Final, NamedTuple
 
-from opentelemetry.context import Context, create_key, get_value, set_value
+from opentelemetry.context import Context, create_key
 from opentelemetry.metrics import Histogram as ApiHistogram
 from opentelemetry.metrics import Meter, MeterProvider, get_meter
 from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
@@ -26,6 +26,8 @@ WAITS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
 ROUND_TRIPS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 _REQUEST_ID: Final = create_key("admission-request-id")
+(_SPAN,) = set_span_in_context(INVALID_SPAN, Context())
+"""In a context: its span."""
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _NO_EXEMPLAR: Final = set_span_in_context(INVALID_SPAN, Context())
 """Not the current context: the span of an app may be current, which is not the request's."""
@@ -85,10 +87,10 @@ def exemplar_context(request: RequestRecord) -> Context:
     """A context with the request's `admission` span and its id: the SDK makes exemplars from it."""
     assert request.trace is not None
     ids = SpanContext(request.trace.trace_id, request.trace.span_id, is_remote=False, trace_flags=_SAMPLED)
-    return set_value(_REQUEST_ID, request.request_id, set_span_in_context(NonRecordingSpan(ids), Context()))
+    return Context({_SPAN: NonRecordingSpan(ids), _REQUEST_ID: request.request_id})
 
 
 def request_id_of(context: Context) -> str | None:
     """The id that `exemplar_context` wrote."""
-    request_id = get_value(_REQUEST_ID, context)
+    request_id = context.get(_REQUEST_ID)
     return request_id if isinstance(request_id, str) else None

@@ -11,19 +11,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import NamedTuple
 from weakref import ref
 
-import msgspec
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
 from sidecar.events import Outcome
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics import histograms
-from sidecar.telemetry.metrics.counts import Count, count_of
+from sidecar.telemetry.metrics.counts import Counted, nothing_counted
 from sidecar.telemetry.metrics.engine_speeds import (
     ENGINE_SPEED_GAUGES,
     EngineSpeedSample,
@@ -54,57 +53,54 @@ Observations = Iterable[Observation]
 
 REQUESTS, TOKENS, SECONDS = "{request}", "{token}", "s"
 
-
-Counted = dict[tuple[str, ...], Count]
-"""A count for every combination of the labels' values."""
-
 TIER, REASON = semconv.ADMISSION_TIER, semconv.ADMISSION_REASON
 OVER, UNDER = "over", "under"
 SLO_OUTCOMES = ("met", "ttft", "tpot", "refused", "abandoned")
 _OVERTAKING = (TIER, semconv.BY, semconv.ADMISSION_RULE)
 
 
-class Counters(msgspec.Struct, eq=False):
+@dataclass(eq=False)
+class Counters:
     """The sums of the requests to one pool. Its attributes are those that `COUNTERS` names."""
 
     tenants: TenantLabels
-    admitted: Counted = {}
-    refused: Counted = {}
-    abandoned: Counted = {}
-    settled: Counted = {}
-    failed: Counted = {}
-    preemptions: Counted = {}
-    preempted_engine_us: Counted = {}
-    clamped: Counted = {}
-    observed: Counted = {}
-    unguarded: Counted = {}
-    downgraded: Counted = {}
-    overtaken: Counted = {}
-    overtaken_tokens: Counted = {}
-    tokens_estimated: Counted = {}
-    tokens_used: Counted = {}
-    estimate_errors: Counted = {}
-    growths: Counted = {}
-    gain_earned: Counted = {}
-    gain_attainable: Counted = {}
-    slo_requests: Counted = {}
+    admitted: Counted = field(default_factory=nothing_counted)
+    refused: Counted = field(default_factory=nothing_counted)
+    abandoned: Counted = field(default_factory=nothing_counted)
+    settled: Counted = field(default_factory=nothing_counted)
+    failed: Counted = field(default_factory=nothing_counted)
+    preemptions: Counted = field(default_factory=nothing_counted)
+    preempted_engine_us: Counted = field(default_factory=nothing_counted)
+    clamped: Counted = field(default_factory=nothing_counted)
+    observed: Counted = field(default_factory=nothing_counted)
+    unguarded: Counted = field(default_factory=nothing_counted)
+    downgraded: Counted = field(default_factory=nothing_counted)
+    overtaken: Counted = field(default_factory=nothing_counted)
+    overtaken_tokens: Counted = field(default_factory=nothing_counted)
+    tokens_estimated: Counted = field(default_factory=nothing_counted)
+    tokens_used: Counted = field(default_factory=nothing_counted)
+    estimate_errors: Counted = field(default_factory=nothing_counted)
+    growths: Counted = field(default_factory=nothing_counted)
+    gain_earned: Counted = field(default_factory=nothing_counted)
+    gain_attainable: Counted = field(default_factory=nothing_counted)
+    slo_requests: Counted = field(default_factory=nothing_counted)
 
     def know(self, tier: str) -> None:
         """Reports every series of a tier from the start: where one begins at 1, Prometheus does not see the 1."""
         preempted = self.preemptions, self.preempted_engine_us
         for counted in (self.admitted, self.tokens_estimated, self.tokens_used, self.growths, *preempted):
-            count_of(counted, (tier,))
+            counted[tier,] += 0
         for outcome in Outcome:
-            count_of(self.settled, (tier, outcome.value))
+            self.settled[tier, outcome.value] += 0
         for direction in (OVER, UNDER):
-            count_of(self.estimate_errors, (tier, direction))
+            self.estimate_errors[tier, direction] += 0
 
     def know_objective(self, tier: str) -> None:
         """The same of the series that a tier has if its service gain is measured."""
-        count_of(self.gain_earned, (tier,))
-        count_of(self.gain_attainable, (tier,))
+        self.gain_earned[tier,] += 0
+        self.gain_attainable[tier,] += 0
         for outcome in SLO_OUTCOMES:
-            count_of(self.slo_requests, (tier, outcome))
+            self.slo_requests[tier, outcome] += 0
 
 
 class Counter(NamedTuple):
@@ -494,7 +490,7 @@ class Instruments:
         for pool, counters in self._counters.items():
             counted = getattr(counters, counter.counted)
             for values, count in list(counted.items()):
-                value = count.number if counter.per_unit == 1 else count.number / counter.per_unit
+                value = count if counter.per_unit == 1 else count / counter.per_unit
                 yield Observation(value, {semconv.POOL: pool, **dict(zip(counter.labels, values, strict=True))})
 
     def _counted_of_tenants(self, counter: Counter, _: CallbackOptions) -> Observations:
@@ -508,7 +504,7 @@ class Instruments:
             for tenant, counts in counters.tenants.series().items():
                 for (tier, ratio), answers in list(counts.answers.items()):
                     labels = {semconv.POOL: pool, TIER: tier, semconv.ADMISSION_TENANT: tenant}
-                    yield Observation(answers.number, {**labels, semconv.OUTPUT_RATIO: ratio})
+                    yield Observation(answers, {**labels, semconv.OUTPUT_RATIO: ratio})
 
     # -- gauges
 

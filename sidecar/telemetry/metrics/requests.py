@@ -27,7 +27,6 @@ from sidecar.events import (
     UnguardedRequest,
 )
 from sidecar.telemetry import semconv
-from sidecar.telemetry.metrics.counts import add
 from sidecar.telemetry.metrics.histograms import DurationHistogram
 from sidecar.telemetry.metrics.instruments import OVER, UNDER, Instruments, instruments_of
 from sidecar.telemetry.metrics.tenants import SHOWN, TenantCounts, TenantHolding, TenantHoldings
@@ -106,15 +105,15 @@ class RequestMetrics:
 
     def note_unguarded(self, request: UnguardedRequest) -> None:
         """Counts a request on a path that the policy does not guard. In `mode: observe` it has the refusal's code."""
-        add(self.counters.unguarded, (request.route, REFUSED if request.is_refused else PASSED, request.code or ""))
+        self.counters.unguarded[request.route, REFUSED if request.is_refused else PASSED, request.code or ""] += 1
 
     def _classified(self, _: RequestRecord, event: Classified) -> None:
         counters = self.counters
         counters.tenants.note_request(event.tenant, event.tokens, event.at_us)
         if event.clamped_from is not None:
-            add(counters.clamped, (event.clamped_from, event.tier))
+            counters.clamped[event.clamped_from, event.tier] += 1
         if event.downgraded_from is not None:
-            add(counters.downgraded, (event.downgraded_from, event.tier))
+            counters.downgraded[event.downgraded_from, event.tier] += 1
 
     def _queued(self, record: RequestRecord, _: Queued) -> None:
         if record.classified is not None:
@@ -128,8 +127,8 @@ class RequestMetrics:
             self._end_queued(record)
         tier, tokens, lost = classified.tier, classified.tokens, record.lost
         if not lost:
-            add(self.counters.admitted, (tier,))
-            add(self.counters.tokens_estimated, (tier,), tokens)
+            self.counters.admitted[tier,] += 1
+            self.counters.tokens_estimated[tier,] += tokens
             self.counters.tenants.known[classified.tenant].counts.admitted += 1
         self.holdings.add(classified.tenant, tokens, 1)
         if event.passed:
@@ -140,15 +139,16 @@ class RequestMetrics:
 
     def _note_overtaken(self, passed: Mapping[str, str], tier: str, tokens: int) -> None:
         for overtaken, rule in passed.items():
-            add(self.counters.overtaken, (overtaken, tier, rule))
-            add(self.counters.overtaken_tokens, (overtaken, tier, rule), tokens)
+            self.counters.overtaken[overtaken, tier, rule] += 1
+            self.counters.overtaken_tokens[overtaken, tier, rule] += tokens
 
     def _preempted(self, record: RequestRecord, event: Preempted) -> None:
         classified = record.classified
         tier = "" if classified is None else classified.tier
         if not event.is_unreached:
-            add(self.counters.preemptions, (tier,))
-            add(self.counters.preempted_engine_us, (tier,), engine_time_us(event))
+            lost_us = engine_time_us(event)
+            self.counters.preemptions[tier,] += 1
+            self.counters.preempted_engine_us[tier,] += lost_us
         if classified is not None and record.lost and record.lost[-1].preempted is event:
             self.holdings.add(classified.tenant, -classified.tokens, -1)
 
@@ -169,14 +169,15 @@ class RequestMetrics:
         tier, used = classified.tier, event.tokens_used
         tenant = self.counters.tenants.known[classified.tenant].counts
         tenant.tokens_used += used
-        add(self.counters.settled, (tier, event.outcome.value))
-        add(self.counters.tokens_used, (tier,), used)
+        self.counters.settled[tier, event.outcome._value_] += 1
+        self.counters.tokens_used[tier,] += used
         if event.outcome is Outcome.FAILED:
-            add(self.counters.failed, (tier, event.error or FAILED))
+            self.counters.failed[tier, event.error or FAILED] += 1
         if event.outcome is Outcome.COMPLETED and event.output_tokens is not None:
             if event.input_tokens is not None:
                 over = classified.tokens - used
-                add(self.counters.estimate_errors, (tier, UNDER if over < 0 else OVER), abs(over))
+                direction, error = (UNDER, -over) if over < 0 else (OVER, over)
+                self.counters.estimate_errors[tier, direction] += error
             if classified.expected is not None and (event.status or 0) < 400:
                 _note_length(classified.expected, event.output_tokens, tier, tenant)
         if record.admitted is not None:
@@ -186,7 +187,7 @@ class RequestMetrics:
         if classified.preemptible and record.first_byte is None:
             self._note_preemptible_wait(record)
         if event.growths and classified.expected is not None:
-            add(self.counters.growths, (tier,), event.growths)
+            self.counters.growths[tier,] += event.growths
         if event.gain is not None:
             self._note_gain(tier, event.gain)
 
@@ -200,14 +201,15 @@ class RequestMetrics:
 
     def _note_gain(self, tier: str, gain: ServiceGain) -> None:
         counters = self.counters
-        add(counters.gain_earned, (tier,), gain.earned)
-        add(counters.gain_attainable, (tier,), gain.attainable)
-        add(counters.slo_requests, (tier, gain.slo))
+        counters.gain_earned[tier,] += gain.earned
+        counters.gain_attainable[tier,] += gain.attainable
+        counters.slo_requests[tier, gain.slo] += 1
 
     def _refused(self, record: RequestRecord, event: Refused) -> None:
         self._end_queued(record)
         gave_up, counters, tier, tenant = event.code in GAVE_UP, self.counters, record.tier or "", record.tenant
-        add(counters.abandoned if gave_up else counters.refused, (tier, event.code))
+        counted = counters.abandoned if gave_up else counters.refused
+        counted[tier, event.code] += 1
         if tenant is not None and not gave_up:
             counters.tenants.note_request(tenant, 0, event.at_us).counts.refused += 1
         if event.gain is not None:
@@ -228,7 +230,7 @@ def _note_length(expected: Expectation, output: int, tier: str, tenant: TenantCo
     """Compares the length of a complete answer with what was expected."""
     if expected.source != MAXIMUM:
         labels = tier, RATIO_NAMES[bisect_left(RATIOS, output / (expected.output_tokens * expected.sequences))]
-        add(tenant.answers, labels)
+        tenant.answers[labels] += 1
 
 
 def _instruments(meter_provider: MeterProvider | None) -> Instruments:

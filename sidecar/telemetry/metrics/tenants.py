@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from sidecar.telemetry.metrics.counts import Count
+from sidecar.telemetry.metrics.counts import Counted, nothing_counted
 
 OTHER = "other"
 SHOWN = 20
@@ -32,7 +32,7 @@ class TenantCounts:
 
     def __init__(self) -> None:
         self.admitted = self.refused = self.tokens_used = 0
-        self.answers: dict[tuple[str, str], Count] = {}
+        self.answers: Counted = nothing_counted()
 
 
 class TenantSeries:

@@ -20,10 +20,12 @@ class AppUsage(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         """See `SpanProcessor`. Called in the app's context, which says whose call that was."""
+        scope = span.instrumentation_scope
+        if scope is not None and scope.name == SCOPE:
+            return
         call = otel_context.get_value(APP_TRACE)
         if isinstance(call, AppTrace) and any(name.startswith(_USAGE) for name in span.attributes or ()):
-            scope = span.instrumentation_scope
-            call.has_usage |= scope is None or scope.name != SCOPE
+            call.has_usage = True
 
 
 _followed: WeakSet[Any] = WeakSet()

@@ -62,7 +62,7 @@ def parent_of(received: Received) -> tuple[Context, SpanKind]:
         if not is_inherited(current, above):
             return current, SpanKind.INTERNAL
         current = _NO_PARENT
-    if _fields_of(propagate.get_global_textmap()).isdisjoint(name for name, _ in received.headers):
+    if _fields_of(propagate.get_global_textmap()).isdisjoint(dict(received.headers)):
         return current, SpanKind.SERVER
     return propagate.extract(received.headers, current, _GETTER), SpanKind.SERVER
 
@@ -83,9 +83,9 @@ def injected(span: Span, received: Received) -> Headers:
     """
     headers: list[tuple[bytes, bytes]] = []
     propagate.get_global_textmap().inject(headers, trace.set_span_in_context(span, Context()), _SETTER)
-    names = {name for name, _ in headers}
+    names = dict(headers)
     # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
     # lets an empty one replace it.
-    if _TRACEPARENT in names and _TRACESTATE not in names and any(name == _TRACESTATE for name, _ in received.headers):
+    if _TRACEPARENT in names and _TRACESTATE not in names and _TRACESTATE in dict(received.headers):
         headers.append((_TRACESTATE, b""))
     return headers

@@ -102,16 +102,14 @@ class RequestSpans:
     def note(self, event: Event) -> None:
         """Follows the request; its record has the event already."""
         try:
-            match event:
-                case Queued():
-                    if self._settings.long_waits is not None:
-                        self._settings.long_waits.add(self)
-                case Admitted():
-                    self._admit(event)
-                case Preempted():
-                    self.current = self._admission.span
-                case Settled() | Refused():
-                    self._end()
+            if type(event) is Admitted:
+                self._admit(event)
+            elif type(event) is Settled or type(event) is Refused:
+                self._end()
+            elif type(event) is Preempted:
+                self.current = self._admission.span
+            elif type(event) is Queued and self._settings.long_waits is not None:
+                self._settings.long_waits.add(self)
         except Exception:
             self._settings.report()
 
@@ -461,7 +459,7 @@ def _of_served_ahead(event: Admitted | Refused) -> Attributes:
 def _of_settlement(event: Settled) -> Attributes:
     """How the admitted request ended."""
     attributes: Attributes = {
-        semconv.ADMISSION_OUTCOME: event.outcome.value,
+        semconv.ADMISSION_OUTCOME: event.outcome._value_,
         semconv.ADMISSION_TOKENS_USED: event.tokens_used,
     }
     if event.status is not None:

@@ -78,12 +78,16 @@ local function drop(name)
   combine_views()
 end
 
+-- The dead go. Who has missed a heartbeat is granted nothing: its bids go, and it states them when it is back.
 local function drop_dead(but)
-  local dead = {}
+  local is_dead = {}
   for name, member in pairs(members) do
-    if name ~= but and now - max(member[MEMBER_CALL], state[EPOCH]) >= DEAD_US then dead[name] = true end
+    local silent_for = name == but and 0 or now - max(member[MEMBER_CALL], state[EPOCH])
+    if silent_for >= LOST_US then is_dead[name] = silent_for >= DEAD_US end
   end
-  for _, name in ipairs(sorted_keys(dead)) do drop(name) end
+  for _, name in ipairs(sorted_keys(is_dead)) do
+    if is_dead[name] then drop(name) else drop_bids(name) end
+  end
 end
 
 -- While the store was silent replicas may have admitted alone: rows are a floor, bids and line are stated anew.

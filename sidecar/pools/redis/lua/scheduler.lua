@@ -228,8 +228,8 @@ end
 
 -- The candidates: those in line, the heads of all tiers, by gain the best of each tier. In order, but for those of class 4.
 -- `open`, where nobody in line stops others: one in class 4 whose engine is not among these, and who goes to no other, does nothing.
--- Who was left out so is told, too; by level of each tier the first.
-local function candidates(open)
+-- Who was left out so is told, too; by level of each tier the first. Where no one `may_enter`, only who may be early is looked for.
+local function candidates(open, may_enter)
   local early, others, fronts, left_out, is_open = {}, {}, {}, {}, {}
   local function consider(ticket, is_head)
     local tier = ticket[TIER]
@@ -247,7 +247,7 @@ local function candidates(open)
     local is_plain = not is_for_floor(ticket) and rules[R_TIERS][tier][T_LIMIT] >= PPM
     if not may_be_early and open and (not next(open) or (is_plain and ticket[STAYS] and not is_open[ticket[ENGINE]])) then
       local at = rules[R_BY_GAIN] and ticket or tier -- by level the first of a tier is the one that came first
-      if not left_out[at] or is_before(ticket, left_out[at]) then left_out[at] = ticket end
+      if may_enter and (not left_out[at] or is_before(ticket, left_out[at])) then left_out[at] = ticket end
     else
       consider(ticket, false)
     end
@@ -255,7 +255,7 @@ local function candidates(open)
   for tier = 1, #tiers do
     local firsts = heads_of(tier)
     for i = 1, #firsts do consider(firsts[i], true) end
-    if rules[R_BY_GAIN] and firsts[1] and not rules[R_TIERS][tier][T_FIRST] then
+    if may_enter and rules[R_BY_GAIN] and firsts[1] and not rules[R_TIERS][tier][T_FIRST] then
       local best = best_in_queue(tier)
       for i = 1, #firsts do best = best ~= firsts[i] and best end
       if best then consider(best, false) end
@@ -478,6 +478,8 @@ local function visit(place, open, ...)
   local was_in_line = ticket[IN_LINE_SINCE]
   local joins = not was_in_line and has_place(ticket)
   local is_late = was_in_line and now >= was_in_line + PATIENCE_US
+  local may_count = was_in_line and not is_for_floor(ticket) and class ~= OTHER
+  if not (next(open) or joins or is_late or may_count) then return nil end -- whatever it wants
   local own = wanted(ticket)
   local slot = engine_for(ticket, own, open, class == FIRST or is_late or not (was_in_line or joins))
   if slot then
@@ -505,8 +507,9 @@ end
 local function step()
   local open, least = find_open()
   if total[1] + least > figures.C[1] or total[2] >= figures.C[2] then return false end -- nothing that waits fits the pool
-  if not next(open) and not someone_may_join() and not front_may_stand_for_floor() then return false end
-  local early, others, left_out = candidates(is_line_calm() and open)
+  local may_enter = next(open) or someone_may_join()
+  if not may_enter and not front_may_stand_for_floor() then return false end
+  local early, others, left_out = candidates(is_line_calm() and open, may_enter)
   for _, places in ipairs({ early, others }) do
     if places == others then
       if (open.stopped and not is_divided) or (not next(open) and not someone_may_join()) then return false end
