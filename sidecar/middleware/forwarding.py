@@ -11,8 +11,7 @@ from sidecar.context import Granted
 from sidecar.engines.base import Forward
 from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
-from sidecar.middleware.header_names import CONTENT_ENCODING
-from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.intake import CONTENT_ENCODING, SizedRequest
 from sidecar.middleware.request_path import path_for_app
 from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove

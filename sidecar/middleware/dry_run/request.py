@@ -203,8 +203,7 @@ class RequestWatcher:
         self._request_id = request_id(headers)
         self._received_us = received_us
         now_us = controller.pool.now_us
-        names = self._snapshot.names_read[tuple(headers)]
-        self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
+        self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, received_us)
         self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
         self._cost = None if endpoint.cost is None else CostReader(endpoint.cost)
