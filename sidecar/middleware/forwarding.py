@@ -21,19 +21,9 @@ from sidecar.pools import Grant
 
 def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: list[tuple[bytes, bytes]]) -> Headers:
     """The headers for the app: the client's `pairs`, with those `added`, to which the new length is added here."""
-    own, taken = request.headers, request.taken
-    if b"content-length" in own and (body is not request.body or CONTENT_ENCODING in taken):
+    if b"content-length" in request.headers and (body is not request.body or CONTENT_ENCODING in request.taken):
         added.append((b"content-length", b"%d" % len(body)))
-    if len(own) < len(pairs):
-        return forwarded_headers(pairs, taken, added)
-    kept = {**own}  # most requests give no header twice: this costs them half as much
-    for name in taken:
-        kept.pop(name, None)
-    if b"connection" in kept:
-        kept[b"connection"] = _without(added, kept[b"connection"])
-    for name, value in added:
-        kept[name] = value  # noqa: PERF403  # `update` costs twice as much
-    return [*kept.items()]
+    return forwarded_headers(pairs, request.taken, added)
 
 
 def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:
