@@ -29,8 +29,7 @@ from sidecar.pools.base import MOST_REPORT_BYTES
 from sidecar.telemetry.dry_run import DryRunCounts, DryRunReport
 from sidecar.telemetry.recent import Bucket, Overtakings
 from tests.cluster.test_overview import policy_of, sources_of
-from tests.support.redis_servers import RedisServer, first_binary
-from tests.support.shared_pools import shared_pool
+from tests.support.shared_pools import begun_store, shared_pool
 
 pytestmark = pytest.mark.anyio
 NOW_S = 1_700_000_003.0
@@ -228,7 +227,7 @@ async def test_lengths_of_many_tenants_leave_room_for_the_rest() -> None:
 async def test_each_of_twenty_replicas_shows_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARE_EVERY_S", 0.05)
     policy = policy_of()
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path) as server:
         pools = [shared_pool(policy, server) for _ in range(20)]
         await asyncio.gather(*(pool.open() for pool in pools))
         lives = [PoolOverview(sources_of(pool, policy)) for pool in pools]

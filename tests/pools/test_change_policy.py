@@ -23,7 +23,8 @@ from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 from tests.pools.load import beat, recovered, replicas, until
 from tests.pools.test_engine_capacity import Engine, following, sized
 from tests.pools.test_engine_capacity import policy_of as sized_by_engine
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.redis_servers import RedisServer
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 
@@ -259,7 +260,7 @@ def tokens_of(pools: Sequence[Pool]) -> list[int | None]:
 
 
 async def test_a_change_while_the_store_is_lost_counts_here_and_is_stated_when_it_is_back(tmp_path: Path) -> None:
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path, "lost") as server:
         async with replicas(simple(tokens=100), [server.url], name="lost") as (pool,):
             running = await pool.enter(ask(tokens=100))
             waiting = await pool.enter(ask(tokens=60))

@@ -48,6 +48,7 @@ from sidecar.chunks import with_write
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import AppTrace, Headers, Observed, Outcome, Verdict
+from sidecar.middleware.answer import CostReader
 from sidecar.middleware.app_call import BODIES, AppCall, body_of
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.engine_times import SentRequest
@@ -70,13 +71,24 @@ _NO_WAIT = Grant(0, 0, 0, None, {}, 0)
 
 
 class DryRunRequest:
-    """Passes one request to a guarded endpoint, and shows it to a `RequestWatcher`. `run` is called once."""
+    """Passes one request to a guarded endpoint, and shows it to a `RequestWatcher`. `run` is called once.
 
-    __slots__ = ("_app_call", "_controller", "_endpoint", "_receive", "_scope", "_send", "_watcher")
+    `front` decides which controller's pool it would enter. The app of `controller` gets it at once, which is the same
+    but for several models' pools.
+    """
 
-    def __init__(
-        self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
+    __slots__ = ("_app_call", "_controller", "_endpoint", "_front", "_receive", "_scope", "_send", "_watcher")
+
+    def __init__(  # noqa: PLR0917  # the three of ASGI, and what they belong to
+        self,
+        front: AdmissionController,
+        controller: AdmissionController,
+        endpoint: Endpoint,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
+        self._front = front
         self._controller = controller
         self._endpoint = endpoint
         self._scope = scope
@@ -147,12 +159,9 @@ class DryRunRequest:
 
     def _begin_to_watch(self) -> None:
         try:
-            self._watcher = self._new_watcher()
+            self._watcher = RequestWatcher(self._front, self._controller, self._endpoint, self._scope)
         except Exception as defect:
             self._stop_watching(defect)
-
-    def _new_watcher(self) -> RequestWatcher:
-        return RequestWatcher(self._controller, self._endpoint, self._scope)
 
     def _end(self, error: BaseException | None, *, is_complete: bool = False) -> None:
         if self._watcher is not None:
@@ -177,16 +186,19 @@ class RequestWatcher:
     """
 
     __slots__ = (
-        "_client", "_controller", "_disconnected", "_endpoint", "_found", "_intake", "_is_answered", "_is_over",
-        "_reader", "_received_us", "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status", "_usage",
+        "_client", "_controller", "_cost", "_disconnected", "_endpoint", "_found", "_front", "_intake", "_is_answered",
+        "_is_over", "_reader", "_received_us", "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status",
+        "_usage",
     )  # fmt: skip
 
-    def __init__(self, controller: AdmissionController, endpoint: Endpoint, scope: Scope) -> None:
+    def __init__(
+        self, front: AdmissionController, controller: AdmissionController, endpoint: Endpoint, scope: Scope
+    ) -> None:
         headers, received_us = dict(scope["headers"]), controller.pool.now_us()
         client = scope.get("client")
         self._client: str | None = client[0] if client else None
-        self._controller = controller
-        self._snapshot = controller.snapshot
+        self._front, self._controller = front, controller
+        self._snapshot = front.snapshot
         self._endpoint = endpoint
         self._request_id = request_id(headers)
         self._received_us = received_us
@@ -195,6 +207,7 @@ class RequestWatcher:
         self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
         self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
+        self._cost = None if endpoint.cost is None else CostReader(endpoint.cost)
         self._reader: AnswerReader = self._usage
         self._shadow: ShadowRequest | None = None
         self._sent: SentRequest | None = None
@@ -220,6 +233,8 @@ class RequestWatcher:
         elif self._found is None and message["type"] == "http.request":
             try:
                 request = self._intake.feed(message, self._now_us())
+                if request is not None:
+                    self._controller = self._front.controller_of(request)
             except AdmissionError as refusal:
                 self._refuse(refusal)
             else:
@@ -228,6 +243,8 @@ class RequestWatcher:
 
     def on_response(self, message: Message) -> None:
         """The client is about to get this message."""
+        if self._cost is not None:
+            self._cost.feed(message)
         if message["type"] == "http.response.start":
             self._status = message["status"]
         elif message["type"] in BODIES:
@@ -261,6 +278,8 @@ class RequestWatcher:
         outcome, code = self._outcome(error, is_complete=is_complete)
         usage, prompt_tokens, charged = self._usage, 0, None
         usage.read()
+        if self._cost is not None:
+            self._cost.tell(usage)
         if isinstance(self._found, SizedRequest):
             tenant, payload = self._found.classification.tenant.name, self._found.payload
             usage.conclude(self._controller.output_ratios, tenant, payload.model)
@@ -319,29 +338,16 @@ class RequestWatcher:
 
     def _begin_shadow(self, request: SizedRequest) -> None:
         """The body is complete. Called once."""
-        self._found = request
+        self._found, controller = request, self._controller
+        if controller.routing is not None:
+            request.hits = ()  # its prompt counts at an engine; nothing is predicted, as the request passes to any
+        shadow = ShadowRequest(controller, self._snapshot, request, self._report)
+        self._sent = shadow.sent
         if not self._usage.has_begun:  # an app may answer before it has read the body
             self._reporter.classified(request, self._endpoint, self._snapshot.policy, self._now_us())
             self._reporter.passed(self._now_us(), request.classification.level)
             self._measure_gain(request)
-        if self._controller.routing is not None:
-            request.hits = ()  # its prompt counts at an engine; nothing is predicted, as the request passes to any
-        times = self._controller.engine_times
-        self._sent = sent = times.sent(request, self._now_us())
-        pool, sizes = self._controller.pool, self._controller.lease_sizes
-        appraise = self._controller.appraiser(self._snapshot)
-        shadow = ShadowRequest(
-            pool,
-            self._snapshot,
-            request,
-            self._report,
-            sizes=sizes,
-            appraise=appraise,
-            times=times,
-            sent=sent,
-            usage=self._controller.usage,
-        )
-        if self._controller.shadows.follow(shadow):
+        if controller.shadows.follow(shadow):
             self._shadow = shadow
         else:
             self._report(ShadowResult(Verdict.UNKNOWN, TOO_MANY, None))
