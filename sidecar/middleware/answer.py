@@ -58,6 +58,13 @@ class CostReader:
                     self.tokens = int(found[1])
             self._carried = window[-self._longest :]
 
+    def tell(self, usage: UsageReader) -> None:
+        """Counts the cost in place of what the answer's usage says, where there is one."""
+        if self.tokens is not None:
+            usage.read()
+            usage.input_tokens = usage.output_tokens = None
+            usage.counted(self.tokens, 0)
+
     def _read_headers(self, message: Message) -> None:
         for name, value in message.get("headers", ()):
             if name.lower() == self._header and value.isdigit() and len(value) <= _MOST_DIGITS:
@@ -134,10 +141,8 @@ class Answer(msgspec.Struct, eq=False):
     def used(self, request: SizedRequest, ratios: OutputRatios, *, is_failure: bool) -> Used:
         """What it cost, after its end, which ends the growth of its lease. `is_failure`: the engine gave no answer."""
         usage = self.usage
-        if self.cost is not None and self.cost.tokens is not None:
-            usage.read()
-            usage.input_tokens = usage.output_tokens = None
-            usage.counted(self.cost.tokens, 0)
+        if self.cost is not None:
+            self.cost.tell(usage)
         usage.conclude(ratios, request.classification.tenant.name, request.payload.model)
         tokens = 0 if is_failure else usage.used_tokens(request.prompt_tokens)
         if self.size is not None:

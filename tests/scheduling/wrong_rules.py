@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from sidecar.scheduling import preemption
 from sidecar.scheduling import scheduler as module
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.engines import Engine, Gone
 from sidecar.scheduling.figures import figures_of
 from sidecar.scheduling.preemption import _Search
 from sidecar.scheduling.queue import FairQueue
-from sidecar.scheduling.scheduler import INSIDE, LINE, OTHER, TURN, Scheduler
+from sidecar.scheduling.scheduler import FIRST, INSIDE, LINE, OTHER, TURN, Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
 
 Patch = tuple[Any, str, Any]
@@ -26,13 +27,14 @@ class_of, place, heads, need, fits = (
     Scheduler.class_of, Scheduler.place, Scheduler.heads, Scheduler.need, Scheduler.fits,
 )  # fmt: skip
 engine_for, begin, hold, look = Scheduler._engine_for, Scheduler._begin_to_count, Scheduler.hold, Scheduler.look
-wanted, is_small = Scheduler.wanted, Scheduler.is_small
+wanted, is_small, would_enter = Scheduler.wanted, Scheduler.is_small, Scheduler.would_enter
 remove, charge_for, could_take, search_init = (
     FairQueue.remove,
     FairQueue._charge_for,
     Engine.could_take,
     _Search.__init__,
 )
+engines_for = preemption._engines_for
 
 
 def always(value: Any) -> Callable[..., Any]:
@@ -86,9 +88,14 @@ def _takes_of_every_tier(_: _Search, lease: Lease) -> bool:
     return not (lease.is_kept or lease.is_chosen)
 
 
-def _no_burst(search: _Search) -> Any:
-    lacking = search.lacking(search._found.served)
-    return search._needed(search._taken, lacking) if search._take(lacking) else []
+def _no_burst(search: _Search, leases: Any) -> Any:
+    lacking, search._left = search.lacking(search._found.served), leases
+    return search._needed(search._taken, lacking) if search._take(lacking) else None
+
+
+def _knows_no_holders(pool: Scheduler, candidate: Any, earlier: Any) -> Any:
+    before = engines_for(pool, candidate, earlier)
+    return {engine: before.get(engine, []) for engine in pool.would_enter(candidate.ticket, candidate.order_class)}
 
 
 PATCHES: dict[str, Patch] = {
@@ -150,6 +157,9 @@ PATCHES: dict[str, Patch] = {
     "takes in vain": (_Search, "_take", _in_vain),
     "takes what comes back first": (_Search, "__init__", _takes_what_comes_back_first),
     "takes for one of a burst": (_Search, "leases", _no_burst),
+    "takes on the wanted engine only": (Scheduler, "would_enter", lambda *it: would_enter(*it)[:1]),
+    "takes where one before it holds its place": (preemption, "_engines_for", _knows_no_holders),
+    "takes on any engine": (Scheduler, "would_enter", lambda s, t, _: would_enter(s, t, FIRST)),
     "a burst beyond its limit": (Scheduler, "is_within_limit", always(True)),
     "forgets what is on its way": (Gone, "add", always(None)),
     # rule 9
