@@ -291,12 +291,13 @@ class RequestHandler:
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         """Answers with an error. What is left of a body is read: a client that still sends would lose the answer."""
         named, upload = refusal_headers(error, waited, is_cut=error is self._cut), self._upload
+        is_unread = isinstance(error, BodyTooLarge) or (upload is not None and not upload.is_complete)
         await refuse(
             self._client.send,
             error,
             self._receive if upload is None or isinstance(error, BodyTooLarge) else upload.receive,
             self._snapshot.policy.body_timeout_s,
-            is_body_left=isinstance(error, BodyTooLarge) or (upload is not None and not upload.is_complete),
+            is_body_left=is_unread and not self._intake.is_whole,
             anthropic=self._endpoint.api is Api.MESSAGES,
             request_id=self._request_id,
             headers=named,
