@@ -365,6 +365,8 @@ def api_key(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 def _unread_keys(headers: Mapping[bytes, bytes], query: bytes, tenants: Mapping[str, Tenant]) -> Mapping[str, Tenant]:
     """The tenants whose keys are anywhere in a query, or in a header that may hold one, by the place."""
+    if not query and not may_hold_keys(b" ".join(headers)):
+        return {}
     sent = [("", name, value) for name, value in headers.items() if may_hold_keys(name)]
     for part in query.split(b"&", _MOST_PARAMETERS)[:_MOST_PARAMETERS]:
         name, _, value = part.partition(b"=")
