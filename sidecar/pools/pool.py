@@ -169,7 +169,7 @@ class Pool(ReportedPool):
     # -- size and rules
 
     def change_policy(self, policy: Policy) -> None:
-        """Another policy with the same tiers (see `policy.replacing`): its rules, queues and limits count at once.
+        """Another policy that needs no restart (`policy.diff`): its rules, queues and limits count at once.
 
         Requests keep their places and what they hold. A pool that holds more than its new size admits no request until
         that has drained. Waiting requests that it could never admit are refused.

@@ -42,7 +42,9 @@ def report(number: int, **more: Any) -> ReplicaReport:
     waits = [Bucket(int(at_s) // 5 * 5, admitted=number, wait_sum_s=1.0, wait_max_s=float(number))]
     overtakings = {"high": Overtakings(number, 10, {"level": number})}
     plain: dict[str, Any] = {
-        "tiers": [TierReport("batch", OldestWaiter(float(number), 0.0, {}, f"r{number}"), waits, overtakings)],
+        "tiers": [
+            TierReport("batch", OldestWaiter(float(number), 0.0, {}, f"r{number}"), waits, overtakings, 10, number)
+        ],
         "tenants": [TenantView(f"tenant-{number % 3}", 100, 1, number)],
         "refusals": [
             RefusalView(at_s - number / 100, "batch", None, "queue_full", 503, "", f"q{number}", 0.0, f"r{number}")
@@ -77,6 +79,7 @@ async def test_the_figures_of_all_are_those_of_their_reports_and_ours_count_once
                 merge.recent("batch", every, NOW_S),
                 merge.oldest("batch", every),
                 merge.overtaken_by("batch", every),
+                merge.queued("batch", every),
                 merge.tenants(every),
                 [refusal.request_id for refusal in merge.refusals(every)],
                 merge.replicas(every),
@@ -88,6 +91,7 @@ async def test_the_figures_of_all_are_those_of_their_reports_and_ours_count_once
         shown[-1] += (period.total.requests, period.replicas, period.since_s)  # type: ignore[assignment]
     assert shown[0] == shown[1]
     assert sum(bucket.admitted for bucket in shown[0][0]) == sum(range(20))
+    assert shown[0][3] == (20 * 10, sum(range(20)))
 
 
 async def test_a_replica_that_is_not_yet_in_it_adds_its_own_figures() -> None:

@@ -55,6 +55,8 @@ async def test_either_page_shows_both_and_the_tier_that_starves_in_either(two: T
             assert one["notices"] == []
             assert {replica["replica"] for replica in one["replicas"]} == {other["replica"] for other in shown}
             assert all(0 <= replica["seen_s_ago"] < 5 for replica in one["replicas"])
+            queued = sum(tier["queued"]["requests"] for tier in one["tiers"])
+            assert queued == sum(replica["waiting"] for replica in one["replicas"])
         starving = await until(two.first, lambda one: one["starving"] == "batch" and one["tiers"][1]["overtaken_by"])
         by = starving["tiers"][1]["overtaken_by"]["high"]
         assert by["requests"] > 0
