@@ -19,7 +19,7 @@ from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, EngineUnreachable
 from sidecar.events import Outcome
 from sidecar.identity.issuer_keys import KeysNeeded
-from sidecar.middleware.answer import Answer, AnswerHooks, CostReader
+from sidecar.middleware.answer import Answer, CostReader
 from sidecar.middleware.app_call import AppCall, without_files
 from sidecar.middleware.asked_usage import ask_for_usage
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
@@ -332,8 +332,8 @@ class RequestHandler:
         request, gain, cost = self._request, self._gain, self._endpoint.cost
         usage = UsageReader() if self._route is None else self._route.usage
         reader = usage if gain is None else gain.sent(grant.engine, usage)
-        hooks = AnswerHooks(self._response_start, self._first_byte, self._settle)
-        answer = Answer(usage, reader, self._client, self._call, self._app_call, hooks)
+        hooks = self._response_start, self._first_byte, self._settle
+        answer = Answer(usage, reader, self._client, self._call, self._app_call, *hooks)
         if cost is not None:
             answer.cost = CostReader(cost)
         if request.expected is not None:
