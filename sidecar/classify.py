@@ -101,7 +101,6 @@ _NO_BODY = SourceAnswer(Source.BODY, None)
 _NO_HEADER = SourceAnswer(Source.HEADER, None)
 _NO_ENGINE = SourceAnswer(Source.ENGINE, None)
 _DEFAULT = SourceAnswer(Fallback.DEFAULT, None)
-_NOTHING_SAID = Payload(None, False)
 
 
 class Classification(msgspec.Struct, gc=False):
@@ -147,7 +146,6 @@ class Classifier:
         levels = [None, *range(len(policy.tiers))]
         self._of_endpoint = {level: SourceAnswer(Source.ENDPOINT, level) for level in levels}
         self._of_key = {level: SourceAnswer(Source.KEY, level) for level in levels}
-        self._silent: dict[tuple[int | None, int, int], tuple[int, Source | Fallback, int | None]] = {}
         self._consults = tuple(consults[source] for source in policy.sources)
 
     def tenant(
@@ -260,19 +258,6 @@ class Classifier:
         won = self._winner(asked, tenant)
         ignored = tuple([name for name in self.statements(asked) if name != won.statement])
         return Classification(tenant, *self._granted(won, tenant), ignored)
-
-    def classify_silent(self, endpoint: Endpoint, tenant: Tenant) -> Classification:
-        """The same for a request that states no priority, as most do: the endpoint and the tenant decide.
-
-        Not where the policy has the source `engine`.
-        """
-        place = (endpoint.level, tenant.level, tenant.max_level)
-        granted = self._silent.get(place)
-        if granted is None:
-            won = self._winner(Asked(endpoint, _NOTHING_SAID, {}, ()), tenant)
-            granted = self._silent[place] = self._granted(won, tenant)
-        level, source, clamped_from = granted
-        return Classification(tenant, level, source, clamped_from, ())
 
     def _granted(self, won: SourceAnswer, tenant: Tenant) -> tuple[int, Source | Fallback, int | None]:
         """The level, its source, and the level that was asked for where the tenant may not have it."""

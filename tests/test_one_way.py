@@ -222,6 +222,7 @@ async def observed(policy: Policy, sent: Sent) -> Said:
     (found,) = sidecar.observed
     assert (found.verdict is Verdict.ADMITTED) == (found.code is None)
     said = {"code": found.code, "tenant": found.tenant, **_sized(sidecar.recorder)}
+    said["clamped_from"] = found.clamped_from
     said.pop("downgraded_from", None)  # it is reported before the pool has looked at the request; the tier is not
     if found.code is None:
         return {**said, "tier": found.tier, "ignored": _ignored(caller)}
@@ -453,6 +454,7 @@ def test_so_it_is_for_what_was_found_once(policies: list[Loaded], file: Path) ->
         (3, ACME, {"max_tokens": 150, "n": 4}, "queue_timeout"),
         (3, [], {"max_tokens": 150, "n": 4, "priority": "batch"}, "queue_full"),
         (4, ACME, {"model": "none"}, "model_not_found"),
+        (4, ACME, {"model": None}, "invalid_body"),
         (4, ACME, {"model": "q", "max_tokens": 100, "n": 8}, "request_too_large"),
     ],
 )

@@ -158,7 +158,7 @@ class RequestExplanation:
         if headers.keys().isdisjoint((b"content-length", b"transfer-encoding")):
             pairs.append((b"content-length", b"%d" % len(body)))  # as clients send it
         headers = dict(pairs)
-        intake = RequestIntake(self._snapshot, endpoint, headers, self._snapshot.names_read[tuple(headers)], 0)
+        intake = RequestIntake(self._snapshot, endpoint, headers, 0)
         intake.trace = self._note_sources
         try:
             intake.check_head(pairs, {"client": self._client, "query_string": query})

@@ -87,7 +87,7 @@ class RequestHandler:
         self._pairs = pairs = [*scope["headers"]]  # a copy: uvicorn appends trailers to its own list
         self._headers = headers = dict(pairs)
         self._request_id = own_id = request_id(headers)
-        self._intake = RequestIntake(snapshot, endpoint, headers, snapshot.names_read[tuple(headers)], received_us)
+        self._intake = RequestIntake(snapshot, endpoint, headers, received_us)
         self._reporter = reporter_of(controller.observer, scope, own_id, received_us, now_us, self._intake)
         self._upload: UploadChannel | None = None
         if endpoint.size is not None and is_upload(headers):

@@ -44,10 +44,7 @@ def shortage(
             break
     else:
         return None
-    engines: dict[str, list[Ticket]] = {engine: [] for engine in scheduler.would_enter(ticket, candidate.order_class)}
-    for other in order[:at]:
-        if scheduler.fits(other.ticket) or scheduler.holds(other.ticket, other.order_class):
-            engines.get(scheduler.wanted(other.ticket) or "", []).append(other.ticket)
+    engines = _engines_for(scheduler, candidate, order[:at])
     burst: list[Ticket] = []
     if tiers[ticket.tier].always_first:
         waiting = sorted(scheduler.tiers[ticket.tier].queue, key=lambda t: (t.number, t.owner))
@@ -62,6 +59,20 @@ def shortage(
         if not any(_Search(scheduler, found, engine, now_us, gone).lacking(ticket)):
             return replace(found, engines={engine: before}) if burst else None  # enough is on its way there
     return found if engines else None
+
+
+def _engines_for(scheduler: Scheduler, candidate: Candidate, earlier: Sequence[Candidate]) -> dict[str, list[Ticket]]:
+    """`Shortage.engines`. One before it that holds its place for an engine keeps it from others."""
+    before, holding = dict[str | None, list[Ticket]](), set[str | None]()
+    for _, ticket, order_class in earlier:
+        wanted, fits = scheduler.wanted(ticket), scheduler.fits(ticket)
+        if not fits and scheduler.holds(ticket, order_class):
+            holding.add(wanted)
+        elif not fits:
+            continue
+        before.setdefault(wanted, []).append(ticket)
+    engines = scheduler.would_enter(candidate.ticket, candidate.order_class)
+    return {it: before.get(it, []) for n, it in enumerate(engines) if n == 0 or holding <= {it}}
 
 
 class Returnable:

@@ -496,7 +496,9 @@ class Reference:
         def victims(e: str, *group: Request) -> list[Request] | None:
             return self.victims(served, place, e, gone, lambda taken: enough(e, taken, group))
 
+        holding = [self.wanted(r) for r, c in order[:at] if not self.fits(r) and self.holds(r, c)]
         engines = self.would_enter(served, order_class)
+        engines = engines[:1] + [e for e in engines[1:] if all(other == e for other in holding)]
         engines.sort(key=lambda e: not enough(e, [], [served]))  # where enough is on its way, no other gives more
         e = next((e for e in engines if victims(e, served) is not None), None)
         if e is None:

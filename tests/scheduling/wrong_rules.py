@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from sidecar.scheduling import preemption
 from sidecar.scheduling import scheduler as module
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.engines import Engine, Gone
@@ -33,6 +34,7 @@ remove, charge_for, could_take, search_init = (
     Engine.could_take,
     _Search.__init__,
 )
+engines_for = preemption._engines_for
 
 
 def always(value: Any) -> Callable[..., Any]:
@@ -89,6 +91,11 @@ def _takes_of_every_tier(_: _Search, lease: Lease) -> bool:
 def _no_burst(search: _Search, leases: Any) -> Any:
     lacking, search._left = search.lacking(search._found.served), leases
     return search._needed(search._taken, lacking) if search._take(lacking) else None
+
+
+def _knows_no_holders(pool: Scheduler, candidate: Any, earlier: Any) -> Any:
+    before = engines_for(pool, candidate, earlier)
+    return {engine: before.get(engine, []) for engine in pool.would_enter(candidate.ticket, candidate.order_class)}
 
 
 PATCHES: dict[str, Patch] = {
@@ -151,6 +158,7 @@ PATCHES: dict[str, Patch] = {
     "takes what comes back first": (_Search, "__init__", _takes_what_comes_back_first),
     "takes for one of a burst": (_Search, "leases", _no_burst),
     "takes on the wanted engine only": (Scheduler, "would_enter", lambda *it: would_enter(*it)[:1]),
+    "takes where one before it holds its place": (preemption, "_engines_for", _knows_no_holders),
     "takes on any engine": (Scheduler, "would_enter", lambda s, t, _: would_enter(s, t, FIRST)),
     "a burst beyond its limit": (Scheduler, "is_within_limit", always(True)),
     "forgets what is on its way": (Gone, "add", always(None)),

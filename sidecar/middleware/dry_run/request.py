@@ -41,6 +41,8 @@ Limits of the dry run. The report says where it finds one of the first four (`si
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -63,6 +65,7 @@ from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant
 
+Shown = TypeVar("Shown")
 UNREAD, TOO_MANY = "body_unread", "too_many_shadows"
 _REFUSED_BY_ENGINE = frozenset((429, 502, 503, 504, 529))
 """Statuses by which an engine, or the proxy before it, says that it cannot take a request now."""
@@ -100,23 +103,27 @@ class DryRunRequest:
     async def run(self) -> None:
         """Calls the app. Raises only what the app raises."""
         self._controller.watchdog.add(self)
+        raised: BaseException | None = None
         try:
-            self._begin_to_watch()
-            scope = self._scope
+            scope, controller = self._scope, self._controller
+            try:
+                self._watcher = RequestWatcher(self._front, controller, self._endpoint, scope)
+            except Exception as defect:
+                controller.shadows.report(defect)
             with_write(scope, None)  # every message is watched
             if self._endpoint.forward_to is not None:
                 scope = forwarded_scope(scope, self._endpoint, scope["headers"])
             app_call = self._app_call = AppCall(None, None if self._watcher is None else self._watcher.app_trace())
             token = current.set(app_call)
             try:
-                await call_app(self._controller, self._scope, scope, self._receive_for_app, self._send_for_app)
+                await call_app(controller, self._scope, scope, self._receive_for_app, self._send_for_app)
             finally:
                 app_call.returned(token)
         except BaseException as error:
-            self._end(error)
+            raised = error
             raise
         finally:
-            self._end(None)
+            self._watch(lambda watcher: watcher.on_end(raised, is_complete=False))
             self._controller.watchdog.discard(self)
 
     def check(self) -> None:
@@ -127,55 +134,34 @@ class DryRunRequest:
 
     async def _receive_for_app(self) -> Message:
         message = await self._receive()
-        if self._watcher is not None:
-            try:
-                self._watcher.on_request(message)
-            except Exception as defect:
-                self._stop_watching(defect)
+        self._watch(lambda watcher: watcher.on_request(message))
         return message
 
     async def _send_for_app(self, message: Message) -> None:
-        if self._watcher is not None:
-            message = self._with_headers(self._watcher, message)
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ())]  # the app's own value may be an iterator
+            added = self._watch(lambda watcher: watcher.headers(headers))
+            message = {**message, "headers": [*headers, *(added or ())]}
+        self._watch(lambda watcher: watcher.on_response(message))
         if message["type"] not in BODIES or message.get("more_body", False):
             await self._send(message)
             return
         assert self._app_call is not None
         await self._app_call.send_last(self._send, message)
-        self._end(None, is_complete=True)
+        self._watch(lambda watcher: watcher.on_end(None, is_complete=True))
 
-    def _with_headers(self, watcher: RequestWatcher, message: Message) -> Message:
-        added: Headers = ()
-        headers: Headers = ()
+    def _watch(self, show: Callable[[RequestWatcher], Shown]) -> Shown | None:
+        """Shows the watcher something. None after a defect in the dry run: the request goes on, unwatched."""
+        watcher = self._watcher
+        if watcher is None:
+            return None
         try:
-            if message["type"] == "http.response.start":
-                headers = list(message.get("headers", ()))
-                message = {**message, "headers": headers}  # the app's own value may be an iterator
-                added = watcher.headers(headers)
-            watcher.on_response(message)
+            return show(watcher)
         except Exception as defect:
-            self._stop_watching(defect)
-        return {**message, "headers": [*headers, *added]} if added else message
-
-    def _begin_to_watch(self) -> None:
-        try:
-            self._watcher = RequestWatcher(self._front, self._controller, self._endpoint, self._scope)
-        except Exception as defect:
-            self._stop_watching(defect)
-
-    def _end(self, error: BaseException | None, *, is_complete: bool = False) -> None:
-        if self._watcher is not None:
-            try:
-                self._watcher.on_end(error, is_complete=is_complete)
-            except Exception as defect:
-                self._stop_watching(defect)
-
-    def _stop_watching(self, defect: Exception) -> None:
-        """A defect in the dry run: the request goes on, unwatched."""
-        watcher, self._watcher = self._watcher, None
-        self._controller.shadows.report(defect)
-        if watcher is not None:
+            self._watcher = None
+            self._controller.shadows.report(defect)
             watcher.release()
+            return None
 
 
 class RequestWatcher:
@@ -203,8 +189,7 @@ class RequestWatcher:
         self._request_id = request_id(headers)
         self._received_us = received_us
         now_us = controller.pool.now_us
-        names = self._snapshot.names_read[tuple(headers)]
-        self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
+        self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, received_us)
         self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
         self._cost = None if endpoint.cost is None else CostReader(endpoint.cost)

@@ -161,23 +161,17 @@ class ProductAdmission:
     def _sized(self, request: Request, tenant: Tenant) -> SizedRequest:
         """The request, as the intake would have read it from a body that says no maximum of its output."""
         output = self._policy.tiers[request.tier].default_output_tokens
-        hits = self._hits(request)
         return SizedRequest(
-            b"",
-            {},
-            _PAYLOAD,
-            Classification(tenant, request.tier, Fallback.DEFAULT, None, ()),
-            (),
-            (),
-            request.prompt,
-            tokens_to_hold(_PAYLOAD, request.prompt, output),
-            Api.CHAT,
-            None,
-            None,
-            CHAT,
-            output,
-            1,
-            hits,
+            body=b"",
+            headers={},
+            payload=_PAYLOAD,
+            classification=Classification(tenant, request.tier, Fallback.DEFAULT, None, ()),
+            api=Api.CHAT,
+            path=CHAT,
+            prompt_tokens=request.prompt,
+            tokens=tokens_to_hold(_PAYLOAD, request.prompt, output),
+            assumed_output=output,
+            hits=self._hits(request),
         )
 
     def _hits(self, request: Request) -> tuple[tuple[str, int], ...]:

@@ -39,6 +39,29 @@ local function burst_beside(ticket)
   return burst
 end
 
+-- Where the ticket is to be served, with those that come before it there: the one that it wants first, then others that it would
+-- enter. One of the first `last` in order that holds its place for an engine keeps it from others.
+local function slots_for(found, order, last)
+  local before, holding, is_kept, slots = {}, nil, false, {}
+  for i = 1, last do
+    local other, slot = order[i].ticket, wanted(order[i].ticket) or 0
+    local does_fit = fits(other, NOBODY)
+    if does_fit or holds(other, order[i].class) then
+      before[slot] = before[slot] or {}
+      table.insert(before[slot], other)
+      if not does_fit then is_kept, holding = is_kept or (holding and holding ~= slot), holding or slot end
+    end
+  end
+  found.engines, found.before = {}, {}
+  for i, slot in ipairs(would_enter(found.served, found.place.class)) do
+    if i == 1 or (not is_kept and (not holding or holding == slot)) then
+      slots[#slots + 1] = slot
+      found.engines[#slots], found.before[#slots] = config.engines[slot][E_ID], before[slot] or {}
+    end
+  end
+  return slots
+end
+
 local function shortage()
   if not may_preempt() then return nil end
   look()
@@ -53,20 +76,9 @@ local function shortage()
     ticket = place.ticket
     local after = rules[R_TIERS][place.tier][T_PREEMPT_AFTER]
   until after and now - ticket[ARRIVED] >= after
-  local slots, before = would_enter(ticket, place.class), {}
+  local found = { served = ticket, place = place, closed = {} }
+  local slots = slots_for(found, order, at - 1)
   if #slots == 0 then return nil end
-  local found = { served = ticket, place = place, engines = {}, before = {}, closed = {} }
-  for i, slot in ipairs(slots) do
-    before[slot] = {}
-    found.engines[i], found.before[i] = config.engines[slot][E_ID], before[slot]
-  end
-  for i = 1, at - 1 do
-    local other = order[i].ticket
-    if fits(other, NOBODY) or holds(other, order[i].class) then
-      local list = before[wanted(other)]
-      if list then list[#list + 1] = other end
-    end
-  end
   found.burst = burst_beside(ticket)
   for tier = ticket[TIER] + 1, #tiers do
     for _, head in ipairs(heads_of(tier)) do
