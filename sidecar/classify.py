@@ -101,7 +101,6 @@ _NO_BODY = SourceAnswer(Source.BODY, None)
 _NO_HEADER = SourceAnswer(Source.HEADER, None)
 _NO_ENGINE = SourceAnswer(Source.ENGINE, None)
 _DEFAULT = SourceAnswer(Fallback.DEFAULT, None)
-_NOTHING_SAID = Payload(None, False)
 
 
 class Classification(msgspec.Struct, gc=False):
@@ -147,7 +146,6 @@ class Classifier:
         levels = [None, *range(len(policy.tiers))]
         self._of_endpoint = {level: SourceAnswer(Source.ENDPOINT, level) for level in levels}
         self._of_key = {level: SourceAnswer(Source.KEY, level) for level in levels}
-        self._silent: dict[tuple[int | None, int, int], tuple[int, Source | Fallback, int | None]] = {}
         self._consults = tuple(consults[source] for source in policy.sources)
 
     def tenant(
@@ -156,8 +154,18 @@ class Classifier:
         """The tenant that the app or the gateway names, or whose key or token the request carries.
 
         The server's `scope` says from which address it came, and `pairs` are the headers as they came. Raises
-        InvalidApiKey, which says nothing of the key itself, and what `TokenVerifier.claims` raises.
+        InvalidApiKey, which says nothing of the key itself, but where a known key is that was not read; and what
+        `TokenVerifier.claims` raises.
         """
+        try:
+            return self._named(headers, scope, pairs)
+        except InvalidApiKey as refusal:
+            places = self.unread(headers, scope.get("query_string", b""))
+            if type(refusal) is not InvalidApiKey or not places:
+                raise
+            raise InvalidApiKey(f"{refusal.message} (a known key in {', '.join(places)} does not count)") from None
+
+    def _named(self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any], pairs: Headers) -> Tenant:
         said, gateway = said_by_app.get(), self._gateway
         if said is not None:
             return self._of_app(said)
@@ -197,13 +205,6 @@ class Classifier:
                 self._logged.add((place, tenant.name))
                 _log.warning(_UNREAD, tenant.name, place, extra={"event": "key_not_read"})
         return tuple(found)
-
-    def explained(self, refusal: InvalidApiKey, headers: Mapping[bytes, bytes], query: bytes) -> InvalidApiKey:
-        """The refusal, which says where a known key is that was not read."""
-        places = self.unread(headers, query)
-        if type(refusal) is not InvalidApiKey or not places:
-            return refusal
-        return InvalidApiKey(f"{refusal.message} (a known key in {', '.join(places)} does not count)")
 
     def _without_key(self, headers: Mapping[bytes, bytes]) -> str:
         said, gateway = "no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`", self._gateway
@@ -260,19 +261,6 @@ class Classifier:
         won = self._winner(asked, tenant)
         ignored = tuple([name for name in self.statements(asked) if name != won.statement])
         return Classification(tenant, *self._granted(won, tenant), ignored)
-
-    def classify_silent(self, endpoint: Endpoint, tenant: Tenant) -> Classification:
-        """The same for a request that states no priority, as most do: the endpoint and the tenant decide.
-
-        Not where the policy has the source `engine`.
-        """
-        place = (endpoint.level, tenant.level, tenant.max_level)
-        granted = self._silent.get(place)
-        if granted is None:
-            won = self._winner(Asked(endpoint, _NOTHING_SAID, {}, ()), tenant)
-            granted = self._silent[place] = self._granted(won, tenant)
-        level, source, clamped_from = granted
-        return Classification(tenant, level, source, clamped_from, ())
 
     def _granted(self, won: SourceAnswer, tenant: Tenant) -> tuple[int, Source | Fallback, int | None]:
         """The level, its source, and the level that was asked for where the tenant may not have it."""
@@ -377,6 +365,8 @@ def api_key(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 def _unread_keys(headers: Mapping[bytes, bytes], query: bytes, tenants: Mapping[str, Tenant]) -> Mapping[str, Tenant]:
     """The tenants whose keys are anywhere in a query, or in a header that may hold one, by the place."""
+    if not query and not may_hold_keys(b" ".join(headers)):
+        return {}
     sent = [("", name, value) for name, value in headers.items() if may_hold_keys(name)]
     for part in query.split(b"&", _MOST_PARAMETERS)[:_MOST_PARAMETERS]:
         name, _, value = part.partition(b"=")

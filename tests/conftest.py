@@ -16,6 +16,7 @@ from sidecar.pools import member
 from sidecar.pools.redis import connection
 from tests.support import stages
 from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import begun
 from tests.support.signals import restore_for_children
 
 TESTS = Path(__file__).parent
@@ -73,11 +74,11 @@ def patient_stores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[RedisServer]:
-    """A store of its own for each test: some kill it."""
+    """A store of its own for each test, as some kill it, in which the pool called `default` has begun."""
     folder = tmp_path / "store"
     folder.mkdir()
     with RedisServer(first_binary(), folder) as server:
-        yield server
+        yield begun(server)
 
 
 @pytest.fixture

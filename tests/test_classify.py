@@ -186,26 +186,6 @@ def test_where_no_source_answers_the_default_tier_does_and_is_clamped_too() -> N
     assert (made.level, made.clamped_from) == (LOW, HIGH)
 
 
-@given(
-    sources=st.permutations([Source.BODY, Source.HEADER, Source.ENDPOINT, Source.KEY]),
-    length=st.integers(1, 4),
-    of_endpoint=st.none() | st.integers(0, 2),
-    of_tenant=st.integers(0, 2),
-    best=st.integers(0, 2),
-    default=st.integers(0, 2),
-)
-def test_a_request_that_says_nothing_gets_what_it_would_by_asking_every_source(  # noqa: PLR0917
-    sources: list[Source], length: int, of_endpoint: int | None, of_tenant: int, best: int, default: int
-) -> None:
-    policy = policy_of(sources=tuple(sources[:length]), default_level=default)
-    classifier, asked = classifier_of(policy), asked_with(level=of_endpoint)
-    tenant = Tenant("one", of_tenant, best)
-    for _ in range(2):  # the second time, what was kept
-        assert classifier.classify_silent(asked.endpoint, tenant) == classifier.classify(asked, tenant)
-    other = Tenant("other", of_tenant, 0)
-    assert classifier.classify_silent(asked.endpoint, other) == classifier.classify(asked, other)
-
-
 @given(asked=st.sampled_from(TIERS), best=st.integers(0, 4))
 def test_more_than_a_tenant_may_have_is_clamped_and_said(asked: str, best: int) -> None:
     made = classified(policy_of(), asked_with(priority=asked), Tenant("t", level=BATCH, max_level=best))

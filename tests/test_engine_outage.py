@@ -21,7 +21,8 @@ import aiohttp
 import pytest
 
 from tests.support.process import Running, python
-from tests.support.redis_servers import RedisServer, first_binary, free_port
+from tests.support.redis_servers import free_port
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 
@@ -315,7 +316,7 @@ async def test_an_engine_that_is_stopped_and_goes_on_loses_nothing(tmp_path: Pat
 
 @pytest.mark.long
 async def test_a_replica_that_is_cut_off_keeps_its_queue_and_does_not_hold_up_another(tmp_path: Path) -> None:
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path) as server:
         policy = POLICY + f"store: {server.url}\n"
         async with (
             Engine() as one,
@@ -345,7 +346,7 @@ async def test_a_replica_that_is_cut_off_keeps_its_queue_and_does_not_hold_up_an
 
 @pytest.mark.long
 async def test_a_replica_without_store_and_without_engine_holds_its_queue(tmp_path: Path) -> None:
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path) as server:
         policy = POLICY + f"store: {server.url}\n"
         async with Engine() as engine, sidecar(tmp_path, engine.port, policy=policy) as proxy:
             tasks = await send(proxy, 30, tokens=100)

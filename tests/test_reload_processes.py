@@ -19,7 +19,8 @@ from sidecar.policy.compiler import load
 from tests.cluster.replicas import Replica, address, started
 from tests.support.middleware import CHAT, chat, key, write_policy
 from tests.support.ports import free_ports
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.redis_servers import RedisServer
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
@@ -176,7 +177,7 @@ def two(tmp_path: Path) -> Iterator[Two]:
         (tmp_path / name).mkdir()
         policies.append(write_policy(tmp_path / name))
         logs.append(tmp_path / name / "log")
-    with RedisServer(first_binary(), tmp_path) as store:
+    with begun_store(tmp_path) as store:
 
         def serve(policy: Path, log: Path) -> Any:
             served = ("serve", "--upstream", NOBODY, "--policy", str(policy), "--port", "0", "--admin-port", "0")

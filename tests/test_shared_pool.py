@@ -32,6 +32,7 @@ from sidecar.pools.redis.connection import ledger_key
 from tests.support.middleware import Recorder
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
+from tests.support.shared_pools import begun
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -39,7 +40,7 @@ MEMBERS = """
 local state = redis.call('HGET', KEYS[1], 'state')
 local found = 0
 if state then
-  local _, members = cmsgpack.unpack(state)
+  local _, _, members = cmsgpack.unpack(state)
   for _ in pairs(members) do found = found + 1 end
 end
 return found
@@ -194,6 +195,7 @@ def engine(folder: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def pair(folder: Path, engine: str, store: RedisServer) -> Iterator[tuple[Replica, Replica]]:
     """Two replicas that share one pool of `SLOTS` requests."""
+    begun(store, "pair")
     with replicas(folder / "pair", 2, engine, named("pair"), SIDECAR_STORE=store.url) as (first, second):
         yield first, second
 
@@ -638,6 +640,7 @@ def mounted(tmp_path: Path, store: RedisServer, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, bound, 60.0)
 
     def write(pool: str) -> Path:
+        begun(store, pool)
         path = tmp_path / "policy.yaml"
         path.write_text(named(pool))
         return path
@@ -762,7 +765,7 @@ async def test_a_pool_that_is_closed_when_the_store_has_forgotten_it_does_not_co
 ) -> None:
     """It may hear of it by its good-bye, or by a call that is under way, after which it states what it has."""
     policy = mounted("forgotten")
-    monkeypatch.setenv(STORE_VARIABLE, spare.url)
+    monkeypatch.setenv(STORE_VARIABLE, begun(spare, "forgotten").url)
     pool = AdmissionMiddleware(app_without_admission(), policy=policy).controller.pool
     await pool.open()
     ending, held = await pool.enter(Ask(1, "", 1, 10, 1)), await pool.enter(Ask(1, "", 1, 10, 1))

@@ -1,7 +1,7 @@
 """Our metrics in PromQL, as the dashboard asks for them: of one pool, over all of its replicas.
 
-In a pool that replicas share, each of them reports the queue and the leases of the whole pool: gauges are `max`,
-counters and histograms `sum`. Two pools are never added up: one is chosen.
+In a pool that replicas share, each of them reports the leases of the whole pool: those gauges are `max`. A replica's
+own queue, counters and histograms are `sum`. Two pools are never added up: one is chosen.
 """
 
 from __future__ import annotations

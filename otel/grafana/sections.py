@@ -12,7 +12,10 @@ def now() -> list[Json]:
     held = f"sum ({gauge('admission_held_tokens')}) / {largest('admission_capacity_tokens')}"
     return [
         figure(
-            "Waiting", "Requests in the queues of all tiers.", "short", f"sum ({gauge('admission_queue_requests')})"
+            "Waiting",
+            "Requests in the queues of all tiers.",
+            "short",
+            f"sum (admission_queue_requests{{{POOL}}})",
         ),
         figure("Oldest wait", "How long the oldest of those that wait now has waited.", "s", largest(waits)),
         figure(
@@ -74,13 +77,13 @@ def waiting() -> list[Json]:
             "Queue",
             "Requests that wait. A line that rises for half an hour is a tier that gets less than it is asked for.",
             "short",
-            [Query(gauge("admission_queue_requests"), BY_TIER)],
+            [Query(total("admission_queue_requests", "admission_tier"), BY_TIER)],
         ),
         graph(
             "Queued tokens",
             "Tokens that those who wait will hold: prompt and output, as estimated.",
             "short",
-            [Query(gauge("admission_queue_tokens"), BY_TIER)],
+            [Query(total("admission_queue_tokens", "admission_tier"), BY_TIER)],
         ),
         graph(
             "Gave up waiting",
@@ -138,7 +141,7 @@ def holding() -> list[Json]:
                 Query(gauge("admission_held_requests"), "requests held"),
                 Query(gauge("admission_reserve_requests"), "reserve, requests"),
                 Query(gauge("admission_limit_requests"), "limit, requests"),
-                Query(gauge("admission_queue_requests"), "waiting"),
+                Query(total("admission_queue_requests", "admission_tier"), "waiting"),
             ],
         ),
     ]
@@ -501,7 +504,7 @@ def engines() -> list[Json]:
         ),
         graph(
             "Claims",
-            "Requests that wait for room on this engine, although others may have some: most often for their prefix.",
+            "Requests in line for this engine, although others may have room: most often for their prefix.",
             "short",
             [Query(gauge("admission_engine_claims", by), named)],
         ),

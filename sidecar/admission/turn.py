@@ -107,7 +107,7 @@ class Turn:
     `max_wait_s` is the longest wait that the client allows, None where it does not say; its tier may allow less. Where
     neither has a limit, a wait ends after `unlimited_s`, None for never.
     `disconnect` gives the future that is done when the client has left, None where there is no client. `comments` gives
-    what a waiting client is told, None where it is told nothing; it is called when a wait begins. `is_over` says
+    what a waiting client is told about its lease, None for nothing; it is called when a wait begins. `is_over` says
     that nothing waits any more, because every request passes. `level` is the
     level that is charged, or whose queue is full; `lease` is there once the pool has taken the request. `preemptions`
     and `hand_backs` count how often it waited again, because a more important request needed the room, and because no
@@ -132,7 +132,7 @@ class Turn:
         max_wait_s: float | None,
         disconnect: Callable[[], asyncio.Future[Any]] | None = None,
         unlimited_s: float | None = None,
-        comments: Callable[[], Comments | None] = lambda: None,
+        comments: Callable[[Lease], Comments | None] = lambda _: None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._pool = pool
@@ -246,7 +246,7 @@ class Turn:
     async def _wait(self, granted: asyncio.Future[Grant]) -> Grant:
         """Waits for the grant, a disconnect or the end of the wait's time, whichever comes first."""
         lease, disconnect = self.lease, None if self._disconnect is None else self._disconnect()
-        comments = self._comments()
+        comments = self._comments(lease)
         if self._is_over():
             lease.give_up()
         events: set[asyncio.Future[Any]] = {granted} if disconnect is None else {granted, disconnect}

@@ -5,15 +5,14 @@ The output and the engine's speed are those that hold before anything was measur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from sidecar.durations import exact_duration, policy_duration
 from sidecar.gain.engine_speed import DEFAULTS, Coefficients
 from sidecar.gain.token_deadlines import Objective
+from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.policy_snapshot import objective_of
-from sidecar.middleware.request_gain import LEAST_SLACK_US
+from sidecar.middleware.request_gain import gain_of
 from sidecar.middleware.slo_headers import asked_slo
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, TierRules
@@ -23,56 +22,41 @@ from sidecar.telemetry.ahead import counted
 Found = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class SizedForGain:
-    """A request as the order by gain sees it: what it holds, its prompt, and the output that it is expected to have.
-
-    `output_tokens` is 0 where it generates nothing, or where no one waits for its answer.
-    """
-
-    level: int
-    tokens: int
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-
-
-def gain(policy: Policy, sized: SizedForGain, headers: Mapping[bytes, bytes]) -> Found | None:
-    """The place of a request, as JSON types; None where the policy orders by level."""
-    rules = policy.rules
+def gain(policy: Policy, request: SizedRequest) -> Found | None:
+    """The place of a request that was sized and appraised, as JSON types; None where the policy orders by level."""
+    rules, level = policy.rules, request.classification.level
     if not rules.is_by_gain:
         return None
-    tier = policy.tiers[sized.level]
+    tier = policy.tiers[level]
     own = objective = objective_of(tier)
     ignored: list[str] = []
     if objective is not None:
-        objective, ignored = asked_slo(headers, objective)
-    earns = None if objective is None or not sized.output_tokens else _earns(objective, sized)
+        objective, ignored = asked_slo(request.headers, objective)
     return {
-        "always_first": rules.tiers[sized.level].always_first,
-        "floor": _floor(policy, sized, rules.tiers[sized.level]),
+        "always_first": rules.tiers[level].always_first,
+        "floor": _floor(policy, request, rules.tiers[level]),
         "weight": tier.gain_weight if objective is not None else None,
         "ttft_s": None if objective is None else objective.ttft_us / 1e6,
         "tpot_s": None if objective is None else objective.tpot_us / 1e6,
         "is_loosened": objective != own,
         "ignored": ignored,
-        "why_not": _why_not(objective, sized),
+        "why_not": _why_not(objective, request),
         "speed": _speed(DEFAULTS),
-        "earns": earns,
-        "densities": _densities(policy, sized),
+        "earns": None if request.gain is None else _earns(request.gain, request.prompt_tokens),
+        "densities": {tier.name: _density(objective_of(tier), request) for tier in policy.tiers},
     }
 
 
-def _why_not(objective: Objective | None, sized: SizedForGain) -> str | None:
+def _why_not(objective: Objective | None, request: SizedRequest) -> str | None:
     """Why it can earn nothing."""
     if objective is None:
         return "its tier has no `slo` with both `ttft` and `tpot`"
-    return None if sized.output_tokens else "it generates no tokens, or no one waits for them"
+    return "it generates no tokens, or no one waits for them" if request.gain is None else None
 
 
-def _floor(policy: Policy, sized: SizedForGain, rules: TierRules) -> Found:
+def _floor(policy: Policy, request: SizedRequest, rules: TierRules) -> Found:
     """Rule 9: the fair part of the tier's reserve, and no less than what it never lends."""
-    share = policy.shares[sized.level]
+    share = policy.shares[request.classification.level]
     part = max(share.reserve * policy.fair, share.reserve * (1 - share.lend))
     tokens = max(rules.reserve_tokens, rules.headroom_tokens)
     requests = max(rules.reserve_requests, rules.headroom_requests)
@@ -83,7 +67,7 @@ def _floor(policy: Policy, sized: SizedForGain, rules: TierRules) -> Found:
         "part": float(part),
         "tokens": _bounded(tokens),
         "requests": _bounded(requests),
-        "fits": sized.tokens <= tokens and sized.requests <= requests and bool(part),
+        "fits": request.tokens <= tokens and request.requests <= requests and bool(part),
     }
 
 
@@ -96,21 +80,9 @@ def _speed(speed: Coefficients) -> Found:
     }
 
 
-def _figures(objective: Objective, sized: SizedForGain) -> Gain:
-    """As `GainMeter.appraise` makes them before anything was measured."""
-    return Gain(
-        objective.weight,
-        sized.output_tokens,
-        DEFAULTS.cost_us(sized.prompt_tokens, sized.output_tokens),
-        max(0, objective.ttft_us - DEFAULTS.prefill_us(sized.prompt_tokens)),
-        max(LEAST_SLACK_US, objective.tpot_us - DEFAULTS.token_us),
-    )
-
-
-def _earns(objective: Objective, sized: SizedForGain) -> Found:
-    figures = _figures(objective, sized)
+def _earns(figures: Gain, prompt_tokens: int) -> Found:
     return {
-        "prompt_tokens": sized.prompt_tokens,
+        "prompt_tokens": prompt_tokens,
         "output_tokens": figures.tokens,
         "gain": figures.weight * figures.tokens,
         "cost_us": figures.cost_us,
@@ -121,16 +93,12 @@ def _earns(objective: Objective, sized: SizedForGain) -> Found:
     }
 
 
-def _densities(policy: Policy, sized: SizedForGain) -> Mapping[str, int | None]:
-    """The density of the same request in each tier; None where the tier has no objective."""
-    found: dict[str, int | None] = {}
-    for tier in policy.tiers:
-        objective = objective_of(tier)
-        if objective is None or not sized.output_tokens:
-            found[tier.name] = None
-        else:
-            found[tier.name] = _figures(objective, sized).earned_after(0)
-    return found
+def _density(objective: Objective | None, request: SizedRequest) -> int | None:
+    """The density of the same request with a tier's objective; None where that has none, or where it earns nothing."""
+    if objective is None or request.assumed_output < 1 or request.payload.background:
+        return None
+    output = request.assumed_output * request.payload.shown_sequences
+    return gain_of(objective, DEFAULTS, request.prompt_tokens, output).earned_after(0)
 
 
 def _bounded(amount: int) -> int | None:

@@ -15,7 +15,7 @@ from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, SourceAnswer, api_key
 from sidecar.cli.api_key import KEY_VARIABLE, key_given
 from sidecar.cli.check_engines import with_engine_list
-from sidecar.cli.explain_gain import SizedForGain, gain, gain_lines
+from sidecar.cli.explain_gain import gain, gain_lines
 from sidecar.cli.explain_placement import empty_pool, of_model, placement, placement_lines
 from sidecar.cli.output import write_json
 from sidecar.durations import policy_duration
@@ -31,6 +31,7 @@ from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.model_list import is_model_list
 from sidecar.middleware.policy_snapshot import policy_snapshot
 from sidecar.middleware.refusals import no_room
+from sidecar.middleware.request_gain import GainMeter
 from sidecar.middleware.request_path import endpoint_of
 from sidecar.middleware.unguarded import treatment
 from sidecar.policy.compiler import Loaded, load_files
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.body}: cannot be read ({error.strerror})", file=sys.stderr)
         return 1
     keys = [] if key is None else [(b"authorization", b"Bearer " + key.encode("utf-8", "surrogateescape"))]
-    explanation = _Explanation(loaded, Estimator(counter), args.client)
+    explanation = RequestExplanation(loaded, Estimator(counter), args.client)
     found = asyncio.run(explanation.of(args.path, [*keys, *args.header], body))
     if origin == KEY_VARIABLE and "tenant" in found:
         found["tenant"]["by"] += f", from {origin}"
@@ -95,7 +96,7 @@ def _key(args: argparse.Namespace) -> tuple[str | None, str]:
     return key_given(args.key, args.key_file, variables=() if carries_one else (KEY_VARIABLE,))
 
 
-class _Explanation:
+class RequestExplanation:
     """Follows one request through the middleware's own intake and an empty pool, and keeps what it finds on the way,
     also where that ends in a refusal.
     """
@@ -157,7 +158,7 @@ class _Explanation:
         if headers.keys().isdisjoint((b"content-length", b"transfer-encoding")):
             pairs.append((b"content-length", b"%d" % len(body)))  # as clients send it
         headers = dict(pairs)
-        intake = RequestIntake(self._snapshot, endpoint, headers, self._snapshot.names_read[tuple(headers)], 0)
+        intake = RequestIntake(self._snapshot, endpoint, headers, 0)
         intake.trace = self._note_sources
         try:
             intake.check_head(pairs, {"client": self._client, "query_string": query})
@@ -172,11 +173,13 @@ class _Explanation:
         policy = of_model(self._policy, request.payload.model, request.body)
         pool = empty_pool(policy)
         request.hits = None if policy.engines is None else ()  # no engine has anything of its prompt yet
-        ask = sized_ask(pool, request, LeaseSizes(policy.learn, pool.now_us, LengthEstimator()))
+        sizes = LeaseSizes(policy.learn, pool.now_us, LengthEstimator())
+        meter, names = GainMeter(pool.now_us, sizes), self._snapshot.tier_names
+        ask = sized_ask(pool, request, sizes, lambda request: meter.appraise(request, names))
         self._note_size(request, ask, policy)
         self._found["placement"] = placement(self._policy, policy, self._found["holds"])
         await self._take_turn(request, ask, pool)
-        self._found["gain"] = self._gain(request)
+        self._found["gain"] = gain(self._policy, request)
         self._found["engine"] = self._engine(endpoint.api, request.classification.level)
 
     def _note_sources(self, asked: Asked, tenant: Tenant) -> None:
@@ -280,14 +283,6 @@ class _Explanation:
             "requests": sizes.reason(level, requests, tokens=False) if requests < UNLIMITED else None,
         }
         self._found["capacity_from"] = CapacitySource.ENGINE.value if policy.reads_capacity else None
-
-    def _gain(self, request: SizedRequest) -> Found | None:
-        """Its place under `order: gain`, before anything was measured; None under another order."""
-        holds, payload = self._found["holds"], request.payload
-        output = 0 if payload.background else holds["output_tokens"] * payload.shown_sequences
-        level, prompt = request.classification.level, holds["prompt_tokens"]
-        sized = SizedForGain(level, holds["tokens"], holds["requests"], prompt, output)
-        return gain(self._policy, sized, request.headers)
 
     def _engine(self, api: Api, level: int) -> Found:
         priority = self._dialect.priority(level, len(self._names))

@@ -55,6 +55,12 @@ def oldest(tier: str, all_heard: Iterable[ReceivedReport]) -> OldestWaiter | Non
     return max(waiting, key=lambda waiter: waiter.wait_s, default=None)
 
 
+def queued(tier: str, all_heard: Iterable[ReceivedReport]) -> tuple[int, int]:
+    """The tokens and requests that a tier has waiting in all replicas."""
+    reported = [reported for one in all_heard for reported in _of(tier, one)]
+    return sum(one.queued_tokens for one in reported), sum(one.queued_requests for one in reported)
+
+
 def tenants(all_heard: Iterable[ReceivedReport], most: int = SHOWN_TENANTS) -> list[TenantView]:
     """Those that hold most, then those of whom most waits."""
     summed: dict[str, tuple[int, int, int]] = {}

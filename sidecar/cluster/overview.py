@@ -278,7 +278,7 @@ def _tier(policy: Policy, state: Mapping[str, Any], all_heard: list[ReceivedRepo
         held=Amount(**state["held"]),
         reserve=Amount(**state["reserve"]),
         limit=Amount(**state["limit"]),
-        queued=Amount(**state["queued"]),
+        queued=Amount(*merge.queued(name, all_heard)),
         borrowed_tokens=state.get("borrowed", 0),
         lent_tokens=state.get("lent", 0),
         oldest=merge.oldest(name, all_heard),

@@ -165,7 +165,8 @@ class PoolMerge:
         for tier in own.tiers:
             recent = [bucket for bucket in merge.recent(tier.tier, alike, own.at_s) if has_any(bucket)]
             oldest, overtaken_by = merge.oldest(tier.tier, alike), merge.overtaken_by(tier.tier, alike)
-            tiers.append(TierReport(tier.tier, oldest, recent, overtaken_by))
+            queued = merge.queued(tier.tier, alike)
+            tiers.append(TierReport(tier.tier, oldest, recent, overtaken_by, *queued))
             await asyncio.sleep(0)
         return ReplicaReport(
             "",

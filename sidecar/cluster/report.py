@@ -29,12 +29,16 @@ _MOST_BYTES = 2**20
 
 
 class TierReport(msgspec.Struct, frozen=True):
-    """One tier in this process. Buckets in which nothing happened are left out."""
+    """One tier in this process. Buckets in which nothing happened are left out. `queued_tokens` and `queued_requests`
+    are what it has waiting.
+    """
 
     tier: str
     oldest: OldestWaiter | None
     recent: list[Bucket]
     overtaken_by: dict[str, Overtakings]
+    queued_tokens: int = 0
+    queued_requests: int = 0
 
 
 class EngineReport(msgspec.Struct, frozen=True):
@@ -149,8 +153,7 @@ def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: s
     own = state["store"]["own"] if "store" in state else state
     oldest = sources.pool.oldest() if sources.oldest is None else sources.oldest()
     tiers = [
-        _tier(sources.recent, tier.name, grant, replica, at_s)
-        for tier, grant in zip(sources.policy().tiers, oldest, strict=True)
+        _tier(sources.recent, tier, grant, replica, at_s) for tier, grant in zip(state["tiers"], oldest, strict=True)
     ]
     tenants = [TenantView(name, *holding) for name, holding in sources.tenants().items()]
     tenants.sort(key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))
@@ -193,14 +196,15 @@ def _engines(rows: Sequence[EngineDocument] | None) -> list[EngineReport] | None
     ]
 
 
-def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: float) -> TierReport:
-    oldest = None
+def _tier(recent: Recent, tier: Mapping[str, Any], grant: Grant | None, replica: str, at_s: float) -> TierReport:
+    name, queued, oldest = tier["tier"], tier["queued"], None
     if grant is not None:
         waited_s, starved_s = grant.queue_wait_us / 1e6, grant.starvation_us / 1e6
         oldest = OldestWaiter(waited_s, starved_s, dict(grant.served_ahead), replica)
         recent.waits(name, at_s, waited_s, starved_s)
     read = recent.read(name, at_s)
-    return TierReport(name, oldest, [bucket for bucket in read.buckets if has_any(bucket)], read.overtaken_by)
+    buckets = [bucket for bucket in read.buckets if has_any(bucket)]
+    return TierReport(name, oldest, buckets, read.overtaken_by, queued["tokens"], queued["requests"])
 
 
 def has_any(bucket: Bucket) -> bool:

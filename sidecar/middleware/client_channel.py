@@ -153,7 +153,7 @@ class ClientComments(msgspec.Struct, frozen=True):
 
 
 def comments_for(
-    client: ClientChannel, request: SizedRequest, lease: Lease, snapshot: PolicySnapshot, request_id: str
+    client: ClientChannel, request: SizedRequest, snapshot: PolicySnapshot, request_id: str, lease: Lease
 ) -> ClientComments | None:
     """The comments while a request waits; None where the policy has none, or its client does not stream."""
     every_s, api = snapshot.policy.keep_alive_s, request.api

@@ -175,8 +175,8 @@ class AdmissionController:
     def change_policy(self, policy: Policy) -> None:
         """Uses another policy from the next request on. Requests under way keep the policy that they came under.
 
-        `policy.replacing` says which policy can replace which. Raises, and changes nothing, where this one cannot; but
-        `mode: pass` is in force in any case.
+        `policy.diff.needs_restart` says why one cannot replace another. Raises, and changes nothing, where this one
+        cannot; but `mode: pass` is in force in any case.
         """
         was_observing, was_passing = (self.is_observing, self.policy.generation), self.is_passing
         snapshot = self._snapshot_of(policy)

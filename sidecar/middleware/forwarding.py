@@ -11,8 +11,7 @@ from sidecar.context import Granted
 from sidecar.engines.base import Forward
 from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
-from sidecar.middleware.header_names import CONTENT_ENCODING
-from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.intake import CONTENT_ENCODING, SizedRequest
 from sidecar.middleware.request_path import path_for_app
 from sidecar.payload.decode import Payload
 from sidecar.payload.edit import insert, remove
@@ -22,19 +21,9 @@ from sidecar.pools import Grant
 
 def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: list[tuple[bytes, bytes]]) -> Headers:
     """The headers for the app: the client's `pairs`, with those `added`, to which the new length is added here."""
-    own, taken = request.headers, request.taken
-    if b"content-length" in own and (body is not request.body or CONTENT_ENCODING in taken):
+    if b"content-length" in request.headers and (body is not request.body or CONTENT_ENCODING in request.taken):
         added.append((b"content-length", b"%d" % len(body)))
-    if len(own) < len(pairs):
-        return forwarded_headers(pairs, taken, added)
-    kept = {**own}  # most requests give no header twice: this costs them half as much
-    for name in taken:
-        kept.pop(name, None)
-    if b"connection" in kept:
-        kept[b"connection"] = _without(added, kept[b"connection"])
-    for name, value in added:
-        kept[name] = value  # noqa: PERF403  # `update` costs twice as much
-    return [*kept.items()]
+    return forwarded_headers(pairs, request.taken, added)
 
 
 def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:

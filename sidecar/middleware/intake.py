@@ -17,11 +17,11 @@ from starlette.types import Message, Scope
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification
 from sidecar.engines import Engine
+from sidecar.engines.registry import client_headers
 from sidecar.errors import (
     BackgroundNotAllowed,
     BodyTimeout,
     BodyTooLarge,
-    InvalidApiKey,
     InvalidBody,
     InvalidHeader,
     OutputTooLong,
@@ -30,14 +30,13 @@ from sidecar.errors import (
 )
 from sidecar.events import Headers
 from sidecar.gain.token_deadlines import Objective
-from sidecar.middleware.credentials import AUTHORIZATION, BEARER, KEY_HEADERS
-from sidecar.middleware.header_names import CONTENT_ENCODING, MAX_WAIT_HEADER, HeaderNames
+from sidecar.middleware.credentials import KEY_HEADERS
 from sidecar.middleware.lease_size import Expected, LeaseSizes
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.slo_headers import SLO_HEADERS, asked_slo
 from sidecar.payload.decode import Payload, decode
 from sidecar.payload.edit import insert, remove
-from sidecar.policy.model import NO_LIMITS, Background, Endpoint, Policy, Tenant, Unsized
+from sidecar.policy.model import Background, Endpoint, Policy, Tenant, Unsized
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask, Pool
@@ -48,6 +47,11 @@ from sidecar.via import refuse_loop
 if TYPE_CHECKING:
     from sidecar.payload.content_codings import PackedBody
 
+MAX_WAIT_HEADER = b"x-admission-max-wait"
+CONTENT_ENCODING = b"content-encoding"
+NOT_PACKED = (b"accept-encoding", b"identity")
+"""No answer may be compressed: its usage is read, and it may have begun as plain text."""
+_NOTHING_SAID = Payload(None, False)
 ATTEMPT_HEADER = b"x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
 _UPLOADS = re.compile(
@@ -85,16 +89,16 @@ class SizedRequest(msgspec.Struct, gc=False):
     headers: Mapping[bytes, bytes]
     payload: Payload
     classification: Classification
-    taken: Sequence[bytes]
-    added: Headers
+    api: Api
+    path: str
     prompt_tokens: int
     tokens: int
-    api: Api
-    output_cap: int | None
-    max_wait_s: float | None
-    path: str
     assumed_output: int
-    requests: int
+    requests: int = 1
+    taken: Sequence[bytes] = ()
+    added: Headers = ()
+    output_cap: int | None = None
+    max_wait_s: float | None = None
     hits: tuple[tuple[str, int], ...] | None = None
     expected: Expected | None = None
     objective: Objective | None = None
@@ -131,25 +135,22 @@ class SizedRequest(msgspec.Struct, gc=False):
 
     def ask(self) -> Ask:
         """What it asks of the pool."""
-        classification, hits, expected = self.classification, self.hits, self.expected
-        tenant, tokens = classification.tenant, self.tokens
-        most, limits = tokens if expected is None else expected.most, tenant.limits
-        is_counted = limits is not NO_LIMITS and limits.are_counted
+        tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
+        is_counted = tenant.limits.are_counted
         return Ask(
-            classification.level,
-            tenant.name,
-            tenant.weight,
-            tokens,
-            self.requests,
-            self,
-            _attempt(self.headers) if ATTEMPT_HEADER in self.headers else None,
-            limits if is_counted else None,
-            tenant.downgrade_level if is_counted else None,
-            0 if hits is None else min(self.prompt_tokens, most),
-            hits or (),
-            (),
-            most,
-            self.gain,
+            tier=self.classification.level,
+            tenant=tenant.name,
+            weight=tenant.weight,
+            tokens=self.tokens,
+            requests=self.requests,
+            request=self,
+            attempt=_attempt(self.headers),
+            limits=tenant.limits if is_counted else None,
+            downgrade=tenant.downgrade_level if is_counted else None,
+            prompt=0 if hits is None else min(self.prompt_tokens, most),
+            hits=hits or (),
+            most=most,
+            gain=self.gain,
         )
 
     def longest_wait_s(self, policy: Policy) -> float | None:
@@ -195,13 +196,13 @@ class RequestIntake(msgspec.Struct, eq=False):
     """The intake of one request. Call `check_head` first, then `feed` every message; each raises a refusal.
 
     `tenant` is the request's tenant, None until its key is known; `classification` is there once its body is read.
-    `trace` gets what the classification is made from, just before, for who explains it.
+    `trace` gets what the classification is made from, just before, for who explains it. `is_whole`: the end of the body
+    has come, wherever it was refused.
     """
 
     _snapshot: PolicySnapshot
     _endpoint: Endpoint
     _headers: Mapping[bytes, bytes]
-    _names: HeaderNames
     _received_us: int
     tenant: Tenant | None = None
     _unread_keys: tuple[str, ...] = ()
@@ -209,6 +210,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     _packed: PackedBody | None = None
     _chunks: list[bytes] = []
     _size: int = 0
+    is_whole: bool = False
     trace: Callable[[Asked, Tenant], None] | None = None
 
     def check_head(self, pairs: Headers, scope: Scope) -> None:
@@ -217,27 +219,20 @@ class RequestIntake(msgspec.Struct, eq=False):
         `pairs` are the headers as they came. A key in another place than those that are read is looked for, in the
         query too, only where there is no known key.
         """
-        headers, snapshot, is_usual = self._headers, self._snapshot, self._names.are_usual
-        if not is_usual and b"via" in headers:
+        headers, snapshot = self._headers, self._snapshot
+        if b"via" in headers:
             refuse_loop(headers[b"via"])
         if len(headers) != len(pairs):  # one of them is given twice
-            is_usual = False
             refuse_two_keys(pairs, headers, snapshot)
             _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
-        try:
-            self.tenant = tenant = snapshot.classifier.tenant(headers, scope, pairs)
-        except InvalidApiKey as refusal:
-            raise snapshot.classifier.explained(refusal, headers, scope.get("query_string", b"")) from None
-        if tenant is snapshot.policy.anonymous and (self._names.may_hold_key or scope.get("query_string")):
+        self.tenant = tenant = snapshot.classifier.tenant(headers, scope, pairs)
+        if tenant is snapshot.policy.anonymous:
             self._unread_keys = snapshot.classifier.unread(headers, scope.get("query_string", b""))
-        if not is_usual and CONTENT_ENCODING in headers and not self._is_upload:
+        if CONTENT_ENCODING in headers and not self._is_upload:
             from sidecar.payload.content_codings import packed_body
 
             self._packed = packed_body(pairs, snapshot.policy.max_body_bytes)
-        length = headers.get(b"content-length")
-        if length is None or (is_usual and len(length) < snapshot.length_digits and length.isdigit()):
-            return
-        if _declared_length(pairs, headers) > self._most_bytes():
+        if b"content-length" in headers and _declared_length(pairs, headers) > self._most_bytes():
             raise self._too_large()
 
     def feed(self, message: Message, now_us: int) -> SizedRequest | None:
@@ -248,11 +243,12 @@ class RequestIntake(msgspec.Struct, eq=False):
         if now_us - self._received_us > policy.body_timeout_s * 1e6:
             raise self._too_late()
         body, packed = message.get("body", b""), self._packed
+        self.is_whole = not message.get("more_body", False)
         if packed is not None:
-            body = packed.feed(body, is_last=not message.get("more_body", False))
+            body = packed.feed(body, is_last=self.is_whole)
         if self._size + len(body) > policy.max_body_bytes:
             raise self._too_large()
-        if message.get("more_body", False):
+        if not self.is_whole:
             self._chunks.append(body)
             self._size += len(body)
             return None
@@ -293,7 +289,7 @@ class RequestIntake(msgspec.Struct, eq=False):
         if found is None:
             if self.tenant is None:
                 return None
-            found = snapshot.classifier.classify_silent(self._endpoint, self.tenant)
+            found = snapshot.classifier.classify(Asked(self._endpoint, _NOTHING_SAID, {}, ()), self.tenant)
         return snapshot.policy.tiers[found.level].name
 
     @property
@@ -316,20 +312,17 @@ class RequestIntake(msgspec.Struct, eq=False):
 
     def _sized(self, body: bytes, payload: Payload, size: int) -> SizedRequest:
         """Classifies a decoded body of `size` bytes, and sizes its prompts by their bytes."""
-        snapshot, endpoint, headers, names = self._snapshot, self._endpoint, self._headers, self._names
+        snapshot, endpoint, headers = self._snapshot, self._endpoint, self._headers
         policy, api, tenant = snapshot.policy, endpoint.api, self.tenant
         assert tenant is not None
         if endpoint.size is not None:
             payload.prompt_tokens = endpoint.size.of(size)
         if payload.background:
             refuse_background(payload, policy.background)
+        asked = Asked(endpoint, payload, headers, client_headers(tuple(headers)))
         if self.trace is not None:
-            self.trace(Asked(endpoint, payload, headers, names.claims), tenant)
-        if names.may_state_tier or payload.priority is not None or payload.nvext is not None:
-            classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, names.claims), tenant)
-        else:
-            classification = snapshot.classifier.classify_silent(endpoint, tenant)
-        self.classification = classification
+            self.trace(asked, tenant)
+        self.classification = classification = snapshot.classifier.classify(asked, tenant)
         requests, cap = payload.prompts * payload.choices, None
         if requests > 1 or payload.unsized is not None:
             refuse_what_is_too_much(payload, policy)
@@ -339,29 +332,27 @@ class RequestIntake(msgspec.Struct, eq=False):
         output = payload.max_output_tokens
         if output is None:
             output = _default_output(policy, classification.level, cap)
-        taken, authorization = names.taken, headers.get(AUTHORIZATION, BEARER)
-        if authorization[:7] != BEARER:  # another scheme, or written otherwise
-            taken = (*names.claims, *snapshot.credentials.taken(headers))
+        taken = (*asked.taken, *snapshot.credentials.taken(headers))
         if self._unread_keys:
             classification.ignored += self._unread_keys
             if not policy.forward_key:
                 taken = (*taken, *(place.encode() for place in self._unread_keys))
-        tokens = tokens_to_hold(payload, prompt_tokens, output)
+        added = snapshot.credentials.added
         request = SizedRequest(
-            body,
-            headers,
-            payload,
-            classification,
-            taken,
-            names.added,
-            prompt_tokens,
-            tokens,
-            api,
-            cap,
-            None if names.are_usual else longest_wait_s(headers, None),
-            endpoint.path,
-            output,
-            requests,
+            body=body,
+            headers=headers,
+            payload=payload,
+            classification=classification,
+            api=api,
+            path=endpoint.path,
+            prompt_tokens=prompt_tokens,
+            tokens=tokens_to_hold(payload, prompt_tokens, output),
+            assumed_output=output,
+            requests=requests,
+            taken=taken,
+            added=(*added, NOT_PACKED) if NOT_PACKED[0] in headers else added,
+            output_cap=cap,
+            max_wait_s=longest_wait_s(headers, None),
         )
         if snapshot.objectives:
             request.objective = _objective(headers, snapshot, classification)
@@ -530,5 +521,5 @@ def _output_cap(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine:
 
 
 def _attempt(headers: Mapping[bytes, bytes]) -> int | None:
-    raw = headers[ATTEMPT_HEADER]
+    raw = headers.get(ATTEMPT_HEADER, b"")
     return int(raw) if len(raw) <= _LONGEST_LENGTH and raw.isdigit() else None

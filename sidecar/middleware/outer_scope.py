@@ -28,9 +28,10 @@ def show_outside(written: Scope | None, scope: Scope, *, is_shown: bool = False)
     """
     if written is None or (is_shown and len(written) <= len(scope) + _LEAST_OURS):
         return
-    for name, value in {**written}.items():  # at once: a handler's thread may write meanwhile
-        if (name not in scope or scope[name] is not value) and name not in _OURS:  # cheaper than `get`
-            scope[name] = value
+    shown = {**written}  # at once: a handler's thread may write meanwhile
+    for name in _OURS:
+        shown.pop(name, None)
+    scope.update(shown)
 
 
 def call_app(

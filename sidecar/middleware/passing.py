@@ -17,8 +17,7 @@ from sidecar.classify import TenantClaims, said_by_app
 from sidecar.middleware.client_channel import ClientChannel
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.forwarding import forwarded_headers, forwarded_scope
-from sidecar.middleware.header_names import CONTENT_ENCODING
-from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.intake import CONTENT_ENCODING, SizedRequest
 from sidecar.middleware.outer_scope import call_app
 from sidecar.middleware.request_path import endpoint_of
 

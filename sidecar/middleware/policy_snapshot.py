@@ -14,7 +14,6 @@ from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
 from sidecar.gain.token_deadlines import Objective
 from sidecar.identity.tokens import TokenVerifier
 from sidecar.middleware.credentials import Credentials
-from sidecar.middleware.header_names import NamesRead
 from sidecar.middleware.request_path import by_path
 from sidecar.policy.model import Endpoint, Mode, Policy, StreamUsage, Tier
 from sidecar.tokens import Estimator
@@ -30,8 +29,6 @@ class PolicySnapshot:
     engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
     then no gain is measured. `is_observing` is `mode: observe`, `is_passing` is `mode: pass`, which guards no
     endpoint. `asks_usage_of` is the engine that is asked for the usage of streams, None where no one asks.
-    `names_read` reads the names of a request's headers. A
-    Content-Length of fewer digits than `length_digits` is within the policy's bounds.
     """
 
     policy: Policy
@@ -45,8 +42,6 @@ class PolicySnapshot:
     are_preemptible: tuple[bool, ...]
     abort_latency: AbortLatency
     routes: Routes
-    names_read: NamesRead
-    length_digits: int
     objectives: tuple[Objective | None, ...] = ()
     is_observing: bool = False
     is_passing: bool = False
@@ -71,7 +66,6 @@ def policy_snapshot(
     objectives = tuple(objective_of(tier) for tier in policy.tiers)
     named_endpoints = by_path(policy.endpoints)
     credentials = Credentials(policy.forward_key, engine_key, () if policy.gateway is None else policy.gateway.headers)
-    upload_bytes = policy.max_body_bytes if policy.max_upload_bytes is None else policy.max_upload_bytes
     return PolicySnapshot(
         policy=policy,
         endpoints={} if policy.mode is Mode.PASS else named_endpoints,
@@ -84,8 +78,6 @@ def policy_snapshot(
         are_preemptible=tuple(repeats and policy.rules.is_preemptible(tier.level) for tier in policy.tiers),
         abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
         routes=policy.engine.routes,
-        names_read=NamesRead(policy, credentials),
-        length_digits=len(str(min(policy.max_body_bytes, upload_bytes))),
         objectives=objectives if any(objectives) else (),
         is_observing=policy.mode is Mode.OBSERVE,
         is_passing=policy.mode is Mode.PASS,

@@ -19,13 +19,12 @@ from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, EngineUnreachable
 from sidecar.events import Outcome
 from sidecar.identity.issuer_keys import KeysNeeded
-from sidecar.middleware.answer import Answer, AnswerHooks, CostReader
+from sidecar.middleware.answer import Answer, CostReader
 from sidecar.middleware.app_call import AppCall, without_files
 from sidecar.middleware.asked_usage import ask_for_usage
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.client_channel import (
     ClientChannel,
-    ClientComments,
     ClientDisconnected,
     comments_for,
     read_body,
@@ -88,7 +87,7 @@ class RequestHandler:
         self._pairs = pairs = [*scope["headers"]]  # a copy: uvicorn appends trailers to its own list
         self._headers = headers = dict(pairs)
         self._request_id = own_id = request_id(headers)
-        self._intake = RequestIntake(snapshot, endpoint, headers, snapshot.names_read[tuple(headers)], received_us)
+        self._intake = RequestIntake(snapshot, endpoint, headers, received_us)
         self._reporter = reporter_of(controller.observer, scope, own_id, received_us, now_us, self._intake)
         self._upload: UploadChannel | None = None
         if endpoint.size is not None and is_upload(headers):
@@ -223,7 +222,7 @@ class RequestHandler:
             budgets=controller.usage,
             max_wait_s=request.max_wait_s,
             disconnect=self._client.disconnect,
-            comments=self._comments,
+            comments=partial(comments_for, self._client, request, snapshot, self._request_id),
             is_over=lambda: controller.is_passing,
         )
         try:
@@ -290,19 +289,16 @@ class RequestHandler:
             self._gain = self._reporter.gain = gain
         self._reporter.classified(request, self._endpoint, snapshot.policy, at_us)
 
-    def _comments(self) -> ClientComments | None:
-        """The comments for the client while it waits."""
-        return comments_for(self._client, self._request, self._lease, self._snapshot, self._request_id)
-
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         """Answers with an error. What is left of a body is read: a client that still sends would lose the answer."""
         named, upload = refusal_headers(error, waited, is_cut=error is self._cut), self._upload
+        is_unread = isinstance(error, BodyTooLarge) or (upload is not None and not upload.is_complete)
         await refuse(
             self._client.send,
             error,
             self._receive if upload is None or isinstance(error, BodyTooLarge) else upload.receive,
             self._snapshot.policy.body_timeout_s,
-            is_body_left=isinstance(error, BodyTooLarge) or (upload is not None and not upload.is_complete),
+            is_body_left=is_unread and not self._intake.is_whole,
             anthropic=self._endpoint.api is Api.MESSAGES,
             request_id=self._request_id,
             headers=named,
@@ -337,8 +333,8 @@ class RequestHandler:
         request, gain, cost = self._request, self._gain, self._endpoint.cost
         usage = UsageReader() if self._route is None else self._route.usage
         reader = usage if gain is None else gain.sent(grant.engine, usage)
-        hooks = AnswerHooks(self._response_start, self._first_byte, self._settle)
-        answer = Answer(usage, reader, self._client, self._call, self._app_call, hooks)
+        hooks = self._response_start, self._first_byte, self._settle
+        answer = Answer(usage, reader, self._client, self._call, self._app_call, *hooks)
         if cost is not None:
             answer.cost = CostReader(cost)
         if request.expected is not None:
@@ -537,6 +533,7 @@ class RequestHandler:
         self._client.disconnected_us = None  # a background response does not end with its client
         self._call.answered()
         self._release(ended.outcome, ended.error)
+        self._answer = None
 
     def _release(self, outcome: Outcome, error: str | None) -> None:
         """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
@@ -594,6 +591,8 @@ class RequestHandler:
         show_outside(self._for_app, self._scope, is_shown=self._status is not None)
         self._client.close()
         self._controller.watchdog.discard(self)
+        if self.stage is Stage.OVER:
+            self._answer = None  # it refers to this: what the request had would stay until garbage is collected
 
     def _report_canceled(self, wait: Grant | None) -> None:
         if self._cut is None:

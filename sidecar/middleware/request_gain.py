@@ -24,6 +24,7 @@ from sidecar.gain.engine_speed import (
     LOOK_AFTER,
     MOST_TOKENS_PER_EVENT,
     Call,
+    Coefficients,
     EngineSpeed,
     EngineSpeedDocument,
     EngineSpeeds,
@@ -54,6 +55,17 @@ LEAST_SLACK_US = 1_000
 """Of one token, where an engine is as slow as the objective, or slower."""
 MOST_SHOWN = 64
 """Engines in a document, as in metrics."""
+
+
+def gain_of(objective: Objective, speed: Coefficients, uncached: int, tokens: int) -> Gain:
+    """The figures of a request by an engine's speed, with so many tokens of its prompt to compute, and of output."""
+    return Gain(
+        objective.weight,
+        tokens,
+        speed.cost_us(uncached, tokens),
+        objective.ttft_us - speed.prefill_us(uncached),
+        max(LEAST_SLACK_US, objective.tpot_us - speed.token_us),
+    ).bounded()
 
 
 class AnswerReader(Protocol):
@@ -112,13 +124,7 @@ class GainMeter:
         speed = self.speeds.typical()
         tokens = self.expected_tokens(request, tier)
         uncached = max(0, request.prompt_tokens - max((hit for _, hit in request.hits or ()), default=0))
-        request.gain = Gain(
-            objective.weight,
-            tokens,
-            speed.cost_us(uncached, tokens),
-            objective.ttft_us - speed.prefill_us(uncached),
-            max(LEAST_SLACK_US, objective.tpot_us - speed.token_us),
-        ).bounded()
+        request.gain = gain_of(objective, speed, uncached, tokens)
 
     def document(self) -> GainDocument:
         """The gain by tier and the speed by engine, in bounded size. Also notes how many replicas there are now."""

@@ -323,10 +323,17 @@ class Lease(msgspec.Struct, eq=False):
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
 
-    def enters(self) -> asyncio.Future[None]:
-        """The pool is to look at the request, perhaps once more at another tier: done as soon as it has."""
+    def enters(self) -> None:
+        """The pool is to look at the request, perhaps once more at another tier."""
         self._answered = asyncio.get_running_loop().create_future()
-        return self._answered
+
+    async def looked_at(self) -> None:
+        """Returns when the pool has looked at the request. Raises its refusal."""
+        assert self._answered is not None
+        try:
+            await self._answered
+        finally:
+            self._answered = None  # a refusal refers to its frames, and they to this lease
 
     def has_grown(self) -> int:
         """What a waiting request needs now, where that is much more than a pool is about to give it; else 0.

@@ -364,7 +364,7 @@ class TierHeld(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Needed(msgspec.Struct, array_like=True, frozen=True):
-    """A bid as who is asked for room sees it: what it needs. Cached: at most, and on the engine that is asked for."""
+    """A bid as who is asked for room sees it: what it needs. Cached: at most, and on each engine that is asked for."""
 
     bid: int
     tier: str
@@ -372,20 +372,23 @@ class Needed(msgspec.Struct, array_like=True, frozen=True):
     requests: int
     prompt: int
     cached: int
-    cached_there: int
+    cached_there: list[int]
     arrived_us: int
     number: int
 
 
 class ShortageTold(msgspec.Struct, array_like=True, frozen=True):
-    """`preemption.Shortage`. The place is the ledger's but for arrivals: it is `order_class`, `before_key`, `key`."""
+    """`preemption.Shortage`. The place is the ledger's but for arrivals: it is `order_class`, `before_key`, `key`.
 
-    engine: str
+    `before`: of each of the engines.
+    """
+
+    engines: list[str]
     order_class: int
     before_key: int
     key: int
     served: Needed
-    before: list[Needed]
+    before: list[list[Needed]]
     burst: list[Needed]
     closed: list[str]
 

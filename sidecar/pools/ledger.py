@@ -28,8 +28,8 @@ from sidecar.scheduling.time_alone import next_change
 MOST_GRANTED = 64
 """One call of a replica in the same process grants so many: the event loop goes on between two calls."""
 
-_ASKED_FOR_US = 1_000_000
-"""So long one replica alone is asked to take room back."""
+_ASKED_FOR_US = 2_000_000
+"""So long one replica alone is asked to take room back: whose wake-up is lost hears of it with its next heartbeat."""
 
 
 @dataclass(eq=False)
@@ -65,6 +65,7 @@ class State:
         self.views = self.version = 0
         self.latest = 0, "", 0  # of all that were granted the one that came last: arrival, owner, grant
         self.asked: tuple[str, int] | None = None  # whom to take room back, and until when others are not
+        self.asked_before: set[str] = set()  # those that were asked since something left for it, or one was served
         self.begin_with(Scheduler(Rules(())))
         self.limiter = limiter
 
@@ -347,10 +348,9 @@ class Ledger:
                 member.row[key] = cell
                 self._hold([cell], 1)
         if call.leaving is not None:
+            if call.leaving != member.leaving:
+                self._held().asked_before.clear()
             member.leaving = call.leaving
-            asked = self._held().asked
-            if asked is not None and asked[0] == call.who:
-                self._held().asked = None
 
     def _add_bid(self, bid: Bid, who: str, member: _Member) -> None:
         state = self._held()
@@ -442,6 +442,8 @@ class Ledger:
                 [(state.names[level], rule.value) for level, rule in passed.items()],
             )
             state.scheduler.tiers[ticket.tier].served += ticket.tokens
+            if state.scheduler.rules.tiers[ticket.tier].preempt_after_us is not None:
+                state.asked_before.clear()
             if ticket.arrived_us > state.latest[0]:
                 state.latest = ticket.arrived_us, ticket.owner, state.last_call
             granted.setdefault(ticket.owner, []).append(grant)
@@ -456,12 +458,19 @@ class Ledger:
         cells = (cell for member in state.members.values() for cell in member.leaving)
         return gone_of(cells, state.levels)
 
-    def _shortage_for(self, caller: str) -> Shortage | None:
-        """The room that the caller is to take back. Another one, which has more to take from, is woken instead."""
+    def _shortage_for(self, call: Call) -> Shortage | None:
+        """The room that the caller is to take back. Another one, which has more to take from, is woken instead.
+
+        Each is woken once. Who can give nothing says so (`leaving`, as before); it is asked again when it calls anyway.
+        """
         state = self._held()
-        is_asked = state.asked is not None and state.asked[0] != caller and state.last_call < state.asked[1]
-        if state.hold_until or self._has_more or is_asked:
+        if state.asked is not None and state.last_call >= state.asked[1]:
+            state.asked_before.add(state.asked[0])  # it was silent
+            state.asked = None
+        caller, asked = call.who, state.asked
+        if state.hold_until or self._has_more or (asked is not None and asked[0] != caller):
             return None
+        has_answered = asked is not None and caller in state.asked_before and call.leaving is not None
         state.asked = None
         scheduler = state.scheduler
         if not scheduler.may_preempt():
@@ -471,30 +480,35 @@ class Ledger:
             return None
         if self._near is not None:
             return found
-        most = max(state.members, key=lambda who: (self._takeable(who, found), who == caller, who))
-        if not self._takeable(most, found):
+        takeable = {
+            who: self._takeable(who, found)
+            for who in state.members
+            if who not in state.asked_before or (who == caller and not has_answered)
+        }
+        most = max(takeable, key=lambda who: (takeable[who], who == caller, who), default="")
+        if not any(takeable.get(most, ())):
             return None
         state.asked = most, state.last_call + _ASKED_FOR_US
         if most == caller:
+            state.asked_before.add(most)
             return found
         self._wake_ups.append(WakeUp(most, is_asked=True))
         return None
 
-    def _takeable(self, who: str, found: Shortage) -> int:
-        """The tokens of the leases of a replica that may be taken back for it."""
+    def _takeable(self, who: str, found: Shortage) -> list[int]:
+        """The tokens of the leases of a replica that may be taken back for it, on each of the engines."""
         state = self._held()
         tiers = {
             tier.name
             for level, tier in enumerate(state.scheduler.rules.tiers)
             if level > found.served.tier and tier.preemptible and level not in found.closed
         }
-        member = state.members[who]
-
-        def there(cells: Iterable[Cell]) -> Iterable[Cell]:
-            return (cell for cell in cells if cell.tier in tiers and cell.engine == found.engine)
-
-        held = sum(cell.tokens - cell.floor_tokens for cell in there(member.row.values()))
-        return held - sum(cell.tokens for cell in there(member.leaving))
+        member, tokens = state.members[who], dict.fromkeys(found.engines, 0)
+        held = [(cell, cell.tokens - cell.floor_tokens) for cell in member.row.values()]
+        for cell, more in held + [(cell, -cell.tokens) for cell in member.leaving]:
+            if cell.tier in tiers and cell.engine in tokens:
+                tokens[cell.engine] += more
+        return list(tokens.values())
 
     def _next_change(self) -> int | None:
         """When time alone changes something, at least a millisecond from now."""
@@ -538,7 +552,7 @@ class Ledger:
         if self._near is not None:
             member.outbox.clear()
         reply.leaving = [cell for _, other in sorted(state.members.items()) for cell in other.leaving]
-        if (found := self._shortage_for(call.who)) is not None:
+        if (found := self._shortage_for(call)) is not None:
             reply.shortage = told_of(found, state.names)
         if member.seen != state.version:
             member.seen = state.version

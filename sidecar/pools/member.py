@@ -423,6 +423,7 @@ class Member:
         """Rule 7, among the leases of this replica, by the sums of the reply."""
         if reply.shortage is not None and not self._back.is_new:
             chosen = self._back.choose(reply, ahead_us, self.mirror(now_us), now_us)
+            self._back.is_new |= reply.alive > 1  # another one is asked, if this one can give nothing
             self.events += [TakeBack(lease) for lease in chosen]
 
     def whole_level(self, ticket: Ticket, now_us: int) -> int:

@@ -169,7 +169,7 @@ class Pool(ReportedPool):
     # -- size and rules
 
     def change_policy(self, policy: Policy) -> None:
-        """Another policy with the same tiers (see `policy.replacing`): its rules, queues and limits count at once.
+        """Another policy that needs no restart (`policy.diff`): its rules, queues and limits count at once.
 
         Requests keep their places and what they hold. A pool that holds more than its new size admits no request until
         that has drained. Waiting requests that it could never admit are refused.
@@ -292,27 +292,29 @@ class Pool(ReportedPool):
         """Returns when the ledger has looked at a new request, or cannot for now. Raises its refusal."""
         ask = lease.ask
         if ask.limits is not None:
-            await self._looked_at(lease, self._ask_within(ask.limits, lease, now_us))
+            self._ask_within(ask.limits, lease, now_us)
+            await self._looked_at(lease)
             if lease.ask is not ask:
                 await self._enter(lease, self.now_us())  # its tenant is over its limits
                 return
         else:
-            looked_at = lease.enters() if self._link.is_shared else None
+            if self._link.is_shared:
+                lease.enters()
             is_busy, number = self._member.is_awaiting, self._member.number
             self._submit(lease, now_us)
-            if looked_at is not None and not looked_at.done():
+            if lease.is_entering:
                 # With the call that is on its way; with the one after it where one was before.
                 number = self._member.number + (is_busy or not self._member.is_awaiting)
                 self._watch.enters(lease, number, self._member)
-                await self._looked_at(lease, looked_at)
+                await self._looked_at(lease)
         if lease.grant is None:
             self._take_place(lease)
 
-    async def _looked_at(self, lease: Lease, looked_at: asyncio.Future[None]) -> None:
+    async def _looked_at(self, lease: Lease) -> None:
         if self._watch.is_away:
             self._look_at_store()
         try:
-            await looked_at
+            await lease.looked_at()
         except asyncio.CancelledError:
             if not lease.settle(0):
                 lease.leave()
@@ -332,9 +334,10 @@ class Pool(ReportedPool):
             elif most != 0:
                 self._take_place(lease)
 
-    def _ask_within(self, limits: Limits, lease: Lease, now_us: int) -> asyncio.Future[None]:
+    def _ask_within(self, limits: Limits, lease: Lease, now_us: int) -> None:
         """Asks the ledger about a request within its tenant's limits, by the call that shows the request."""
-        ask, looked_at = lease.ask, lease.enters()
+        ask = lease.ask
+        lease.enters()
         self._requests.came(lease, self._member.mode)
         try:
             if (most := self._sizes.places(ask.tier)) and self._requests.waiting:
@@ -346,7 +349,6 @@ class Pool(ReportedPool):
         self._unjudged[lease.id] = lease
         self._member.meter.ask(asked, lease.ticket if has_place else None, now_us)
         self._run(now_us)
-        return looked_at
 
     def _take_place(self, lease: Lease) -> None:
         """A request was not admitted at once: it waits if there is a place for it. Otherwise it raises QueueFull."""

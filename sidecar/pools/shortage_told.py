@@ -24,18 +24,18 @@ def told_of(found: Shortage, names: Sequence[str]) -> ShortageTold:
     """The shortage as the ledger tells it. `names` are the tiers by level."""
 
     def needed(t: Ticket) -> Needed:
-        cached, cached_there = max(t.hits.values(), default=0), t.hits.get(found.engine, 0)
+        cached, cached_there = max(t.hits.values(), default=0), [t.hits.get(engine, 0) for engine in found.engines]
         amount = t.tokens, t.requests, t.prompt
         return Needed(int(t.id), names[t.tier], *amount, cached, cached_there, t.arrived_us, t.number)
 
     order_class, before, key, _ = found.place
     return ShortageTold(
-        found.engine,
+        list(found.engines),
         order_class,
         before,
         key,
         needed(found.served),
-        [needed(ticket) for ticket in found.before],
+        [[needed(ticket) for ticket in before] for before in found.engines.values()],
         [needed(ticket) for ticket in found.burst],
         sorted(names[level] for level in found.closed),
     )
@@ -45,16 +45,15 @@ def shortage_of(told: ShortageTold, levels: Mapping[str, int], ahead_us: int) ->
     """The shortage, with tickets of this replica's time, which is so much behind the ledger's."""
 
     def ticket_of(bid: Needed) -> Ticket:
-        hits, arrived_us = {"": bid.cached, told.engine: bid.cached_there}, bid.arrived_us - ahead_us
-        amount = bid.tokens, bid.requests, bid.prompt
+        hits = {"": bid.cached, **dict(zip(told.engines, bid.cached_there, strict=True))}
+        amount, arrived_us = (bid.tokens, bid.requests, bid.prompt), bid.arrived_us - ahead_us
         return Ticket("", levels[bid.tier], "", *amount, hits=hits, arrived_us=arrived_us, number=bid.number)
 
     served = ticket_of(told.served)
     return Shortage(
-        told.engine,
+        {engine: [ticket_of(bid) for bid in bids] for engine, bids in zip(told.engines, told.before, strict=True)},
         served,
         (told.order_class, told.before_key, told.key, served.arrival),
-        [ticket_of(bid) for bid in told.before],
         [ticket_of(bid) for bid in told.burst],
         frozenset(levels[tier] for tier in told.closed),
     )

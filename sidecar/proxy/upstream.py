@@ -107,15 +107,13 @@ class Upstream:
     def _head(self, method: str, target: bytes, headers: Headers, length: int | None) -> bytes:
         if not can_be_written(headers) or not _TARGET.fullmatch(target):
             raise InvalidHeader("the request cannot be forwarded: its target, or a header, has a character of no HTTP")
-        lines = [b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method.encode("ascii"), self._base, target, self._host)]
-        lines += [b"%b: %b\r\n" % header for header in headers]
+        lines = [b"%b %b%b HTTP/1.1" % (method.encode("ascii"), self._base, target), b"host: " + self._host]
+        lines += map(b": ".join, headers)
         if length is None:
-            lines.append(b"transfer-encoding: chunked\r\n\r\n")
+            lines.append(b"transfer-encoding: chunked")
         elif length or method not in _WITHOUT_BODY:
-            lines.append(b"content-length: %d\r\n\r\n" % length)
-        else:
-            lines.append(b"\r\n")
-        return b"".join(lines)
+            lines.append(b"content-length: %d" % length)
+        return b"\r\n".join([*lines, b"", b""])
 
 
 class _Pool:

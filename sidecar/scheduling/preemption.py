@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from sidecar.scheduling.amounts import NOTHING, Amount, plus
@@ -14,16 +14,16 @@ from sidecar.scheduling.tickets import Lease, Ticket
 
 @dataclass(frozen=True)
 class Shortage:
-    """A ticket that is to be `served` on an engine, at its place in order.
+    """A ticket that is to be `served`, at its place in order, on the first engine where the room can be had.
 
-    `before`: those that come before it, want the same engine, and fit or hold their place. `burst`: what else waits of
-    an always_first tier. `closed`: levels whose leases stay, because a head of theirs in class 4 comes before it.
+    `engines`: those that it would enter, the one that it wants first. Each with those that come before the ticket, want
+    that engine, and fit or hold their place. `burst`: what else waits of an always_first tier. `closed`: levels whose
+    leases stay, because a head of theirs in class 4 comes before it.
     """
 
-    engine: str
+    engines: Mapping[str, Sequence[Ticket]]
     served: Ticket
     place: Place
-    before: Sequence[Ticket]
     burst: Sequence[Ticket]
     closed: frozenset[int]
 
@@ -44,15 +44,7 @@ def shortage(
             break
     else:
         return None
-    engine = scheduler.wanted(ticket)
-    if engine is None:
-        return None
-    before = [
-        c.ticket
-        for c in order[:at]
-        if scheduler.wanted(c.ticket) == engine
-        and (scheduler.fits(c.ticket) or scheduler.holds(c.ticket, c.order_class))
-    ]
+    engines = _engines_for(scheduler, candidate, order[:at])
     burst: list[Ticket] = []
     if tiers[ticket.tier].always_first:
         waiting = sorted(scheduler.tiers[ticket.tier].queue, key=lambda t: (t.number, t.owner))
@@ -62,9 +54,25 @@ def shortage(
         for level in range(ticket.tier + 1, len(tiers))
         if any(scheduler.place(head, OTHER) < place for head in scheduler.heads(level))
     )
-    found = Shortage(engine, ticket, place, before, burst, closed)
-    is_served = not burst and not any(_Search(scheduler, found, (), now_us, gone).lacking(ticket))
-    return None if is_served else found
+    found = Shortage(engines, ticket, place, burst, closed)
+    for engine, before in engines.items():
+        if not any(_Search(scheduler, found, engine, now_us, gone).lacking(ticket)):
+            return replace(found, engines={engine: before}) if burst else None  # enough is on its way there
+    return found if engines else None
+
+
+def _engines_for(scheduler: Scheduler, candidate: Candidate, earlier: Sequence[Candidate]) -> dict[str, list[Ticket]]:
+    """`Shortage.engines`. One before it that holds its place for an engine keeps it from others."""
+    before, holding = dict[str | None, list[Ticket]](), set[str | None]()
+    for _, ticket, order_class in earlier:
+        wanted, fits = scheduler.wanted(ticket), scheduler.fits(ticket)
+        if not fits and scheduler.holds(ticket, order_class):
+            holding.add(wanted)
+        elif not fits:
+            continue
+        before.setdefault(wanted, []).append(ticket)
+    engines = scheduler.would_enter(candidate.ticket, candidate.order_class)
+    return {it: before.get(it, []) for n, it in enumerate(engines) if n == 0 or holding <= {it}}
 
 
 class Returnable:
@@ -81,19 +89,32 @@ class Returnable:
         """One that has ended, is kept or is taken back."""
         self._of.get((lease.engine, lease.ticket.tier), {}).pop(lease.ticket.id, None)
 
-    def after(self, tier: int, engine: str) -> Iterator[Lease]:
-        """Those of less important tiers on one engine: the least important first, of a tier the last that entered."""
-        levels = [level for name, level in self._of if name == engine and level > tier]
-        for level in sorted(levels, reverse=True):
-            yield from reversed(self._of[engine, level].values())
+    def on(self, engine: str, levels: Iterable[int]) -> Iterator[Lease]:
+        """Those of these tiers on one engine, of a tier the last that entered first."""
+        for level in levels:
+            yield from reversed(self._of.get((engine, level), {}).values())
 
 
 def leases_to_take_back(
     scheduler: Scheduler, found: Shortage, leases: Returnable, now_us: int, gone: Gone
 ) -> list[Lease]:
-    """The leases whose room is enough; empty where all together are not."""
+    """The leases whose room is enough, on the first engine that has such; empty where none has."""
     scheduler.look(now_us)
-    return _Search(scheduler, found, leases.after(found.served.tier, found.engine), now_us, gone).leases()
+    levels = list(_levels_that_give(scheduler, found, gone))
+    for engine in found.engines:
+        search = _Search(scheduler, found, engine, now_us, gone)
+        if (chosen := search.leases(leases.on(engine, levels))) is not None:
+            return chosen
+    return []
+
+
+def _levels_that_give(scheduler: Scheduler, found: Shortage, gone: Gone) -> Iterator[int]:
+    """The less important tiers that may be above their floors, the least important first."""
+    tiers = scheduler.rules.tiers
+    for level in range(len(tiers) - 1, found.served.tier, -1):
+        may_give = tiers[level].preemptible and level not in found.closed  # else the room would go back to one of it
+        if may_give and not scheduler.would_be_below_floor(level, NOTHING, gone):
+            yield level
 
 
 class _Search:
@@ -102,21 +123,24 @@ class _Search:
     What more leases give free only helps those that fit already, so each step looks at one ticket or one lease.
     """
 
-    def __init__(self, scheduler: Scheduler, found: Shortage, leases: Iterable[Lease], now_us: int, gone: Gone) -> None:
+    def __init__(self, scheduler: Scheduler, found: Shortage, engine: str, now_us: int, gone: Gone) -> None:
         self._scheduler, self._found, self._now, self._gone = scheduler, found, now_us, gone
-        self._engine = scheduler.engines[found.engine]
-        self._left = iter(leases)
+        self._engine = scheduler.engines[engine]
+        self._left: Iterator[Lease] = iter(())
         self._taken, self._freed, self._taken_of = list[Lease](), _NO_ROOM, dict[int, Amount]()
         self._in_pool, self._on_engine = NOTHING, NOTHING  # what comes before the next of the group
-        for ticket in found.before:
+        for ticket in found.engines[engine]:
             self._comes_before(ticket)
 
-    def leases(self) -> list[Lease]:
-        """Of an always_first tier as much as all that waits needs, one ticket more at a time, while that can be had."""
-        served = self._found.served
+    def leases(self, those_there: Iterator[Lease]) -> list[Lease] | None:
+        """None where all that may be taken is not enough for the ticket that is served.
+
+        Of an always_first tier as much as all that waits needs, one ticket more at a time, while that can be had.
+        """
+        served, self._left = self._found.served, those_there
         group, lacking = NOTHING if served.is_for_floor else self._scheduler.need(served), self.lacking(served)
         if not self._take(lacking):
-            return []
+            return None
         taken = len(self._taken)
         for ticket in self._found.burst:
             if self._scheduler.is_within_limit(ticket, group):
@@ -164,23 +188,15 @@ class _Search:
         return needed[::-1]
 
     def _may_take(self, lease: Lease) -> bool:
-        """Its tier keeps its floor without those that were taken before it; and its room would not go back to it."""
+        """It may end; its tier keeps its floor without those taken before it; its room would not go back to it."""
         scheduler, ticket = self._scheduler, lease.ticket
-        if not self._may_end(lease):
+        stays = lease.is_kept or lease.is_chosen or ticket.is_in_floor
+        if stays or lease.returns >= scheduler.rules.max_preemptions or not scheduler.could_come_back(ticket):
             return False
         taken = plus(self._taken_of.get(ticket.tier, NOTHING), lease.amount)
         if scheduler.would_be_below_floor(ticket.tier, taken, self._gone):
             return False
         return scheduler.place(ticket, OTHER) >= self._found.place
-
-    def _may_end(self, lease: Lease) -> bool:
-        ticket, rules = lease.ticket, self._scheduler.rules
-        if ticket.tier <= self._found.served.tier or not rules.tiers[ticket.tier].preemptible:
-            return False
-        if lease.is_kept or lease.is_chosen or ticket.is_in_floor or lease.returns >= rules.max_preemptions:
-            return False
-        # Otherwise its room would go back to one of its tier.
-        return self._scheduler.could_come_back(ticket) and ticket.tier not in self._found.closed
 
 
 Room: TypeAlias = tuple[int, int, int, int]

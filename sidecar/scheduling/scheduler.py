@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
@@ -261,7 +262,7 @@ class Scheduler:
                 continue
             was_in_line = ticket.is_in_line
             joins = not was_in_line and self._has_place(ticket, order_class)
-            is_late = was_in_line and self._now >= ticket.in_line_since_us + PATIENCE_US
+            is_late = was_in_line and self._is_late(ticket)
             wanted = self.wanted(ticket)
             open_ = [engine for engine in roomy if engine.id not in closed]
             engine = self._engine_for(
@@ -453,6 +454,23 @@ class Scheduler:
         if ticket.engine is not None and self.engines[ticket.engine].could_take(ticket, self._now):
             return ticket.engine
         return self._best(ticket, [e for e in self.engines.values() if e.could_take(ticket, self._now)])
+
+    def would_enter(self, ticket: Ticket, order_class: OrderClass) -> list[str]:
+        """The engines that it would enter if they had room: the one that it wants, then the next best."""
+        wanted, percent = self.wanted(ticket), self.rules.affinity_percent
+        if wanted is None:
+            return []
+        others = [e for e in self.engines.values() if e.id != wanted and e.could_take(ticket, self._now)]
+        ids = [e.id for e in sorted(others, key=lambda engine: engine.score(ticket, percent))]
+        waits = not self._is_late(ticket) if ticket.is_in_line else self._has_place(ticket, order_class)
+        if waits and order_class != FIRST:
+            hit = ticket.hits.get(wanted, 0)
+            ids = list(takewhile(lambda other: ticket.hits.get(other, 0) >= hit, ids))
+        return [wanted, *ids]
+
+    def _is_late(self, ticket: Ticket) -> bool:
+        """Whether one in line takes any engine now."""
+        return self._now >= ticket.in_line_since_us + PATIENCE_US
 
     def _best(self, ticket: Ticket, engines: Sequence[Engine]) -> str | None:
         if len(engines) < 2:

@@ -88,16 +88,15 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 
     def add(self, event: Event) -> None:
         """Adds one event. An object that is no event changes nothing."""
-        if type(event) is Preempted:
-            self._take_back(event)
-            return
-        if type(event) is Classified:
-            event = _with_short_model(event)
-        elif type(event) is Settled and self.lost and self.admitted is None:
-            self.refused = _end_of_wait(self.lost[-1].admitted, event)
         place = _PLACES.get(type(event))
         if place is not None:
             setattr(self, place, event)
+        elif type(event) is Classified:
+            self.classified = _with_short_model(event)
+        elif type(event) is Preempted:
+            self._take_back(event)
+        if self.lost and type(event) is Settled and self.admitted is None:
+            self.refused = _end_of_wait(self.lost[-1].admitted, event)
 
     def _take_back(self, event: Preempted) -> None:
         if self.admitted is not None:
@@ -169,7 +168,6 @@ EventHandlers = Mapping[type, Callable[[RequestRecord, Any], None]]
 
 
 _PLACES: Final = {
-    Classified: "classified",
     Queued: "queued",
     Admitted: "admitted",
     Refused: "refused",
@@ -178,7 +176,7 @@ _PLACES: Final = {
     Observed: "observed",
     Replayed: "replayed",
 }
-"""The attribute of a record that has an event of this kind."""
+"""The attribute of a record that has an event of this kind as it is."""
 
 
 def _with_short_model(event: Classified) -> Classified:

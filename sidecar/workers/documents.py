@@ -31,13 +31,20 @@ def merged_state(found: Sequence[tuple[Document, Document]]) -> Document:
 def merged_pool(pools: Sequence[Document]) -> Document:
     """A pool in a store: as one that the store decides for shows it. While it is lost for all, the sum of their parts.
 
-    The store's `own` counts are those of all workers. Without a store (`mode: pass`) it is the sum of their pools.
+    What tiers have waiting and the store's `own` counts are those of all workers. Without a store (`mode: pass`) it is
+    the sum of their pools.
     """
     if "store" not in pools[0]:
         return dict(_sum(pools))
     best = max(pools, key=_is_shared)
-    merged = dict(best) if _is_shared(best) else {**_sum([_without(pool, "store") for pool in pools])}
+    summed = _sum([_without(pool, "store") for pool in pools])
+    merged = {**best, "tiers": _with_queues(best, summed)} if _is_shared(best) else {**summed}
     return {**merged, "store": {**best["store"], "own": _sum([pool["store"]["own"] for pool in pools])}}
+
+
+def _with_queues(pool: Document, summed: Document) -> list[Document]:
+    """Its tiers, with what all workers have waiting."""
+    return [{**tier, "queued": of_all["queued"]} for tier, of_all in zip(pool["tiers"], summed["tiers"], strict=True)]
 
 
 def merged_engines(answers: Sequence[Document]) -> Document:

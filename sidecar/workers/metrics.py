@@ -1,9 +1,9 @@
 """The workers' metrics as those of one process, in Prometheus' format.
 
 Counters and histograms are added up, those of ended processes included, so that no sum falls when a worker is started
-again. Where each counts what all see, it is counted once. A gauge of what a process holds is added up, too. A gauge of
-the pool says the same in every worker, and is shown once; while the store is lost for all of them, each has the gauges
-of its part, and those are added up.
+again. Where each counts what all see, it is counted once. A gauge of what a process holds or has waiting is added up,
+too. A gauge of the pool says the same in every worker, and is shown once; while the store is lost for all of them, each
+has the gauges of its part, and those are added up.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _STORE_AVAILABLE = semconv.STORE_AVAILABLE.replace(".", "_")
 _POOL = semconv.POOL.replace(".", "_")
 OWN = _named(
     (
+        semconv.QUEUE_REQUESTS,
+        semconv.QUEUE_TOKENS,
         semconv.ABORTING_REQUESTS,
         semconv.ABORTING_TOKENS,
         semconv.TENANT_TOKENS_HELD,
@@ -40,13 +42,11 @@ OWN = _named(
         semconv.LEASE_USED_TOKENS,
     )
 )
-"""Gauges of what one process holds: their sum is what all hold."""
+"""Gauges of what one process holds or has waiting: their sum is that of all."""
 WORST = _named((semconv.STORE_AVAILABLE, semconv.ENGINE_UP))
 """1 where all is well: one worker for which it is not must show."""
 PARTS = _named(
     (
-        semconv.QUEUE_REQUESTS,
-        semconv.QUEUE_TOKENS,
         semconv.HELD_TOKENS,
         semconv.HELD_REQUESTS,
         semconv.RESERVE_TOKENS,

@@ -30,7 +30,6 @@ from sidecar.pools import Pool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
-from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
 from sidecar.telemetry.metrics.prometheus import PrometheusReader
 from sidecar.telemetry.metrics.views import views
 from sidecar.telemetry.setup import MetricsEndpoint
@@ -164,25 +163,6 @@ async def test_a_scraper_sees_who_waits_who_borrows_and_what_became_of_all(tmp_p
         assert await stack.value("admission_time_to_first_token_seconds_count", tier="batch") == 2
         assert await stack.value("admission_held_tokens", tier="batch") == 0
         assert await stack.value("admission_queue_oldest_wait_seconds", tier="batch") == 0
-
-
-@pytest.mark.anyio
-@pytest.mark.skipif(not HAS_CONTEXT, reason="this OpenTelemetry has no exemplars yet")
-async def test_an_exemplar_leads_to_the_span_of_that_very_request(tmp_path: Path) -> None:
-    async with stacked(tmp_path) as stack:
-        assert await stack.ask(SHORT) == 200
-        exemplars = {sample.name: sample.exemplar for sample in await stack.metrics() if sample.exemplar}
-        (span,) = [span for span in stack.spans.get_finished_spans() if span.name == "admission"]
-        context = span.get_span_context()
-        assert context is not None
-        assert set(exemplars) == {
-            "admission_queue_wait_seconds_bucket",
-            "admission_time_to_first_token_seconds_bucket",
-        }
-        for exemplar in exemplars.values():
-            assert exemplar.labels["trace_id"] == f"{context.trace_id:032x}"
-            assert exemplar.labels["span_id"] == f"{context.span_id:016x}"
-            assert len(exemplar.labels["request_id"]) > 8
 
 
 @pytest.mark.anyio

@@ -7,17 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
-from sidecar.app import AdmissionMiddleware
 from sidecar.cli import main
 from sidecar.middleware.request_gain import GainMeter
 from sidecar.policy.compiler import load
-from sidecar.proxy.proxy import ReverseProxy
 from sidecar.scheduling.tickets import Gain
-from tests.support.serving import serving
-from tests.tools.emulator.emulated import VLLM, emulated
+from tests.support.each import each
+from tests.support.middleware import App, Caller, Guarded
 
 POOL = """\
 engine: vllm
@@ -128,8 +125,7 @@ def test_a_pool_that_the_engine_sizes_has_parts_of_it(policy: Path, capsys: pyte
     assert "tier high has 10% of the pool (what it never lends of its reserve, 20%)" in capsys.readouterr().out
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("tier", ["high", "normal", "batch"])
+@each("tier", ["high", "normal", "batch"])
 @pytest.mark.parametrize(
     "body",
     [
@@ -139,8 +135,8 @@ def test_a_pool_that_the_engine_sizes_has_parts_of_it(policy: Path, capsys: pyte
     ],
     ids=["small", "choices", "late"],
 )
-async def test_the_figures_are_those_that_the_sidecar_gives_the_request(
-    policy: Path, tmp_path: Path, tier: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_the_figures_are_those_that_the_sidecar_gives_the_request(
+    policy: Path, tier: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Gain | None] = []
     appraise = GainMeter.appraise
@@ -150,26 +146,16 @@ async def test_the_figures_are_those_that_the_sidecar_gives_the_request(
         given.append(request.gain)
 
     monkeypatch.setattr(GainMeter, "appraise", spy)
-    (tmp_path / "body.json").write_text(json.dumps({"model": "m", **body}))
-    async with emulated(VLLM, slots=8) as client:
-        app = AdmissionMiddleware(ReverseProxy(client.url), policy=load(policy))
-        async with serving(app) as served, aiohttp.ClientSession() as session:
-            headers = {"x-priority": tier, "content-type": "application/json"}
-            url = f"{served.url}/v1/chat/completions"
-            async with session.post(url, data=(tmp_path / "body.json").read_bytes(), headers=headers) as answer:
-                assert answer.status == 200
-    asked = ("--header", f"x-priority: {tier}", "--body", str(tmp_path / "body.json"))
-    found = await asyncio.to_thread(explained, policy, *asked)
-    assert len(given) == 1
-    if given[0] is None:
-        assert found["earns"] is None
-        return
-    figures, earns = given[0], found["earns"]
-    assert (found["weight"], earns["output_tokens"], earns["cost_us"]) == (
-        figures.weight, figures.tokens, figures.cost_us,
-    )  # fmt: skip
-    assert round(earns["start_by_s"] * 1e6) == figures.start_by_us
-    assert round(earns["slack_s"] * 1e6) == figures.slack_us
-    assert earns["density"] == figures.earned_after(0)
-    nothing_after_us = round(earns["nothing_after_s"] * 1e6)
-    assert figures.earned_after(nothing_after_us - 1) >= 0 == figures.earned_after(nothing_after_us)
+    (policy / "body.json").write_text(json.dumps({"model": "m", **body}))
+    raw, headers = (policy / "body.json").read_bytes(), [(b"x-priority", tier.encode())]
+    asyncio.run(Caller(Guarded(App(), load(policy)).sidecar, raw, headers=headers).run())
+    found = explained(policy, "--header", f"x-priority: {tier}", "--body", str(policy / "body.json"))
+    figures, of_explain = given
+    assert figures == of_explain
+    assert (figures is None) == (found["earns"] is None) == (tier == "batch")
+    if figures is not None:
+        earns = found["earns"]
+        assert (found["weight"], earns["output_tokens"]) == (figures.weight, figures.tokens)
+        assert earns["density"] == figures.earned_after(0)
+        nothing_after_us = round(earns["nothing_after_s"] * 1e6)
+        assert figures.earned_after(nothing_after_us - 1) >= 0 == figures.earned_after(nothing_after_us)

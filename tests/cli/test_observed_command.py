@@ -17,7 +17,7 @@ import pytest
 
 from sidecar.cli import main
 from tests.cluster.replicas import CHAT, POLICY, Replica, replicas
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import begun_store
 
 REQUESTS = 12
 
@@ -61,7 +61,7 @@ def figures(sidecar: Replica) -> Any:
 def test_any_of_two_replicas_tells_what_enforcing_would_have_done_to_the_requests_of_both(tmp_path: Path) -> None:
     observing = POLICY.replace("engine: vllm", "engine: vllm\nmode: observe")
     with (
-        RedisServer(first_binary(), tmp_path) as store,
+        begun_store(tmp_path) as store,
         replicas(tmp_path, 2, observing, SIDECAR_STORE=store.url) as sidecars,
     ):
         assert asyncio.run(sent(sidecars)) == [200] * REQUESTS

@@ -23,7 +23,7 @@ from sidecar.lengths.estimator import LengthEstimator, Source
 from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.pools.base import MOST_REPORT_BYTES
 from tests.cluster.replicas import CHAT, Replica, replicas
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 
@@ -212,7 +212,7 @@ async def until_source(replica: Replica, client: aiohttp.ClientSession, source: 
 def two_replicas(folder: Path) -> Iterator[tuple[Replica, Replica]]:
     options = ("--output-tokens", "40", "--step-ms", "1")
     with (
-        RedisServer(first_binary(), folder) as store,
+        begun_store(folder) as store,
         replicas(folder, 2, POLICY, engine_options=options, SIDECAR_STORE=store.url) as (first, second),
     ):
         yield first, second

@@ -29,8 +29,7 @@ from sidecar.pools.base import MOST_REPORT_BYTES
 from sidecar.telemetry.dry_run import DryRunCounts, DryRunReport
 from sidecar.telemetry.recent import Bucket, Overtakings
 from tests.cluster.test_overview import policy_of, sources_of
-from tests.support.redis_servers import RedisServer, first_binary
-from tests.support.shared_pools import shared_pool
+from tests.support.shared_pools import begun_store, shared_pool
 
 pytestmark = pytest.mark.anyio
 NOW_S = 1_700_000_003.0
@@ -43,7 +42,9 @@ def report(number: int, **more: Any) -> ReplicaReport:
     waits = [Bucket(int(at_s) // 5 * 5, admitted=number, wait_sum_s=1.0, wait_max_s=float(number))]
     overtakings = {"high": Overtakings(number, 10, {"level": number})}
     plain: dict[str, Any] = {
-        "tiers": [TierReport("batch", OldestWaiter(float(number), 0.0, {}, f"r{number}"), waits, overtakings)],
+        "tiers": [
+            TierReport("batch", OldestWaiter(float(number), 0.0, {}, f"r{number}"), waits, overtakings, 10, number)
+        ],
         "tenants": [TenantView(f"tenant-{number % 3}", 100, 1, number)],
         "refusals": [
             RefusalView(at_s - number / 100, "batch", None, "queue_full", 503, "", f"q{number}", 0.0, f"r{number}")
@@ -78,6 +79,7 @@ async def test_the_figures_of_all_are_those_of_their_reports_and_ours_count_once
                 merge.recent("batch", every, NOW_S),
                 merge.oldest("batch", every),
                 merge.overtaken_by("batch", every),
+                merge.queued("batch", every),
                 merge.tenants(every),
                 [refusal.request_id for refusal in merge.refusals(every)],
                 merge.replicas(every),
@@ -89,6 +91,7 @@ async def test_the_figures_of_all_are_those_of_their_reports_and_ours_count_once
         shown[-1] += (period.total.requests, period.replicas, period.since_s)  # type: ignore[assignment]
     assert shown[0] == shown[1]
     assert sum(bucket.admitted for bucket in shown[0][0]) == sum(range(20))
+    assert shown[0][3] == (20 * 10, sum(range(20)))
 
 
 async def test_a_replica_that_is_not_yet_in_it_adds_its_own_figures() -> None:
@@ -224,7 +227,7 @@ async def test_lengths_of_many_tenants_leave_room_for_the_rest() -> None:
 async def test_each_of_twenty_replicas_shows_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARE_EVERY_S", 0.05)
     policy = policy_of()
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path) as server:
         pools = [shared_pool(policy, server) for _ in range(20)]
         await asyncio.gather(*(pool.open() for pool in pools))
         lives = [PoolOverview(sources_of(pool, policy)) for pool in pools]

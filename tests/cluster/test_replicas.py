@@ -11,7 +11,8 @@ import pytest
 
 from sidecar.pools.redis.connection import ledger_key
 from tests.cluster.replicas import POLICY, Replica, overload, replicas
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.redis_servers import RedisServer
+from tests.support.shared_pools import begun_store
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 
@@ -39,7 +40,7 @@ class Two(NamedTuple):
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("two")
     with (
-        RedisServer(first_binary(), folder) as store,
+        begun_store(folder) as store,
         replicas(folder, 2, POLICY, SIDECAR_STORE=store.url) as (first, second),
     ):
         yield Two(store, first, second)
@@ -54,6 +55,8 @@ async def test_either_page_shows_both_and_the_tier_that_starves_in_either(two: T
             assert one["notices"] == []
             assert {replica["replica"] for replica in one["replicas"]} == {other["replica"] for other in shown}
             assert all(0 <= replica["seen_s_ago"] < 5 for replica in one["replicas"])
+            queued = sum(tier["queued"]["requests"] for tier in one["tiers"])
+            assert queued == sum(replica["waiting"] for replica in one["replicas"])
         starving = await until(two.first, lambda one: one["starving"] == "batch" and one["tiers"][1]["overtaken_by"])
         by = starving["tiers"][1]["overtaken_by"]["high"]
         assert by["requests"] > 0
@@ -67,19 +70,6 @@ async def test_a_refusal_of_one_is_on_the_page_of_the_other(two: Two) -> None:
     (refusal,) = shown["refusals"]
     assert (refusal["request_id"], refusal["code"]) == (request_id, "invalid_api_key")
     assert refusal["replica"] != shown["replica"]
-
-
-@pytest.mark.hasty
-async def test_while_the_store_is_lost_each_shows_itself_and_says_so(two: Two) -> None:
-    two.store.pause()
-    lost = await until(two.first, lambda one: one["store"]["state"] == "divided")
-    (notice,) = lost["notices"]
-    assert "the store has not answered for" in notice
-    assert "only this replica's requests are shown, its part of the pool is" in notice
-    assert [replica["replica"] for replica in lost["replicas"]] == [lost["replica"]]
-    two.store.resume()
-    for one in (two.first, two.second):
-        await until(one, lambda shown: len(shown["replicas"]) == 2 and not shown["notices"])
 
 
 async def test_one_that_ends_takes_its_leave_and_leaves_nothing_behind(two: Two) -> None:

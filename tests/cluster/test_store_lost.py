@@ -20,7 +20,8 @@ from tests.cluster.replicas import CHAT, Replica, overload, replicas
 from tests.support.browser import browser
 from tests.support.devtools import Tab, headless, tab
 from tests.support.fault_proxy import FaultProxy
-from tests.support.redis_servers import RedisServer, first_binary, free_port
+from tests.support.redis_servers import RedisServer, free_port
+from tests.support.shared_pools import begun_store
 
 pytestmark = [pytest.mark.anyio, pytest.mark.hasty]
 REQUESTS, TOKENS = 4, 1000
@@ -78,7 +79,7 @@ class Two:
 @asynccontextmanager
 async def two(folder: Path, on_loss: str) -> AsyncIterator[Two]:
     async with AsyncExitStack() as stack:
-        store = stack.enter_context(RedisServer(first_binary(), folder))
+        store = stack.enter_context(begun_store(folder, "pair"))
         proxy = await stack.enter_async_context(FaultProxy(store.host, store.port))
         started = ExitStack()
         stack.push_async_callback(asyncio.to_thread, started.close)

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from benchmarks.processes import command
-from tests.support.redis_servers import RedisServer, first_binary, until
+from tests.support.redis_servers import RedisServer, until
+from tests.support.shared_pools import begun_store
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "leases"
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path) as server:
         yield server
 
 

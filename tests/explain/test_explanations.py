@@ -34,9 +34,8 @@ from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.cluster.views import overview
 from tests.support.each import each
 from tests.support.middleware import App, Guarded, key, write_policy
-from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import Served, serving
-from tests.support.shared_pools import shared_pool
+from tests.support.shared_pools import begun_store, shared_pool
 from tests.telemetry.span_stories import begin
 
 pytestmark = pytest.mark.anyio
@@ -168,35 +167,6 @@ async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
     assert (story.ended.outcome, story.ended.status) == ("completed", 200)
     assert story.trace_id is not None
     assert ahead.trace_id not in (None, story.trace_id)
-
-
-async def test_a_tier_at_its_limit_lets_others_go_first() -> None:
-    app = App(is_held=True)
-    async with explained(app) as sidecar:
-        sent = [await sidecar.send("normal", "holds-normal"), await sidecar.send("low", "holds-low")]
-        sent += [await sidecar.send("low", "victim"), await sidecar.send("normal", "overtakes")]
-        app.release()
-        await until(lambda: sidecar.knows("overtakes", "admitted"))
-        await finished(app, sent)
-        story = await sidecar.story("victim")
-    assert story.in_the_way is not None
-    assert story.in_the_way.obstacle == "limit"
-    assert story.conclusion.endswith(" starved: 1 request of tier normal went ahead because low was at its limit")
-
-
-async def test_the_tenants_of_a_tier_take_turns() -> None:
-    app = App(is_held=True)
-    async with explained(app) as sidecar:
-        sent = [await sidecar.send("normal", f"holds-{n}", key("acme")) for n in range(SLOTS)]
-        sent += [await sidecar.send("normal", name, key("acme")) for name in ("earlier", "victim")]
-        sent.append(await sidecar.send("normal", "overtakes"))
-        await finished(app, sent)
-        story = await sidecar.story("victim")
-    assert story.wait is not None
-    assert [(group.rule, group.requests) for group in story.wait.groups] == [("fair_share", 1), ("turn", 1)]
-    assert "1 request of tier normal went ahead because the tenants of normal take turns by their share" in (
-        story.conclusion
-    )
 
 
 @each(
@@ -422,7 +392,7 @@ async def test_any_id_a_client_may_send_is_found_and_a_trace_too_and_the_newest_
 async def test_in_a_shared_pool_the_other_replicas_part_is_counted_in_tokens(tmp_path: Path) -> None:
     used = policy(POLICY.replace("max_wait: 100ms", "max_wait: 10s"))
     app, other_app = App(is_held=True), App(is_held=True)
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path) as server:
         pools = [shared_pool(used, server) for _ in range(2)]
         for pool in pools:
             await pool.open()

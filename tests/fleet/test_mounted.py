@@ -12,7 +12,8 @@ import aiohttp
 import pytest
 
 from tests.fleet.mounted import MountedApp, mounted_app, mounted_apps, until
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.redis_servers import RedisServer
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +40,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("mounted")
-    with RedisServer(first_binary(), folder) as store, ExitStack() as stack:
+    with begun_store(folder) as store, ExitStack() as stack:
         reserve = "reserve: 50%, lend: 0%"
         apps = stack.enter_context(mounted_apps(folder, ["a", "b"], store.url, high=reserve))
         yield Pair(folder, store, stack, apps)

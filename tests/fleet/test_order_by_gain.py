@@ -13,7 +13,8 @@ from sidecar.policy.store import STORE_VARIABLE
 from tests.fleet.routed import Act, Routed, Rude, changed, engines_of, ok, routed, rude, write_policy
 from tests.fleet.waiting import until
 from tests.support.engine import Connection, Received
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.redis_servers import RedisServer
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 SLO = "max_wait: 30s}, slo: {ttft: 25s, tpot: 100ms}, gain: {weight: 4}}"
@@ -25,7 +26,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "one process":
         yield
     else:
-        with RedisServer(first_binary(), tmp_path) as server:
+        with begun_store(tmp_path) as server:
             monkeypatch.setenv(STORE_VARIABLE, server.url)
             yield
 
@@ -35,7 +36,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServ
     """A store that the test may kill."""
     folder = tmp_path / "own"
     folder.mkdir()
-    with RedisServer(first_binary(), folder) as server:
+    with begun_store(folder) as server:
         monkeypatch.setenv(STORE_VARIABLE, server.url)
         yield server
 

@@ -19,6 +19,7 @@ from tests.fleet.test_processes import Engines, emulated
 from tests.support.fault_proxy import FaultProxy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import begun
 
 pytestmark = pytest.mark.anyio
 ENGINES = 3
@@ -114,6 +115,7 @@ class Lab:
     def start(self, lists: Lists, pool: str, stack: ExitStack | None = None) -> list[ServedFleet]:
         """A sidecar for each list of engines, by name, all of one pool."""
         logs = []
+        begun(self.store, pool)
         for number, urls in enumerate(lists):
             policy, log = self.folder / f"{pool}-{number}.yaml", self.folder / f"{pool}-{number}.log"
             static = ", ".join(f"{{name: {name}, url: '{url}'}}" for name, url in urls.items())

@@ -21,7 +21,7 @@ from hypothesis import strategies as some
 from sidecar.admin import openapi
 from tests.fuzz.scale import cases, tried
 from tests.security.behind import Behind, standing
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import begun_store
 
 TOKEN = "token-of-the-fuzzed-sidecar"
 TOKENS = (TOKEN, TOKEN, TOKEN, "wrong", None)
@@ -71,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
     """A sidecar with all that the admin port can have: a store, tenants there, and engines."""
     folder, data = tmp_path_factory.mktemp("policy"), tmp_path_factory.mktemp("store")
     environment = {"SIDECAR_LOG_LEVEL": "error", "SIDECAR_ADMIN_TOKEN": TOKEN}
-    with RedisServer(first_binary(), data) as store:
+    with begun_store(data) as store:
         more = f"store: {store.url}\nstored_tenants: true\n"
         with standing("httptools", folder, more, in_engines=True, **environment) as found:
             body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}).encode()

@@ -20,7 +20,6 @@ from sidecar.middleware.self_view import PATH as SELF
 from sidecar.policy.compiler import load
 from sidecar.policy.gateway import GatewayPolicy, read_network
 from sidecar.policy.problems import PolicyError
-from tests.support.dry_run import observing
 from tests.support.each import each
 from tests.support.middleware import Answer, App, Guarded, guarding, key, policy, write_policy
 from tests.support.wire import exchange
@@ -157,13 +156,6 @@ async def test_a_page_that_needs_a_key_needs_none_of_the_gateways_tenants() -> N
         assert (await guarded.ask(None, "x-tenant: nightly", path="/tokenize")).status == 200
     (seen,) = app.seen
     assert seen.all(b"x-tenant") == []
-
-
-async def test_a_dry_run_follows_the_gateway_too() -> None:
-    async with observing(App(), policy(section())) as observed:
-        await observed.ask(None, "x-tenant: nightly")
-        (found,) = await observed.until_found(1)
-        assert found.code is None
 
 
 ADDRESSES = some.one_of(

@@ -19,7 +19,7 @@ from tests.launchers.conftest import Refusal
 from tests.launchers.launched import Launched, launched, ours, write_policy
 from tests.support.each import each
 from tests.support.ports import free_ports
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 
@@ -199,7 +199,7 @@ async def test_its_own_key_is_asked_for_before_the_sidecar(tmp_path: Path) -> No
 async def test_two_workers_share_one_pool(tmp_path: Path) -> None:
     """Through a real store: never more at once than the pool has, though each worker alone would admit as many."""
     admin = free_ports(2)
-    with RedisServer(first_binary(), tmp_path) as store:
+    with begun_store(tmp_path) as store:
         variables = {"SIDECAR_STORE": store.url, "SIDECAR_ADMIN_PORT": str(admin)}
         async with sglang(tmp_path, "--tokenizer-worker-num", "2", requests=3, **variables) as server:
             await until(lambda: server.log.count("Application startup complete") == 2)

@@ -19,7 +19,8 @@ from tests.launchers.conftest import Refusal
 from tests.launchers.launched import PRIORITIES, Launched, ended, launched, ours, write_policy
 from tests.support.each import each
 from tests.support.ports import free_ports
-from tests.support.redis_servers import RedisServer, first_binary, free_port
+from tests.support.redis_servers import free_port
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 
@@ -249,7 +250,7 @@ async def replica(server: Launched, admin_port: int) -> str:
 async def test_several_frontends_share_a_pool_in_the_store(tmp_path: Path) -> None:
     """Each is the same command line, run again by the first."""
     admin = free_ports(2)
-    with RedisServer(first_binary(), tmp_path) as store:
+    with begun_store(tmp_path) as store:
         variables = {"SIDECAR_STORE": store.url, "SIDECAR_ADMIN_PORT": str(admin)}
         async with trtllm(tmp_path, "--num_serve_frontends", "2", **variables) as server:
             replicas = {await replica(server, port) for port in (admin, admin + 1)}

@@ -12,7 +12,8 @@ import pytest
 
 import sidecar
 from benchmarks.processes import command
-from tests.support.redis_servers import RedisServer, first_binary, until
+from tests.support.redis_servers import until
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.long
 POLICY = """\
@@ -32,7 +33,7 @@ endpoints:
 
 def test_leases_go_to_engines_that_have_room_and_to_none_that_is_down(tmp_path: Path) -> None:
     emulate = ("emulate", "--engine", "vllm", "--port", "0")
-    with RedisServer(first_binary(), tmp_path) as server, command(*emulate) as (a,):
+    with begun_store(tmp_path) as server, command(*emulate) as (a,):
         path = tmp_path / "policy.yaml"
         with command(*emulate) as (b,):
             path.write_text(POLICY.format(store=server.url, a=a, b=b))
@@ -57,7 +58,7 @@ def test_leases_go_to_engines_that_have_room_and_to_none_that_is_down(tmp_path: 
 @pytest.mark.anyio
 async def test_a_prompt_is_counted_until_the_first_output(tmp_path: Path) -> None:
     emulate = ("emulate", "--engine", "vllm", "--port", "0")
-    with RedisServer(first_binary(), tmp_path) as server, command(*emulate) as (a,), command(*emulate) as (b,):
+    with begun_store(tmp_path) as server, command(*emulate) as (a,), command(*emulate) as (b,):
         path = tmp_path / "policy.yaml"
         await anyio.Path(path).write_text(POLICY.format(store=server.url, a=a, b=b))
         async with (
@@ -77,7 +78,7 @@ async def test_a_prompt_is_counted_until_the_first_output(tmp_path: Path) -> Non
 
 def test_no_lease_is_given_while_the_engine_is_down_and_the_pool_has_its_size(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path) as server:
         one = [line for line in POLICY.splitlines() if "static:" not in line and line != "engines:"]
         path.write_text("\n".join([*one, "capacity: {{from: engine, requests: 2}}"]).format(store=server.url))
         engine = ExitStack()

@@ -41,6 +41,7 @@ from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.middleware import Recorder
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
+from tests.support.shared_pools import begun
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -417,20 +418,6 @@ async def _high(admission: Admission) -> None:
         pass
 
 
-HOLDER = """
-import asyncio, sys
-import sidecar
-
-async def main():
-    async with sidecar.connect(policy=sys.argv[1]) as admission:
-        async with admission.lease(tier="low", tokens=int(sys.argv[2])) as lease:
-            print("held", lease.priority, flush=True)
-            await asyncio.sleep(60)
-
-asyncio.run(main())
-"""
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with RedisServer(first_binary(), tmp_path_factory.mktemp("store")) as server:
@@ -440,6 +427,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 @pytest.fixture
 def shared(policy: Path, store: RedisServer) -> Path:
     store.command("FLUSHALL")
+    begun(store)
     policy.write_text(f"store: {store.url}\n" + POLICY)
     return policy
 
@@ -550,23 +538,6 @@ def _in_a_thread(admission: sidecar.leases.ThreadAdmission, max_wait_s: float) -
 
 
 class TestThreads:
-    def test_what_a_killed_process_held_comes_back(self, shared: Path) -> None:
-        command = [sys.executable, "-c", HOLDER, str(shared), "1000"]
-        with (
-            subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
-            sidecar.connect_threads(policy=shared) as admission,
-        ):
-            try:
-                assert process.stdout is not None
-                assert process.stdout.readline() == "held 10\n"
-                with pytest.raises(QueueTimeout):
-                    admission.lease(tier="low", tokens=500, max_wait_s=0.2).__enter__()
-            finally:
-                process.kill()
-            began = time.monotonic()
-            with admission.lease(tier="low", tokens=500, max_wait_s=30):
-                assert time.monotonic() - began < 20  # 10 s of silence, and a heartbeat
-
     def test_many_threads_never_hold_more_than_the_pool(self, shared: Path) -> None:
         running, most, lock = 0, 0, threading.Lock()
 

@@ -47,6 +47,7 @@ class LedgerPlayer:
         self.returns: dict[str, int] = {}
         self.count = self.made = self.entered = self.number = 0
         self.is_beyond = False
+        self.leaving: list[calls.Cell] = []
         self.news, self.acks = Call(1, "r", 0, "call"), []
         self.set_engines(program.get("engines", [{"id": "pool#1", **program.get("capacity", {})}]), 0)
         self.news.kind, self.news.whole, self.news.rules, self.news.knew = "state", True, self.told, 1
@@ -125,7 +126,9 @@ class LedgerPlayer:
         self.number += 1
         call, self.news = self.news, Call(1, "r", 0, "call")
         call.number, call.cells, call.acks, self.acks = self.number, self.row.state(call.whole), self.acks, []
-        call.leaving = cells_of(self.names, (lease for lease in self.leases.values() if lease.is_chosen))
+        leaving = cells_of(self.names, (lease for lease in self.leases.values() if lease.is_chosen))
+        if leaving != self.leaving:
+            self.leaving = call.leaving = leaving
         self.reply, _ = self.ledger.execute(call, now)
         assert self.reply.kind == "ok", self.reply
         if self.reply.config is not None:
@@ -151,15 +154,13 @@ class LedgerPlayer:
             return []
 
         def shown(needed: calls.Needed) -> Ticket:
-            found = self.bids[needed.bid]
-            found.engine = told.engine
-            return found
+            return self.bids[needed.bid]
 
         place = (told.order_class, told.before_key, told.key, shown(told.served).arrival)
         closed = frozenset(self.names.index(tier) for tier in told.closed)
         found = Shortage(
-            told.engine, shown(told.served), place, [*map(shown, told.before)],
-            [*map(shown, told.burst)], closed,
+            {engine: [*map(shown, bids)] for engine, bids in zip(told.engines, told.before, strict=True)},
+            shown(told.served), place, [*map(shown, told.burst)], closed,
         )  # fmt: skip
         leases = list(self.leases.values())
         gone = gone_of_chosen(leases)

@@ -34,8 +34,7 @@ SNAPSHOT = snapshot_of(POLICY)
 def intake_of(*pairs: tuple[bytes, bytes], snapshot: PolicySnapshot = SNAPSHOT) -> RequestIntake:
     """An intake that has checked these headers."""
     headers = dict(pairs)
-    names = snapshot.names_read[tuple(headers)]
-    intake = RequestIntake(snapshot, snapshot.endpoints[CHAT], headers, names, 0)
+    intake = RequestIntake(snapshot, snapshot.endpoints[CHAT], headers, 0)
     intake.check_head(pairs, {})
     return intake
 

@@ -13,8 +13,8 @@ import pytest
 
 from sidecar import AdmissionMiddleware
 from tests.support.middleware import CHAT, Caller, answer, chat, whole_body
-from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 
@@ -89,7 +89,7 @@ class Queue:
 
 @pytest.fixture(params=["one process", "a store"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    with RedisServer(first_binary(), tmp_path) if request.param == "a store" else nullcontext() as server:
+    with begun_store(tmp_path) if request.param == "a store" else nullcontext() as server:
         yield "" if server is None else f"store: {server.url}\n"
 
 

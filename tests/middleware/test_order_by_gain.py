@@ -11,7 +11,7 @@ import pytest
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from tests.support.middleware import App, chat, guarding, write_policy
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 
@@ -68,7 +68,7 @@ async def test_a_request_that_a_limit_moved_to_another_tier_has_no_gain_there(tm
 
 
 async def test_the_order_is_the_same_in_a_store(tmp_path: Path) -> None:
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path) as server:
         policy = by("gain", tmp_path, f"store: {server.url}\n")
         found = await served(
             policy,

@@ -379,7 +379,7 @@ async def test_a_second_attempt_is_measured_from_the_first_arrival() -> None:
 
 async def sized(guarded: Clocked) -> SizedRequest:
     snapshot = guarded.sidecar.snapshot
-    intake = RequestIntake(snapshot, snapshot.endpoints[CHAT], {}, snapshot.names_read[()], guarded.now_us)
+    intake = RequestIntake(snapshot, snapshot.endpoints[CHAT], {}, guarded.now_us)
     intake.check_head([], {})
     request = intake.feed({"type": "http.request", "body": STREAM}, guarded.now_us)
     assert request is not None

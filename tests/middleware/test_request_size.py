@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from sidecar.events import Classified
-from tests.support.dry_run import observing
 from tests.support.each import each
 from tests.support.middleware import CHAT, COMPLETIONS, App, Caller, Guarded, chat, guarding, key, policy
 
@@ -189,15 +188,3 @@ async def test_a_policy_that_replaces_another_bounds_the_next_request() -> None:
         guarded.sidecar.change_policy(policy("max_choices: 3\n", requests="100"))
         assert (await guarded.ask(chat(n=3))).status == 200
         assert (await guarded.ask(CONTINUED, path=RESPONSES)).is_error(400, "unsized_prompt")
-
-
-async def test_observing_finds_what_enforcing_would_have_refused_and_held() -> None:
-    async with observing(App(), policy()) as sidecar:
-        assert (await sidecar.ask(chat(n=9))).status == 200
-        assert (await sidecar.ask(CONTINUED, path=RESPONSES)).status == 200
-        assert (await sidecar.ask({"input": ["a"] * 9}, path=EMBEDDINGS)).status == 200
-        assert (await sidecar.ask(chat(input_ids=IDS, max_tokens=1))).status == 200
-        await sidecar.until_found(4)
-    found = ["too_many_choices", "unsized_prompt", None, None]
-    assert [code for _, code in sidecar.verdicts()] == found
-    assert held(sidecar) >= 3000

@@ -16,8 +16,8 @@ import pytest
 from sidecar import AdmissionMiddleware
 from tests.middleware.models import served_models
 from tests.support.middleware import CHAT, KEYS, App, chat, write_policy
-from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/admission/self"
@@ -31,7 +31,7 @@ def policy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shared(policy: Path, tmp_path: Path) -> Iterator[Path]:
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path) as server:
         policy.write_text(policy.read_text() + f"store: {server.url}\n")
         yield policy
 
@@ -114,7 +114,7 @@ async def test_in_a_store_each_model_has_its_own_part_of_the_limits(tmp_path: Pa
     await anyio.Path(tmp_path / "acme.yaml").write_text(
         f'tenant: acme\nkeys: ["sha256:{digest}"]\ntier: normal\nlimits: {{requests_per_minute: 6, burst: 60s}}\n'
     )
-    with RedisServer(first_binary(), tmp_path) as server:
+    with begun_store(tmp_path) as server:
         more = f"store: {server.url}\ntenants: acme.yaml\n"
         async with served_models(tmp_path, "{m: {engines: [a]}, n: {engines: [b]}}", more=more) as it:
             body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}

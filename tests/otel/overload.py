@@ -25,7 +25,8 @@ import aiohttp
 from sidecar.policy.compiler import shipped_policies
 from tests.otel.files import RULES
 from tests.support.prometheus import Prometheus, prometheus
-from tests.support.redis_servers import HOST, RedisServer, ends_with_parent, first_binary, free_port, is_free, until
+from tests.support.redis_servers import HOST, ends_with_parent, free_port, is_free, until
+from tests.support.shared_pools import begun_store
 
 SLOTS, STEP_MS = 4, 10
 REFUSED_PAUSE_S = 0.1
@@ -126,7 +127,7 @@ def overloaded(folder: Path) -> Iterator[Overloaded]:
     (policy / "tenants" / "limited.yaml").write_text(LIMITED_TENANT)
     engine, sidecar, admin = free_port(), free_port(), free_port()
     with ExitStack() as stack:
-        store = stack.enter_context(RedisServer(first_binary(), folder))
+        store = stack.enter_context(begun_store(folder, POOL))
         emulate = ("emulate", "--engine", "vllm", "--step-ms", str(STEP_MS), "--max-num-seqs", str(SLOTS))
         processes = [stack.enter_context(_running(folder / "engine.log", *emulate, "--port", str(engine)))]
         serve = ("serve", "--upstream", f"http://{HOST}:{engine}", "--policy", str(policy))

@@ -256,7 +256,7 @@ OTHERS = {int: 0, float: 7.5, str: "seven", bytes: b"seven", Fraction: Fraction(
 
 
 NOT_TOLD = {"generation", "engine_capacity"}
-"""The one is reported beside the differences; where the other comes or goes, `replacing` asks for a restart."""
+"""The one is reported beside the differences; where the other comes or goes, `needs_restart` asks for one."""
 
 
 @each("name", [one.name for one in fields(Policy) if one.compare and one.name not in NOT_TOLD])

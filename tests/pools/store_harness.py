@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from itertools import count
 
 from sidecar.policy.model import Policy
@@ -16,23 +14,13 @@ from sidecar.pools import Pool
 from sidecar.pools.calls import Call, Reply
 from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.member import LAZY_US
-from sidecar.pools.redis import RedisLink, ledger_connector, script
+from sidecar.pools.redis import RedisLink, ledger_connector
 from sidecar.pools.redis.connection import Connect
-from sidecar.pools.redis.script import Library
 from tests.pools.harness import Clock, with_shares
 from tests.support.redis_servers import RedisServer
+from tests.support.shared_pools import patient_library
 
 _names = count(1)
-
-
-@cache
-def patient_library() -> Library:
-    """The ledger where a test's clock leaps: silence is nothing, nobody dies, and no epoch begins on hold."""
-    texts = script.texts()
-    for name, value in {"LOST_US": 10**15, "DEAD_US": 10**15, "HOLD_US": 0}.items():
-        texts["state"], found = re.subn(rf"(local {name} = )\d+", rf"\g<1>{value}", texts["state"])
-        assert found == 1
-    return script.library(texts)
 
 
 class WatchedLink(RedisLink):

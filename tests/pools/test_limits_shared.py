@@ -14,6 +14,7 @@ from tests.pools.harness import simple
 from tests.pools.load import nothing_left, recovered, replicas, until
 from tests.support.fault_proxy import FaultProxy
 from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import begun
 
 pytestmark = pytest.mark.anyio
 TWO = Limits(concurrent_requests=2)
@@ -36,7 +37,7 @@ def store(server: RedisServer) -> RedisServer:
     if not server.is_running:
         server.start()
     server.command("FLUSHALL")
-    return server
+    return begun(server, "faults")
 
 
 # -- replicas

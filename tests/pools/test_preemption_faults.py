@@ -19,6 +19,7 @@ from tests.pools.load import nothing_left, recovered, replicas, until
 from tests.pools.scripted_link import Replicas
 from tests.pools.test_preemption import HIGH, LOW, Holder, enter, preempting
 from tests.support.redis_servers import RedisServer
+from tests.support.shared_pools import begun
 
 pytestmark = pytest.mark.anyio
 POLICY = preempting(after_s=0.05)
@@ -212,7 +213,7 @@ async def test_a_replica_alone_preempts_among_its_own() -> None:
 
 
 async def test_a_victim_of_another_replica_is_asked_at_once(redis_server: RedisServer) -> None:
-    redis_server.command("FLUSHALL")
+    begun(redis_server, "asked")
     async with replicas(POLICY, [redis_server.url] * 2, name="asked") as (one, two):
         victim = await enter(one, LOW, 100)
         high = await enter(two, HIGH, 60)
@@ -262,7 +263,7 @@ async def test_many_of_all_replicas_come_and_go_and_every_one_ends(redis_server:
         assert lease.settle()
         ended += 1
 
-    redis_server.command("FLUSHALL")
+    begun(redis_server, "many")
     async with replicas(preempting(after_s=0.01), [redis_server.url] * 3, name="many") as pools:
         await recovered(pools)
         await asyncio.gather(

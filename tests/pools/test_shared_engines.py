@@ -18,6 +18,7 @@ from tests.pools.harness import ask, simple, with_shares
 from tests.pools.load import until
 from tests.pools.scripted_link import Replicas
 from tests.support.redis_servers import RedisServer
+from tests.support.shared_pools import begun
 
 pytestmark = pytest.mark.anyio
 A, B = (EngineOffer(f"{name}#1", tokens=100, requests=10, prefill=20) for name in "ab")
@@ -32,6 +33,7 @@ def pool_on(server: RedisServer) -> Pool:
 
 async def test_drains_restarts_and_reach_are_heard_of_by_the_other_replicas(redis_server: RedisServer) -> None:
     redis_server.command("FLUSHALL")
+    begun(redis_server, "engines")
     one, two = pool_on(redis_server), pool_on(redis_server)
     drains: list[tuple[str, bool]] = []
     incarnations: list[tuple[str, int]] = []
@@ -261,6 +263,7 @@ async def test_another_weight_reaches_the_ledger() -> None:
 async def test_the_first_byte_lets_a_request_of_another_replica_in_at_once(redis_server: RedisServer) -> None:
     odd = A._replace(id='a"\\000\tb:80#1')
     redis_server.command("FLUSHALL")
+    begun(redis_server, "engines")
     one, two = pool_on(redis_server), pool_on(redis_server)
     for pool in (one, two):
         pool.set_engines([odd])

@@ -349,17 +349,16 @@ class Reference:
             and sum(q.requests for q in self.running(e)) + r.requests <= self.cap(e)
         ]
 
+    def score(self, r: Request, e: str) -> tuple:
+        sent = sum(q.on(e) for q in self.running(e) if q.count)
+        sent += sum(q.prompt for q in self.line if q.engine == e and q is not r)
+        work = sent + r.prompt - self.weight * r.hits.get(e, 0) // 100
+        held = sum(q.tokens for q in self.running(e))
+        return (work * 50 + held) * 1000 // self.engines[e].get("speed", 1000), by_name(e)
+
     def best(self, r: Request, engines: list[str]) -> str | None:
         """The one with the smallest score."""
-
-        def score(e: str) -> tuple:
-            sent = sum(q.on(e) for q in self.running(e) if q.count)
-            sent += sum(q.prompt for q in self.line if q.engine == e and q is not r)
-            work = sent + r.prompt - self.weight * r.hits.get(e, 0) // 100
-            held = sum(q.tokens for q in self.running(e))
-            return (work * 50 + held) * 1000 // self.engines[e].get("speed", 1000), by_name(e)
-
-        return min(engines, key=score, default=None)
+        return min(engines, key=lambda e: self.score(r, e), default=None)
 
     def has_room(self, r: Request, e: str, gone=(), more=()) -> bool:
         """Tokens, requests, and the prompt's turn: one prompt of any size, or several within `prefill`."""
@@ -378,6 +377,24 @@ class Reference:
         for r in [r for r in self.line if r.engine not in self.could(r)]:
             r.engine = None
             r.engine = self.best(r, self.could(r))
+
+    def takes_any(self, r: Request, order_class: int) -> bool:
+        """Whether it enters any engine with room, also one that has less of its prompt than the one that it wants."""
+        if order_class == FIRST:
+            return True
+        return self.now >= r.since + PATIENCE_US if r in self.line else not self.has_place(r, order_class)
+
+    def would_enter(self, r: Request, order_class: int) -> list[str]:
+        """The engines that it would enter if they had room: the one that it wants, then the next best."""
+        wanted, takes_any = self.wanted(r), self.takes_any(r, order_class)
+        if wanted is None:
+            return []
+        found = [wanted]
+        for e in sorted(self.could(r), key=lambda e: self.score(r, e)):
+            if not takes_any and r.hits.get(e, 0) < r.hits.get(wanted, 0):
+                break
+            found += [e] if e != wanted else []
+        return found
 
     def has_place(self, r: Request, order_class: int) -> bool:
         own = [q for q in self.line if q.tier == r.tier]
@@ -401,7 +418,7 @@ class Reference:
             wanted = self.wanted(r)
             joins = not in_line and self.has_place(r, order_class)
             is_late = in_line and self.now >= r.since + PATIENCE_US
-            takes_any = order_class == FIRST or is_late or not (in_line or joins)
+            takes_any = self.takes_any(r, order_class)
             open_ = [e for e in self.could(r) if e not in closed and self.has_room(r, e)]
             other, to = self.best(r, open_), None
             if wanted in open_:
@@ -460,14 +477,14 @@ class Reference:
         self.now, order = now, self.in_order()
         after = [self.tiers[r.tier]["preempt_after"] for r, _ in order]
         at = next((n for n, (r, _) in enumerate(order) if after[n] is not None and now - r.arrived >= after[n]), None)
-        if at is None or (e := self.wanted(order[at][0])) is None:
+        if at is None:
             return []
         served, order_class = order[at]
         gone = [r for r in self.running() if r.chosen]
-        before = [r for r, c in order[:at] if self.wanted(r) == e and (self.fits(r) or self.holds(r, c))]
 
-        def enough(taken: list, group: list) -> bool:
-            off, more = [*gone, *taken], list(before)
+        def enough(e: str, taken: list, group: list) -> bool:
+            off = [*gone, *taken]
+            more = [r for r, c in order[:at] if self.wanted(r) == e and (self.fits(r) or self.holds(r, c))]
             for r in group:
                 if not self.has_room(r, e, off, more) or not self.fits(r, off, more):
                     return False
@@ -475,18 +492,29 @@ class Reference:
             return True
 
         place = self.place(served, order_class)
-        group, chosen = [served], self.victims(served, place, e, gone, lambda taken: enough(taken, [served]))
-        if chosen is not None and self.tiers[served.tier]["always_first"]:  # all that wait there, one more at a time
+
+        def victims(e: str, *group: Request) -> list[Request] | None:
+            return self.victims(served, place, e, gone, lambda taken: enough(e, taken, group))
+
+        holding = [self.wanted(r) for r, c in order[:at] if not self.fits(r) and self.holds(r, c)]
+        engines = self.would_enter(served, order_class)
+        engines = engines[:1] + [e for e in engines[1:] if all(other == e for other in holding)]
+        engines.sort(key=lambda e: not enough(e, [], [served]))  # where enough is on its way, no other gives more
+        e = next((e for e in engines if victims(e, served) is not None), None)
+        if e is None:
+            return []
+        group, chosen = [served], victims(e, served)
+        if self.tiers[served.tier]["always_first"]:  # all that wait there, one more at a time
             for r in self.waiting(served.tier):
                 held = [q for q in [*group, r] if not q.counts]
                 if r is not served and within(plus(self.used(r.tier), *map(self.need, held)), self.limit(r.tier)):
-                    found = self.victims(served, place, e, gone, lambda taken, more=(*group, r): enough(taken, more))
+                    found = victims(e, *group, r)
                     if found is None:
                         break
                     group, chosen = [*group, r], found
-        for r in chosen or ():
+        for r in chosen:
             r.chosen = True
-        return [r.id for r in chosen or ()]
+        return [r.id for r in chosen]
 
     def victims(self, served: Request, place: tuple, e: str, gone: list, enough) -> list[Request] | None:
         """Least important tiers first, newest first, as many as are enough; None where all together are not."""

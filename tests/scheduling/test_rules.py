@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.scheduling.time_alone import next_change
+from tests.scheduling import reference
 from tests.scheduling.player import SchedulerPlayer, first_difference, rules_of
 from tests.scheduling.programs import programs, random_program, scenarios
 
@@ -41,6 +43,33 @@ def test_a_ticket_ages_by_the_figure_that_counts_now() -> None:
 @pytest.mark.long
 def test_it_gives_the_answers_of_300_programs() -> None:
     assert [found for program in programs(range(300)) if (found := first_difference(program))] == []
+
+
+def enters_for(pool: reference.Reference, chosen: list[str], now: int) -> bool:
+    """Whether the one enters for which these were chosen, if they let go at once."""
+    waiting = [r for r, _ in pool.in_order() if pool.tiers[r.tier]["preempt_after"] is not None]
+    served = next(r for r in waiting if now - r.arrived >= pool.tiers[r.tier]["preempt_after"])
+    for ticket in chosen:
+        pool.do({"do": "requeue", "id": ticket}, now)
+    pool.dispatch(now)
+    return served.state == "running"
+
+
+@pytest.mark.long
+def test_nobody_gives_room_in_vain() -> None:
+    found = []
+    for seed in range(200):
+        program = random_program(seed, several=True, by_gain=seed % 2 == 0)
+        pool = reference.new(program)
+        for step in program["steps"]:
+            now = round(step["at"] * 1e6)
+            pool.do(step, now)
+            pool.dispatch(now)
+            is_first = not any(r.chosen for r in pool.running())
+            if (chosen := pool.preempt(now)) and is_first:
+                found.append(enters_for(copy.deepcopy(pool), chosen, now))
+    assert len(found) > 10
+    assert all(found)
 
 
 def test_the_programs_reach_each_word() -> None:

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from sidecar.scheduling import preemption
 from sidecar.scheduling import scheduler as module
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.engines import Engine, Gone
 from sidecar.scheduling.figures import figures_of
 from sidecar.scheduling.preemption import _Search
 from sidecar.scheduling.queue import FairQueue
-from sidecar.scheduling.scheduler import INSIDE, LINE, OTHER, TURN, Scheduler
+from sidecar.scheduling.scheduler import FIRST, INSIDE, LINE, OTHER, TURN, Scheduler
 from sidecar.scheduling.tickets import Gain, Lease, Ticket
 
 Patch = tuple[Any, str, Any]
@@ -26,13 +27,14 @@ class_of, place, heads, need, fits = (
     Scheduler.class_of, Scheduler.place, Scheduler.heads, Scheduler.need, Scheduler.fits,
 )  # fmt: skip
 engine_for, begin, hold, look = Scheduler._engine_for, Scheduler._begin_to_count, Scheduler.hold, Scheduler.look
-wanted, is_small = Scheduler.wanted, Scheduler.is_small
+wanted, is_small, would_enter = Scheduler.wanted, Scheduler.is_small, Scheduler.would_enter
 remove, charge_for, could_take, search_init = (
     FairQueue.remove,
     FairQueue._charge_for,
     Engine.could_take,
     _Search.__init__,
 )
+engines_for = preemption._engines_for
 
 
 def always(value: Any) -> Callable[..., Any]:
@@ -82,13 +84,18 @@ def _takes_what_comes_back_first(search: _Search, pool: Scheduler, found: Any, *
     search_init(search, pool, replace(found, closed=frozenset(), place=(-1, 0, 0, (0, "", 0))), *others)
 
 
-def _takes_of_every_tier(_: _Search, lease: Lease) -> bool:
+def _takes_what_has_to_stay(_: _Search, lease: Lease) -> bool:
     return not (lease.is_kept or lease.is_chosen)
 
 
-def _no_burst(search: _Search) -> Any:
-    lacking = search.lacking(search._found.served)
-    return search._needed(search._taken, lacking) if search._take(lacking) else []
+def _no_burst(search: _Search, leases: Any) -> Any:
+    lacking, search._left = search.lacking(search._found.served), leases
+    return search._needed(search._taken, lacking) if search._take(lacking) else None
+
+
+def _knows_no_holders(pool: Scheduler, candidate: Any, earlier: Any) -> Any:
+    before = engines_for(pool, candidate, earlier)
+    return {engine: before.get(engine, []) for engine in pool.would_enter(candidate.ticket, candidate.order_class)}
 
 
 PATCHES: dict[str, Patch] = {
@@ -143,13 +150,17 @@ PATCHES: dict[str, Patch] = {
     "ignores caps": (Engine, "set_cap", always(None)),
     "forgets who is gone": (Scheduler, "look", _forgets_who_is_gone),
     # rule 7
-    "takes from every tier": (_Search, "_may_take", _takes_of_every_tier),
+    "takes from every tier": (preemption, "_levels_that_give", lambda pool, *_: range(len(pool.tiers))),
+    "takes what has to stay": (_Search, "_may_take", _takes_what_has_to_stay),
     "takes floors": (Scheduler, "would_be_below_floor", always(False)),
     "takes what could not come back": (Scheduler, "could_come_back", always(True)),
     "takes more than it needs": (_Search, "_needed", lambda search, taken, lacking: taken),
     "takes in vain": (_Search, "_take", _in_vain),
     "takes what comes back first": (_Search, "__init__", _takes_what_comes_back_first),
     "takes for one of a burst": (_Search, "leases", _no_burst),
+    "takes on the wanted engine only": (Scheduler, "would_enter", lambda *it: would_enter(*it)[:1]),
+    "takes where one before it holds its place": (preemption, "_engines_for", _knows_no_holders),
+    "takes on any engine": (Scheduler, "would_enter", lambda s, t, _: would_enter(s, t, FIRST)),
     "a burst beyond its limit": (Scheduler, "is_within_limit", always(True)),
     "forgets what is on its way": (Gone, "add", always(None)),
     # rule 9

@@ -87,29 +87,6 @@ async def test_with_nothing_running_a_signal_ends_it_at_once() -> None:
         assert await process.errors() == ""
 
 
-async def test_what_still_runs_when_the_grace_is_over_is_cut_off() -> None:
-    async with sidecar(held_open(asyncio.Event()), grace_s=0.1) as (process, _, port, _admin):
-        async with connected(port) as (reader, writer):
-            writer.write(post())
-            await asyncio.wait_for(reader.readuntil(b"first"), 30)
-            process.signal(signal.SIGTERM)
-            assert not (await asyncio.wait_for(reader.read(), 30)).endswith(b"0\r\n\r\n")
-        assert await process.exit_code() == 0
-        assert "Traceback" not in await process.errors()
-
-
-async def test_a_second_signal_ends_it_at_once() -> None:
-    async with sidecar(held_open(asyncio.Event()), grace_s=60) as (process, _, port, admin_port):
-        async with connected(port) as (reader, writer):
-            writer.write(post())
-            await asyncio.wait_for(reader.readuntil(b"first"), 30)
-            process.signal(signal.SIGTERM)
-            await until_draining(admin_port)
-            process.signal(signal.SIGTERM)
-            await asyncio.wait_for(reader.read(), 30)
-        assert await process.exit_code() == 0
-
-
 async def test_an_engine_that_breaks_off_is_one_line_in_the_log() -> None:
     async def script(connection: Connection) -> None:
         await connection.request()

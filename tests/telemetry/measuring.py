@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -47,3 +48,10 @@ class Measuring:
     def sums(self, name: str) -> Mapping[tuple[str, ...], tuple[int, float]]:
         """Count and sum of a histogram."""
         return {labels: (point.count, round(point.sum, 6)) for labels, point in self.points(name).items()}
+
+
+class BrokenProvider(NoOpMeterProvider):
+    """One of an SDK that does not work."""
+
+    def get_meter(self, *arguments, **named):
+        raise RuntimeError("no meter today")

@@ -10,7 +10,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.trace import NoOpTracerProvider, Tracer
 from starlette.types import Receive, Scope, Send
 
-from sidecar.events import Event, Outcome
+from sidecar.events import Event
 from sidecar.telemetry.dispatch import EventDispatcher, Listener
 from sidecar.telemetry.logs.request_log import REQUESTS, RequestLog
 from sidecar.telemetry.request_record import RequestRecord
@@ -79,19 +79,6 @@ def test_a_refusal_is_a_line_with_all_that_was_known_of_the_request(caplog: pyte
     )
     assert (found["request_id"], found["trace_id"]) == ("request-1", f"{TRACE_ID:032x}")
     assert found["queue_wait_s"] == 2.0
-
-
-@pytest.mark.parametrize(("outcome", "status"), [(Outcome.FAILED, None), (Outcome.COMPLETED, 502)])
-def test_an_engine_that_failed_is_a_line(outcome: Outcome, status: int, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, REQUESTS)
-    play(quiet(), classified(), admitted(), settled(1000, outcome=outcome, status=status))
-    assert [vars(line)["event"] for line in caplog.records] == ["failed"]
-
-
-def test_at_debug_every_request_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, REQUESTS)
-    play(quiet(), *HEALTHY)
-    assert [vars(line)["event"] for line in caplog.records] == ["settled"]
 
 
 def test_with_tracing_everybody_hears(caplog: pytest.LogCaptureFixture) -> None:

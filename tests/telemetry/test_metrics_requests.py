@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from opentelemetry import metrics
 from opentelemetry.context import get_current
 from opentelemetry.sdk.metrics.export import MetricsData
 
@@ -16,7 +15,7 @@ from sidecar.telemetry.metrics.histograms import HAS_CONTEXT, ROUND_TRIPS, WAITS
 from sidecar.telemetry.metrics.store import StoreMetrics
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.request_record import TraceIds
-from tests.telemetry.measuring import Measuring
+from tests.telemetry.measuring import BrokenProvider, Measuring
 from tests.telemetry.span_stories import (
     ARRIVAL_US,
     EXPECTED,
@@ -38,8 +37,9 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from tests.telemetry.span_stories import begin, admitted, classified, received
 from sidecar.telemetry.metrics import RequestMetrics
+from sidecar.telemetry.metrics.store import StoreMetrics
 
-before = RequestMetrics("before")
+before, stored = RequestMetrics("before"), StoreMetrics("before")
 for event in (classified(), admitted()):
     tell = begin(before, received(), None)
     tell(classified())
@@ -53,6 +53,8 @@ tell(admitted())
 (scope,) = resource.scope_metrics
 (found,) = [metric for metric in scope.metrics if metric.name == "admission.admitted"]
 print(*[f"{point.attributes['admission.pool']}={point.value}" for point in found.data.data_points])
+(found,) = [metric for metric in scope.metrics if metric.name == "admission.store.available"]
+print(*[f"store-{point.attributes['admission.pool']}" for point in found.data.data_points])
 """
 
 
@@ -326,13 +328,8 @@ def test_an_sdk_that_is_installed_later_is_found():
     command = [sys.executable, "-c", INSTALLED_LATER]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=here)
 
-    assert sorted(done.stdout.split()) == ["after=1", "before=2"]
+    assert sorted(done.stdout.split()) == ["after=1", "before=2", "store-before"]
     assert done.stderr == ""
-
-
-class BrokenProvider(metrics.NoOpMeterProvider):
-    def get_meter(self, *arguments, **named):
-        raise RuntimeError("no meter today")
 
 
 def test_a_broken_sdk_is_logged_and_requests_go_on(measuring, caplog):

@@ -45,7 +45,6 @@ endpoints:
 tenants: tenants/*.yaml
 """
 RECEIVERS = {"http/protobuf": otlp_over_http, "grpc": otlp_over_grpc}
-EVERY_ADMISSION = {"http.request.method", "url.path", "admission.request_id"}
 PARENT = "b7ad6b7169203331"
 
 
@@ -139,8 +138,7 @@ def running_sidecar(
         yield Sidecar(address(process), address(process), process)
 
 
-FILLER, STARVED, URGENT, UNSAMPLED, TIMED_OUT, FULL, STREAMED = range(1, 8)
-UNKNOWN_KEY, UNKNOWN_TIER, TOO_LARGE, TOO_MANY_TOKENS, OVER_CONTEXT, ABANDONED, DRAINING = range(11, 18)
+FILLER, STARVED, URGENT, UNKNOWN_KEY, OVER_CONTEXT, STREAMED = range(1, 7)
 
 
 @dataclass
@@ -148,7 +146,6 @@ class Story:
     """What a client went through, and what the receiver was sent meanwhile."""
 
     received: Received
-    statuses: Mapping[int, tuple[int, str]]
     answers: Mapping[int, Any]
 
 
@@ -174,50 +171,6 @@ def starvation(sidecar: Sidecar, answers: dict[int, Any]) -> None:
         thread.join()
 
 
-def refusals(sidecar: Sidecar) -> dict[int, tuple[int, str]]:
-    """One of every kind that a client can bring about."""
-    at_once = {
-        UNKNOWN_KEY: sidecar.refused("sk-nobody", UNKNOWN_KEY),
-        UNKNOWN_TIER: sidecar.refused(STANDARD, UNKNOWN_TIER, extra_headers={"x-priority": "hihg"}),
-        TOO_LARGE: sidecar.refused(STANDARD, TOO_LARGE, messages=[{"role": "user", "content": "x" * 5000}]),
-        TOO_MANY_TOKENS: sidecar.refused(STANDARD, TOO_MANY_TOKENS, tokens=20_000),
-        OVER_CONTEXT: sidecar.refused(STANDARD, OVER_CONTEXT, tokens=5_000),
-    }
-    filler = in_thread(sidecar.ask, STANDARD, 21, tokens=200)
-    sidecar.until(leases=1, waiting=0)
-    timed_out = sidecar.refused(RESEARCH, TIMED_OUT, extra_headers={"x-admission-max-wait": "30ms"})
-    waiting = in_thread(sidecar.ask, RESEARCH, 22)
-    sidecar.until(leases=1, waiting=1)
-    full = sidecar.refused(RESEARCH, FULL)
-    waiting.join()
-    filler.join()
-    return {**at_once, TIMED_OUT: timed_out, FULL: full}
-
-
-def leaving(sidecar: Sidecar) -> None:
-    """A client that gives up while it waits."""
-    filler = in_thread(sidecar.ask, STANDARD, 23, tokens=200)
-    sidecar.until(leases=1, waiting=0)
-    with pytest.raises(openai.APITimeoutError):
-        sidecar.ask(STANDARD, ABANDONED, timeout=0.05)
-    sidecar.until(leases=1, waiting=0)
-    filler.join()
-
-
-def ending(sidecar: Sidecar) -> tuple[int, str]:
-    """A request on a connection that is open already, to a server that shuts down."""
-    with sidecar.client(STANDARD) as late:
-        assert late.models.list().data
-        running = in_thread(sidecar.ask, STANDARD, 24, tokens=50)
-        sidecar.until(leases=1, waiting=0)
-        sidecar.begin_to_end()
-        with pytest.raises(openai.InternalServerError) as refused:
-            sidecar.ask_on(late, DRAINING)
-        running.join()
-    sidecar.end()
-    return refused.value.status_code, str(refused.value.code)
-
-
 @pytest.fixture(scope="module", params=["http/protobuf", pytest.param("grpc", marks=pytest.mark.long)])
 def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """Everything at once, as it takes a process: what was sent is looked at by the tests below."""
@@ -226,18 +179,18 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with RECEIVERS[request.param]() as received, emulated_engine(*emulated) as engine:
         with running_sidecar(tmp_path_factory.mktemp("policies"), engine, received, request.param) as sidecar:
             starvation(sidecar, answers)
-            answers[UNSAMPLED] = sidecar.ask(STANDARD, UNSAMPLED, sampled=False)
             usage = {"include_usage": True}
             answers[STREAMED] = sidecar.ask(STANDARD, STREAMED, stream=True, stream_options=usage, tokens=5)
-            statuses = refusals(sidecar)
-            leaving(sidecar)
-            statuses[DRAINING] = ending(sidecar)
-        yield Story(received, statuses, answers)
+            statuses = sidecar.refused("sk-nobody", UNKNOWN_KEY), sidecar.refused(STANDARD, OVER_CONTEXT, tokens=5_000)
+            sidecar.begin_to_end()
+            sidecar.end()
+        assert [status for status, _ in statuses] == [401, 400]
+        yield Story(received, answers)
 
 
 @pytest.mark.long
 def test_who_sends_is_said(story: Story) -> None:
-    assert len(story.received.spans) > 20
+    assert len(story.received.spans) > 10
     for span in story.received.spans:
         assert span.scope == "sidecar"
         assert span.resource["service.name"] == "front-door"
@@ -338,96 +291,6 @@ def test_a_store_that_nests_names_takes_every_span_link_and_resource(story: Stor
     spans = story.received.spans
     sent = [each.attributes for span in spans for each in (span, *span.links)] + [span.resource for span in spans]
     assert [refused for names in sent if (refused := refused_by_nesting(names))] == []
-
-
-def test_starving_links_to_the_request_that_overtook(story: Story) -> None:
-    spans, urgent = story.received.of(trace_of(STARVED)), story.received.of(trace_of(URGENT))
-    (link,) = spans["admission.starved"].links
-
-    assert (link.trace_id, link.span_id) == (trace_of(URGENT), urgent["admission"].span_id)
-    assert link.attributes == {
-        "admission.tier": "high",
-        "admission.rule": "level",
-        "admission.request_id": f"request-{URGENT}",
-    }
-    assert spans["admission.queued"].links == ()
-    assert urgent["admission"].attributes["admission.passed.batch"] == "level"
-    assert "admission.starved" not in urgent
-    assert urgent["admission.queued"].links == ()
-
-
-def test_a_request_that_went_straight_in_is_two_spans(story: Story) -> None:
-    spans = story.received.of(trace_of(STREAMED))
-
-    assert set(spans) == {"admission", "engine"}
-    assert spans["admission"].attributes["admission.queue_wait_s"] == 0
-    assert "admission.starved_too_long" not in spans["admission"].attributes
-    ((_, first_byte_ns),) = spans["engine"].events
-    to_first_chunk_s = spans["engine"].attributes["gen_ai.response.time_to_first_chunk"]
-    assert to_first_chunk_s == pytest.approx((first_byte_ns - spans["engine"].start_ns) / 1e9, abs=2e-6)
-    assert spans["engine"].attributes["gen_ai.usage.output_tokens"] == 5
-
-
-def test_what_the_client_has_sampled_out_stays_out(story: Story) -> None:
-    assert story.answers[UNSAMPLED].usage.completion_tokens == 3
-    assert story.received.of(trace_of(UNSAMPLED)) == {}
-
-
-@pytest.mark.parametrize(
-    ("trace", "status", "code", "is_error"),
-    [
-        (UNKNOWN_KEY, 401, "invalid_api_key", False),
-        (UNKNOWN_TIER, 400, "unknown_tier", False),
-        (TOO_LARGE, 413, "body_too_large", False),
-        (TOO_MANY_TOKENS, 400, "request_too_large", False),
-        (TIMED_OUT, 503, "queue_timeout", True),
-        (FULL, 503, "queue_full", True),
-        (DRAINING, 503, "draining", True),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_refusal_is_a_span_with_its_status_and_its_reason(
-    story: Story, trace: int, status: int, code: str, is_error: bool
-) -> None:
-    assert story.statuses[trace] == (status, code)
-    spans = story.received.of(trace_of(trace))
-    admission = spans.pop("admission")
-    assert (admission.kind, admission.parent_id) == ("SERVER", PARENT)
-    assert admission.attributes.keys() >= EVERY_ADMISSION
-    assert admission.attributes["http.response.status_code"] == status
-    assert admission.attributes["admission.decision"] == "refused"
-    assert admission.attributes["admission.reason"] == code
-    assert admission.attributes.get("error.type") == (code if is_error else None)
-    assert admission.status == ("ERROR" if is_error else "UNSET")
-    assert bool(admission.description) == is_error
-    assert ("admission.tier" in admission.attributes) == (code not in {"invalid_api_key", "draining"})
-    assert set(spans) == ({"admission.queued"} if code == "queue_timeout" else set())
-    for queued in spans.values():
-        assert queued.parent_id == admission.span_id
-        assert queued.length_s == pytest.approx(admission.attributes["admission.queue_wait_s"], abs=2e-6)
-        assert queued.length_s >= 0.025  # of the 30 ms that it would wait; the two clocks begin a moment apart
-
-
-def test_what_the_engine_refuses_is_an_error_of_the_call_alone(story: Story) -> None:
-    spans = story.received.of(trace_of(OVER_CONTEXT))
-
-    assert story.statuses[OVER_CONTEXT][0] == 400
-    assert (spans["engine"].status, spans["engine"].description) == ("ERROR", "the engine answered 400")
-    assert spans["engine"].attributes["error.type"] == "400"
-    assert spans["admission"].status == "UNSET"
-    assert spans["admission"].attributes["admission.decision"] == "admitted"
-    assert spans["admission"].attributes["http.response.status_code"] == 400
-    assert "error.type" not in spans["admission"].attributes
-
-
-def test_a_client_that_left_while_it_waited_is_no_error(story: Story) -> None:
-    spans = story.received.of(trace_of(ABANDONED))
-
-    assert set(spans) == {"admission", "admission.queued"}
-    assert spans["admission"].attributes["admission.decision"] == "client_left"
-    assert spans["admission"].status == "UNSET"
-    assert spans["admission"].attributes.keys().isdisjoint({"error.type", "http.response.status_code"})
-    assert spans["admission.queued"].end_ns == spans["admission"].end_ns
 
 
 @pytest.mark.long

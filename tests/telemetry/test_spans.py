@@ -353,7 +353,3 @@ def test_a_clamped_ask_is_reported_and_an_unreported_engine_priority_is_not(trac
 
     assert spans["admission"].attributes["admission.clamped_from"] == "critical"
     assert "admission.engine_priority" not in spans["admission"].attributes
-
-
-def test_only_the_admission_span_is_open_while_a_request_waits(tracing):
-    assert tracing.play(classified(), queued()) == {}

@@ -15,24 +15,9 @@ from sidecar.events import StoreChanged, StoreState
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.pools import Ask
 from sidecar.telemetry.metrics.store import StoreMetrics
-from tests.support.redis_servers import RedisServer, first_binary, until
-from tests.support.shared_pools import shared_pool
+from tests.support.redis_servers import until
+from tests.support.shared_pools import begun_store, shared_pool
 from tests.telemetry import measuring as measuring_sdk
-
-INSTALLED_LATER = """
-from opentelemetry import metrics
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from sidecar.telemetry.metrics.store import StoreMetrics
-
-before = StoreMetrics("before")
-reader = InMemoryMetricReader()
-metrics.set_meter_provider(MeterProvider([reader], shutdown_on_exit=False))
-after = StoreMetrics("after")
-(resource,) = reader.get_metrics_data().resource_metrics
-(scope,) = resource.scope_metrics
-print(*[point.attributes["admission.pool"] for metric in scope.metrics for point in metric.data.data_points])
-"""
 
 
 def changed(state):
@@ -142,18 +127,6 @@ def test_pools_may_be_made_while_the_gauge_is_read(measuring, caplog):
     assert caplog.records == []
 
 
-def test_an_sdk_that_is_installed_later_is_found():
-    done = subprocess.run([sys.executable, "-c", INSTALLED_LATER], capture_output=True, text=True, check=True)
-
-    assert sorted(done.stdout.split()) == ["after", "before"]
-    assert done.stderr == ""
-
-
-class BrokenProvider(metrics.NoOpMeterProvider):
-    def get_meter(self, *arguments, **named):
-        raise RuntimeError("no meter today")
-
-
 class BrokenCounter(metrics.NoOpCounter):
     def add(self, *arguments, **named):
         raise RuntimeError("cannot count")
@@ -169,7 +142,7 @@ class ProviderOfBrokenMeters(metrics.NoOpMeterProvider):
         return BrokenMeter("broken")
 
 
-@pytest.mark.parametrize("provider", [BrokenProvider(), ProviderOfBrokenMeters()])
+@pytest.mark.parametrize("provider", [measuring_sdk.BrokenProvider(), ProviderOfBrokenMeters()])
 def test_a_broken_sdk_never_raises_and_is_logged_once(caplog, provider):
     store = StoreMetrics("default", provider)
     for state in (StoreState.SHARED, StoreState.CLOSED, StoreState.SHARED):
@@ -199,7 +172,7 @@ def test_how_long_a_call_took_is_reported_in_buckets(measuring):
 @pytest.mark.anyio
 async def test_every_call_to_a_store_is_timed_whether_it_is_answered_or_not(tmp_path):
     policy, took_s = load(shipped_policies()), []
-    with RedisServer(first_binary(), tmp_path) as redis:
+    with begun_store(tmp_path) as redis:
         pool = shared_pool(policy, redis, took=took_s.append)
         await pool.open()
         lease = await pool.enter(Ask(0, "acme", 1, 10, 1))
@@ -238,7 +211,7 @@ def test_sidecar_serve_tells_a_collector_of_a_store_that_is_lost_and_back(collec
     }
     serve = [sys.executable, "-m", "sidecar.cli", "serve", "--upstream", "http://127.0.0.1:9", "--port", "0"]
     serve += ["--admin-port", "0", "--policy", str(shipped_policies())]
-    with RedisServer(first_binary(), tmp_path) as redis:
+    with begun_store(tmp_path) as redis:
         environment = {**os.environ, **variables, "SIDECAR_STORE": redis.url}
         process = subprocess.Popen(serve, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         try:

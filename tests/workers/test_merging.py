@@ -146,7 +146,8 @@ def test_every_metric_of_a_process_is_known_as_one() -> None:
 
 
 def pool(state: str, leases: int, own: int, tokens: int) -> dict[str, Any]:
-    tiers = [{"tier": "a", "held": {"tokens": leases * 10}, "limit": {"tokens": None}}]
+    queued = {"tokens": own * 7, "requests": own}
+    tiers = [{"tier": "a", "held": {"tokens": leases * 10}, "queued": queued, "limit": {"tokens": None}}]
     store = {"state": state, "own": {"leases": own, "waiting": 1}}
     return {"capacity": {"tokens": tokens}, "leases": leases, "tiers": tiers, "store": store}
 
@@ -155,9 +156,12 @@ def test_a_pool_is_shown_as_the_store_has_it_and_without_the_store_as_the_sum_of
     shared = merged_pool([pool("divided", 1, 1, 50), pool("shared", 5, 2, 100)])
     assert (shared["leases"], shared["capacity"]["tokens"]) == (5, 100)
     assert shared["store"]["own"] == {"leases": 3, "waiting": 2}
+    (tier,) = shared["tiers"]
+    assert (tier["held"], tier["queued"]) == ({"tokens": 50}, {"tokens": 21, "requests": 3})
     lost = merged_pool([pool("divided", 1, 1, 50), pool("divided", 2, 2, 50)])
     assert (lost["leases"], lost["capacity"]["tokens"]) == (3, 100)
-    assert lost["tiers"] == [{"tier": "a", "held": {"tokens": 30}, "limit": {"tokens": None}}]
+    queued = {"tokens": 21, "requests": 3}
+    assert lost["tiers"] == [{"tier": "a", "held": {"tokens": 30}, "queued": queued, "limit": {"tokens": None}}]
 
 
 def state(leases: int, *, draining: bool = False) -> dict[str, Any]:

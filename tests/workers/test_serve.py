@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from tests.support.certificates import needs_openssl, self_signed
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import begun_store
 from tests.workers.running import (
     WITHIN_S,
     both_have_some,
@@ -60,7 +60,7 @@ async def test_two_workers_share_one_pool_and_one_port_and_drain_together(tmp_pa
 
 @pytest.mark.long
 async def test_a_store_that_is_named_has_the_pool_and_no_other_is_started(tmp_path: Path) -> None:
-    with RedisServer(first_binary(), tmp_path) as store:
+    with begun_store(tmp_path) as store:
         async with (
             held_engine() as engine,
             serving(write_policy(tmp_path), engine.url, SIDECAR_STORE=store.url) as command,

@@ -41,6 +41,8 @@ Limits of the dry run. The report says where it finds one of the first four (`si
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -48,6 +50,7 @@ from sidecar.chunks import with_write
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import AppTrace, Headers, Observed, Outcome, Verdict
+from sidecar.middleware.answer import CostReader
 from sidecar.middleware.app_call import BODIES, AppCall, body_of
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.engine_times import SentRequest
@@ -62,6 +65,7 @@ from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant
 
+Shown = TypeVar("Shown")
 UNREAD, TOO_MANY = "body_unread", "too_many_shadows"
 _REFUSED_BY_ENGINE = frozenset((429, 502, 503, 504, 529))
 """Statuses by which an engine, or the proxy before it, says that it cannot take a request now."""
@@ -70,13 +74,24 @@ _NO_WAIT = Grant(0, 0, 0, None, {}, 0)
 
 
 class DryRunRequest:
-    """Passes one request to a guarded endpoint, and shows it to a `RequestWatcher`. `run` is called once."""
+    """Passes one request to a guarded endpoint, and shows it to a `RequestWatcher`. `run` is called once.
 
-    __slots__ = ("_app_call", "_controller", "_endpoint", "_receive", "_scope", "_send", "_watcher")
+    `front` decides which controller's pool it would enter. The app of `controller` gets it at once, which is the same
+    but for several models' pools.
+    """
 
-    def __init__(
-        self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
+    __slots__ = ("_app_call", "_controller", "_endpoint", "_front", "_receive", "_scope", "_send", "_watcher")
+
+    def __init__(  # noqa: PLR0917  # the three of ASGI, and what they belong to
+        self,
+        front: AdmissionController,
+        controller: AdmissionController,
+        endpoint: Endpoint,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
+        self._front = front
         self._controller = controller
         self._endpoint = endpoint
         self._scope = scope
@@ -88,23 +103,27 @@ class DryRunRequest:
     async def run(self) -> None:
         """Calls the app. Raises only what the app raises."""
         self._controller.watchdog.add(self)
+        raised: BaseException | None = None
         try:
-            self._begin_to_watch()
-            scope = self._scope
+            scope, controller = self._scope, self._controller
+            try:
+                self._watcher = RequestWatcher(self._front, controller, self._endpoint, scope)
+            except Exception as defect:
+                controller.shadows.report(defect)
             with_write(scope, None)  # every message is watched
             if self._endpoint.forward_to is not None:
                 scope = forwarded_scope(scope, self._endpoint, scope["headers"])
             app_call = self._app_call = AppCall(None, None if self._watcher is None else self._watcher.app_trace())
             token = current.set(app_call)
             try:
-                await call_app(self._controller, self._scope, scope, self._receive_for_app, self._send_for_app)
+                await call_app(controller, self._scope, scope, self._receive_for_app, self._send_for_app)
             finally:
                 app_call.returned(token)
         except BaseException as error:
-            self._end(error)
+            raised = error
             raise
         finally:
-            self._end(None)
+            self._watch(lambda watcher: watcher.on_end(raised, is_complete=False))
             self._controller.watchdog.discard(self)
 
     def check(self) -> None:
@@ -115,58 +134,34 @@ class DryRunRequest:
 
     async def _receive_for_app(self) -> Message:
         message = await self._receive()
-        if self._watcher is not None:
-            try:
-                self._watcher.on_request(message)
-            except Exception as defect:
-                self._stop_watching(defect)
+        self._watch(lambda watcher: watcher.on_request(message))
         return message
 
     async def _send_for_app(self, message: Message) -> None:
-        if self._watcher is not None:
-            message = self._with_headers(self._watcher, message)
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ())]  # the app's own value may be an iterator
+            added = self._watch(lambda watcher: watcher.headers(headers))
+            message = {**message, "headers": [*headers, *(added or ())]}
+        self._watch(lambda watcher: watcher.on_response(message))
         if message["type"] not in BODIES or message.get("more_body", False):
             await self._send(message)
             return
         assert self._app_call is not None
         await self._app_call.send_last(self._send, message)
-        self._end(None, is_complete=True)
+        self._watch(lambda watcher: watcher.on_end(None, is_complete=True))
 
-    def _with_headers(self, watcher: RequestWatcher, message: Message) -> Message:
-        added: Headers = ()
-        headers: Headers = ()
+    def _watch(self, show: Callable[[RequestWatcher], Shown]) -> Shown | None:
+        """Shows the watcher something. None after a defect in the dry run: the request goes on, unwatched."""
+        watcher = self._watcher
+        if watcher is None:
+            return None
         try:
-            if message["type"] == "http.response.start":
-                headers = list(message.get("headers", ()))
-                message = {**message, "headers": headers}  # the app's own value may be an iterator
-                added = watcher.headers(headers)
-            watcher.on_response(message)
+            return show(watcher)
         except Exception as defect:
-            self._stop_watching(defect)
-        return {**message, "headers": [*headers, *added]} if added else message
-
-    def _begin_to_watch(self) -> None:
-        try:
-            self._watcher = self._new_watcher()
-        except Exception as defect:
-            self._stop_watching(defect)
-
-    def _new_watcher(self) -> RequestWatcher:
-        return RequestWatcher(self._controller, self._endpoint, self._scope)
-
-    def _end(self, error: BaseException | None, *, is_complete: bool = False) -> None:
-        if self._watcher is not None:
-            try:
-                self._watcher.on_end(error, is_complete=is_complete)
-            except Exception as defect:
-                self._stop_watching(defect)
-
-    def _stop_watching(self, defect: Exception) -> None:
-        """A defect in the dry run: the request goes on, unwatched."""
-        watcher, self._watcher = self._watcher, None
-        self._controller.shadows.report(defect)
-        if watcher is not None:
+            self._watcher = None
+            self._controller.shadows.report(defect)
             watcher.release()
+            return None
 
 
 class RequestWatcher:
@@ -177,24 +172,27 @@ class RequestWatcher:
     """
 
     __slots__ = (
-        "_client", "_controller", "_disconnected", "_endpoint", "_found", "_intake", "_is_answered", "_is_over",
-        "_reader", "_received_us", "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status", "_usage",
+        "_client", "_controller", "_cost", "_disconnected", "_endpoint", "_found", "_front", "_intake", "_is_answered",
+        "_is_over", "_reader", "_received_us", "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status",
+        "_usage",
     )  # fmt: skip
 
-    def __init__(self, controller: AdmissionController, endpoint: Endpoint, scope: Scope) -> None:
+    def __init__(
+        self, front: AdmissionController, controller: AdmissionController, endpoint: Endpoint, scope: Scope
+    ) -> None:
         headers, received_us = dict(scope["headers"]), controller.pool.now_us()
         client = scope.get("client")
         self._client: str | None = client[0] if client else None
-        self._controller = controller
-        self._snapshot = controller.snapshot
+        self._front, self._controller = front, controller
+        self._snapshot = front.snapshot
         self._endpoint = endpoint
         self._request_id = request_id(headers)
         self._received_us = received_us
         now_us = controller.pool.now_us
-        names = self._snapshot.names_read[tuple(headers)]
-        self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, names, received_us)
+        self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, received_us)
         self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
+        self._cost = None if endpoint.cost is None else CostReader(endpoint.cost)
         self._reader: AnswerReader = self._usage
         self._shadow: ShadowRequest | None = None
         self._sent: SentRequest | None = None
@@ -220,6 +218,8 @@ class RequestWatcher:
         elif self._found is None and message["type"] == "http.request":
             try:
                 request = self._intake.feed(message, self._now_us())
+                if request is not None:
+                    self._controller = self._front.controller_of(request)
             except AdmissionError as refusal:
                 self._refuse(refusal)
             else:
@@ -228,6 +228,8 @@ class RequestWatcher:
 
     def on_response(self, message: Message) -> None:
         """The client is about to get this message."""
+        if self._cost is not None:
+            self._cost.feed(message)
         if message["type"] == "http.response.start":
             self._status = message["status"]
         elif message["type"] in BODIES:
@@ -261,6 +263,8 @@ class RequestWatcher:
         outcome, code = self._outcome(error, is_complete=is_complete)
         usage, prompt_tokens, charged = self._usage, 0, None
         usage.read()
+        if self._cost is not None:
+            self._cost.tell(usage)
         if isinstance(self._found, SizedRequest):
             tenant, payload = self._found.classification.tenant.name, self._found.payload
             usage.conclude(self._controller.output_ratios, tenant, payload.model)
@@ -319,29 +323,16 @@ class RequestWatcher:
 
     def _begin_shadow(self, request: SizedRequest) -> None:
         """The body is complete. Called once."""
-        self._found = request
+        self._found, controller = request, self._controller
+        if controller.routing is not None:
+            request.hits = ()  # its prompt counts at an engine; nothing is predicted, as the request passes to any
+        shadow = ShadowRequest(controller, self._snapshot, request, self._report)
+        self._sent = shadow.sent
         if not self._usage.has_begun:  # an app may answer before it has read the body
             self._reporter.classified(request, self._endpoint, self._snapshot.policy, self._now_us())
             self._reporter.passed(self._now_us(), request.classification.level)
             self._measure_gain(request)
-        if self._controller.routing is not None:
-            request.hits = ()  # its prompt counts at an engine; nothing is predicted, as the request passes to any
-        times = self._controller.engine_times
-        self._sent = sent = times.sent(request, self._now_us())
-        pool, sizes = self._controller.pool, self._controller.lease_sizes
-        appraise = self._controller.appraiser(self._snapshot)
-        shadow = ShadowRequest(
-            pool,
-            self._snapshot,
-            request,
-            self._report,
-            sizes=sizes,
-            appraise=appraise,
-            times=times,
-            sent=sent,
-            usage=self._controller.usage,
-        )
-        if self._controller.shadows.follow(shadow):
+        if controller.shadows.follow(shadow):
             self._shadow = shadow
         else:
             self._report(ShadowResult(Verdict.UNKNOWN, TOO_MANY, None))

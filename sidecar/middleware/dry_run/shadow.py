@@ -14,18 +14,19 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from sidecar.admission.turn import Budgets, Cause, Turn, TurnEnded, Unreported
+from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.events import Verdict
-from sidecar.middleware.dry_run.engine_times import EngineTimes, SentRequest
-from sidecar.middleware.intake import Appraise, SizedRequest, count_tokens, sized_ask
-from sidecar.middleware.lease_size import LeaseSizes
+from sidecar.middleware.intake import SizedRequest, count_tokens, sized_ask
 from sidecar.middleware.policy_snapshot import PolicySnapshot
-from sidecar.pools import Ask, Grant, Pool
+from sidecar.pools import Ask, Grant
+
+if TYPE_CHECKING:
+    from sidecar.middleware.controller import AdmissionController
 
 LONGEST_WAIT_S = 3600.0
 """The longest wait of a shadow where its tier has none."""
@@ -55,37 +56,30 @@ class ShadowRequest:
     """The shadow of one request. `report` is called once, with the result.
 
     Its request calls `begun` with the first byte of the response, then `lost`, `disconnected` or `ended`, each after
-    `times` knows of it. `sent` is the request at the engine. `run` is called once, in a task of its own.
+    `EngineTimes` knows of it. `sent` is the request at the engine. `run` is called once, in a task of its own.
     """
 
     __slots__ = (
-        "_appraise", "_began_us", "_begun", "_disconnected", "_ended", "_follows", "_holds", "_pool", "_preempted",
-        "_report", "_request", "_sent", "_sizes", "_snapshot", "_times", "_turn", "_used", "_waits",
+        "_ask", "_began_us", "_begun", "_controller", "_disconnected", "_ended", "_follows", "_holds", "_pool",
+        "_preempted", "_report", "_request", "_snapshot", "_times", "_turn", "_used", "_waits", "sent",
     )  # fmt: skip
 
     def __init__(
         self,
-        pool: Pool,
+        controller: AdmissionController,
         snapshot: PolicySnapshot,
         request: SizedRequest,
         report: Callable[[ShadowResult], None],
-        *,
-        sizes: LeaseSizes,
-        appraise: Appraise | None,
-        times: EngineTimes,
-        sent: SentRequest,
-        usage: Budgets | None = None,
     ) -> None:
-        self._pool = pool
+        self._controller = controller
+        self._pool, self._times = controller.pool, controller.engine_times
         self._snapshot = snapshot
         self._request = request
         self._report: Callable[[ShadowResult], None] | None = report
-        self._sizes = sizes
-        self._appraise = appraise
-        self._times = times
-        self._sent = sent
+        self._ask = None if snapshot.estimator.counter is not None else self._sized()
         self._used: int | None = None
-        self._began_us = pool.now_us()
+        self._began_us = self._pool.now_us()
+        self.sent = self._times.sent(request, self._began_us)
         loop = asyncio.get_running_loop()
         self._begun: asyncio.Future[None] = loop.create_future()
         self._disconnected: asyncio.Future[None] = loop.create_future()
@@ -93,11 +87,11 @@ class ShadowRequest:
         self._preempted: asyncio.Future[None] = loop.create_future()
         self._holds = self._waits = self._follows = False
         self._turn = Turn(
-            pool,
+            self._pool,
             snapshot.policy,
             request.classification.tenant,
             Unreported(),
-            budgets=usage,
+            budgets=controller.usage,
             max_wait_s=request.max_wait_s,
             disconnect=lambda: self._disconnected,
             unlimited_s=LONGEST_WAIT_S,
@@ -106,7 +100,7 @@ class ShadowRequest:
     @property
     def is_real(self) -> bool:
         """Whether it holds room that its request uses at the engine at this moment."""
-        return self._holds and self._sent.end_us is None
+        return self._holds and self.sent.end_us is None
 
     def waiting(self) -> WaitingShadow | None:
         """How it waits; None where it does not."""
@@ -140,16 +134,22 @@ class ShadowRequest:
     async def run(self) -> None:
         """Waits and holds in the pool. Canceled, it leaves nothing there."""
         try:
-            if self._snapshot.estimator.counter is not None:
+            if self._ask is None:
                 await count_tokens(self._request, self._snapshot)
-            ask = sized_ask(self._pool, self._request, self._sizes, self._appraise)
-            ask = msgspec.structs.replace(ask, request=hash(self._request))
-            self._request.drop_body()
-            await self._pass_through(ask)
+                self._ask = self._sized()
+            await self._pass_through(self._ask)
         except AdmissionError as refusal:
             self._end(Verdict.REFUSED, refusal.code, None)
         except TurnEnded as end:
             self._end(*_verdict(end), end.wait)
+
+    def _sized(self) -> Ask:
+        """What the request asks of the pool. Its body is not kept."""
+        controller, request = self._controller, self._request
+        ask = sized_ask(self._pool, request, controller.lease_sizes, controller.appraiser(self._snapshot))
+        ask = msgspec.structs.replace(ask, request=hash(request))
+        request.drop_body()
+        return ask
 
     def give_up(self, code: str) -> None:
         """The shadow ends early. Where its result is not known yet, it is unknown."""
@@ -167,7 +167,7 @@ class ShadowRequest:
             if is_preemptible:
                 lease.on_preempt = self._preempt
             if request.expected is not None:
-                lease.size_now = partial(request.expect, self._sizes, self._pool)
+                lease.size_now = partial(request.expect, self._controller.lease_sizes, self._pool)
             grant = await self._wait(turn.granted)
             while True:
                 self._holds = True
@@ -178,7 +178,7 @@ class ShadowRequest:
                     lease.prefilled()
                 if first_us is not None or not self._preempted.done() or self._disconnected.done():
                     break
-                self._times.leave(self._sent)
+                self._times.leave(self.sent)
                 self._holds, self._preempted = False, asyncio.get_running_loop().create_future()
                 grant = await self._wait(turn.requeue)
             if is_preemptible:
@@ -186,7 +186,7 @@ class ShadowRequest:
             self._end(Verdict.ADMITTED, None, grant)
             await self._hold(grant, first_us)
         finally:
-            self._times.leave(self._sent)
+            self._times.leave(self.sent)
             if not lease.settle(self._used):
                 lease.leave()
 
@@ -207,7 +207,7 @@ class ShadowRequest:
 
         None as well where the request ended without one, and nothing is known of such requests.
         """
-        times, sent, granted_us = self._times, self._sent, grant.at_us
+        times, sent, granted_us = self._times, self.sent, grant.at_us
         runs_us = await self._enter_engine(grant)
         if grant.queue_wait_us:  # its request's own time in the engine's queue says nothing of this one
             granted_us = runs_us
@@ -232,19 +232,19 @@ class ShadowRequest:
 
     async def _enter_engine(self, grant: Grant) -> int:
         """Returns when the shadow runs in the engine, with the moment; or when it was preempted or left before."""
-        times, place = self._times, self._times.enter(self._sent)
+        times, place = self._times, self._times.enter(self.sent)
         if place.done():
             return grant.at_us
         own = () if grant.queue_wait_us else (self._begun,)
         await self._until(None, place, self._preempted, self._disconnected, *own)
         if place.done() or self._preempted.done() or self._disconnected.done():
             return self._pool.now_us()
-        times.run_now(self._sent)
+        times.run_now(self.sent)
         return grant.at_us
 
     async def _hold(self, grant: Grant, first_us: float | None) -> None:
         """Holds the lease for as long as the request would take, from the grant on; or until the client disconnects."""
-        times, sent = self._times, self._sent
+        times, sent = self._times, self.sent
         if first_us is None:
             await self._until(None, self._ended, self._disconnected)
             if sent.end_us is not None and not self._disconnected.done():
@@ -262,7 +262,7 @@ class ShadowRequest:
 
     async def _generate(self, first_us: float) -> bool:
         """Returns at the shadow's last byte: whether its time was guessed."""
-        times, sent = self._times, self._sent
+        times, sent = self._times, self.sent
         ends = (self._ended, self._disconnected)
         while (guess_us := self._guess_us()) is None and not any(end.done() for end in ends):
             # Its own end may be far off: the engine does what the pool would not have admitted yet.
@@ -286,11 +286,11 @@ class ShadowRequest:
 
     def _guess_us(self) -> float | None:
         """How long it generates, where its request does not say; None where nothing is known of it."""
-        return None if self._ended.done() and not self._sent.is_lost else self._times.generating_us(self._sent)
+        return None if self._ended.done() and not self.sent.is_lost else self._times.generating_us(self.sent)
 
     def _generates_now(self) -> bool:
         """Whether the response's first byte has come."""
-        return self._sent.first_us is not None
+        return self.sent.first_us is not None
 
     async def _until(self, at_us: float | None, *events: asyncio.Future[None]) -> None:
         """Waits until the first of `events`, but not after `at_us`."""

@@ -64,7 +64,7 @@ ENGINE_GAUGES = (
         "Prompt tokens that were sent to the engine, and not answered with a first byte yet.",
         _TOKENS,
     ),
-    EngineMetric(semconv.ENGINE_CLAIMS, "claims", "Requests that wait for room on this engine."),
+    EngineMetric(semconv.ENGINE_CLAIMS, "claims", "Requests in line for this engine."),
     EngineMetric(semconv.ENGINE_IN_FLIGHT, "in_flight", "Admitted requests of this process at the engine."),
 )
 

@@ -328,8 +328,8 @@ class Gauge(NamedTuple):
 
 
 TIER_GAUGES = (
-    Gauge(semconv.QUEUE_REQUESTS, "queued_requests", "Requests that wait."),
-    Gauge(semconv.QUEUE_TOKENS, "queued_tokens", "Tokens of the requests that wait.", TOKENS),
+    Gauge(semconv.QUEUE_REQUESTS, "queued_requests", "Requests that wait in this process."),
+    Gauge(semconv.QUEUE_TOKENS, "queued_tokens", "Tokens of the requests that wait in this process.", TOKENS),
     Gauge(
         semconv.QUEUE_OLDEST_WAIT,
         "oldest_wait_s",

@@ -69,11 +69,11 @@ def parent_of(received: Received) -> tuple[Context, SpanKind]:
 
 def client_trace(received: Received) -> TraceIds | None:
     """The ids in a client's W3C `traceparent`: by these a request is found where the process makes no spans."""
-    for name, value in received.headers:
-        if name == _TRACEPARENT and (found := _traceparent(value)):
-            trace_id, span_id = int(found[1], 16), int(found[2], 16)
-            return TraceIds(trace_id, span_id, is_sampled=False) if trace_id and span_id else None
-    return None
+    found = _traceparent(dict(received.headers).get(_TRACEPARENT, b""))
+    if found is None:
+        return None
+    trace_id, span_id = int(found[1], 16), int(found[2], 16)
+    return TraceIds(trace_id, span_id, is_sampled=False) if trace_id and span_id else None
 
 
 def injected(span: Span, received: Received) -> Headers:

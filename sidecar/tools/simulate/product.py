@@ -18,16 +18,16 @@ from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
 from sidecar.apis import Api
 from sidecar.classify import Classification, Fallback
 from sidecar.errors import AdmissionError, QueueTimeout
+from sidecar.gain.engine_speed import Coefficients
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.intake import SizedRequest, sized_ask
 from sidecar.middleware.lease_size import LeaseSize, LeaseSizes
 from sidecar.middleware.policy_snapshot import objective_of
-from sidecar.middleware.request_gain import LEAST_SLACK_US
+from sidecar.middleware.request_gain import gain_of
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.scheduling.tickets import Gain
 from sidecar.tokens import tokens_to_hold
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, Stage
@@ -161,23 +161,17 @@ class ProductAdmission:
     def _sized(self, request: Request, tenant: Tenant) -> SizedRequest:
         """The request, as the intake would have read it from a body that says no maximum of its output."""
         output = self._policy.tiers[request.tier].default_output_tokens
-        hits = self._hits(request)
         return SizedRequest(
-            b"",
-            {},
-            _PAYLOAD,
-            Classification(tenant, request.tier, Fallback.DEFAULT, None, ()),
-            (),
-            (),
-            request.prompt,
-            tokens_to_hold(_PAYLOAD, request.prompt, output),
-            Api.CHAT,
-            None,
-            None,
-            CHAT,
-            output,
-            1,
-            hits,
+            body=b"",
+            headers={},
+            payload=_PAYLOAD,
+            classification=Classification(tenant, request.tier, Fallback.DEFAULT, None, ()),
+            api=Api.CHAT,
+            path=CHAT,
+            prompt_tokens=request.prompt,
+            tokens=tokens_to_hold(_PAYLOAD, request.prompt, output),
+            assumed_output=output,
+            hits=self._hits(request),
         )
 
     def _hits(self, request: Request) -> tuple[tuple[str, int], ...]:
@@ -200,16 +194,15 @@ class ProductAdmission:
         if expected is not None:
             found = self._sizes.estimate(expected.place, 0.5)
             tokens = assumed if found is None else min(found.tokens, expected.longest)
-        prompt_us = model.step_us_per_prefill_token * (request.prompt - hit)
         engines = self._stage.engines
         step_us = model.duration_us(sum(len(engine.running()) for engine in engines) // len(engines), 0)
-        sized.gain = Gain(
-            objective.weight,
-            tokens,
-            round(prompt_us + tokens * model.cost_us_per_output_token),
-            round(objective.ttft_us - step_us - prompt_us),
-            max(LEAST_SLACK_US, objective.tpot_us - step_us),
-        ).bounded()
+        speed = Coefficients(
+            round(model.step_us_per_prefill_token * 1000),
+            round(model.cost_us_per_output_token * 1000),
+            step_us,
+            step_us,
+        )
+        sized.gain = gain_of(objective, speed, request.prompt - hit, tokens)
 
     def _look(self, held: _Held) -> None:
         request = held.request

@@ -115,30 +115,6 @@ async def test_nothing_waits_for_a_full_pool() -> None:
     assert ends == ["None", "None", *["queue_full"] * 4]
 
 
-async def test_every_refusal_that_enforcing_would_have_given_is_reported_and_no_one_is_refused() -> None:
-    sent = {
-        "invalid_api_key": (SMALL, "authorization: Bearer sk-nobody"),
-        "invalid_body": (b"{", key("acme")),
-        "unknown_tier": (SMALL, "x-priority: none"),
-        "body_too_large": (b" " * 70_000 + SMALL, key("acme")),
-        "invalid_header": (SMALL, "x-admission-max-wait: soon"),
-        "request_too_large": (json.dumps(chat(max_tokens=10**6)).encode(), key("acme")),
-    }
-    app = App()
-    enforcing = Guarded(app, policy())
-    async with serving(enforcing.sidecar) as enforcing.served:
-        assert [(await enforcing.ask(*asked)).code for asked in sent.values()] == list(sent)
-    assert app.seen == []
-    async with observing(app) as sidecar:
-        for number, (code, asked) in enumerate(sent.items(), start=1):
-            assert (await sidecar.ask(*asked)).status == 200
-            found = (await sidecar.until_found(number))[-1]
-            assert (found.verdict, found.code) == (Verdict.REFUSED, code)
-            assert (found.tenant is None) == (code == "invalid_api_key")
-        assert (sidecar.leases, sidecar.waiting) == (0, 0)
-    assert len(app.seen) == len(sent)
-
-
 async def test_a_body_passes_piece_by_piece_and_is_understood_all_the_same() -> None:
     pieces: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -278,15 +254,6 @@ async def test_a_path_of_the_policys_own_goes_where_the_policy_says() -> None:
         ] == "batch"
         await sidecar.until_found(1)
     assert app.seen[0].scope["path"] == "/v1/completions"
-
-
-async def test_a_clamp_shows_as_when_enforcing() -> None:
-    async with observing(App()) as sidecar:
-        answer = await sidecar.ask(chat(priority="high"), key("nightly"), "x-vllm-priority: 5")
-        await sidecar.until_found(1)
-    assert (answer.headers["x-admission-tier"], answer.headers["x-admission-clamped-from"]) == ("batch", "high")
-    assert answer.headers["x-admission-ignored"] == "x-vllm-priority"
-    assert [found.clamped_from for found in sidecar.found] == ["high"]
 
 
 # Whatever is broken on our side

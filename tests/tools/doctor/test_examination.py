@@ -51,6 +51,19 @@ async def examined(url: str, **options: Any) -> Examination:
     return await examine(Options(url=url, **options), lambda line: None)
 
 
+SEEN: dict[tuple[str, str], Examination] = {}
+
+
+async def seen(engine: Any, **settings: Any) -> Examination:
+    """An engine of four slots with these settings, examined once for all tests: that takes a second or two."""
+    key = engine.name, repr(settings)
+    if key not in SEEN:
+        async with emulated(engine, slots=4, **settings) as client:
+            SEEN[key] = await examined(client.url)
+            await client.until(lambda engine: engine.running == engine.waiting == 0)
+    return SEEN[key]
+
+
 def states(found: Examination) -> tuple[State, ...]:
     """Of field path, scheduler policy, real queueing and direction."""
     return tuple(condition.state for condition in found.conditions)
@@ -75,9 +88,7 @@ def states(found: Examination) -> tuple[State, ...]:
 async def test_an_engine_is_seen_through(
     engine: Any, settings: Any, expected: tuple[State, ...], fix: str | None
 ) -> None:
-    async with emulated(engine, slots=4, **settings) as client:
-        found = await examined(client.url)
-        await client.until(lambda engine: engine.running == engine.waiting == 0)
+    found = await seen(engine, **settings)
     assert states(found) == expected, report(found)
     assert found.state is (W if fix is None else B)
     assert fix is None or fix in steps(found)[0]
@@ -198,8 +209,7 @@ async def test_a_proxy_that_holds_requests_back_is_not_the_engines_queue(monkeyp
 
 
 async def test_the_control_shows_no_order() -> None:
-    async with emulated(VLLM, slots=4) as client:
-        found = await examined(client.url)
+    found = await seen(VLLM)
     assert found.probed is not None
     assert found.probed.control is not None
     assert found.probed.control.plan.way is None
@@ -218,16 +228,17 @@ async def test_the_first_batch_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "line"),
+    ("engine", "settings", "line"),
     [
-        (VLLM, "capacity: {from: engine, fraction: 95%, waiting: 2, requests: 6}"),
-        (SGLANG, "capacity: {from: engine, fraction: 95%, waiting: 2}"),
-        (DYNAMO, "capacity: {from: engine, fraction: 95%, waiting: 2}"),
+        (VLLM, {}, "capacity: {from: engine, fraction: 95%, waiting: 2, requests: 6}"),
+        (SGLANG, {"default_priority": 0}, "capacity: {from: engine, fraction: 95%, waiting: 2}"),
+        (DYNAMO, {}, "capacity: {from: engine, fraction: 95%, waiting: 2}"),
     ],
 )
-async def test_the_capacity_it_recommends_is_a_policy_that_loads(engine: Any, line: str, tmp_path: Any) -> None:
-    async with emulated(engine, slots=4) as client:
-        found = await examined(client.url)
+async def test_the_capacity_it_recommends_is_a_policy_that_loads(
+    engine: Any, settings: Any, line: str, tmp_path: Any
+) -> None:
+    found = await seen(engine, **settings)
     assert found.capacity is not None
     assert found.capacity.yaml == line
     path = tmp_path / "policy.yaml"
@@ -346,8 +357,7 @@ async def test_time_is_bounded() -> None:
 
 
 async def test_the_recommended_capacity_can_be_copied_in_one_piece() -> None:
-    async with emulated(VLLM, slots=4) as client:
-        lines = report(await examined(client.url)).split("\n")
+    lines = report(await seen(VLLM)).split("\n")
     start = lines.index("capacity for the policy")
     written = yaml.safe_load("\n".join(lines[start + 1 : lines.index("", start)]))
     assert written == {"capacity": {"from": "engine", "fraction": "95%", "waiting": 2, "requests": 6}}

@@ -19,8 +19,8 @@ local function take_cells(member)
     set_cell(who, name, any and pack(cell))
   end
   if call[C_LEAVING] then
+    if pack(call[C_LEAVING]) ~= pack(member[LEAVING]) then state[ASKED_BEFORE] = {} end
     member[LEAVING] = call[C_LEAVING]
-    if state[ASKED] == who then state[ASKED] = false end
   end
 end
 

@@ -369,6 +369,7 @@ local function enter(ticket, slot, class, over)
   hold(ticket[TIER], id, 1, tokens, requests, count, sent, floor_of * tokens, floor_of * requests, floor_of * count)
   total[1], total[2], total[3] = total[1] + tokens, total[2] + requests, total[3] + count
   tiers[ticket[TIER]][SERVED] = tiers[ticket[TIER]][SERVED] + tokens
+  if rules[R_TIERS][ticket[TIER]][T_PREEMPT_AFTER] then state[ASKED_BEFORE] = {} end
   if ticket[ARRIVED] > state[LATEST_CAME] then
     state[LATEST_CAME], state[LATEST_OWNER], state[LATEST_GRANTED] = ticket[ARRIVED], ticket[OWNER], now
   end
@@ -423,6 +424,24 @@ local function has_place(ticket)
     if other[TIER] == tier and has_common(own, reached(other[OWNER])) then free = free - 1 end
   end
   return free > 0
+end
+
+-- The slots that it would enter if they had room: the one that it wants, then the next best.
+local function would_enter(ticket, class)
+  local own, others, points = wanted(ticket), {}, {}
+  if not own then return NOBODY end
+  for slot = 1, #config.engines do
+    if slot ~= own and could_take(ticket, slot) then others[#others + 1], points[slot] = slot, score(ticket, slot) end
+  end
+  table.sort(others, function(a, b) return points[a] < points[b] or (points[a] == points[b] and a < b) end)
+  local waits = class ~= FIRST and has_place(ticket)
+  if ticket[IN_LINE_SINCE] then waits = class ~= FIRST and now < ticket[IN_LINE_SINCE] + PATIENCE_US end
+  local found, hits = { own }, ticket[HITS]
+  for _, slot in ipairs(others) do
+    if waits and (hits[config.engines[slot][E_ID]] or 0) < (hits[config.engines[own][E_ID]] or 0) then break end
+    found[#found + 1] = slot
+  end
+  return found
 end
 
 local function someone_may_join()

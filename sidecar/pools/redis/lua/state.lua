@@ -14,7 +14,7 @@ local LOST_US = 2200000
 local HOLD_US = 2200000
 local DEAD_US = 10000000
 local PATIENCE_US = 5000000
-local ASKED_FOR_US = 1000000
+local ASKED_FOR_US = 2000000
 local LOOK_AGAIN_US = 100000
 local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE, MOST_KEPT = 9007199254740991, 1000, 1000000, 3600000, 1000, 32
 
@@ -23,6 +23,7 @@ local UNBOUNDED, MOST_EXCESS, PPM, HOUR_MS, MOST_AT_ONCE, MOST_KEPT = 9007199254
 local OFFSET, LAST_CALL, EPOCH, HOLD_UNTIL, EXPECTED, IS_EMPTY, VIEWS, VERSION = 1, 2, 3, 4, 5, 6, 7, 8
 local ASKED, ASKED_UNTIL, ADMISSIONS, NEXT, CHOOSES, LEAST, MOST, IS_BESIDE_OLD = 9, 10, 11, 12, 13, 14, 15, 16
 local LATEST_CAME, LATEST_OWNER, LATEST_GRANTED = 17, 18, 19 -- of all that were granted the one that came last
+local ASKED_BEFORE = 20 -- those that were asked for room since something left for it, or one was served
 -- A tier: `calls.TierHeld`, then figures of its queue and line. SMALLEST: none in its queue has fewer tokens.
 local NAME, VIRTUAL, AFRESH, OWES_UNTIL, ON_ENGINES, IN_LINE, ON_FLOOR, IN_LINE_ON_FLOOR = 1, 2, 3, 4, 5, 6, 7, 8
 local SERVED, LARGEST, QUEUED, LATEST, LINED, MOST_TAGS, SMALLEST = 9, 10, 11, 12, 13, 14, 15
