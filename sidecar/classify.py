@@ -154,8 +154,18 @@ class Classifier:
         """The tenant that the app or the gateway names, or whose key or token the request carries.
 
         The server's `scope` says from which address it came, and `pairs` are the headers as they came. Raises
-        InvalidApiKey, which says nothing of the key itself, and what `TokenVerifier.claims` raises.
+        InvalidApiKey, which says nothing of the key itself, but where a known key is that was not read; and what
+        `TokenVerifier.claims` raises.
         """
+        try:
+            return self._named(headers, scope, pairs)
+        except InvalidApiKey as refusal:
+            places = self.unread(headers, scope.get("query_string", b""))
+            if type(refusal) is not InvalidApiKey or not places:
+                raise
+            raise InvalidApiKey(f"{refusal.message} (a known key in {', '.join(places)} does not count)") from None
+
+    def _named(self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any], pairs: Headers) -> Tenant:
         said, gateway = said_by_app.get(), self._gateway
         if said is not None:
             return self._of_app(said)
@@ -195,13 +205,6 @@ class Classifier:
                 self._logged.add((place, tenant.name))
                 _log.warning(_UNREAD, tenant.name, place, extra={"event": "key_not_read"})
         return tuple(found)
-
-    def explained(self, refusal: InvalidApiKey, headers: Mapping[bytes, bytes], query: bytes) -> InvalidApiKey:
-        """The refusal, which says where a known key is that was not read."""
-        places = self.unread(headers, query)
-        if type(refusal) is not InvalidApiKey or not places:
-            return refusal
-        return InvalidApiKey(f"{refusal.message} (a known key in {', '.join(places)} does not count)")
 
     def _without_key(self, headers: Mapping[bytes, bytes]) -> str:
         said, gateway = "no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`", self._gateway
@@ -362,6 +365,8 @@ def api_key(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 def _unread_keys(headers: Mapping[bytes, bytes], query: bytes, tenants: Mapping[str, Tenant]) -> Mapping[str, Tenant]:
     """The tenants whose keys are anywhere in a query, or in a header that may hold one, by the place."""
+    if not query and not may_hold_keys(b" ".join(headers)):
+        return {}
     sent = [("", name, value) for name, value in headers.items() if may_hold_keys(name)]
     for part in query.split(b"&", _MOST_PARAMETERS)[:_MOST_PARAMETERS]:
         name, _, value = part.partition(b"=")

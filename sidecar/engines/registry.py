@@ -75,7 +75,7 @@ CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
 
 def client_headers(names: tuple[bytes, ...]) -> tuple[bytes, ...]:
     """The headers of a request, of lower-case names, that some engine would take a priority or a tenant from."""
-    return tuple(name for name in names if name in CLIENT_HEADERS or name.startswith(CLIENT_HEADER_PREFIXES))
+    return tuple([name for name in names if name in CLIENT_HEADERS or name.startswith(CLIENT_HEADER_PREFIXES)])
 
 
 def client_members(payload: Payload) -> list[str]:

@@ -13,11 +13,12 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sidecar.errors import IssuerUnavailable
 from sidecar.policy.identity import is_address, public_keys, read_key_set
 
+Checked = TypeVar("Checked")
 REFRESH_S = 300.0
 """A key that the issuer has taken back is believed for so long at most, while the issuer answers."""
 LEAST_INTERVAL_S = 5.0
@@ -42,6 +43,15 @@ class KeysNeeded(IssuerUnavailable):
     async def arrive(self) -> None:
         """Returns when the fetch has ended, or after `LONGEST_WAIT_S`."""
         await self._keys.fetched()
+
+
+async def with_keys(check: Callable[[], Checked]) -> Checked:
+    """What `check` returns, after the keys of a token's issuer have come where it needs them. Raises as it does."""
+    try:
+        return check()
+    except KeysNeeded as needed:
+        await needed.arrive()
+        return check()
 
 
 class IssuerKeys:

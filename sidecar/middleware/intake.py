@@ -22,7 +22,6 @@ from sidecar.errors import (
     BackgroundNotAllowed,
     BodyTimeout,
     BodyTooLarge,
-    InvalidApiKey,
     InvalidBody,
     InvalidHeader,
     OutputTooLong,
@@ -226,10 +225,7 @@ class RequestIntake(msgspec.Struct, eq=False):
         if len(headers) != len(pairs):  # one of them is given twice
             refuse_two_keys(pairs, headers, snapshot)
             _refuse_two_values(pairs, (snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
-        try:
-            self.tenant = tenant = snapshot.classifier.tenant(headers, scope, pairs)
-        except InvalidApiKey as refusal:
-            raise snapshot.classifier.explained(refusal, headers, scope.get("query_string", b"")) from None
+        self.tenant = tenant = snapshot.classifier.tenant(headers, scope, pairs)
         if tenant is snapshot.policy.anonymous:
             self._unread_keys = snapshot.classifier.unread(headers, scope.get("query_string", b""))
         if CONTENT_ENCODING in headers and not self._is_upload:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from datetime import datetime, timezone
+from functools import partial
 
 import msgspec
 from starlette.types import Scope, Send
 
 from sidecar.errors import AdmissionError
+from sidecar.identity.issuer_keys import with_keys
 from sidecar.middleware.error_responses import send_error
 from sidecar.middleware.models import ModelsController
 from sidecar.middleware.request_path import exact_paths
@@ -71,7 +73,7 @@ async def send_models(front: ModelsController, asked: str, scope: Scope, send: S
     named = request_id(headers)
     try:
         if not front.passes_all and not is_public(front.policy, scope):
-            with_engine_key(front, scope)
+            await with_keys(partial(with_engine_key, front, scope))
         body = msgspec.json.encode(_one(front, asked) if asked else _all(front))
     except AdmissionError as refusal:
         await send_error(send, refusal, anthropic=_ANTHROPIC in headers, request_id=named)

@@ -6,13 +6,11 @@ other tenants is in it but how many requests wait in the tiers that this one may
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 from starlette.types import Scope, Send
 
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
-from sidecar.identity.issuer_keys import KeysNeeded
+from sidecar.identity.issuer_keys import with_keys
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.error_responses import send_error
 from sidecar.middleware.intake import refuse_two_keys
@@ -98,7 +96,7 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
     named = request_id(headers)
     try:
         refuse_two_keys(scope["headers"], headers, controller.snapshot)
-        tenant = await _tenant(controller, headers, scope)
+        tenant = await with_keys(lambda: controller.snapshot.classifier.tenant(headers, scope, scope["headers"]))
     except AdmissionError as refusal:
         await send_error(send, refusal, request_id=named)
         return
@@ -111,15 +109,6 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
     ]
     await send({"type": "http.response.start", "status": 200, "headers": answered})
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
-
-
-async def _tenant(controller: AdmissionController, headers: Mapping[bytes, bytes], scope: Scope) -> Tenant:
-    """The tenant of the key or the token. Waits for the keys of the token's issuer."""
-    try:
-        return controller.snapshot.classifier.tenant(headers, scope, scope["headers"])
-    except KeysNeeded as needed:
-        await needed.arrive()
-        return controller.snapshot.classifier.tenant(headers, scope, scope["headers"])
 
 
 async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:

@@ -20,6 +20,7 @@ import hmac
 import logging
 from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import partial
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -30,7 +31,7 @@ from sidecar.engines.base import Routes
 from sidecar.engines.discovery import is_engine_server
 from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded, UpgradeRequired
 from sidecar.events import UnguardedRequest
-from sidecar.identity.issuer_keys import KeysNeeded
+from sidecar.identity.issuer_keys import KeysNeeded, with_keys
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.error_responses import send_error, speaks_anthropic
 from sidecar.middleware.forwarding import forwarded_headers
@@ -236,13 +237,8 @@ def _is_preflight(scope: Scope) -> bool:
 
 async def _checked_with_keys(controller: AdmissionController, scope: Scope) -> Scope:
     """See `_checked`. Waits for the keys of a token's issuer; the dry run, which holds no request, does not."""
-    try:
-        return _checked(controller, scope)
-    except KeysNeeded as needed:
-        if controller.is_observing:
-            raise
-        await needed.arrive()
-        return _checked(controller, scope)
+    check = partial(_checked, controller, scope)
+    return check() if controller.is_observing else await with_keys(check)
 
 
 def _checked(controller: AdmissionController, scope: Scope) -> Scope:
@@ -299,10 +295,7 @@ def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
         return scope
     if key is None and snapshot.policy.anonymous is not None:
         return scope
-    try:
-        snapshot.classifier.tenant(headers, scope, scope["headers"])
-    except InvalidApiKey as refusal:
-        raise snapshot.classifier.explained(refusal, headers, scope.get("query_string", b"")) from None
+    snapshot.classifier.tenant(headers, scope, scope["headers"])
     taken, added = snapshot.credentials.taken(headers), snapshot.credentials.added
     return {**scope, "headers": forwarded_headers(scope["headers"], taken, added)} if taken or added else scope
 

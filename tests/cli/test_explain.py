@@ -300,6 +300,20 @@ def test_the_engines_are_explained(policy: Path, capsys: pytest.CaptureFixture[s
     assert found["largest"] == {"tokens": 550, "requests": 6}
 
 
+def test_a_request_that_fits_the_pool_and_no_engine_waits_in_vain(
+    policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = FLEET.replace("600, requests: 6", "600, requests: 4").replace("100, requests: 4", "100, requests: 9")
+    (policy / "policy.yaml").write_text(engines)
+    (policy / "body.json").write_text('{"messages": ["hi"], "max_tokens": 30, "n": 5}')
+    arguments = ["--path", "/v1/chat/completions", "--body", str(policy / "body.json")]
+    assert main(["explain", str(policy), *arguments]) == 1
+    out = capsys.readouterr().out
+    assert "   never a, b, c: too small for it\n" in out
+    said = "no room came free for tier batch within 1800 s; try again later"
+    assert out.endswith(f"Refused: 503 queue_timeout\n   {said}\n")
+
+
 @pytest.mark.parametrize(("model", "pool", "engines"), [("my-lora", "llama", ["a", "b"]), ("qwen", "qwen", ["c"])])
 def test_the_model_decides_the_pool(policy: Path, model: str, pool: str, engines: list[str]) -> None:
     (policy / "policy.yaml").write_text(FLEET + MODELS)

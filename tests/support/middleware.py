@@ -156,6 +156,9 @@ class Recorder:
     def listens(self) -> bool:
         return True
 
+    def follows(self) -> bool:
+        return True
+
     def received(self, event: Received) -> Story:
         self.stories.append(Story(event))
         return self.stories[-1]

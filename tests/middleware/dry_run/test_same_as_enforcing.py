@@ -168,34 +168,33 @@ def policies(folder: Path, **changes: str) -> dict[Mode, Policy]:
     return {mode: replace(loaded, mode=mode) for mode in (Mode.OBSERVE, Mode.ENFORCE)}
 
 
+def alike(folder: Path, plan: list[Planned], **changes: str) -> tuple[list[Became], Recorder]:
+    """Plays a load both ways, and fails where they are apart. Returns what became of it, and what was reported."""
+    by_mode, recorder = policies(folder, **changes), Recorder()
+    enforced = run_virtually(play(by_mode[Mode.ENFORCE], plan, recorder))
+    observed = run_virtually(play(by_mode[Mode.OBSERVE], plan))
+    assert [one.code for one in observed] == [one.code for one in enforced]
+    for would, did in zip(observed, enforced, strict=True):
+        assert would.queue_wait_us == pytest.approx(did.queue_wait_us, abs=TOLERANCE_US)
+        if not changes and not plan[0].is_stream:
+            assert would.starvation_us == pytest.approx(did.starvation_us, abs=TOLERANCE_US)
+    return enforced, recorder
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_enforcing_would_have_done_is_what_it_does(seed: int, tmp_path: Path) -> None:
-    plan, by_mode = load(seed), policies(tmp_path)
-    enforced = run_virtually(play(by_mode[Mode.ENFORCE], plan))
-    observed = run_virtually(play(by_mode[Mode.OBSERVE], plan))
+    enforced, _ = alike(tmp_path, load(seed))
     # The load must show something: all endings, waits, and starvation.
     assert {one.code for one in enforced} == {None, "queue_full", "queue_timeout", "client_left"}
     assert sum(one.queue_wait_us > 0 for one in enforced) > 40
     assert any(one.starvation_us > 0 for one in enforced)
-    assert [one.code for one in observed] == [one.code for one in enforced]
-    for would, did in zip(observed, enforced, strict=True):
-        assert would.queue_wait_us == pytest.approx(did.queue_wait_us, abs=TOLERANCE_US)
-        assert would.starvation_us == pytest.approx(did.starvation_us, abs=TOLERANCE_US)
 
 
 @pytest.mark.parametrize("seed", range(1, 3))
 def test_so_it_is_where_running_requests_give_their_room_to_more_important_ones(seed: int, tmp_path: Path) -> None:
-    by_mode = policies(tmp_path, critical="preempt_after: 20ms", batch="preemptible: true, ")
     plan = [replace(planned, patience_us=None) for planned in load(seed)]
-    outcomes = {}
-    for mode in (Mode.OBSERVE, Mode.ENFORCE):
-        recorder = Recorder()
-        outcomes[mode] = run_virtually(play(by_mode[mode], plan, recorder))
-        if mode is Mode.ENFORCE:
-            assert sum(isinstance(event, Preempted) for story in recorder.stories for event in story.events) > 3
-    assert [one.code for one in outcomes[Mode.OBSERVE]] == [one.code for one in outcomes[Mode.ENFORCE]]
-    for would, did in zip(outcomes[Mode.OBSERVE], outcomes[Mode.ENFORCE], strict=True):
-        assert would.queue_wait_us == pytest.approx(did.queue_wait_us, abs=TOLERANCE_US)
+    _, recorder = alike(tmp_path, plan, critical="preempt_after: 20ms", batch="preemptible: true, ")
+    assert sum(isinstance(event, Preempted) for story in recorder.stories for event in story.events) > 3
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -208,13 +207,8 @@ def test_so_it_is_where_the_engines_times_were_learned(seed: int, tmp_path: Path
         )
         for planned in load(seed)
     ]
-    by_mode = policies(tmp_path)
-    enforced = run_virtually(play(by_mode[Mode.ENFORCE], plan))
-    observed = run_virtually(play(by_mode[Mode.OBSERVE], plan))
+    enforced, _ = alike(tmp_path, plan)
     assert {one.code for one in enforced} == {None, "queue_full", "queue_timeout", "client_left"}
-    assert [one.code for one in observed] == [one.code for one in enforced]
-    for would, did in zip(observed, enforced, strict=True):
-        assert would.queue_wait_us == pytest.approx(did.queue_wait_us, abs=TOLERANCE_US)
 
 
 def test_an_engine_without_a_load_shows_no_wait_in_either(tmp_path: Path) -> None:
