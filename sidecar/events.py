@@ -365,8 +365,14 @@ class Observer(Protocol):
     def listens(self) -> bool:
         """Whether requests are observed now: where they are not, `received` returns None."""
 
+    def follows(self) -> bool:
+        """Whether each event of a request is to be told as it comes. Else it is told of those that fail, at their end.
+
+        `received` is called then, and after it come all events that there were.
+        """
+
     def received(self, event: Received) -> Observation | None:
-        """Called once per guarded request; before anything else happens to it."""
+        """Called once per guarded request, before any of its events."""
 
 
 class StoreState(str, Enum):

@@ -29,7 +29,8 @@ EXAMPLE = """  sidecar engines list
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     add = parser.add_argument
-    add("action", choices=("list", "drain", "resume"), help="what to do")
+    actions = ("list", "drain", "resume")
+    add("action", choices=actions, metavar=" | ".join(actions), help="what to do")
     add("name", nargs="?", metavar="NAME", help="the engine, as `list` names it")
     add("--wait", action="store_true", help="drain: return when the engine is empty")
     add(

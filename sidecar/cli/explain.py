@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+from sidecar.cli.admin_client import admin_url
 from sidecar.cli.api_key import add_key
 from sidecar.cli.arguments import ADMIN, NoPolicy, add_policy, policy_path
 
@@ -36,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     did = parser.add_argument_group("how a request fared")
     did.add_argument("--request", metavar="ID", help="its x-request-id, as the answer said it, or its trace id")
     help_admin = f"the sidecar's admin port; repeat it for replicas (default {ADMIN})"
-    did.add_argument("--admin", action="append", metavar="URL", help=help_admin)
+    did.add_argument("--admin", action="append", type=admin_url, metavar="URL", help=help_admin)
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - writes it to standard output")
 
 

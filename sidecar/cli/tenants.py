@@ -40,7 +40,8 @@ _PATIENCE_S = 10.0
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     add = parser.add_argument
-    add("action", choices=("list", "show", "add", "remove"), help="what to do")
+    actions = ("list", "show", "add", "remove")
+    add("action", choices=actions, metavar=" | ".join(actions), help="what to do")
     add("name", nargs="?", metavar="NAME", help="the tenant")
     add("--tier", metavar="TIER", help="add: the tier of its requests that name none")
     add("--max-tier", metavar="TIER", help="add: the best tier that it may ask for (default: its tier)")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
 
 import msgspec
 from starlette.types import Message
@@ -71,24 +70,10 @@ class CostReader:
                 self.tokens = int(value)
 
 
-class Used(NamedTuple):
-    """The tokens of an answer, and those that its tenant is charged for: None for the estimate."""
-
-    tokens: int
-    charged: int | None
-
-
-class AnswerHooks(NamedTuple):
-    """Calls of an answer: at its head, which it may change, at its first byte with the status, and at its end."""
-
-    head: Callable[[Message], Message]
-    first_byte: Callable[[int | None], None]
-    ended: Callable[[Outcome, str | None], None]
-
-
 class Answer(msgspec.Struct, eq=False):
     """The answer to one attempt. `usage` reads its tokens and `size` grows its lease.
 
+    `_at_head` may change its head, `_at_first_byte` gets the status, and `_at_end` how it ended.
     `status` is None until its head is there. `streams` is true from the first byte of a stream on, while chunks need
     nothing but to be read. One that `is_over` is not read any more, and one that `is_dropped` does not pass. `cost`
     reads the cost that the policy names. `background` is there where the request's answer does not end with it.
@@ -99,7 +84,9 @@ class Answer(msgspec.Struct, eq=False):
     _client: ClientChannel
     _call: EngineCall
     _app_call: AppCall
-    _hooks: AnswerHooks
+    _at_head: Callable[[Message], Message]
+    _at_first_byte: Callable[[int | None], None]
+    _at_end: Callable[[Outcome, str | None], None]
     size: LeaseSize | None = None
     cost: CostReader | None = None
     background: BackgroundRequest | None = None
@@ -138,8 +125,11 @@ class Answer(msgspec.Struct, eq=False):
         """The request is over, or the attempt: no more of it is read."""
         self.is_over, self.streams = True, False
 
-    def used(self, request: SizedRequest, ratios: OutputRatios, *, is_failure: bool) -> Used:
-        """What it cost, after its end, which ends the growth of its lease. `is_failure`: the engine gave no answer."""
+    def used(self, request: SizedRequest, ratios: OutputRatios, *, is_failure: bool) -> tuple[int, int | None]:
+        """The tokens that it cost, and those that its tenant is charged for: None for the estimate.
+
+        Call it after its end: the growth of its lease ends. `is_failure`: the engine gave no answer.
+        """
         usage = self.usage
         if self.cost is not None:
             self.cost.tell(usage)
@@ -147,18 +137,18 @@ class Answer(msgspec.Struct, eq=False):
         tokens = 0 if is_failure else usage.used_tokens(request.prompt_tokens)
         if self.size is not None:
             self.size.ended(tokens)
-        return Used(tokens, tokens if is_failure or usage.is_known(self.status) else None)
+        return tokens, tokens if is_failure or usage.is_known(self.status) else None
 
     def _begun(self, message: Message) -> Message:
         self.status = message["status"]
-        return self._hooks.head(message)
+        return self._at_head(message)
 
     def _read(self, body: bytes) -> None:
         if self.is_over:  # what comes after a disconnect's grace: no one gets it
             return
         if not self.usage.has_begun:
             self.usage.has_begun = True
-            self._hooks.first_byte(self.status)
+            self._at_first_byte(self.status)
         self._read_chunk(body)
         if self.background is not None:
             self.background.feed(body)
@@ -195,7 +185,7 @@ class Answer(msgspec.Struct, eq=False):
     def _end(self, outcome: Outcome) -> None:
         """The answer is complete. It may be the proxy's, because the engine failed."""
         error = None if self._call.error is None else self._call.engine_error()
-        self._hooks.ended(outcome if error is None else Outcome.FAILED, None if error is None else error.code)
+        self._at_end(outcome if error is None else Outcome.FAILED, None if error is None else error.code)
 
 
 async def _nothing() -> None:

@@ -196,7 +196,8 @@ class RequestIntake(msgspec.Struct, eq=False):
     """The intake of one request. Call `check_head` first, then `feed` every message; each raises a refusal.
 
     `tenant` is the request's tenant, None until its key is known; `classification` is there once its body is read.
-    `trace` gets what the classification is made from, just before, for who explains it.
+    `trace` gets what the classification is made from, just before, for who explains it. `is_whole`: the end of the body
+    has come, wherever it was refused.
     """
 
     _snapshot: PolicySnapshot
@@ -209,6 +210,7 @@ class RequestIntake(msgspec.Struct, eq=False):
     _packed: PackedBody | None = None
     _chunks: list[bytes] = []
     _size: int = 0
+    is_whole: bool = False
     trace: Callable[[Asked, Tenant], None] | None = None
 
     def check_head(self, pairs: Headers, scope: Scope) -> None:
@@ -241,11 +243,12 @@ class RequestIntake(msgspec.Struct, eq=False):
         if now_us - self._received_us > policy.body_timeout_s * 1e6:
             raise self._too_late()
         body, packed = message.get("body", b""), self._packed
+        self.is_whole = not message.get("more_body", False)
         if packed is not None:
-            body = packed.feed(body, is_last=not message.get("more_body", False))
+            body = packed.feed(body, is_last=self.is_whole)
         if self._size + len(body) > policy.max_body_bytes:
             raise self._too_large()
-        if message.get("more_body", False):
+        if not self.is_whole:
             self._chunks.append(body)
             self._size += len(body)
             return None

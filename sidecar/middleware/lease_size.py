@@ -102,7 +102,7 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
             output, source, samples, quantile = self.most_output, "maximum", 0, 0.0
         else:
             output = estimate.tokens if self.bound is None else min(estimate.tokens, self.bound)
-            source, samples, quantile = estimate.source.value, estimate.samples, self.quantile
+            source, samples, quantile = estimate.source._value_, estimate.samples, self.quantile
         return Expectation(
             output_tokens=output,
             sequences=self.sequences,

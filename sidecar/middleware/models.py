@@ -245,6 +245,10 @@ class ModelsObserver:
         """See `Observer`."""
         return self._own.listens()
 
+    def follows(self) -> bool:
+        """See `Observer`."""
+        return True
+
     def received(self, event: Received) -> Observation | None:
         """See `Observer`."""
         return _ModelObservation(event, self._own, self._observer_of)

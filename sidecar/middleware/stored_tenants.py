@@ -214,7 +214,8 @@ class StoredTenantsRegistry:
                 await self.synchronize()
             except StoreError as error:
                 if self._problem is None:
-                    _log.warning("tenants in the store: %s", error, extra={"event": "tenants_unread"})
+                    message = "changes of the tenants in the store are not read: %s"
+                    _log.warning(message, error, extra={"event": "tenants_unread"})
                 self._problem = str(error)
             except Exception as defect:  # the tenants that are known stay in force
                 if self._problem is None:

@@ -304,7 +304,8 @@ class TenantUsage:
             await work()
         except StoreError as silent:
             if self._problem is None:
-                _log.warning("use of tenants: %s", silent, extra={"event": "usage_kept"})
+                message = "the tenants' use is counted here, and cannot be added to the store: %s"
+                _log.warning(message, silent, extra={"event": "usage_kept"})
             self._failed(str(silent))
         except Exception as defect:  # counting goes on
             if self._problem is None:

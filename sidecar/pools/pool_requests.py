@@ -54,11 +54,11 @@ class PoolRequests:
 
     def entered(self, lease: Lease, held: Held, now_us: int) -> Grant:
         """A request that is held as it comes, while none waits."""
-        lease.held = held
+        lease.held, level = held, lease.tier
         self._waits.entered(lease, now_us)
         self._all[lease.id] = lease
-        self.places.drain_rates[lease.tier].admitted(now_us)
-        return Grant(now_us, 0, 0, None, NONE_AHEAD, lease.tier)
+        self.places.drain_rates[level].admitted(now_us)
+        return Grant(now_us, 0, 0, None, NONE_AHEAD, level)
 
     def begins_to_wait(self, lease: Lease) -> None:
         """It takes a place in its tier's queue."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -89,11 +89,10 @@ class Returnable:
         """One that has ended, is kept or is taken back."""
         self._of.get((lease.engine, lease.ticket.tier), {}).pop(lease.ticket.id, None)
 
-    def after(self, tier: int, engine: str) -> Iterator[Lease]:
-        """Those of less important tiers on one engine: the least important first, of a tier the last that entered."""
-        levels = [level for name, level in self._of if name == engine and level > tier]
-        for level in sorted(levels, reverse=True):
-            yield from reversed(self._of[engine, level].values())
+    def on(self, engine: str, levels: Iterable[int]) -> Iterator[Lease]:
+        """Those of these tiers on one engine, of a tier the last that entered first."""
+        for level in levels:
+            yield from reversed(self._of.get((engine, level), {}).values())
 
 
 def leases_to_take_back(
@@ -101,11 +100,21 @@ def leases_to_take_back(
 ) -> list[Lease]:
     """The leases whose room is enough, on the first engine that has such; empty where none has."""
     scheduler.look(now_us)
+    levels = list(_levels_that_give(scheduler, found, gone))
     for engine in found.engines:
         search = _Search(scheduler, found, engine, now_us, gone)
-        if (chosen := search.leases(leases.after(found.served.tier, engine))) is not None:
+        if (chosen := search.leases(leases.on(engine, levels))) is not None:
             return chosen
     return []
+
+
+def _levels_that_give(scheduler: Scheduler, found: Shortage, gone: Gone) -> Iterator[int]:
+    """The less important tiers that may be above their floors, the least important first."""
+    tiers = scheduler.rules.tiers
+    for level in range(len(tiers) - 1, found.served.tier, -1):
+        may_give = tiers[level].preemptible and level not in found.closed  # else the room would go back to one of it
+        if may_give and not scheduler.would_be_below_floor(level, NOTHING, gone):
+            yield level
 
 
 class _Search:
@@ -179,23 +188,15 @@ class _Search:
         return needed[::-1]
 
     def _may_take(self, lease: Lease) -> bool:
-        """Its tier keeps its floor without those that were taken before it; and its room would not go back to it."""
+        """It may end; its tier keeps its floor without those taken before it; its room would not go back to it."""
         scheduler, ticket = self._scheduler, lease.ticket
-        if not self._may_end(lease):
+        stays = lease.is_kept or lease.is_chosen or ticket.is_in_floor
+        if stays or lease.returns >= scheduler.rules.max_preemptions or not scheduler.could_come_back(ticket):
             return False
         taken = plus(self._taken_of.get(ticket.tier, NOTHING), lease.amount)
         if scheduler.would_be_below_floor(ticket.tier, taken, self._gone):
             return False
         return scheduler.place(ticket, OTHER) >= self._found.place
-
-    def _may_end(self, lease: Lease) -> bool:
-        ticket, rules = lease.ticket, self._scheduler.rules
-        if ticket.tier <= self._found.served.tier or not rules.tiers[ticket.tier].preemptible:
-            return False
-        if lease.is_kept or lease.is_chosen or ticket.is_in_floor or lease.returns >= rules.max_preemptions:
-            return False
-        # Otherwise its room would go back to one of its tier.
-        return self._scheduler.could_come_back(ticket) and ticket.tier not in self._found.closed
 
 
 Room: TypeAlias = tuple[int, int, int, int]

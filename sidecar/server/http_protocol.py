@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -47,8 +47,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_in_head = True
-        self._has_host = False
-        self._head_bytes = 0
         self._framing_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._has_refused = False
@@ -86,22 +84,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head, self._has_host, self._head_bytes = True, False, 0
+        self._is_in_head = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_in_head:
-            return
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > MOST_HEAD_BYTES:
-            raise _too_large()
-        name = name.lower()
-        if name in _LOOKED_AT:
-            self._look_at(name, value)
-        self.headers.append((name, value))
+        if self._is_in_head:
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        if not self._has_host and self.parser.get_http_version() >= _NEEDS_HOST:
-            raise InvalidHttp(_NO_HOST)
+        self._check_head()
         self._end_head()
         before = self.cycle
         super().on_headers_complete()
@@ -128,16 +118,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         for cycle in self._unfinished():
             cycle.send_500_response = partial(_send_instead, cycle, error)  # type: ignore[method-assign]  # see above
 
-    def _look_at(self, name: bytes, value: bytes) -> None:
-        """Raises InvalidHttp for what RFC 9112 forbids and the parser accepts (sections 3.2 and 6.1)."""
-        if name == b"expect":
-            self.expect_100_continue = self.expect_100_continue or value.lower() == b"100-continue"
-            return
-        is_unknown_coding = name == b"transfer-encoding" and value.strip().lower() != b"chunked"
-        is_second_host = name == b"host" and self._has_host
-        if not name or is_unknown_coding or is_second_host:
+    def _check_head(self) -> None:
+        """Raises HeadTooLarge, and InvalidHttp for what RFC 9112 forbids and the parser accepts (sections 3.2, 6.1)."""
+        names, values = zip(*self.headers, strict=True) if self.headers else ((), ())
+        if sum(map(len, names)) + sum(map(len, values)) > MOST_HEAD_BYTES:
+            raise _too_large()
+        hosts = names.count(b"host")
+        if b"" in names or hosts > 1 or self._values(names, b"transfer-encoding") - {b"chunked"}:
             raise InvalidHttp(_NO_HTTP)
-        self._has_host |= name == b"host"
+        if not hosts and self.parser.get_http_version() >= _NEEDS_HOST:
+            raise InvalidHttp(_NO_HOST)
+        self.expect_100_continue = b"100-continue" in self._values(names, b"expect")
+
+    def _values(self, names: Sequence[bytes], wanted: bytes) -> set[bytes]:
+        """What the head says by one name, in lower case."""
+        if wanted not in names:
+            return set()
+        return {value.strip().lower() for name, value in self.headers if name == wanted}
 
     def _feed(self, data: bytes) -> None:
         while True:  # once more for each offer to upgrade
@@ -192,7 +189,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._head_timer = None
 
 
-_LOOKED_AT = frozenset((b"", b"expect", b"host", b"transfer-encoding"))
 _NEEDS_HOST = _HAS_CHUNKS = "1.1"
 _NO_HTTP = "this is not an HTTP/1.1 request, or its parts contradict each other; send it as RFC 9112 has it"
 _NO_HOST = "this HTTP/1.1 request has no `Host` header; name the server in it, as RFC 9112 has it"

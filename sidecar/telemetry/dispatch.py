@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from opentelemetry.trace import Span
 
 from sidecar.events import Event, Headers, Observation, Received
+from sidecar.telemetry.failures import FirstFailure
 from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.providers import has_no_meter_provider, none_is_set
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord
@@ -23,6 +24,7 @@ from sidecar.telemetry.spans.request_spans import RequestSpans
 from sidecar.telemetry.spans.tracer import RequestTracer, trace_ids
 
 logger = logging.getLogger(__name__)
+_FAILED = "telemetry failed; requests go on"
 
 Item = TypeVar("Item")
 
@@ -42,7 +44,7 @@ Handlers = Mapping[type, Sequence[Callable[[RequestRecord, Any], None]]]
 class EventDispatcher:
     """Makes the `Observation` of every request. One per process; use it from one event loop at a time.
 
-    With a `failure_log`, and as long as the process has no SDK, that alone is told of a request.
+    With a `failure_log`, and as long as the process has no SDK, that alone is told of a request: of its failure.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class EventDispatcher:
         self.tracer = tracer
         self.listeners = tuple(listeners)
         self.failure_log = failure_log
-        self._is_reported = False
+        self.report = FirstFailure(logger, _FAILED)
         self._handlers = _handlers_of(self.listeners)
         self._handlers_of_failures = {} if failure_log is None else _handlers_of([failure_log])
 
@@ -59,33 +61,28 @@ class EventDispatcher:
         """Whether anything looks at requests."""
         return self.failure_log is not None or bool(self.listeners) or self.tracer.is_active()
 
+    def follows(self) -> bool:
+        """Whether more than a failure is told of a request: at the level DEBUG, the log has each."""
+        log = self.failure_log
+        return log is None or log.writes(log.success_level) or self.tracer.is_active() or not self._has_no_metrics()
+
     def received(self, event: Received) -> Observation | None:
         """Begins a request."""
-        admission = self.tracer.begin(event)
+        admission, handlers = self.tracer.begin(event), self._handlers
         if admission is None:
-            return self._untraced(event)
-        record = RequestRecord.of(event, trace_ids(admission))
+            if self.failure_log is not None and self._has_no_metrics():
+                handlers = self._handlers_of_failures
+            if not handlers:
+                return None
+        # Without a trace of ours the request is found by the client's own.
+        record = RequestRecord.of(event, client_trace(event) if admission is None else trace_ids(admission))
         spans = self.tracer.spans(record, admission)
-        observation = RequestObservation(self, self._handlers, event, record, admission=admission, spans=spans)
+        observation = RequestObservation(self, handlers, event, record, admission=admission, spans=spans)
         observation.tell(event)
         return observation
 
-    def _untraced(self, event: Received) -> Observation | None:
-        handlers = self._handlers
-        if self.failure_log is not None and (none_is_set() or has_no_meter_provider()):
-            handlers = self._handlers_of_failures
-        if not handlers:
-            return None
-        # The request is found by the client's own trace.
-        observation = RequestObservation(self, handlers, event, RequestRecord.of(event, client_trace(event)))
-        observation.tell(event)
-        return observation
-
-    def report(self) -> None:
-        """Log the exception being handled, the first time only: a defect must not write a line a request."""
-        if not self._is_reported:
-            self._is_reported = True
-            logger.exception("telemetry failed; requests go on without, and further failures are not logged")
+    def _has_no_metrics(self) -> bool:
+        return none_is_set() or has_no_meter_provider()
 
 
 def _handlers_of(listeners: Sequence[Listener]) -> Handlers:
@@ -108,8 +105,8 @@ class RequestObservation:
         received: Received,
         record: RequestRecord,
         *,
-        admission: OpenSpan | None = None,
-        spans: RequestSpans | None = None,
+        admission: OpenSpan | None,
+        spans: RequestSpans | None,
     ) -> None:
         self._dispatcher = dispatcher
         self._handlers = handlers
@@ -148,7 +145,8 @@ class RequestObservation:
         self.record.add(event)
         if self.spans is not None:  # before the journal has the request: it is asked who went ahead of it
             self.spans.note(event)
-        self.tell(event)
+        if type(event) in self._handlers:
+            self.tell(event)
 
     def tell(self, event: Event | Received) -> None:
         """Tells the listeners."""
@@ -169,7 +167,7 @@ class Fanout(Generic[Item]):
 
     def __init__(self, targets: Sequence[Callable[[Item], None]]) -> None:
         self._targets = tuple(targets)
-        self._is_reported = False
+        self._report = FirstFailure(logger, _FAILED)
 
     def __call__(self, item: Item) -> None:
         """Calls each."""
@@ -177,6 +175,4 @@ class Fanout(Generic[Item]):
             try:
                 target(item)
             except Exception:  # noqa: PERF203  the others are called all the same
-                if not self._is_reported:
-                    self._is_reported = True
-                    logger.exception("telemetry failed; requests go on without, and further failures are not logged")
+                self._report()

@@ -156,7 +156,7 @@ def test_a_port_that_is_another_programs_is_said_to_be_none_of_ours() -> None:
         for command, said in (
             ("top", "answers, but has no /overview (404): is it the admin port?"),
             ("observed", "answers, but has no /observed (404): is it the admin port?"),
-            ("explain --request 1", "answered 404, but not as a sidecar's admin port does"),
+            ("explain --request 1", "answers, but has no /requests/1 (404): is it the admin port?"),
         ):
             ended = ran(*command.split(), "--admin", f"http://127.0.0.1:{server.server_port}")
             assert (ended.returncode, said in ended.stderr, ended.stderr.count("\n")) == (1, True, 1), ended.stderr

@@ -159,8 +159,8 @@ def test_no_bytes_do_more_than_be_refused(body: bytes, coding: str, size: int, b
         unpacked(coding, (GZIPPED if coding == "gzip" else ZSTD)[: 40 if begins_well else 0] + body, size=size)
 
 
-async def test_a_body_that_comes_in_chunks_is_bounded_and_the_connection_closed() -> None:
-    async with guarding(App()) as guarded:
+async def test_a_body_that_is_too_large_unpacked_is_refused_and_nothing_more_is_waited_for() -> None:
+    async with guarding(App(), policy(body_timeout="60s")) as guarded:  # longer than a test asks
         refused = await guarded.ask(gzip.compress(os.urandom(1000) + bytes(100_000)), "content-encoding: gzip")
         assert refused.is_error(413, "body_too_large", "unpacks to more than the 65536 bytes")
         assert guarded.recorder.ends == ["body_too_large"]

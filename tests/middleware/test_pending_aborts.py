@@ -202,13 +202,13 @@ async def test_whatever_waits_goes_in_when_the_latency_is_over() -> None:
         assert time.monotonic() - hung_up_s >= 0.45
 
 
-async def test_a_thousand_disconnects_make_no_task_and_one_timer() -> None:
-    async with proxied(policy={"requests": "1000"}) as found:
+async def test_many_disconnects_make_no_task_and_one_timer() -> None:
+    async with proxied(policy={"requests": "100"}) as found:
         await found.hang_up()
         tasks = len(asyncio.all_tasks())
-        for _ in range(100):
+        for _ in range(30):
             await found.hang_up()
-        assert found.held == 101
+        assert found.held == 31
         assert tasks_of_ours() == []
         assert len(asyncio.all_tasks()) <= tasks + 5  # those of the two servers
 

@@ -26,6 +26,7 @@ POLICY = f"""\
 engine: none
 capacity: {{tokens: 10k, requests: 1}}
 background: hold
+abort_latency: 10ms
 tiers:
   critical: {{preempt_after: 50ms}}
   batch: {{preemptible: true}}

@@ -217,7 +217,8 @@ async def proxied(raw: RawEngine, http: Any, more: str = "", **settings: str) ->
     async with guarding(proxy, policy(more, **settings), http=http, lifespan="off") as guarded:
         who = key("nightly") if settings.get("max_requests") else key("acme")
         answer = await guarded.ask(chat(stream=True, max_tokens=1000), who)
-        await guarded.until(leases=0, stories=1)
+        await guarded.until(stories=1)
+        await guarded.nothing_left()
         end = guarded.recorder.stories[0].end
     await proxy.close()
     assert isinstance(end, Settled)

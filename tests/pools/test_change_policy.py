@@ -24,7 +24,7 @@ from tests.pools.load import beat, recovered, replicas, until
 from tests.pools.test_engine_capacity import Engine, following, sized
 from tests.pools.test_engine_capacity import policy_of as sized_by_engine
 from tests.support.redis_servers import RedisServer
-from tests.support.shared_pools import begun_store
+from tests.support.shared_pools import begun, begun_store
 
 pytestmark = pytest.mark.anyio
 
@@ -233,6 +233,7 @@ def stored(server: RedisServer, name: str) -> int:
 async def test_of_replicas_with_different_figures_the_latest_stated_count_and_no_one_states_them_again(
     redis_server: RedisServer, order: tuple[int, int]
 ) -> None:
+    begun(redis_server, f"figures-{order}")
     async with replicas(simple(tokens=100), [redis_server.url] * 2, name=f"figures-{order}") as pools:
         policies = [simple(tokens=50, promote_after_s=5), simple(tokens=70, promote_after_s=7)]
         for which in order:

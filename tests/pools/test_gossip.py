@@ -20,6 +20,7 @@ from tests.pools.harness import Harness, ask, simple
 from tests.pools.load import beat, heard_of_each_other
 from tests.pools.load import replica as pool_at
 from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.shared_pools import begun
 
 pytestmark = pytest.mark.anyio
 _names = itertools.count(1)
@@ -98,7 +99,7 @@ def replica_at(url: str, name: str) -> Pool:
 
 async def test_a_silent_replica_is_left_out_and_nothing_stays(store: RedisServer) -> None:
     name = f"silent-{next(_names)}"
-    pool, key = replica(store, name), f"{ledger_key(name)}:reports"
+    pool, key = replica(begun(store, name), name), f"{ledger_key(name)}:reports"
     await pool.open()
     await until(lambda: pool.status.state is StoreState.SHARED, 60)
     await pool.share(b"own", joined)
@@ -115,7 +116,7 @@ async def test_a_silent_replica_is_left_out_and_nothing_stays(store: RedisServer
 
 
 async def test_a_lost_store_is_said_and_admission_goes_on(spare: RedisServer) -> None:
-    pool, other = replica(spare, "lost"), replica(spare, "lost")
+    pool, other = replica(begun(spare, "lost"), "lost"), replica(spare, "lost")
     with pytest.raises(StoreError, match="no attempt has ended yet"):
         await pool.share(b"own", joined)
     await pool.open()
@@ -143,7 +144,7 @@ async def test_a_lost_store_is_said_and_admission_goes_on(spare: RedisServer) ->
 async def test_a_store_that_hangs_while_a_report_is_on_its_way_loses_no_admission(store: RedisServer) -> None:
     """The report has a connection of its own: what waits there, waits there."""
     name = f"hangs-{next(_names)}"
-    pool = replica(store, name)
+    pool = replica(begun(store, name), name)
     await pool.open()
     await until(lambda: pool.status.state is StoreState.SHARED, 60)
     await pool.share(b"own", joined)
@@ -168,6 +169,7 @@ LEASE_S = 4.0
 @asynccontextmanager
 async def opened(store: RedisServer, count: int) -> AsyncIterator[list[Pool]]:
     name = f"many-{next(_names)}"
+    begun(store, name)
     pools = [replica(store, name) for _ in range(count)]
     try:
         await asyncio.gather(*(pool.open() for pool in pools))

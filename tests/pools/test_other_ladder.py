@@ -16,6 +16,7 @@ from sidecar.pools import Pool
 from tests.pools.harness import ask, simple
 from tests.pools.load import Load, nothing_left, replica, replicas, until
 from tests.support.redis_servers import RedisServer
+from tests.support.shared_pools import begun
 
 pytestmark = pytest.mark.anyio
 CAPACITY = 10
@@ -48,6 +49,7 @@ async def test_the_newcomer_is_refused_and_says_what_differs(
     redis_server: RedisServer, on_loss: StoreLoss, caplog: pytest.LogCaptureFixture
 ) -> None:
     await do(redis_server, "FLUSHALL")
+    begun(redis_server, "faults")
     async with replicas(simple(tokens=CAPACITY), [redis_server.url] * 2, on_loss=on_loss) as pools:
         load = Load(pools, tokens=1)
         async with load.going_on(30):
@@ -71,6 +73,7 @@ async def test_the_newcomer_is_refused_and_says_what_differs(
 @pytest.mark.long
 async def test_the_newcomer_is_refused_also_when_the_store_loses_everything(redis_server: RedisServer) -> None:
     await do(redis_server, "FLUSHALL")
+    begun(redis_server, "faults")
     async with replicas(simple(tokens=CAPACITY), [redis_server.url] * 2) as pools:
         running = [await pool.enter(ask(tokens=5)) for pool in pools]
         async with newcomer(redis_server) as pool:
@@ -117,6 +120,7 @@ async def test_taking_over_is_on_purpose_and_those_that_had_the_pool_admit_nothi
 ) -> None:
     """What they run, runs on; requests that wait there or come now are refused: the engine is the others' now."""
     await do(redis_server, "FLUSHALL")
+    begun(redis_server, "faults")
     async with replicas(simple(tokens=CAPACITY), [redis_server.url], on_loss=on_loss) as (old,):
         running, waiting = await old.enter(ask(tokens=CAPACITY)), await old.enter(ask(tokens=CAPACITY))
         waits = waiting.wait()

@@ -22,7 +22,8 @@ from sidecar.pools.redis.connection import Reach, SideConnection
 from sidecar.pools.redis.script import Script
 from tests.pools.harness import ask, simple
 from tests.pools.load import nothing_left, recovered, replicas, until
-from tests.support.redis_servers import RedisServer, ReplyError, first_binary
+from tests.support.redis_servers import RedisServer, ReplyError
+from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], "asyncio.Future[None]"]
@@ -181,7 +182,7 @@ async def test_while_the_store_is_lost_nothing_else_connects_to_it() -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(first_binary(), tmp_path) as started:
+    with begun_store(tmp_path, "faults") as started:
         yield started
 
 

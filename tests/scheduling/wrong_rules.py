@@ -84,7 +84,7 @@ def _takes_what_comes_back_first(search: _Search, pool: Scheduler, found: Any, *
     search_init(search, pool, replace(found, closed=frozenset(), place=(-1, 0, 0, (0, "", 0))), *others)
 
 
-def _takes_of_every_tier(_: _Search, lease: Lease) -> bool:
+def _takes_what_has_to_stay(_: _Search, lease: Lease) -> bool:
     return not (lease.is_kept or lease.is_chosen)
 
 
@@ -150,7 +150,8 @@ PATCHES: dict[str, Patch] = {
     "ignores caps": (Engine, "set_cap", always(None)),
     "forgets who is gone": (Scheduler, "look", _forgets_who_is_gone),
     # rule 7
-    "takes from every tier": (_Search, "_may_take", _takes_of_every_tier),
+    "takes from every tier": (preemption, "_levels_that_give", lambda pool, *_: range(len(pool.tiers))),
+    "takes what has to stay": (_Search, "_may_take", _takes_what_has_to_stay),
     "takes floors": (Scheduler, "would_be_below_floor", always(False)),
     "takes what could not come back": (Scheduler, "could_come_back", always(True)),
     "takes more than it needs": (_Search, "_needed", lambda search, taken, lacking: taken),

@@ -42,19 +42,24 @@ end
 -- Where the ticket is to be served, with those that come before it there: the one that it wants first, then others that it would
 -- enter. One of the first `last` in order that holds its place for an engine keeps it from others.
 local function slots_for(found, order, last)
-  local before, holding, is_kept, slots = {}, nil, false, {}
+  local before, holding, slots = {}, {}, {}
+  local function is_held_elsewhere(slot)
+    for other in pairs(holding) do
+      if other ~= slot then return true end
+    end
+  end
   for i = 1, last do
     local other, slot = order[i].ticket, wanted(order[i].ticket) or 0
     local does_fit = fits(other, NOBODY)
     if does_fit or holds(other, order[i].class) then
       before[slot] = before[slot] or {}
       table.insert(before[slot], other)
-      if not does_fit then is_kept, holding = is_kept or (holding and holding ~= slot), holding or slot end
+      if not does_fit then holding[slot] = true end
     end
   end
   found.engines, found.before = {}, {}
   for i, slot in ipairs(would_enter(found.served, found.place.class)) do
-    if i == 1 or (not is_kept and (not holding or holding == slot)) then
+    if i == 1 or not is_held_elsewhere(slot) then
       slots[#slots + 1] = slot
       found.engines[#slots], found.before[#slots] = config.engines[slot][E_ID], before[slot] or {}
     end
@@ -65,7 +70,7 @@ end
 local function shortage()
   if not may_preempt() then return nil end
   look()
-  local gone, order, others = taken_back(), candidates()
+  local gone, order, others = taken_back(), candidates(false, true)
   for _, place in ipairs(others) do order[#order + 1] = place end
   table.sort(order, is_place_before)
   local at, place, ticket = 0, nil, nil
