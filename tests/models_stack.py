@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import subprocess
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +17,7 @@ from tests.support.commands import address, command
 from tests.support.in_process import emulated_engine
 from tests.support.late import openai
 from tests.support.ports import free_ports
+from tests.support.waiting import until
 
 KEY, LIMITED = "sk-alpha", "sk-limited"
 LLAMA, QWEN, LORA = "meta/llama-70b", "qwen-7b", "my-lora"
@@ -113,14 +112,6 @@ class ModelsStack:
     def policy(self) -> str:
         """The policy as it stands."""
         return (self.folder / "policy.yaml").read_text()
-
-
-async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
-    """Waits for it."""
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s, condition
-        await asyncio.sleep(0.02)
 
 
 def write_models_policy(folder: Path, ports: dict[str, int], mode: str = "enforce") -> Path:

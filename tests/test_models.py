@@ -15,9 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.models_stack import KEY, LIMITED, LLAMA, LORA, QWEN, ModelsStack, models_stack, until
+from tests.models_stack import KEY, LIMITED, LLAMA, LORA, QWEN, ModelsStack, models_stack
 from tests.support.late import anthropic, openai
 from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 HELLO: Any = [{"role": "user", "content": "Hello"}]

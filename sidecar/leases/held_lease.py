@@ -184,8 +184,8 @@ class HeldLease:
         try:
             grant = await granted()
         except TurnEnded as end:
-            if end.cause is Cause.GIVEN_UP and end.wait is not None and self._controller.is_passing:
-                self._lease, grant = None, end.wait
+            if end.cause is Cause.GIVEN_UP and self._controller.is_passing:
+                self._lease, grant = None, end.wait or Grant(self._now_us(), 0, 0, None, {}, self._level)
             else:
                 error = refusal_of(self._controller, self._policy, end, level=self._level)
                 self._refused(error, end.wait)

@@ -162,7 +162,7 @@ class RequestHandler:
                 self._timed_out = True
                 self._settle(Outcome.FAILED, self._overdue.code)
                 self._cancel()
-        elif disconnected_us is None:
+        elif disconnected_us is None and not self._call.is_handed_back:
             self._client.watch()
             self._check_upload(now_us, policy.body_timeout_s)
             self._check_engine(now_us)
@@ -186,7 +186,7 @@ class RequestHandler:
         """Breaks off an attempt that the engine takes too long for. It is never repeated: the engine may work on it."""
         attempt, grant, answer, call = self._attempt, self._lease.grant, self._answer, self._call
         is_preempted = attempt is not None and attempt.is_lost
-        if answer is None or self._overdue or is_preempted or call.is_handed_back or not call.may_run:
+        if answer is None or self._overdue or is_preempted or not call.may_run:
             return
         if self._engine_time is None:
             timeouts = self._snapshot.policy.tiers[self._request.classification.level].timeouts
@@ -246,7 +246,8 @@ class RequestHandler:
         wait = end.wait if isinstance(end, TurnEnded) else None
         if isinstance(end, ClientDisconnected) or (isinstance(end, TurnEnded) and end.cause is Cause.DISCONNECTED):
             self._reporter.disconnected(wait)
-        elif controller.is_passing and self._is_read:  # it was read, and goes to the app as it came
+        elif controller.is_passing and self._is_read and not isinstance(end, EngineUnreachable):
+            # It was read, and goes to the app as it came; not an upload that has passed in part.
             self._reporter.let_pass(wait)
             self._body = None if self._upload else self._request.body
             receive = self._client.receive if self._upload else self._receive_for_app
@@ -307,7 +308,6 @@ class RequestHandler:
 
     def _forward(self, grant: Grant) -> tuple[Scope, Receive, Send]:
         """The request as the engine should see it, for the app. It is settled when its response is sent."""
-        self.stage = Stage.RUNNING
         controller, request, snapshot, lease = self._controller, self._request, self._snapshot, self._lease
         priority = snapshot.priorities[grant.level]
         forward = controller.dialect.forward(self._endpoint.api, priority)
@@ -315,6 +315,7 @@ class RequestHandler:
         granted = granted_of(grant, request, snapshot.policy, priority, self._request_id)
         self._app_call = AppCall(granted, self._reporter.app_trace())
         answer = self._answer = self._new_answer(grant)
+        self.stage = Stage.RUNNING  # not before: a request that runs is settled by its answer
         receive: Receive = self._receive_for_app
         send: Send = answer.send
         if lease.on_preempt is not None:
@@ -346,9 +347,10 @@ class RequestHandler:
         is_dropped = self._overdue is not None or (self._attempt is not None and self._attempt.is_lost)
         if is_dropped or (self._route is not None and self._route.failed(error)):
             return False
-        self._settle(Outcome.FAILED, type(error).__name__)
-        if self._client.keepalive is not None:
-            await self._client.keepalive.break_off()
+        if self.stage is Stage.RUNNING:  # else the answer was complete, or no one gets it
+            self._settle(Outcome.FAILED, type(error).__name__)
+            if self._client.keepalive is not None:
+                await self._client.keepalive.break_off()
         return True
 
     async def _waits_again(self) -> bool:
@@ -465,6 +467,10 @@ class RequestHandler:
         """Releases the room, and queues the request at its original place."""
         is_handed_back, grant = self._call.is_handed_back, self._lease.grant
         assert grant is not None
+        if self._answer is not None and self._answer.size is not None:
+            self._answer.size.ended()
+        if self._gain is not None:
+            self._gain.taken_back()
         if self._upload is not None and not self._upload.rewind():
             self._lease.settle(0, is_counted=False)
             raise EngineUnreachable(
@@ -472,10 +478,6 @@ class RequestHandler:
                 "it once more",
                 retry_after_s=1,
             )
-        if self._answer is not None and self._answer.size is not None:
-            self._answer.size.ended()
-        if self._gain is not None:
-            self._gain.taken_back()
         self._preempted_us = self._attempt = self._answer = self._engine_time = None
         route = self._route
         self._call = EngineCall(self._controller.engine_watch) if route is None else route.call()
@@ -536,13 +538,8 @@ class RequestHandler:
     def _release(self, outcome: Outcome, error: str | None) -> None:
         """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
         self.stage = Stage.OVER
-        controller, request, lease, call, answer = (
-            self._controller,
-            self._request,
-            self._lease,
-            self._call,
-            self._answer,
-        )
+        controller, request, lease = self._controller, self._request, self._lease
+        call, answer = self._call, self._answer
         assert answer is not None
         usage, status = answer.usage, answer.status
         failure = None if call.error is None else call.engine_error()

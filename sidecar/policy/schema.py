@@ -64,7 +64,9 @@ class GainBody(FileModel):
 class QueueBody(FileModel):
     """How much may wait."""
 
-    max_requests: of.Count | None = key(None, "Requests that may wait; one more is refused. Default: no bound.", "10k")
+    max_requests: of.Count | None = key(
+        None, "Requests that may wait in each process; one more is refused. Default: no bound.", "10k"
+    )
     max_wait: of.Duration | None = key(
         None, "The longest a request waits before it is refused. Default: no bound.", "30m"
     )

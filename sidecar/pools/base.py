@@ -270,7 +270,10 @@ class Lease(msgspec.Struct, eq=False):
             self._owner.charge_tenant(self, tokens)
 
     def keep(self) -> None:
-        """The first byte is sent: the lease is never preempted from now on. Nothing changes where it is not held."""
+        """The lease is not preempted from now on, until it waits again: most often the first byte is sent.
+
+        Nothing changes where it is not held.
+        """
         if self.grant is not None and not self.is_over and not self._is_kept:
             self._is_kept, self._is_chosen = True, False
             self._owner.keep(self)
@@ -298,9 +301,9 @@ class Lease(msgspec.Struct, eq=False):
         """Gives the room back and waits again, by the original arrival: no engine has taken the request.
 
         The engines named `barred` do not get it any more. Its tenant is not charged again. Allowed while the lease is
-        held and was not kept; otherwise it raises RuntimeError. The wait may end as after `requeue`.
+        held, also where it was kept; otherwise it raises RuntimeError. The wait may end as after `requeue`.
         """
-        if self.grant is None or self.is_over or self._is_kept:
+        if self.grant is None or self.is_over:
             raise RuntimeError("a lease is handed back while it is held, and before its first byte")
         if barred:
             self.ask = msgspec.structs.replace(self.ask, barred=(*self.ask.barred, *barred))
@@ -357,11 +360,12 @@ class Lease(msgspec.Struct, eq=False):
         self.is_over = True
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(error)
+            self._answered.exception()  # asyncio logs an error that no one reads, and the caller may have gone
             return
         self._error = error
         if self._future is not None and not self._future.done():
             self._future.set_exception(error)
-            self._future.exception()  # asyncio logs an error that no one reads, and the caller may have gone
+            self._future.exception()  # as above
 
     def chosen(self) -> None:
         """The lease is to give its room back, if it is held.
@@ -375,7 +379,7 @@ class Lease(msgspec.Struct, eq=False):
     def waits_again(self) -> None:
         """The lease gave its room back."""
         self.held = self.grant = self._future = None
-        self._is_chosen = False
+        self._is_chosen = self._is_kept = False
 
     def _preempt(self) -> None:
         if not self._is_chosen or self.is_over:

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from opentelemetry.trace import Span
 
 from sidecar.events import Event, Headers, Observation, Received
+from sidecar.telemetry.failures import FirstFailure
 from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.providers import has_no_meter_provider, none_is_set
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord
@@ -23,6 +24,7 @@ from sidecar.telemetry.spans.request_spans import RequestSpans
 from sidecar.telemetry.spans.tracer import RequestTracer, trace_ids
 
 logger = logging.getLogger(__name__)
+_FAILED = "telemetry failed; requests go on"
 
 Item = TypeVar("Item")
 
@@ -51,7 +53,7 @@ class EventDispatcher:
         self.tracer = tracer
         self.listeners = tuple(listeners)
         self.failure_log = failure_log
-        self._is_reported = False
+        self.report = FirstFailure(logger, _FAILED)
         self._handlers = _handlers_of(self.listeners)
         self._handlers_of_failures = {} if failure_log is None else _handlers_of([failure_log])
 
@@ -78,12 +80,6 @@ class EventDispatcher:
         observation = RequestObservation(self, handlers, event, record, admission=admission, spans=spans)
         observation.tell(event)
         return observation
-
-    def report(self) -> None:
-        """Log the exception being handled, the first time only: a defect must not write a line a request."""
-        if not self._is_reported:
-            self._is_reported = True
-            logger.exception("telemetry failed; requests go on without, and further failures are not logged")
 
 
 def _handlers_of(listeners: Sequence[Listener]) -> Handlers:
@@ -168,7 +164,7 @@ class Fanout(Generic[Item]):
 
     def __init__(self, targets: Sequence[Callable[[Item], None]]) -> None:
         self._targets = tuple(targets)
-        self._is_reported = False
+        self._report = FirstFailure(logger, _FAILED)
 
     def __call__(self, item: Item) -> None:
         """Calls each."""
@@ -176,6 +172,4 @@ class Fanout(Generic[Item]):
             try:
                 target(item)
             except Exception:  # noqa: PERF203  the others are called all the same
-                if not self._is_reported:
-                    self._is_reported = True
-                    logger.exception("telemetry failed; requests go on without, and further failures are not logged")
+                self._report()

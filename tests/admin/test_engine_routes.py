@@ -16,9 +16,9 @@ from sidecar.admin.engine_routes import EngineRoutes
 from sidecar.fleet import view as fleet_view
 from sidecar.middleware.engine_view import EngineView
 from tests.fleet.views import Viewed, lease_of, viewed
-from tests.fleet.waiting import other_tasks, until
 from tests.support.each import each
 from tests.support.serving import serving
+from tests.support.waiting import other_tasks, until
 
 pytestmark = pytest.mark.anyio
 

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from sidecar.admin.stream import MOST_VIEWERS, OverviewStream
 from tests.support.serving import serving
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 EVERY_S = 0.02
@@ -48,14 +49,6 @@ async def event(response: aiohttp.ClientResponse) -> Any:
         if line.startswith(b"data: "):
             return json.loads(line[6:])
     return None
-
-
-async def until(condition: Any) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("not within a minute")
 
 
 async def test_the_first_event_comes_at_once_and_then_one_each_time() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,6 +35,7 @@ from tests.support.each import each
 from tests.support.middleware import App, Guarded, key, write_policy
 from tests.support.serving import Served, serving
 from tests.support.shared_pools import begun_store, shared_pool
+from tests.support.waiting import until
 from tests.telemetry.span_stories import begin
 
 pytestmark = pytest.mark.anyio
@@ -107,13 +107,6 @@ async def explained(app: App, with_policy: Policy | None = None, pool: Pool | No
     admin = admin_app(state=guarded.sidecar.state, readiness=guarded.sidecar.readiness, routes=pages)
     async with serving(guarded.sidecar) as guarded.served, serving(admin) as guarded.admin:
         yield guarded
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        await asyncio.sleep(0.001)
 
 
 async def finished(app: App, sent: Sequence[asyncio.Task[Any]]) -> None:

@@ -13,10 +13,10 @@ from sidecar.fleet import EngineAddress, Fleet, FleetSettings, StaticDiscovery, 
 from sidecar.policy.fleet import Health
 from sidecar.policy.rules import EngineCapacity
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
-from tests.fleet.waiting import now_us
 from tests.support.middleware import answer
 from tests.support.redis_servers import free_port
 from tests.support.serving import serving
+from tests.support.waiting import now_us
 
 WRITTEN = WrittenCapacity(1000, 8)
 READ = EngineCapacity(Fraction(1), 2)

@@ -11,9 +11,9 @@ import json
 import dns.rcode
 
 from sidecar.fleet import DnsDiscovery, DnsService, WrittenCapacity, dns_discovery
-from tests.fleet.waiting import until
 from tests.support.dns_server import ZONE, DnsServer
 from tests.support.own_network import bring_loopback_up, use_own_resolver
+from tests.support.waiting import until
 
 
 class CountingDiscovery(DnsDiscovery):

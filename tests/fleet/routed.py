@@ -16,10 +16,10 @@ import aiohttp
 from sidecar.app import AdmissionMiddleware
 from sidecar.fleet.routing import FleetRouting, ReplayReason
 from sidecar.policy.compiler import load
-from tests.fleet.waiting import until
 from tests.support.engine import Connection, RawEngine, Received, raw_engine
 from tests.support.middleware import Recorder, tasks_of_ours
 from tests.support.serving import serving
+from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 POLICY = """\

@@ -14,7 +14,7 @@ from sidecar.engines import Vllm
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.fleet.engines import LocalEngine
 from tests.fleet.routed import Routed, changed, fleet_before, ok, refusing, routed, sequence, static, write_policy
-from tests.fleet.waiting import until
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 ENGINES = 4

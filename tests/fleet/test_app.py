@@ -16,8 +16,8 @@ from sidecar.fleet import Fleet, FleetApp
 from sidecar.middleware.engine_pages import EnginePages
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY
 from tests.fleet.engines import LocalEngine, RudeEngine, engines, fleet_of, listed, states
-from tests.fleet.waiting import open_sockets, until
 from tests.support.serving import serving
+from tests.support.waiting import open_sockets, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("in_a_hurry")]
 CHAT = "/v1/chat/completions"

@@ -20,8 +20,8 @@ from tests.fleet.routed import Routed, engines_of, fleet_before, ok, routed, rud
 from tests.fleet.test_affinity_end_to_end import caching, turns
 from tests.fleet.test_fleet_reload import load, tokens
 from tests.fleet.test_route_moments import streams_forever
-from tests.fleet.waiting import until
 from tests.support.engine import Connection, Received
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("in_a_hurry")]
 

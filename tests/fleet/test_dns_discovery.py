@@ -17,9 +17,9 @@ import pytest
 
 from sidecar.fleet import DnsDiscovery, DnsService, WrittenCapacity, dns_discovery
 from sidecar.fleet.dns_discovery import SrvLookup, SystemLookup
-from tests.fleet.waiting import open_sockets, other_tasks, until
 from tests.support.dns_server import ZONE, DnsServer
 from tests.support.own_network import run_inside
+from tests.support.waiting import open_sockets, other_tasks, until
 
 pytestmark = pytest.mark.anyio
 CAPACITY = WrittenCapacity(1000, 8)

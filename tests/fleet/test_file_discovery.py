@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sidecar.fleet import EngineAddress, FileDiscovery, WrittenCapacity, file_discovery
-from tests.fleet.waiting import other_tasks, until
+from tests.support.waiting import other_tasks, until
 
 pytestmark = pytest.mark.anyio
 

@@ -19,8 +19,8 @@ from sidecar.policy.rules import UNLIMITED
 from sidecar.pools.engine_reader import HELD_BACK_S
 from sidecar.pools.engines import EngineOffer
 from tests.fleet.engines import FAST, READ, WRITTEN, LocalEngine, RudeEngine, engines, fleet_of, listed, states
-from tests.fleet.waiting import now_us, open_sockets, other_tasks, until
 from tests.support.redis_servers import free_port
+from tests.support.waiting import now_us, open_sockets, other_tasks, until
 
 pytestmark = pytest.mark.anyio
 

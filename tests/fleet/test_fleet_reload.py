@@ -16,9 +16,9 @@ from sidecar.fleet import setup
 from sidecar.fleet.dns_discovery import DnsDiscovery, SrvLookup
 from sidecar.policy.compiler import load as load_policy
 from tests.fleet.routed import Reply, Routed, changed, fleet_before, ok, reset, routed, rude, static, write_policy
-from tests.fleet.waiting import until
 from tests.support.dns_server import ZONE, DnsServer
 from tests.support.engine import Connection, Received
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("in_a_hurry")]
 

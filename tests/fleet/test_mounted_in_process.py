@@ -16,8 +16,8 @@ from sidecar.engines.base import Engine
 from sidecar.fleet.mounted_engine import engine_of_process
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
-from tests.fleet.waiting import until
 from tests.support.serving import serving
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fleet.routed import engines_of, ok, routed, rude, silent, write_policy
-from tests.fleet.waiting import until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("in_a_hurry")]
 OBSERVE = "mode: observe"

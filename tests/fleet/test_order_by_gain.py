@@ -11,10 +11,10 @@ import pytest
 
 from sidecar.policy.store import STORE_VARIABLE
 from tests.fleet.routed import Act, Routed, Rude, changed, engines_of, ok, routed, rude, write_policy
-from tests.fleet.waiting import until
 from tests.support.engine import Connection, Received
 from tests.support.redis_servers import RedisServer
 from tests.support.shared_pools import begun_store
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 SLO = "max_wait: 30s}, slo: {ttft: 25s, tpot: 100ms}, gain: {weight: 4}}"

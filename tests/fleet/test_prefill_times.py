@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sidecar.fleet import prefill_times
 from sidecar.fleet.prefill_times import FIRST_S, LONGEST_S, PrefillTimes
 from tests.fleet.routed import fleet_before, ok, refusing, reset, sequence, silent
-from tests.fleet.waiting import until
 from tests.support.engine import Connection, Received
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 SEEN = st.tuples(st.integers(0, 200_000), st.floats(0, 100))

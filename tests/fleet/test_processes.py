@@ -17,8 +17,8 @@ from sidecar.fleet import EngineAddress
 from sidecar.policy.fleet import Health
 from tests.cluster.replicas import started
 from tests.fleet.engines import READ, fleet_of, states
-from tests.fleet.waiting import open_sockets, other_tasks, until
 from tests.support.ports import free_ports
+from tests.support.waiting import open_sockets, other_tasks, until
 
 pytestmark = pytest.mark.anyio
 HEALTH = Health("/health", every_s=0.5, fail=2, rise=2)

@@ -23,9 +23,9 @@ from tests.fleet.routed import (
     static,
     write_policy,
 )
-from tests.fleet.waiting import until
 from tests.support.engine import Connection, Received
 from tests.support.ports import free_ports
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("in_a_hurry")]
 

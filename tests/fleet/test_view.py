@@ -12,7 +12,7 @@ from sidecar.middleware import engine_watch
 from sidecar.middleware.engine_view import DrainEnd, EngineAmount
 from tests.fleet.engines import listed
 from tests.fleet.views import lease_of, viewed
-from tests.fleet.waiting import other_tasks, until
+from tests.support.waiting import other_tasks, until
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from sidecar.policy.model import Policy
 from sidecar.pools import Ask, Lease, Pool
 from sidecar.pools.engines import WEIGHT_PERCENT
 from tests.fleet.engines import LocalEngine, engines
-from tests.fleet.waiting import now_us, until
+from tests.support.waiting import now_us, until
 
 POLICY = """\
 engine: vllm

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.launchers.launched import Launched, launched, ours, write_policy
 from tests.support.each import each
 from tests.support.ports import free_ports
 from tests.support.shared_pools import begun_store
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -55,13 +55,6 @@ async def sglang(
 
 def happened(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "sglang.log").read_text().splitlines()]
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.05)
 
 
 def most_at_once(events: list[dict[str, Any]]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from sidecar.tools.emulator.engine import EmulatedEngine
 from tests.support.middleware import CHAT, chat
 from tests.support.process import python
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.support.wire import connected, post
 
 pytestmark = pytest.mark.anyio
@@ -66,13 +67,6 @@ async def attack(port: int, engine: EmulatedEngine) -> None:
             await hang_up(port)
 
     await asyncio.gather(*(client() for _ in range(CLIENTS)))
-
-
-async def until(condition: Callable[[], Any], patience_s: float = 60) -> None:
-    end_s = asyncio.get_running_loop().time() + patience_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < end_s, "never happened"
-        await asyncio.sleep(0.005)
 
 
 async def state(port: int) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from sidecar.policy.compiler import load
 from tests.support.each import each
 from tests.support.middleware import CHAT, App, answer, chat, guarding, policy, start, whole_body
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.support.wire import connected, exchange, post
 
 pytestmark = pytest.mark.anyio
@@ -53,14 +52,6 @@ endpoints:
 def files(folder: Path, more: str = "") -> Any:
     (folder / "policy.yaml").write_text(FILES + more)
     return load(folder / "policy.yaml")
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Waits until something holds."""
-    ends_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < ends_s
-        await asyncio.sleep(0.001)
 
 
 # The grant

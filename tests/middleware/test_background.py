@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from tests.support.dry_run import DryRun
 from tests.support.engine import Connection, raw_engine
 from tests.support.middleware import Answer, App, Caller, Guarded, guarding, key, policy
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.support.wire import connected, exchange, get, post
 
 pytestmark = pytest.mark.anyio
@@ -60,14 +60,6 @@ class Stand:
     async def until_running(self, sequences: int) -> None:
         engine = self.emulator.engine
         await until(lambda: engine.running + engine.waiting == sequences)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Waits until something holds; fails after 20 s."""
-    end_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end_s
-        await asyncio.sleep(0.002)
 
 
 @asynccontextmanager

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from sidecar import AdmissionMiddleware
-from tests.fleet.waiting import until
 from tests.support.middleware import CHAT, Answer, App, chat, key, whole_body, write_policy
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.support.wire import connected, exchange, get, post
 
 pytestmark = pytest.mark.anyio

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tests.support.engine import Connection, answering, raw_engine
 from tests.support.middleware import CHAT, answer, chat, chunk, start
 from tests.support.redis_servers import free_port
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.support.wire import exchange, post
 
 pytestmark = pytest.mark.anyio
@@ -46,15 +46,6 @@ async def watch_of(folder: Path, port: int, kind: str = "vllm") -> AsyncIterator
     middleware = AdmissionMiddleware(ReverseProxy(f"http://127.0.0.1:{port}"), path)
     async with serving(middleware) as served:
         yield middleware.controller.engine_watch, served.port
-
-
-async def until(condition: Callable[[], bool], within_s: float = 60.0) -> float:
-    """Waits for it. Returns how long that took, in seconds."""
-    began_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began_s < within_s
-        await asyncio.sleep(0.005)
-    return time.monotonic() - began_s
 
 
 async def test_an_engine_that_answers_is_up_at_once(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.middleware.models import served_models
 from tests.support.middleware import App, Recorder
 from tests.support.redis_servers import free_port
 from tests.support.serving import Served, serving
+from tests.support.waiting import until
 from tests.support.wire import connected, exchange, post
 
 pytestmark = pytest.mark.anyio
@@ -102,12 +103,6 @@ async def pieces(size: int, piece: bytes = b"x" * 1024) -> AsyncIterator[bytes]:
     for _ in range(size // len(piece)):
         yield piece
         await anyio.lowlevel.checkpoint()
-
-
-async def eventually(condition: Any) -> None:
-    with anyio.fail_after(5):
-        while not condition():  # noqa: ASYNC110  # the server tells no one
-            await anyio.sleep(0.01)
 
 
 class TestJson:
@@ -217,10 +212,10 @@ class TestUploads:
         app = App(is_held=True)
         async with stack(policy, app) as it, httpx2.AsyncClient(base_url=it.url, timeout=60) as client:
             holders = [asyncio.ensure_future(client.post("/v1/rerank", content=b"{}")) for _ in range(2)]
-            await eventually(lambda: it.held()[1] == 2)
+            await until(lambda: it.held()[1] == 2)
             body = b"z" * (3 * 2**20)
             waits = asyncio.ensure_future(client.post(UPLOAD, content=body, headers=FORM))
-            await eventually(lambda: len(it.recorder.stories) == 3)
+            await until(lambda: len(it.recorder.stories) == 3)
             await anyio.sleep(0.3)
             (handler,) = (one for one in it.middleware.controller.watchdog._watched if getattr(one, "_upload", None))
             assert 0 < handler._upload._ahead_bytes < READ_AHEAD + 128 * 1024  # type: ignore[attr-defined]
@@ -233,11 +228,11 @@ class TestUploads:
         app = App(is_held=True)
         async with stack(policy, app) as it, httpx2.AsyncClient(base_url=it.url, timeout=60) as client:
             holders = [asyncio.ensure_future(client.post("/v1/rerank", content=b"{}")) for _ in range(2)]
-            await eventually(lambda: it.held()[1] == 2)
+            await until(lambda: it.held()[1] == 2)
             async with connected(it.port) as (_, writer):
                 writer.write(post(UPLOAD, b"x" * 100, "content-type: audio/wav", close=False))
-                await eventually(lambda: it.middleware.controller.pool.state()["waiting"] == 1)
-            await eventually(lambda: it.middleware.controller.pool.state()["waiting"] == 0)
+                await until(lambda: it.middleware.controller.pool.state()["waiting"] == 1)
+            await until(lambda: it.middleware.controller.pool.state()["waiting"] == 0)
             assert it.recorder.stories[-1].one(Refused).code == "client_left"
             app.release(2)
             await asyncio.gather(*holders)
@@ -246,7 +241,7 @@ class TestUploads:
         written(policy, "body_timeout: 1s\n")
         async with stack(policy, App()) as it, connected(it.port) as (reader, writer):
             writer.write(post(UPLOAD, b"x" * 1000, "content-type: audio/wav")[:-900])
-            await eventually(lambda: it.held()[1] == 1)
+            await until(lambda: it.held()[1] == 1)
             answer = await asyncio.wait_for(reader.read(), 60)
             assert answer.startswith(b"HTTP/1.1 408")
             assert b"did not arrive within 1 s" in answer
@@ -258,15 +253,15 @@ class TestUploads:
         async with stack(policy, App(is_held=True)) as it:
             answer = await asyncio.wait_for(exchange(it.port, post(UPLOAD, b"x", "content-type: audio/wav")), 60)
             assert answer.startswith(b"HTTP/1.1 504")
-            await eventually(lambda: it.held() == (0, 0))
+            await until(lambda: it.held() == (0, 0))
             assert it.recorder.stories[0].one(Settled).error == "engine_timeout"
 
     async def test_a_client_that_breaks_off_in_the_middle_gives_its_room_back(self, policy: Path) -> None:
         async with stack(policy, App()) as it:
             async with connected(it.port) as (_, writer):
                 writer.write(post(UPLOAD, b"x" * 1000, "content-type: audio/wav")[:-900])
-                await eventually(lambda: it.held()[1] == 1)
-            await eventually(lambda: it.held() == (0, 0))
+                await until(lambda: it.held()[1] == 1)
+            await until(lambda: it.held() == (0, 0))
 
     async def test_json_is_read_whatever_its_path_and_a_form_only_where_it_is_generic(self, policy: Path) -> None:
         app = App()
@@ -302,7 +297,7 @@ class TestBeforeTheProxy:
             it.middleware.controller.pool.pause(None)  # admitted all the same
             body = b"s" * 100_000
             waits = asyncio.ensure_future(client.post(UPLOAD, content=body, headers=FORM))
-            await eventually(lambda: it.recorder.stories and "Preempted" in it.recorder.stories[0].kinds)
+            await until(lambda: it.recorder.stories and "Preempted" in it.recorder.stories[0].kinds)
             async with serving(engine, port=port):
                 assert (await waits).status_code == 200
                 assert body in [seen.body for seen in engine.seen]

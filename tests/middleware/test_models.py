@@ -16,9 +16,9 @@ from sidecar.middleware.engine_watch import EngineState
 from sidecar.middleware.models import ModelsHealth
 from sidecar.policy.compiler import load
 from tests.fleet.engines import RudeEngine
-from tests.fleet.waiting import open_sockets, other_tasks, until
 from tests.middleware.models import CHAT, served_models
 from tests.support.middleware import answer
+from tests.support.waiting import open_sockets, other_tasks, until
 
 pytestmark = pytest.mark.anyio
 TWO = "{m: {engines: [a], aliases: [em]}, n: {engines: [b]}}"

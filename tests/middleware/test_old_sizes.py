@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from sidecar import AdmissionMiddleware
 from tests.support.middleware import CHAT, Caller, answer, chat, whole_body
 from tests.support.serving import serving
 from tests.support.shared_pools import begun_store
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -101,14 +102,6 @@ async def queueing(folder: Path, store: str) -> AsyncIterator[Queue]:
     middleware = AdmissionMiddleware(engine, path)
     async with serving(middleware):
         yield Queue(engine, middleware)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async def comes() -> None:
-        while not condition():  # noqa: ASYNC110  # a pool and a store say no event
-            await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(comes(), 60)
 
 
 async def test_a_queue_that_came_before_lengths_were_learned_runs_at_once_when_they_are(

@@ -36,6 +36,7 @@ from tests.support.middleware import (
 from tests.support.redis_servers import free_port
 from tests.support.serving import serving
 from tests.support.shared_pools import begun_store
+from tests.support.waiting import until
 from tests.support.wire import connected, post
 
 pytestmark = pytest.mark.anyio
@@ -62,13 +63,6 @@ class Proxied:
     @property
     def held(self) -> int:
         return self.guarded.sidecar.pending_aborts.held().requests
-
-
-async def until(condition: Any) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s, "never happened"
-        await asyncio.sleep(0.002)
 
 
 @asynccontextmanager

@@ -83,6 +83,18 @@ class Engine(App):
         return [tier for tier, _ in self.calls]
 
 
+class Busy(Engine):
+    """Its second request holds the room until the first may end."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and len(self.calls) == 1:
+            self.calls.append((scope["admission"].tier, await whole_body(receive)))
+            await self.may_end.wait()
+            await answer(send, b"{}")
+        else:
+            await super().__call__(scope, receive, send)
+
+
 async def running(guarded: Guarded, engine: Engine, *headers: str, **members: Any) -> asyncio.Task[Any]:
     """A batch request that holds the whole pool."""
     asked = asyncio.create_task(guarded.ask(chat(**members), *headers))
@@ -256,15 +268,6 @@ async def test_a_client_that_leaves_while_its_engine_lets_go_is_gone_for_good(tm
 
 
 async def test_a_client_that_leaves_while_it_waits_again_is_settled(tmp_path: Any) -> None:
-    class Busy(Engine):
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] == "http" and len(self.calls) == 1:
-                self.calls.append((scope["admission"].tier, await whole_body(receive)))
-                await self.may_end.wait()
-                await answer(send, b"{}")
-            else:
-                await super().__call__(scope, receive, send)
-
     engine = Busy()
     async with guarding(engine, rules(tmp_path)) as guarded:
         async with connected(guarded.port) as (_, writer):
@@ -301,15 +304,7 @@ async def test_no_one_is_preempted_more_often_than_the_policy_says(tmp_path: Any
 
 
 async def test_a_stream_that_is_preempted_hears_comments_while_it_waits_again(tmp_path: Any) -> None:
-    class Slow(Engine):
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] == "http" and len(self.calls) == 1:
-                self.calls.append((scope["admission"].tier, await whole_body(receive)))
-                await self.may_end.wait()
-                await answer(send, b"{}")
-            else:
-                await super().__call__(scope, receive, send)
-
+    class Slow(Busy):
         async def respond(self, send: Any) -> None:
             await start(send, content_type=b"text/event-stream")
             await chunk(send, b"data: 1\n\n", more=False)

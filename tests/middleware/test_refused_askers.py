@@ -12,9 +12,9 @@ import pytest
 
 from sidecar import AdmissionMiddleware
 from sidecar.telemetry.metrics import RequestMetrics
-from tests.fleet.waiting import until
 from tests.support.middleware import CHAT, Answer, App, chat, key, write_policy
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.support.wire import exchange, post
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,7 @@ from sidecar import AdmissionMiddleware
 from tests.middleware.models import served_models
 from tests.support.middleware import CHAT, KEYS, App, chat, write_policy
 from tests.support.serving import serving
-from tests.support.shared_pools import begun_store
+from tests.support.shared_pools import begun, begun_store
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/admission/self"
@@ -114,7 +114,8 @@ async def test_in_a_store_each_model_has_its_own_part_of_the_limits(tmp_path: Pa
     await anyio.Path(tmp_path / "acme.yaml").write_text(
         f'tenant: acme\nkeys: ["sha256:{digest}"]\ntier: normal\nlimits: {{requests_per_minute: 6, burst: 60s}}\n'
     )
-    with begun_store(tmp_path) as server:
+    with begun_store(tmp_path, "default/m") as server:
+        begun(server, "default/n")
         more = f"store: {server.url}\ntenants: acme.yaml\n"
         async with served_models(tmp_path, "{m: {engines: [a]}, n: {engines: [b]}}", more=more) as it:
             body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}

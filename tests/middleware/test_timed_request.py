@@ -14,10 +14,11 @@ from sidecar.events import Outcome, Settled
 from sidecar.policy.model import Policy, Timeouts
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.http_protocol import BoundedHttpProtocol
-from tests.middleware.test_pending_aborts import LONG, until
+from tests.middleware.test_pending_aborts import LONG
 from tests.middleware.test_preemption import rules
 from tests.support.engine import Connection, Script, raw_engine
 from tests.support.middleware import CHAT, answer, chat, chunk, guarding, key, policy, start, whole_body
+from tests.support.waiting import until
 from tests.support.wire import connected, post
 
 pytestmark = pytest.mark.anyio

@@ -64,56 +64,63 @@ def request(method: str, path: str, body: bytes = BODY, *headers: str) -> bytes:
     return post(path, body, *headers).replace(b"POST ", method.encode() + b" ", 1)
 
 
+@asynccontextmanager
+async def fronted(path: Path) -> AsyncIterator[tuple[RawEngine, int]]:
+    """An engine, and the port of the sidecar before it."""
+    async with (
+        raw_engine(answering()) as upstream,
+        serving(AdmissionMiddleware(ReverseProxy(upstream.url), path)) as served,
+    ):
+        yield upstream, served.port
+
+
+async def status(port: int, sent: bytes) -> int:
+    return Answer.parsed(await exchange(port, sent)).status
+
+
 # Before an engine's server: `deny`
 
 
 @pytest.mark.parametrize("engine", SEEN)
 async def test_no_path_generates_past_a_proxy(engine: str, tmp_path: Path) -> None:
     policy_path = write_policy(tmp_path, engine=engine)
-    async with raw_engine(answering()) as upstream:
-        async with serving(AdmissionMiddleware(ReverseProxy(upstream.url), policy_path)) as served:
-            for path in SEEN[engine]:
-                answer = Answer.parsed(await exchange(served.port, post(path, BODY, key("acme"))))
-                put = Answer.parsed(await exchange(served.port, request("PUT", path)))
-                assert (path, answer.status, put.status) == (path, 404, 404)
-                error = answer.json["error"]
-                assert answer.headers["x-should-retry"] == "false", path
-                if path.startswith("/v1/messages/"):
-                    assert error["type"] == "not_found_error"
-                assert error["code"] == "not_guarded", path
-                assert path in error["message"]
-                assert "unguarded: allow" in error["message"], path
+    async with fronted(policy_path) as (upstream, port):
+        for path in SEEN[engine]:
+            answer = Answer.parsed(await exchange(port, post(path, BODY, key("acme"))))
+            put = Answer.parsed(await exchange(port, request("PUT", path)))
+            assert (path, answer.status, put.status) == (path, 404, 404)
+            error = answer.json["error"]
+            assert answer.headers["x-should-retry"] == "false", path
+            if path.startswith("/v1/messages/"):
+                assert error["type"] == "not_found_error"
+            assert error["code"] == "not_guarded", path
+            assert path in error["message"]
+            assert "unguarded: allow" in error["message"], path
         assert all(taken.head.startswith(b"GET /openapi.json ") for taken in upstream.requests)  # the engine's schema
 
 
 async def test_no_other_spelling_reaches_the_engine(tmp_path: Path) -> None:
-    async with raw_engine(answering()) as upstream:
-        sidecar = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
-        async with serving(sidecar) as served:
-            answers = {path: Answer.parsed(await exchange(served.port, post(path, BODY))) for path in SPELLINGS}
+    async with fronted(write_policy(tmp_path, engine="sglang")) as (upstream, port):
+        answers = {path: Answer.parsed(await exchange(port, post(path, BODY))) for path in SPELLINGS}
         assert upstream.requests == []
     assert [path for path, answer in answers.items() if not answer.is_error(404, "not_guarded")] == []
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 async def test_what_changes_the_engine_or_is_not_known_is_refused(method: str, tmp_path: Path) -> None:
-    async with raw_engine(answering()) as upstream:
-        sidecar = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
-        async with serving(sidecar) as served:
-            for path in ("/v1/load_lora_adapter", "/sleep", "/update_weights", "/flush_cache", "/new_in_2027"):
-                answer = Answer.parsed(await exchange(served.port, request(method, path)))
-                assert answer.is_error(404, "not_guarded", "To guard it" if method == "POST" else "Only POST"), path
-                is_shown = path == "/flush_cache"  # any other may hold a key, and the log repeats the message
-                assert (path in answer.message) == is_shown, path
+    async with fronted(write_policy(tmp_path, engine="sglang")) as (upstream, port):
+        for path in ("/v1/load_lora_adapter", "/sleep", "/update_weights", "/flush_cache", "/new_in_2027"):
+            answer = Answer.parsed(await exchange(port, request(method, path)))
+            assert answer.is_error(404, "not_guarded", "To guard it" if method == "POST" else "Only POST"), path
+            is_shown = path == "/flush_cache"  # any other may hold a key, and the log repeats the message
+            assert (path in answer.message) == is_shown, path
         assert upstream.requests == []
 
 
 @pytest.mark.parametrize(("path", "passes"), [("/flush_cache", False), ("//flush_cache", False), ("/v1/models", True)])
 async def test_sglang_changes_itself_by_get_too(path: str, passes: bool, tmp_path: Path) -> None:
-    async with raw_engine(answering()) as upstream:
-        sidecar = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
-        async with serving(sidecar) as served:
-            answer = Answer.parsed(await exchange(served.port, get(path)))
+    async with fronted(write_policy(tmp_path, engine="sglang")) as (upstream, port):
+        answer = Answer.parsed(await exchange(port, get(path)))
         assert len(upstream.requests) == int(passes)
     assert answer.status == (200 if passes else 404)
 
@@ -131,10 +138,8 @@ async def test_sglang_changes_itself_by_get_too(path: str, passes: bool, tmp_pat
     ],
 )
 async def test_what_is_harmless_passes(engine: str, path: str, tmp_path: Path) -> None:
-    async with raw_engine(answering()) as upstream:
-        sidecar = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine=engine))
-        async with serving(sidecar) as served:
-            answer = Answer.parsed(await exchange(served.port, post(path, BODY)))
+    async with fronted(write_policy(tmp_path, engine=engine)) as (upstream, port):
+        answer = Answer.parsed(await exchange(port, post(path, BODY)))
         assert [taken.body for taken in upstream.requests if taken.head.startswith(b"POST")] == [BODY]
     assert answer.status == 200
 
@@ -158,9 +163,8 @@ async def test_the_lines_of_the_policy_in_the_refusal_guard_the_path(tmp_path: P
 @pytest.mark.parametrize(("unguarded", "passes"), [("deny", False), ("generating", False), ("allow", True)])
 async def test_the_policy_decides_for_a_proxy_too(unguarded: str, passes: bool, tmp_path: Path) -> None:
     path = write_policy(tmp_path, f"unguarded: {unguarded}\n", engine="sglang")
-    async with raw_engine(answering()) as upstream:
-        async with serving(AdmissionMiddleware(ReverseProxy(upstream.url), path)) as served:
-            await exchange(served.port, post("/generate", BODY))
+    async with fronted(path) as (upstream, port):
+        await exchange(port, post("/generate", BODY))
         assert len(upstream.requests) == int(passes)
 
 
@@ -352,9 +356,8 @@ async def test_without_anonymous_what_is_harmless_needs_a_key(
     monkeypatch.setenv("SIDECAR_ENGINE_KEY", "sk-engine")
     path = write_policy(tmp_path, engine="vllm")
     path.write_text(path.read_text().replace("anonymous: normal", "anonymous: deny"))
-    async with raw_engine(answering()) as upstream:
-        async with serving(AdmissionMiddleware(ReverseProxy(upstream.url), path)) as served:
-            answer = Answer.parsed(await exchange(served.port, post("/tokenize", b'{"prompt": "a"}', *sent)))
+    async with fronted(path) as (upstream, port):
+        answer = Answer.parsed(await exchange(port, post("/tokenize", b'{"prompt": "a"}', *sent)))
         assert [taken.all(b"authorization") for taken in upstream.requests] == ([] if passed is None else [passed])
         assert all(taken.all(b"x-api-key") == [] for taken in upstream.requests)
     assert answer.status == status
@@ -394,20 +397,6 @@ def denying(folder: Path, more: str = "", engine: str = "vllm") -> Path:
     path = write_policy(folder, more, engine=engine)
     path.write_text(path.read_text().replace("anonymous: normal\n", DENIED))
     return path
-
-
-@asynccontextmanager
-async def fronted(path: Path) -> AsyncIterator[tuple[RawEngine, int]]:
-    """An engine, and the port of the sidecar before it."""
-    async with (
-        raw_engine(answering()) as upstream,
-        serving(AdmissionMiddleware(ReverseProxy(upstream.url), path)) as served,
-    ):
-        yield upstream, served.port
-
-
-async def status(port: int, sent: bytes) -> int:
-    return Answer.parsed(await exchange(port, sent)).status
 
 
 @pytest.mark.parametrize("sent", [(), ("authorization: Bearer sk-stranger",), ("x-api-key: sk-stranger",)])

@@ -15,6 +15,7 @@ from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.reload import FilesReading, PolicyFiles, PolicyReloader
 from tests.support.middleware import write_policy
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -55,14 +56,6 @@ async def watching(pool: Path) -> AsyncIterator[tuple[PolicyReloader, Process]]:
         yield watch, process
     finally:
         await watch.stop()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async def became_so() -> None:
-        while not is_so():  # noqa: ASYNC110  no event says so
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(became_so(), 60)
 
 
 def says(watch: PolicyReloader, words: str) -> Callable[[], bool]:

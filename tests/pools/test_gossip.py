@@ -15,12 +15,12 @@ from sidecar.events import StoreState
 from sidecar.pools import Merge, PeerReport, PeerReports, Pool, StoreError
 from sidecar.pools.base import MOST_REPORT_BYTES
 from sidecar.pools.redis.connection import ledger_key
-from tests.fleet.waiting import until
 from tests.pools.harness import Harness, ask, simple
 from tests.pools.load import beat, heard_of_each_other
 from tests.pools.load import replica as pool_at
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.shared_pools import begun
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 _names = itertools.count(1)

@@ -23,6 +23,7 @@ from sidecar.server.listeners import listening
 from sidecar.server.server import Server, run, wait_first
 from tests.support.certificates import needs_openssl, self_signed
 from tests.support.each import each
+from tests.support.waiting import until
 from tests.support.wire import get
 
 pytestmark = pytest.mark.anyio
@@ -61,14 +62,6 @@ async def asked(port: int, request: bytes = get("/"), **more: Any) -> bytes:
         return await asyncio.wait_for(reader.read(), WITHIN_S)
     finally:
         writer.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async def wait() -> None:
-        while not condition():  # noqa: ASYNC110  # a log has no event
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(wait(), WITHIN_S)
 
 
 def said(caplog: pytest.LogCaptureFixture, event: str) -> list[str]:

@@ -15,6 +15,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisLink, ledger_connector, script
+from sidecar.pools.redis.connection import ledger_key
 from sidecar.pools.redis.link import RoundTripObserver
 from sidecar.pools.redis.script import Library
 from tests.support.redis_servers import RedisServer, first_binary
@@ -40,8 +41,10 @@ def begun(server: RedisServer, pool: str = "default") -> RedisServer:
     """The server, after a replica of this pool has been there and has left.
 
     The first one in an empty store is on hold for `HOLD_US`, as others may have been there before: 2.2 s, which a test
-    of something else need not wait for.
+    of something else need not wait for. Where the pool is there already, nothing is done.
     """
+    if server.command("EXISTS", ledger_key(pool)):
+        return server
 
     async def come_and_go() -> None:
         connect = ledger_connector(store_address(server.url), pool)

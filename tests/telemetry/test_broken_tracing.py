@@ -1,3 +1,6 @@
+import logging
+from typing import get_args
+
 import pytest
 from opentelemetry import propagate
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
@@ -6,6 +9,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, Trace
 from opentelemetry.trace import TracerProvider as TracerProviderApi
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from sidecar.events import Event
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.telemetry.span_stories import Tracing, admitted, classified, received, settled
@@ -127,3 +131,23 @@ def test_an_event_that_does_not_belong_there_ends_no_request(caplog):
     observation.on_event(settled(1000))
 
     assert all(record.levelname == "WARNING" for record in caplog.records)
+
+
+class BrokenHandler(logging.Handler):
+    """Of a program whose log does not catch what it raises."""
+
+    def emit(self, record):
+        raise RuntimeError("no log today")
+
+
+@pytest.mark.parametrize("named", ["sidecar.telemetry.spans.tracer", "sidecar.telemetry.dispatch"])
+def test_a_log_that_raises_does_not_fail_the_request_that_would_have_told_it(named, monkeypatch):
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BrokenAtStart())
+
+    class Broken:
+        handlers = dict.fromkeys(get_args(Event), lambda *_: 1 // 0)
+
+    broken = BrokenHandler()
+    monkeypatch.setattr(logging.getLogger(named), "handlers", [broken])
+    go_through(EventDispatcher(RequestTracer(provider), [Broken()]))

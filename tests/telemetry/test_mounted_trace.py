@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -20,6 +17,7 @@ from sidecar.app import AdmissionMiddleware
 from sidecar.policy.compiler import load
 from tests.support.middleware import App
 from tests.support.serving import serving
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 POLICY = """\
@@ -46,13 +44,6 @@ class Traced:
         """Those of this name, of the request's trace where they have its id."""
         found = [span for span in self.exporter.get_finished_spans() if span.name == name]
         return [span for span in found if request_id in {None, (span.attributes or {}).get("admission.request_id")}]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        await asyncio.sleep(0.002)
 
 
 async def test_a_long_wait_and_its_starvation_are_told_alike_by_the_trace_and_the_page(tmp_path: Path) -> None:

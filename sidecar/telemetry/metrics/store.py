@@ -13,6 +13,7 @@ from weakref import ref
 from opentelemetry import metrics
 
 from sidecar.events import StoreChanged, StoreState
+from sidecar.telemetry.failures import FirstFailure
 from sidecar.telemetry.metrics.histograms import STORE_ROUND_TRIP, DurationHistogram
 from sidecar.telemetry.semconv import POOL, STORE_AVAILABLE, STORE_CHANGES, STORE_STATE
 from sidecar.version import __version__
@@ -31,7 +32,7 @@ class StoreMetrics:
         self.pool = pool
         self.is_available = False
         self._instruments: _Instruments | None = None
-        self._reported = False
+        self._report = FirstFailure(logger, "store metrics failed; the pool goes on")
         try:
             self._instruments = _instruments_of(meter_provider)
             self._instruments.watch(self)
@@ -54,11 +55,6 @@ class StoreMetrics:
                 self._instruments.round_trip.record(took_s, {POOL: self.pool})
         except Exception:
             self._report()
-
-    def _report(self) -> None:
-        if not self._reported:
-            self._reported = True
-            logger.exception("store metrics failed; the pool goes on without, and further failures are not logged")
 
 
 class _Instruments:

@@ -24,6 +24,7 @@ from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvi
 
 from sidecar.events import Received
 from sidecar.telemetry import semconv
+from sidecar.telemetry.failures import FirstFailure
 from sidecar.telemetry.providers import none_is_set
 from sidecar.telemetry.request_record import RequestRecord, TraceIds
 from sidecar.telemetry.spans.links import FindLinks
@@ -63,7 +64,7 @@ class RequestTracer:
         self.is_mounted = served_by == "app"
         self._provider: trace.TracerProvider | None = None
         self._tracer: trace.Tracer | None = None
-        self._is_reported = False
+        self.report = FirstFailure(logger, "tracing failed; requests go on")
         limits_s = {} if starvation_limits_s is None else dict(starvation_limits_s)
         self._settings = SpanSettings(
             self.report, limits_s, provider_name, find_links, writes_usage, served_by, long_waits
@@ -105,12 +106,6 @@ class RequestTracer:
         if admission is None or not admission.span.is_recording():
             return None
         return RequestSpans(self._settings, record, admission)
-
-    def report(self) -> None:
-        """Log the exception being handled, the first time only: one broken exporter must not write a line a request."""
-        if not self._is_reported:
-            self._is_reported = True
-            logger.exception("tracing failed; requests go on without, and further failures are not logged")
 
     def _current(self) -> trace.Tracer | None:
         """The tracer now, None where nothing records spans."""

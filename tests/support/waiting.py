@@ -1,4 +1,4 @@
-"""Waiting for what a fleet does by itself, and counting what it must give back."""
+"""Waiting for what has no event, and counting what must be given back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def until(condition: Callable[[], object], within_s: float = 60.0) -> floa
     began_s = time.monotonic()
     while not condition():
         assert time.monotonic() - began_s < within_s, condition
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.002)
     return time.monotonic() - began_s
 
 

@@ -1,0 +1,22 @@
+"""A failure of telemetry: said once, and never raised, as all of it runs on the path of requests."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+
+class FirstFailure:
+    """Logs the exception being handled, the first time only: a defect must not write a line a request."""
+
+    def __init__(self, logger: logging.Logger, said: str) -> None:
+        self._logger = logger
+        self._said = f"{said} without, and further failures are not logged"
+        self._is_said = False
+
+    def __call__(self) -> None:
+        """An exception is being handled."""
+        if not self._is_said:
+            self._is_said = True
+            with suppress(Exception):  # a handler of the log may have raised the first one
+                self._logger.exception(self._said)
