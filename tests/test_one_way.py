@@ -155,11 +155,13 @@ class Sidecar:
         )
 
     def _front(self, policy: Policy) -> AdmissionController:
+        limits = LimitsPool(policy, self._allowances)
+        limits.now_us = virtual_now_us
         front = ModelsController(
             App(answer=ANSWER),
             controllers={name: self._of_one(policy.of_model(name)) for name in policy.models},
             policy=policy,
-            pool=LimitsPool(policy, self._allowances),
+            pool=limits,
             counts_apart=False,
             dialect=policy.engine(policy.carrier),
             estimator=self._estimator,
@@ -186,11 +188,19 @@ class Sidecar:
         """Sends a request."""
         client = None if sent.client is None else (sent.client, 1)
         scope = {"query_string": sent.query, "headers": sent.pairs, "client": client}
-        caller = Caller(self._serve, sent.body, path=sent.path, **scope)
+        caller = Caller(self.serve, sent.body, path=sent.path, **scope)
         await caller.run()
         return caller
 
-    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+    @property
+    def served(self) -> Sequence[str]:
+        """The models whose engines got the request; a model of no name where there is one pool."""
+        one = self.controller
+        found = {"": one, **one.controllers} if isinstance(one, ModelsController) else {"": one}
+        return [name for name, controller in found.items() if isinstance(controller.app, App) and controller.app.seen]
+
+    async def serve(self, scope: Any, receive: Any, send: Any) -> None:
+        """Is the ASGI app."""
         if isinstance(self.controller, ModelsController):
             await serve_models(self.controller, scope, receive, send)
         else:
@@ -209,7 +219,7 @@ async def enforced(policy: Policy, sent: Sent) -> Said:
         assert (error.get("code") or story.end.code, error["message"]) == (story.end.code, story.end.message)
         said |= {"refused in": story.end.tier, "tenant": story.end.tenant}
     else:
-        said["ignored"] = _ignored(caller)
+        said |= {"ignored": _ignored(caller), "served": sidecar.served}
     return {**said, **_sized(sidecar.recorder)}
 
 
@@ -225,7 +235,7 @@ async def observed(policy: Policy, sent: Sent) -> Said:
     said["clamped_from"] = found.clamped_from
     said.pop("downgraded_from", None)  # it is reported before the pool has looked at the request; the tier is not
     if found.code is None:
-        return {**said, "tier": found.tier, "ignored": _ignored(caller)}
+        return {**said, "tier": found.tier, "ignored": _ignored(caller), "served": sidecar.served}
     return {**said, "refused in": found.tier}
 
 
@@ -461,3 +471,23 @@ def test_so_it_is_for_what_was_found_once(policies: list[Loaded], file: Path) ->
 def test_what_is_refused(policies: list[Loaded], place: int, pairs: Pairs, members: Said, code: str | None) -> None:
     body = json.dumps({"model": "m", "messages": MESSAGES, **members}).encode()
     assert compare(policies[place], Sent("/v1/chat/completions", pairs, body))["code"] == code
+
+
+def test_a_body_that_comes_slowly_is_observed_at_an_engine_of_its_model(policies: list[Loaded]) -> None:
+    policy = policies[4].policy
+    body = json.dumps({"model": "q", "messages": MESSAGES}).encode()
+
+    async def sends() -> Sidecar:
+        sidecar = Sidecar(replace(policy, mode=Mode.OBSERVE))
+        caller = Caller(sidecar.serve)
+        asking = caller.begin()
+        caller.incoming.put_nowait({"type": "http.request", "body": body[:20], "more_body": True})
+        await asyncio.sleep(10 * policy.body_timeout_s)
+        caller.incoming.put_nowait({"type": "http.request", "body": body[20:], "more_body": False})
+        await asking
+        assert caller.status == 200
+        return sidecar
+
+    sidecar = run_virtually(sends())
+    assert sidecar.served == ["q"]
+    assert [one.code for one in sidecar.observed] == ["body_timeout"]

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parents[1] / "budgets.json"
-TOLERANCE = 0.05
-"""A figure may exceed its budget by this much. Repeated counts differ by less than 1%."""
+TOLERANCE = 0.15
+"""A figure may exceed its budget by this much: what clear code costs more is taken, a slip in every request is not."""
 PACKAGES = (
     "aiohttp",
     "anyio",

@@ -32,7 +32,7 @@ def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive,
             return send_self_view(controller, scope, send)
         return pass_or_refuse(controller, scope, receive, send)
     if controller.snapshot.is_observing:
-        return DryRunRequest(controller, controller, endpoint, scope, receive, send).run()
+        return DryRunRequest(controller, controller, endpoint, scope, receive, send, controller.pool.now_us()).run()
     return RequestHandler(controller, endpoint, scope, receive, send).run()
 
 

@@ -34,8 +34,9 @@ async def serve_models(front: ModelsController, scope: Scope, receive: Receive, 
     endpoint = guarded_endpoint(front, scope)
     if endpoint is not None:
         if front.is_observing:
+            received_us = front.pool.now_us()
             controller, receive = await _by_model(front, scope, receive, endpoint)
-            await DryRunRequest(front, controller, endpoint, scope, receive, send).run()
+            await DryRunRequest(front, controller, endpoint, scope, receive, send, received_us).run()
         else:
             await RequestHandler(front, endpoint, scope, receive, send).run()
     elif (asked := asked_model(scope)) is not None:
@@ -63,7 +64,7 @@ async def _by_model(
 ) -> tuple[AdmissionController, Receive]:
     """The controller of the model that a request's body names, else the front, with any engine; and the body again.
 
-    Nothing of an upload to an endpoint is read: it names no model.
+    Nothing of an upload to an endpoint is read: it names no model. Elsewhere a body that comes too slowly names none.
     """
     if scope["type"] != "http" or scope["method"].upper() != "POST":
         return front, receive
@@ -72,7 +73,7 @@ async def _by_model(
     read: list[Message] = []
     body = None
     with suppress(asyncio.TimeoutError):
-        most_s = front.policy.body_timeout_s
+        most_s = front.policy.body_timeout_s if endpoint is None else None
         body = await asyncio.wait_for(_body(front.policy.max_body_bytes, receive, read), most_s)
     model = None if body is None else front.names.meant(_named(front, scope["headers"], body))
     return front if model is None else front.controllers[model], _again(read, receive)

@@ -538,13 +538,8 @@ class RequestHandler:
     def _release(self, outcome: Outcome, error: str | None) -> None:
         """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
         self.stage = Stage.OVER
-        controller, request, lease, call, answer = (
-            self._controller,
-            self._request,
-            self._lease,
-            self._call,
-            self._answer,
-        )
+        controller, request, lease = self._controller, self._request, self._lease
+        call, answer = self._call, self._answer
         assert answer is not None
         usage, status = answer.usage, answer.status
         failure = None if call.error is None else call.engine_error()

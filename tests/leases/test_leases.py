@@ -34,7 +34,7 @@ from sidecar.events import Settled
 from sidecar.leases import Admission, HeldLease
 from sidecar.leases.threads import ThreadLeaseBlock
 from sidecar.policy.compiler import load
-from sidecar.policy.model import StoreLoss
+from sidecar.policy.model import Mode, StoreLoss
 from sidecar.pools import Ask
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
@@ -725,3 +725,23 @@ def test_a_process_that_ends_without_a_word_leaves_the_pool(shared: Path) -> Non
         began = time.monotonic()
         with admission.lease(tier="high", tokens=1000, max_wait_s=20):
             assert time.monotonic() - began < 5
+
+
+async def test_a_lease_that_waits_passes_where_every_request_passes_though_the_pool_is_too_small_then(
+    policy: Path,
+) -> None:
+    middleware = AdmissionMiddleware(nothing, policy)
+    admission, controller = middleware.admission, middleware.controller
+    async with admission.lease(tokens=1000, tier="high"):
+
+        async def work() -> int:
+            async with admission.lease(tokens=600) as lease:
+                return lease.tokens
+
+        waiting = asyncio.create_task(work())
+        while not controller.pool.state()["waiting"]:  # noqa: ASYNC110  # no event says so
+            await asyncio.sleep(0)
+        smaller = policy.with_name("smaller.yaml")
+        smaller.write_text(POLICY.replace("tokens: 1000", "tokens: 500"))
+        controller.change_policy(replace(load(smaller), mode=Mode.PASS))
+        assert await asyncio.wait_for(waiting, 60) == 600

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import pytest
 
 from sidecar.events import Event, Received
-from sidecar.middleware.pending_aborts import CALL_KEY
+from sidecar.middleware.pending_aborts import CALL_KEY, EngineCall
+from sidecar.middleware.request import RequestHandler
+from sidecar.middleware.usage import UsageReader
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Mode, Policy
 from sidecar.pools.base import Ask, Lease
-from tests.support.middleware import CHAT, Caller, Guarded, Recorder, Story, answer, chat, chunk, start
+from tests.support.middleware import CHAT, Caller, Guarded, Recorder, Story, answer, chat, chunk, start, whole_body
 
 pytestmark = pytest.mark.anyio
 
@@ -293,3 +296,69 @@ async def test_an_error_after_a_complete_answer_adds_nothing_to_it(policy: Polic
         await asyncio.wait_for(task, PATIENCE_S)
     assert [message.get("more_body") for message in caller.sent].index(False) == len(caller.sent) - 1
     await guarded.nothing_left()
+
+
+class Route:
+    """To an engine that breaks the connection, but computes on: the request waits for its abort, and then again."""
+
+    hits, barred, replay = (), (), None
+    usage: UsageReader
+    _call: EngineCall
+
+    def call(self) -> EngineCall:
+        self.usage, self._call = UsageReader(), EngineCall()
+        return self._call
+
+    def begin(self, _: Lease, send: Any) -> Any:
+        return send
+
+    def failed(self, _: Exception) -> bool:
+        self._call.is_handed_back = True
+        return True
+
+    async def waits_again(self) -> bool:
+        return True
+
+    def first_byte(self) -> None:
+        """Nothing to do."""
+
+    def ended(self) -> None:
+        """Nothing to do."""
+
+
+async def test_an_upload_that_waits_for_another_engine_is_not_late_meanwhile(policy: Policy) -> None:
+    calls = 0
+
+    async def app(_: Any, receive: Any, send: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ZeroDivisionError
+        await whole_body(receive)
+        await answer(send, b"{}")
+
+    guarded = Guarded(app, replace(policy, abort_latency_s=3600.0))
+    guarded.sidecar.routing = types.SimpleNamespace(route=lambda _: Route())  # type: ignore[assignment]
+    caller = Caller(guarded.sidecar, path=UPLOAD)
+    caller.scope["headers"] = [(b"content-type", b"audio/wav"), (b"content-length", b"8")]
+    task = caller.begin()
+    while not guarded.sidecar.pending_aborts.held().requests:  # noqa: ASYNC110  # no event says so
+        await asyncio.sleep(0)
+    (handler,) = guarded.sidecar.watchdog._watched
+    assert isinstance(handler, RequestHandler)
+    with an_hour_later(handler):
+        handler.check()
+    await guarded.sidecar.pending_aborts.close(waits=False)
+    caller.incoming.put_nowait({"type": "http.request", "body": b"12345678", "more_body": False})
+    await asyncio.wait_for(task, PATIENCE_S)
+    assert (caller.status, calls) == (200, 2)
+    await guarded.nothing_left()
+
+
+@contextmanager
+def an_hour_later(handler: RequestHandler) -> Iterator[None]:
+    """An hour later, for one request."""
+    now_us = handler._now_us
+    handler._now_us = lambda: now_us() + 3_600_000_000
+    yield
+    handler._now_us = now_us

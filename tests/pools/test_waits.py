@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.errors import StoreUnavailable
 from sidecar.pools import Lease, Pool
 from sidecar.pools.elsewhere import ServedElsewhere
 from sidecar.pools.ledger_rules import ticket_of
@@ -114,3 +118,15 @@ async def test_what_another_replica_admits_counts_for_those_that_waited_then(har
         (elsewhere_us, 3_000_000, {"high": 50}),
         (here_us, 1_000_000, {"high": 10}),
     ]
+
+
+@pytest.mark.anyio
+async def test_a_refusal_whose_request_has_gone_is_no_error_of_the_event_loop() -> None:
+    logged: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+    lease = new(1, 0, 0)
+    lease.enters()
+    lease.refused(StoreUnavailable("the store of this pool cannot be reached", retry_after_s=1))
+    del lease
+    gc.collect()
+    assert logged == []

@@ -77,10 +77,12 @@ class DryRunRequest:
     """Passes one request to a guarded endpoint, and shows it to a `RequestWatcher`. `run` is called once.
 
     `front` decides which controller's pool it would enter. The app of `controller` gets it at once, which is the same
-    but for several models' pools.
+    but for several models' pools. `received_us` is when the request came.
     """
 
-    __slots__ = ("_app_call", "_controller", "_endpoint", "_front", "_receive", "_scope", "_send", "_watcher")
+    __slots__ = (
+        "_app_call", "_controller", "_endpoint", "_front", "_receive", "_received_us", "_scope", "_send", "_watcher",
+    )  # fmt: skip
 
     def __init__(  # noqa: PLR0917  # the three of ASGI, and what they belong to
         self,
@@ -90,8 +92,10 @@ class DryRunRequest:
         scope: Scope,
         receive: Receive,
         send: Send,
+        received_us: int,
     ) -> None:
         self._front = front
+        self._received_us = received_us
         self._controller = controller
         self._endpoint = endpoint
         self._scope = scope
@@ -107,7 +111,7 @@ class DryRunRequest:
         try:
             scope, controller = self._scope, self._controller
             try:
-                self._watcher = RequestWatcher(self._front, controller, self._endpoint, scope)
+                self._watcher = RequestWatcher(self._front, controller, self._endpoint, scope, self._received_us)
             except Exception as defect:
                 controller.shadows.report(defect)
             with_write(scope, None)  # every message is watched
@@ -178,9 +182,14 @@ class RequestWatcher:
     )  # fmt: skip
 
     def __init__(
-        self, front: AdmissionController, controller: AdmissionController, endpoint: Endpoint, scope: Scope
+        self,
+        front: AdmissionController,
+        controller: AdmissionController,
+        endpoint: Endpoint,
+        scope: Scope,
+        received_us: int,
     ) -> None:
-        headers, received_us = dict(scope["headers"]), controller.pool.now_us()
+        headers = dict(scope["headers"])
         client = scope.get("client")
         self._client: str | None = client[0] if client else None
         self._front, self._controller = front, controller
