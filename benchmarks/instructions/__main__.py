@@ -4,8 +4,8 @@
 
 Instructions repeat where microseconds do not: a mounted figure differs by less than 1% between runs, whatever else the
 machine does. Linux perf counts where it is permitted, else valgrind's callgrind. `--check` exits with 1 where a figure
-exceeds its budget in benchmarks/budgets.json by more than 15%. It says NOT CHECKED, and exits with 0, where this machine
-has no tool or the file has no budgets for the tool and this Python. `--write` writes the budgets.
+exceeds its budget in benchmarks/budgets.json by more than 15%. It says NOT CHECKED, and exits with 0, where this
+machine has no tool or the file has no budgets for the tool and this Python. `--write` writes the budgets.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from urllib.parse import quote
 
 from starlette.types import Scope
@@ -59,17 +59,16 @@ def forwarded_headers(
     A client lists in `Connection` the headers that a proxy must drop. It may not list one that is added here: the
     request would reach the engine without its granted priority, which some engines take for the best priority.
     """
-    gone = {*taken, *(name for name, _ in added)}
-    return [
-        (name, _without(added, value)) if name == b"connection" else (name, value)
-        for name, value in headers
-        if name not in gone
-    ] + [*added]
+    names = dict(added)
+    gone = {*taken, *names}
+    kept = [header for header in headers if header[0] not in gone]
+    if b"connection" in dict(kept):
+        kept = [(name, _without(names, value) if name == b"connection" else value) for name, value in kept]
+    return [*kept, *added]
 
 
-def _without(added: Headers, connection: bytes) -> bytes:
-    """A value of `Connection`, without the names of the headers that are `added`."""
-    names = {name for name, _ in added}
+def _without(names: Container[bytes], connection: bytes) -> bytes:
+    """A value of `Connection`, without these names."""
     return b", ".join(token for part in connection.split(b",") if (token := part.strip()).lower() not in names)
 
 

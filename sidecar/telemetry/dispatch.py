@@ -62,15 +62,15 @@ class EventDispatcher:
         return self.failure_log is not None or bool(self.listeners) or self.tracer.is_active()
 
     def follows(self) -> bool:
-        """Whether more than a failure is told of a request: at the level DEBUG, the log has each."""
+        """Whether more than a failure may be told of a request: at the level DEBUG, the log has each."""
         log = self.failure_log
-        return log is None or log.writes(log.success_level) or self.tracer.is_active() or not self._has_no_metrics()
+        return log is None or log.writes(log.success_level) or not (self.tracer.is_global and none_is_set())
 
     def received(self, event: Received) -> Observation | None:
         """Begins a request."""
         admission, handlers = self.tracer.begin(event), self._handlers
         if admission is None:
-            if self.failure_log is not None and self._has_no_metrics():
+            if self.failure_log is not None and (none_is_set() or has_no_meter_provider()):
                 handlers = self._handlers_of_failures
             if not handlers:
                 return None
@@ -80,9 +80,6 @@ class EventDispatcher:
         observation = RequestObservation(self, handlers, event, record, admission=admission, spans=spans)
         observation.tell(event)
         return observation
-
-    def _has_no_metrics(self) -> bool:
-        return none_is_set() or has_no_meter_provider()
 
 
 def _handlers_of(listeners: Sequence[Listener]) -> Handlers:
