@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from sidecar import AdmissionMiddleware
 from tests.support.middleware import CHAT, Answer, App, chat, chunk, key, start, whole_body, write_policy
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.support.wire import exchange, post
 
 pytestmark = pytest.mark.anyio
@@ -41,18 +42,11 @@ class Reloading:
         ]
         return sum(bucket.admitted for bucket in buckets), sum(bucket.refused for bucket in buckets)
 
-    async def until(self, is_so: Callable[[], Any]) -> None:
-        async def became_so() -> None:
-            while not is_so():  # noqa: ASYNC110  no event says so
-                await asyncio.sleep(0.005)
-
-        await asyncio.wait_for(became_so(), 15)
-
     async def write(self, more: str = "", **settings: str) -> None:
         """Writes the files anew, and returns when the sidecar follows them."""
         before = self.sidecar.controller.policy.generation
         write_policy(self.folder, more, **settings)
-        await self.until(lambda: self.sidecar.controller.policy.generation != before)
+        await until(lambda: self.sidecar.controller.policy.generation != before)
 
 
 @asynccontextmanager
@@ -71,7 +65,7 @@ async def test_requests_that_wait_and_run_outlast_a_smaller_and_a_larger_pool_in
             """The number is known by its maximum output; returns when it waits or runs."""
             before = site.pool()["leases"] + site.pool()["waiting"]
             asked = asyncio.ensure_future(site.ask(chat(max_tokens=100 + number)))
-            await site.until(lambda: site.pool()["leases"] + site.pool()["waiting"] > before)
+            await until(lambda: site.pool()["leases"] + site.pool()["waiting"] > before)
             return asked
 
         asked = [await asks(number) for number in range(12)]
@@ -80,10 +74,10 @@ async def test_requests_that_wait_and_run_outlast_a_smaller_and_a_larger_pool_in
         await site.write(requests="2")
         assert (site.pool()["leases"], site.pool()["waiting"]) == (4, 8), "what runs goes on, and who waits waits"
         app.release(2)
-        await site.until(lambda: site.pool()["leases"] == 2)
+        await until(lambda: site.pool()["leases"] == 2)
         assert site.pool()["waiting"] == 8, "a smaller pool drains"
         app.release(1)
-        await site.until(lambda: site.pool()["waiting"] == 7)
+        await until(lambda: site.pool()["waiting"] == 7)
         assert site.pool()["leases"] == 2
 
         await site.write(requests="6")
@@ -92,9 +86,7 @@ async def test_requests_that_wait_and_run_outlast_a_smaller_and_a_larger_pool_in
         answers = await asyncio.gather(*asked)
         assert [answered.status for answered in answers] == [200] * 12
         assert [seen.json["max_tokens"] for seen in app.seen] == [100 + number for number in range(12)]
-        await site.until(
-            lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.controller.under_way == 0
-        )
+        await until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.controller.under_way == 0)
         assert [tier["held"] for tier in site.pool()["tiers"]] == [{"tokens": 0, "requests": 0}] * 4
         assert site.counted() == (12, 0)
 
@@ -114,18 +106,18 @@ async def test_a_stream_goes_on_through_a_reload_and_its_tenant_may_be_gone_by_t
 
     async with reloading(streams, tmp_path, requests="1") as site:
         first = asyncio.ensure_future(site.ask(chat(stream=True), key("acme")))
-        await site.until(lambda: site.pool()["leases"] == 1)
+        await until(lambda: site.pool()["leases"] == 1)
         waits = asyncio.ensure_future(site.ask(chat(stream=True), key("acme")))
-        await site.until(lambda: site.pool()["waiting"] == 1)
+        await until(lambda: site.pool()["waiting"] == 1)
         before = site.sidecar.controller.policy.generation
         (tmp_path / "tenants" / "acme.yaml").unlink()
-        await site.until(lambda: site.sidecar.controller.policy.generation != before)
+        await until(lambda: site.sidecar.controller.policy.generation != before)
         assert (await site.ask(chat(), key("acme"))).is_error(401, "invalid_api_key")
         go_on.set()
         for answered in await asyncio.gather(first, waits):
             assert (answered.status, answered.body) == (200, b"data: one\n\ndata: two\n\n")
             assert answered.headers["x-admission-tier"] == "normal"
-        await site.until(lambda: site.pool()["leases"] == site.sidecar.controller.under_way == 0)
+        await until(lambda: site.pool()["leases"] == site.sidecar.controller.under_way == 0)
 
 
 async def test_requests_that_never_stop_coming_meet_no_gap(tmp_path: Path) -> None:
@@ -146,9 +138,7 @@ async def test_requests_that_never_stop_coming_meet_no_gap(tmp_path: Path) -> No
         is_over.set()
         await asyncio.gather(*clients)
         assert set(statuses) == {200}
-        await site.until(
-            lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.controller.under_way == 0
-        )
+        await until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.controller.under_way == 0)
         assert site.counted() == (len(statuses), 0)
 
 
@@ -168,7 +158,7 @@ async def test_a_removed_tenants_key_stops_within_a_second(tmp_path: Path) -> No
             took_s.append(time.monotonic() - removed_s)
             before = site.sidecar.controller.policy.generation
             file.write_text(text)
-            await site.until(lambda before=before: site.sidecar.controller.policy.generation != before)
+            await until(lambda before=before: site.sidecar.controller.policy.generation != before)
             await asyncio.sleep(0.3)  # in another moment of its round
         assert min(took_s) < 1.0, took_s
 
@@ -197,17 +187,17 @@ async def test_a_config_map_is_swapped_whole(tmp_path: Path) -> None:
         second = version("..2026_2", requests="7")
         (second / "tenants" / "acme.yaml").unlink()
         swap(second)
-        await site.until(lambda: sidecar.controller.policy.rules.requests == 7)
+        await until(lambda: sidecar.controller.policy.rules.requests == 7)
         assert (await site.ask(None, key("acme"))).status == 401
         assert (await site.ask(None, key("nightly"))).status == 200
         third = version("..2026_3")
         (third / "policy.yaml").write_text("engine: [")
         swap(third)
-        await site.until(sidecar.controller.notices)
+        await until(sidecar.controller.notices)
         assert "stays in force" in sidecar.controller.notices()[0]
         assert sidecar.controller.policy.rules.requests == 7
         swap(version("..2026_4", requests="8"))
-        await site.until(lambda: sidecar.controller.policy.rules.requests == 8)
+        await until(lambda: sidecar.controller.policy.rules.requests == 8)
         assert sidecar.controller.notices() == []
 
 
@@ -219,7 +209,7 @@ async def test_a_file_that_is_truncated_and_then_written_is_one_change(tmp_path:
         await asyncio.sleep(0.3)  # long enough for a look or two
         assert (site.sidecar.controller.policy.generation, site.sidecar.controller.notices()) == (first, [])
         path.write_text(whole)
-        await site.until(lambda: site.sidecar.controller.policy.rules.requests == 5)
+        await until(lambda: site.sidecar.controller.policy.rules.requests == 5)
         assert site.sidecar.controller.notices() == []
 
 
@@ -235,7 +225,7 @@ async def test_endpoints_sources_and_sizes_are_those_of_the_new_policy(tmp_path:
             path.read_text().replace("  /v1/embeddings: {}\n", "  /v2/chat: {api: chat, tier: batch}\n")
             + "tier_header: x-tier\n"
         )
-        await site.until(lambda: site.sidecar.controller.policy.generation != before)
+        await until(lambda: site.sidecar.controller.policy.generation != before)
         assert (await site.ask(json.loads(large), "x-tier: batch")).headers["x-admission-tier"] == "batch"
         assert (await site.ask(path="/v2/chat")).headers["x-admission-tier"] == "batch"
         assert "x-admission-tier" not in (await site.ask(path="/v1/embeddings")).headers
@@ -256,33 +246,31 @@ async def test_a_sidecar_begins_and_ends_to_observe_while_others_wait(tmp_path: 
     app = App(is_held=True)
     async with reloading(app, tmp_path, requests="1") as site:
         asked = [asyncio.ensure_future(site.ask())]
-        await site.until(lambda: len(app.seen) == 1)
+        await until(lambda: len(app.seen) == 1)
         asked.append(asyncio.ensure_future(site.ask()))
-        await site.until(lambda: site.pool()["waiting"] == 1)
+        await until(lambda: site.pool()["waiting"] == 1)
         await site.write("mode: observe\n", requests="1")
         asked.append(asyncio.ensure_future(site.ask()))
-        await site.until(lambda: len(app.seen) == 2)
+        await until(lambda: len(app.seen) == 2)
         assert site.pool()["leases"] == 1, "who came before waits its turn, who comes now passes"
         await site.write(requests="1")
-        await site.until(lambda: site.pool()["waiting"] == 1)  # no one stands behind a shadow
+        await until(lambda: site.pool()["waiting"] == 1)  # no one stands behind a shadow
         asked.append(asyncio.ensure_future(site.ask()))
-        await site.until(lambda: site.pool()["waiting"] == 2)
+        await until(lambda: site.pool()["waiting"] == 2)
         app.release(4)
         assert [answered.status for answered in await asyncio.gather(*asked)] == [200] * 4
-        await site.until(
-            lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.controller.under_way == 0
-        )
+        await until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.controller.under_way == 0)
 
 
 async def test_a_policy_that_cannot_be_used_changes_nothing_and_says_so(tmp_path: Path) -> None:
     async with reloading(App(), tmp_path) as site:
         running = site.sidecar.controller.snapshot
         write_policy(tmp_path, engine="vllm", requests="9")
-        await site.until(site.sidecar.controller.notices)
+        await until(site.sidecar.controller.notices)
         assert "needs a restart for engine" in site.sidecar.controller.notices()[0]
         assert site.sidecar.controller.snapshot is running
         assert site.pool()["capacity"]["requests"] == 4
         (tmp_path / "policy.yaml").unlink()
-        await site.until(lambda: "cannot be used" in " ".join(site.sidecar.controller.notices()))
+        await until(lambda: "cannot be used" in " ".join(site.sidecar.controller.notices()))
         assert site.sidecar.controller.snapshot is running
         assert (await site.ask(None, key("acme"))).status == 200

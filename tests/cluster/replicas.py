@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,16 @@ class Replica:
         """What it shows."""
         async with aiohttp.ClientSession() as client, client.get(f"{self.admin_url}/overview") as response:
             return await response.json()
+
+
+async def until_shown(replica: Replica, condition: Callable[[Any], bool]) -> Any:
+    """Waits until its overview is so, and returns it."""
+    end_s = time.monotonic() + 60
+    while not condition(shown := await replica.overview()):
+        told = ("store", "replicas", "held", "headline", "notices", "tiers")
+        assert time.monotonic() < end_s, {name: shown[name] for name in told}
+        await asyncio.sleep(0.1)
+    return shown
 
 
 @contextmanager

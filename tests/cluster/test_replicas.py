@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 
 from sidecar.pools.redis.connection import ledger_key
-from tests.cluster.replicas import POLICY, Replica, overload, replicas
+from tests.cluster.replicas import POLICY, Replica, overload, replicas, until_shown
 from tests.support.redis_servers import RedisServer
 from tests.support.shared_pools import begun_store
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
-
-
-async def until(replica: Replica, condition: Callable[[Any], bool], within_s: float = 60.0) -> Any:
-    """Waits until its overview is so, and returns it."""
-    end_s = time.monotonic() + within_s
-    while not condition(shown := await replica.overview()):
-        assert time.monotonic() < end_s, {name: shown[name] for name in ("replicas", "headline", "notices", "tiers")}
-        await asyncio.sleep(0.1)
-    return shown
 
 
 def has_both(shown: Any) -> bool:
@@ -48,7 +38,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
 
 async def test_either_page_shows_both_and_the_tier_that_starves_in_either(two: Two) -> None:
     async with overload([two.first.url, two.second.url]):
-        shown = [await until(one, has_both) for one in (two.first, two.second)]
+        shown = [await until_shown(one, has_both) for one in (two.first, two.second)]
         for one in shown:
             assert one["mode"] == "shared"
             assert one["store"]["state"] == "shared"
@@ -57,7 +47,9 @@ async def test_either_page_shows_both_and_the_tier_that_starves_in_either(two: T
             assert all(0 <= replica["seen_s_ago"] < 5 for replica in one["replicas"])
             queued = sum(tier["queued"]["requests"] for tier in one["tiers"])
             assert queued == sum(replica["waiting"] for replica in one["replicas"])
-        starving = await until(two.first, lambda one: one["starving"] == "batch" and one["tiers"][1]["overtaken_by"])
+        starving = await until_shown(
+            two.first, lambda one: one["starving"] == "batch" and one["tiers"][1]["overtaken_by"]
+        )
         by = starving["tiers"][1]["overtaken_by"]["high"]
         assert by["requests"] > 0
         assert set(by["rules"]) <= {"level", "reserve"}
@@ -66,7 +58,7 @@ async def test_either_page_shows_both_and_the_tier_that_starves_in_either(two: T
 
 async def test_a_refusal_of_one_is_on_the_page_of_the_other(two: Two) -> None:
     request_id = await two.first.refused()
-    shown = await until(two.second, lambda one: len(one["refusals"]) == 1)
+    shown = await until_shown(two.second, lambda one: len(one["refusals"]) == 1)
     (refusal,) = shown["refusals"]
     assert (refusal["request_id"], refusal["code"]) == (request_id, "invalid_api_key")
     assert refusal["replica"] != shown["replica"]
@@ -78,7 +70,7 @@ async def test_one_that_ends_takes_its_leave_and_leaves_nothing_behind(two: Two)
     two.second.process.terminate()
     assert await asyncio.to_thread(two.second.process.wait, 10) == 0
     assert two.store.command("HLEN", key) == 1  # at once: not by its silence
-    await until(two.first, lambda one: len(one["replicas"]) == 1)
+    await until_shown(two.first, lambda one: len(one["replicas"]) == 1)
     two.first.process.terminate()
     assert await asyncio.to_thread(two.first.process.wait, 10) == 0
     assert two.store.command("EXISTS", key) == 0

@@ -6,8 +6,7 @@ import asyncio
 import json
 import re
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.cluster.replicas import CHAT, Replica, overload, replicas
+from tests.cluster.replicas import CHAT, Replica, overload, replicas, until_shown
 from tests.support.browser import browser
 from tests.support.devtools import Tab, headless, tab
 from tests.support.fault_proxy import FaultProxy
@@ -96,16 +95,6 @@ async def get(replica: Replica, path: str) -> str:
         return await response.text()
 
 
-async def until(replica: Replica, condition: Callable[[Any], bool], within_s: float = 60.0) -> Any:
-    end_s = time.monotonic() + within_s
-    while not condition(shown := await replica.overview()):
-        assert time.monotonic() < end_s, {
-            name: shown[name] for name in ("store", "replicas", "held", "notices", "tiers")
-        }
-        await asyncio.sleep(0.1)
-    return shown
-
-
 def check_overview(shown: Any, is_alone: bool) -> None:
     """No figure of one document contradicts another."""
     own = shown["store"]["own"]
@@ -166,12 +155,12 @@ async def test_while_the_store_is_lost_under_load_a_replica_shows_itself_and_the
         first, second = both.first, both.second
         whole = {"tokens": TOKENS, "requests": REQUESTS}
         async with overload([first.url], BATCH, HIGH - 2), overload([second.url], 2, 0):
-            await until(first, lambda one: len(one["replicas"]) == 2 and one["held"]["requests"] == REQUESTS)
+            await until_shown(first, lambda one: len(one["replicas"]) == 2 and one["held"]["requests"] == REQUESTS)
             await both.lose(fault)
             state = "divided" if on_loss == "divide" else "closed"
-            await until(first, lambda one: one["store"]["state"] == state)
+            await until_shown(first, lambda one: one["store"]["state"] == state)
             await asyncio.sleep(SETTLED_S)
-            for _ in range(8):
+            for _ in range(4):
                 shown = await first.overview()
                 check_overview(shown, is_alone=True)
                 assert ("its part of the pool is" in str(shown["notices"])) == (on_loss == "divide")
@@ -188,10 +177,10 @@ async def test_while_the_store_is_lost_under_load_a_replica_shows_itself_and_the
                 theirs = await second.overview()
                 assert (theirs["store"]["state"], theirs["capacity"]) == ("shared", whole)
             await both.bring_back(fault)
-            back = await until(first, lambda one: len(one["replicas"]) == 2 and not one["notices"])
+            back = await until_shown(first, lambda one: len(one["replicas"]) == 2 and not one["notices"])
             check_overview(back, is_alone=False)
             assert (back["capacity"], back["store"]["state"]) == (whole, "shared")
-            await until(first, lambda one: one["held"]["requests"] == REQUESTS)
+            await until_shown(first, lambda one: one["held"]["requests"] == REQUESTS)
             assert gauge(await get(first, "/metrics"), "admission_capacity_requests") == REQUESTS
 
 
@@ -232,7 +221,7 @@ async def test_the_page_says_once_that_it_shows_this_replica_alone_and_no_row_co
         await page.until("document.body.innerText.includes('store shared, 2 replicas')")
         both.store.kill()
         await page.until("document.body.innerText.includes('has not answered for')")
-        for _ in range(12):
+        for _ in range(5):
             text = (await page.text()).replace("\u00a0", " ")
             assert text.count("has not answered for") == text.count("only this replica's") == 1
             assert len(re.findall(r"\bstore\b", text.partition("Last refusals")[0])) == 1, text

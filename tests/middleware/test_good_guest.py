@@ -22,6 +22,7 @@ from tests.middleware.test_preemption import CRITICAL, Engine, rules, running
 from tests.support.each import each
 from tests.support.middleware import CHAT, App, Caller, chat, guarding, policy
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.support.wire import exchange, post
 
 pytestmark = pytest.mark.anyio
@@ -242,8 +243,7 @@ async def test_a_handler_runs_once_unless_the_app_says_that_it_may_run_twice(
         bulk = asyncio.create_task(exchange(served.port, post(CHAT, SMALL)))
         await asyncio.wait_for(engine.has_begun.wait(), 60)
         critical = asyncio.create_task(exchange(served.port, post(CHAT, SMALL, CRITICAL)))
-        while sidecar.controller.pool.state()["waiting"] != 1:  # noqa: ASYNC110  # no event says so
-            await asyncio.sleep(0.001)
+        await until(lambda: sidecar.controller.pool.state()["waiting"] == 1)
         await asyncio.sleep(0.2)  # four times `preempt_after`
         assert not bulk.done()
         engine.may_end.set()

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from sidecar.events import Admitted, Outcome, Preempted, Settled
 from sidecar.policy.model import Policy
 from tests.support.middleware import CHAT, App, Guarded, answer, chat, chunk, guarding, policy, start, whole_body
+from tests.support.waiting import until
 from tests.support.wire import connected, post
 
 pytestmark = pytest.mark.anyio
@@ -240,8 +241,7 @@ async def test_the_room_is_free_only_when_the_engine_has_let_go(tmp_path: Any) -
         batch = await running(guarded, engine)
         told_s = time.monotonic() + PREEMPT_AFTER_S
         critical = asyncio.create_task(guarded.ask(None, CRITICAL))
-        while not engine.stopped:  # noqa: ASYNC110  # the app has no event for it
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stopped)
         assert guarded.leases == 1
         await critical
         assert time.monotonic() - told_s >= 0.3
@@ -257,8 +257,7 @@ async def test_a_client_that_leaves_while_its_engine_lets_go_is_gone_for_good(tm
             await asyncio.wait_for(engine.has_begun.wait(), 60)
             told_s = time.monotonic() + PREEMPT_AFTER_S
             critical = asyncio.create_task(guarded.ask(None, CRITICAL))
-            while not engine.stopped:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stopped)
         assert (await critical).status == 200
         assert time.monotonic() - told_s >= 0.6  # the client's leaving changes nothing for the engine
     assert engine.tiers == ["batch", "critical"]
@@ -274,8 +273,7 @@ async def test_a_client_that_leaves_while_it_waits_again_is_settled(tmp_path: An
             writer.write(post(CHAT, json.dumps(chat()).encode()))
             await asyncio.wait_for(engine.has_begun.wait(), 60)
             critical = asyncio.create_task(guarded.ask(None, CRITICAL))
-            while len(engine.calls) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until(lambda: len(engine.calls) >= 2)
             await guarded.until(leases=1, waiting=1)
         await guarded.until(leases=1, waiting=0)
         engine.may_end.set()
@@ -291,8 +289,7 @@ async def test_no_one_is_preempted_more_often_than_the_policy_says(tmp_path: Any
     async with guarding(engine, rules(tmp_path, most=1)) as guarded:
         batch = await running(guarded, engine)
         assert (await guarded.ask(None, CRITICAL)).status == 200
-        while engine.tiers.count("batch") < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.tiers.count("batch") >= 2)
         critical = asyncio.create_task(guarded.ask(None, CRITICAL))
         await guarded.until(waiting=1)
         await asyncio.sleep(4 * PREEMPT_AFTER_S)
@@ -330,8 +327,7 @@ async def test_a_server_that_stops_leaves_nothing_of_a_lost_attempt(tmp_path: An
             writer.write(post(CHAT, json.dumps(chat()).encode()))
             await asyncio.wait_for(engine.has_begun.wait(), 60)
             critical = asyncio.create_task(guarded.ask(None, CRITICAL))
-            while not engine.stopped:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stopped)
             assert guarded.served is not None
             for task in list(guarded.served.server.server_state.tasks):
                 task.cancel()

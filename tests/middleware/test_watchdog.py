@@ -12,6 +12,7 @@ from sidecar.app import AdmissionMiddleware
 from sidecar.middleware import watchdog
 from sidecar.middleware.watchdog import Watchdog
 from tests.support.middleware import SMALL, App, Caller, policy
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -30,8 +31,7 @@ class Visitor:
 
 async def visited(visitor: Visitor, times: int) -> None:
     """Waits until it was visited so often."""
-    while visitor.visits < times:  # noqa: ASYNC110  # no event says so
-        await asyncio.sleep(0.005)
+    await until(lambda: visitor.visits >= times)
 
 
 async def test_everybody_is_watched_every_interval_until_they_go() -> None:
@@ -95,8 +95,7 @@ async def test_a_call_that_blocks_the_loop_is_counted_and_said_once_a_minute(
     async def blocks(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0)
         time.sleep(0.6)  # noqa: ASYNC251  # the fault that this is about
-        while sidecar.controller.watchdog.blocked_s == before_s:  # noqa: ASYNC110  # no event says so
-            await asyncio.sleep(0.005)
+        await until(lambda: sidecar.controller.watchdog.blocked_s != before_s)
         await App()(scope, receive, send)
 
     sidecar = AdmissionMiddleware(blocks, policy=policy(body_timeout="50ms"))
