@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
@@ -73,6 +74,7 @@ CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
 """Body members that some engine takes a priority from. None of them passes from a client."""
 
 
+@lru_cache(maxsize=64)  # a client sends the same names with every request; anyone chooses them, and a head is bounded
 def client_headers(names: tuple[bytes, ...]) -> tuple[bytes, ...]:
     """The headers of a request, of lower-case names, that some engine would take a priority or a tenant from."""
     return tuple([name for name in names if name in CLIENT_HEADERS or name.startswith(CLIENT_HEADER_PREFIXES)])
