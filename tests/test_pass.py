@@ -20,6 +20,7 @@ from tests.support.in_process import ran, serving_engine, serving_sidecar, start
 from tests.support.middleware import CHAT, App, chat, key, write_policy
 from tests.support.redis_servers import RedisServer
 from tests.support.serving import serving
+from tests.support.waiting import until
 from tests.support.wire import exchange, post
 from tests.test_reload import Reloading, reloading
 
@@ -37,17 +38,17 @@ async def test_a_broken_file_that_says_pass_lets_all_through_and_a_mended_one_en
     async with reloading(app, tmp_path, requests="1") as site:
         controller, good = site.sidecar.controller, pool_file(site).read_text()
         running = asyncio.ensure_future(site.ask(chat(), key("acme")))
-        await site.until(lambda: site.pool()["leases"] == 1)
+        await until(lambda: site.pool()["leases"] == 1)
         waits = asyncio.ensure_future(site.ask({**chat(), "priority": "batch"}, key("acme")))
-        await site.until(lambda: site.pool()["waiting"] == 1)
+        await until(lambda: site.pool()["waiting"] == 1)
 
         pool_file(site).write_text(f"{good}{BROKEN}")
-        await site.until(lambda: len(app.seen) == 2)
+        await until(lambda: len(app.seen) == 2)
         assert (site.pool()["leases"], site.pool()["waiting"]) == (1, 0), "what runs is settled as usual"
         assert app.seen[1].json == {**chat(), "priority": "batch"}, "as the client sent it"
         assert app.seen[1].all(b"authorization") == [b"Bearer sk-acme"]
         unknown = asyncio.ensure_future(site.ask("no object", "authorization: Bearer sk-unknown"))
-        await site.until(lambda: len(app.seen) == 3)
+        await until(lambda: len(app.seen) == 3)
         app.release(3)
         answers = await asyncio.gather(running, waits, unknown)
         assert [answered.status for answered in answers] == [200] * 3
@@ -62,7 +63,7 @@ async def test_a_broken_file_that_says_pass_lets_all_through_and_a_mended_one_en
         assert "mode: pass" in site.sidecar.observability._live.overview().headline
 
         pool_file(site).write_text(good)
-        await site.until(lambda: not controller.is_passing)
+        await until(lambda: not controller.is_passing)
         assert (await site.ask(chat(), "authorization: Bearer sk-unknown")).status == 401
 
 
@@ -70,7 +71,7 @@ async def test_a_policy_that_needs_a_restart_for_the_rest_passes_without_one(tmp
     async with reloading(App(), tmp_path) as site:
         controller = site.sidecar.controller
         write_policy(site.folder, more="mode: pass\npool: another\n")
-        await site.until(lambda: controller.is_passing)
+        await until(lambda: controller.is_passing)
         assert any("needs a restart for pool" in notice for notice in controller.notices())
         assert (await site.ask(chat(), "authorization: Bearer sk-unknown")).status == 200
 
@@ -85,7 +86,7 @@ async def test_a_lease_from_python_passes_too_and_one_that_waits_does_at_once(tm
                     return lease.queue_wait_s
 
             waits = asyncio.ensure_future(second())
-            await site.until(lambda: site.pool()["waiting"] == 1)
+            await until(lambda: site.pool()["waiting"] == 1)
             await site.write(more="mode: pass\n", requests="1")
             assert await asyncio.wait_for(waits, 60) > 0
             assert await asyncio.wait_for(second(), 60) == 0
@@ -198,7 +199,7 @@ async def test_the_engines_key_replaces_the_clients_and_who_shows_none_gets_it_w
         assert await keys(site) == [b"Bearer sk-engine"]
         text = pool_file(site).read_text().replace("anonymous: normal", "anonymous: deny")
         pool_file(site).write_text(text)
-        await site.until(lambda: site.sidecar.controller.policy.anonymous is None)
+        await until(lambda: site.sidecar.controller.policy.anonymous is None)
         assert await keys(site) == []
         assert await keys(site, "authorization: Bearer sk-unknown") == [b"Bearer sk-engine"]
 
@@ -257,13 +258,13 @@ async def test_a_stream_that_was_sent_comments_while_it_waited_goes_on_as_one_st
     app = App(is_held=True, answer=b"data: [DONE]\n\n")
     async with reloading(app, tmp_path, requests="1", more=KEPT_ALIVE) as site:
         running = asyncio.ensure_future(site.ask(chat(), key("acme")))
-        await site.until(lambda: site.pool()["leases"] == 1)
+        await until(lambda: site.pool()["leases"] == 1)
         reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
         packed = gzip.compress(json.dumps(chat(stream=True)).encode())
         writer.write(post(CHAT, packed, key("acme"), "accept-encoding: gzip", "content-encoding: gzip"))
         await asyncio.wait_for(reader.readuntil(b": queued"), 60)
         await site.write(more=f"{KEPT_ALIVE}mode: pass\n", requests="1")
-        await site.until(lambda: len(app.seen) == 2)
+        await until(lambda: len(app.seen) == 2)
         assert app.seen[1].all(b"accept-encoding") == [], "its answer has begun as plain text"
         length = app.seen[1].all(b"content-length")
         assert (app.seen[1].json, length) == (chat(stream=True), [b"%d" % len(app.seen[1].body)]), "it was unpacked"
@@ -283,24 +284,24 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing_and_an_upload_passe
     text = f"{start}{upload}{after[after.index('tenants:') :]}"
     async with reloading(app, tmp_path, requests="1") as site:
         pool_file(site).write_text(text)
-        await site.until(lambda: list(site.sidecar.controller.policy.endpoints) == ["/v1/audio"])
+        await until(lambda: list(site.sidecar.controller.policy.endpoints) == ["/v1/audio"])
         sent = "content-type: application/octet-stream"
         whole = bytes(50_000)
         running = asyncio.ensure_future(exchange(site.port, post("/v1/audio", whole, sent, key("acme"))))
-        await site.until(lambda: site.pool()["leases"] == 1)
+        await until(lambda: site.pool()["leases"] == 1)
         waits = asyncio.ensure_future(exchange(site.port, post("/v1/audio", whole, sent, key("acme"))))
-        await site.until(lambda: site.pool()["waiting"] == 1)
+        await until(lambda: site.pool()["waiting"] == 1)
         _, writer = await asyncio.open_connection("127.0.0.1", site.port)
         writer.write(post("/v1/audio", whole, sent, key("acme")))
-        await site.until(lambda: site.pool()["waiting"] == 2)
+        await until(lambda: site.pool()["waiting"] == 2)
         pool_file(site).write_text(f"{text}mode: pass\n")
         writer.close()
-        await site.until(lambda: len(app.seen) >= 2)
+        await until(lambda: len(app.seen) >= 2)
         app.release(5)
         for answered in await asyncio.gather(running, waits):
             assert answered.startswith(b"HTTP/1.1 200")
         assert [len(seen.body) for seen in app.seen[:2]] == [len(whole)] * 2
-        await site.until(lambda: site.sidecar.controller.under_way == 0)
+        await until(lambda: site.sidecar.controller.under_way == 0)
         assert (site.pool()["leases"], site.pool()["waiting"]) == (0, 0)
 
 
@@ -312,18 +313,18 @@ async def test_with_a_store_that_hangs_nothing_waits_for_it(
     app = App(is_held=True)
     async with reloading(app, tmp_path, requests="1", more="on_store_loss: closed\n") as site:
         asked = [asyncio.ensure_future(site.ask(chat(), key("acme"))) for _ in range(3)]
-        await site.until(lambda: (site.pool()["leases"], site.pool()["waiting"]) == (1, 2))
+        await until(lambda: (site.pool()["leases"], site.pool()["waiting"]) == (1, 2))
         store.pause()
         try:
             asked += [asyncio.ensure_future(site.ask(chat(), key("acme")))]
             await site.write(more="on_store_loss: closed\nmode: pass\n", requests="1")
             asked += [asyncio.ensure_future(site.ask(chat(), "authorization: Bearer sk-unknown"))]
-            await site.until(lambda: len(app.seen) == 5)
+            await until(lambda: len(app.seen) == 5)
             app.release(5)
             assert [answered.status for answered in await asyncio.gather(*asked)] == [200] * 5
         finally:
             store.resume()
         await site.write(more="on_store_loss: closed\n", requests="1")
-        await site.until(lambda: (site.pool()["leases"], site.pool()["store"]["state"]) == (0, "shared"))
+        await until(lambda: (site.pool()["leases"], site.pool()["store"]["state"]) == (0, "shared"))
         app.release(1)
         assert (await site.ask(chat(), key("acme"))).status == 200

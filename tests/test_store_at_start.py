@@ -9,6 +9,7 @@ import pytest
 
 from sidecar.policy.store import STORE_VARIABLE
 from tests.support.middleware import App, chat, key
+from tests.support.waiting import until
 from tests.test_reload import reloading
 
 pytestmark = pytest.mark.anyio
@@ -24,7 +25,7 @@ async def test_it_divides_the_pool_by_the_replicas_of_the_policy(tmp_path: Path)
     app = App(is_held=True)
     async with reloading(app, tmp_path, more="replicas: 2\n", requests="5") as site:
         asked = [asyncio.ensure_future(site.ask(chat(), key("acme"))) for _ in range(3)]
-        await site.until(lambda: (site.pool()["leases"], site.pool()["waiting"]) == (2, 1))
+        await until(lambda: (site.pool()["leases"], site.pool()["waiting"]) == (2, 1))
         controller = site.sidecar.controller
         assert controller.readiness() == []
         (notice,) = (said for said in controller.notices() if said.startswith(NEVER))
