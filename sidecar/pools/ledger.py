@@ -470,7 +470,8 @@ class Ledger:
         caller, asked = call.who, state.asked
         if state.hold_until or self._has_more or (asked is not None and asked[0] != caller):
             return None
-        has_answered = asked is not None and caller in state.asked_before and call.leaving is not None
+        is_answer = asked is not None and caller in state.asked_before and call.leaving is not None
+        has_answered = is_answer and len(state.members) > 1  # one alone is asked by no one for another
         state.asked = None
         scheduler = state.scheduler
         if not scheduler.may_preempt():

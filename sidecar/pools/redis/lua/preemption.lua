@@ -167,7 +167,7 @@ local function shortage_for_caller()
     state[ASKED] = false
   end
   if state[HOLD_UNTIL] ~= 0 or (state[ASKED] and state[ASKED] ~= who) then return nil end
-  local has_answered = state[ASKED] and was_asked(who) and call[C_LEAVING]
+  local has_answered = state[ASKED] and was_asked(who) and call[C_LEAVING] and next(members, next(members))
   state[ASKED] = false
   local found = shortage()
   local most = found and whom_to_ask(found, has_answered)
