@@ -231,7 +231,7 @@ def test_serve_top_and_explain_with_a_token_from_a_file(tmp_path: Path) -> None:
         assert (code, out) == (1, "")
         how = "needs its admin token; set SIDECAR_ADMIN_TOKEN, or SIDECAR_ADMIN_TOKEN_FILE to a file that holds it"
         assert errors == f"sidecar top: {url} {how}\n"
-        assert reported("explain", "--request", "x", "--admin", url) == (1, "", f"sidecar: {url} {how}\n")
+        assert reported("explain", "--request", "x", "--admin", url) == (1, "", f"sidecar explain: {url} {how}\n")
 
         code, out, errors = reported("top", "--once", "--admin", url, SIDECAR_ADMIN_TOKEN=TOKEN)
         assert (code, errors) == (0, "")
