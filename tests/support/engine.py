@@ -129,8 +129,12 @@ async def raw_engine(script: Script, unix: Path | None = None) -> AsyncIterator[
     """
     engine = RawEngine()
     tasks: set[asyncio.Task[None]] = set()
+    ended = asyncio.Event()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if ended.is_set():  # it was accepted in the moment of the end: no one may wait for an engine that is gone
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
@@ -153,6 +157,7 @@ async def raw_engine(script: Script, unix: Path | None = None) -> AsyncIterator[
     try:
         yield engine
     finally:
+        ended.set()
         server.close()
         running = list(tasks)
         for task in running:
