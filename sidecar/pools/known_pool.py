@@ -105,7 +105,9 @@ class KnownPool:
         held = {} if self.reply is None else {it.id: (it.tokens, it.requests, it.sent) for it in self.reply.held}
         parts, out = [], {word.engine for word in self.drained.values() if word.is_drained}
         for view in views.values():
-            config, told = view if self.reply is None else self.config.get(view.id), self._told.get(view.id)
+            # An engine in its own process has no other user, whether the ledger has heard of it or not.
+            is_known_alone = self.reply is None or not self._shares_engines
+            config, told = view if is_known_alone else self.config.get(view.id), self._told.get(view.id)
             if config is None:
                 continue
             whole = _sizes(config if told is None or _sizes(told) == _sizes(view) else view)
