@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin import PORT_VARIABLE
+from sidecar.admission.controller import AdmissionController
+from sidecar.admission.engine_pages import EnginePages
+from sidecar.admission.request_path import at_own_root
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
+from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineCheck, EngineWatch
+from sidecar.fleet.models import ModelsController
 from sidecar.leases import Admission
 from sidecar.leases.no_engine import NoEngineHere
-from sidecar.middleware.controller import AdmissionController
-from sidecar.middleware.engine_pages import EnginePages
-from sidecar.middleware.engine_watch import ENGINE_CHECK_VARIABLE, EngineCheck, EngineWatch
-from sidecar.middleware.middleware import serve_scope
-from sidecar.middleware.models import ModelsController
-from sidecar.middleware.request_path import at_own_root
-from sidecar.middleware.tenant_usage import TenantUsage
+from sidecar.middleware import serve_scope
 from sidecar.mounted_services import MountedTelemetry, Part, has_admin_port, mounted_services, with_lifespan
 from sidecar.observability import Observability
 from sidecar.one_pool import OnePool, policy_of, pool_here, pool_of, source_of
@@ -36,13 +35,14 @@ from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.server.mounted import FailedStart, MountedLifespan, check_processes
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of
 from sidecar.tasks import is_in_event_loop
+from sidecar.tenants.tenant_usage import TenantUsage
 from sidecar.tokens import Estimator, TokenizerCounter
 
 if TYPE_CHECKING:
+    from sidecar.admission.app_tenants import TenantOf
     from sidecar.fleet.mounted_engine import MountedEngine
     from sidecar.fleet.mounted_routing import MountedRouting
     from sidecar.fleet.routing import FleetRouting
-    from sidecar.middleware.app_tenants import TenantOf
     from sidecar.policy.reload import PolicyFiles
 
 STATE_KEY = "admission"
@@ -125,7 +125,7 @@ class AdmissionMiddleware:
         self._named: Callable[[AdmissionController, ASGIApp], ASGIApp] | None = None
         try:
             if tenant is not None:
-                from sidecar.middleware.app_tenants import naming
+                from sidecar.admission.app_tenants import naming
 
                 self._named = naming(tenant)
             self._is_apart = is_shown or app is None or isinstance(app, EngineProxy)
@@ -173,7 +173,7 @@ class AdmissionMiddleware:
         if self._named is not None:
             serve = self._named(self.controller, serve)
         if cors is not None:
-            from sidecar.middleware.cors import with_cors
+            from sidecar.middleware import with_cors
 
             serve = with_cors(serve, cors)
         if self._pool.is_shared:
@@ -249,7 +249,7 @@ class AdmissionMiddleware:
 
 def _serving(controller: AdmissionController) -> ASGIApp:
     if isinstance(controller, ModelsController):
-        from sidecar.middleware.model_requests import serve_models
+        from sidecar.fleet.model_requests import serve_models
 
         return partial(serve_models, controller)
     return partial(serve_scope, controller)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin import PORT_VARIABLE
-from sidecar.middleware.controller import AdmissionController
-from sidecar.middleware.engine_watch import ENGINE_CHECK_VARIABLE, EngineState
+from sidecar.admission.controller import AdmissionController
+from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineState
 from sidecar.observability import Observability
 from sidecar.server import CannotServe
 from sidecar.server.mounted import Lifespan, Step

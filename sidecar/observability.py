@@ -9,18 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sidecar.admission.controller import AdmissionController
+from sidecar.admission.policy_snapshot import objective_of
 from sidecar.cluster.document import EngineView
 from sidecar.cluster.learned_lengths import LengthExchange
 from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
+from sidecar.engines.view import EngineDocument
 from sidecar.events import Received, ShadowHolds
 from sidecar.gain.engine_speed import EngineSpeedDocument
-from sidecar.middleware.controller import AdmissionController
-from sidecar.middleware.engine_view import EngineDocument
-from sidecar.middleware.lease_size import EngineSizesDocument
-from sidecar.middleware.policy_snapshot import objective_of
-from sidecar.middleware.tenant_usage import TenantUsage
+from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.policy.model import Mode, Policy, Tier, UsageInTraces
 from sidecar.pools import Grant, Pool
 from sidecar.pools.base import QueueMark
@@ -40,12 +39,13 @@ from sidecar.telemetry.spans.links import WaitFinder
 from sidecar.telemetry.spans.long_waits import LongWaits
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tenants.records import StoredRecords
+from sidecar.tenants.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
-    from sidecar.middleware.stored_tenants import StoredTenantsRegistry
     from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
+    from sidecar.tenants.registry import StoredTenantsRegistry
 
 UNCOUNTED = (
     "tokens_per_day and tokens_per_month do nothing here: the tenants' use is not counted (no store, or usage_days: 0)"
@@ -130,7 +130,7 @@ class Observability:
     ) -> None:
         """Follows the policy's files, and the tenants in the store, where there are any."""
         if records is not None:
-            from sidecar.middleware.stored_tenants import StoredTenantsRegistry
+            from sidecar.tenants.registry import StoredTenantsRegistry
 
             self._registry = StoredTenantsRegistry(controller, records)
         if files is not None:

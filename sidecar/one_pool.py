@@ -16,8 +16,7 @@ from weakref import WeakSet
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sidecar.middleware.controller import AdmissionController
-from sidecar.middleware.middleware import guarded_endpoint
+from sidecar.admission.controller import AdmissionController
 from sidecar.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.model import Mode, Policy, is_forced
@@ -220,7 +219,7 @@ class OnePool:
         outer: _Passage | None = scope.get(self._key)
         if outer is not None and outer.is_guarded:
             return app(scope, receive, send)
-        scope[self._key] = _Passage(app, guarded_endpoint(self.controller, scope) is not None)
+        scope[self._key] = _Passage(app, self.controller.guarded_endpoint(scope) is not None)
         return serve(scope, receive, send)
 
     def _begin(self) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import sidecar
+from sidecar.admission.controller import AdmissionController
 from sidecar.app import AdmissionMiddleware
-from sidecar.middleware.controller import AdmissionController
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.problems import PolicyError
 from tests.support.middleware import SMALL, App, Caller, policy, write_policy

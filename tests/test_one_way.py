@@ -20,14 +20,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.admission.controller import AdmissionController
+from sidecar.admission.request_path import by_path, endpoint_of
 from sidecar.cli.explain_policy import RequestExplanation
 from sidecar.errors import AdmissionError
 from sidecar.events import Classified, Observed, Refused, Settled, Verdict
+from sidecar.fleet.model_requests import serve_models
+from sidecar.fleet.models import ModelsController
 from sidecar.leases import Admission
-from sidecar.middleware.controller import AdmissionController
-from sidecar.middleware.model_requests import serve_models
-from sidecar.middleware.models import ModelsController
-from sidecar.middleware.request_path import by_path, endpoint_of
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.fleet import offered
 from sidecar.policy.model import Mode, Policy

@@ -14,7 +14,7 @@ from benchmarks.reservations.engine import Sequence
 from benchmarks.reservations.traces import Asked
 from sidecar.apis import Api
 from sidecar.lengths.estimator import LengthEstimator
-from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes
+from sidecar.lengths.lease_size import Expected, LeaseSize, LeaseSizes
 from sidecar.payload.decode import Payload, decode
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute
 from sidecar.admin.answers import RefusedByPage, flag, json_answer, page
 from sidecar.admin.stream import receive_disconnect
 from sidecar.durations import short_duration
-from sidecar.middleware.engine_view import DrainEnd, EngineDocument, EngineView
+from sidecar.engines.view import DrainEnd, EngineDocument, EngineView
 from sidecar.policy.units import duration_s
 from sidecar.tasks import end
 

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.admin.answers import refused
 from sidecar.admin.engine_routes import Engines
-from sidecar.middleware.engine_view import EngineDocument
-from sidecar.middleware.models import ModelsController
+from sidecar.engines.view import EngineDocument
+from sidecar.fleet.models import ModelsController
 
 FOLDER, _ENGINES = "/models", "/engines"
 _OF_ONE_POOL = ("/", "/overview", "/overview/stream", "/observed")

@@ -16,10 +16,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from sidecar.admin.answers import RefusedByPage, flag, json_answer, page
-from sidecar.middleware.stored_tenants import InFiles, StoredTenantsRegistry, TenantRow
 from sidecar.policy.stored_tenants import MOST_RECORD_BYTES, InvalidTenant
 from sidecar.pools.base import StoreError
 from sidecar.tenants.records import Refused, RefusedChange
+from sidecar.tenants.registry import InFiles, StoredTenantsRegistry, TenantRow
 
 MOST_ROWS = 500
 """Of one answer; `next` leads to the rest."""

@@ -17,8 +17,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute
 
 from sidecar.admin.answers import FRESH, RefusedByPage, page
-from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.pools.base import StoreError
+from sidecar.tenants.tenant_usage import TenantUsage
 from sidecar.tenants.usage_records import UsageFigures, UsageKey
 
 MOST_DAYS = 31

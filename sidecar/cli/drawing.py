@@ -13,8 +13,8 @@ from typing import NamedTuple
 from sidecar.cluster.document import EngineRow, Overview, RefusalView, ReplicaView, TenantView, TierView
 from sidecar.cluster.phrases import STARVES_FROM_S, as_promised, count, lease_sizes, preempted
 from sidecar.durations import short_duration
+from sidecar.engines.view import EngineDocument
 from sidecar.events import StoreState
-from sidecar.middleware.engine_view import EngineDocument
 
 NARROWEST = 40
 _LABEL, _BAR_LEAST, _BAR_MOST = 9, 20, 60

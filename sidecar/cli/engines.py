@@ -19,7 +19,7 @@ from sidecar.cli.drawing import held_of, hit_rate, printable
 from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
 from sidecar.cluster.phrases import count
 from sidecar.durations import short_duration
-from sidecar.middleware.engine_view import EngineDocument
+from sidecar.engines.view import EngineDocument
 
 EXAMPLE = """  sidecar engines list
   sidecar engines drain a --wait --timeout 5m

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sidecar.middleware.model_names import ModelNames
+from sidecar.fleet.model_names import ModelNames
 from sidecar.policy.fields import UNBOUNDED
 from sidecar.policy.fleet import Affinity, Discovery, EngineAddress, FleetPolicy, offered
 from sidecar.policy.model import Policy

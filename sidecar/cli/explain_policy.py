@@ -10,7 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sidecar.admission.credentials import KEY_HEADERS
+from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
+from sidecar.admission.policy_snapshot import policy_snapshot
+from sidecar.admission.refusals import no_room
+from sidecar.admission.request_gain import GainMeter
+from sidecar.admission.request_path import endpoint_of
 from sidecar.admission.turn import Turn, TurnEnded, Unreported
+from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, SourceAnswer, api_key
 from sidecar.cli.api_key import KEY_VARIABLE, key_given
@@ -22,18 +29,11 @@ from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
+from sidecar.fleet.model_list import is_model_list
 from sidecar.identity.identities import Identities
 from sidecar.identity.tokens import is_token
 from sidecar.lengths.estimator import LengthEstimator
-from sidecar.middleware.credentials import KEY_HEADERS
-from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
-from sidecar.middleware.lease_size import LeaseSizes
-from sidecar.middleware.model_list import is_model_list
-from sidecar.middleware.policy_snapshot import policy_snapshot
-from sidecar.middleware.refusals import no_room
-from sidecar.middleware.request_gain import GainMeter
-from sidecar.middleware.request_path import endpoint_of
-from sidecar.middleware.unguarded import treatment
+from sidecar.lengths.lease_size import LeaseSizes
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.keys import digest
 from sidecar.policy.model import CapacitySource, Endpoint, Learn, Mode, Policy, Tenant, Unguarded

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from sidecar.admission.policy_snapshot import objective_of
 from sidecar.apis import Api
 from sidecar.cli.api_key import add_key, key_given
 from sidecar.cli.arguments import server_url
 from sidecar.cli.output import reporter, unwritable, write_json, write_text
 from sidecar.engines import ENGINES, Engine, NoEngine
 from sidecar.gain.token_deadlines import Objective
-from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.open_files import raise_limit
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy

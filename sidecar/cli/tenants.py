@@ -22,10 +22,10 @@ from sidecar.cli.admin_client import CannotSee, admin_url, page_of
 from sidecar.cli.arguments import ADMIN
 from sidecar.cli.drawing import printable
 from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
-from sidecar.middleware.stored_tenants import TenantRow
 from sidecar.policy.keys import hash_line, new_key
 from sidecar.policy.source import read
 from sidecar.policy.units import Ambiguous
+from sidecar.tenants.registry import TenantRow
 
 EXAMPLE = """  sidecar tenants list
   sidecar tenants add acme --tier normal --max-tier high

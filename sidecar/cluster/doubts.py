@@ -1,6 +1,6 @@
 """Doubts about a dry run: why its figures are not to be trusted at this load, and what to do.
 
-Each doubt stands for a premise of `sidecar.middleware.dry_run` that does not hold. A doubt of one tier may be one of
+Each doubt stands for a premise of `sidecar.admission.dry_run` that does not hold. A doubt of one tier may be one of
 all: requests of one tier take the room of the others. So only what concerns the wishes of a tier's own clients is the
 tier's alone.
 """
@@ -22,7 +22,7 @@ MOST_SHARE = 0.05
 MOST_GUESSED, MOST_APART = 0.1, 0.25
 """Drawn lengths are right on average where their sum is within a quarter, and rare ones do not matter."""
 FEWEST_ARRIVALS, MOST_BY_CHANCE = 30, 0.6
-"""See `sidecar.middleware.dry_run.arrivals`: 26% follow by chance."""
+"""See `sidecar.admission.dry_run.arrivals`: 26% follow by chance."""
 FEW_IN_TAIL, TAIL_FROM_S, TAIL_TIMES = 100, 0.5, 1.5
 """Of so few, one request alone makes a 99th percentile: it is doubted where it is this far beyond the 90th."""
 _OWN_FAULT = frozenset(("too_many_shadows", "defect"))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from sidecar.cluster.document import Amount, EngineRow
 from sidecar.cluster.merge import ReceivedReport
 from sidecar.cluster.report import EngineReport, ReplicaReport
-from sidecar.middleware.engine_view import EngineAmount, EngineDocument
+from sidecar.engines.view import EngineAmount, EngineDocument
 
 LASTING_S = 10.0
 """Replicas look discovery up at different moments, and report every two seconds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sidecar.cluster.document import LeaseSizesRow
-from sidecar.middleware.lease_size import EngineSizesDocument
+from sidecar.lengths.lease_size import EngineSizesDocument
 
 
 def lease_size_rows(replicas: Iterable[Iterable[EngineSizesDocument]]) -> list[LeaseSizesRow]:

@@ -32,8 +32,8 @@ from sidecar.cluster.report import (
 )
 from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.lengths.buckets import LengthKey
+from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.lengths.summary import Summary, SummaryMerge, document
-from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.pools import PeerReport, PeerReports
 from sidecar.telemetry.dry_run import DryRunReport
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from sidecar.cluster.document import EngineView, OldestWaiter, RefusalView, TenantView
+from sidecar.engines.view import EngineDocument
 from sidecar.events import Refused
 from sidecar.gain.engine_speed import EngineSpeedDocument
-from sidecar.middleware.engine_view import EngineDocument
-from sidecar.middleware.lease_size import EngineSizesDocument
+from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Pool
 from sidecar.pools.base import MOST_REPORT_BYTES

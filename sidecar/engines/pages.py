@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -55,6 +56,20 @@ class Pages(Protocol):
 
     async def get(self, path: str) -> Page:
         """One page. Raises NoAnswer where the engine cannot be reached in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Probes of an engine: its page `path` every `every_s` seconds.
+
+    After `fail` probes in a row that were slow or answered 502, 503 or 504 the engine is down; a refused connection
+    counts at once. After `rise` probes in a row that passed it is up again.
+    """
+
+    path: str = "/health"
+    every_s: float = 2.0
+    fail: int = 3
+    rise: int = 2
 
 
 class AskedOnce:

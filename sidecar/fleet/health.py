@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from sidecar.engines.watch import EngineState, KnownState
 from sidecar.fleet.fleet import Fleet
-from sidecar.middleware.engine_watch import EngineState, KnownState
 
 
 class FleetHealth(KnownState):

@@ -20,10 +20,10 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
+from sidecar.admission.engine_pages import ANSWER_WITHIN_S, EnginePages
 from sidecar.engines.pages import Page, Unread
+from sidecar.engines.watch import Cause, EngineWatch
 from sidecar.fleet.settings import FleetSettings
-from sidecar.middleware.engine_pages import ANSWER_WITHIN_S, EnginePages
-from sidecar.middleware.engine_watch import Cause, EngineWatch
 from sidecar.policy.fleet import EngineAddress, offered
 from sidecar.policy.rules import EngineCapacity
 from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader, Size

@@ -15,11 +15,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from sidecar.admission.engine_pages import EnginePages
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
+from sidecar.engines.watch import EngineCheck, EngineWatch
 from sidecar.fleet.member import MemberState
-from sidecar.middleware.engine_pages import EnginePages
-from sidecar.middleware.engine_watch import EngineCheck, EngineWatch
 from sidecar.policy.fields import engine_name
 from sidecar.policy.fleet import offered
 from sidecar.policy.model import Mode, Policy

@@ -10,14 +10,14 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Send
 
+from sidecar.admission.engine_route import EngineHealth
+from sidecar.admission.intake import SizedRequest
+from sidecar.admission.pending_aborts import EngineCall
+from sidecar.admission.usage import UsageReader
 from sidecar.errors import Draining
 from sidecar.events import ReplayReason
 from sidecar.fleet.mounted_engine import MountedEngine
 from sidecar.fleet.prefill_times import PrefillTimes
-from sidecar.middleware.engine_route import EngineHealth
-from sidecar.middleware.intake import SizedRequest
-from sidecar.middleware.pending_aborts import EngineCall
-from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Policy
 from sidecar.pools import Lease
 

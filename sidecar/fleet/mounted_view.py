@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from sidecar.engines.view import DrainEnd, EngineAmount, EngineDocument
 from sidecar.fleet.mounted_engine import LOOK_EVERY_S, MountedEngine
-from sidecar.middleware.engine_view import DrainEnd, EngineAmount, EngineDocument
 from sidecar.pools.engines import EngineFigures, name_and_incarnation
 from sidecar.pools.stats import bounded
 

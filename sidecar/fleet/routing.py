@@ -24,6 +24,9 @@ from collections.abc import Awaitable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sidecar.admission.intake import SizedRequest
+from sidecar.admission.pending_aborts import ENGINE_ID_KEY, EngineCall
+from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.errors import AdmissionError, EngineUnreachable, ResponseCut
 from sidecar.events import ReplayReason
@@ -35,9 +38,6 @@ from sidecar.fleet.refusals import Refusals
 from sidecar.fleet.replay_budget import ReplayBudget
 from sidecar.fleet.retry_after import retry_after_s
 from sidecar.fleet.setup import change_fleet
-from sidecar.middleware.intake import SizedRequest
-from sidecar.middleware.pending_aborts import ENGINE_ID_KEY, EngineCall
-from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Policy
 from sidecar.pools import Lease, Pool
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sidecar.engines.base import Engine
-from sidecar.middleware.engine_watch import EngineCheck
-from sidecar.policy.fleet import MOST_ENGINES, Health
+from sidecar.engines.pages import Health
+from sidecar.engines.watch import EngineCheck
+from sidecar.policy.fleet import MOST_ENGINES
 
 
 @dataclass(frozen=True, slots=True)

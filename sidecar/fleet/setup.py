@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
+from sidecar.engines.watch import EngineCheck
 from sidecar.fleet.discovery import Discovery, StaticDiscovery
 from sidecar.fleet.dns_discovery import DnsDiscovery
 from sidecar.fleet.file_discovery import FileDiscovery
 from sidecar.fleet.fleet import Fleet
 from sidecar.fleet.settings import FleetSettings
-from sidecar.middleware.engine_watch import EngineCheck
 from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.fleet_compiler import read_engine_list
 from sidecar.policy.model import Policy

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from sidecar.engines.view import DrainEnd, EngineAmount, EngineDocument
+from sidecar.engines.watch import Cause
 from sidecar.events import ReplayReason
 from sidecar.fleet.member import Member
 from sidecar.fleet.routing import FleetRouting
-from sidecar.middleware.engine_view import DrainEnd, EngineAmount, EngineDocument
-from sidecar.middleware.engine_watch import Cause
 from sidecar.pools.engines import EngineFigures, name_and_incarnation
 from sidecar.pools.stats import bounded
 

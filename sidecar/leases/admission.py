@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TypeVar
 
+from sidecar.admission.controller import AdmissionController
+from sidecar.fleet.models import ModelsController
 from sidecar.leases.held_lease import HeldLease, LeasePreempted
 from sidecar.leases.lease_request import LeaseRequest
-from sidecar.middleware.controller import AdmissionController
-from sidecar.middleware.models import ModelsController
 
 T = TypeVar("T")
 

@@ -12,13 +12,13 @@ from uuid import uuid4
 
 import msgspec
 
+from sidecar.admission.controller import AdmissionController
+from sidecar.admission.event_reporter import EventReporter
+from sidecar.admission.refusals import refusal_of
 from sidecar.admission.turn import Cause, Turn, TurnEnded
 from sidecar.errors import AdmissionError, Draining
 from sidecar.events import Classified, Outcome, Received
 from sidecar.leases.lease_request import LeaseRequest, refuse_other_counts
-from sidecar.middleware.controller import AdmissionController
-from sidecar.middleware.event_reporter import EventReporter
-from sidecar.middleware.refusals import refusal_of
 from sidecar.policy.model import Tenant
 from sidecar.pools import Grant, Lease
 

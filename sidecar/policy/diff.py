@@ -14,7 +14,8 @@ from typing import Any
 
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
-from sidecar.policy.fleet import Affinity, DnsService, FleetPolicy, Health, Replay, WrittenCapacity
+from sidecar.engines.pages import Health
+from sidecar.policy.fleet import Affinity, DnsService, FleetPolicy, Replay, WrittenCapacity
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.identity import JwtPolicy
 from sidecar.policy.model import Cors, Limits, Policy, ServiceObjectives, Tenant, Timeouts

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 
+from sidecar.engines.pages import Health
 from sidecar.policy.rules import UNLIMITED, EngineCapacity
 
 MOST_ENGINES = 64
@@ -93,20 +94,6 @@ class Affinity:
     prefix: bool
     weight_percent: int
     session: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """Probes of an engine: its page `path` every `every_s` seconds.
-
-    After `fail` probes in a row that were slow or answered 502, 503 or 504 the engine is down; a refused connection
-    counts at once. After `rise` probes in a row that passed it is up again.
-    """
-
-    path: str = "/health"
-    every_s: float = 2.0
-    fail: int = 3
-    rise: int = 2
 
 
 @dataclass(frozen=True, slots=True)

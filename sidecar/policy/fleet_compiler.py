@@ -9,6 +9,7 @@ from types import MappingProxyType
 from pydantic import ValidationError
 
 from sidecar.engines import Engine
+from sidecar.engines.pages import Health
 from sidecar.policy.capacity_schema import Capacity
 from sidecar.policy.fields import Context
 from sidecar.policy.fleet import (
@@ -16,7 +17,6 @@ from sidecar.policy.fleet import (
     DnsService,
     EngineAddress,
     FleetPolicy,
-    Health,
     MemberCapacity,
     ModelPolicy,
     Replay,

@@ -22,12 +22,12 @@ from typing import Any
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
+from sidecar.admission.engine_pages import INTERNAL_REQUEST
+from sidecar.admission.error_responses import send_error, speaks_anthropic
+from sidecar.admission.pending_aborts import CALL_KEY
 from sidecar.chunks import write_of
 from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader, ResponseCut
 from sidecar.events import Headers
-from sidecar.middleware.engine_pages import INTERNAL_REQUEST
-from sidecar.middleware.error_responses import send_error, speaks_anthropic
-from sidecar.middleware.pending_aborts import CALL_KEY
 from sidecar.proxy import EngineProxy
 from sidecar.proxy.connection import FAILURES, ConnectionBroke, NotHttp, Response
 from sidecar.proxy.hop_headers import can_be_written, declared_length, forwarded_headers, returned_headers, target

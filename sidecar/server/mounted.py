@@ -14,8 +14,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sidecar.admission.error_responses import send_error, speaks_anthropic
 from sidecar.errors import NotStarted
-from sidecar.middleware.error_responses import send_error, speaks_anthropic
 from sidecar.server import CannotServe
 from sidecar.server.workers import (
     ServerProcesses,

@@ -13,8 +13,8 @@ import pytest
 from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access, AdminGuard
 from sidecar.admin.engine_routes import EngineRoutes
+from sidecar.engines.view import EngineView
 from sidecar.fleet import view as fleet_view
-from sidecar.middleware.engine_view import EngineView
 from tests.fleet.views import Viewed, lease_of, viewed
 from tests.support.each import each
 from tests.support.serving import serving

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.middleware.models import served_models
+from tests.admission.models import served_models
 
 pytestmark = pytest.mark.anyio
 TWO = "{org/m: {engines: [a, b]}, org: {engines: [c]}}"

@@ -16,7 +16,7 @@ from sidecar import AdmissionMiddleware
 from sidecar.admin import openapi
 from sidecar.admin.app import admin_app
 from tests.admin.test_model_routes import TWO
-from tests.middleware.models import served_models
+from tests.admission.models import served_models
 from tests.support.middleware import App, write_policy
 from tests.support.serving import serving
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from sidecar.admission.request_gain import GainMeter
 from sidecar.cli import main
-from sidecar.middleware.request_gain import GainMeter
 from sidecar.policy.compiler import load
 from sidecar.scheduling.tickets import Gain
 from tests.support.each import each

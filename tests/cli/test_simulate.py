@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from sidecar.admission.policy_snapshot import objective_of
 from sidecar.cli import main
-from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.policy.compiler import load as load_policy
 from sidecar.tools.replay.trace import read_trace
 from sidecar.tools.simulate.baselines import ROUTERS, names

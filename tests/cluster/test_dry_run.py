@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from sidecar.admission.dry_run.shadow import WaitingShadow
 from sidecar.cli.observed import WIDTH, table
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.merge import ReceivedReport
 from sidecar.cluster.report import ReplicaReport, pack, unpack
 from sidecar.events import Observed, ShadowHolds, Verdict
-from sidecar.middleware.dry_run.shadow import WaitingShadow
 from sidecar.policy.model import Mode
 from sidecar.telemetry.dry_run import DryRunStats
 from tests.support.middleware import policy

@@ -11,7 +11,7 @@ from sidecar.cluster.document import Amount
 from sidecar.cluster.engines import LASTING_S, EngineLists, engine_rows
 from sidecar.cluster.merge import ReceivedReport
 from sidecar.cluster.report import EngineReport, ReplicaReport, pack, unpack
-from sidecar.middleware.engine_view import EngineAmount, EngineDocument
+from sidecar.engines.view import EngineAmount, EngineDocument
 
 
 def document(name: str, **more: Any) -> EngineDocument:

@@ -20,7 +20,7 @@ from sidecar.cluster.lease_sizes import lease_size_rows
 from sidecar.cluster.report import ReplicaReport, Unreadable, pack, unpack
 from sidecar.lengths.buckets import LengthKey
 from sidecar.lengths.estimator import LengthEstimator, Source
-from sidecar.middleware.lease_size import EngineSizesDocument
+from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.pools.base import MOST_REPORT_BYTES
 from tests.cluster.replicas import CHAT, Replica, replicas
 from tests.support.shared_pools import begun_store

@@ -22,7 +22,7 @@ from sidecar.cluster.pool_report import PoolMerge, PoolReport, ReplicaRow, heard
 from sidecar.cluster.report import EngineReport, ReplicaReport, TierReport, pack, unpack, unpack_as
 from sidecar.lengths.buckets import LengthKey
 from sidecar.lengths.estimator import LengthEstimator, Source
-from sidecar.middleware.lease_size import EngineSizesDocument
+from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.policy.model import Mode
 from sidecar.pools import PeerReport, PeerReports
 from sidecar.pools.base import MOST_REPORT_BYTES

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+from sidecar.admission.forwarding import forwarded_body
 from sidecar.apis import Api
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.engines.base import Carrier, Forward
-from sidecar.middleware.forwarding import forwarded_body
 from sidecar.payload.decode import decode
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect as Emulated

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.admission.forwarding import forwarded_body
 from sidecar.apis import Api
 from sidecar.engines import ENGINES, Dynamo, NoEngine, Sglang, Vllm
 from sidecar.engines.base import Carrier, Engine, Forward
 from sidecar.engines.registry import CLIENT_MEMBERS, client_headers, client_members
 from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
-from sidecar.middleware.forwarding import forwarded_body
 from sidecar.payload.decode import decode
 from sidecar.payload.edit import remove
 from tests.support.each import each

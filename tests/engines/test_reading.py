@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Receive, Scope, Send
 
+from sidecar.admission.engine_pages import MOST_BYTES, EnginePages
 from sidecar.engines import Engine
 from sidecar.engines.base import Facts, Gauges
 from sidecar.engines.discovery import identify
 from sidecar.engines.pages import Metrics, NoAnswer, Page, Unread
-from sidecar.middleware.engine_pages import MOST_BYTES, EnginePages
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.tools.emulator.config import Scheduling
 from tests.support.each import each

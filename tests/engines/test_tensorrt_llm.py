@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
+from sidecar.admission.engine_pages import EnginePages
 from sidecar.apis import Api
 from sidecar.engines.pages import NoAnswer, Page
 from sidecar.engines.tensorrt_llm import ASK_AFTER_FAILURE_S, ASK_AGAIN_S, ProbedTensorRtLlm
-from sidecar.middleware.engine_pages import EnginePages
 from tests.engines.test_reading import Written, emulated
 from tests.tools.emulator.emulated import TRTLLM
 

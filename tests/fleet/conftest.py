@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.middleware import engine_watch
+from sidecar.engines import watch as engine_watch
 
 
 @pytest.fixture

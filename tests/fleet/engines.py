@@ -9,8 +9,8 @@ from fractions import Fraction
 from typing import Any
 
 from sidecar.engines import Engine, Vllm
+from sidecar.engines.pages import Health
 from sidecar.fleet import EngineAddress, Fleet, FleetSettings, StaticDiscovery, WrittenCapacity
-from sidecar.policy.fleet import Health
 from sidecar.policy.rules import EngineCapacity
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.middleware import answer

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.fleet.affinity import PROMPT_CACHE_KEY, Affinity
-from sidecar.middleware.usage import UsageReader
 from sidecar.payload.decode import decode
 from sidecar.tokens import Estimator
 from tests.tools.emulator.emulated import PATHS, VLLM, Client, emulated

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from sidecar.engines import TensorRtLlm, Vllm
+from sidecar.engines import watch as engine_watch
+from sidecar.engines.pages import Health
+from sidecar.engines.watch import Cause, EngineCheck
 from sidecar.fleet import EngineAddress, Fleet, MemberState, WrittenCapacity
-from sidecar.middleware import engine_watch
-from sidecar.middleware.engine_watch import Cause, EngineCheck
-from sidecar.policy.fleet import MOST_OF_AN_ENGINE, Health
+from sidecar.policy.fleet import MOST_OF_AN_ENGINE
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools.engine_reader import HELD_BACK_S
 from sidecar.pools.engines import EngineOffer

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from sidecar.engines.pages import Health
 from sidecar.fleet import EngineAddress
-from sidecar.policy.fleet import Health
 from tests.cluster.replicas import started
 from tests.fleet.engines import READ, fleet_of, states
 from tests.support.ports import free_ports

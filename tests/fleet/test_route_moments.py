@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from sidecar.admission.answer import Answer
 from sidecar.engines import Vllm
 from sidecar.events import Settled
-from sidecar.middleware.answer import Answer
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.fleet.engines import LocalEngine

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from sidecar.engines import watch as engine_watch
+from sidecar.engines.view import DrainEnd, EngineAmount
 from sidecar.fleet import view as fleet_view
 from sidecar.fleet.view import Prompts, RecentPrompts
-from sidecar.middleware import engine_watch
-from sidecar.middleware.engine_view import DrainEnd, EngineAmount
 from tests.fleet.engines import listed
 from tests.fleet.views import lease_of, viewed
 from tests.support.waiting import other_tasks, until

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.admission.policy_snapshot import policy_snapshot
 from sidecar.cli.check import figures, summary
-from sidecar.middleware.policy_snapshot import policy_snapshot
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.fleet_compiler import read_engine_list
 from sidecar.policy.model import Policy

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from sidecar import AdmissionMiddleware
-from sidecar.middleware.models import ModelsController
+from sidecar.fleet.models import ModelsController
 from sidecar.policy.compiler import load
 from tests.fleet.engines import engines
 from tests.identity.issuer import Issuer, ec, jwt_section

@@ -19,12 +19,12 @@ from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access
 from sidecar.cli import main
 from sidecar.errors import TenantsUnavailable
-from sidecar.middleware import stored_tenants
-from sidecar.middleware.stored_tenants import StoredTenantsRegistry
 from sidecar.policy.compiler import load
 from sidecar.policy.model import StoredTenants
 from sidecar.policy.stored_tenants import InvalidTenant, read_record, with_stored
 from sidecar.stores import records_of
+from sidecar.tenants import registry
+from sidecar.tenants.registry import StoredTenantsRegistry
 from tests.support.each import each
 from tests.support.middleware import App, key, policy, write_policy
 from tests.support.redis_servers import RedisServer
@@ -56,7 +56,7 @@ async def two(folder: Path, store: RedisServer) -> AsyncIterator[tuple[Sidecar, 
 
 async def test_a_tenant_is_in_force_on_all_replicas_at_the_next_look(tmp_path: Path, store: RedisServer) -> None:
     """The docs say within a second."""
-    assert stored_tenants.READ_EVERY_S <= 0.5
+    assert registry.READ_EVERY_S <= 0.5
     async with two(tmp_path, store) as (one, other):
         assert await one.status(BULK_KEY) == await other.status(BULK_KEY) == 401
         status, answer = await one.call("POST", "/tenants", bulk())

@@ -10,9 +10,9 @@ from fractions import Fraction
 import aiohttp
 import pytest
 
+from sidecar.admission.engine_pages import EnginePages
 from sidecar.engines import ENGINES
 from sidecar.lengths.trust import Trust
-from sidecar.middleware.engine_pages import EnginePages
 from sidecar.policy.model import Learn
 from sidecar.policy.rules import EngineCapacity
 from sidecar.pools.engine_reader import EngineReader, Size

@@ -11,8 +11,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
+from sidecar.admission.credentials import Credentials
 from sidecar.app import store_of
-from sidecar.middleware.credentials import Credentials
 from sidecar.proxy.proxy import ReverseProxy
 from tests.support.each import each
 from tests.support.engine import RawEngine, answering, raw_engine

@@ -17,8 +17,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 
 from sidecar import AdmissionMiddleware
+from sidecar.admission.request_path import readings
 from sidecar.context import SCOPE_KEY
-from sidecar.middleware.request_path import readings
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sidecar.admission.controller import AdmissionController
 from sidecar.events import Admitted, AppTrace, Classified, Event, Headers, Queued, Received, Refused, Settled
-from sidecar.middleware.controller import AdmissionController
-from sidecar.middleware.middleware import serve_scope
+from sidecar.middleware import serve_scope
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool

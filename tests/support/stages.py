@@ -1,11 +1,11 @@
-"""Every request in the tests of this process keeps to the diagram of `sidecar.middleware.stages`."""
+"""Every request in the tests of this process keeps to the diagram of `sidecar.admission.stages`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sidecar.middleware.request import RequestHandler
-from sidecar.middleware.stages import Stage
+from sidecar.admission.request import RequestHandler
+from sidecar.admission.stages import Stage
 
 DRAWN = {
     (Stage.READING, Stage.WAITING),

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from sidecar.admission.dry_run.shadow import WaitingShadow
 from sidecar.events import Observed, Verdict
-from sidecar.middleware.dry_run.shadow import WaitingShadow
 from sidecar.telemetry.dry_run import OTHER_TENANTS, WAITS_FROM_US, DryRunCounts, DryRunReport, DryRunStats, added_up
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from sidecar.admission.policy_snapshot import objective_of
 from sidecar.gain.token_deadlines import Objective
-from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.policy.model import Policy
 from sidecar.tools.replay.trace import Trace
 from sidecar.tools.simulate.baselines import BaselineAdmission, queue_of

@@ -14,16 +14,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from sidecar.admission.intake import SizedRequest, sized_ask
+from sidecar.admission.policy_snapshot import objective_of
+from sidecar.admission.request_gain import gain_of
 from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
 from sidecar.apis import Api
 from sidecar.classify import Classification, Fallback
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.gain.engine_speed import Coefficients
 from sidecar.lengths.estimator import LengthEstimator
-from sidecar.middleware.intake import SizedRequest, sized_ask
-from sidecar.middleware.lease_size import LeaseSize, LeaseSizes
-from sidecar.middleware.policy_snapshot import objective_of
-from sidecar.middleware.request_gain import gain_of
+from sidecar.lengths.lease_size import LeaseSize, LeaseSizes
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Pool

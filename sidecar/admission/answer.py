@@ -1,0 +1,192 @@
+"""The way back of one attempt at a request: from the head of its answer to the last byte, and what it cost.
+
+The answer passes as it comes, chunk by chunk. It is read as it passes: its first byte, its tokens, its cost, and with
+them its lease grows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.types import Message
+
+from sidecar.admission.app_call import BODIES, AppCall, body_of
+from sidecar.admission.background import BackgroundRequest
+from sidecar.admission.client_channel import ClientChannel
+from sidecar.admission.intake import SizedRequest
+from sidecar.admission.pending_aborts import EngineCall
+from sidecar.admission.request_gain import AnswerReader
+from sidecar.admission.usage import UsageReader
+from sidecar.chunks import Write
+from sidecar.events import Outcome
+from sidecar.lengths.lease_size import LeaseSize
+from sidecar.lengths.output_ratios import OutputRatios
+from sidecar.policy.model import CostPlace
+
+_MOST_DIGITS = 12
+"""Of a cost in tokens."""
+
+
+class CostReader:
+    """Reads what an answer says that it cost, as it passes. `tokens` is the last figure, None where there is none."""
+
+    def __init__(self, place: CostPlace) -> None:
+        self.tokens: int | None = None
+        self._header = place.header
+        self._number: re.Pattern[bytes] | None = None
+        self._carried = b""
+        self._longest = 0
+        if place.member is not None:
+            self._number = re.compile(
+                rb'"%b"\s{0,8}:\s{0,8}(\d{1,%d})(?![\d.eE])' % (re.escape(place.member), _MOST_DIGITS)
+            )
+            self._longest = len(place.member) + _MOST_DIGITS + 20
+
+    def feed(self, message: Message) -> None:
+        """Takes a message of the answer."""
+        if message["type"] == "http.response.start":
+            self._read_headers(message)
+        elif self._number is not None and message["type"] == "http.response.body":
+            is_last = not message.get("more_body", False)
+            window = self._carried + bytes(message.get("body", b""))
+            for found in self._number.finditer(window):
+                # A number at the very end may go on with the next chunk.
+                if is_last or found.end() < len(window):
+                    self.tokens = int(found[1])
+            self._carried = window[-self._longest :]
+
+    def tell(self, usage: UsageReader) -> None:
+        """Counts the cost in place of what the answer's usage says, where there is one."""
+        if self.tokens is not None:
+            usage.read()
+            usage.input_tokens = usage.output_tokens = None
+            usage.counted(self.tokens, 0)
+
+    def _read_headers(self, message: Message) -> None:
+        for name, value in message.get("headers", ()):
+            if name.lower() == self._header and value.isdigit() and len(value) <= _MOST_DIGITS:
+                self.tokens = int(value)
+
+
+class Answer(msgspec.Struct, eq=False):
+    """The answer to one attempt. `usage` reads its tokens and `size` grows its lease.
+
+    `_at_head` may change its head, `_at_first_byte` gets the status, and `_at_end` how it ended.
+    `status` is None until its head is there. `streams` is true from the first byte of a stream on, while chunks need
+    nothing but to be read. One that `is_over` is not read any more, and one that `is_dropped` does not pass. `cost`
+    reads the cost that the policy names. `background` is there where the request's answer does not end with it.
+    """
+
+    usage: UsageReader
+    _reader: AnswerReader
+    _client: ClientChannel
+    _call: EngineCall
+    _app_call: AppCall
+    _at_head: Callable[[Message], Message]
+    _at_first_byte: Callable[[int | None], None]
+    _at_end: Callable[[Outcome, str | None], None]
+    size: LeaseSize | None = None
+    cost: CostReader | None = None
+    background: BackgroundRequest | None = None
+    status: int | None = None
+    streams: bool = False
+    is_over: bool = False
+    is_dropped: bool = False
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """The app's `send`. Streams have many chunks: each costs no more than this, and no coroutine of its own."""
+        if self.cost is not None:
+            self.cost.feed(message)
+        if self.streams and message.get("more_body"):
+            self._read_chunk(message.get("body", b""))
+            return self._client.send(message)
+        if self.is_dropped:
+            return _nothing()
+        if self.background is None:
+            if message["type"] == "http.response.start":
+                return self._client.send(self._begun(message))
+            if message["type"] in BODIES and not message.get("more_body"):
+                return self._send_last(message)
+        return self._send_other(message)
+
+    def write(self, write: Write, body: bytes) -> bool:
+        """See `chunks.Write`, around the server's: from the first byte on, a chunk is read as one that is sent."""
+        hider = self._client.hider
+        if not self.streams or self.cost is not None or (hider is not None and not hider.passes(body)):
+            return False
+        if not write(body):
+            return False
+        self._read_chunk(body)
+        return True
+
+    def finish(self) -> None:
+        """The request is over, or the attempt: no more of it is read."""
+        self.is_over, self.streams = True, False
+
+    def used(self, request: SizedRequest, ratios: OutputRatios, *, is_failure: bool) -> tuple[int, int | None]:
+        """The tokens that it cost, and those that its tenant is charged for: None for the estimate.
+
+        Call it after its end: the growth of its lease ends. `is_failure`: the engine gave no answer.
+        """
+        usage = self.usage
+        if self.cost is not None:
+            self.cost.tell(usage)
+        usage.conclude(ratios, request.classification.tenant.name, request.payload.model)
+        tokens = 0 if is_failure else usage.used_tokens(request.prompt_tokens)
+        if self.size is not None:
+            self.size.ended(tokens)
+        return tokens, tokens if is_failure or usage.is_known(self.status) else None
+
+    def _begun(self, message: Message) -> Message:
+        self.status = message["status"]
+        return self._at_head(message)
+
+    def _read(self, body: bytes) -> None:
+        if self.is_over:  # what comes after a disconnect's grace: no one gets it
+            return
+        if not self.usage.has_begun:
+            self.usage.has_begun = True
+            self._at_first_byte(self.status)
+        self._read_chunk(body)
+        if self.background is not None:
+            self.background.feed(body)
+
+    def _read_chunk(self, body: bytes) -> None:
+        if self._reader.feed(body) and self.size is not None:
+            self.size.answer_read()
+
+    async def _send_last(self, message: Message) -> None:
+        """The last bytes of an answer, and most often its only ones."""
+        if (body := body_of(message)) is not None:
+            self._read(body)
+        # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
+        has_left = self._client.disconnected_us is not None
+        self._call.answered()
+        await self._app_call.send_last(self._client.send, message)
+        self._end(Outcome.CLIENT_LEFT if has_left else Outcome.COMPLETED)
+
+    async def _send_other(self, message: Message) -> None:
+        """The first bytes of a stream; every message of a background response; what HTTP servers may add."""
+        kind, background, is_end = message["type"], self.background, False
+        if kind == "http.response.start":
+            message = self._begun(message)
+        elif kind in BODIES:
+            if is_end := background is not None and not message.get("more_body"):
+                self._call.answered()
+            if (body := body_of(message)) is not None:
+                self._read(body)
+                self.streams = background is None and not self.is_over
+        await (self._client.send if background is None else background.sender(self._client.send))(message)
+        if is_end:
+            self._end(Outcome.COMPLETED)
+
+    def _end(self, outcome: Outcome) -> None:
+        """The answer is complete. It may be the proxy's, because the engine failed."""
+        error = None if self._call.error is None else self._call.engine_error()
+        self._at_end(outcome if error is None else Outcome.FAILED, None if error is None else error.code)
+
+
+async def _nothing() -> None:
+    """The `send` of what no one gets any more."""

@@ -1,0 +1,388 @@
+"""Admission controller: everything that the requests of one process share. It holds nothing of a single request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import msgspec
+from starlette.types import ASGIApp, Scope
+
+from sidecar.admission.background import BackgroundResponses
+from sidecar.admission.dry_run.engine_times import EngineTimes, Room
+from sidecar.admission.dry_run.shadow import ShadowRegistry
+from sidecar.admission.engine_pages import EnginePages
+from sidecar.admission.engine_route import EngineHealth, EngineRouting
+from sidecar.admission.intake import Appraise, SizedRequest
+from sidecar.admission.pending_aborts import PendingAborts
+from sidecar.admission.policy_snapshot import PolicySnapshot, policy_snapshot
+from sidecar.admission.request_gain import GainMeter
+from sidecar.admission.request_path import endpoint_of
+from sidecar.admission.usage import UsageReader
+from sidecar.admission.watchdog import Watchdog
+from sidecar.engines.base import Engine
+from sidecar.engines.discovery import is_engine_server
+from sidecar.engines.view import EngineView
+from sidecar.engines.watch import EngineCheck, EngineWatch
+from sidecar.events import ObservedObserver, Observer, UnguardedObserver
+from sidecar.identity.identities import Identities
+from sidecar.lengths.estimator import LengthEstimator
+from sidecar.lengths.lease_size import LeaseSizes
+from sidecar.lengths.output_ratios import OutputRatios
+from sidecar.policy.model import Endpoint, Mode, Policy, Unguarded
+from sidecar.pools import Pool
+from sidecar.tenants.tenant_usage import TenantUsage
+from sidecar.tokens import Estimator
+from sidecar.version import version_document
+
+LONGEST_INTERVAL_S = 1.0
+"""The longest interval of the watchdog: a body's timeout or a disconnect may be noticed so much later."""
+SHORTEST_INTERVAL_S = 0.05
+REFUSED_BEFORE_END_S = 1.0
+"""Enough to answer thousands of requests that wait."""
+DRY_RUN_DRAIN_S = 5.0
+"""How long the dry run still takes requests while it drains: until load balancers have noticed."""
+_UVICORN_CUTS = "Task cancelled, timeout graceful shutdown exceeded"
+"""Uvicorn's message when it cancels the requests that outlast its grace (`server.py`, 0.22 to 0.54)."""
+OBSERVES = "mode: observe: requests pass at once, the pool shows what enforcing would do"
+PASSES = "mode: pass: every request passes untouched; nothing is checked, held, counted or limited"
+KEEPS_ROOM = (
+    "preemptible: requests of %s keep their room until they end, because the app's handlers would run a second time; "
+    "AdmissionMiddleware(..., retry_handlers=True) says that they may"
+)
+
+_log = logging.getLogger("sidecar.policy")
+
+
+class Monitor(Protocol):
+    """A monitor of a controller: it follows the policy, and adds to the controller's state and notices."""
+
+    def change_policy(self, policy: Policy) -> None:
+        """The controller uses another policy from now on."""
+
+    def notices(self) -> Sequence[str]:
+        """See `AdmissionController.notices`."""
+
+    def generations(self) -> Mapping[str, Sequence[str]]:
+        """The pool's replicas by the generation of their policy; empty where the pool is not shared."""
+
+
+class AdmissionController:
+    """Decides on requests to `app`, by a policy that may change.
+
+    `engine_key` is the engine's own API key: it replaces the tenant's. `is_proxied` says that the app is a reverse
+    proxy, and the engine is another process. `repeats` says that the app may be called twice for one request, the first
+    time being preempted. `unguarded` applies to other paths where the policy does not say; None lets the app decide, at
+    its first request. `engine_watch` knows whether the engine can be used. `routing` is there where the pool has
+    several engines, behind the app. `lifespan` serves the server's lifespan: the app, with what the server's start
+    and end need around it. `pages` are those of an app in this process, to be told of the first scope; None
+    elsewhere. `server` is the task of that lifespan, None before it begins. `self_views` are what tenants were last
+    shown of themselves, by name and level, and when (`self_view`). `controllers` are those of models that have
+    pools of their own, behind this one, and `counts_apart` says that each counts the tenants' limits by itself.
+    `usage` counts what the tenants use, None where that is not kept. `on_change` are called after every change of
+    the policy.
+    """
+
+    controllers: Mapping[str, AdmissionController] = MappingProxyType({})
+    counts_apart = False
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        policy: Policy,
+        pool: Pool,
+        dialect: Engine,
+        estimator: Estimator,
+        lengths: LengthEstimator | None = None,
+        observer: Observer | None,
+        observed: ObservedObserver | None = None,
+        is_proxied: bool = False,
+        repeats: bool = True,
+        engine_key: str | None = None,
+        unguarded: Unguarded | None = Unguarded.GENERATING,
+        unguarded_observer: UnguardedObserver | None = None,
+        engine_watch: EngineHealth | None = None,
+        routing: EngineRouting | None = None,
+    ) -> None:
+        self.app = app
+        self.engine_watch: EngineHealth = engine_watch or EngineWatch(
+            EnginePages(app), policy.engine, check=EngineCheck.OFF
+        )
+        self.routing = routing
+        self.lifespan = app
+        self.pages: EnginePages | None = None
+        self.engine_key = None if engine_key is None else engine_key.encode("ascii")
+        self.is_proxied = is_proxied
+        self._repeats = repeats
+        self._said_unpreempted: Sequence[str] = ()
+        self.identities = Identities()
+        self.dialect = dialect
+        self.estimator = estimator
+        self.output_ratios = OutputRatios()
+        self.snapshot = self._snapshot_of(policy)
+        self.pool = pool
+        self.lease_sizes = LeaseSizes(
+            policy.learn, pool.now_us, lengths or LengthEstimator(), lambda: self._room().replicas
+        )
+        self.gain = GainMeter(pool.now_us, self.lease_sizes, lambda: self._room().replicas)
+        self.observer = observer
+        self.observed = observed
+        self.unguarded = unguarded
+        self.unguarded_observer = unguarded_observer
+        self.engines: EngineView | None = None
+        self.monitor: Monitor | None = None
+        self.on_change: list[Callable[[], None]] = []
+        self.usage: TenantUsage | None = None
+        self.background = BackgroundResponses()
+        self.shadows = ShadowRegistry()
+        self.engine_times = EngineTimes(self._room)
+        self.pending_aborts = PendingAborts(pool.now_us)
+        self.watchdog = Watchdog(_interval_s(policy), on_armed=self.pending_aborts.follow)
+        self.is_draining = False
+        self.self_views: dict[tuple[str, int], tuple[int, bytes]] = {}
+        self.server: asyncio.Task[object] | None = None
+        self.engine_watch.on_change.append(self._pause_without_engine)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of new requests."""
+        return self.snapshot.policy
+
+    def controller_of(self, request: SizedRequest) -> AdmissionController:  # noqa: ARG002  # a front of models asks it
+        """The controller of the pool that a request enters: this one."""
+        return self
+
+    def appraiser(self, snapshot: PolicySnapshot) -> Appraise | None:
+        """What gives requests the figures of their gain. None where the policy orders by level."""
+        if not snapshot.policy.rules.is_by_gain:
+            return None
+        return lambda request: self.gain.appraise(request, snapshot.tier_names)
+
+    def guarded_endpoint(self, scope: Scope) -> Endpoint | None:
+        """The policy's endpoint for a request; None where none guards it."""
+        if scope["type"] != "http" or scope["method"].upper() != "POST":
+            return None
+        return endpoint_of(self.snapshot.endpoints, scope)
+
+    @property
+    def is_observing(self) -> bool:
+        """Whether new requests pass, and the pool shows what enforcing would do with them (`mode: observe`)."""
+        return self.snapshot.is_observing
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether new requests pass, and those that wait leave the queue and pass, too (`mode: pass`)."""
+        return self.snapshot.is_passing
+
+    @property
+    def passes_all(self) -> bool:
+        """Whether new requests pass, whatever the policy would do with them."""
+        return self.snapshot.policy.mode is not Mode.ENFORCE
+
+    def change_policy(self, policy: Policy) -> None:
+        """Uses another policy from the next request on. Requests under way keep the policy that they came under.
+
+        `policy.diff.needs_restart` says why one cannot replace another. Raises, and changes nothing, where this one
+        cannot; but `mode: pass` is in force in any case.
+        """
+        was_observing, was_passing = (self.is_observing, self.policy.generation), self.is_passing
+        snapshot = self._snapshot_of(policy)
+        if snapshot.is_passing:  # first, so that nothing that fails here keeps requests from passing
+            self.snapshot = snapshot
+            self.watchdog.give_up()
+        if self.routing is not None:
+            self.routing.change_policy(policy)
+        self.pool.change_policy(policy)
+        self.lease_sizes.change_learn(policy.learn)
+        self.snapshot = snapshot
+        self.watchdog.interval_s = _interval_s(policy)
+        if not self.is_observing:
+            self.shadows.end_unreal()
+        elif was_observing != (True, policy.generation):
+            self.engine_times.begin_period(self.pool.now_us())
+        if self.monitor is not None:
+            self.monitor.change_policy(policy)
+            self.report_passing(was_passing=was_passing)
+        for follow in self.on_change:
+            follow()
+
+    def report_passing(self, *, was_passing: bool) -> None:
+        """Logs that every request passes from now on, or no longer does."""
+        if self.is_passing != was_passing:
+            said = PASSES if self.is_passing else f"mode: {self.policy.mode.value}: requests no longer pass untouched"
+            _log.warning("%s", said, extra={"event": "passing" if self.is_passing else "passing_ended"})
+
+    def report_unpreempted(self) -> None:
+        """Logs which tiers are preemptible by the policy, and keep their room in this app. An engine's own server may
+        be called twice for one request: it ends the first call, and does nothing else for its client.
+        """
+        host = None if self.pages is None else self.pages.host
+        if self._unpreempted() and is_engine_server(host):
+            self._repeats = True
+            self.snapshot = self._snapshot_of(self.policy)
+        names, said = self._unpreempted(), self._said_unpreempted
+        self._said_unpreempted = names
+        if names and names != said and not self.is_passing:
+            _log.warning(KEEPS_ROOM, ", ".join(names), extra={"event": "not_preempted"})
+
+    def _unpreempted(self) -> Sequence[str]:
+        rules, repeats = self.policy.rules, self._repeats
+        return [tier.name for tier in self.policy.tiers if rules.is_preemptible(tier.level) and not repeats]
+
+    def share_identities(self, identities: Identities) -> None:
+        """Believes the tokens that another controller believes: both use the same keys of the issuer."""
+        self.identities = identities
+        self.snapshot = self._snapshot_of(self.policy)
+
+    def _snapshot_of(self, policy: Policy) -> PolicySnapshot:
+        tokens = self.identities.verifier(policy.jwt)
+        return policy_snapshot(
+            policy,
+            self.dialect,
+            self.estimator,
+            self.engine_key,
+            is_proxied=self.is_proxied,
+            repeats=self._repeats,
+            tokens=tokens,
+        )
+
+    def _room(self) -> Room:
+        """The pool's size, for the dry run."""
+        state: Mapping[str, Any] = self.pool.state()
+        replicas = state["store"].get("replicas") if "store" in state else None
+        return Room(state["capacity"]["tokens"], state["capacity"]["requests"], replicas or 1)
+
+    def learn(  # noqa: PLR0917  # names at the call would cost as much as the rest
+        self,
+        request: SizedRequest,
+        policy: Policy,
+        usage: UsageReader,
+        status: int | None,
+        is_complete: bool,
+        is_failure: bool,
+    ) -> None:
+        """Learns from a request's answer, and counts what its tenant used. `is_failure`: the engine gave no answer."""
+        if request.expected is not None and not is_failure and (status or 0) < 400:
+            self.lease_sizes.learn(request.expected, usage, is_complete)
+        if usage.input_tokens is not None:
+            self.estimator.learn(request.payload, request.classification.tenant.name, usage.input_tokens)
+        if self.usage is not None and not is_failure:
+            self._count_use(self.usage, request, policy, usage, status)
+
+    @staticmethod
+    def _count_use(
+        counted: TenantUsage, request: SizedRequest, policy: Policy, usage: UsageReader, status: int | None
+    ) -> None:
+        """Counts what a request used. `usage` is that of its response, `status` is None where there was none."""
+        tokens = usage.used_tokens(request.prompt_tokens)
+        if not usage.is_known(None):
+            if status is not None and status >= 400:
+                return  # the engine refused it, or failed
+            # An answer that says nothing of its tokens: it may be one that its client has cut off before its end.
+            tokens = request.most_tokens if usage.has_begun else tokens
+        classification = request.classification
+        input_tokens = min(tokens, request.prompt_tokens if usage.input_tokens is None else usage.input_tokens)
+        tenant, tier = classification.tenant.name, policy.tiers[classification.level].name
+        counted.add(tenant, tier, request.payload.model, input_tokens, tokens - input_tokens)
+
+    def drain(self, within_s: float | None = None) -> None:
+        """Refuses every new request from now on; requests that wait or run are served to their end.
+
+        With `within_s` the requests that still wait shortly before that time are refused: else the server would cut
+        them. The dry run refuses no request: it only reports that it is not ready.
+        """
+        self.is_draining = True
+        if within_s is not None:
+            left_s = max(within_s / 2, within_s - REFUSED_BEFORE_END_S)
+            asyncio.get_running_loop().call_later(left_s, self.watchdog.give_up)
+
+    def _pause_without_engine(self) -> None:
+        """Called at each change of the engine's state. In the dry run the pool shows what enforcing would do."""
+        watch = self.engine_watch
+        self.pool.pause(None if watch.is_usable else f"no request can be sent to the engine: {watch.reason}")
+
+    def is_stopping(self, canceled: asyncio.CancelledError) -> bool:
+        """Whether a request was canceled because the server stops, and not by an app around the middleware.
+
+        A server that is not ours ends its lifespan before its last requests, or cancels both, or says what it does.
+        Python 3.10 does not report that a task is being canceled: there the answer is no, and the server answers 500.
+        """
+        if self.is_draining or _UVICORN_CUTS in canceled.args:
+            return True
+        server = self.server
+        return server is not None and (server.done() or (sys.version_info >= (3, 11) and server.cancelling() > 0))
+
+    async def drained(self) -> None:
+        """Returns when no request is under way; where every request passes after `DRY_RUN_DRAIN_S` at the latest.
+
+        The server then closes its port and serves running requests to their end.
+        """
+        if not self.passes_all:
+            await self.watchdog.emptied()
+            await self.background.emptied()
+            return
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.watchdog.emptied(), DRY_RUN_DRAIN_S)
+
+    @property
+    def under_way(self) -> int:
+        """The number of requests that wait, are served, or run on in the background."""
+        return len(self.watchdog) + len(self.background)
+
+    def readiness(self) -> Sequence[str]:
+        """Reasons why this process should get no traffic; empty when it should.
+
+        Where every request passes, the states of the engine and of the store are notices.
+        """
+        return [*(["draining"] if self.is_draining else []), *(() if self.passes_all else self.not_ready())]
+
+    def mode_notice(self) -> str:
+        """Where every request passes: how."""
+        return PASSES if self.is_passing else OBSERVES
+
+    def not_ready(self) -> Sequence[str]:
+        """Why no request can be served now by the policy; empty where they can."""
+        return [*self.engine_watch.readiness(), *self.pool.readiness()]
+
+    def notices(self) -> Sequence[str]:
+        """Problems that do not keep this process from serving."""
+        of_monitor = () if self.monitor is None else self.monitor.notices()
+        return [
+            *([self.mode_notice(), *self.not_ready()] if self.passes_all else []),
+            *self.engine_watch.notices(),
+            *self.pool.notices(),
+            *self.identities.notices(),
+            *of_monitor,
+        ]
+
+    def state(self) -> Mapping[str, object]:
+        """The controller's state, for people and dashboards: JSON types only."""
+        generations = {} if self.monitor is None else self.monitor.generations()
+        return {
+            "version": version_document(),
+            "policy": {"generation": self.policy.generation, "engine": self.policy.engine.name},
+            "mode": self.policy.mode.value,
+            "engine": self.engine_watch.document(),
+            "draining": self.is_draining,
+            "under_way": self.under_way,
+            "shadows": len(self.shadows),
+            "aborting": self.pending_aborts.held()._asdict(),
+            "background": len(self.background),
+            "pool": self.pool.state(),
+            "lease_sizes": msgspec.to_builtins(self.lease_sizes.document()),
+            **({"gain": msgspec.to_builtins(self.gain.document())} if self.snapshot.objectives else {}),
+            **({"generations": generations} if generations else {}),
+        }
+
+
+def _interval_s(policy: Policy) -> float:
+    """The watchdog's interval for a policy, in seconds."""
+    of_engine = (tier.timeouts.shortest_s for tier in policy.tiers)
+    shortest_s = min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s, *of_engine)
+    return max(SHORTEST_INTERVAL_S, shortest_s)

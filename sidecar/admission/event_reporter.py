@@ -1,0 +1,287 @@
+"""Event reporter: tells an observer what happens to one request.
+
+An observer that follows requests is told each event as it comes. One that does not is told of failures only, and then
+with all that came before: of a request that ends well, no event is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+from starlette.types import Scope
+
+from sidecar.admission.intake import SizedRequest
+from sidecar.admission.request_gain import RequestGain
+from sidecar.errors import AdmissionError
+from sidecar.events import (
+    FIRST_FAILURE,
+    Admitted,
+    AppTrace,
+    Classified,
+    Event,
+    FirstByte,
+    Headers,
+    Observation,
+    Observed,
+    Observer,
+    Obstacle,
+    Outcome,
+    Preempted,
+    Queued,
+    Received,
+    Refused,
+    Replayed,
+    ReplayReason,
+    ServiceGain,
+    Settled,
+)
+from sidecar.lengths.lease_size import LeaseSize
+from sidecar.policy.model import Endpoint, Policy, Tenant
+from sidecar.pools import Grant
+
+DISCONNECTED_CODE = "client_left"
+CANCELED_CODE = "canceled"
+PASSED_CODE = "passed"
+
+
+class Asker(Protocol):
+    """The one who asks for admission: the intake of a request, or a lease from Python."""
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """Its tenant, None where its key is not known yet."""
+
+    @property
+    def tier(self) -> str | None:
+        """The name of its tier, None where that is not known yet."""
+
+
+class EventReporter(msgspec.Struct, eq=False):
+    """Reports one request: see `reporter_of`.
+
+    `now_us` is the pool's clock in microseconds. `_observation` is there from the beginning where an observer follows
+    the request. Where one is told of failures only, `_begin` makes it, and `_steps` are what it is told then.
+
+    A request that was admitted once ends with `Settled`, even where it ends while it waits again. `asker` knows the
+    tenant and the tier of a request that ends before it is classified. `gain` is told how the request ended, whether
+    an observer listens or not.
+    """
+
+    _now_us: Callable[[], int]
+    _asker: Asker
+    _observation: Observation | None = None
+    _begin: Callable[[], Observation | None] | None = None
+    _steps: list[tuple[Callable[..., Event], tuple[Any, ...]]] = []
+    _was_admitted: bool = False
+    gain: RequestGain | None = None
+
+    def headers(self) -> Headers:
+        """The trace context for the engine."""
+        return () if self._observation is None else self._observation.headers()
+
+    def app_trace(self) -> AppTrace | None:
+        """See `Observation.app_trace`."""
+        return None if self._observation is None else self._observation.app_trace()
+
+    def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
+        """The request was classified at `at_us`, and the pool has said now which tier it charges."""
+        self._step(_classified, request, endpoint, policy, at_us)
+
+    def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
+        """The request has to wait from now on. `obstacle` says why; it is called only where there is an observer."""
+        if self._observation is not None or self._begin is not None:
+            self._step(Queued, self._now_us(), *obstacle(), mark)
+
+    def waited_for_store(self, since_us: int) -> None:
+        """The pool's first answer admitted the request, but took so long that it counts as a wait."""
+        self._step(Queued, since_us, Obstacle.STORE, "the pool took a moment to answer")
+
+    def admitted(self, grant: Grant, priority: int | float | None, *, is_dry_run: bool = False) -> None:
+        """The request holds its lease, or none where it passes in a dry run.
+
+        `priority` is the engine's, None where the engine gets none.
+        """
+        self._was_admitted = True
+        self._step(_admitted, grant, priority, is_dry_run)
+
+    def event(self, event: Event) -> None:
+        """Reports an event that was made already."""
+        self._step(_as_it_is, event)
+
+    def passed(self, at_us: int, level: int) -> None:
+        """The request went to the app without a lease, as in the dry run, and did not wait."""
+        self.event(Admitted(at_us, 0, 0, None, {}, level, None, is_dry_run=True))
+
+    def observed(self, observed: Observed) -> None:
+        """The dry run knows what enforcing would have done."""
+        self.event(observed)
+
+    def replayed(self, engine: str, reason: ReplayReason) -> None:
+        """An engine, by its id, did not serve the request. `preempted` with `is_unreached` comes next."""
+        self._step(Replayed, self._now_us(), engine, reason)
+
+    def preempted(self, admitted_us: int, times: int, *, is_unreached: bool = False) -> None:
+        """The request was preempted for the n-th time, or did not reach the engine, and waits again."""
+        self._step(Preempted, self._now_us(), admitted_us, times, is_unreached)
+
+    def refused(self, error: AdmissionError, wait: Grant | None) -> None:
+        """The request was answered with an error, perhaps after a wait."""
+        self.ended(error.code, error.message, error.status, wait)
+
+    def disconnected(self, wait: Grant | None) -> None:
+        """The client disconnected before it was admitted."""
+        self.ended(DISCONNECTED_CODE, "the client disconnected before it was admitted", None, wait)
+
+    def canceled(self, wait: Grant | None) -> None:
+        """The server canceled the request before it was admitted: it stops, or an app around the middleware failed."""
+        self.ended(CANCELED_CODE, "the server canceled the request before it was admitted", None, wait)
+
+    def let_pass(self, wait: Grant | None) -> None:
+        """The request left the queue, or was about to be refused, and went on: `mode: pass` was switched on."""
+        self.ended(PASSED_CODE, "every request passes (mode: pass)", None, wait)
+
+    def first_byte(self, status: int | None) -> None:
+        """The response's first byte goes out."""
+        self._step(FirstByte, self._now_us(), status or 0)
+
+    def settled(  # noqa: PLR0917  # names at the call would cost as much as the rest
+        self,
+        outcome: Outcome,
+        status: int | None,
+        used: tuple[int, int | None, int | None, int | None],
+        error: str | None,
+        said: str | None = None,
+        size: LeaseSize | None = None,
+    ) -> None:
+        """The request is over. `used` is all tokens, then the engine's own count of input, output and cached input.
+
+        `said` is the message of the error that was answered in the engine's place. `size` is that of the lease.
+        """
+        gain = None if self.gain is None else self.gain.settled(outcome, status, is_failure=said is not None)
+        is_failure = outcome is not Outcome.COMPLETED or (status or 0) >= FIRST_FAILURE
+        if self._observation is None and not is_failure:
+            return
+        tokens, input_tokens, output_tokens, cached_tokens = used
+        held, growths = (None, 0) if size is None else (size.held, size.growths)
+        event = Settled(
+            at_us=self._now_us(),
+            outcome=outcome,
+            status=status,
+            tokens_used=tokens,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            error=error,
+            message=said,
+            held_tokens=held,
+            growths=growths,
+            gain=gain,
+            cached_tokens=cached_tokens,
+        )
+        self._end(event)
+
+    def ended(self, code: str, message: str, status: int | None, wait: Grant | None, tokens: int = 0) -> None:
+        """The request ended without a grant, or waiting for another one. It has used `tokens` by then."""
+        is_abandoned = code == DISCONNECTED_CODE
+        gain = None if self.gain is None else self.gain.refused(status, is_abandoned=is_abandoned)
+        if self._observation is None and self._begin is None:
+            return
+        at_us = self._now_us() if wait is None else wait.at_us
+        refused = _refused((at_us, code, message, status), wait, self._asker, gain)
+        if not self._was_admitted:
+            self._end(refused)
+            return
+        outcome = Outcome.CLIENT_LEFT if is_abandoned else Outcome.FAILED
+        waited = None if wait is None else refused
+        self._end(Settled(self._now_us(), outcome, status, tokens, None, None, code, waited, gain=gain))
+
+    def _step(self, make: Callable[..., Event], *arguments: Any) -> None:
+        """Tells an event that does not end the request, or keeps what it is made of."""
+        if self._observation is not None:
+            self._observation.on_event(make(*arguments))
+        elif self._begin is not None:
+            self._steps.append((make, arguments))
+
+    def _end(self, event: Refused | Settled) -> None:
+        """Tells the event that ends the request, and before it what was kept."""
+        if self._begin is not None:
+            self._observation, self._begin = self._begin(), None
+            for make, arguments in self._steps:
+                self._step(make, *arguments)
+        if self._observation is not None:
+            self._observation.on_event(event)
+
+
+def reporter_of(  # noqa: PLR0917
+    observer: Observer | None,
+    scope: Scope,
+    request_id: str,
+    received_us: int,
+    now_us: Callable[[], int],
+    asker: Asker,
+) -> EventReporter:
+    """The reporter of a request that came at `received_us`."""
+    if observer is None:
+        return EventReporter(now_us, asker)
+    # Right after the clock: what the processor did since the request came would be in all of its times.
+    wall_ns, method, path = time.time_ns() - (now_us() - received_us) * 1000, scope["method"], scope["path"]
+    received = Received(received_us, wall_ns, method, path, scope["headers"], request_id)
+    if observer.follows():
+        return EventReporter(now_us, asker, observer.received(received))
+    return EventReporter(now_us, asker, _begin=partial(observer.received, received))
+
+
+def _as_it_is(event: Event) -> Event:
+    return event
+
+
+def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> Classified:
+    classification, payload, tiers = request.classification, request.payload, policy.tiers
+    clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
+    return Classified(
+        at_us=at_us,
+        tier=tiers[classification.level].name,
+        tenant=classification.tenant.name,
+        source=classification.source._value_,  # `value` itself costs two calls
+        clamped_from=None if clamped_from is None else tiers[clamped_from].name,
+        api=endpoint.api._value_,
+        model=payload.model,
+        max_output_tokens=payload.max_output_tokens,
+        stream=payload.stream,
+        tokens=request.tokens,
+        requests=request.requests,
+        preemptible=policy.rules.is_preemptible(classification.level),
+        downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
+        expected=None if request.expected is None else request.expected.said(payload),
+    )
+
+
+def _admitted(grant: Grant, priority: int | float | None, is_dry_run: bool) -> Admitted:
+    return Admitted(
+        at_us=grant.at_us,
+        queue_wait_us=grant.queue_wait_us,
+        starvation_us=grant.starvation_us,
+        overtaken_at_us=grant.overtaken_at_us,
+        served_ahead=grant.served_ahead,
+        level=grant.level,
+        engine_priority=priority,
+        passed=grant.passed,
+        is_dry_run=is_dry_run,
+        engine=grant.engine,
+        placed=grant.placed,
+    )
+
+
+def _refused(
+    end: tuple[int, str, str, int | None], wait: Grant | None, asker: Asker, gain: ServiceGain | None
+) -> Refused:
+    tenant = None if asker.tenant is None else asker.tenant.name
+    waited = (
+        (0, 0, None, {})
+        if wait is None
+        else (wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead)
+    )
+    return Refused(*end, *waited, tenant, gain, asker.tier)

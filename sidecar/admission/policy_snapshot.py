@@ -1,0 +1,93 @@
+"""Immutable policy snapshot, compiled for requests.
+
+A request takes the current snapshot when it arrives and uses it until it ends. A new policy becomes a new snapshot; an
+existing snapshot never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sidecar.admission.credentials import Credentials
+from sidecar.admission.request_path import by_path
+from sidecar.classify import Classifier
+from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
+from sidecar.gain.token_deadlines import Objective
+from sidecar.identity.tokens import TokenVerifier
+from sidecar.policy.model import Endpoint, Mode, Policy, StreamUsage, Tier
+from sidecar.tokens import Estimator
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySnapshot:
+    """A policy and everything that is computed from it once. Lists by level begin with the most important tier.
+
+    `endpoints` are those that are guarded, `named_endpoints` all of them, as `request_path.endpoint_of` takes them.
+    `priorities` are the values that the engine gets, `tier_names` are header values. `are_preemptible` says whose
+    requests' room may be taken back before their first byte. `abort_latency` is how long the
+    engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
+    then no gain is measured. `is_observing` is `mode: observe`, `is_passing` is `mode: pass`, which guards no
+    endpoint. `asks_usage_of` is the engine that is asked for the usage of streams, None where no one asks.
+    """
+
+    policy: Policy
+    endpoints: Mapping[str, Endpoint]
+    named_endpoints: Mapping[str, Endpoint]
+    classifier: Classifier
+    estimator: Estimator
+    credentials: Credentials
+    priorities: tuple[int | float, ...]
+    tier_names: tuple[bytes, ...]
+    are_preemptible: tuple[bool, ...]
+    abort_latency: AbortLatency
+    routes: Routes
+    objectives: tuple[Objective | None, ...] = ()
+    is_observing: bool = False
+    is_passing: bool = False
+    asks_usage_of: Engine | None = None
+
+
+def policy_snapshot(
+    policy: Policy,
+    dialect: Engine,
+    estimator: Estimator,
+    engine_key: bytes | None,
+    *,
+    is_proxied: bool = False,
+    repeats: bool = True,
+    tokens: TokenVerifier | None = None,
+) -> PolicySnapshot:
+    """Compiles a policy. Raises whatever is wrong with it, before a request has seen it.
+
+    `engine_key` replaces the tenant's key. `is_proxied` says that the engine is another process, after a reverse proxy.
+    `repeats` says that the app may be called twice for one request. `tokens` verifies the signed tokens of tenants.
+    """
+    objectives = tuple(objective_of(tier) for tier in policy.tiers)
+    named_endpoints = by_path(policy.endpoints)
+    credentials = Credentials(policy.forward_key, engine_key, () if policy.gateway is None else policy.gateway.headers)
+    return PolicySnapshot(
+        policy=policy,
+        endpoints={} if policy.mode is Mode.PASS else named_endpoints,
+        named_endpoints=named_endpoints,
+        classifier=Classifier(policy, dialect, tokens),
+        estimator=estimator,
+        credentials=credentials,
+        priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
+        tier_names=tuple(tier.name.encode() for tier in policy.tiers),
+        are_preemptible=tuple(repeats and policy.rules.is_preemptible(tier.level) for tier in policy.tiers),
+        abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
+        routes=policy.engine.routes,
+        objectives=objectives if any(objectives) else (),
+        is_observing=policy.mode is Mode.OBSERVE,
+        is_passing=policy.mode is Mode.PASS,
+        asks_usage_of=dialect if policy.usage is StreamUsage.ASK and dialect.usage_options else None,
+    )
+
+
+def objective_of(tier: Tier) -> Objective | None:
+    """The objective that a tier's gain is measured by: None where it has not both times."""
+    slo = tier.slo
+    if slo.ttft_s is None or slo.tpot_s is None:
+        return None
+    return Objective(round(slo.ttft_s * 1e6), round(slo.tpot_s * 1e6), tier.gain_weight)

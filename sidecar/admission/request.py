@@ -1,0 +1,596 @@
+"""One admitted request, from its first byte to its released lease.
+
+Its stages are those of `stages`. Whatever raises or is canceled, the lease is released exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from starlette.types import Message, Receive, Scope, Send
+
+from sidecar.admission.answer import Answer, CostReader
+from sidecar.admission.app_call import AppCall, without_files
+from sidecar.admission.asked_usage import ask_for_usage
+from sidecar.admission.background import BackgroundEnd, BackgroundRequest
+from sidecar.admission.client_channel import (
+    ClientChannel,
+    ClientDisconnected,
+    comments_for,
+    read_body,
+)
+from sidecar.admission.controller import AdmissionController
+from sidecar.admission.engine_route import EngineRoute
+from sidecar.admission.engine_time import EngineTime, break_off
+from sidecar.admission.error_responses import refuse, send_error
+from sidecar.admission.event_reporter import reporter_of
+from sidecar.admission.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
+from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
+from sidecar.admission.outer_scope import show_outside
+from sidecar.admission.passing import pass_read
+from sidecar.admission.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
+from sidecar.admission.preemptible_attempt import PreemptibleAttempt, disconnects_before
+from sidecar.admission.refusals import refusal_headers, refusal_of
+from sidecar.admission.request_gain import RequestGain
+from sidecar.admission.response_headers import admission_headers, id_for_app, id_headers, request_id
+from sidecar.admission.stages import Stage
+from sidecar.admission.turn import Cause, Turn, TurnEnded
+from sidecar.admission.upload_channel import UploadChannel
+from sidecar.admission.usage import UsageReader
+from sidecar.apis import Api
+from sidecar.chunks import with_write, write_of
+from sidecar.context import SCOPE_KEY, Granted, current
+from sidecar.engines.base import Forward
+from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, EngineUnreachable
+from sidecar.events import Outcome
+from sidecar.identity.issuer_keys import KeysNeeded
+from sidecar.policy.model import Endpoint, Policy
+from sidecar.pools import Grant, Lease
+from sidecar.tasks import is_canceled_again
+
+CUT = "CancelledError"  # `Settled.error` of a request that the server cut off
+
+
+class RequestHandler:
+    """Handles one request to a guarded endpoint, which has just come. `run` is called once.
+
+    `stage` is where it is. `_answer` is that of its present attempt. `_overdue` is why the present attempt was broken
+    off: its app is told that its client has left, and what it still sends is dropped. `_body` is for the app's first
+    `receive`; that of an upload passes as it comes.
+    """
+
+    __slots__ = (
+        "_answer", "_app_call", "_attempt", "_body", "_call", "_client", "_controller", "_cut", "_endpoint",
+        "_engine_time", "_for_app", "_gain", "_headers", "_intake", "_is_read", "_lease", "_now_us", "_overdue",
+        "_pairs", "_preempted_us", "_receive", "_received_us", "_reporter", "_request", "_request_id", "_route",
+        "_scope", "_snapshot", "_task", "_timed_out", "_turn", "_upload", "stage",
+    )  # fmt: skip
+
+    _request: SizedRequest
+    _turn: Turn
+    _lease: Lease
+    _app_call: AppCall
+
+    def __init__(
+        self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self.stage = Stage.READING
+        self._controller = controller
+        self._snapshot = snapshot = controller.snapshot
+        self._endpoint = endpoint
+        self._scope = scope
+        self._receive = receive
+        self._now_us = now_us = controller.pool.now_us
+        self._received_us = received_us = now_us()
+        self._pairs = pairs = [*scope["headers"]]  # a copy: uvicorn appends trailers to its own list
+        self._headers = headers = dict(pairs)
+        self._request_id = own_id = request_id(headers)
+        self._intake = RequestIntake(snapshot, endpoint, headers, received_us)
+        self._reporter = reporter_of(controller.observer, scope, own_id, received_us, now_us, self._intake)
+        self._upload: UploadChannel | None = None
+        if endpoint.size is not None and is_upload(headers):
+            self._upload = UploadChannel(receive, send, now_us)
+        self._client = self._upload or ClientChannel(receive, send, now_us)
+        self._call = EngineCall(controller.engine_watch)
+        self._task = asyncio.current_task()
+        self._is_read = False
+        self._answer: Answer | None = None
+        self._body: bytes | None = None
+        self._attempt: PreemptibleAttempt | None = None
+        self._for_app: Scope | None = None
+        self._cut: Draining | None = None
+        self._route: EngineRoute | None = None
+        self._gain: RequestGain | None = None
+        self._engine_time: EngineTime | None = None
+        self._overdue: AdmissionError | None = None
+        self._preempted_us: int | None = None
+        self._timed_out = False
+
+    async def run(self) -> None:
+        """Handles the request to its end. Raises only what the app raises."""
+        self._controller.watchdog.add(self)
+        next_grant = self._admission
+        try:
+            while True:
+                try:
+                    grant = await next_grant()
+                except (ClientDisconnected, TurnEnded, AdmissionError) as end:
+                    await self._end_without_grant(end)
+                    return
+                scope, receive, send = self._forward(grant)
+                app_call = self._app_call
+                token = current.set(app_call)
+                try:
+                    await self._controller.app(scope, receive, send)
+                except Exception as error:
+                    if await self._has_failed(error):
+                        raise
+                finally:
+                    app_call.returned(token)
+                if (self.stage is Stage.OVER and self._overdue is None) or not await self._waits_again():
+                    return
+                next_grant = self._wait_again
+        except asyncio.CancelledError as canceled:
+            if not await self._has_answered(canceled):
+                self._settle(Outcome.FAILED, CUT)
+                raise
+        finally:
+            self._end()
+
+    def check(self) -> None:
+        """Ends a body that takes too long, an engine that does, and a request whose client left unheard by the app."""
+        now_us, policy = self._now_us(), self._snapshot.policy
+        if self.stage is Stage.READING:
+            if now_us - self._received_us > policy.body_timeout_s * 1e6 and self._body is None and not self._timed_out:
+                self._timed_out = True
+                self._cancel()
+        elif self._background is not None:
+            if self._controller.background.is_due(self._background):
+                self._settle(Outcome.FAILED, "background_timeout")
+        elif self.stage is Stage.RUNNING:
+            self._check_running(now_us, policy)
+
+    def _check_running(self, now_us: int, policy: Policy) -> None:
+        disconnected_us, cut_us = self._client.disconnected_us, self._client.cut_us
+        grace_us = policy.disconnect_grace_s * 1e6
+        if disconnected_us is not None and now_us - disconnected_us > grace_us:
+            self._settle(Outcome.CLIENT_LEFT)
+        elif self._overdue is not None:  # the app was told that its client has left
+            if cut_us is not None and now_us - cut_us > grace_us:
+                self._timed_out = True
+                self._settle(Outcome.FAILED, self._overdue.code)
+                self._cancel()
+        elif disconnected_us is None and not self._call.is_handed_back:
+            self._client.watch()
+            self._check_upload(now_us, policy.body_timeout_s)
+            self._check_engine(now_us)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _check_upload(self, now_us: int, most_s: float) -> None:
+        """Ends an upload that takes longer than a body may: it holds its lease meanwhile."""
+        upload, grant = self._upload, self._lease.grant
+        if upload is None or upload.is_complete or grant is None or now_us - grant.at_us <= most_s * 1e6:
+            return
+        self._overdue = BodyTimeout(f"the upload did not arrive within {most_s:g} s of its admission")
+        if self._answer is not None:
+            self._answer.is_dropped = True
+        self._settle(Outcome.FAILED, self._overdue.code)
+        upload.cut()
+
+    def _check_engine(self, now_us: int) -> None:
+        """Breaks off an attempt that the engine takes too long for. It is never repeated: the engine may work on it."""
+        attempt, grant, answer, call = self._attempt, self._lease.grant, self._answer, self._call
+        is_preempted = attempt is not None and attempt.is_lost
+        if answer is None or self._overdue or is_preempted or not call.may_run:
+            return
+        if self._engine_time is None:
+            timeouts = self._snapshot.policy.tiers[self._request.classification.level].timeouts
+            since_us, streams = now_us if grant is None else grant.at_us, self._request.payload.stream
+            self._engine_time = EngineTime(timeouts, answer.usage, self._client, since_us, streams=streams)
+        self._overdue = late = self._engine_time.exceeded(now_us)
+        if late is None:
+            return
+        if answer.status is None:
+            call.error = late
+        answer.streams, answer.is_dropped = False, True
+        self._client.cut()
+
+    def give_up(self) -> None:
+        """Ends the wait, where the request waits: the process is about to end, or every request passes."""
+        if self.stage is Stage.WAITING:
+            self._turn.give_up()
+
+    # -- up to admission
+
+    async def _admission(self) -> Grant:
+        """Reads the request, enters the pool and waits."""
+        request, controller, snapshot = await self._read(), self._controller, self._snapshot
+        if controller.routing is not None:
+            route = self._route = controller.routing.route(request)
+            request.hits, self._call = route.hits, route.call()
+        pool, classification, entered_us = controller.pool, request.classification, None
+        turn = self._turn = Turn(
+            pool,
+            snapshot.policy,
+            classification.tenant,
+            self._reporter,
+            budgets=controller.usage,
+            max_wait_s=request.max_wait_s,
+            disconnect=self._client.disconnect,
+            comments=partial(comments_for, self._client, request, snapshot, self._request_id),
+            is_over=lambda: controller.is_passing,
+        )
+        try:
+            appraise = controller.appraiser(snapshot) if snapshot.policy.rules.is_by_gain else None
+            lease = self._lease = await turn.enter(sized_ask(pool, request, controller.lease_sizes, appraise))
+            entered_us = lease.entered_us
+            self.stage = Stage.WAITING
+        finally:  # only now the charged tier is known
+            classification.note_charged(turn.level)
+            self._classified(entered_us)
+        if snapshot.are_preemptible[classification.level] and request.may_be_repeated:
+            lease.on_preempt = self._preempt
+        if lease.grant is None and request.expected is not None:
+            lease.size_now = partial(request.expect, controller.lease_sizes, pool)
+        return await turn.granted()
+
+    async def _end_without_grant(self, end: Exception) -> None:
+        """The request ended before it was admitted, or while it waited again."""
+        controller, policy = self._controller, self._snapshot.policy
+        self.stage = Stage.OVER
+        wait = end.wait if isinstance(end, TurnEnded) else None
+        if isinstance(end, ClientDisconnected) or (isinstance(end, TurnEnded) and end.cause is Cause.DISCONNECTED):
+            self._reporter.disconnected(wait)
+        elif controller.is_passing and self._is_read and not isinstance(end, EngineUnreachable):
+            # It was read, and goes to the app as it came; not an upload that has passed in part.
+            self._reporter.let_pass(wait)
+            self._body = None if self._upload else self._request.body
+            receive = self._client.receive if self._upload else self._receive_for_app
+            await pass_read(controller, self._scope, self._request, receive, self._client)
+        else:
+            level = self._request.classification.level if self._is_read else None
+            error = refusal_of(controller, policy, end, level=level)
+            self._reporter.refused(error, wait)
+            await self._refuse(error, wait)
+
+    async def _read(self) -> SizedRequest:
+        """Reads the request, and sizes it. Raises ClientDisconnected, or the intake's refusal."""
+        if self._controller.is_draining:
+            raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
+        intake = self._intake
+        try:
+            intake.check_head(self._pairs, self._scope)
+        except KeysNeeded as needed:
+            await needed.arrive()
+            intake.check_head(self._pairs, self._scope)
+        try:
+            request = intake.unread() if self._upload else await read_body(intake, self._receive, self._now_us)
+        except asyncio.CancelledError:
+            if self._timed_out and not is_canceled_again(self._task):
+                intake.check_time(self._now_us())  # raises BodyTimeout
+            raise
+        self._request, self._body, self._is_read = request, request.body, True
+        self._controller = self._controller.controller_of(request)
+        if self._snapshot.estimator.counter is not None:
+            await count_tokens(request, self._snapshot)
+        return request
+
+    def _classified(self, entered_us: int | None) -> None:
+        """Notes the tier that is charged from `entered_us` on; None where the request did not enter the pool."""
+        at_us = self._now_us() if entered_us is None else entered_us
+        request, snapshot = self._request, self._snapshot
+        if objectives := snapshot.objectives:
+            gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)
+            self._gain = self._reporter.gain = gain
+        self._reporter.classified(request, self._endpoint, snapshot.policy, at_us)
+
+    async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
+        """Answers with an error. What is left of a body is read: a client that still sends would lose the answer."""
+        named, upload = refusal_headers(error, waited, is_cut=error is self._cut), self._upload
+        is_unread = isinstance(error, BodyTooLarge) or (upload is not None and not upload.is_complete)
+        await refuse(
+            self._client.send,
+            error,
+            self._receive if upload is None or isinstance(error, BodyTooLarge) else upload.receive,
+            self._snapshot.policy.body_timeout_s,
+            is_body_left=is_unread and not self._intake.is_whole,
+            anthropic=self._endpoint.api is Api.MESSAGES,
+            request_id=self._request_id,
+            headers=named,
+        )
+
+    # -- after admission
+
+    def _forward(self, grant: Grant) -> tuple[Scope, Receive, Send]:
+        """The request as the engine should see it, for the app. It is settled when its response is sent."""
+        controller, request, snapshot, lease = self._controller, self._request, self._snapshot, self._lease
+        priority = snapshot.priorities[grant.level]
+        forward = controller.dialect.forward(self._endpoint.api, priority)
+        self._reporter.admitted(grant, priority if forward.is_sent else None)
+        granted = granted_of(grant, request, snapshot.policy, priority, self._request_id)
+        self._app_call = AppCall(granted, self._reporter.app_trace())
+        answer = self._answer = self._new_answer(grant)
+        self.stage = Stage.RUNNING  # not before: a request that runs is settled by its answer
+        receive: Receive = self._receive_for_app
+        send: Send = answer.send
+        if lease.on_preempt is not None:
+            attempt = self._attempt = PreemptibleAttempt(lease, receive, send, self._client.disconnect)
+            receive, send = attempt.receive, attempt.send
+            if self._preempted_us is not None:
+                attempt.preempt()
+        elif snapshot.policy.rules.is_preemptible(lease.tier):  # what cannot be given back must be no one's victim
+            lease.keep()
+        if self._route is not None:
+            send = self._route.begin(lease, send)
+        return self._scope_for_app(forward, granted, answer), receive, send
+
+    def _new_answer(self, grant: Grant) -> Answer:
+        request, gain, cost = self._request, self._gain, self._endpoint.cost
+        usage = UsageReader() if self._route is None else self._route.usage
+        reader = usage if gain is None else gain.sent(grant.engine, usage)
+        hooks = self._response_start, self._first_byte, self._settle
+        answer = Answer(usage, reader, self._client, self._call, self._app_call, *hooks)
+        if cost is not None:
+            answer.cost = CostReader(cost)
+        if request.expected is not None:
+            sizes, streams = self._controller.lease_sizes, request.payload.stream
+            answer.size = sizes.begin(request.expected, self._lease, usage, streams)
+        return answer
+
+    async def _has_failed(self, error: Exception) -> bool:
+        """Ends a request whose app raised an error. False where no one gets this attempt's response."""
+        is_dropped = self._overdue is not None or (self._attempt is not None and self._attempt.is_lost)
+        if is_dropped or (self._route is not None and self._route.failed(error)):
+            return False
+        if self.stage is Stage.RUNNING:  # else the answer was complete, or no one gets it
+            self._settle(Outcome.FAILED, type(error).__name__)
+            if self._client.keepalive is not None:
+                await self._client.keepalive.break_off()
+        return True
+
+    async def _waits_again(self) -> bool:
+        """Whether the request waits again: it was preempted before its first byte, or could not be sent."""
+        attempt, route = self._attempt, self._route
+        if self._overdue is not None:
+            await self._answer_overdue(self._overdue)
+            return False
+        if self._call.is_handed_back and self.stage is Stage.RUNNING:
+            return route is None or await self._leaves(route)
+        return attempt is not None and attempt.is_lost and not await self._disconnects_before_abort()
+
+    async def _answer_overdue(self, error: AdmissionError) -> None:
+        """The answer to an attempt that was broken off. One that has begun ends with the error, as far as it can."""
+        status = self._status
+        if isinstance(error, BodyTimeout):
+            if status is None:
+                await self._refuse(error, None)
+        elif status is None:
+            self._call.error, self._overdue = error, None
+            await self._send_error(error)
+        else:
+            self._settle(Outcome.FAILED, error.code)
+            streams = self._request.payload.stream and status < 400
+            assert self._answer is not None
+            await break_off(self._client, error, self._endpoint.api, self._answer.usage, streams=streams)
+
+    async def _send_error(self, error: AdmissionError) -> None:
+        """Answers in the engine's place, as if it had."""
+        assert self._answer is not None
+        self._answer.is_dropped = False
+        await send_error(self._answer.send, error, anthropic=self._endpoint.api is Api.MESSAGES)
+
+    async def _leaves(self, route: EngineRoute) -> bool:
+        """Whether a request that got nothing of an answer waits for another engine. Else it gets the error."""
+        if await route.waits_again():
+            if self._call.may_run:  # the connection broke, but the engine lives: it computes on for a moment
+                await self._disconnects_before_abort()
+            return self.stage is Stage.RUNNING
+        self._call.is_handed_back, error = False, self._call.error
+        assert error is not None
+        await self._send_error(error)
+        return False
+
+    def _scope_for_app(self, forward: Forward, granted: Granted, answer: Answer) -> Scope:
+        request = self._request
+        named = () if self._controller.is_proxied else id_for_app(self._request_id, self._pairs, self._headers)
+        added = [*forward.headers, *self._reporter.headers(), *request.added, *named]
+        asked = self._snapshot.asks_usage_of
+        options = ask_for_usage(request, asked, answer.usage) if asked is None or request.payload.stream else None
+        if options is not None:
+            self._client.hide_usage()
+        body = forwarded_body(request.capped_body(), request.payload, forward, options)
+        self._body = None if self._upload else body
+        headers = headers_for_app(self._pairs, request, body, added)
+        scope = forwarded_scope(self._scope, self._endpoint, headers)
+        if self._client.keepalive is not None or (self._endpoint.cost is not None and self._endpoint.cost.member):
+            scope["extensions"] = without_files(scope)
+        if request.payload.background:
+            app = self._controller.app if self._route is None else self._route.pinned(self._controller.app)
+            answer.background = BackgroundRequest(app, scope, request.payload)
+        if self._route is not None:
+            scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
+        if (write := write_of(scope)) is not None:
+            is_framed = self._client.keepalive is not None or not self._controller.is_proxied
+            with_write(scope, None if is_framed else partial(answer.write, write))
+        scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
+        self._for_app = None if self._controller.is_proxied else scope
+        return scope
+
+    async def _receive_for_app(self) -> Message:
+        """The body in one piece; then the client's messages: the app sees a disconnect as without the middleware."""
+        body = self._body
+        if body is not None:
+            self._body = None
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await (self._background or self._client).receive()
+
+    @property
+    def _background(self) -> BackgroundRequest | None:
+        """The request whose answer runs on in the engine, None where there is none."""
+        return None if self._answer is None else self._answer.background
+
+    def _response_start(self, message: Message) -> Message:
+        """The response's start, with the headers of the admission."""
+        show_outside(self._for_app, self._scope)
+        headers = message.get("headers", ())
+        own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._turn.preemptions)
+        named = id_headers(self._request_id, headers, self._endpoint.api)
+        return {**message, "headers": [*headers, *own, *named]}
+
+    def _first_byte(self, status: int | None) -> None:
+        self._reporter.first_byte(status)
+        if self._route is not None:
+            self._route.first_byte()
+        if self._gain is not None:
+            self._gain.first_byte(status)
+
+    # -- preemption
+
+    def _preempt(self) -> None:
+        """Called by the pool: a more important request needs the room."""
+        self._preempted_us = self._now_us()
+        if self._attempt is not None:
+            self._attempt.preempt()
+
+    async def _disconnects_before_abort(self) -> bool:
+        """Returns when the engine has aborted an attempt: whether the client disconnected before that."""
+        if has_left := await disconnects_before(self._client.disconnect(), self._when_aborted):
+            self._settle(Outcome.CLIENT_LEFT)
+        return has_left
+
+    async def _wait_again(self) -> Grant:
+        """Releases the room, and queues the request at its original place."""
+        is_handed_back, grant = self._call.is_handed_back, self._lease.grant
+        assert grant is not None
+        if self._answer is not None and self._answer.size is not None:
+            self._answer.size.ended()
+        if self._gain is not None:
+            self._gain.taken_back()
+        if self._upload is not None and not self._upload.rewind():
+            self._lease.settle(0, is_counted=False)
+            raise EngineUnreachable(
+                "the engine could not be reached, and too much of the upload has passed to send it to another; send "
+                "it once more",
+                retry_after_s=1,
+            )
+        self._preempted_us = self._attempt = self._answer = self._engine_time = None
+        route = self._route
+        self._call = EngineCall(self._controller.engine_watch) if route is None else route.call()
+        self.stage = Stage.WAITING
+        if not is_handed_back:
+            return await self._turn.requeue()
+        if route is None:
+            return await self._turn.hand_back(others_answer=False)
+        if grant.engine is not None and route.replay is not None:
+            self._reporter.replayed(grant.engine, route.replay)
+        others_answer = self._controller.engine_watch.is_usable
+        return await self._turn.hand_back(route.barred, others_answer=others_answer)
+
+    # -- the end
+
+    @property
+    def _status(self) -> int | None:
+        """The status of the answer; None before its head."""
+        return None if self._answer is None else self._answer.status
+
+    async def _has_answered(self, canceled: asyncio.CancelledError) -> bool:
+        """Answers a request that was canceled, unless its answer has begun. False where the cancellation goes on."""
+        if self._overdue is not None and self._timed_out and not is_canceled_again(self._task):
+            await self._answer_overdue(self._overdue)
+            return True
+        if self._controller.is_stopping(canceled) and self.stage < Stage.FOLLOWED and self._status is None:
+            self._cut = Draining("this server stopped before the request was served; send it again", retry_after_s=1)
+            await self._refuse(self._cut, None)
+            if self._answer is not None:
+                self._answer.status = self._cut.status
+        return False
+
+    def _settle(self, outcome: Outcome, error: str | None = None) -> None:
+        """Ends a running request. Only the first call counts; a background response is followed to its own end."""
+        if self.stage is not Stage.RUNNING:
+            return
+        answer = self._answer
+        assert answer is not None
+        answer.finish()
+        background, answer.background = answer.background, None
+        response_id = None if background is None else background.running_id()
+        if background is None or response_id is None:
+            self._release(outcome, error)
+        else:
+            self.stage = Stage.FOLLOWED
+            self._request.drop_body()
+            self._controller.background.follow(background, response_id, self._settle_background)
+
+    def _settle_background(self, ended: BackgroundEnd) -> None:
+        assert self._answer is not None
+        self._answer.usage.read()
+        self._answer.usage.counted(ended.input_tokens, ended.output_tokens)
+        self._client.disconnected_us = None  # a background response does not end with its client
+        self._call.answered()
+        self._release(ended.outcome, ended.error)
+        self._answer = None
+
+    def _release(self, outcome: Outcome, error: str | None) -> None:
+        """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
+        self.stage = Stage.OVER
+        controller, request, lease = self._controller, self._request, self._lease
+        call, answer = self._call, self._answer
+        assert answer is not None
+        usage, status = answer.usage, answer.status
+        failure = None if call.error is None else call.engine_error()
+        self._app_call.granted = None
+        tokens, charged = answer.used(request, controller.output_ratios, is_failure=failure is not None)
+        if call.may_run:
+            if lease.on_preempt is not None:
+                lease.on_preempt = lambda: None  # nothing can free its room sooner
+            self._when_aborted(partial(lease.settle, charged, failure is None))
+        else:
+            lease.settle(charged, failure is None)
+        if outcome is Outcome.FAILED and self._client.disconnected_us is not None:
+            outcome, error = Outcome.CLIENT_LEFT, None  # the disconnect is why the app failed
+        if self._route is not None:
+            self._route.ended()
+        controller.learn(
+            request, self._snapshot.policy, usage, status, outcome is Outcome.COMPLETED, failure is not None
+        )
+        used = tokens, usage.input_tokens, usage.output_tokens, usage.cached_tokens
+        said = None if failure is None else failure.message
+        self._reporter.settled(outcome, status, used, error, said, answer.size)
+
+    def _when_aborted(self, release: Callable[[], object]) -> None:
+        """Calls `release` when the engine has aborted what it computed for this request."""
+        is_lost = self._attempt is not None and self._attempt.is_lost
+        disconnected_us = self._preempted_us if is_lost else self._client.disconnected_us or self._client.cut_us
+        due_us = self._snapshot.abort_latency.due_us(self._now_us(), disconnected_us)
+        size = None if self._answer is None else self._answer.size
+        tokens = self._request.tokens if size is None else size.held
+        held = Held(self._request.requests, tokens)
+        self._call.when_aborted(release, self._controller.pending_aborts, due_us, held)
+
+    def _end(self) -> None:
+        """Leaves no lease, no ticket and no task, in whichever stage the request broke off."""
+        stage = self.stage
+        if stage is Stage.READING:
+            self._report_canceled(None)
+            self.stage = Stage.OVER
+        elif stage is Stage.WAITING:  # the task was canceled
+            self._turn.withdraw(self._report_canceled)
+            self.stage = Stage.OVER
+        elif stage is Stage.RUNNING:
+            self._settle(Outcome.FAILED, "incomplete_response")
+        show_outside(self._for_app, self._scope, is_shown=self._status is not None)
+        self._client.close()
+        self._controller.watchdog.discard(self)
+        if self.stage is Stage.OVER:
+            self._answer = None  # it refers to this: what the request had would stay until garbage is collected
+
+    def _report_canceled(self, wait: Grant | None) -> None:
+        if self._cut is None:
+            self._reporter.canceled(wait)
+        else:
+            self._reporter.refused(self._cut, wait)

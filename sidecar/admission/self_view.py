@@ -1,0 +1,214 @@
+"""What a tenant may see of itself: `GET /v1/admission/self`, with its own key.
+
+Its tiers, its limits with what is left of them, its requests here, and how long a request would wait now. Nothing of
+other tenants is in it but how many requests wait in the tiers that this one may ask for.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.types import Scope, Send
+
+from sidecar.admission.controller import AdmissionController
+from sidecar.admission.error_responses import send_error
+from sidecar.admission.intake import refuse_two_keys
+from sidecar.admission.request_path import exact_paths
+from sidecar.admission.response_headers import REQUEST_ID, request_id
+from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
+from sidecar.identity.issuer_keys import with_keys
+from sidecar.policy.model import Tenant
+from sidecar.pools.base import TenantUse
+from sidecar.tenants.tenant_usage import BudgetView
+
+PATH = "/v1/admission/self"
+KEPT_US = 250_000
+"""So long an answer is given again: to look costs as much as there are requests, and a client may ask without end."""
+
+
+class LimitView(msgspec.Struct, frozen=True):
+    """A limit by the minute. `left` and `full_in_s` (until all of it is there again) are None where not known now."""
+
+    per_minute: int
+    left: int | None
+    full_in_s: float | None
+
+
+class LimitsView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tenant's limits; those that it does not have are left out."""
+
+    requests: LimitView | None = None
+    tokens: LimitView | None = None
+    concurrent_requests: int | None = None
+    max_output_tokens: int | None = None
+    tokens_per_day: BudgetView | None = None
+    tokens_per_month: BudgetView | None = None
+
+
+class LeftView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The limits by the minute, for one model: those of pools in a store count for each model apart."""
+
+    requests: LimitView | None = None
+    tokens: LimitView | None = None
+
+
+class UseView(msgspec.Struct, frozen=True):
+    """The tenant's requests in this replica: how many wait and run, and the tokens that are held for them."""
+
+    waiting: int
+    running: int
+    held_tokens: int
+
+
+class TierView(msgspec.Struct, frozen=True):
+    """A tier that the tenant may ask for. `waiting` counts the requests of all tenants, in all replicas.
+
+    `expected_wait_s` is for a request that comes now, at the present pace of the queue; None where that says nothing.
+    """
+
+    tier: str
+    waiting: int
+    expected_wait_s: float | None
+
+
+class SelfView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer. With several models each has tiers of its own, and in a store also its own part of `limits`."""
+
+    tenant: str
+    tier: str
+    max_tier: str
+    weight: int
+    limits: LimitsView
+    here: UseView
+    tiers: list[TierView] = []
+    models: dict[str, list[TierView]] = {}
+    limits_by_model: dict[str, LeftView] = {}
+
+
+def is_self_view(scope: Scope) -> bool:
+    """Whether a request asks for this page."""
+    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and PATH in exact_paths(scope)
+
+
+async def send_self_view(controller: AdmissionController, scope: Scope, send: Send) -> None:
+    """Answers with the view of the tenant whose key the request has."""
+    headers = dict(scope["headers"])
+    named = request_id(headers)
+    try:
+        refuse_two_keys(scope["headers"], headers, controller.snapshot)
+        tenant = await with_keys(lambda: controller.snapshot.classifier.tenant(headers, scope, scope["headers"]))
+    except AdmissionError as refusal:
+        await send_error(send, refusal, request_id=named)
+        return
+    body = await _kept(controller, tenant)
+    answered = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"cache-control", b"no-store"),
+        (REQUEST_ID, named.encode("ascii")),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": answered})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+
+async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:
+    """The answer, or the last one where that was a moment ago. A token may name a tier that is not its tenant's own."""
+    now_us, kept, whose = controller.pool.now_us(), controller.self_views, (tenant.name, tenant.level)
+    last = kept.get(whose)
+    if last is not None and now_us - last[0] < KEPT_US:
+        return last[1]
+    body = msgspec.json.encode(await _view(controller, tenant))
+    policy = controller.policy
+    if len(kept) > (len(policy.tenants) + len(policy.keyless) + 1) * len(policy.tiers):  # of tenants that are gone
+        kept.clear()
+    kept[whose] = now_us, body
+    return body
+
+
+async def _view(controller: AdmissionController, tenant: Tenant) -> SelfView:
+    tiers = controller.policy.tiers
+    view = SelfView(
+        tenant=tenant.name,
+        tier=tiers[tenant.level].name,
+        max_tier=tiers[tenant.max_level].name,
+        weight=tenant.weight,
+        limits=await _limits(controller, tenant),
+        here=_here(controller, tenant),
+    )
+    if controller.controllers:
+        found = {name: _tiers(one, tenant) for name, one in controller.controllers.items()}
+        return msgspec.structs.replace(view, models=found, limits_by_model=await _limits_by_model(controller, tenant))
+    return msgspec.structs.replace(view, tiers=_tiers(controller, tenant))
+
+
+async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView:
+    limits = tenant.limits
+    left = None if _count_apart(controller) else await _left(controller, tenant)
+    budgets = {} if controller.usage is None else controller.usage.budgets(tenant)
+    return LimitsView(
+        _limit(limits.requests_per_minute, None if left is None else left.requests),
+        _limit(limits.tokens_per_minute, None if left is None else left.tokens),
+        limits.concurrent_requests,
+        limits.max_output_tokens,
+        _budget(budgets.get("day")),
+        _budget(budgets.get("month")),
+    )
+
+
+async def _limits_by_model(controller: AdmissionController, tenant: Tenant) -> dict[str, LeftView]:
+    limits, found = tenant.limits, {}
+    if not _count_apart(controller) or limits.requests_per_minute is limits.tokens_per_minute is None:
+        return {}
+    for name, one in controller.controllers.items():
+        left = await _left(one, tenant)
+        found[name] = LeftView(
+            _limit(limits.requests_per_minute, None if left is None else left.requests),
+            _limit(limits.tokens_per_minute, None if left is None else left.tokens),
+        )
+    return found
+
+
+def _count_apart(controller: AdmissionController) -> bool:
+    """Whether each model's pool counts the tenants' limits by itself, and the front has none of them."""
+    return controller.counts_apart
+
+
+async def _left(controller: AdmissionController, tenant: Tenant) -> RemainingLimits | None:
+    limits = tenant.limits
+    return await controller.pool.allowance(tenant.name, limits) if limits.are_counted else None
+
+
+def _budget(view: BudgetView | None) -> BudgetView | None:
+    return None if view is None else msgspec.structs.replace(view, ends_in_s=round(view.ends_in_s, 1))
+
+
+def _limit(per_minute: int | None, left: RemainingLimit | None) -> LimitView | None:
+    if per_minute is None:
+        return None
+    return (
+        LimitView(per_minute, None, None)
+        if left is None
+        else LimitView(per_minute, left.left, round(left.reset_us / 1e6, 3))
+    )
+
+
+def _here(controller: AdmissionController, tenant: Tenant) -> UseView:
+    found = controller.controllers.values() or [controller]
+    uses = [one.pool.use_of(tenant.name) for one in found]
+    return UseView(*map(sum, zip(*uses, strict=True))) if uses else UseView(*TenantUse(0, 0, 0))
+
+
+def _tiers(controller: AdmissionController, tenant: Tenant) -> list[TierView]:
+    pool, tiers = controller.pool, controller.policy.tiers
+    waiting = [tier["queued"]["requests"] for tier in pool.state()["tiers"]]  # type: ignore[attr-defined]
+    return [
+        TierView(tier.name, count, _wait_s(controller, tier.level, count))
+        for tier, count in zip(tiers, waiting, strict=True)
+        if tier.level >= tenant.max_level
+    ]
+
+
+def _wait_s(controller: AdmissionController, level: int, waiting: int) -> float | None:
+    if not waiting:
+        return 0.0
+    wait_s = controller.pool.standing(level, controller.pool.mark(level)).wait_s
+    return None if wait_s is None else round(wait_s, 1)

@@ -1,0 +1,283 @@
+"""Models with pools of their own, behind one front.
+
+Each model has an admission controller of its own: its pool, its engines, and what is observed of them. The front is the
+controller of the process. It has the policy as a whole, reads requests, and hands each to the controller of its model
+before it enters a pool. What belongs to requests of no model (a wrong key, an unknown model) stays with the front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from starlette.types import ASGIApp
+
+from sidecar.admission.controller import AdmissionController
+from sidecar.admission.engine_route import EngineHealth
+from sidecar.admission.intake import SizedRequest
+from sidecar.admission.watchdog import Watchdog
+from sidecar.engines.base import Engine
+from sidecar.engines.watch import EngineState
+from sidecar.events import AppTrace, Classified, Event, Headers, Observation, Observer, Received
+from sidecar.fleet.model_names import ModelNames
+from sidecar.policy.model import Policy, Unguarded
+from sidecar.pools import Pool
+from sidecar.tokens import Estimator
+
+_OF_A_MODEL = frozenset(("pool", "lease_sizes", "gain"))
+"""Parts of the state that each model has for itself."""
+
+
+class ModelsController(AdmissionController):
+    """The front of several pools. `controllers` are those of the models, by the models' names.
+
+    `app` takes the requests that no pool admits, and serves the lifespan of all engines. No request enters the front's
+    own pool: it is the clock, and has the tenants' limits, which count for all models. Of the other arguments see
+    `AdmissionController`; `observer` is set when there is one. Where each model `counts_apart`, in a store, its
+    own pool has the limits.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        controllers: Mapping[str, AdmissionController],
+        policy: Policy,
+        pool: Pool,
+        counts_apart: bool,
+        dialect: Engine,
+        estimator: Estimator,
+        engine_key: str | None,
+    ) -> None:
+        self.controllers = controllers
+        self.counts_apart = counts_apart
+        self.names = ModelNames(policy)
+        super().__init__(
+            app,
+            policy=policy,
+            pool=pool,
+            dialect=dialect,
+            estimator=estimator,
+            observer=None,
+            is_proxied=True,
+            engine_key=engine_key,
+            unguarded=Unguarded.DENY,
+            engine_watch=ModelsHealth({name: one.engine_watch for name, one in controllers.items()}),
+        )
+        self.watchdog = Watchdog(self.watchdog.interval_s, on_armed=self._follow_aborts)
+        for controller in controllers.values():
+            controller.watchdog = self.watchdog
+            controller.share_identities(self.identities)
+
+    def controller_of(self, request: SizedRequest) -> AdmissionController:
+        """The controller of a request's model. Raises InvalidBody or ModelNotFound: see `ModelNames.model_of`."""
+        return self.controllers[self.names.model_of(request.payload.model, request.body)]
+
+    def observe_requests(self, observer: Observer) -> None:
+        """Requests are reported to the observer of their model; `observer` gets those of no model."""
+        self.observer = ModelsObserver(observer, lambda model: self._observer_of(model) or observer)
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `AdmissionController.change_policy`."""
+        super().change_policy(policy)
+        for name, controller in self.controllers.items():
+            controller.change_policy(policy.of_model(name))
+        self.names = ModelNames(policy)
+
+    def drain(self, within_s: float | None = None) -> None:
+        """See `AdmissionController.drain`."""
+        super().drain(within_s)
+        for controller in self.controllers.values():
+            controller.is_draining = True
+
+    @property
+    def server(self) -> asyncio.Task[object] | None:
+        """See `AdmissionController`."""
+        return self._server
+
+    @server.setter
+    def server(self, server: asyncio.Task[object] | None) -> None:
+        self._server = server
+        for controller in self.controllers.values():
+            controller.server = server
+
+    async def drained(self) -> None:
+        """See `AdmissionController.drained`."""
+        await super().drained()
+        if not self.passes_all:
+            for controller in self.controllers.values():
+                await controller.background.emptied()
+
+    @property
+    def under_way(self) -> int:
+        """See `AdmissionController`."""
+        return len(self.watchdog) + sum(len(controller.background) for controller in self.controllers.values())
+
+    def readiness(self) -> Sequence[str]:
+        """See `AdmissionController.readiness`. Reasons only where no model at all can be served."""
+        return [*(["draining"] if self.is_draining else []), *(() if self.passes_all else self.not_ready())]
+
+    def not_ready(self) -> Sequence[str]:
+        """See `AdmissionController.not_ready`."""
+        reasons = {name: controller.not_ready() for name, controller in self.controllers.items()}
+        return _said_of(reasons) if all(reasons.values()) else []
+
+    def notices(self) -> Sequence[str]:
+        """See `AdmissionController.notices`. Among them is each model that cannot be served while another can."""
+        reasons = {name: controller.not_ready() for name, controller in self.controllers.items()}
+        of_all = [*([self.mode_notice()] if self.passes_all else []), *self.identities.notices()]
+        notices = {
+            name: [notice for notice in controller.notices() if notice not in of_all]
+            for name, controller in self.controllers.items()
+        }
+        return [
+            *of_all,
+            *(() if self.passes_all or all(reasons.values()) else _said_of(reasons)),
+            *_said_of(notices),
+            *(() if self.monitor is None else self.monitor.notices()),
+        ]
+
+    def state(self) -> Mapping[str, object]:
+        """See `AdmissionController.state`. `models` has the state of each model's pool, and there is no other pool."""
+        state = {key: value for key, value in super().state().items() if key not in _OF_A_MODEL}
+        states = {name: controller.state() for name, controller in self.controllers.items()}
+        held = [controller.pending_aborts.held() for controller in self.controllers.values()]
+        return {
+            **state,
+            "shadows": sum(len(controller.shadows) for controller in self.controllers.values()),
+            "aborting": {"requests": sum(one.requests for one in held), "tokens": sum(one.tokens for one in held)},
+            "background": sum(len(controller.background) for controller in self.controllers.values()),
+            "models": {
+                name: {key: value for key, value in one.items() if key == "engine" or key in _OF_A_MODEL}
+                for name, one in states.items()
+            },
+        }
+
+    def _observer_of(self, named: str | None) -> Observer | None:
+        model = self.names.meant(named)
+        return None if model is None else self.controllers[model].observer
+
+    def _follow_aborts(self) -> None:
+        for controller in self.controllers.values():
+            controller.pending_aborts.follow()
+
+
+def _said_of(sentences: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"model {name}: {sentence}" for name, said in sentences.items() for sentence in said]
+
+
+class ModelsHealth:
+    """See `EngineHealth`. Requests can be sent while one model at least has an engine.
+
+    The controllers of the models open and close their own `watches`, which are by the models' names.
+    """
+
+    def __init__(self, watches: Mapping[str, EngineHealth]) -> None:
+        self.on_change: list[Callable[[], None]] = []
+        self._watches = watches
+        for watch in watches.values():
+            watch.on_change.append(self._changed)
+
+    @property
+    def state(self) -> EngineState:
+        """See `EngineHealth`. The state that all models have; of several, the first of up, unknown, down."""
+        found = {watch.state for watch in self._watches.values()}
+        if len(found) == 1:
+            return found.pop()
+        return next((state for state in (EngineState.UP, EngineState.UNKNOWN) if state in found), EngineState.DOWN)
+
+    @property
+    def reason(self) -> str | None:
+        """See `EngineHealth`."""
+        return "; ".join(self.readiness()) or None
+
+    @property
+    def is_usable(self) -> bool:
+        """See `EngineHealth`."""
+        return any(watch.is_usable for watch in self._watches.values())
+
+    @property
+    def up(self) -> int | None:
+        """See `EngineHealth`."""
+        found = [watch.up for watch in self._watches.values()]
+        return None if None in found and 1 not in found else int(1 in found)
+
+    @property
+    def for_s(self) -> float:
+        """See `EngineHealth`. The state of all is as old as the youngest of theirs."""
+        return min(watch.for_s for watch in self._watches.values())
+
+    async def open(self) -> None:
+        """Does nothing: see the class."""
+
+    async def close(self) -> None:
+        """Does nothing: see the class."""
+
+    def readiness(self) -> Sequence[str]:
+        """See `EngineHealth`."""
+        reasons = {name: watch.readiness() for name, watch in self._watches.items()}
+        return _said_of(reasons) if all(reasons.values()) else []
+
+    def notices(self) -> Sequence[str]:
+        """See `EngineHealth`."""
+        return _said_of({name: watch.notices() for name, watch in self._watches.items()})
+
+    def document(self) -> Mapping[str, object]:
+        """See `EngineHealth`. Each model's engines are with its pool."""
+        return {"state": self.state.value, "reason": self.reason, "for_s": round(self.for_s, 3)}
+
+    def _changed(self) -> None:
+        for report in list(self.on_change):
+            report()
+
+
+class ModelsObserver:
+    """Reports requests to the observers of their models, and those of no model to `own`.
+
+    `observer_of` is called with a request's `model`.
+    """
+
+    def __init__(self, own: Observer, observer_of: Callable[[str | None], Observer]) -> None:
+        self._own = own
+        self._observer_of = observer_of
+
+    def listens(self) -> bool:
+        """See `Observer`."""
+        return self._own.listens()
+
+    def follows(self) -> bool:
+        """See `Observer`."""
+        return True
+
+    def received(self, event: Received) -> Observation | None:
+        """See `Observer`."""
+        return _ModelObservation(event, self._own, self._observer_of)
+
+
+class _ModelObservation:
+    """One request. Its first event says whether it has a model: then it was classified, else it is refused."""
+
+    __slots__ = ("_observation", "_observer_of", "_own", "_received")
+
+    def __init__(self, received: Received, own: Observer, observer_of: Callable[[str | None], Observer]) -> None:
+        self._received: Received | None = received
+        self._own = own
+        self._observer_of = observer_of
+        self._observation: Observation | None = None
+
+    def headers(self) -> Headers:
+        """See `Observation`."""
+        return () if self._observation is None else self._observation.headers()
+
+    def app_trace(self) -> AppTrace | None:
+        """See `Observation`."""
+        return None if self._observation is None else self._observation.app_trace()
+
+    def on_event(self, event: Event) -> None:
+        """See `Observation`."""
+        received, self._received = self._received, None
+        if received is not None:
+            observer = self._observer_of(event.model) if isinstance(event, Classified) else self._own
+            self._observation = observer.received(received)
+        if self._observation is not None:
+            self._observation.on_event(event)

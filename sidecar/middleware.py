@@ -1,0 +1,50 @@
+"""ASGI middleware: requests to the policy's endpoints are admitted first; all others pass or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sidecar.admission.controller import AdmissionController
+from sidecar.admission.dry_run.request import DryRunRequest
+from sidecar.admission.passing import pass_on
+from sidecar.admission.request import RequestHandler
+from sidecar.admission.self_view import is_self_view, send_self_view
+from sidecar.admission.unguarded import pass_or_refuse
+from sidecar.policy.model import Cors
+
+
+def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    """Serves one ASGI scope with the controller's app.
+
+    The coroutines around an app are resumed whenever the app is, for every chunk of a stream. So this is none of them.
+    """
+    endpoint = controller.guarded_endpoint(scope)
+    if endpoint is None:
+        if controller.snapshot.is_passing and scope["type"] != "lifespan":
+            return pass_on(controller, scope, receive, send)
+        if is_self_view(scope):
+            return send_self_view(controller, scope, send)
+        return pass_or_refuse(controller, scope, receive, send)
+    if controller.snapshot.is_observing:
+        return DryRunRequest(controller, controller, endpoint, scope, receive, send, controller.pool.now_us()).run()
+    return RequestHandler(controller, endpoint, scope, receive, send).run()
+
+
+def with_cors(app: ASGIApp, cors: Cors) -> ASGIApp:
+    """The app for the browsers of these origins (CORS), too: Starlette's middleware around ours.
+
+    It answers a browser's preflight itself: that needs no key, and never waits. It adds its headers to every response,
+    refusals and streams that have begun while they waited included, in place of the app's own of the same names.
+    Without credentials, which for a browser are cookies: keys are headers that the page sets itself. So `*` in what is
+    exposed means every header, the engine's own as well.
+    """
+    return CORSMiddleware(
+        app,
+        allow_origins=cors.origins,
+        allow_methods=("*",),
+        allow_headers=("*",) if cors.headers is None else cors.headers,
+        expose_headers=("*",),
+    )

@@ -1,1 +1,0 @@
-"""Admission-control middleware: one request from its first byte to its released lease."""

@@ -1,0 +1,629 @@
+"""Waiting, and being settled exactly once, whatever happens to client, app, task and server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import pytest
+
+from sidecar.admission.request import RequestHandler
+from sidecar.events import Admitted, Outcome, Queued, Refused, Settled
+from tests.support.middleware import (
+    CHAT,
+    SMALL,
+    App,
+    Caller,
+    Guarded,
+    answer,
+    chat,
+    chunk,
+    guarding,
+    key,
+    policy,
+    start,
+)
+from tests.support.serving import serving
+from tests.support.wire import connected, post
+
+pytestmark = pytest.mark.anyio
+
+NARROW = policy(requests="1")
+
+
+def asking(guarded: Guarded, *headers: str, **members: Any) -> asyncio.Task[Any]:
+    return asyncio.create_task(guarded.ask(chat(**members), *headers))
+
+
+# Waiting
+
+
+async def test_who_waits_is_admitted_by_tier_then_by_arrival() -> None:
+    app = App(is_held=True)
+    order: list[str] = []
+    async with guarding(app, NARROW) as guarded:
+        requests = [asking(guarded)]
+        await guarded.until(leases=1)
+        for count, tier in enumerate(["batch", "normal", "high", "batch", "normal", "high"], start=1):
+            requests.append(asking(guarded, key("acme"), priority=tier, user=f"{tier}{count}"))
+            await guarded.until(waiting=count)
+        app.release(7)
+        answers = await asyncio.gather(*requests)
+        order = [seen.json.get("user", "first") for seen in app.seen]
+    assert order == ["first", "high3", "high6", "normal2", "normal5", "batch1", "batch4"]
+    assert {answer.status for answer in answers} == {200}
+
+
+async def test_the_wait_is_reported_to_the_client_the_app_and_the_observer() -> None:
+    app = App(is_held=True)
+    async with guarding(app, NARROW) as guarded:
+        first = asking(guarded)
+        await guarded.until(leases=1)
+        second = asking(guarded)
+        await guarded.until(waiting=1)
+        await asyncio.sleep(0.05)
+        app.release(2)
+        answers = await asyncio.gather(first, second)
+        story = guarded.recorder.stories[1]
+    assert story.kinds == ["Classified", "Queued", "Admitted", "FirstByte", "Settled"]
+    waited_us = story.one(Admitted).queue_wait_us
+    assert waited_us >= 45_000
+    assert waited_us == pytest.approx(story.one(Admitted).at_us - story.one(Queued).at_us, abs=1_000_000)
+    assert int(answers[1].headers["x-admission-wait-ms"]) == waited_us // 1000
+    assert answers[1].headers["server-timing"] == f"admission;dur={waited_us / 1000:.3f}"
+    assert app.seen[1].scope["admission"].queue_wait_s == waited_us / 1e6
+    assert answers[0].headers["x-admission-wait-ms"] == "0"
+
+
+async def test_a_client_that_hangs_up_while_it_waits_leaves_the_queue_at_once() -> None:
+    app = App(is_held=True)
+    async with guarding(app, NARROW) as guarded:
+        first = asking(guarded)
+        await guarded.until(leases=1)
+        async with connected(guarded.port) as (_, writer):
+            writer.write(post(CHAT, SMALL))
+            await guarded.until(waiting=1)
+        await guarded.until(waiting=0)
+        third = asking(guarded)
+        await guarded.until(waiting=1)
+        app.release(2)
+        await asyncio.gather(first, third)
+        gone = guarded.recorder.stories[1].one(Refused)
+    assert len(app.seen) == 2
+    assert (gone.code, gone.status) == ("client_left", None)
+    assert gone.queue_wait_us > 0
+
+
+async def test_an_open_connection_that_sends_on_while_it_waits_stays_in_the_queue() -> None:
+    app = App(is_held=True)
+    async with guarding(app, NARROW) as guarded, connected(guarded.port) as (reader, writer):
+        first = asking(guarded)
+        await guarded.until(leases=1)
+        writer.write(post(CHAT, SMALL, close=False))
+        await guarded.until(waiting=1)
+        writer.write(post(CHAT, SMALL))  # pipelined: served behind the first
+        await asyncio.sleep(0.05)
+        assert guarded.waiting == 1
+        app.release(3)
+        assert (await reader.read()).count(b"HTTP/1.1 200 OK") == 2
+        await first
+
+
+async def test_max_wait_ends_in_a_503_that_says_when_to_come_back() -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy(requests="1", max_wait="60ms")) as guarded:
+        first = asking(guarded)
+        await guarded.until(leases=1)
+        refused = await guarded.ask()
+        assert refused.is_error(503, "queue_timeout", "normal", "0.06 s", "again")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        app.release()
+        await first
+        end = guarded.recorder.stories[1].end
+    assert isinstance(end, Refused)
+    assert end.queue_wait_us >= 55_000  # loops round their timers
+
+
+@pytest.mark.parametrize(("asked", "waited_s"), [("30ms", 0.03), ("1h", 0.2), ("0s", 0.0)])
+async def test_a_client_may_shorten_its_wait_and_never_lengthens_it(asked: str, waited_s: float) -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy(requests="1", max_wait="200ms")) as guarded:
+        first = asking(guarded)
+        await guarded.until(leases=1)
+        refused = await guarded.ask(None, f"x-admission-max-wait: {asked}")
+        assert refused.is_error(503, "queue_timeout", f"{waited_s:g} s")
+        app.release()
+        await first
+        waited_us = guarded.recorder.stories[1].one(Refused).queue_wait_us
+    assert waited_s - 0.005 <= waited_us / 1e6 < waited_s + 0.15
+
+
+async def test_one_that_would_have_to_wait_no_time_is_admitted_where_there_is_room() -> None:
+    async with guarding(App(), NARROW) as guarded:
+        assert (await guarded.ask(None, "x-admission-max-wait: 0s")).status == 200
+
+
+@pytest.mark.parametrize("value", ["5", "-1s", "soon", "", "1e400s", "nan", "99999999h", "\xe9"])
+async def test_a_longest_wait_that_is_no_duration_is_a_400(value: str) -> None:
+    async with guarding(App()) as guarded:
+        refused = await guarded.ask(None, f"x-admission-max-wait: {value}")
+        assert refused.is_error(400, "invalid_header", "x-admission-max-wait", "write")
+
+
+async def test_a_full_queue_is_a_503_that_says_when_to_come_back() -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy(requests="1", max_requests="2")) as guarded:
+        requests = [asking(guarded)]
+        await guarded.until(leases=1)
+        for count in (1, 2):
+            requests.append(asking(guarded, priority="batch"))
+            await guarded.until(waiting=count)
+        refused = await guarded.ask(chat(priority="batch"))
+        assert refused.is_error(503, "queue_full", "batch", "2 requests", "again")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert guarded.waiting == 2
+        app.release(3)
+        await asyncio.gather(*requests)
+
+
+async def test_who_comes_again_with_the_same_body_finds_the_place_that_was_promised_to_it() -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy(requests="1", max_requests="2")) as guarded:
+        requests = [asking(guarded, priority="batch", user=f"{count}") for count in range(3)]
+        await guarded.until(waiting=2)
+        refused = await guarded.ask(chat(priority="batch", user="refused"), "x-stainless-retry-count: 0")
+        assert refused.is_error(503, "queue_full")
+        assert int(refused.headers["retry-after-ms"]) <= 1000 * int(refused.headers["retry-after"])
+        app.release()
+        await guarded.until(waiting=1)
+        assert (await guarded.ask(chat(priority="batch", user="another"))).is_error(503, "queue_full")
+        twin = await guarded.ask(chat(priority="batch", user="refused"), "x-stainless-retry-count: 0")
+        assert twin.is_error(503, "queue_full")
+        requests.append(asking(guarded, "x-stainless-retry-count: 1", priority="batch", user="refused"))
+        await guarded.until(waiting=2)
+        app.release(3)
+        assert {answer.status for answer in await asyncio.gather(*requests)} == {200}
+
+
+async def test_a_queue_of_none_admits_at_once_or_refuses() -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy(requests="1", max_requests="0")) as guarded:
+        first = asking(guarded, priority="batch")
+        await guarded.until(leases=1)
+        assert (await guarded.ask(chat(priority="batch"))).is_error(503, "queue_full")
+        app.release()
+        assert (await first).status == 200
+
+
+# The client
+
+
+async def test_a_client_that_leaves_while_it_uploads_leaves_nothing() -> None:
+    app = App()
+    async with guarding(app) as guarded:
+        async with connected(guarded.port) as (_, writer):
+            writer.write(post(CHAT, SMALL)[:-5])
+            await guarded.until(stories=1)
+        await guarded.nothing_left()
+    assert guarded.recorder.ends == ["client_left"]
+    assert app.seen == []
+
+
+async def test_an_app_that_does_not_listen_loses_its_lease_when_the_grace_is_over() -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy(grace="50ms")) as guarded:
+        async with connected(guarded.port) as (_, writer):
+            writer.write(post(CHAT, SMALL))
+            await guarded.until(leases=1)
+        await guarded.until(leases=0)  # though the app has not answered
+        assert len(guarded.sidecar.watchdog) == 1
+        assert guarded.recorder.ends == ["client_left"]
+        app.release()
+
+
+async def test_a_client_that_leaves_in_the_moment_of_its_grant_does_not_reach_the_app() -> None:
+    app = App(is_held=True)
+    guarded = Guarded(app, NARROW)
+    first, second = Caller(guarded.sidecar, SMALL), Caller(guarded.sidecar, SMALL)
+    running = [first.begin()]
+    await guarded.until(leases=1)
+    running.append(second.begin())
+    await guarded.until(waiting=1)
+    await asyncio.sleep(0.01)
+    app.release()
+    second.leave()
+    await asyncio.wait_for(asyncio.gather(*running), 60)
+    assert len(app.seen) == 1
+    assert second.sent == []
+    assert guarded.recorder.ends == ["completed", "client_left"]
+    await guarded.nothing_left()
+
+
+# The app
+
+
+async def fails_before(send: Any) -> None:
+    raise RuntimeError("before")
+
+
+async def fails_after(send: Any) -> None:
+    await start(send)
+    await chunk(send, b"data: 1\n\n")
+    raise RuntimeError("after")
+
+
+async def says_nothing(send: Any) -> None:
+    return
+
+
+async def stops_halfway(send: Any) -> None:
+    await start(send)
+    await chunk(send, b"data: 1\n\n")
+
+
+@pytest.mark.parametrize(
+    ("behavior", "raised", "error"),
+    [
+        (fails_before, RuntimeError, "RuntimeError"),
+        (fails_after, RuntimeError, "RuntimeError"),
+        (says_nothing, None, "incomplete_response"),
+        (stops_halfway, None, "incomplete_response"),
+    ],
+)
+async def test_an_app_that_fails_gives_its_lease_back(
+    behavior: Callable[[Any], Awaitable[None]], raised: type[Exception] | None, error: str
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await behavior(send)
+
+    guarded = Guarded(app, policy())
+    caller = Caller(guarded.sidecar, SMALL)
+    if raised is None:
+        await caller.run()
+    else:
+        with pytest.raises(raised):
+            await caller.run()
+    settled = guarded.recorder.stories[0].one(Settled)
+    assert (settled.outcome, settled.error) == (Outcome.FAILED, error)
+    await guarded.nothing_left()
+
+
+@pytest.mark.parametrize("behavior", [fails_before, fails_after, says_nothing, stops_halfway])
+async def test_a_failing_app_ends_as_it_would_without_us(behavior: Callable[[Any], Awaitable[None]]) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await App()(scope, receive, send)
+            return
+        await receive()
+        await behavior(send)
+
+    async def through(port: int) -> bytes:
+        async with connected(port) as (reader, writer):
+            writer.write(post(CHAT, SMALL))
+            return await reader.read()
+
+    async with serving(app) as bare:
+        without = await through(bare.port)
+    async with guarding(app) as guarded:
+        with_us = await through(guarded.port)
+    assert with_us.partition(b"\r\n")[0] == without.partition(b"\r\n")[0]
+    assert with_us.partition(b"\r\n\r\n")[2] == without.partition(b"\r\n\r\n")[2]
+
+
+async def test_work_behind_the_response_does_not_hold_the_lease() -> None:
+    finish = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await answer(send, b"{}")
+        await finish.wait()
+
+    guarded = Guarded(app, policy())
+    running = Caller(guarded.sidecar, SMALL).begin()
+    await guarded.until(stories=1, leases=0)
+    assert not running.done()
+    assert guarded.recorder.ends == ["completed"]
+    finish.set()
+    await running
+    await guarded.nothing_left()
+
+
+async def test_a_failure_behind_the_response_changes_nothing_that_was_reported() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await answer(send, b"{}")
+        raise RuntimeError("behind")
+
+    guarded = Guarded(app, policy())
+    with pytest.raises(RuntimeError, match="behind"):
+        await Caller(guarded.sidecar, SMALL).run()
+    assert guarded.recorder.ends == ["completed"]
+    await guarded.nothing_left()
+
+
+async def test_a_disconnect_that_servers_say_behind_a_response_is_no_departure() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await asyncio.sleep(0.15)  # a round passes: somebody listens
+        await start(send)
+        await chunk(send, b"x", more=False)
+
+    class Server(Caller):
+        async def _send(self, message: Any) -> None:
+            await super()._send(message)
+            if message["type"] == "http.response.body":
+                self.leave()
+                await asyncio.sleep(0.01)
+
+    guarded = Guarded(app, policy(body_timeout="50ms"))
+    await Server(guarded.sidecar, SMALL).run()
+    assert guarded.recorder.ends == ["completed"]
+
+
+async def test_an_app_that_fails_because_the_client_left_is_a_departure() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        assert (await receive())["type"] == "http.disconnect"
+        raise RuntimeError("client gone")
+
+    guarded = Guarded(app, policy())
+    caller = Caller(guarded.sidecar, SMALL)
+    running = caller.begin()
+    await guarded.until(leases=1)
+    caller.leave()
+    with pytest.raises(RuntimeError):
+        await running
+    settled = guarded.recorder.stories[0].one(Settled)
+    assert (settled.outcome, settled.error) == (Outcome.CLIENT_LEFT, None)
+
+
+# The task
+
+
+async def canceled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 60)
+
+
+async def test_canceled_while_reading() -> None:
+    guarded = Guarded(App(), policy())
+    running = Caller(guarded.sidecar).begin()
+    await guarded.until(stories=1)
+    await canceled(running)
+    assert guarded.recorder.ends == ["canceled"]
+    await guarded.nothing_left()
+
+
+async def test_canceled_while_waiting() -> None:
+    app = App(is_held=True)
+    guarded = Guarded(app, NARROW)
+    first = Caller(guarded.sidecar, SMALL).begin()
+    second = Caller(guarded.sidecar, SMALL).begin()
+    await guarded.until(leases=1, waiting=1)
+    await canceled(second)
+    assert guarded.waiting == 0
+    app.release()
+    await first
+    assert guarded.recorder.ends == ["completed", "canceled"]
+    await guarded.nothing_left()
+
+
+async def test_canceled_while_running() -> None:
+    guarded = Guarded(App(is_held=True), policy())
+    running = Caller(guarded.sidecar, SMALL).begin()
+    await guarded.until(leases=1)
+    await canceled(running)
+    settled = guarded.recorder.stories[0].one(Settled)
+    assert (settled.outcome, settled.error) == (Outcome.FAILED, "CancelledError")
+    await guarded.nothing_left()
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_canceled_in_the_very_moment_of_the_grant(turns: int) -> None:
+    app = App(is_held=True)
+    guarded = Guarded(app, NARROW)
+    first, second, third = (Caller(guarded.sidecar, SMALL).begin() for _ in range(3))
+    await guarded.until(leases=1, waiting=2)
+    app.release()
+    while guarded.waiting == 2:  # noqa: ASYNC110  # until the second's future is set, and no turn longer
+        await asyncio.sleep(0)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await canceled(second)
+    app.release(2)
+    await asyncio.wait_for(asyncio.gather(first, third), 60)
+    assert guarded.recorder.ends[0] == guarded.recorder.ends[2] == "completed"
+    await guarded.nothing_left()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="3.10 does not count cancellations: this one is taken for ours")
+async def test_canceled_in_the_moment_of_the_body_timeout_it_stays_canceled() -> None:
+    guarded = Guarded(App(), policy(body_timeout="20ms"))
+    caller = Caller(guarded.sidecar)
+    running = caller.begin()
+    await guarded.until(stories=1)
+    (exchange,) = guarded.sidecar.watchdog._watched
+    assert isinstance(exchange, RequestHandler)
+    exchange._received_us -= 10**6
+    exchange.check()
+    await canceled(running)
+    assert caller.sent == []
+    await guarded.nothing_left()
+
+
+async def test_a_timed_out_body_leaves_the_task_uncanceled() -> None:
+    guarded = Guarded(App(), policy(body_timeout="20ms"))
+    caller = Caller(guarded.sidecar)
+    running = caller.begin()
+    await asyncio.wait_for(running, 60)
+    assert caller.status == 408
+    assert getattr(running, "cancelling", int)() == 0
+    await guarded.nothing_left()
+
+
+async def test_a_server_that_is_stopped_leaves_nothing() -> None:
+    app = App(is_held=True)
+    guarded = Guarded(app, NARROW)
+    writers = []
+    async with serving(guarded.sidecar) as guarded.served:
+        for request in (post(CHAT, SMALL), post(CHAT, SMALL), post(CHAT, SMALL)[:-3]):
+            _, writer = await asyncio.open_connection("127.0.0.1", guarded.port)
+            writer.write(request)
+            writers.append(writer)
+        await guarded.until(leases=1, waiting=1, stories=3)
+    await guarded.nothing_left()
+    assert len(guarded.recorder.ends) == 3
+    for writer in writers:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize("forgotten", ["_end", "_settle"])
+async def test_a_sidecar_that_forgets_would_be_caught(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestHandler, forgotten, lambda *_: None)
+    app = App(is_held=True)
+    guarded = Guarded(app, NARROW)
+    guarded.patience_s = 0.05
+    tasks = [Caller(guarded.sidecar, SMALL).begin() for _ in range(2)]
+    await guarded.until(leases=1, waiting=1)
+    for task in reversed(tasks):
+        await canceled(task)
+    with pytest.raises(AssertionError):
+        await guarded.nothing_left()
+
+
+# Thousands
+
+
+AT_ONCE = 200
+BUSY = policy(requests="32", max_wait="50ms", max_requests="70", grace="100ms", body_timeout="60s")
+MOMENTS = ["never"] * 8 + ["in the body", "at once", "while it waits", "behind the head", "in the stream"]
+ENDS_OF_STATUS = {
+    200: {"completed"},
+    400: {"unknown_tier", "invalid_body", "request_too_large", "too_many_choices"},
+    401: {"invalid_api_key"},
+    500: {"failed"},
+    503: {"queue_full", "queue_timeout"},
+}
+
+
+class Crowd:
+    """Clients that come with everything at random, and leave at random. `statuses` are the answers read to the end."""
+
+    def __init__(self, port: int, seed: int, requests: int) -> None:
+        self.port = port
+        self.random = Random(seed)
+        self.numbers = iter(range(requests))
+        self.statuses: dict[int, int] = {}
+
+    async def come(self) -> None:
+        await asyncio.gather(*(self._keep_coming() for _ in range(AT_ONCE)))
+
+    async def _keep_coming(self) -> None:
+        for number in self.numbers:
+            with suppress(ConnectionError, asyncio.IncompleteReadError):
+                await asyncio.wait_for(self._once(number), 600)  # the least important ones may wait for all the others
+
+    async def _once(self, number: int) -> None:
+        moment, request = self.random.choice(MOMENTS), self._request(number)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(request[: self.random.randrange(1, len(request))] if moment == "in the body" else request)
+            if moment == "while it waits":
+                await asyncio.sleep(self.random.random() * 0.1)
+            elif moment == "behind the head":
+                await reader.readuntil(b"\r\n\r\n")
+            elif moment == "in the stream":
+                await reader.readuntil(b"data:")
+            elif moment == "never" and (answer := await reader.read()).endswith((b"}", b"Error", b"0\r\n\r\n")):
+                self.statuses[number] = int(answer[9:12])
+            elif moment == "in the body":
+                await asyncio.sleep(self.random.random() * 0.005)
+        finally:
+            if self.random.random() < 0.5:
+                writer.transport.abort()
+            writer.close()
+
+    def _request(self, number: int) -> bytes:
+        pick = self.random.choice
+        headers = [f"x-number: {number}", *pick([[], [key("acme")], [key("acme")], [key("nightly")]])]
+        members = {"priority": pick(["high", "normal", "batch", "batch", 0.2]), "n": pick([1, 1, 1, 2])}
+        if self.random.random() < 0.1:
+            headers.append("x-admission-max-wait: 5ms")
+        match self.random.randrange(30):
+            case 0:
+                headers[1:] = ["authorization: Bearer sk-wrong"]
+            case 1:
+                members["priority"] = "gold"
+            case 2:
+                members["n"] = 40
+            case 3:
+                members["max_tokens"] = 10**8
+        body = json.dumps(chat(stream=pick([True, False]), **members)).encode()
+        return post(CHAT, body if self.random.random() < 0.97 else body[:-1], *headers)
+
+
+class Whims:
+    """An app that takes its time, listens or not, streams or not, and sometimes fails. Counts its calls."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.calls = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await App()(scope, receive, send)
+            return
+        self.calls += 1
+        await receive()
+        whim = self.random.random()
+        if whim < 0.03:
+            raise RuntimeError("before the start")
+        if whim < 0.2:  # as engines do: a client that leaves is noticed at once
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(receive(), self.random.random() * 0.06)
+                return
+        await asyncio.sleep(self.random.random() * 0.06)
+        await start(send)
+        for _ in range(self.random.randrange(4)):
+            await chunk(send, b"data: x\n\n")
+            await asyncio.sleep(self.random.random() * 0.01)
+        if whim > 0.97:
+            raise RuntimeError("in the middle")
+        await chunk(send, b"{}", more=False)
+
+
+@pytest.mark.parametrize("requests", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
+async def test_thousands_of_requests_that_leave_whenever_they_like_leave_nothing(requests: int) -> None:
+    seed = int(os.environ.get("SIDECAR_TEST_SEED", "1"))
+    print(f"SIDECAR_TEST_SEED={seed}")  # noqa: T201  # shown where the test fails
+    app = Whims(seed)
+    async with guarding(app, BUSY) as guarded:
+        crowd = Crowd(guarded.port, seed, requests)
+        await crowd.come()
+        await guarded.nothing_left()
+        stories = guarded.recorder.stories
+        seen = {int(dict(story.received.headers)[b"x-number"]): story for story in stories}
+
+    assert len(seen) == len(stories) > requests * 0.7  # the rest, 3 of 13 at most, was gone before its head was read
+    ends = dict(zip(seen, guarded.recorder.ends, strict=True))
+    counts = Counter(ends.values())
+    abandoned = sum("Admitted" not in story.kinds and ends[number] == "client_left" for number, story in seen.items())
+    admitted = sum("Admitted" in story.kinds for story in stories)
+    refused = sum(isinstance(story.end, Refused) for story in stories) - abandoned
+    assert admitted + refused + abandoned == len(seen)
+    assert admitted == app.calls == counts["completed"] + counts["failed"] + counts["client_left"] - abandoned
+    assert [number for number, status in crowd.statuses.items() if ends[number] not in ENDS_OF_STATUS[status]] == []
+    # Everything that can happen has happened.
+    assert set.union(*ENDS_OF_STATUS.values()) <= set(counts)
+    waited = sum("Queued" in story.kinds for story in stories)
+    assert min(abandoned, counts["client_left"] - abandoned, waited) > requests / 200

@@ -1,0 +1,112 @@
+"""One timer looks after everybody, only while there is somebody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from sidecar.admission import watchdog
+from sidecar.admission.watchdog import Watchdog
+from sidecar.app import AdmissionMiddleware
+from tests.support.middleware import SMALL, App, Caller, policy
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+
+class Visitor:
+    def __init__(self) -> None:
+        self.visits = 0
+        self.has_given_up = False
+
+    def check(self) -> None:
+        self.visits += 1
+
+    def give_up(self) -> None:
+        self.has_given_up = True
+
+
+async def visited(visitor: Visitor, times: int) -> None:
+    """Waits until it was visited so often."""
+    await until(lambda: visitor.visits >= times)
+
+
+async def test_everybody_is_watched_every_interval_until_they_go() -> None:
+    rounds, first, second = Watchdog(0.01), Visitor(), Visitor()
+    rounds.add(first)
+    rounds.add(second)
+    await visited(second, 2)
+    rounds.discard(second)
+    seen = second.visits
+    await visited(first, seen + 2)
+    rounds.discard(first)
+    assert seen == second.visits
+
+
+async def test_no_timer_runs_while_there_is_no_one() -> None:
+    rounds, visitor = Watchdog(0.01), Visitor()
+    assert rounds._timer is None
+    rounds.add(visitor)
+    rounds.discard(visitor)
+    await asyncio.sleep(0.03)
+    assert rounds._timer is None
+    rounds.add(visitor)
+    await visited(visitor, 1)
+    rounds.discard(visitor)
+
+
+async def test_who_goes_during_a_round_does_not_disturb_it() -> None:
+    rounds, other = Watchdog(0.01), Visitor()
+
+    class Goes(Visitor):
+        def check(self) -> None:
+            rounds.discard(self)
+
+    rounds.add(Goes())
+    rounds.add(other)
+    await visited(other, 1)
+    assert len(rounds) == 1
+    rounds.discard(other)
+
+
+async def test_every_waiter_for_the_end_is_woken() -> None:
+    rounds, first, second = Watchdog(1), Visitor(), Visitor()
+    await asyncio.wait_for(rounds.emptied(), 60)
+    rounds.add(first)
+    waiting = [asyncio.create_task(rounds.emptied()) for _ in range(3)]
+    await asyncio.sleep(0)
+    rounds.discard(first)
+    rounds.add(second)  # the next one is here before they look
+    await asyncio.sleep(0.01)
+    assert not any(task.done() for task in waiting)
+    rounds.discard(second)
+    await asyncio.wait_for(asyncio.gather(*waiting), 60)
+
+
+async def test_a_call_that_blocks_the_loop_is_counted_and_said_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through a handler: what blocks is one of the host's, and the timer is ours."""
+    monkeypatch.setattr(watchdog, "BLOCKED_S", 0.2)
+
+    async def blocks(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0)
+        time.sleep(0.6)  # noqa: ASYNC251  # the fault that this is about
+        await until(lambda: sidecar.controller.watchdog.blocked_s != before_s)
+        await App()(scope, receive, send)
+
+    sidecar = AdmissionMiddleware(blocks, policy=policy(body_timeout="50ms"))
+    for _ in range(2):
+        before_s = sidecar.controller.watchdog.blocked_s
+        caller = Caller(sidecar, SMALL)
+        await asyncio.wait_for(caller.run(), 60)
+        assert caller.status == 200
+    sample = sidecar.observability._gauges.sample()
+    assert sample is not None
+    assert sample.loop_blocked_s > 0.8
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "sidecar.watchdog"]
+    assert "stood still for 0." in line
+    assert "with 1 requests under way" in line
