@@ -40,7 +40,7 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.lengths.lease_size import LeaseSize
-from sidecar.policy.model import Endpoint, Policy, Tenant
+from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"
@@ -87,9 +87,14 @@ class EventReporter(msgspec.Struct, eq=False):
         """See `Observation.app_trace`."""
         return None if self._observation is None else self._observation.app_trace()
 
-    def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
-        """The request was classified at `at_us`, and the pool has said now which tier it charges."""
-        self._step(_classified, request, endpoint, policy, at_us)
+    def classified(
+        self, request: SizedRequest, policy: Policy, at_us: int, *, api: str | None = None, is_kept: bool = False
+    ) -> None:
+        """The request was classified at `at_us`, and the pool has said now which tier it charges.
+
+        `api` is what stands for its API; None: its own. `is_kept`: it is never preempted, whatever its tier.
+        """
+        self._step(_classified, request, policy, at_us, api, is_kept)
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where there is an observer."""
@@ -108,17 +113,9 @@ class EventReporter(msgspec.Struct, eq=False):
         self._was_admitted = True
         self._step(_admitted, grant, priority, is_dry_run)
 
-    def event(self, event: Event) -> None:
-        """Reports an event that was made already."""
-        self._step(_as_it_is, event)
-
-    def passed(self, at_us: int, level: int) -> None:
-        """The request went to the app without a lease, as in the dry run, and did not wait."""
-        self.event(Admitted(at_us, 0, 0, None, {}, level, None, is_dry_run=True))
-
     def observed(self, observed: Observed) -> None:
         """The dry run knows what enforcing would have done."""
-        self.event(observed)
+        self._step(_as_it_is, observed)
 
     def replayed(self, engine: str, reason: ReplayReason) -> None:
         """An engine, by its id, did not serve the request. `preempted` with `is_unreached` comes next."""
@@ -238,7 +235,7 @@ def _as_it_is(event: Event) -> Event:
     return event
 
 
-def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> Classified:
+def _classified(request: SizedRequest, policy: Policy, at_us: int, api: str | None, is_kept: bool) -> Classified:
     classification, payload, tiers = request.classification, request.payload, policy.tiers
     clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
     return Classified(
@@ -247,13 +244,13 @@ def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us
         tenant=classification.tenant.name,
         source=classification.source._value_,  # `value` itself costs two calls
         clamped_from=None if clamped_from is None else tiers[clamped_from].name,
-        api=endpoint.api._value_,
+        api=api or request.api._value_,
         model=payload.model,
         max_output_tokens=payload.max_output_tokens,
         stream=payload.stream,
         tokens=request.tokens,
         requests=request.requests,
-        preemptible=policy.rules.is_preemptible(classification.level),
+        preemptible=not is_kept and policy.rules.is_preemptible(classification.level),
         downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
         expected=None if request.expected is None else request.expected.said(payload),
     )

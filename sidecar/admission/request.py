@@ -213,14 +213,13 @@ class RequestHandler:
         if controller.routing is not None:
             route = self._route = controller.routing.route(request)
             request.hits, self._call = route.hits, route.call()
-        pool, classification, entered_us = controller.pool, request.classification, None
+        pool, entered_us = controller.pool, None
         turn = self._turn = Turn(
             pool,
             snapshot.policy,
-            classification.tenant,
+            request,
             self._reporter,
             budgets=controller.usage,
-            max_wait_s=request.max_wait_s,
             disconnect=self._client.disconnect,
             comments=partial(comments_for, self._client, request, snapshot, self._request_id),
             is_over=lambda: controller.is_passing,
@@ -231,9 +230,8 @@ class RequestHandler:
             entered_us = lease.entered_us
             self.stage = Stage.WAITING
         finally:  # only now the charged tier is known
-            classification.note_charged(turn.level)
             self._classified(entered_us)
-        if snapshot.are_preemptible[classification.level] and request.may_be_repeated:
+        if snapshot.are_preemptible[request.classification.level] and request.may_be_repeated:
             lease.on_preempt = self._preempt
         if lease.grant is None and request.expected is not None:
             lease.size_now = partial(request.expect, controller.lease_sizes, pool)
@@ -287,7 +285,7 @@ class RequestHandler:
         if objectives := snapshot.objectives:
             gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)
             self._gain = self._reporter.gain = gain
-        self._reporter.classified(request, self._endpoint, snapshot.policy, at_us)
+        self._reporter.classified(request, snapshot.policy, at_us)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         """Answers with an error. What is left of a body is read: a client that still sends would lose the answer."""

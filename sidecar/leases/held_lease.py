@@ -17,13 +17,11 @@ from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.refusals import refusal_of
 from sidecar.admission.turn import Cause, Turn, TurnEnded
 from sidecar.errors import AdmissionError, Draining
-from sidecar.events import Classified, Outcome, Received
-from sidecar.leases.lease_request import LeaseRequest, refuse_other_counts
+from sidecar.events import Outcome, Received
+from sidecar.leases.lease_request import PATH, LeaseRequest, refuse_other_counts
 from sidecar.policy.model import Tenant
 from sidecar.pools import Grant, Lease
 
-METHOD, PATH, API = "LEASE", "/python", "lease"
-"""In place of an HTTP request's, in traces, metrics and pages."""
 _CANCELED, _PREEMPTED = "canceled", "preempted"
 _LOST = "its block ended, because a more important request needed its room"
 
@@ -38,24 +36,34 @@ class LeasePreempted(Exception):
 class _Asker(msgspec.Struct):
     """The tenant of a lease and its tier, for reports."""
 
-    tenant: Tenant | None
-    tier: str | None
+    tenant: Tenant
+    tier: str
+
+
+def at_once(do: Callable[[], None]) -> None:
+    """Does it: the holder is in the pool's event loop."""
+    do()
 
 
 class HeldLease:
     """A lease that is held, or waits again. `Admission.lease` makes it.
 
-    `is_preempted` says that a more important request waits for its room: whoever holds it should end soon.
+    `is_preempted` says that a more important request waits for its room: whoever holds it should end soon. A holder in
+    another thread than the pool's has its calls done there by `_in_loop`, soon.
     """
 
-    def __init__(self, controller: AdmissionController, request: LeaseRequest) -> None:
+    def __init__(
+        self,
+        controller: AdmissionController,
+        asked: LeaseRequest,
+        in_loop: Callable[[Callable[[], None]], None] = at_once,
+    ) -> None:
         self.is_preempted = False
-        self._controller = controller
-        self._request = request
-        self._policy = controller.policy
-        self._snapshot = controller.snapshot
-        self._ask, self._tenant = request.ask(self._policy)
-        self._asker = _Asker(self._tenant, self._policy.tiers[self._ask.tier].name)
+        self._controller, self._snapshot = controller, controller.snapshot
+        self._asked, self._in_loop = asked, in_loop
+        self._request = request = asked.sized(self._snapshot.policy)
+        self._tokens = request.tokens
+        self._asker = _Asker(request.classification.tenant, self.tier)
         self._reporter = EventReporter(controller.pool.now_us, self._asker)
         self._turn: Turn | None = None
         self._lease: Lease | None = None
@@ -69,17 +77,17 @@ class HeldLease:
     @property
     def tier(self) -> str:
         """The tier that is charged: a lower one than was asked for where the tenant is over its limits."""
-        return self._policy.tiers[self._level].name
+        return self._snapshot.policy.tiers[self._request.classification.level].name
 
     @property
     def tenant(self) -> str:
         """The tenant that it counts for."""
-        return self._tenant.name
+        return self._request.classification.tenant.name
 
     @property
     def tokens(self) -> int:
         """The tokens that it holds."""
-        return self._ask.tokens if self._lease is None else self._lease.ask.tokens
+        return self._tokens
 
     @property
     def level(self) -> int:
@@ -131,15 +139,24 @@ class HeldLease:
         until the leases fit the pool again.
         """
         refuse_other_counts("tokens", tokens, at_least=1)
-        lease = self._lease
-        if lease is not None and lease.resize(tokens):
-            lease.charge_tenant(tokens - lease.paid_tokens)
+        if self._lease is not None and not self._is_over:
+            self._tokens = tokens
+            self._in_loop(self._resize)
 
     def keep(self) -> None:
         """The engine's first output is there: from now on the lease is never preempted.
 
         Too late where it is preempted already: then its holder is being canceled, and its room is needed.
         """
+        if self._lease is not None:
+            self._in_loop(self._keep)
+
+    def _resize(self) -> None:
+        lease = self._lease
+        if lease is not None and lease.resize(self._tokens):
+            lease.charge_tenant(self._tokens - lease.paid_tokens)
+
+    def _keep(self) -> None:
         if self._lease is not None and not self.is_preempted:
             self._lease.keep()
             self._lease.prefilled()
@@ -148,10 +165,6 @@ class HeldLease:
         if self._grant is None:
             raise RuntimeError("the lease was not admitted: use it inside of its block")
         return self._grant
-
-    @property
-    def _level(self) -> int:
-        return self._ask.tier if self._lease is None else self._lease.tier
 
     # -- its life
 
@@ -166,7 +179,7 @@ class HeldLease:
         self._when_preempted = when_preempted
         observer, now_us = self._controller.observer, self._controller.pool.now_us
         if observer is not None and observer.listens():
-            received = Received(now_us(), time.time_ns(), METHOD, PATH, (), uuid4().hex)
+            received = Received(now_us(), time.time_ns(), "LEASE", PATH, (), uuid4().hex)
             self._reporter = EventReporter(now_us, self._asker, observer.received(received))
         self._controller.watchdog.add(self)
         await self._hold(self._enter)
@@ -185,9 +198,14 @@ class HeldLease:
             grant = await granted()
         except TurnEnded as end:
             if end.cause is Cause.GIVEN_UP and self._controller.is_passing:
-                self._lease, grant = None, end.wait or Grant(self._now_us(), 0, 0, None, {}, self._level)
+                self._lease, grant = (
+                    None,
+                    end.wait or Grant(self._now_us(), 0, 0, None, {}, self._request.classification.level),
+                )
             else:
-                error = refusal_of(self._controller, self._policy, end, level=self._level)
+                error = refusal_of(
+                    self._controller, self._snapshot.policy, end, level=self._request.classification.level
+                )
                 self._refused(error, end.wait)
                 raise error from None
         except AdmissionError as error:
@@ -205,11 +223,11 @@ class HeldLease:
         is_lost = self.is_preempted and error is not None
         if is_lost and self._used is None:
             self._used = 0  # its tenant does not pay for what others needed
-        tokens = self._ask.tokens if self._used is None else self._used
         if self._lease is not None:
             self._lease.settle(self._used)
-        if self._controller.usage is not None:
-            self._controller.usage.add(self.tenant, self.tier, self._request.model, *self._request.split(tokens))
+        usage, policy = self._asked.usage(self._used), self._snapshot.policy
+        self._controller.learn(self._request, policy, usage, None, error is None, False)
+        tokens = self._request.tokens if self._used is None else self._used
         if is_lost:
             self._lost(tokens)
         else:
@@ -235,27 +253,27 @@ class HeldLease:
             controller.routing.wake()
         turn = self._turn = Turn(
             controller.pool,
-            self._policy,
-            self._tenant,
+            self._snapshot.policy,
+            self._request,
             self._reporter,
             budgets=controller.usage,
-            max_wait_s=self._request.max_wait_s,
             is_over=lambda: controller.is_passing,
         )
         try:
-            lease = self._lease = await turn.enter(self._ask)
+            lease = self._lease = await turn.enter(self._request.ask())
         finally:
-            self._classified(at_us, turn.level)
-        if self._when_preempted is None or not self._request.is_preemptible:
-            lease.on_preempt = None
-        else:
-            lease.on_preempt = self._preempt
+            self._classified(at_us)
+        lease.on_preempt = None if self._is_kept else self._preempt
         return await turn.granted()
+
+    @property
+    def _is_kept(self) -> bool:
+        return self._when_preempted is None or not self._asked.is_preemptible
 
     def _passed(self) -> Grant:
         """Where every request passes, a lease holds nothing."""
-        self._classified(self._now_us(), self._ask.tier)
-        return Grant(self._now_us(), 0, 0, None, {}, self._ask.tier)
+        self._classified(self._now_us())
+        return Grant(self._now_us(), 0, 0, None, {}, self._request.classification.level)
 
     def _preempt(self) -> None:
         self.is_preempted = True
@@ -287,26 +305,9 @@ class HeldLease:
         passes = self._lease is None
         self._reporter.admitted(grant, None if passes else self.priority, is_dry_run=passes)
 
-    def _classified(self, at_us: int, level: int) -> None:
-        ask, tiers = self._ask, self._policy.tiers
-        self._asker.tier = tiers[level].name
-        self._reporter.event(
-            Classified(
-                at_us=at_us,
-                tier=tiers[level].name,
-                tenant=ask.tenant,
-                source="key" if self._request.tier is None else "lease",
-                clamped_from=None,
-                api=API,
-                model=self._request.model,
-                max_output_tokens=None,
-                stream=False,
-                tokens=ask.tokens,
-                requests=ask.requests,
-                preemptible=self._request.is_preemptible and self._policy.rules.is_preemptible(level),
-                downgraded_from=None if level == ask.tier else tiers[ask.tier].name,
-            )
-        )
+    def _classified(self, at_us: int) -> None:
+        self._asker.tier, is_kept = self.tier, not self._asked.is_preemptible
+        self._reporter.classified(self._request, self._snapshot.policy, at_us, api="lease", is_kept=is_kept)
 
     def _settled(self, tokens: int, error: BaseException | None) -> None:
         if error is None:

@@ -89,10 +89,9 @@ class ShadowRequest:
         self._turn = Turn(
             self._pool,
             snapshot.policy,
-            request.classification.tenant,
+            request,
             Unreported(),
             budgets=controller.usage,
-            max_wait_s=request.max_wait_s,
             disconnect=lambda: self._disconnected,
             unlimited_s=LONGEST_WAIT_S,
         )
@@ -156,14 +155,10 @@ class ShadowRequest:
         self._end(Verdict.UNKNOWN, code, None)
 
     async def _pass_through(self, ask: Ask) -> None:
-        request, classification = self._request, self._request.classification
-        turn = self._turn
+        request, turn = self._request, self._turn
+        lease = await turn.enter(ask)
         try:
-            lease = await turn.enter(ask)
-        finally:
-            classification.note_charged(turn.level)
-        try:
-            is_preemptible = self._snapshot.are_preemptible[classification.level] and request.may_be_repeated
+            is_preemptible = self._snapshot.are_preemptible[request.classification.level] and request.may_be_repeated
             if is_preemptible:
                 lease.on_preempt = self._preempt
             if request.expected is not None:

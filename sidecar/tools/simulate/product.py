@@ -82,17 +82,9 @@ class ProductAdmission:
     def arrives(self, request: Request) -> None:
         """See `Admission`."""
         self._came += 1
-        loop, tenant = self._stage.loop, Tenant(request.tenant, request.tier, max_level=0)
-        held = self._held[request] = _Held(request, self._sized(request, tenant), self._came, loop.create_future())
-        held.turn = Turn(
-            self._pool,
-            self._policy,
-            tenant,
-            Unreported(),
-            budgets=None,
-            max_wait_s=None,
-            disconnect=lambda: held.left,
-        )
+        loop, sized = self._stage.loop, self._sized(request)
+        held = self._held[request] = _Held(request, sized, self._came, loop.create_future())
+        held.turn = Turn(self._pool, self._policy, sized, Unreported(), budgets=None, disconnect=lambda: held.left)
         loop.create_task(self._serve(held)).add_done_callback(_raise_defect)
 
     def leaves(self, request: Request) -> None:
@@ -158,8 +150,9 @@ class ProductAdmission:
         except AdmissionError as error:
             self._end(request, error.code)
 
-    def _sized(self, request: Request, tenant: Tenant) -> SizedRequest:
+    def _sized(self, request: Request) -> SizedRequest:
         """The request, as the intake would have read it from a body that says no maximum of its output."""
+        tenant = Tenant(request.tenant, request.tier, max_level=0)
         output = self._policy.tiers[request.tier].default_output_tokens
         return SizedRequest(
             body=b"",
