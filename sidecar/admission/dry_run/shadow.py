@@ -21,8 +21,9 @@ import msgspec
 from sidecar.admission.intake import SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
+from sidecar.admission.usage import UsageReader
 from sidecar.errors import AdmissionError, QueueTimeout
-from sidecar.events import Verdict
+from sidecar.events import Outcome, Verdict
 from sidecar.pools import Ask, Grant
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 LONGEST_WAIT_S = 3600.0
 """The longest wait of a shadow where its tier has none."""
 CLIENT_LEFT, WAITED_TOO_LONG = "client_left", "waited_too_long"
+_REFUSED_BY_ENGINE = frozenset((429, 502, 503, 504, 529))
+"""Statuses by which an engine, or the proxy before it, says that it cannot take a request now."""
 SLIGHTLY = 0.1
 """A request that is later than its shadow by this part of the time that it generates is waited for."""
 
@@ -55,8 +58,8 @@ class WaitingShadow(NamedTuple):
 class ShadowRequest:
     """The shadow of one request. `report` is called once, with the result.
 
-    Its request calls `begun` with the first byte of the response, then `lost`, `disconnected` or `ended`, each after
-    `EngineTimes` knows of it. `sent` is the request at the engine. `run` is called once, in a task of its own.
+    Its request calls `first_byte`, then `ended` or `unwatched`. `sent` is the request at the engine. `run` is called
+    once, in a task of its own.
     """
 
     __slots__ = (
@@ -109,22 +112,37 @@ class ShadowRequest:
         tier, waited_us = policy.tiers[classification.level].name, self._pool.now_us() - self._began_us
         return WaitingShadow(policy.generation, tier, classification.tenant.name, waited_us)
 
-    def begun(self) -> None:
+    def first_byte(self, status: int | None) -> None:
         """The first byte of the response goes out."""
-        if not self._begun.done():
-            self._begun.set_result(None)
+        if (status or 0) not in _REFUSED_BY_ENGINE:
+            self._times.first_byte(self.sent, self._pool.now_us(), is_served=(status or 0) < 400)
+            _set(self._begun)
 
-    def disconnected(self) -> None:
-        """The client disconnected before the first byte."""
-        if not self._disconnected.done():
-            self._disconnected.set_result(None)
+    def ended(self, outcome: Outcome, status: int | None, usage: UsageReader, charged: int | None) -> None:
+        """The request is over: its times are known, or say nothing. `charged` corrects its tenant's charge."""
+        times, sent, now_us, code = self._times, self.sent, self._pool.now_us(), status or 0
+        is_complete = outcome is Outcome.COMPLETED
+        if is_complete and sent.first_us is None and code not in _REFUSED_BY_ENGINE:
+            times.first_byte(sent, now_us, is_served=False)  # a response without a body
+        sent.is_lost = sent.first_us is None
+        output_tokens = usage.output_tokens
+        if output_tokens is None and usage.chunks:
+            output_tokens = usage.chunks - 1  # the last one is `[DONE]`
+        times.ended(sent, now_us, output_tokens, is_complete=is_complete and 0 < code < 400)
+        if outcome is Outcome.CLIENT_LEFT and sent.is_lost:
+            _set(self._disconnected)
+        else:
+            self._request_over(charged)
 
-    def ended(self, used_tokens: int | None = None) -> None:
-        """The request is over. `used_tokens` corrects its tenant's charge."""
-        self.begun()
-        self._used = used_tokens if self._used is None else self._used
-        if not self._ended.done():
-            self._ended.set_result(None)
+    def unwatched(self) -> None:
+        """The request goes on, and nothing is known of it any more."""
+        self._times.ended(self.sent, self._pool.now_us(), None, is_complete=False)
+        self._request_over(None)
+
+    def _request_over(self, charged: int | None) -> None:
+        self._used = charged if self._used is None else self._used
+        _set(self._begun)
+        _set(self._ended)
 
     def follow_request(self) -> None:
         """Real requests wait now: the shadow holds its room until its request ends."""
@@ -194,8 +212,7 @@ class ShadowRequest:
 
     def _preempt(self) -> None:
         """Called by the pool: a more important request needs the room."""
-        if not self._preempted.done():
-            self._preempted.set_result(None)
+        _set(self._preempted)
 
     async def _first_byte(self, grant: Grant) -> float | None:
         """Returns at the shadow's first byte, with its moment. None where it was preempted, or its client left, before.
@@ -303,6 +320,11 @@ class ShadowRequest:
         report, self._report = self._report, None
         if report is not None:
             report(ShadowResult(verdict, code, wait))
+
+
+def _set(event: asyncio.Future[None]) -> None:
+    if not event.done():
+        event.set_result(None)
 
 
 def _verdict(end: TurnEnded) -> tuple[Verdict, str]:
