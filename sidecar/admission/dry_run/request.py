@@ -358,8 +358,8 @@ class RequestWatcher:
         )
         if not self._is_over:
             self._reporter.observed(observed)
-        if self._controller.observed is not None:
-            self._controller.observed(observed)
+        if (report := self._controller.monitor.observed) is not None:
+            report(observed)
 
     def _now_us(self) -> int:
         return self._controller.pool.now_us()
