@@ -220,6 +220,7 @@ class RequestHandler:
             request,
             self._reporter,
             budgets=controller.usage,
+            sizes=controller.lease_sizes,
             disconnect=self._client.disconnect,
             comments=partial(comments_for, self._client, request, snapshot, self._request_id),
             is_over=lambda: controller.is_passing,
@@ -233,8 +234,6 @@ class RequestHandler:
             self._classified(entered_us)
         if snapshot.are_preemptible[request.classification.level] and request.may_be_repeated:
             lease.on_preempt = self._preempt
-        if lease.grant is None and request.expected is not None:
-            lease.size_now = partial(request.expect, controller.lease_sizes, pool)
         return await turn.granted()
 
     async def _end_without_grant(self, end: Exception) -> None:

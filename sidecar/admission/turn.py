@@ -13,12 +13,14 @@ import asyncio
 import math
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 from sidecar.admission.intake import SizedRequest
 from sidecar.durations import short_duration
 from sidecar.errors import QueueFull, TenantLimit
 from sidecar.events import Obstacle
+from sidecar.lengths.lease_size import LeaseSizes
 from sidecar.policy.model import Policy, Tenant
 from sidecar.pools import Ask, Grant, Lease, Pool
 from sidecar.pools.base import QueueStanding, WaitGivenUp
@@ -105,6 +107,7 @@ class Comments(Protocol):
 class Turn:
     """The turn of one request, by the policy under which it came. Call `enter` first, then `granted`.
 
+    `sizes` know while it waits what it is expected to use; None where it holds what it asked for.
     Where neither the client nor the tier limits a wait, it ends after `unlimited_s`, None for never.
     `disconnect` gives the future that is done when the client has left, None where there is no client. `comments` gives
     what a waiting client is told about its lease, None for nothing; it is called when a wait begins. `is_over` says
@@ -115,7 +118,7 @@ class Turn:
 
     __slots__ = (
         "_budgets", "_comments", "_disconnect", "_ends_us", "_is_over", "_most_s", "_policy", "_pool", "_reports",
-        "_request", "_unlimited_s", "hand_backs", "lease", "preemptions",
+        "_request", "_sizes", "_unlimited_s", "hand_backs", "lease", "preemptions",
     )  # fmt: skip
 
     lease: Lease
@@ -127,7 +130,8 @@ class Turn:
         request: SizedRequest,
         reports: Reports,
         *,
-        budgets: Budgets | None,
+        budgets: Budgets | None = None,
+        sizes: LeaseSizes | None = None,
         disconnect: Callable[[], asyncio.Future[Any]] | None = None,
         unlimited_s: float | None = None,
         comments: Callable[[Lease], Comments | None] = lambda _: None,
@@ -138,6 +142,7 @@ class Turn:
         self._request = request
         self._reports = reports
         self._budgets = budgets
+        self._sizes = sizes
         self._disconnect = disconnect
         self._unlimited_s = unlimited_s
         self._comments = comments
@@ -159,6 +164,8 @@ class Turn:
                 level = ask.tier
             self.lease = lease = await self._pool.enter(ask)
             level = lease.tier
+            if lease.grant is None and self._sizes is not None and self._request.expected is not None:
+                lease.size_now = partial(self._request.expect, self._sizes, self._pool)
         except QueueFull as full:
             level = level if full.level is None else full.level
             raise

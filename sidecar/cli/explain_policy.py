@@ -242,7 +242,7 @@ class RequestExplanation:
     async def _take_turn(self, request: SizedRequest, ask: Ask, pool: Pool) -> None:
         """Takes its turn in an empty pool. Raises the pool's refusal, or that of a wait that no grant would end."""
         try:
-            lease = await Turn(pool, self._policy, request, Unreported(), budgets=None).enter(ask)
+            lease = await Turn(pool, self._policy, request, Unreported()).enter(ask)
         finally:
             self._found |= self._classification(request.classification)
         tier = self._policy.tiers[request.classification.level]

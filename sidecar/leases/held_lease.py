@@ -70,7 +70,7 @@ class HeldLease:
         self._grant: Grant | None = None
         self._used: int | None = None
         self._when_preempted: Callable[[], None] | None = None
-        self._is_over = self._was_admitted = False
+        self._is_over = False
 
     # -- what the holder reads
 
@@ -218,7 +218,7 @@ class HeldLease:
 
     def release(self, error: BaseException | None = None) -> None:
         """Gives the lease back. `error` is what ended its block."""
-        if self._is_over or not self._was_admitted:
+        if self._is_over or self._grant is None:
             return
         is_lost = self.is_preempted and error is not None
         if is_lost and self._used is None:
@@ -301,7 +301,7 @@ class HeldLease:
     # -- what is reported of it
 
     def _admitted(self, grant: Grant) -> None:
-        self._grant, self._was_admitted = grant, True
+        self._grant = grant
         passes = self._lease is None
         self._reporter.admitted(grant, None if passes else self.priority, is_dry_run=passes)
 
@@ -328,9 +328,8 @@ class HeldLease:
 
     def _refused(self, error: AdmissionError, wait: Grant | None) -> None:
         """It ended without a grant."""
-        if not self._is_over:
-            self._reporter.refused(error, wait)
-            self._end()
+        self._reporter.refused(error, wait)
+        self._end()
 
     def _report_canceled(self, wait: Grant | None) -> None:
         self._reporter.ended(_CANCELED, "the holder was canceled before it was admitted", None, wait)

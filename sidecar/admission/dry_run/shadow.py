@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -95,6 +94,7 @@ class ShadowRequest:
             request,
             Unreported(),
             budgets=controller.usage,
+            sizes=controller.lease_sizes,
             disconnect=lambda: self._disconnected,
             unlimited_s=LONGEST_WAIT_S,
         )
@@ -179,8 +179,6 @@ class ShadowRequest:
             is_preemptible = self._snapshot.are_preemptible[request.classification.level] and request.may_be_repeated
             if is_preemptible:
                 lease.on_preempt = self._preempt
-            if request.expected is not None:
-                lease.size_now = partial(request.expect, self._controller.lease_sizes, self._pool)
             grant = await self._wait(turn.granted)
             while True:
                 self._holds = True
@@ -225,22 +223,12 @@ class ShadowRequest:
             granted_us = runs_us
         begins_us = times.prompt_begins_us(sent, runs_us)
         if not self._begun.done():
-            latest_us = times.unloaded_until_us(sent)
-            timeout_s = None if latest_us is None else self._left_s(latest_us)
-            waits_for = (self._begun, self._preempted, self._disconnected)
-            await asyncio.wait(waits_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if self._preempted.done():
+            await self._until(times.unloaded_until_us(sent), self._begun, self._preempted, self._disconnected)
+        if self._preempted.done() or (first_us := times.first_byte_us(sent, granted_us, begins_us)) is None:
             return None
-        first_us = times.first_byte_us(sent, granted_us, begins_us)
-        if first_us is None or (self._disconnected.done() and first_us > self._pool.now_us()):
-            return None
-        if left_s := self._left_s(first_us):
-            await asyncio.wait(
-                (self._preempted, self._disconnected), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if self._left_s(first_us) and (self._preempted.done() or self._disconnected.done()):
-                return None
-        return None if self._preempted.done() else first_us
+        await self._until(first_us, self._preempted, self._disconnected)
+        has_left = self._disconnected.done() and self._left_s(first_us) > 0
+        return None if self._preempted.done() or has_left else first_us
 
     async def _enter_engine(self, grant: Grant) -> int:
         """Returns when the shadow runs in the engine, with the moment; or when it was preempted or left before."""
@@ -307,6 +295,8 @@ class ShadowRequest:
     async def _until(self, at_us: float | None, *events: asyncio.Future[None]) -> None:
         """Waits until the first of `events`, but not after `at_us`."""
         left_s = None if at_us is None else self._left_s(at_us)
+        if left_s == 0 or any(event.done() for event in events):
+            return
         if events:
             await asyncio.wait(events, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         elif left_s:

@@ -18,6 +18,7 @@ from sidecar.admission.intake import SizedRequest, sized_ask
 from sidecar.admission.policy_snapshot import objective_of
 from sidecar.admission.request_gain import gain_of
 from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
+from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.classify import Classification, Fallback
 from sidecar.errors import AdmissionError, QueueTimeout
@@ -37,17 +38,6 @@ _MOST_HITS = 8
 _PAYLOAD = decode(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "user"}], "stream": True}).encode())
 
 
-class _Answer:
-    """What `LeaseSizes` reads of a request's answer: one token an event."""
-
-    __slots__ = ("chunks", "large_tokens", "later_chunks", "later_tokens", "output_tokens")
-
-    def __init__(self) -> None:
-        self.chunks = self.large_tokens = self.later_chunks = 0
-        self.output_tokens: int | None = None
-        self.later_tokens: int | None = None
-
-
 class _Held:
     """One request in the pool, at its place there.
 
@@ -64,7 +54,7 @@ class _Held:
         self.left = left
         self.turn: Turn
         self.removed: asyncio.Future[bool]
-        self.answer = _Answer()
+        self.answer = UsageReader()
         self.size: LeaseSize | None = None
 
 
@@ -84,7 +74,7 @@ class ProductAdmission:
         self._came += 1
         loop, sized = self._stage.loop, self._sized(request)
         held = self._held[request] = _Held(request, sized, self._came, loop.create_future())
-        held.turn = Turn(self._pool, self._policy, sized, Unreported(), budgets=None, disconnect=lambda: held.left)
+        held.turn = Turn(self._pool, self._policy, sized, Unreported(), sizes=self._sizes, disconnect=lambda: held.left)
         loop.create_task(self._serve(held)).add_done_callback(_raise_defect)
 
     def leaves(self, request: Request) -> None:
@@ -110,7 +100,8 @@ class ProductAdmission:
     def finished(self, request: Request) -> None:
         """See `Admission`."""
         held = self._held.pop(request)
-        held.answer.chunks = held.answer.output_tokens = request.output
+        held.answer.chunks = request.output
+        held.answer.counted(None, request.output)
         if held.size is not None:
             held.size.ended()
         if held.sized.expected is not None:
