@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from sidecar.admission.controller import AdmissionController
 from sidecar.fleet.models import ModelsController
-from sidecar.leases.held_lease import HeldLease, LeasePreempted, at_once
+from sidecar.leases.held_lease import HeldLease, LeasePreempted
 from sidecar.leases.lease_request import LeaseRequest
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class Admission:
         held.release()
         return result
 
-    def held_lease(self, request: LeaseRequest, in_loop: Callable[[Callable[[], None]], None] = at_once) -> HeldLease:
+    def held_lease(self, request: LeaseRequest) -> HeldLease:
         """A lease that was not acquired yet. Raises ValueError for what the policy does not have."""
         controller = self.controller
         if isinstance(controller, ModelsController):
@@ -101,7 +101,7 @@ class Admission:
             if request.model is None or request.model not in controller.controllers:
                 raise ValueError(f"model: the policy has a pool for each of {names}, and none for {request.model!r}")
             controller = controller.controllers[request.model]
-        return HeldLease(controller, request, in_loop)
+        return HeldLease(controller, request)
 
 
 class LeaseBlock:

@@ -6,8 +6,10 @@ Everything here runs in the event loop of the pool. `admission` gives it to coro
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from uuid import uuid4
 
 import msgspec
@@ -40,27 +42,17 @@ class _Asker(msgspec.Struct):
     tier: str
 
 
-def at_once(do: Callable[[], None]) -> None:
-    """Does it: the holder is in the pool's event loop."""
-    do()
-
-
 class HeldLease:
     """A lease that is held, or waits again. `Admission.lease` makes it.
 
-    `is_preempted` says that a more important request waits for its room: whoever holds it should end soon. A holder in
-    another thread than the pool's has its calls done there by `_in_loop`, soon.
+    `is_preempted` says that a more important request waits for its room: whoever holds it should end soon. Any thread
+    may use it: what it says then reaches the pool in a moment.
     """
 
-    def __init__(
-        self,
-        controller: AdmissionController,
-        asked: LeaseRequest,
-        in_loop: Callable[[Callable[[], None]], None] = at_once,
-    ) -> None:
+    def __init__(self, controller: AdmissionController, asked: LeaseRequest) -> None:
         self.is_preempted = False
         self._controller, self._snapshot = controller, controller.snapshot
-        self._asked, self._in_loop = asked, in_loop
+        self._asked = asked
         self._request = request = asked.sized(self._snapshot.policy)
         self._tokens = request.tokens
         self._asker = _Asker(request.classification.tenant, self.tier)
@@ -70,6 +62,8 @@ class HeldLease:
         self._grant: Grant | None = None
         self._used: int | None = None
         self._when_preempted: Callable[[], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
         self._is_over = False
 
     # -- what the holder reads
@@ -151,6 +145,13 @@ class HeldLease:
         if self._lease is not None:
             self._in_loop(self._keep)
 
+    def _in_loop(self, do: Callable[[], None]) -> None:
+        if threading.get_ident() == self._thread:
+            do()
+        elif self._loop is not None:
+            with suppress(RuntimeError):  # it has ended, and its leases with it
+                self._loop.call_soon_threadsafe(do)
+
     def _resize(self) -> None:
         lease = self._lease
         if lease is not None and lease.resize(self._tokens):
@@ -177,6 +178,7 @@ class HeldLease:
         """
         self._refuse_other_loops()
         self._when_preempted = when_preempted
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         observer, now_us = self._controller.observer, self._controller.pool.now_us
         if observer is not None and observer.listens():
             received = Received(now_us(), time.time_ns(), "LEASE", PATH, (), uuid4().hex)

@@ -138,8 +138,7 @@ class ThreadAdmission:
         """
         is_preemptible = when_preempted is not None
         request = LeaseRequest(tier, tokens, tenant, requests, prompt_tokens, max_wait_s, is_preemptible, model)
-        held = self._admission.held_lease(request, self._thread.say)
-        return ThreadLeaseBlock(held, self._thread, when_preempted)
+        return ThreadLeaseBlock(self._admission.held_lease(request), self._thread, when_preempted)
 
 
 class ThreadLeaseBlock:

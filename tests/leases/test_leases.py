@@ -231,6 +231,14 @@ class TestOnePool:
         async with limited.lease(tokens=60, tenant="acme"):
             pass
 
+    async def test_its_holder_may_be_in_another_thread(self, admission: Admission) -> None:
+        async with admission.lease(tier="low", tokens=10) as lease:
+            for say in (lambda: lease.resize(500), lease.keep, lambda: lease.used(450)):
+                await anyio.to_thread.run_sync(say)
+            await anyio.lowlevel.checkpoint()
+            assert held(admission) == (lease.tokens, 1) == (500, 1)
+        assert held(admission) == (0, 0)
+
     async def test_another_event_loop_is_refused(self, policy: Path) -> None:
         """A pool is of one loop: a coroutine in another one would wait for ever, and damage the connections."""
 
