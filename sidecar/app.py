@@ -279,16 +279,7 @@ def _composed(
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
     is_shared = store_of(policy, environment) is not None
     refuse_uncounted_budgets(policy, environment)
-    setup = _Setup(
-        environment,
-        files,
-        engine_key,
-        dialect,
-        takes_over=takes_over,
-        repeats=repeats,
-        is_shared=is_shared,
-        is_shown=is_shown,
-    )
+    setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over, repeats=repeats, is_shown=is_shown)
     if given_app is None and policy.models:
         parts = _models_parts(policy, setup)
     else:
@@ -311,8 +302,7 @@ def _composed(
 class _Setup(NamedTuple):
     """What a process is made with besides its policy. `dialect` is None where the policy says it.
 
-    `repeats` says that the app's handlers may run twice for one request, `is_shared` that the pool is in a store, and
-    `is_shown` that the caller serves the pages.
+    `repeats` says that the app's handlers may run twice for one request, `is_shown` that the caller serves the pages.
     """
 
     environment: Mapping[str, str]
@@ -321,7 +311,6 @@ class _Setup(NamedTuple):
     dialect: Engine | None
     takes_over: bool
     repeats: bool
-    is_shared: bool
     is_shown: bool
 
 
@@ -415,7 +404,8 @@ def _models_parts(policy: Policy, setup: _Setup) -> list[Part]:
 
     allowances, estimator, usage = RateLimiter(), _estimator(policy), _usage(policy, setup)
     watchdog, identities = Watchdog(), Identities()
-    if len(policy.models) > 1 and setup.is_shared:
+    counts_apart = store_of(policy, setup.environment) is not None
+    if len(policy.models) > 1 and counts_apart:
         _log.warning("%s", _LIMITS_BY_MODEL, extra={"event": "limits_by_model"})
     policies = {name: policy.of_model(name) for name in policy.models}
     routings = {name: _fleet_routing(one, setup, model=name, allowances=allowances) for name, one in policies.items()}
@@ -442,7 +432,7 @@ def _models_parts(policy: Policy, setup: _Setup) -> list[Part]:
         identities=identities,
         monitor=partial(_observability, setup, setup.files),
     )
-    front = ModelsController(of_front, policy, controllers=controllers, counts_apart=setup.is_shared)
+    front = ModelsController(of_front, policy, controllers=controllers, counts_apart=counts_apart)
     of_models, (_, observability) = [_part(one) for one in controllers.values()], _part(front)
     if not observability.routes:
         return [Part(front, observability), *of_models]
@@ -468,7 +458,7 @@ def _observability(setup: _Setup, files: PolicyFiles | None, controller: Admissi
         controller.pool,
         files,
         environment,
-        is_shared=setup.is_shared,
+        is_shared=store_of(policy, environment) is not None,
         is_shown=setup.is_shown or has_admin_port(environment),
         records=records_of(policy, environment),
         usage=controller.usage if policy.usage_days else None,

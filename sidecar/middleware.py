@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.request import DryRunRequest
-from sidecar.admission.passing import pass_on
+from sidecar.admission.forwarding import pass_on
 from sidecar.admission.request import RequestHandler
 from sidecar.admission.self_view import is_self_view, send_self_view
 from sidecar.admission.unguarded import pass_or_refuse

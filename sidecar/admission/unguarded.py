@@ -23,13 +23,11 @@ from functools import partial
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.error_responses import send_error, speaks_anthropic
-from sidecar.admission.forwarding import forwarded_headers
+from sidecar.admission.forwarding import call_app, forwarded_headers
 from sidecar.admission.intake import refuse_two_keys
-from sidecar.admission.outer_scope import call_app
 from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.request_path import endpoint_of, exact_paths, readings, route_path
-from sidecar.admission.response_headers import request_id
+from sidecar.admission.responses import request_id, send_error, speaks_anthropic
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
 from sidecar.classify import api_key, said_by_app
 from sidecar.engines import NoEngine

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.request import DryRunRequest
+from sidecar.admission.forwarding import pass_on
 from sidecar.admission.intake import is_upload
-from sidecar.admission.passing import pass_on
 from sidecar.admission.request import RequestHandler
 from sidecar.admission.request_path import exact_paths
 from sidecar.admission.self_view import is_self_view, send_self_view

@@ -16,8 +16,7 @@ import msgspec
 
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.event_reporter import EventReporter
-from sidecar.admission.refusals import refusal_of
-from sidecar.admission.turn import Cause, Turn, TurnEnded
+from sidecar.admission.turn import Cause, Turn, TurnEnded, refusal_of
 from sidecar.errors import AdmissionError, Draining
 from sidecar.events import Outcome, Received
 from sidecar.leases.lease_request import PATH, LeaseRequest, refuse_other_counts
@@ -196,18 +195,15 @@ class HeldLease:
 
     async def _hold(self, granted: Callable[[], Awaitable[Grant]]) -> None:
         """Holds the lease by the next grant. Raises AdmissionError where there is none; nothing is left then."""
+        controller, policy = self._controller, self._snapshot.policy
         try:
             grant = await granted()
         except TurnEnded as end:
-            if end.cause is Cause.GIVEN_UP and self._controller.is_passing:
-                self._lease, grant = (
-                    None,
-                    end.wait or Grant(self._now_us(), 0, 0, None, {}, self._request.classification.level),
-                )
+            level = self._request.classification.level
+            if end.cause is Cause.GIVEN_UP and controller.is_passing:
+                self._lease, grant = None, end.wait or Grant(self._now_us(), 0, 0, None, {}, level)
             else:
-                error = refusal_of(
-                    self._controller, self._snapshot.policy, end, level=self._request.classification.level
-                )
+                error = refusal_of(controller.engine_watch, controller.pool, policy, end, level=level)
                 self._refused(error, end.wait)
                 raise error from None
         except AdmissionError as error:

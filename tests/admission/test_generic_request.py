@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sidecar import AdmissionMiddleware
 from sidecar.admission.answer import CostReader
-from sidecar.admission.upload_channel import READ_AHEAD, UploadChannel
+from sidecar.admission.client import READ_AHEAD, UploadChannel
 from sidecar.events import Admitted, Classified, Refused, Settled
 from sidecar.policy.model import CostPlace
 from sidecar.proxy.proxy import ReverseProxy

@@ -46,18 +46,16 @@ from contextlib import contextmanager
 
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.answer import Answer, CostReader
-from sidecar.admission.app_call import AppCall
-from sidecar.admission.client_channel import ClientChannel
+from sidecar.admission.answer import Answer, AppCall, CostReader
+from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowResult
 from sidecar.admission.event_reporter import reporter_of
-from sidecar.admission.forwarding import forwarded_scope
+from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.intake import RequestIntake, SizedRequest
-from sidecar.admission.outer_scope import call_app
 from sidecar.admission.pending_aborts import EngineCall
 from sidecar.admission.request_gain import AnswerReader
-from sidecar.admission.response_headers import differences, id_headers, request_id
+from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
 from sidecar.chunks import with_write
 from sidecar.context import current
