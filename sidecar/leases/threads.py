@@ -95,7 +95,9 @@ class ThreadAdmission:
     heartbeat.
     """
 
-    def __init__(self, admission: Admission, thread: LoopThread, end: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    def __init__(
+        self, admission: Admission, thread: LoopThread, end: Callable[[], Coroutine[Any, Any, object]]
+    ) -> None:
         self._admission = admission
         self._thread = thread
         self._end = end

@@ -148,30 +148,6 @@ class TestOnePool:
         assert held(admission) == (0, 0)
         assert admission.controller.pool.state()["waiting"] == 0
 
-    async def test_a_canceled_wait_leaves_nothing(self, admission: Admission) -> None:
-        async with admission.lease(tier="high", tokens=1000):
-            task = asyncio.ensure_future(_hold(admission, 500))
-            await anyio.sleep(0.01)
-            assert admission.controller.pool.state()["waiting"] == 1
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert admission.controller.pool.state()["waiting"] == 0
-        assert held(admission) == (0, 0)
-        assert admission.controller.under_way == 0
-
-    async def test_a_wait_that_is_canceled_in_the_moment_of_its_grant_leaves_nothing(
-        self, admission: Admission
-    ) -> None:
-        async with admission.lease(tier="high", tokens=1000):
-            task = asyncio.ensure_future(_hold(admission, 500))
-            await anyio.sleep(0.01)
-        task.cancel()  # its room is there, and it has not run since
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert held(admission) == (0, 0)
-        assert admission.controller.under_way == 0
-
     @pytest.mark.parametrize(
         ("asked", "said"),
         [
@@ -397,18 +373,6 @@ class TestPreemption:
             pass
         assert await task == "done"
         assert attempts == 2
-        assert held(admission) == (0, 0)
-
-    async def test_other_cancellations_of_the_block_stay_what_they_are(self, admission: Admission) -> None:
-        async def batch() -> None:
-            async with admission.lease(tier="low", tokens=1000):
-                await anyio.sleep_forever()
-
-        task = asyncio.ensure_future(batch())
-        await anyio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
         assert held(admission) == (0, 0)
 
 
