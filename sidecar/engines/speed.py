@@ -104,7 +104,7 @@ class Load(NamedTuple):
     generating_us: int
 
 
-class Call(msgspec.Struct, gc=False):
+class Call(msgspec.Struct, gc=False, eq=False):
     """One request at the engine. `backlog` is what the engine had to compute of prompts when it was sent, with its own.
 
     `predicted_us` is the predicted time to its first token.
@@ -114,7 +114,7 @@ class Call(msgspec.Struct, gc=False):
     uncached: int
     sequences: int
     sent_us: int
-    backlog: int
+    backlog: float
     predicted_us: int
     is_prefilled: bool = False
     is_over: bool = False
@@ -191,6 +191,7 @@ class EngineSpeed:
         self.running = self.generating = self.unprefilled = 0
         self.tokens_per_event = 1.0
         self._at_us = self._generating_us = 0
+        self._in_line: dict[Call, None] = {}
         self._unseen: deque[tuple[int, Call]] = deque()
         self.first = VotedTimes(DEFAULT_FIRST, DEFAULT_PROMPT)
         self.token = VotedTimes(DEFAULT_TOKEN, DEFAULT_SEQUENCES)
@@ -241,13 +242,15 @@ class EngineSpeed:
         When the prompt of an answer that does not stream is computed cannot be seen: it counts for its predicted time.
         """
         self._advance(now_us)
-        backlog = self.unprefilled + uncached
-        predicted_us = round(self.first.line.at(backlog))
-        self.unprefilled = backlog
+        # On average half of the first prompt in line is computed.
+        half = next(iter(self._in_line)).uncached / 2 if self._in_line else 0.0
+        backlog = self.unprefilled - half + uncached
+        self.unprefilled += uncached
         self.running += sequences
-        call = Call(tenant, uncached, sequences, now_us, backlog, predicted_us)
+        call = Call(tenant, uncached, sequences, now_us, backlog, round(self.first.line.at(backlog)))
+        self._in_line[call] = None
         if not streams:
-            self._unseen.append((now_us + predicted_us, call))
+            self._unseen.append((now_us + call.predicted_us, call))
         return call
 
     def first_token(self, call: Call, now_us: int, *, is_sample: bool = True) -> Load:
@@ -296,6 +299,7 @@ class EngineSpeed:
     def _prefilled(self, call: Call) -> None:
         """The prompt is computed, and the answer begins."""
         call.is_prefilled = True
+        del self._in_line[call]
         self.unprefilled -= call.uncached
         self.generating += call.sequences
 
