@@ -103,6 +103,10 @@ class Load(NamedTuple):
     at_us: int
     generating_us: int
 
+    def mean_since(self, since: Load) -> float:
+        """How many sequences generated on average since an earlier moment."""
+        return (self.generating_us - since.generating_us) / max(1, self.at_us - since.at_us)
+
 
 class Call(msgspec.Struct, gc=False, eq=False):
     """One request at the engine. `backlog` is what the engine had to compute of prompts when it was sent, with its own.
@@ -121,31 +125,40 @@ class Call(msgspec.Struct, gc=False, eq=False):
 
 
 class VotedTimes:
-    """Times by size, for each group of tenants. `chosen` is the group that counts, None while the default does.
+    """Times by size, for each group of tenants. `chosen` is the group that counts, None before the first sample.
 
     `mean` is the mean size of late, at which groups are compared. `error` is the mean error of the predictions: the
     difference in parts of the larger one of predicted and actual time, so 0 to 1; None while the default predicts.
     """
 
-    __slots__ = ("_default", "_groups", "_turns", "chosen", "error", "line", "mean", "samples")
+    __slots__ = ("_groups", "_turns", "chosen", "default", "error", "mean", "samples")
 
     def __init__(self, default: Line, mean: float) -> None:
         self.samples = 0
         self.mean = mean
-        self.line = self._default = default
+        self.default = default
         self.error: float | None = None
         self.chosen: TimesBySize | None = None
         self._groups: dict[int, TimesBySize] = {}
         self._turns: dict[int, int] = {}
 
-    def at(self, size: float) -> float:
-        """The typical time of a size: that of the nearest sizes that were seen."""
-        found = None if self.chosen is None else self.chosen.at(size)
-        return self.line.at(size) if found is None else found
+    @property
+    def line(self) -> Line | None:
+        """What is learned: None until it is enough."""
+        return None if self.chosen is None else self.chosen.line
+
+    @property
+    def line_or_default(self) -> Line:
+        """What is learned, or the stated default."""
+        return self.line or self.default
+
+    def at(self, size: float) -> float | None:
+        """The typical time of a size: that of the nearest sizes that were seen. None before the first sample."""
+        return None if self.chosen is None else self.chosen.at(size)
 
     def missed(self, predicted_us: float, took_us: float) -> None:
         """Notes what became of a prediction."""
-        if self.chosen is not None:
+        if self.line is not None:
             error, mean = abs(predicted_us - took_us) / max(predicted_us, took_us, 1), self.error
             self.error = error if mean is None else mean + (error - mean) * _NEW_PART
 
@@ -155,7 +168,7 @@ class VotedTimes:
         group = group_of(tenant)
         times = self._groups.get(group)
         if times is None:
-            times = self._groups[group] = TimesBySize(self._default)
+            times = self._groups[group] = TimesBySize(self.default)
             self._turns[group] = turn
         if times.samples >= FULL_AFTER and turn & EVERY_MASK:
             return False
@@ -171,11 +184,28 @@ class VotedTimes:
         """The lower median of the groups that know enough counts. Groups that say nothing any more are dropped."""
         for group in [group for group, turn in self._turns.items() if self.samples - turn > STALE_AFTER]:
             del self._groups[group], self._turns[group]
-        known = [(times.line.at(self.mean), times) for times in self._groups.values() if times.line is not None]
-        if known:
-            known.sort(key=lambda pair: pair[0])
-            self.chosen = known[(len(known) - 1) // 2][1]
-            self.line = self.chosen.line or self.line
+        known = [times for times in self._groups.values() if times.line is not None]
+        ordered = sorted(known or self._groups.values(), key=lambda times: times.at(self.mean) or 0.0)
+        self.chosen = ordered[(len(ordered) - 1) // 2]
+
+
+class Concurrency:
+    """How many sequences do something at once, and the sum of that over time."""
+
+    __slots__ = ("_since_us", "_sum_us", "now")
+
+    def __init__(self) -> None:
+        self.now = self._since_us = self._sum_us = 0
+
+    def change(self, more: int, now_us: int) -> None:
+        """So many more, or fewer, from now on."""
+        self._sum_us = self.until(now_us)
+        self._since_us = max(self._since_us, now_us)
+        self.now += more
+
+    def until(self, now_us: int) -> int:
+        """Sequences times microseconds until now. A clock that goes back adds nothing."""
+        return self._sum_us + self.now * max(0, now_us - self._since_us)
 
 
 class EngineSpeed:
@@ -188,9 +218,9 @@ class EngineSpeed:
 
     def __init__(self, replicas: int = 1) -> None:
         self._replicas = replicas
-        self.running = self.generating = self.unprefilled = 0
+        self.running = self.unprefilled = 0
+        self.generating = Concurrency()
         self.tokens_per_event = 1.0
-        self._at_us = self._generating_us = 0
         self._in_line: dict[Call, None] = {}
         self._unseen: deque[tuple[int, Call]] = deque()
         self.first = VotedTimes(DEFAULT_FIRST, DEFAULT_PROMPT)
@@ -208,14 +238,15 @@ class EngineSpeed:
         found = self._coefficients
         if found is None:
             first, token = self.first, self.token
-            token_us = token.at(token.mean)
+            seen_us = None if token.line is None else token.at(token.mean)
+            token_us = seen_us or token.default.at(token.mean)
             output_us = token_us / max(1.0, token.mean * self._replicas)
-            is_known = first.chosen is not None and token.chosen is not None
+            line, is_known = first.line_or_default, first.line is not None and seen_us is not None
             found = self._coefficients = Coefficients(
-                max(1, round(first.line.slope_us * 1000)),
+                max(1, round(line.slope_us * 1000)),
                 max(1, round(output_us * 1000)),
                 round(token_us),
-                round(first.line.base_us),
+                round(line.base_us),
                 is_known,
             )
         return found
@@ -247,7 +278,7 @@ class EngineSpeed:
         backlog = self.unprefilled - half + uncached
         self.unprefilled += uncached
         self.running += sequences
-        call = Call(tenant, uncached, sequences, now_us, backlog, round(self.first.line.at(backlog)))
+        call = Call(tenant, uncached, sequences, now_us, backlog, round(self.first.line_or_default.at(backlog)))
         self._in_line[call] = None
         if not streams:
             self._unseen.append((now_us + call.predicted_us, call))
@@ -257,26 +288,26 @@ class EngineSpeed:
         """The first token of a stream came. Returns the load so far, for `tokens_came`."""
         self._advance(now_us)
         if not call.is_prefilled:
-            self._prefilled(call)
+            self._prefilled(call, now_us)
             took_us = now_us - call.sent_us
             if is_sample and took_us > 0:
                 self.first.missed(call.predicted_us, took_us)
                 if self.first.learn(call.tenant, call.backlog, took_us):
                     self._coefficients = None
-        return Load(now_us, self._generating_us)
+        return Load(now_us, self.generating.until(now_us))
 
     def load(self, now_us: int) -> Load:
         """What generated until now."""
         self._advance(now_us)
-        return Load(now_us, self._generating_us)
+        return Load(now_us, self.generating.until(now_us))
 
     def tokens_came(self, call: Call, since: Load, until: Load, intervals: float) -> None:
         """So many tokens of one sequence came between two moments, after the first one."""
         took_us = until.at_us - since.at_us
         if took_us <= 0 or intervals < FEWEST_INTERVALS:
             return
-        sequences, token_us = (until.generating_us - since.generating_us) / took_us, took_us / intervals
-        self.token.missed(self.token.at(sequences), token_us)
+        sequences, token_us = until.mean_since(since), took_us / intervals
+        self.token.missed(self.token.at(sequences) or 0.0, token_us)
         if self.token.learn(call.tenant, sequences, token_us):
             self._coefficients = None
 
@@ -291,28 +322,24 @@ class EngineSpeed:
             return
         self._advance(now_us)
         if not call.is_prefilled:
-            self._prefilled(call)
+            self._prefilled(call, now_us)
         call.is_over = True
         self.running -= call.sequences
-        self.generating -= call.sequences
+        self.generating.change(-call.sequences, now_us)
 
-    def _prefilled(self, call: Call) -> None:
+    def _prefilled(self, call: Call, now_us: int) -> None:
         """The prompt is computed, and the answer begins."""
         call.is_prefilled = True
         del self._in_line[call]
         self.unprefilled -= call.uncached
-        self.generating += call.sequences
+        self.generating.change(call.sequences, now_us)
 
     def _advance(self, now_us: int) -> None:
-        """Adds up what generated since the last call. A clock that goes back adds nothing."""
-        passed_us = now_us - self._at_us
-        if passed_us > 0:
-            self._generating_us += self.generating * passed_us
-            self._at_us = now_us
+        """Prompts of answers that do not stream are computed when it was predicted."""
         while self._unseen and self._unseen[0][0] <= now_us:
-            call = self._unseen.popleft()[1]
+            at_us, call = self._unseen.popleft()
             if not call.is_prefilled:
-                self._prefilled(call)
+                self._prefilled(call, at_us)
 
 
 class EngineSpeeds:
