@@ -248,10 +248,9 @@ class RequestHandler:
             is_over=lambda: controller.is_passing,
         )
         try:
-            appraise = controller.appraiser(snapshot) if snapshot.policy.rules.is_by_gain else None
-            lease = self._lease = await turn.enter(sized_ask(pool, request, controller.lease_sizes, appraise))
-            entered_us = lease.entered_us
-            self.stage = Stage.WAITING
+            ask = sized_ask(pool, request, controller.lease_sizes, controller.appraiser(snapshot))
+            lease = self._lease = await turn.enter(ask)
+            entered_us, self.stage = lease.entered_us, Stage.WAITING
         finally:  # only now the charged tier is known
             self._classified(entered_us)
         if snapshot.are_preemptible[request.classification.level] and request.may_be_repeated:
