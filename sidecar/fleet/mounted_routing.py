@@ -10,9 +10,9 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Send
 
+from sidecar.admission.answer import EngineCall
 from sidecar.admission.engine_route import EngineHealth
 from sidecar.admission.intake import SizedRequest
-from sidecar.admission.pending_aborts import EngineCall
 from sidecar.admission.usage import UsageReader
 from sidecar.errors import Draining
 from sidecar.events import ReplayReason
