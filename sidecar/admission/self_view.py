@@ -141,7 +141,7 @@ async def _view(controller: AdmissionController, tenant: Tenant) -> SelfView:
 
 async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView:
     limits = tenant.limits
-    left = None if _count_apart(controller) else await _left(controller, tenant)
+    left = None if controller.counts_apart else await _left(controller, tenant)
     budgets = {} if controller.usage is None else controller.usage.budgets(tenant)
     return LimitsView(
         _limit(limits.requests_per_minute, None if left is None else left.requests),
@@ -155,7 +155,7 @@ async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView
 
 async def _limits_by_model(controller: AdmissionController, tenant: Tenant) -> dict[str, LeftView]:
     limits, found = tenant.limits, {}
-    if not _count_apart(controller) or limits.requests_per_minute is limits.tokens_per_minute is None:
+    if not controller.counts_apart or limits.requests_per_minute is limits.tokens_per_minute is None:
         return {}
     for name, one in controller.controllers.items():
         left = await _left(one, tenant)
@@ -164,11 +164,6 @@ async def _limits_by_model(controller: AdmissionController, tenant: Tenant) -> d
             _limit(limits.tokens_per_minute, None if left is None else left.tokens),
         )
     return found
-
-
-def _count_apart(controller: AdmissionController) -> bool:
-    """Whether each model's pool counts the tenants' limits by itself, and the front has none of them."""
-    return controller.counts_apart
 
 
 async def _left(controller: AdmissionController, tenant: Tenant) -> RemainingLimits | None:

@@ -10,11 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.request_path import endpoint_of
-from sidecar.admission.turn import Turn, Unreported, no_room
+from sidecar.admission.turn import Turn, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, SourceAnswer, api_key
@@ -233,7 +234,7 @@ class RequestExplanation:
     async def _take_turn(self, request: SizedRequest, ask: Ask, pool: Pool) -> None:
         """Takes its turn in an empty pool. Raises the pool's refusal, or that of a wait that no grant would end."""
         try:
-            lease = await Turn(pool, self._policy, request, Unreported()).enter(ask)
+            lease = await Turn(pool, self._policy, request, EventReporter()).enter(ask)
         finally:
             self._found |= self._classification(request.classification)
         tier = self._policy.tiers[request.classification.level]

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import msgspec
 
+from sidecar.admission.answer import learn
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.turn import Cause, Turn, TurnEnded, refusal_of
@@ -224,7 +225,7 @@ class HeldLease:
         if self._lease is not None:
             self._lease.settle(self._used)
         usage, policy = self._asked.usage(self._used), self._snapshot.policy
-        self._controller.learn(self._request, policy, usage, None, error is None, False)
+        learn(self._controller, self._request, policy, usage, None, is_complete=error is None, is_failure=False)
         tokens = self._request.tokens if self._used is None else self._used
         if is_lost:
             self._lost(tokens)

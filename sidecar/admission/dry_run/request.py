@@ -46,14 +46,13 @@ from contextlib import contextmanager
 
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.answer import Answer, AppCall, CostReader
+from sidecar.admission.answer import Answer, CostReader, EngineCall
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowResult
 from sidecar.admission.event_reporter import reporter_of
 from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.intake import RequestIntake, SizedRequest
-from sidecar.admission.pending_aborts import EngineCall
 from sidecar.admission.request_gain import AnswerReader
 from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
@@ -103,7 +102,7 @@ class DryRunRequest:
 
     async def run(self) -> None:
         """Calls the app. Raises only what the app raises."""
-        scope, controller, app_call = self._scope, self._controller, AppCall(None, None)
+        scope, controller, call = self._scope, self._controller, EngineCall()
         controller.watchdog.add(self)
         raised: BaseException | None = None
         try:
@@ -111,15 +110,15 @@ class DryRunRequest:
                 watcher = RequestWatcher(
                     self._front, controller, self._endpoint, scope, self._client, self._received_us
                 )
-                self._watcher, app_call = watcher, watcher.app_call
+                self._watcher, call = watcher, watcher.call
             with_write(scope, None)  # every message is watched
             if self._endpoint.forward_to is not None:
                 scope = forwarded_scope(scope, self._endpoint, scope["headers"])
-            token = current.set(app_call)
+            token = current.set(call)
             try:
                 await call_app(controller, self._scope, scope, self._receive_for_app, self._send_for_app)
             finally:
-                app_call.returned(token)
+                call.returned(token)
         except BaseException as error:
             raised = error
             raise
@@ -183,7 +182,7 @@ class RequestWatcher:
 
     __slots__ = (
         "_client", "_controller", "_endpoint", "_found", "_front", "_intake", "_is_over", "_reader", "_received_us",
-        "_reporter", "_request_id", "_scope", "_shadow", "_snapshot", "_usage", "answer", "app_call",
+        "_reporter", "_request_id", "_scope", "_shadow", "_snapshot", "_usage", "answer", "call",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917
@@ -206,9 +205,10 @@ class RequestWatcher:
         self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = usage = UsageReader()
         self._reader: AnswerReader = usage
-        self.app_call = AppCall(None, self._reporter.app_trace())
+        observation = self._reporter.observation
+        self.call = EngineCall(trace=None if observation is None else observation.app_trace())
         hooks = self._response_start, self._first_byte, self._settle
-        self.answer = Answer(usage, self, client, EngineCall(), self.app_call, *hooks)
+        self.answer = Answer(usage, self, client, self.call, *hooks)
         if endpoint.cost is not None:
             self.answer.cost = CostReader(endpoint.cost)
         self._shadow: ShadowRequest | None = None
@@ -272,8 +272,6 @@ class RequestWatcher:
         self._reporter.first_byte(status)
         if self._shadow is not None:
             self._shadow.first_byte(status)
-        if self._reporter.gain is not None:
-            self._reporter.gain.first_byte(status)
 
     def _settle(self, outcome: Outcome, error: str | None = None) -> None:
         """The request is over. Only the first call counts."""
@@ -282,11 +280,10 @@ class RequestWatcher:
         self._is_over = True
         answer, usage, request = self.answer, self._usage, self._found
         if isinstance(request, SizedRequest):
-            tokens, charged = answer.used(request, self._controller.output_ratios, is_failure=False)
+            policy, is_complete = self._snapshot.policy, outcome is Outcome.COMPLETED
+            tokens, charged = answer.used(request, self._controller, policy, is_complete=is_complete)
             if self._shadow is not None:
                 self._shadow.ended(outcome, answer.status, usage, charged)
-            is_complete = outcome is Outcome.COMPLETED
-            self._controller.learn(request, self._snapshot.policy, usage, answer.status, is_complete, False)
         else:
             usage.read()
             tokens = usage.used_tokens(0)
@@ -355,7 +352,7 @@ class RequestWatcher:
             clamped_from=None if clamped_from is None else policy.tiers[clamped_from].name,
         )
         if not self._is_over:
-            self._reporter.observed(observed)
+            self._reporter.event(observed)
         if (report := self._controller.monitor.observed) is not None:
             report(observed)
 

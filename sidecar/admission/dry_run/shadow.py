@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import PolicySnapshot
-from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
+from sidecar.admission.turn import Cause, Turn, TurnEnded
 from sidecar.admission.usage import UsageReader
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.events import Outcome, Verdict
@@ -92,7 +93,7 @@ class ShadowRequest:
             self._pool,
             snapshot.policy,
             request,
-            Unreported(),
+            EventReporter(),
             budgets=controller.usage,
             sizes=controller.lease_sizes,
             disconnect=lambda: self._disconnected,

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, sized_ask
 from sidecar.admission.policy_snapshot import objective_of
 from sidecar.admission.request_gain import gain_of
-from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
+from sidecar.admission.turn import Cause, Turn, TurnEnded
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.classify import Classification, Fallback
@@ -74,7 +75,9 @@ class ProductAdmission:
         self._came += 1
         loop, sized = self._stage.loop, self._sized(request)
         held = self._held[request] = _Held(request, sized, self._came, loop.create_future())
-        held.turn = Turn(self._pool, self._policy, sized, Unreported(), sizes=self._sizes, disconnect=lambda: held.left)
+        held.turn = Turn(
+            self._pool, self._policy, sized, EventReporter(), sizes=self._sizes, disconnect=lambda: held.left
+        )
         loop.create_task(self._serve(held)).add_done_callback(_raise_defect)
 
     def leaves(self, request: Request) -> None:
