@@ -161,3 +161,11 @@ def test_a_port_that_is_another_programs_is_said_to_be_none_of_ours() -> None:
             ended = ran(*command.split(), "--admin", f"http://127.0.0.1:{server.server_port}")
             assert (ended.returncode, said in ended.stderr, ended.stderr.count("\n")) == (1, True, 1), ended.stderr
         server.shutdown()
+
+
+def test_a_server_imports_nothing_that_draws_for_people() -> None:
+    imports = "import sidecar.cli.serve, sidecar.cli.serve_check, sidecar.serving, sidecar.workers.supervisor"
+    drawn = "{'rich', 'jinja2', 'pygments'} & {*sys.modules}"
+    code = f"import sys; {imports}; import sidecar; sidecar.AdmissionMiddleware; print({drawn})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"
