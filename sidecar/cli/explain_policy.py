@@ -10,13 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sidecar.admission.credentials import KEY_HEADERS
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
-from sidecar.admission.policy_snapshot import policy_snapshot
-from sidecar.admission.refusals import no_room
+from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.request_path import endpoint_of
-from sidecar.admission.turn import Turn, TurnEnded, Unreported
+from sidecar.admission.turn import Turn, TurnEnded, Unreported, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, SourceAnswer, api_key
