@@ -4,41 +4,43 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 
+from sidecar.telemetry.logs.formats import one_line
 from sidecar.tools.loadgen import Correlation, Distribution
 from sidecar.tools.replay.comparison import Comparison, TierComparison, verdict
 from sidecar.tools.replay.figures import RunFigures, TierFigures, TtftOfAll
 from sidecar.tools.replay.objectives import lines as objective_lines
 from sidecar.tools.replay.prompts import Words
 from sidecar.tools.replay.run import Played, Replay, by_request
+from sidecar.tools.text import table as aligned
 
 SHOWN_ERRORS = 5
 _HEAD = (
-    f"{'':14} {'requests':>8} {'failed':>6}  {'TTFT p50/p95/p99 s':>21}  {'TPOT p50 ms':>11}  "
-    f"{'queue wait p50/p95 s':>20}  {'starvation p50/p95 s':>20}  {'tokens/s':>8}"
-)
-
-
+    "", "requests", "failed", "TTFT p50/p95/p99 s", "TPOT p50 ms", "queue wait p50/p95 s", "starvation p50/p95 s",
+    "tokens/s",
+)  # fmt: skip
 _COMPARED_HEAD = (
-    f"{'':14} {'requests':>8} {'failed: replay':>15} {'control':>8}  "
-    f"{'TTFT p50/p95/p99 s: replay':>26}  {'control':>21}"
-)
+    "", "requests", "failed: replay", "control", "TTFT p50/p95/p99 s: replay", "control",
+)  # fmt: skip
 
 
 def table(runs: Sequence[RunFigures], compared: Comparison | None = None) -> str:
     """Every run and tier, a line each, and both runs side by side where there are two."""
-    lines = [_HEAD]
+    rows = [_cells(tier, figures) for run in runs for tier, figures in run.tiers.items()]
+    head, *lines_of_tiers = aligned([_HEAD, *rows])
+    lines, tiers = [head], iter(lines_of_tiers)
     for run in runs:
-        lines += ["", run.title, *(_line(tier, figures) for tier, figures in run.tiers.items()), f"  {totals(run)}"]
+        lines += ["", run.title, *islice(tiers, len(run.tiers)), f"  {totals(run)}"]
         lines += [f"  {line}" for line in (*errors(run), *basis(run), meaning(run), *objective_lines(run.objectives))]
     if compared is not None:
-        lines += ["", SIDE_BY_SIDE, "", _COMPARED_HEAD]
-        lines += [_compared(tier, figures) for tier, figures in compared.tiers.items()]
+        lines += ["", SIDE_BY_SIDE, ""]
+        lines += aligned([_COMPARED_HEAD, *(_compared(tier, figures) for tier, figures in compared.tiers.items())])
         lines += ["", *verdict(compared)]
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
 
 
 SIDE_BY_SIDE = "Side by side, over all requests; a failed one never has its first token:"
@@ -61,12 +63,10 @@ def of_all(found: TtftOfAll | None) -> Sequence[str]:
     return tuple("never" if value is None else _seconds(value) for value in (found.p50, found.p95, found.p99))
 
 
-def _compared(tier: str, found: TierComparison) -> str:
+def _compared(tier: str, found: TierComparison) -> Sequence[str]:
     replay, control = " / ".join(of_all(found.replay_ttft_s)), " / ".join(of_all(found.control_ttft_s))
-    return (
-        f"  {tier[:12]:12} {found.requests:>8} {found.failed_in_replay:>15} {found.failed_in_control:>8}  "
-        f"{replay:>26}  {control:>21}"
-    )
+    counts = map(str, (found.requests, found.failed_in_replay, found.failed_in_control))
+    return (f"  {tier}", *counts, replay, control)
 
 
 def meaning(run: RunFigures) -> str:
@@ -89,12 +89,16 @@ def interval(found: Correlation) -> str:
     return f"{found.value:+.2f} (95% between {found.low:+.2f} and {found.high:+.2f}, n={found.n})"
 
 
-def _line(tier: str, figures: TierFigures) -> str:
-    tpot = "-" if figures.tpot_s is None else f"{figures.tpot_s.p50 * 1000:.1f}"
-    waits = f"{_cell(figures.queue_wait_s):>20}  {_cell(figures.starvation_s):>20}"
+def _cells(tier: str, figures: TierFigures) -> Sequence[str]:
     return (
-        f"  {tier[:12]:12} {figures.requests:>8} {figures.failed:>6}  {_cell(figures.ttft_s, tail=True):>21}  "
-        f"{tpot:>11}  {waits}  {figures.output_tokens_per_s:>8.0f}"
+        f"  {tier}",
+        str(figures.requests),
+        str(figures.failed),
+        _cell(figures.ttft_s, tail=True),
+        "-" if figures.tpot_s is None else f"{figures.tpot_s.p50 * 1000:.1f}",
+        _cell(figures.queue_wait_s),
+        _cell(figures.starvation_s),
+        f"{figures.output_tokens_per_s:.0f}",
     )
 
 
