@@ -8,25 +8,21 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from sidecar.templates import render
-from sidecar.tools.loadgen import Distribution, Seen
+from sidecar.tools.loadgen import Seen
 from sidecar.tools.replay.comparison import Comparison, verdict
-from sidecar.tools.replay.figures import RunFigures, TierFigures
-from sidecar.tools.replay.objectives import lines as objective_lines
 from sidecar.tools.replay.run import Played
-from sidecar.tools.replay.table import SIDE_BY_SIDE, basis, errors, meaning, of_all, totals
-
-_GROUPS = (
-    ("", 2),
-    ("", 1),
-    ("TTFT, s", 3),
-    ("TPOT, ms", 1),
-    ("queue wait, s", 2),
-    ("starvation, s", 2),
-    ("", 1),
+from sidecar.tools.replay.table import (
+    COLUMNS,
+    COMPARED_COLUMNS,
+    COMPARED_GROUPS,
+    GROUPS,
+    SIDE_BY_SIDE,
+    cells,
+    compared_cells,
+    labels,
+    sentences,
 )
-_COLUMNS = ("", "requests", "failed", "p50", "p95", "p99", "p50", "p50", "p95", "p50", "p95", "tokens/s")
-_COMPARED_GROUPS = (("", 2), ("failed", 2), ("TTFT in the replay, s", 3), ("TTFT in the control, s", 3))
-_COMPARED_COLUMNS = ("", "requests", "replay", "control", "p50", "p95", "p99", "p50", "p95", "p99")
+
 BINS = 200
 MOST_DOTS = 2000
 """Drawn of one run: more would be a block of color, and a file of megabytes."""
@@ -49,20 +45,14 @@ def report(
         "replay.html",
         title=title,
         heading=heading,
-        groups=_GROUPS,
-        columns=_COLUMNS,
-        labels=_labels(_GROUPS, _COLUMNS),
+        groups=GROUPS,
+        columns=COLUMNS,
+        labels=labels(GROUPS, COLUMNS),
         key=[(tier, _mark(level, 11.0, 7.0, "")) for level, tier in enumerate(used)],
         cdf=cdf([(one.figures.name, one.seen) for one in played], used),
         runs=_runs(used, played),
         compared=None if compared is None else _side_by_side(compared),
     )
-
-
-def _labels(groups: Sequence[tuple[str, int]], columns: Sequence[str]) -> Sequence[str]:
-    """Of the cells, where a narrow screen shows each row as a list."""
-    of_columns = [group for group, number in groups for _ in range(number)]
-    return [f"{group} {column}".strip() for group, column in zip(of_columns, columns, strict=True)]
 
 
 def _runs(tiers: Sequence[str], played: Sequence[Played]) -> Sequence[Mapping[str, object]]:
@@ -74,8 +64,8 @@ def _runs(tiers: Sequence[str], played: Sequence[Played]) -> Sequence[Mapping[st
         {
             "title": one.figures.title,
             "kind": "control" if one.figures.name == "control" else "",
-            "lines": _lines(one.figures),
-            "rows": [(tier, *_cells(figures)) for tier, figures in one.figures.tiers.items()],
+            "lines": sentences(one.figures),
+            "rows": [(tier, *cells(figures)) for tier, figures in one.figures.tiers.items()],
             "scatter": scatter(one.seen, tiers, max(ttfts, default=0.0)),
             "drawn": _drawn(len(one.seen)),
             "waiting": timeline(one.seen, tiers, end_s, waiting, waiting=True),
@@ -85,46 +75,16 @@ def _runs(tiers: Sequence[str], played: Sequence[Played]) -> Sequence[Mapping[st
     ]
 
 
-def _lines(run: RunFigures) -> Sequence[str]:
-    return [meaning(run), totals(run), *errors(run), *basis(run), *objective_lines(run.objectives)]
-
-
 def _side_by_side(compared: Comparison) -> Mapping[str, object]:
     """Both runs over all requests. It stays where the control is hidden: it is what the control is for."""
-    rows = [
-        (
-            tier,
-            *map(str, (found.requests, found.failed_in_replay, found.failed_in_control)),
-            *of_all(found.replay_ttft_s),
-            *of_all(found.control_ttft_s),
-        )
-        for tier, found in compared.tiers.items()
-    ]
     return {
         "title": SIDE_BY_SIDE.rstrip(":"),
-        "groups": _COMPARED_GROUPS,
-        "columns": _COMPARED_COLUMNS,
-        "labels": _labels(_COMPARED_GROUPS, _COMPARED_COLUMNS),
-        "rows": rows,
+        "groups": COMPARED_GROUPS,
+        "columns": COMPARED_COLUMNS,
+        "labels": labels(COMPARED_GROUPS, COMPARED_COLUMNS),
+        "rows": [(tier, *compared_cells(found)) for tier, found in compared.tiers.items()],
         "verdict": verdict(compared),
     }
-
-
-def _cells(figures: TierFigures) -> Sequence[str]:
-    def both(found: Distribution | None) -> Sequence[str]:
-        return ("-", "-") if found is None else (f"{found.p50:.2f}", f"{found.p95:.2f}")
-
-    ttft, tpot = figures.ttft_s, figures.tpot_s
-    return (
-        str(figures.requests),
-        str(figures.failed),
-        *both(ttft),
-        "-" if ttft is None else f"{ttft.p99:.2f}",
-        "-" if tpot is None else f"{tpot.p50 * 1000:.1f}",
-        *both(figures.queue_wait_s),
-        *both(figures.starvation_s),
-        f"{figures.output_tokens_per_s:.0f}",
-    )
 
 
 def _drawn(count: int) -> str:

@@ -23,10 +23,10 @@ def report(
         title="Simulation of a trace",
         heading=heading,
         differences=differences(runs),
-        policies=_policies(runs),
+        policies=policies(runs),
         bars=list(_bars(runs, [tier.name for tier in candidates[0].policy.tiers])),
-        tiers=_tiers(runs),
-        rates=_rates(rates),
+        tiers=tiers(runs),
+        rates=highest_rates(rates),
     )
 
 
@@ -64,8 +64,9 @@ def _mean(runs: Sequence[RunResult], figure: Callable[[RunResult], float | None]
     return None if found is None else found[0]
 
 
-def _policies(runs: Sequence[Sequence[RunResult]]) -> Table:
-    columns = ("", "order", "TDG", "SLO", "weighted SLO", "KV", "tokens/s", "preempted")
+def policies(runs: Sequence[Sequence[RunResult]]) -> Table:
+    """The means over the seeds, with their 95% confidence intervals."""
+    columns = ("policy", "order", "TDG", "SLO", "weighted SLO", "KV", "tokens/s", "preempted")
     rows = [
         (
             one[0].policy,
@@ -89,9 +90,10 @@ def _bars(runs: Sequence[Sequence[RunResult]], tiers: Sequence[str]) -> Iterator
                 yield tier, one[0].policy, f"t{level % COLORS}", slo
 
 
-def _tiers(runs: Sequence[Sequence[RunResult]]) -> Table:
+def tiers(runs: Sequence[Sequence[RunResult]]) -> Table:
+    """The same by tier; requests, refused and abandoned are those of a run."""
     columns = (
-        "", "tier", "requests", "SLO", "TDG", "TTFT p50, s", "TTFT p99, s", "longest wait, s", "refused",
+        "policy", "tier", "requests", "SLO", "TDG", "TTFT p50, s", "TTFT p99, s", "longest wait, s", "refused",
         "abandoned", "of the tokens",
     )  # fmt: skip
     return columns, [_tier(one, tier) for one in runs for tier in one[0].tiers]
@@ -115,7 +117,8 @@ def _tier(runs: Sequence[RunResult], name: str) -> Sequence[str]:
     )
 
 
-def _rates(rates: Sequence[Rate]) -> Table:
+def highest_rates(rates: Sequence[Rate]) -> Table:
+    """The highest rate at which every tier meets its objective."""
     rows = [
         (
             one.policy,
@@ -125,4 +128,4 @@ def _rates(rates: Sequence[Rate]) -> Table:
         )
         for one in rates
     ]
-    return ("", "met by", "scale", "requests/s"), rows
+    return ("highest rate", "met by", "scale", "requests/s"), rows
