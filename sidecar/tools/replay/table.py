@@ -25,23 +25,23 @@ COMPARED_GROUPS = (("", 2), ("failed", 2), ("TTFT in the replay, s", 3), ("TTFT 
 COMPARED_COLUMNS = ("", "requests", "replay", "control", "p50", "p95", "p99", "p50", "p95", "p99")
 
 
-def labels(groups: Sequence[tuple[str, int]], columns: Sequence[str]) -> Sequence[str]:
-    """Each column with the name of its group."""
-    of_columns = [group for group, number in groups for _ in range(number)]
+def labels(groups: Sequence[tuple[str, int]], columns: Sequence[str], *, once: bool = False) -> Sequence[str]:
+    """Each column with the name of its group; `once`: only the first of a group has it."""
+    of_columns = ["" if once and place else group for group, number in groups for place in range(number)]
     return [f"{group} {column}".strip() for group, column in zip(of_columns, columns, strict=True)]
 
 
 def table(runs: Sequence[RunFigures], compared: Comparison | None = None) -> str:
     """Every run and tier, a line each, and both runs side by side where there are two."""
     rows = [(f"  {tier}", *cells(figures)) for run in runs for tier, figures in run.tiers.items()]
-    head, *lines_of_tiers = aligned([labels(GROUPS, COLUMNS), *rows])
+    head, *lines_of_tiers = aligned([labels(GROUPS, COLUMNS, once=True), *rows])
     lines, tiers = [head], iter(lines_of_tiers)
     for run in runs:
         lines += ["", run.title, *islice(tiers, len(run.tiers)), *(f"  {line}" for line in sentences(run))]
     if compared is not None:
         lines += ["", SIDE_BY_SIDE, ""]
         rows = [(f"  {tier}", *compared_cells(found)) for tier, found in compared.tiers.items()]
-        lines += aligned([labels(COMPARED_GROUPS, COMPARED_COLUMNS), *rows])
+        lines += aligned([labels(COMPARED_GROUPS, COMPARED_COLUMNS, once=True), *rows])
         lines += ["", *verdict(compared)]
     return "\n".join(map(one_line, lines))
 
