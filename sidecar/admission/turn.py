@@ -171,7 +171,7 @@ class Turn:
         except QueueFull as full:
             self.level = self.level if full.level is None else full.level
             raise
-        self.level = self.lease.tier
+        self.level = self.lease.ask.tier
         return self.lease
 
     async def granted(self) -> Grant:
