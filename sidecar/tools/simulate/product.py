@@ -20,8 +20,8 @@ from sidecar.admission.request_gain import gain_of
 from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
 from sidecar.apis import Api
 from sidecar.classify import Classification, Fallback
+from sidecar.engines.speed import Coefficients
 from sidecar.errors import AdmissionError, QueueTimeout
-from sidecar.gain.engine_speed import Coefficients
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSize, LeaseSizes
 from sidecar.payload.decode import decode
