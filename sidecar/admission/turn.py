@@ -233,7 +233,7 @@ class Turn:
         return self.lease.grant
 
     def _longest_wait_s(self) -> float | None:
-        limits = (self._max_wait_s, self._policy.tiers[self.lease.tier].max_wait_s)
+        limits = (self._max_wait_s, self._policy.tiers[self.lease.tier].queue.max_wait_s)
         return min((limit_s for limit_s in limits if limit_s is not None), default=None)
 
     def _limit_wait(self, since_us: int, most_s: float | None) -> None:

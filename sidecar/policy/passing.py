@@ -13,15 +13,13 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
-from pydantic import ValidationError
-
 from sidecar.policy.compiler import POOL_FILE, Loaded, load_files, resolve
-from sidecar.policy.fields import Context
+from sidecar.policy.declared import Context
 from sidecar.policy.model import BARE, Mode, is_forced
+from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.problems import PolicyError
-from sidecar.policy.schema import PoolFile
 from sidecar.policy.source import LARGEST_FILE_BYTES, Document, read
-from sidecar.policy.validate import entries, pool_problems
+from sidecar.policy.validate import entries, pool_problems, read_record
 
 _LINE = re.compile(rb"""^mode:[ \t]*(["']?)pass\1[ \t]*(#.*)?\r?$""", re.MULTILINE)
 _ENGINES = ("engine", "engines", "models", "forward_key")
@@ -61,12 +59,9 @@ def bare(path: str | FilePath) -> Loaded:
     document = read(file) if path else Document("", b"", None)
     for data in _attempts(document.data or {}):
         tried = replace(document, data=data, problems=())
-        try:
-            pool = PoolFile.model_validate(data, context=Context(tuple(entries(data, "tiers")), file.parent))
-            if not pool_problems(tried):
-                return Loaded(resolve(pool, (), BARE), tried, {})
-        except ValidationError:
-            continue
+        pool, _ = read_record(PoolFile, data, Context(tuple(entries(data, "tiers")), file.parent))
+        if pool is not None and not pool_problems(tried):
+            return Loaded(resolve(pool, (), BARE), tried, {})
     raise AssertionError("the last attempt has nothing of the file")
 
 

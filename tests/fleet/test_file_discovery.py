@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sidecar.fleet import EngineAddress, FileDiscovery, WrittenCapacity, file_discovery
+from sidecar.fleet import EngineAddress, FileDiscovery, file_discovery
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.rules import UNLIMITED
 from tests.support.waiting import other_tasks, until
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +23,10 @@ def read(path: Path) -> Sequence[EngineAddress]:
     """A reader as the policy has one: any mistake is a ValueError with a sentence."""
     try:
         entries = yaml.safe_load(path.read_text())
-        return [EngineAddress(entry["name"], entry["url"], WrittenCapacity(1000, 8)) for entry in entries]
+        return [
+            EngineAddress(entry["name"], entry["url"], Capacity(tokens=1000, requests=8), UNLIMITED)
+            for entry in entries
+        ]
     except (yaml.YAMLError, TypeError, KeyError) as error:
         raise ValueError(f"{path.name}:1: not a list of engines\n({type(error).__name__})") from None
 
