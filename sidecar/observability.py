@@ -97,7 +97,7 @@ class Observability:
             lambda: self._policy,
             lambda: 0 if self._watch is None else self._watch.rejections,
             lambda: generations.count(self._policy.generation),
-            lambda: controller.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
+            controller.pending_aborts.held,
             engine_up=lambda: controller.engine_watch.up,
             oldest=self._waits.oldest,
             engines=lambda: () if controller.engines is None else controller.engines.documents(),
