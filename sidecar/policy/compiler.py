@@ -47,6 +47,12 @@ class Loaded:
         return self.pool.place(path)
 
 
+def pool_file(path: str | FilePath) -> FilePath:
+    """The pool's file of a policy: the path itself, or policy.yaml in that folder."""
+    file = FilePath(path)
+    return file / POOL_FILE if os.path.isdir(file) else file
+
+
 def load(path: str | FilePath) -> Policy:
     """The policy at `path`, a file or a folder with policy.yaml in it. Raises PolicyError with every mistake."""
     return load_files(path).policy
@@ -54,12 +60,10 @@ def load(path: str | FilePath) -> Policy:
 
 def load_files(path: str | FilePath) -> Loaded:
     """As `load`, and keeps what it read: for who wants to say where something stands."""
-    file = FilePath(path)
-    is_folder = os.path.isdir(file)
-    file = file / POOL_FILE if is_folder else file
+    file = pool_file(path)
     document = read(file)
     if document.is_missing:
-        raise PolicyError([_missing(file, is_folder=is_folder)])
+        raise PolicyError([_missing(file, is_folder=file != FilePath(path))])
     if document.data is None:
         raise PolicyError(document.problems)
     if "tenant" in document.data and "tiers" not in document.data:
