@@ -93,7 +93,7 @@ def test_several_engines_make_one_pool(tmp_path: Path, capsys: pytest.CaptureFix
         ("engine-1", urls[0]),
         ("engine-2", urls[1]),
     ]
-    assert not any(engine.is_written for engine in policy.engines.static)
+    assert all(engine.capacity.is_read for engine in policy.engines.static)
     assert dict(policy.models) == {}
     checked = check(folder, capsys)
     assert (checked["capacity"]["from"], len(checked["tiers"])) == ("engine", 5)  # 64 requests at once, together
@@ -567,7 +567,7 @@ def test_the_tiers_fit_any_number_of_requests(tmp_path: Path) -> None:
         policy = load_files(folder).policy
         assert (requests, requests == 1 or warnings(policy)) == (requests, requests == 1 or ())
         assert (requests, len(policy.tiers)) == (requests, 5 if requests >= 20 else 3)
-        assert (requests, all(shares.reserve for shares in policy.shares)) == (requests, requests >= 4)
+        assert (requests, all(tier.reserve for tier in policy.tiers)) == (requests, requests >= 4)
 
 
 def test_an_app_of_ones_own_gets_a_policy_and_steps_that_speak_of_it(
