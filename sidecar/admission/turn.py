@@ -267,7 +267,7 @@ def refusal_of(watch: EngineHealth, pool: Pool, policy: Policy, end: Exception, 
         assert level is not None
         return end.refusal or _end_of_wait(watch, pool, policy.tiers[level], end)
     assert isinstance(end, AdmissionError)
-    if isinstance(end, QueueFull) and level is not None and policy.tiers[level].max_waiting == 0:
+    if isinstance(end, QueueFull) and level is not None and policy.tiers[level].queue.max_requests == 0:
         # A tier that never queues has no place while there is no engine: that is the reason, then.
         return end if watch.is_usable else no_engine(watch)
     return end

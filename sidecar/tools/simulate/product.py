@@ -146,7 +146,7 @@ class ProductAdmission:
 
     def _sized(self, request: Request) -> SizedRequest:
         """The request, as the intake would have read it from a body that says no maximum of its output."""
-        tenant = Tenant(request.tenant, request.tier, max_level=0)
+        tenant = Tenant(name=request.tenant, level=request.tier, max_level=0)
         output = self._policy.tiers[request.tier].default_output_tokens
         return SizedRequest(
             body=b"",
