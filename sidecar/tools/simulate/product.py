@@ -82,7 +82,7 @@ class ProductAdmission:
     def arrives(self, request: Request) -> None:
         """See `Admission`."""
         self._came += 1
-        loop, tenant = self._stage.loop, Tenant(request.tenant, request.tier, max_level=0)
+        loop, tenant = self._stage.loop, Tenant(name=request.tenant, level=request.tier, max_level=0)
         held = self._held[request] = _Held(request, self._sized(request, tenant), self._came, loop.create_future())
         held.turn = Turn(
             self._pool,
