@@ -264,25 +264,6 @@ async def _hold(admission: Admission, tokens: int) -> None:
 
 
 class TestPreemption:
-    async def test_the_block_of_a_preempted_lease_is_canceled(self, admission: Admission) -> None:
-        seen: list[str] = []
-
-        async def batch() -> None:
-            async with admission.lease(tier="low", tokens=1000):
-                try:
-                    await anyio.sleep_forever()
-                finally:
-                    seen.append("ended")
-
-        task = asyncio.ensure_future(batch())
-        await anyio.sleep(0.01)
-        async with admission.lease(tier="high", tokens=300):
-            seen.append("high")
-        with pytest.raises(LeasePreempted):
-            await task
-        assert seen == ["ended", "high"]
-        assert held(admission) == (0, 0)
-
     async def test_a_kept_lease_is_not(self, admission: Admission) -> None:
         async with admission.lease(tier="low", tokens=1000) as lease:
             lease.keep()
@@ -291,26 +272,6 @@ class TestPreemption:
             assert not high.done()
             assert not lease.is_preempted
         await high
-
-    async def test_work_that_is_preempted_runs_again(self, admission: Admission) -> None:
-        attempts: list[float] = []
-
-        async def work(lease: HeldLease) -> str:
-            attempts.append(lease.queue_wait_s)
-            if len(attempts) == 1:
-                await anyio.sleep_forever()
-            return "done"
-
-        task = asyncio.ensure_future(admission.run(work, tier="low", tokens=1000))
-        await anyio.sleep(0.01)
-        async with admission.lease(tier="high", tokens=300):
-            await anyio.sleep(0.05)
-            assert len(attempts) == 1
-        assert await task == "done"
-        assert attempts[0] == 0
-        assert attempts[1] >= 0.04
-        assert held(admission) == (0, 0)
-        assert admission.controller.under_way == 0
 
     async def test_one_that_is_preempted_before_its_holder_has_it_waits_again(self, admission: Admission) -> None:
         """Its task is canceled by no one: nothing was begun."""

@@ -16,7 +16,16 @@ from sidecar.policy.model import Policy
 from tests.admission.test_broken_off_anywhere import POLICY, stepped
 from tests.support.anywhere import World, all_pass, at_every_await, is_canceled, observes
 
-PLANS = ["block", "block, waits", "block, preempted", "run", "run, waits", "run, preempted", "run, waits, preempted"]
+WAITS_S: dict[str, list[float]] = {
+    "block": [0],
+    "block, waits": [1],
+    "block, preempted": [0],
+    "run": [0],
+    "run, waits": [1],
+    "run, preempted": [0, 3],
+    "run, waits, preempted": [1, 3],
+}
+"""The plans, and the waits of each before the attempts at its work."""
 
 
 @pytest.fixture
@@ -31,11 +40,11 @@ async def nothing(scope: object, receive: object, send: object) -> None:
 
 
 class Leasing(World):
-    """One lease. It is `done` once its work is."""
+    """One lease. It is `done` once its work is; `waits_s` are the waits before each attempt at it."""
 
     def __init__(self, plan: str, policy: Policy) -> None:
         super().__init__(plan, policy, nothing)
-        self.done = 0
+        self.done, self.waits_s = 0, list[float]()
 
     async def begin(self) -> None:
         self.task = asyncio.create_task(stepped(self._held(), self.step))  # type: ignore[arg-type]
@@ -50,6 +59,7 @@ class Leasing(World):
             await self._work(lease)
 
     async def _work(self, lease: HeldLease) -> None:
+        self.waits_s.append(lease.queue_wait_s)
         await asyncio.sleep(3)
         lease.keep()
         lease.resize(200)
@@ -67,13 +77,16 @@ def drains(world: World) -> None:
     world.sidecar.watchdog.give_up()
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", WAITS_S)
 @pytest.mark.parametrize("happens", [is_canceled, drains, all_pass, observes])
 def test_whatever_happens_at_any_await_it_is_given_back(
     plan: str, happens: Callable[[World], None], policy: Policy
 ) -> None:
     for world in at_every_await(lambda: Leasing(plan, policy), happens):
-        if world.task.cancelled():
+        if world.at < 0:
+            assert world.waits_s == pytest.approx(WAITS_S[plan])
+            assert (type(world.task.exception()) is LeasePreempted) == (plan == "block, preempted")
+        elif world.task.cancelled():
             assert happens is is_canceled
         else:
             error = world.task.exception()

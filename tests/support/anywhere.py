@@ -73,7 +73,7 @@ AnyWorld = TypeVar("AnyWorld", bound=World)
 
 
 def at_every_await(new: Callable[[], AnyWorld], happens: Callable[[Any], None]) -> Iterator[AnyWorld]:
-    """The worlds in which it has happened, at one await after the other."""
+    """The world in which nothing happens, and those in which it does, at one await after the other."""
 
     async def played(at: int, *, is_late: bool) -> AnyWorld:
         world = new()
@@ -81,7 +81,9 @@ def at_every_await(new: Callable[[], AnyWorld], happens: Callable[[Any], None]) 
         await world.play()
         return world
 
-    for at in range(run_virtually(played(-1, is_late=False)).steps):
+    untouched = run_virtually(played(-1, is_late=False))
+    yield untouched
+    for at in range(untouched.steps):
         for is_late in (False, True):
             yield run_virtually(played(at, is_late=is_late))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -24,7 +24,7 @@ from sidecar.admission.turn import Cause, Turn, TurnEnded
 from sidecar.admission.usage import UsageReader
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.events import Outcome, Verdict
-from sidecar.pools import Ask, Grant
+from sidecar.pools import Ask, Grant, Lease
 
 if TYPE_CHECKING:
     from sidecar.admission.controller import AdmissionController
@@ -63,8 +63,8 @@ class ShadowRequest:
     """
 
     __slots__ = (
-        "_ask", "_began_us", "_begun", "_controller", "_disconnected", "_ended", "_follows", "_holds", "_pool",
-        "_preempted", "_report", "_request", "_snapshot", "_times", "_turn", "_used", "_waits", "sent",
+        "_ask", "_began_us", "_begun", "_controller", "_disconnected", "_ended", "_follows", "_lease", "_pool",
+        "_preempted", "_report", "_request", "_snapshot", "_times", "_turn", "_used", "sent",
     )  # fmt: skip
 
     def __init__(
@@ -88,7 +88,8 @@ class ShadowRequest:
         self._disconnected: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
         self._preempted: asyncio.Future[None] = loop.create_future()
-        self._holds = self._waits = self._follows = False
+        self._lease: Lease | None = None
+        self._follows = False
         self._turn = Turn(
             self._pool,
             snapshot.policy,
@@ -103,11 +104,11 @@ class ShadowRequest:
     @property
     def is_real(self) -> bool:
         """Whether it holds room that its request uses at the engine at this moment."""
-        return self._holds and self.sent.end_us is None
+        return self._lease is not None and self._lease.grant is not None and self.sent.end_us is None
 
     def waiting(self) -> WaitingShadow | None:
         """How it waits; None where it does not."""
-        if not self._waits:
+        if self._lease is None or self._lease.grant is not None:
             return None
         policy, classification = self._snapshot.policy, self._request.classification
         tier, waited_us = policy.tiers[classification.level].name, self._pool.now_us() - self._began_us
@@ -175,14 +176,13 @@ class ShadowRequest:
 
     async def _pass_through(self, ask: Ask) -> None:
         request, turn = self._request, self._turn
-        lease = await turn.enter(ask)
+        lease = self._lease = await turn.enter(ask)
         try:
             is_preemptible = self._snapshot.are_preemptible[request.classification.level] and request.may_be_repeated
             if is_preemptible:
                 lease.on_preempt = self._preempt
-            grant = await self._wait(turn.granted)
+            grant = await turn.granted()
             while True:
-                self._holds = True
                 if not is_preemptible:
                     self._end(Verdict.ADMITTED, None, grant)
                 first_us = await self._first_byte(grant)
@@ -191,8 +191,8 @@ class ShadowRequest:
                 if first_us is not None or not self._preempted.done() or self._disconnected.done():
                     break
                 self._times.leave(self.sent)
-                self._holds, self._preempted = False, asyncio.get_running_loop().create_future()
-                grant = await self._wait(turn.requeue)
+                self._preempted = asyncio.get_running_loop().create_future()
+                grant = await turn.requeue()
             if is_preemptible:
                 lease.keep()
             self._end(Verdict.ADMITTED, None, grant)
@@ -201,13 +201,6 @@ class ShadowRequest:
             self._times.leave(self.sent)
             if not lease.settle(self._used):
                 lease.leave()
-
-    async def _wait(self, granted: Callable[[], Awaitable[Grant]]) -> Grant:
-        self._waits = True
-        try:
-            return await granted()
-        finally:
-            self._waits = False
 
     def _preempt(self) -> None:
         """Called by the pool: a more important request needs the room."""
@@ -269,9 +262,9 @@ class ShadowRequest:
             # Its own end may be far off: the engine does what the pool would not have admitted yet.
             await self._until(None, times.learned(), *ends)
         if guess_us is not None:
-            if not self._generates_now() and not sent.is_lost and not self._disconnected.done():
+            if sent.first_us is None and not sent.is_lost and not self._disconnected.done():
                 await self._until(first_us + guess_us * SLIGHTLY, self._begun)
-            was_late = not self._generates_now()
+            was_late = sent.first_us is None
             times.guessed(sent, guess_us)
             if not sent.is_lost:
                 await self._until(first_us + guess_us, self._ended)
@@ -288,10 +281,6 @@ class ShadowRequest:
     def _guess_us(self) -> float | None:
         """How long it generates, where its request does not say; None where nothing is known of it."""
         return None if self._ended.done() and not self.sent.is_lost else self._times.generating_us(self.sent)
-
-    def _generates_now(self) -> bool:
-        """Whether the response's first byte has come."""
-        return self.sent.first_us is not None
 
     async def _until(self, at_us: float | None, *events: asyncio.Future[None]) -> None:
         """Waits until the first of `events`, but not after `at_us`."""
