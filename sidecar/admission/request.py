@@ -287,7 +287,7 @@ class RequestHandler:
         request, snapshot = self._request, self._snapshot
         if objectives := snapshot.objectives:
             self._reporter.gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)
-        self._reporter.classified(request, self._endpoint, snapshot.policy, at_us)
+        self._reporter.classified(request, self._endpoint, snapshot, at_us)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         """Answers with an error. What is left of a body is read: a client that still sends would lose the answer."""
@@ -324,7 +324,7 @@ class RequestHandler:
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
                 attempt.preempt()
-        elif snapshot.are_kept[lease.ask.tier]:  # what cannot be given back must be no one's victim
+        elif snapshot.are_preemptible_by_rule[lease.ask.tier]:  # what cannot be given back must be no one's victim
             lease.keep()
         if self._route is not None:
             send = self._route.begin(lease, send)

@@ -336,7 +336,7 @@ class RequestWatcher:
         shadow = ShadowRequest(controller, self._snapshot, request, self._report)
         self._sent = shadow.sent
         if not self._usage.has_begun:  # an app may answer before it has read the body
-            self._reporter.classified(request, self._endpoint, self._snapshot.policy, self._now_us())
+            self._reporter.classified(request, self._endpoint, self._snapshot, self._now_us())
             self._reporter.passed(self._now_us(), request.classification.level)
             self._measure_gain(request)
         if controller.shadows.follow(shadow):
