@@ -153,7 +153,7 @@ class SizedRequest(msgspec.Struct, gc=False):
 
     def longest_wait_s(self, policy: Policy) -> float | None:
         """The longest wait in seconds: the tier's, or the client's where that is shorter. None: no limit."""
-        waits_s = (self.max_wait_s, policy.tiers[self.classification.level].max_wait_s)
+        waits_s = (self.max_wait_s, policy.tiers[self.classification.level].queue.max_wait_s)
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     @property

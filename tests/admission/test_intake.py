@@ -16,7 +16,7 @@ from sidecar.policy.model import Policy, Tenant
 from sidecar.tokens import Estimator
 from tests.support.middleware import CHAT
 
-ANYONE = Tenant("anyone", level=1, max_level=0)
+ANYONE = Tenant(name="anyone", level=1, max_level=0)
 POLICY = replace(load(shipped_policies()), anonymous=ANYONE, max_body_bytes=1000)
 BODY = '{"model": "a", "messages": [{"role": "user", "content": "né"}], "max_tokens": 5}'.encode()
 
