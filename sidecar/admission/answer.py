@@ -18,7 +18,7 @@ from sidecar.admission.background import BackgroundRequest
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import Held, PendingAbort, PendingAborts
-from sidecar.admission.request_gain import AnswerReader
+from sidecar.admission.request_gain import RequestGain
 from sidecar.admission.usage import UsageReader
 from sidecar.chunks import Write
 from sidecar.context import Granted, Holder, current
@@ -168,7 +168,7 @@ class Answer(msgspec.Struct, eq=False):
     """
 
     usage: UsageReader
-    _reader: AnswerReader
+    _reader: UsageReader | RequestGain
     _client: ClientChannel
     _call: EngineCall
     _at_head: Callable[[Message], Message]

@@ -276,7 +276,8 @@ class RequestHandler:
                 intake.check_time(self._now_us())  # raises BodyTimeout
             raise
         self._request, self._body, self._is_read = request, request.body, True
-        self._controller = self._controller.controller_of(request)
+        if self._controller.controllers:  # each model has its own
+            self._controller = self._controller.controller_of(request)
         if self._snapshot.estimator.counter is not None:
             await count_tokens(request, self._snapshot)
         return request

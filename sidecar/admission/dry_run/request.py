@@ -53,7 +53,7 @@ from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowR
 from sidecar.admission.event_reporter import reporter_of
 from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.intake import RequestIntake, SizedRequest
-from sidecar.admission.request_gain import AnswerReader
+from sidecar.admission.request_gain import RequestGain
 from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
 from sidecar.chunks import with_write
@@ -200,7 +200,7 @@ class RequestWatcher:
         self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
         self._cost = None if endpoint.cost is None else CostReader(endpoint.cost)
-        self._reader: AnswerReader = self._usage
+        self._reader: UsageReader | RequestGain = self._usage
         self._shadow: ShadowRequest | None = None
         self._sent: SentRequest | None = None
         self._status: int | None = None
