@@ -30,7 +30,7 @@ from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.arguments import ADMIN, ADMIN_PORT, CLIENTS_PORT, server_url, whole_number
 from sidecar.cli.init_engines import disagreement, engine_names, engines_of, models_of
 from sidecar.cli.init_files import DENY, pool_file, tenant_file, tier_by_tenant, tiers_for
-from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, write_json
+from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, say, write_json
 from sidecar.engines.base import Facts, Gauges
 from sidecar.engines.discovery import Identity
 from sidecar.engines.registry import BUILT_IN, ENGINES
@@ -138,9 +138,7 @@ def _example(args: argparse.Namespace) -> dict[str, Any]:
     files = {str(path.relative_to(shipped)): path.read_text("utf-8") for path in paths}
     written = write_files(Path(args.dir), files, load_files)
     if args.json != STANDARD_OUTPUT:
-        print(
-            "\n".join([*(f"wrote {path}" for path in written), "", "its keys are for trying out: everyone knows them"])
-        )
+        say("\n".join([*(f"wrote {path}" for path in written), "", "its keys are for trying out: everyone knows them"]))
     return {"files": written, "tenants": []}
 
 
@@ -185,7 +183,7 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
         ],
     }
     if args.json != STANDARD_OUTPUT:
-        print(_text(args, origin, figures).rstrip())
+        say(_text(args, origin, figures).rstrip())
     return figures
 
 
