@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.policy_snapshot import objective_of
-from sidecar.cluster.document import EngineView
-from sidecar.cluster.learned_lengths import LengthExchange
+from sidecar.cluster.document import EngineStatus
 from sidecar.cluster.overview import Generations, PoolOverview
-from sidecar.cluster.report import Sources
+from sidecar.cluster.sources import Sources
 from sidecar.engines import NoEngine
 from sidecar.engines.view import EngineDocument
 from sidecar.events import Received, ShadowHolds
@@ -116,8 +115,7 @@ class Observability:
             self.observer = EventDispatcher(self._spans, listeners, failure_log=self._log)
         self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
-        lengths = LengthExchange(controller.lease_sizes.estimator)
-        self._live = PoolOverview(self._sources(controller, metrics, journal), generations=generations, lengths=lengths)
+        self._live = PoolOverview(self._sources(controller, metrics, journal), generations=generations)
         controller.engine_watch.on_change.append(self._live.share_now)
         self._usage = usage
         self._ending: list[Callable[[], None]] = []
@@ -274,9 +272,9 @@ def _engine_speeds(controller: AdmissionController) -> Sequence[EngineSpeedDocum
     return controller.gain.document().engines if controller.snapshot.objectives else ()
 
 
-def _engine_view(controller: AdmissionController) -> EngineView | None:
+def _engine_view(controller: AdmissionController) -> EngineStatus | None:
     watch = controller.engine_watch
-    return None if watch.up is None else EngineView(watch.state.value, watch.reason or "", watch.for_s)
+    return None if watch.up is None else EngineStatus(watch.state.value, watch.reason or "", watch.for_s)
 
 
 def _has_budgets(policy: Policy) -> bool:

@@ -7,7 +7,7 @@ Content-Security-Policy allows its own style, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from html import escape
 from urllib.parse import quote
@@ -17,8 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from sidecar.admin.page_files import headers, text_of
-from sidecar.cluster.document import Overview, RefusalView, ReplicaView
-from sidecar.durations import exact_duration
+from sidecar.cluster.document import Overview, ReplicaView
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation, WaitDetails
 from sidecar.explain.steps import (
@@ -89,7 +88,6 @@ def story_page(story: Explanation) -> str:
 
 def unknown_page(builder: ExplanationBuilder, overview: Overview, wanted: str) -> str:
     """The page of a request that is not known here: why that may be, and where to ask."""
-    refused = [one for one in overview.refusals if one.request_id == wanted]
     others = [one for one in overview.replicas if one.replica != overview.replica]
     title = wanted or "no id"
     facts = [f"pool {overview.pool}", f"as of {_calendar(overview.at_s)}"]
@@ -99,7 +97,6 @@ def unknown_page(builder: ExplanationBuilder, overview: Overview, wanted: str) -
         else "the address names no request: write /request?id= and then the id"
     )
     parts = [_header(title, facts), "<main>", f'<p id="headline" class="plain">{_sentence(said)}</p>']
-    parts += [_refused_elsewhere(one, overview.replicas) for one in refused[:1]]
     if builder.is_shared and wanted:
         listed = "".join(f"<li>{_shown(_name(one))}</li>" for one in others)
         where = "Ask the admin port of each other replica for the same page"
@@ -116,20 +113,6 @@ def unknown_request(builder: ExplanationBuilder, wanted: str) -> str:
         f"for at most {minutes:g} minutes the last that ended, since it started"
     )
     return f"{sentence}; the pool is shared, so ask the other replicas, too" if builder.is_shared else sentence
-
-
-def _refused_elsewhere(refusal: RefusalView, replicas: Iterable[ReplicaView]) -> str:
-    """A refusal that another replica has reported: this one knows no more of the request."""
-    by = next((_name(one) for one in replicas if one.replica == refusal.replica), refusal.replica)
-    status = "" if refusal.status is None else f"{refusal.status} "
-    asked = "not known" if refusal.tier is None else f"tenant {refusal.tenant}, tier {refusal.tier}"
-    found = [
-        Step("replica", by),
-        Step("asked by", asked),
-        Step("refused", f"{_clock(refusal.at_s)}: {status}{refusal.code}: {refusal.message}"),
-        Step("waited", exact_duration(refusal.waited_s) if refusal.waited_s else "not at all"),
-    ]
-    return _section("Refused by another replica", f'<dl class="steps">{"".join(map(_step, found))}</dl>')
 
 
 def _name(replica: ReplicaView) -> str:

@@ -10,14 +10,10 @@ from typing import Any
 
 import msgspec
 
+from sidecar.engines.view import Amount
+from sidecar.gain.engine_speed import EngineSpeedDocument
+from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.telemetry.recent import Bucket, Overtakings
-
-
-class Amount(msgspec.Struct, frozen=True):
-    """A part of the pool, in its two dimensions."""
-
-    tokens: int | None = None
-    requests: int | None = None
 
 
 class OldestWaiter(msgspec.Struct, frozen=True):
@@ -39,7 +35,8 @@ class Promised(msgspec.Struct, frozen=True):
 
 
 class TierView(msgspec.Struct, frozen=True):
-    """One tier. `recent` and `overtaken_by` are the last five minutes of all replicas.
+    """One tier: what it holds and has waiting in the pool. `recent` and `overtaken_by` are this process's last five
+    minutes.
 
     `is_at_limit` where others pass its requests because it has all that its own `limit` allows: it does not starve.
     """
@@ -60,7 +57,7 @@ class TierView(msgspec.Struct, frozen=True):
 
 
 class TenantView(msgspec.Struct, frozen=True):
-    """A tenant by what it holds now."""
+    """A tenant by what it holds now in this process."""
 
     tenant: str
     tokens_held: int
@@ -69,7 +66,7 @@ class TenantView(msgspec.Struct, frozen=True):
 
 
 class RefusalView(msgspec.Struct, frozen=True):
-    """A request that was refused. `tier` and `tenant` are None where it was refused before they were known.
+    """A request that this process refused. `tier` and `tenant` are None where it was refused before they were known.
 
     `status` is None where the client had disconnected. `preempted` is how often it was admitted and lost its room.
     """
@@ -86,7 +83,7 @@ class RefusalView(msgspec.Struct, frozen=True):
     preempted: int = 0
 
 
-class EngineView(msgspec.Struct, frozen=True):
+class EngineStatus(msgspec.Struct, frozen=True):
     """The engine as one process sees it: `up`, `down`, or `mismatch` where another engine than the policy's answers.
 
     `reason` says why it cannot be used, and is empty while it is up. `for_s` is how long it has been so.
@@ -109,14 +106,14 @@ class ReplicaView(msgspec.Struct, frozen=True):
     waiting: int
     seen_s_ago: float
     generation: str = ""
-    engine: EngineView | None = None
+    engine: EngineStatus | None = None
 
 
 class EngineRow(msgspec.Struct, frozen=True):
     """One incarnation of an engine of a pool of several, as this process sees it; see `EngineDocument`.
 
-    `in_flight` and `hit_rate` are those of all replicas that have reported. `elsewhere` says which of them see the
-    engine otherwise; empty where none does.
+    `in_flight` are the requests of all replicas that have reported. `elsewhere` says which of them see the engine
+    otherwise; empty where none does.
     """
 
     name: str
@@ -133,45 +130,9 @@ class EngineRow(msgspec.Struct, frozen=True):
     elsewhere: str = ""
 
 
-class LeaseSizesRow(msgspec.Struct, frozen=True):
-    """The leases at one engine, of all replicas that have reported. `engine` is None in a pool of one engine.
-
-    `quantile`, `overlap` and `reason` are what is in force. The `running` leases hold `held_tokens`; their requests are
-    expected to use `expected_tokens`, as a plain sum, and use `used_tokens` now. `growths` and `preemptions` count
-    since the processes began; the latter are the engine's own, None where it does not say.
-    """
-
-    engine: str | None
-    quantile: float
-    overlap: float
-    reason: str
-    is_raised: bool
-    running: int
-    held_tokens: int
-    expected_tokens: int
-    used_tokens: int
-    growths: int = 0
-    preemptions: int | None = None
-
-
-class EngineSpeedRow(msgspec.Struct, frozen=True):
-    """The speed of one engine, of all replicas that have reported. `engine` is None in a pool of one engine.
-
-    `prefill_ns` and `output_ns` are its times for a token of a prompt and of an output, `token_us` is the time between
-    two tokens of an answer. The errors of predictions are parts, 0 to 1, None while the stated defaults predict.
-    """
-
-    engine: str | None
-    prefill_ns: int
-    output_ns: int
-    token_us: int
-    is_known: bool
-    first_error: float | None = None
-    token_error: float | None = None
-
-
 class Overview(msgspec.Struct, frozen=True):
-    """The whole pool as `replica` knows it. `mode` is `local` or `shared`.
+    """The pool as `replica` knows it: its sums, what waits in it now, and its replicas. `mode` is `local` or `shared`.
+    The tiers' last minutes, the tenants, the refusals, the leases and the speeds are this process's own.
 
     `starving` is the tier whose oldest request starves most, None where none does; `headline` says it in a sentence,
     unless `lacks_engine`: then it says which replicas cannot use their engine, and why. `engines` are those of a pool
@@ -198,5 +159,5 @@ class Overview(msgspec.Struct, frozen=True):
     notices: list[str]
     lacks_engine: bool = False
     engines: list[EngineRow] = []
-    lease_sizes: list[LeaseSizesRow] = []
-    engine_speeds: list[EngineSpeedRow] = []
+    lease_sizes: list[EngineSizesDocument] = []
+    engine_speeds: list[EngineSpeedDocument] = []

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 
-class EngineAmount(msgspec.Struct, frozen=True):
+class Amount(msgspec.Struct, frozen=True):
     """Tokens and requests; None where there is no bound."""
 
     tokens: int | None = None
@@ -45,11 +45,11 @@ class EngineDocument(msgspec.Struct, frozen=True):
     for_s: float | None
     takes_new: bool
     draining: bool
-    capacity: EngineAmount | None
-    effective: EngineAmount
+    capacity: Amount | None
+    effective: Amount
     prefill: int | None
     speed: float
-    held: EngineAmount
+    held: Amount
     unprefilled_tokens: int
     claims: int
     in_flight: int

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from sidecar.cli.drawing import NARROWEST, TerminalStyle, draw, wrapped
-from sidecar.cluster.document import Amount, RefusalView, ReplicaView, TenantView
+from sidecar.cluster.document import RefusalView, ReplicaView, TenantView
+from sidecar.engines.view import Amount
 from sidecar.telemetry.recent import Bucket
 from tests.cluster.views import engine, engines, gave_way, overview, sizes, starved, tier
 

@@ -1,0 +1,43 @@
+"""Sources of a process's figures: the overview and the metrics read the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sidecar.cluster.document import EngineStatus
+from sidecar.engines.view import EngineDocument
+from sidecar.gain.engine_speed import EngineSpeedDocument
+from sidecar.lengths.lease_size import EngineSizesDocument
+from sidecar.policy.model import Policy
+from sidecar.pools import Grant, Pool
+from sidecar.telemetry.dry_run import DryRunReport
+from sidecar.telemetry.metrics.tenants import TenantHolding
+from sidecar.telemetry.recent import Recent
+from sidecar.telemetry.request_record import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the overview gets its figures. All are called in the event loop, at most a few times a second.
+
+    `policy` is the one in force. `tenants` are those that hold or wait for something in this process; `refusals` the
+    last requests that were refused, at most so many, newest first; `notices` are for the operator;
+    `observed` what enforcing would have done, of at most so many tenants; `engine` is None where it is not looked at.
+    `oldest` are the pool's oldest waits that began under the mode in force. `engines` is None in a pool of one.
+    `lease_sizes` are those of this process's leases, empty where no output length is learned. `engine_speeds` are empty
+    where no service gain is measured.
+    """
+
+    policy: Callable[[], Policy]
+    pool: Pool
+    recent: Recent
+    tenants: Callable[[], Mapping[str, TenantHolding]]
+    refusals: Callable[[int], Sequence[RequestRecord]]
+    notices: Callable[[], Sequence[str]]
+    oldest: Callable[[], Sequence[Grant | None]]
+    observed: Callable[[int], DryRunReport | None] = lambda _: None
+    engine: Callable[[], EngineStatus | None] = lambda: None
+    engines: Callable[[], Sequence[EngineDocument] | None] = lambda: None
+    lease_sizes: Callable[[], Sequence[EngineSizesDocument]] = tuple
+    engine_speeds: Callable[[], Sequence[EngineSpeedDocument]] = tuple
