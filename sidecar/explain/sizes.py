@@ -35,8 +35,6 @@ def _source(story: Explanation, asked: RequestFacts, size: SizeDetails) -> str:
     match size.source:
         case "own":
             return f"{part} of {answers} of {of}"
-        case "replicas":
-            return f"{part} of {answers} of {of}, together with those of other replicas"
         case "tenants":
             return (
                 f"{part} of the answers of the median tenant, of {answers} on {story.path}; "

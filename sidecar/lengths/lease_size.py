@@ -48,7 +48,7 @@ _MOST_PLACES = 4096
 _LONGEST_NAME = 256
 """Characters of a model whose places are kept: no model has a longer name, and memory must stay small."""
 # Looked up once: an enumeration's attribute costs as much as a call.
-_OWN, _REPLICAS, _HINT = Source.OWN, Source.REPLICAS, Source.HINT
+_OWN, _HINT = Source.OWN, Source.HINT
 
 _NEVER = 2**62
 _ENDED = _NEVER + 1
@@ -364,7 +364,7 @@ class LeaseSizes:
             return found if self.estimator.trusts_hints(asked.tenant) else None
         if not self._is_enough(found, asked):
             return None
-        if found.source is not _OWN and found.source is not _REPLICAS:
+        if found.source is not _OWN:
             return found
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
@@ -375,7 +375,7 @@ class LeaseSizes:
 
     def _is_enough(self, found: Estimate, asked: LeasePlace) -> bool:
         """Whether the answers behind an estimate are more than the first ones of a batch."""
-        if found.source is not _OWN and found.source is not _REPLICAS:
+        if found.source is not _OWN:
             return True
         samples = asked.learned.samples if found.source is _OWN else found.samples
         return samples >= _SAMPLES_PER_RUNNING * self._unknown.get((asked.tenant, asked.key), 0)

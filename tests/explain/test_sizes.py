@@ -52,7 +52,6 @@ def test_the_sentence_of_the_tenants_own_answers() -> None:
 @each(
     ("changes", "said"),
     [
-        ({"source": "replicas"}, f"output 243 (95% of 1,532 answers {OF}, together with those of other replicas);"),
         (
             {"source": "tenants", "quantile": 0.9875},
             "output 243 (98.75% of the answers of the median tenant, of 1,532 answers on /v1/chat/completions; too few "
