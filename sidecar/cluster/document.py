@@ -6,11 +6,12 @@ JSON names are the field names. Times that end in `_s` are seconds; those called
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from sidecar.engines.view import Amount
+from sidecar.figures import SECONDS, TOKENS, Over, amounts, counter, gauge
 from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.telemetry.recent import Bucket, Overtakings
@@ -19,41 +20,172 @@ from sidecar.telemetry.recent import Bucket, Overtakings
 class OldestWaiter(msgspec.Struct, frozen=True):
     """How the oldest that waits in a tier has waited so far. `served_ahead`: tokens admitted meanwhile, by tier."""
 
-    wait_s: float
-    starvation_s: float
+    wait_s: Annotated[
+        float,
+        gauge(
+            "admission.queue.oldest_wait",
+            "How long the oldest request that waits in this process has waited.",
+            SECONDS,
+            missing=0.0,
+        ),
+    ]
+    starvation_s: Annotated[
+        float,
+        gauge(
+            "admission.queue.longest_starvation",
+            "How long ago the oldest request that waits in this process was first overtaken by a later one.",
+            SECONDS,
+            missing=0.0,
+        ),
+    ]
     served_ahead: dict[str, int]
     replica: str
+
+
+class TierWaits(msgspec.Struct, frozen=True):
+    """What one tier has waiting in one process."""
+
+    tier: str
+    queued: Annotated[
+        Amount,
+        amounts(
+            "admission.queue",
+            "Tokens of the requests that wait in this process.",
+            "Requests that wait in this process.",
+            Over.SUM,
+        ),
+    ]
+    oldest: OldestWaiter | None = None
 
 
 class Promised(msgspec.Struct, frozen=True):
     """The promises of a tier; None where there is none."""
 
-    ttft_s: float | None = None
-    queue_wait_s: float | None = None
-    starvation_s: float | None = None
+    ttft_s: Annotated[
+        float | None, gauge("admission.slo.ttft", "The time to first token that the policy promises.", SECONDS)
+    ] = None
+    queue_wait_s: Annotated[
+        float | None, gauge("admission.slo.queue_wait", "The queue wait that the policy promises.", SECONDS)
+    ] = None
+    starvation_s: Annotated[
+        float | None, gauge("admission.slo.starvation", "The longest starvation that the policy promises.", SECONDS)
+    ] = None
     tpot_s: float | None = None
 
 
-class TierView(msgspec.Struct, frozen=True):
+class TierShare(msgspec.Struct, frozen=True):
+    """What one tier holds of the pool, and may hold."""
+
+    tier: str
+    held: Annotated[Amount, amounts("admission.held", "Tokens held by leases.", "Requests held by leases.", Over.POOL)]
+    reserve: Annotated[
+        Amount,
+        amounts("admission.reserve", "Tokens reserved for the tier.", "Requests reserved for the tier.", Over.POOL),
+    ]
+    limit: Annotated[
+        Amount,
+        amounts(
+            "admission.limit", "The most tokens the tier may hold.", "The most requests the tier may hold.", Over.POOL
+        ),
+    ]
+    borrowed_tokens: Annotated[
+        int,
+        gauge(
+            "admission.borrowed.tokens",
+            "Tokens held above the tier's reserve, out of what other tiers have reserved.",
+            TOKENS,
+            Over.POOL,
+        ),
+    ]
+    lent_tokens: Annotated[
+        int,
+        gauge("admission.lent.tokens", "Tokens of the tier's reserve that other tiers hold.", TOKENS, Over.POOL),
+    ]
+    slo: Promised
+
+
+class TierView(TierShare, frozen=True):
     """One tier: what it holds and has waiting in the pool. `recent` and `overtaken_by` are this process's last five
     minutes.
 
     `is_at_limit` where others pass its requests because it has all that its own `limit` allows: it does not starve.
     """
 
-    tier: str
     level: int
-    held: Amount
-    reserve: Amount
-    limit: Amount
     queued: Amount
-    borrowed_tokens: int
-    lent_tokens: int
     oldest: OldestWaiter | None
-    slo: Promised
     recent: list[Bucket]
     overtaken_by: dict[str, Overtakings]
     is_at_limit: bool = False
+
+
+class PoolFigures(msgspec.Struct, frozen=True):
+    """A pool and its policy, as metrics show them. None is unbounded, or not known here.
+
+    `replicas` and `generations` are None where the pool is not shared, `no_engine_fits_s` in a pool of one engine. The
+    counters count since the process began.
+    """
+
+    generation: Annotated[
+        str,
+        gauge(
+            "admission.policy.info",
+            "1, labeled with the digest of the policy in force.",
+            labels=("admission.policy.generation",),
+        ),
+    ]
+    capacity: Annotated[
+        Amount,
+        amounts("admission.capacity", "Tokens that the pool has.", "Requests that the pool has room for.", Over.POOL),
+    ]
+    aborting: Annotated[
+        Amount,
+        amounts(
+            "admission.aborting",
+            "Tokens held by these leases.",
+            "Requests held by leases of this process whose requests have ended before their answer, until the engine "
+            "has aborted them.",
+            Over.SUM,
+        ),
+    ] = Amount(0, 0)
+    replicas: Annotated[int | None, gauge("admission.replicas", "Processes that share the pool.", "{replica}")] = None
+    generations: Annotated[
+        int | None,
+        gauge(
+            "admission.policy.generations",
+            "Different policies that the pool's processes run: more than 1 in a roll-out, or where one stands still.",
+            "{policy}",
+        ),
+    ] = None
+    is_passing: Annotated[
+        bool, gauge("admission.passing", "1 while every request passes untouched (mode: pass), else 0.")
+    ] = False
+    engine_up: Annotated[
+        int | None,
+        gauge("admission.engine.up", "1 while the engine that the policy names answers, else 0.", "", Over.LEAST),
+    ] = None
+    policies_rejected: Annotated[
+        int,
+        counter(
+            "admission.policy.rejected",
+            "Changed policies that could not be used; the one before stayed in force.",
+            "{policy}",
+            Over.ONCE,
+        ),
+    ] = 0
+    no_engine_fits_s: Annotated[
+        float | None,
+        counter(
+            "admission.no_engine_fits",
+            "For how long a request waited that fitted the pool, because no engine that it wanted took it.",
+            SECONDS,
+            Over.ONCE,
+        ),
+    ] = None
+    loop_blocked_s: Annotated[
+        float,
+        counter("admission.event_loop.blocked", "For how long the event loop stood still under requests.", SECONDS),
+    ] = 0.0
 
 
 class TenantView(msgspec.Struct, frozen=True):

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sidecar.cluster.document import OldestWaiter, Overview, Promised, RefusalView, TenantView, TierView
+from sidecar.cluster.document import Overview, RefusalView, TenantView, TierShare, TierView, TierWaits
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.engines import EngineLists, engine_reports, engine_rows
 from sidecar.cluster.phrases import crowd, engine_headline, headline, said_of, starving, waits_at_its_limit
-from sidecar.cluster.report import Heard, ReceivedReport, ReplicaReport, TierWaits, heard, pack, replica_views, waits_of
+from sidecar.cluster.report import Heard, ReceivedReport, ReplicaReport, heard, pack, replica_views
 from sidecar.cluster.sources import Sources
+from sidecar.cluster.tiers import tier_shares, tier_waits, waits_of
 from sidecar.engines.view import Amount
 from sidecar.events import Refused, StoreState
 from sidecar.policy.model import Mode
@@ -170,11 +171,11 @@ class PoolOverview:
         unreadable = [] if is_alone(state) else [_unreadable(name) for name in self._heard.unreadable]
         # The waits of a replica that observes are those of shadow requests: they are not shown beside real ones.
         alike = [own, *(it.report for it in others if it.report.mode == mode.value)]
-        tiers = [self._tier(tier, waits_of(tier["tier"], alike), at_s) for tier in state["tiers"]]
+        tiers = [self._tier(share, waits_of(share.tier, alike), at_s) for share in tier_shares(policy, state)]
         tenants, replicas = self._tenants(), replica_views([ReceivedReport(own, 0.0), *others])
         without_engine = engine_headline(replicas, sum(tier.queued.requests or 0 for tier in tiers), mode)
         capacity = Amount(**state["capacity"])
-        held = Amount(*(sum(tier["held"][name] for tier in state["tiers"]) for name in ("tokens", "requests")))
+        held = Amount(sum(it.held.tokens or 0 for it in tiers), sum(it.held.requests or 0 for it in tiers))
         return Overview(
             replica=own.replica,
             pool=policy.pool,
@@ -204,6 +205,10 @@ class PoolOverview:
         sources, policy = self._sources, self._sources.policy()
         replica = state["store"]["replica"] if "store" in state else str(os.getpid())
         counts = state["store"]["own"] if "store" in state else state
+        tiers = tier_waits(state, sources.oldest(), replica)
+        for waits in tiers:
+            if waits.oldest is not None:  # a wait shows in the tier's last minutes before it has ended
+                sources.recent.waits(waits.tier, at_s, waits.oldest.wait_s, waits.oldest.starvation_s)
         return ReplicaReport(
             replica,
             self._host,
@@ -213,40 +218,19 @@ class PoolOverview:
             mode=policy.mode.value,
             engine=sources.engine(),
             engines=engine_reports(sources.engines()),
-            tiers=self._waits(state["tiers"], replica, at_s),
+            tiers=[*tiers],
         )
 
-    def _waits(self, tiers: Sequence[Mapping[str, Any]], replica: str, at_s: float) -> list[TierWaits]:
-        """What waits in this process. A wait shows in the tier's last minutes before it has ended."""
-        found = []
-        for tier, grant in zip(tiers, self._sources.oldest(), strict=True):
-            oldest = None
-            if grant is not None:
-                wait_s, starvation_s = grant.queue_wait_us / 1e6, grant.starvation_us / 1e6
-                oldest = OldestWaiter(wait_s, starvation_s, dict(grant.served_ahead), replica)
-                self._sources.recent.waits(tier["tier"], at_s, wait_s, starvation_s)
-            found.append(TierWaits(tier["tier"], Amount(**tier["queued"]), oldest))
-        return found
-
-    def _tier(self, state: Mapping[str, Any], waits: TierWaits, at_s: float) -> TierView:
-        name: str = state["tier"]
-        policy, recent = self._sources.policy(), self._sources.recent
-        level = policy.level_of(name)
+    def _tier(self, share: TierShare, waits: TierWaits, at_s: float) -> TierView:
+        level = self._sources.policy().level_of(share.tier)
         assert level is not None
-        slo = policy.tiers[level].slo
-        lately = recent.read(name, at_s)
+        lately = self._sources.recent.read(share.tier, at_s)
         overtaken_by = dict(sorted(lately.overtaken_by.items(), key=lambda pair: -pair[1].requests))
         return TierView(
-            tier=name,
+            **{name: getattr(share, name) for name in TierShare.__struct_fields__},
             level=level,
-            held=Amount(**state["held"]),
-            reserve=Amount(**state["reserve"]),
-            limit=Amount(**state["limit"]),
             queued=waits.queued,
-            borrowed_tokens=state.get("borrowed", 0),
-            lent_tokens=state.get("lent", 0),
             oldest=waits.oldest,
-            slo=Promised(slo.ttft_s, slo.queue_wait_s, slo.starvation_s, slo.tpot_s),
             recent=lately.buckets,
             overtaken_by=overtaken_by,
             is_at_limit=waits_at_its_limit(overtaken_by),

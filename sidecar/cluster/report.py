@@ -11,20 +11,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sidecar.cluster.document import EngineStatus, OldestWaiter, ReplicaView
-from sidecar.engines.view import Amount
+from sidecar.cluster.document import EngineStatus, ReplicaView, TierWaits
 from sidecar.pools import PeerReport
 
 _MOST_BYTES = 2**18
 """Unpacked. A report of 5 tiers and 64 engines is 6 KiB so."""
-
-
-class TierWaits(msgspec.Struct, frozen=True):
-    """What one tier has waiting in one process."""
-
-    tier: str
-    queued: Amount
-    oldest: OldestWaiter | None = None
 
 
 class EngineReport(msgspec.Struct, frozen=True):
@@ -97,17 +88,6 @@ def heard(peers: Mapping[str, PeerReport], at_s: float) -> Heard:
     found = {name: unpack(peer.report) for name, peer in peers.items()}
     received = [ReceivedReport(report, peers[name].age_s) for name, report in found.items() if report is not None]
     return Heard(received, [name for name, report in found.items() if report is None], at_s)
-
-
-def waits_of(tier: str, reports: Iterable[ReplicaReport]) -> TierWaits:
-    """What a tier has waiting in all replicas, and the one that has waited longest."""
-    found = [waits for report in reports for waits in report.tiers if waits.tier == tier]
-    oldest = [waits.oldest for waits in found if waits.oldest is not None]
-    return TierWaits(
-        tier,
-        Amount(sum(it.queued.tokens or 0 for it in found), sum(it.queued.requests or 0 for it in found)),
-        max(oldest, key=lambda waiter: waiter.wait_s, default=None),
-    )
 
 
 def replica_views(received: Iterable[ReceivedReport]) -> list[ReplicaView]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import nlargest
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from sidecar.events import Expectation
+from sidecar.figures import TOKENS, Over, counter, gauge
 from sidecar.lengths.buckets import LengthKey, bucket_of
 from sidecar.lengths.estimator import Estimate, LearnedLengths, LengthEstimator, Place, Source
 from sidecar.lengths.overlap import WHOLE, Overlap
@@ -153,16 +154,59 @@ class EngineSizesDocument(msgspec.Struct, frozen=True):
     """
 
     engine: str | None
-    quantile: float
-    overlap: float
+    quantile: Annotated[
+        float,
+        gauge("admission.lease.quantile", "Part of answers that are no longer than what a lease holds for them."),
+    ]
+    overlap: Annotated[
+        float, gauge("admission.lease.overlap", "Part of what requests need that is counted, as they end apart.")
+    ]
     reason: str
-    is_raised: bool
+    is_raised: Annotated[
+        bool,
+        gauge(
+            "admission.lease.quantile_raised",
+            "1 while the engine's preemptions keep the quantile above that of the policy's `learn`, else 0.",
+        ),
+    ]
     running: int
-    held_tokens: int
-    expected_tokens: int
-    used_tokens: int
+    held_tokens: Annotated[
+        int,
+        gauge(
+            "admission.lease.held.tokens",
+            "Tokens that the running leases of this process hold.",
+            TOKENS,
+            Over.SUM,
+        ),
+    ]
+    expected_tokens: Annotated[
+        int,
+        gauge(
+            "admission.lease.expected.tokens",
+            "Tokens that the requests of these leases are expected to use at their ends, as a plain sum.",
+            TOKENS,
+            Over.SUM,
+        ),
+    ]
+    used_tokens: Annotated[
+        int,
+        gauge(
+            "admission.lease.used.tokens",
+            "Tokens that these requests use now: their prompts, and the output that streams.",
+            TOKENS,
+            Over.SUM,
+        ),
+    ]
     growths: int = 0
-    preemptions: int | None = None
+    preemptions: Annotated[
+        int | None,
+        counter(
+            "admission.engine.preemptions",
+            "How often the engine preempted a running request for lack of KV cache, since this process first read it.",
+            "{preemption}",
+            Over.ONCE,
+        ),
+    ] = None
 
 
 class LeaseSizesDocument(msgspec.Struct, frozen=True):
