@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.processes import command
 from benchmarks.real_engines import version_of
 from benchmarks.reservations_vllm import EOS, MEAN_LENGTHS
-from sidecar.cli.output import aligned
+from sidecar.tools.text import table as aligned
 from tests.real.lab import vllm
 
 MAX_TOKENS = 256

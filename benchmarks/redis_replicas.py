@@ -27,9 +27,9 @@ from typing import Any
 import uvloop
 
 from benchmarks.redis_setup import NORMAL, plain_client, replica, running_server, shipped_policy, version_of
-from sidecar.cluster.document import OldestWaiter
+from sidecar.cluster.document import OldestWaiter, TierWaits
 from sidecar.cluster.overview import SHARE_EVERY_S
-from sidecar.cluster.report import EngineReport, ReplicaReport, TierWaits, pack
+from sidecar.cluster.report import EngineReport, ReplicaReport, pack
 from sidecar.engines.view import Amount
 from sidecar.pools import Ask, Pool
 

@@ -190,7 +190,7 @@ class Observability:
             engines=lambda: None if controller.engines is None else controller.engines.documents(),
             lease_sizes=controller.lease_sizes.documents,
             engine_speeds=lambda: _engine_speeds(controller),
-            aborting=lambda: controller.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
+            aborting=controller.pending_aborts.held,
             engine_up=lambda: controller.engine_watch.up,
             policies_rejected=lambda: 0 if self._watch is None else self._watch.rejections,
             loop_blocked_s=lambda: controller.watchdog.blocked_s,

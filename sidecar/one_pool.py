@@ -110,7 +110,15 @@ class Member(Protocol):
         """The pool's policy has changed, or it has more middlewares than before."""
 
 
-Compose = Callable[[Policy, "PolicyFiles | None"], tuple[AdmissionController, Observability]]
+class Composed(NamedTuple):
+    """The parts of one pool: its controller, that one's monitor, and the app that serves the server's lifespan."""
+
+    controller: AdmissionController
+    observability: Observability
+    lifespan: ASGIApp
+
+
+Compose = Callable[[Policy, "PolicyFiles | None"], Composed]
 
 
 class OnePool:
@@ -171,7 +179,7 @@ class OnePool:
         """A middleware has this pool from now on."""
         self.members.add(member)
         if self.is_shared:
-            self.controller.app = self._pass
+            self.controller.use_app(self._pass)
             for each in tuple(self.members):
                 each.follow()
 
@@ -223,16 +231,16 @@ class OnePool:
         return serve(scope, receive, send)
 
     def _begin(self) -> None:
-        self.controller, self.observability = self._passing_or_composed()
-        self.controller.on_change.append(self._follow)
+        self.controller, self.observability, self.lifespan = self._passing_or_composed()
+        self.controller.call_at_change(self._follow)
         if self.is_shared:
-            self.controller.app = self._pass
+            self.controller.use_app(self._pass)
 
-    def _passing_or_composed(self) -> tuple[AdmissionController, Observability]:
+    def _passing_or_composed(self) -> Composed:
         """The parts of the policy. In `mode: pass`, where they cannot be had, those of a bare one."""
         policy, files = self._policy, self._files
         try:
-            controller, observability = self._compose(policy, files)
+            composed = self._compose(policy, files)
         except Exception as mistake:
             if policy.mode is not Mode.PASS or policy.is_bare or files is None:
                 raise
@@ -240,9 +248,9 @@ class OnePool:
 
             said = "what the policy asks for cannot be had, and is passed over: %s"
             _log.error(said, mistake, extra={"event": "policy_rejected"})
-            controller, observability = self._compose(bare(files.path).policy, files)
-        controller.report_passing(was_passing=False)
-        return controller, observability
+            composed = self._compose(bare(files.path).policy, files)
+        composed.controller.report_passing(was_passing=False)
+        return composed
 
     def _follow(self) -> None:
         for member in tuple(self.members):

@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sidecar.admission.client import UploadChannel
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.self_view import is_self_view
 from sidecar.admission.unguarded import needs_tenant
-from sidecar.admission.upload_channel import UploadChannel
 from sidecar.classify import SaidByApp, TenantClaims, said_by_app
 from sidecar.errors import TenantNotFound, UnknownTenant
 from sidecar.policy.model import Policy

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from starlette.types import Message, Scope
 
-from sidecar.admission.credentials import KEY_HEADERS
-from sidecar.admission.policy_snapshot import PolicySnapshot
-from sidecar.admission.slo_headers import SLO_HEADERS, asked_slo
+from sidecar.admission.policy_snapshot import KEY_HEADERS, PolicySnapshot
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification
 from sidecar.engines import Engine
@@ -32,7 +30,7 @@ from sidecar.errors import (
     UnsizedPrompt,
 )
 from sidecar.events import Headers
-from sidecar.gain.token_deadlines import Objective
+from sidecar.gain.token_deadlines import SLO_HEADERS, Objective, asked_slo
 from sidecar.lengths.lease_size import Expected, LeaseSizes
 from sidecar.payload.decode import Payload, decode
 from sidecar.payload.edit import insert, remove

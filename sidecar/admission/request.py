@@ -1,43 +1,46 @@
 """One admitted request, from its first byte to its released lease.
 
-Its stages are those of `stages`. Whatever raises or is canceled, the lease is released exactly once.
+Its stages are those of `Stage`. Whatever raises or is canceled, the lease is released exactly once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from enum import IntEnum
 from functools import partial
 
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.answer import Answer, CostReader
-from sidecar.admission.app_call import AppCall, without_files
-from sidecar.admission.asked_usage import ask_for_usage
+from sidecar.admission.answer import Answer, AppCall, CostReader, without_files
+from sidecar.admission.attempt import EngineTime, PreemptibleAttempt, break_off, disconnects_before
 from sidecar.admission.background import BackgroundEnd, BackgroundRequest
-from sidecar.admission.client_channel import (
-    ClientChannel,
-    ClientDisconnected,
-    comments_for,
-    read_body,
-)
+from sidecar.admission.client import ClientChannel, ClientDisconnected, UploadChannel, comments_for, read_body
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.engine_route import EngineRoute
-from sidecar.admission.engine_time import EngineTime, break_off
-from sidecar.admission.error_responses import refuse, send_error
 from sidecar.admission.event_reporter import reporter_of
-from sidecar.admission.forwarding import forwarded_body, forwarded_scope, granted_of, headers_for_app
+from sidecar.admission.forwarding import (
+    ask_for_usage,
+    forwarded_body,
+    forwarded_scope,
+    granted_of,
+    headers_for_app,
+    pass_read,
+    show_outside,
+)
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
-from sidecar.admission.outer_scope import show_outside
-from sidecar.admission.passing import pass_read
 from sidecar.admission.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
-from sidecar.admission.preemptible_attempt import PreemptibleAttempt, disconnects_before
-from sidecar.admission.refusals import refusal_headers, refusal_of
 from sidecar.admission.request_gain import RequestGain
-from sidecar.admission.response_headers import admission_headers, id_for_app, id_headers, request_id
-from sidecar.admission.stages import Stage
-from sidecar.admission.turn import Cause, Turn, TurnEnded
-from sidecar.admission.upload_channel import UploadChannel
+from sidecar.admission.responses import (
+    admission_headers,
+    id_for_app,
+    id_headers,
+    refusal_headers,
+    refuse,
+    request_id,
+    send_error,
+)
+from sidecar.admission.turn import Cause, Turn, TurnEnded, refusal_of
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.chunks import with_write, write_of
@@ -51,6 +54,25 @@ from sidecar.pools import Grant, Lease
 from sidecar.tasks import is_canceled_again
 
 CUT = "CancelledError"  # `Settled.error` of a request that the server cut off
+
+
+class Stage(IntEnum):
+    """The stages of one admitted request.
+
+        READING -> WAITING -> RUNNING -> OVER      (WAITING ends at once where there is room)
+           |        |  ^       |  |       ^
+           |        |  +-------+  |       |        (preempted, or the engine could not be reached)
+           |        |             +-> FOLLOWED     (a background response runs on after its request is answered)
+           +--------+-> OVER                       (refused, or the client disconnected)
+
+    A request costs less where nothing checks this while it runs. The tests check every step of every request in them.
+    """
+
+    READING = 0
+    WAITING = 1
+    RUNNING = 2
+    FOLLOWED = 3
+    OVER = 4
 
 
 class RequestHandler:
@@ -254,7 +276,7 @@ class RequestHandler:
             await pass_read(controller, self._scope, self._request, receive, self._client)
         else:
             level = self._request.classification.level if self._is_read else None
-            error = refusal_of(controller, policy, end, level=level)
+            error = refusal_of(controller.engine_watch, controller.pool, policy, end, level=level)
             self._reporter.refused(error, wait)
             await self._refuse(error, wait)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sidecar.cli.output import aligned
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded
@@ -16,6 +15,7 @@ from sidecar.policy.fleet_compiler import read_engine_list
 from sidecar.policy.model import CapacitySource, Policy
 from sidecar.policy.problems import Problem, dotted, printable
 from sidecar.policy.rules import UNLIMITED, EngineCapacity
+from sidecar.tools.text import table
 
 
 def with_engine_list(loaded: Loaded) -> tuple[Loaded, tuple[Problem, ...]]:
@@ -83,7 +83,7 @@ def _engines(fleet: FleetPolicy) -> Iterator[str]:
         width = max(len(engine.name) for engine in fleet.static)
         rows = [(f"{engine.name:<{width}}  {engine.url}", *_row(engine)) for engine in fleet.static]
         head = ("", "tokens", "requests", "prefill", "speed")
-        yield from (f"  {line}".rstrip() for line in aligned([head, *rows]))
+        yield from table([head, *rows], indent="  ")
     else:
         tokens, requests = _amounts(fleet.capacity)
         yield f"  each: tokens {tokens}, requests {requests}, prefill {_bounded(fleet.prefill)}"

@@ -10,10 +10,9 @@ from typing import Any
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.policy_snapshot import objective_of
 from sidecar.admission.request_gain import gain_of
-from sidecar.admission.slo_headers import asked_slo
 from sidecar.durations import exact_duration, policy_duration
 from sidecar.gain.engine_speed import DEFAULTS, Coefficients
-from sidecar.gain.token_deadlines import Objective
+from sidecar.gain.token_deadlines import Objective, asked_slo
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, TierRules
 from sidecar.scheduling.tickets import Gain

@@ -14,14 +14,24 @@ from sidecar.cluster.sources import Sources
 from sidecar.cluster.tiers import tier_shares, tier_waits
 from sidecar.engines.view import Amount, EngineDocument
 from sidecar.events import Received
+from sidecar.figures import readings
 from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.policy.model import Mode, Policy
-from sidecar.telemetry.metrics.instruments import PoolSample
+from sidecar.telemetry.metrics.instruments import TENANT_TOKENS_HELD, Counters, PoolSample
+from sidecar.telemetry.metrics.store import AVAILABLE, CHANGES
+from sidecar.telemetry.metrics.tenants import TenantCounts
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord
 
 KINDS = (PoolFigures, TierShare, TierWaits, EngineDocument, EngineSizesDocument, EngineSpeedDocument)
 """The documents whose figures are metrics."""
+FIGURES = (
+    *(reading.figure for kind in (*KINDS, Counters, TenantCounts) for reading in readings(kind)),
+    TENANT_TOKENS_HELD,
+    AVAILABLE,
+    CHANGES,
+)
+"""All metrics but the histograms."""
 WITHIN_S = 0.5
 """Longest wait of an exporter for a busy event loop; then it uses the last sample: the loop may be waiting for it."""
 MOST_ENGINES = 64

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.admission.error_responses import send_error, speaks_anthropic
+from sidecar.admission.responses import send_error, speaks_anthropic
 from sidecar.errors import (
     AdmissionError,
     BodyTimeout,

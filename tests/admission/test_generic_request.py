@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from sidecar import AdmissionMiddleware
 from sidecar.admission.answer import CostReader
-from sidecar.admission.upload_channel import READ_AHEAD, UploadChannel
+from sidecar.admission.client import READ_AHEAD, UploadChannel
 from sidecar.events import Admitted, Classified, Refused, Settled
 from sidecar.policy.model import CostPlace
 from sidecar.proxy.proxy import ReverseProxy
 from tests.admission.models import served_models
-from tests.support.middleware import App, Recorder
+from tests.support.middleware import App, Recorder, recorded
 from tests.support.redis_servers import free_port
 from tests.support.serving import Served, serving
 from tests.support.waiting import until
@@ -91,8 +91,8 @@ def observing(policy: Path) -> Path:
 
 @asynccontextmanager
 async def stack(policy: Path, app: Any) -> AsyncIterator[Stack]:
-    middleware, recorder = AdmissionMiddleware(app, policy), Recorder()
-    middleware.controller.observer = recorder
+    middleware = AdmissionMiddleware(app, policy)
+    recorder = recorded(middleware.controller)
     async with serving(middleware) as served:
         yield Stack(served, app, middleware, recorder)
     if not middleware.controller.is_observing:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from sidecar.admission.intake import RequestIntake, SizedRequest
-from sidecar.admission.slo_headers import asked_slo
 from sidecar.admission.usage import UsageReader
 from sidecar.events import Outcome, ServiceGain
-from sidecar.gain.token_deadlines import Objective
+from sidecar.gain.token_deadlines import Objective, asked_slo
 from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 from tests.support.middleware import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.admission.response_headers import duration
+from sidecar.admission.responses import duration
 from sidecar.events import Classified, Refused
 from tests.support.middleware import CHAT, COMPLETIONS, App, Guarded, chat, guarding, key, policy
 

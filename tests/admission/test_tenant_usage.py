@@ -109,7 +109,7 @@ class OfLedger:
 
 def usage_of(ledger: Ledger, skew_s: float = 0.0) -> TenantUsage:
     with_models = policy()
-    return TenantUsage(OfLedger(ledger), lambda: with_models, ledger.clock.skewed(skew_s))
+    return TenantUsage(OfLedger(ledger), with_models, ledger.clock.skewed(skew_s))
 
 
 def budgeted(day: int | None = None, month: int | None = None, downgrade: int | None = None) -> Tenant:
@@ -269,8 +269,7 @@ async def test_an_answer_that_is_lost_on_the_way_from_the_real_store(
         return found
 
     records = RedisUsage(usage_connector(store_address(store.url), "p"), 62)
-    usage = TenantUsage(records, lambda: with_models)
-    with_models = policy()
+    usage = TenantUsage(records, policy())
     usage.add("acme", "normal", "m", 7, 5)
     monkeypatch.setattr(StoreConnection, "run", run)
     for _ in range(3):

@@ -85,7 +85,7 @@ def test_no_server_there_is_a_two(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "said"),
     [
         (["--upstream", "ftp://engine:8000"], "write one like http://127.0.0.1:8000"),
-        (["--upstream", "http://e", "--requests", "0"], "write a number from 1 to 4096"),
+        (["--upstream", "http://e", "--requests", "0"], "write a number from 1 to 4,096"),
         (["--upstream", "http://e", "--timeout", "soon"], "soon"),
         (["--upstream", "http://e", "--timeout", "1h"], "write one from 1s to 600s"),
         (["--upstream", "http://e", "--header", "x-team"], "write one like x-team: search"),

@@ -469,7 +469,7 @@ def test_a_file_in_the_folders_place_is_said(tmp_path: Path, capsys: pytest.Capt
         (["--tenants", "chat,Chat"], "the tenant Chat is named twice; write each name once"),
         (["--tenants", "chat="], "'chat=' names no tier; write NAME or NAME=TIER"),
         (["--tiers", "4"], "invalid choice: 4"),
-        (["--requests", "0"], "'0' is no number of requests; write one from 1 to 1,000,000"),
+        (["--requests", "0"], "'0' is no number of requests; write a number from 1 to 1,000,000"),
         (["--requests", "9" * 5000], "is no number of requests"),
         (["--upstream", "ftp://engine"], "is no server's address"),
         (["--upstream", NO_ONE, "--example"], "not allowed with argument"),

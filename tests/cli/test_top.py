@@ -154,7 +154,7 @@ def test_it_follows_the_windows_size_at_once_and_says_what_does_not_fit(admin: A
         screen.resize(8, 60)
         drawn = screen.until("more lines: a taller window shows them)")
         assert "WAITS, 5 MIN" not in drawn
-        assert drawn.count("\r\n") == 7
+        assert drawn.rpartition("\x1b[H")[2].count("\r\n") == 7
 
 
 def test_a_sidecar_that_goes_away_is_said_and_looked_for_again(admin: Admin) -> None:

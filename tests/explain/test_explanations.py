@@ -32,7 +32,7 @@ from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.cluster.views import overview
 from tests.support.each import each
-from tests.support.middleware import App, Guarded, key, write_policy
+from tests.support.middleware import App, Guarded, key, monitor, write_policy
 from tests.support.serving import Served, serving
 from tests.support.shared_pools import begun_store, shared_pool
 from tests.support.waiting import until
@@ -99,7 +99,7 @@ async def explained(app: App, with_policy: Policy | None = None, pool: Pool | No
     used = with_policy or policy()
     guarded = Explained(app, used)
     guarded.journal = Journal()
-    guarded.sidecar.observer = EventDispatcher(RequestTracer(TracerProvider(shutdown_on_exit=False)), [guarded.journal])
+    monitor(guarded.sidecar, EventDispatcher(RequestTracer(TracerProvider(shutdown_on_exit=False)), [guarded.journal]))
     if pool is not None:
         guarded.sidecar.pool = guarded.pool = pool  # type: ignore[assignment]
     builder = ExplanationBuilder(guarded.journal, lambda: [tier.name for tier in used.tiers], "lab", pool is not None)

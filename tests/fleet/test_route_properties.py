@@ -102,7 +102,7 @@ class World:
         self.clients: list[tuple[Caller, asyncio.Task[None]]] = []
         self.routes: list[routing.Route] = []
         self.engines: tuple[EngineAddress, ...] = ()
-        self.stand.controller.app = self.app
+        self.stand.controller.use_app(self.app)
         make: Callable[[Any], routing.Route] = self.stand.routing.route
 
         def route(request: Any) -> routing.Route:

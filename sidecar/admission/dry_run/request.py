@@ -46,17 +46,15 @@ from typing import TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.answer import CostReader
-from sidecar.admission.app_call import BODIES, AppCall, body_of
+from sidecar.admission.answer import BODIES, AppCall, CostReader, body_of
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.engine_times import SentRequest
 from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowResult
 from sidecar.admission.event_reporter import reporter_of
-from sidecar.admission.forwarding import forwarded_scope
+from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.intake import RequestIntake, SizedRequest
-from sidecar.admission.outer_scope import call_app
 from sidecar.admission.request_gain import AnswerReader
-from sidecar.admission.response_headers import differences, id_headers, request_id
+from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
 from sidecar.chunks import with_write
 from sidecar.context import current
@@ -394,8 +392,8 @@ class RequestWatcher:
         )
         if not self._is_over:
             self._reporter.observed(observed)
-        if self._controller.observed is not None:
-            self._controller.observed(observed)
+        if (report := self._controller.monitor.observed) is not None:
+            report(observed)
 
     def _now_us(self) -> int:
         return self._controller.pool.now_us()

@@ -26,6 +26,7 @@ AVAILABLE = Figure("admission.store.available", "1 while the shared pool's store
 CHANGES = Figure(
     "admission.store.changes",
     "How often the store was reached, lost or back, by the state that followed.",
+    over=Over.SUM,
     labels=(STORE_STATE,),
     is_counter=True,
 )
