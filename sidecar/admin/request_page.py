@@ -14,8 +14,9 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
+from sidecar.admin.operations import routes_for
 from sidecar.admin.page_files import headers, text_of
 from sidecar.cluster.document import Overview, ReplicaView
 from sidecar.explain.builder import ExplanationBuilder
@@ -56,7 +57,7 @@ def request_routes(builder: ExplanationBuilder, overview: Callable[[], Overview]
         text = unknown_page(builder, overview(), wanted) if story is None else story_page(story)
         return HTMLResponse(text.encode("utf-8", "replace"), 404 if story is None else 200, HEADERS)
 
-    return [Route("/request", page)]
+    return routes_for({"requestPage": page})
 
 
 def json_link(wanted: str) -> str:

@@ -98,8 +98,7 @@ class TierShare(msgspec.Struct, frozen=True):
         ),
     ]
     lent_tokens: Annotated[
-        int,
-        gauge("admission.lent.tokens", "Tokens of the tier's reserve that other tiers hold.", TOKENS, Over.POOL),
+        int, gauge("admission.lent.tokens", "Tokens of the tier's reserve that other tiers hold.", TOKENS, Over.POOL)
     ]
     slo: Promised
 

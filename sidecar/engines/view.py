@@ -87,8 +87,7 @@ class EngineDocument(msgspec.Struct, frozen=True):
     ]
     claims: Annotated[int, gauge("admission.engine.claims", "Requests in line for this engine.", REQUESTS)]
     in_flight: Annotated[
-        int,
-        gauge("admission.engine.in_flight", "Admitted requests of this process at the engine.", REQUESTS, Over.SUM),
+        int, gauge("admission.engine.in_flight", "Admitted requests of this process at the engine.", REQUESTS, Over.SUM)
     ]
     ejections: Annotated[
         dict[str, int],

@@ -172,12 +172,7 @@ class EngineSizesDocument(msgspec.Struct, frozen=True):
     running: int
     held_tokens: Annotated[
         int,
-        gauge(
-            "admission.lease.held.tokens",
-            "Tokens that the running leases of this process hold.",
-            TOKENS,
-            Over.SUM,
-        ),
+        gauge("admission.lease.held.tokens", "Tokens that the running leases of this process hold.", TOKENS, Over.SUM),
     ]
     expected_tokens: Annotated[
         int,
