@@ -14,8 +14,8 @@ from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.sampler import KINDS, PoolSampler
 from sidecar.cluster.sources import Sources
 from sidecar.engines import NoEngine
+from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.events import ShadowHolds
-from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.policy.model import Mode, Policy, UsageInTraces
 from sidecar.pools import Grant, Pool
 from sidecar.pools.base import QueueMark

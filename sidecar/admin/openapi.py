@@ -23,7 +23,8 @@ from sidecar.cluster.document import Overview
 from sidecar.cluster.dry_run import ObservedReport
 from sidecar.errors import HeadTimeout, HeadTooLarge, InvalidHttp
 from sidecar.explain.document import Explanation
-from sidecar.policy.schema import TenantFile, schema_document
+from sidecar.policy.schema import schema_document
+from sidecar.policy.tenant import Tenant
 from sidecar.secrets import TOKEN_VARIABLE
 from sidecar.version import __version__
 
@@ -142,8 +143,8 @@ def _content(body: Schema | str | None) -> dict[str, Any]:
 def _schemas() -> dict[str, Any]:
     """All schemas by name: of the answers' classes, of a tenant's file, and of `/state`."""
     _, found = msgspec.json.schema_components(_DOCUMENTS, ref_template=_SCHEMAS + "{name}")
-    tenant = json.loads(json.dumps(schema_document(TenantFile)).replace('"#/$defs/', f'"{_SCHEMAS}'))
+    tenant = json.loads(json.dumps(schema_document(Tenant)).replace('"#/$defs/', f'"{_SCHEMAS}'))
     inner = tenant.pop("$defs", {})
     members = {name: {"type": kind, "description": says} for name, (kind, says) in _STATE.items()}
     state = {"type": "object", "properties": members}
-    return dict(sorted({**found, **inner, "TenantFile": tenant, "State": state}.items()))
+    return dict(sorted({**found, **inner, "Tenant": tenant, "State": state}.items()))

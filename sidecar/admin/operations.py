@@ -255,7 +255,7 @@ OPERATIONS = (
             503: (_NO_STORE,),
         },
         [_in_query("replace", "Writes over a tenant of this name.", _FLAG)],
-        of_class("TenantFile"),
+        of_class("Tenant"),
     ),
     Operation(
         "GET",

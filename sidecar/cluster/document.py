@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import Amount
 from sidecar.figures import SECONDS, TOKENS, Over, amounts, counter, gauge
-from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.telemetry.recent import Bucket, Overtakings
 

@@ -12,10 +12,10 @@ import msgspec
 from sidecar.cluster.document import PoolFigures, TierShare, TierWaits
 from sidecar.cluster.sources import Sources
 from sidecar.cluster.tiers import tier_shares, tier_waits
+from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import Amount, EngineDocument
 from sidecar.events import Received
 from sidecar.figures import readings
-from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.policy.model import Mode, Policy
 from sidecar.telemetry.metrics.instruments import TENANT_TOKENS_HELD, Counters, PoolSample

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sidecar.cluster.document import EngineStatus
+from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import EngineDocument
-from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Pool

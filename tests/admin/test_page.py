@@ -19,8 +19,8 @@ from starlette.routing import Route
 from sidecar.admin.routes import HEADERS, PAGE
 from sidecar.admin.stream import OverviewStream
 from sidecar.cluster.document import Promised, RefusalView, ReplicaView, TenantView
+from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import Amount
-from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.telemetry.recent import Bucket
 from tests.cluster.replicas import Replica, overload, replicas
 from tests.cluster.views import engine, engines, gave_way, overview, sizes, starved, tier

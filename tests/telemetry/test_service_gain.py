@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from sidecar.cluster.sampler import KINDS
+from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.events import Outcome, Refused, ServiceGain, Settled
-from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.telemetry.metrics import PoolMetrics
 from sidecar.telemetry.recent import Recent
 from tests.telemetry.measuring import Measuring
