@@ -16,7 +16,7 @@ from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import Amount, EngineDocument
 from sidecar.events import Received
 from sidecar.figures import readings
-from sidecar.lengths.lease_size import EngineSizesDocument
+from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.policy.model import Mode, Policy
 from sidecar.telemetry.metrics.instruments import TENANT_TOKENS_HELD, Counters, PoolSample
 from sidecar.telemetry.metrics.store import AVAILABLE, CHANGES

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sidecar.cluster.document import EngineStatus
 from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import EngineDocument
-from sidecar.lengths.lease_size import EngineSizesDocument
+from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Pool
 from sidecar.telemetry.dry_run import DryRunReport

@@ -21,7 +21,6 @@ from enum import Enum
 import msgspec
 
 from sidecar.lengths.buckets import LengthKey
-from sidecar.lengths.hints import MARGIN, Hints
 from sidecar.lengths.histogram import LONGEST, LengthHistogram, Survival
 from sidecar.lengths.median import Evidence, Median
 
@@ -48,24 +47,22 @@ _EVERY_OTHER = 3
 class Source(str, Enum):
     """Where an estimate comes from.
 
-    The tenant's own samples; the median over tenants; the client's hint.
+    The tenant's own samples; the median over tenants.
     """
 
     OWN = "own"
     TENANTS = "tenants"
-    HINT = "hint"
 
 
 # Looked up once: an enumeration's attribute costs as much as a call.
-_OWN, _TENANTS, _HINT = Source.OWN, Source.TENANTS, Source.HINT
+_OWN, _TENANTS = Source.OWN, Source.TENANTS
 
 
 class Estimate(msgspec.Struct, frozen=True, gc=False):
     """The assumed output length of one sequence, in tokens, always more than it has generated already.
 
-    `samples` are the complete samples behind it: those that were known when it was made, at most an eighth of all ago,
-    and for a hint, the answers that showed how the tenant's hints hold. `quantile` is the share of answers that are not
-    longer.
+    `samples` are the complete samples behind it: those that were known when it was made, at most an eighth of all ago.
+    `quantile` is the share of answers that are not longer.
     """
 
     tokens: int
@@ -117,32 +114,22 @@ class LengthEstimator:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._medians: dict[LengthKey | str, Median] = {}
 
-    def estimate(
-        self, tenant: str, key: LengthKey, quantile: float, generated: int = 0, hint: int | None = None
-    ) -> Estimate | None:
+    def estimate(self, tenant: str, key: LengthKey, quantile: float, generated: int = 0) -> Estimate | None:
         """See `estimate_at`."""
-        return self.estimate_at(Place(tenant, key), quantile, generated, hint)
+        return self.estimate_at(Place(tenant, key), quantile, generated)
 
-    def estimate_at(
-        self, place: Place, quantile: float, generated: int = 0, hint: int | None = None
-    ) -> Estimate | None:
+    def estimate_at(self, place: Place, quantile: float, generated: int = 0) -> Estimate | None:
         """The output length to assume of a sequence that has `generated` tokens already; None: nothing is known.
 
-        The caller bounds it by max_tokens. A hint, in tokens, raises an estimate. It stands in for one, twice as long
-        as it says, only where the tenant's hints have held so far.
+        The caller bounds it by max_tokens.
         """
         learned = place.learned
         if learned.endpoint is None:
             learned = self._look_up(place)
         kept = learned.kept
         if generated or quantile not in kept or learned.samples + learned.censored >= learned.stale_from:
-            found = self._made(place, quantile, generated)
-        else:
-            found = kept[quantile]
-        if hint is None or hint < 1:
-            return found
-        known = self._tenants.get(place.tenant)
-        return _with_hint(found, hint, generated, quantile, Hints() if known is None else known.hints)
+            return self._made(place, quantile, generated)
+        return kept[quantile]
 
     def _look_up(self, place: Place) -> _Learned:
         known = self._tenants.get(place.tenant)
@@ -150,7 +137,7 @@ class LengthEstimator:
         return learned
 
     def _made(self, place: Place, quantile: float, generated: int) -> Estimate | None:
-        """The estimate without a hint. That of a whole length is kept: every new request asks for one."""
+        """The estimate. That of a whole length is kept: every new request asks for one."""
         learned = place.learned
         if learned.samples < ENOUGH:
             return self._shared(place, learned, quantile, generated)
@@ -171,11 +158,6 @@ class LengthEstimator:
                 return None if tokens is None else Estimate(tokens, _TENANTS, samples, quantile)
         return None
 
-    def trusts_hints(self, tenant: str) -> bool:
-        """Whether the tenant's hints have held so far."""
-        known = self._tenants.get(tenant)
-        return known is not None and known.hints.are_trusted
-
     def tokens_per_chunk(self, tenant: str, key: LengthKey) -> float:
         """See `tokens_per_chunk_at`."""
         return self.tokens_per_chunk_at(Place(tenant, key))
@@ -192,18 +174,15 @@ class LengthEstimator:
         tenant: str,
         key: LengthKey,
         length: int,
-        hint: int | None = None,
         chunks: int | None = None,
         *,
         is_censored: bool,
     ) -> None:
         """See `learn_at`. A negative length is none."""
         if length >= 0:
-            self.learn_at(Place(tenant, key), length, is_censored, hint, chunks)
+            self.learn_at(Place(tenant, key), length, is_censored, chunks)
 
-    def learn_at(
-        self, place: Place, length: int, is_censored: bool, hint: int | None = None, chunks: int | None = None
-    ) -> None:
+    def learn_at(self, place: Place, length: int, is_censored: bool, chunks: int | None = None) -> None:
         """Learns the output length of one sequence, in tokens.
 
         `is_censored` says that max_tokens or a disconnect cut it short. `chunks` is the number of its chunks where the
@@ -219,20 +198,13 @@ class LengthEstimator:
         if self._is_crowded:
             self._tenants.move_to_end(place.tenant)
         learned.add(length, is_censored)
-        if chunks or hint is not None:
-            self._note(place, min(length, LONGEST + 1), is_censored, hint, chunks)
+        if chunks and length:  # a length that no float holds would raise
+            learned.note_chunks(min(length, LONGEST + 1), chunks)
         if learned.is_new:
             self._tell_of_new(place, endpoint, length, is_censored)
         elif not turn & _EVERY_OTHER:
             endpoint.add(length, is_censored)
             self._tell_medians(place.key)
-
-    def _note(self, place: Place, length: int, is_censored: bool, hint: int | None, chunks: int | None) -> None:
-        """Learns how the tokens came, and how the hint held. A length that no float holds would raise."""
-        if chunks and length:
-            place.learned.note_chunks(length, chunks)
-        if hint is not None and hint >= 1:
-            self._tenants[place.tenant].hints.learn(hint, length, is_censored=is_censored)
 
     def _tell_of_new(self, place: Place, endpoint: _EndpointLengths, length: int, is_censored: bool) -> None:
         """An answer of a key or an endpoint that has few: it may decide whether they size other tenants' requests."""
@@ -334,14 +306,6 @@ def _is_plausible(key: LengthKey) -> bool:
     return len(key.endpoint) <= LONGEST_NAME and (key.model is None or len(key.model) <= LONGEST_NAME)
 
 
-def _with_hint(found: Estimate | None, hint: int, generated: int, quantile: float, hints: Hints) -> Estimate | None:
-    if found is not None:
-        return found if found.tokens >= hint else Estimate(hint, _HINT, hints.answers, quantile)
-    if not hints.are_trusted or MARGIN * hint <= generated:
-        return None
-    return Estimate(MARGIN * hint, _HINT, hints.answers, quantile)
-
-
 class _EndpointLengths(LengthHistogram):
     """The lengths of all of a tenant's answers on one endpoint, and the turn at which one was learned last."""
 
@@ -390,11 +354,10 @@ _NOTHING = _Learned()
 
 
 class _Tenant:
-    """What was learned from one tenant: by key, by endpoint, and how its hints held."""
+    """What was learned from one tenant: by key, and by endpoint."""
 
-    __slots__ = ("endpoints", "hints", "keys")
+    __slots__ = ("endpoints", "keys")
 
     def __init__(self) -> None:
         self.keys: dict[LengthKey, _Learned] = {}
         self.endpoints: dict[str, _EndpointLengths] = {}
-        self.hints = Hints()

@@ -8,7 +8,7 @@ import pytest
 from sidecar.cluster.document import OldestWaiter, PoolFigures, Promised, TierShare, TierWaits
 from sidecar.cluster.sampler import KINDS
 from sidecar.engines.view import Amount
-from sidecar.lengths.lease_size import EngineSizesDocument
+from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.telemetry.metrics import PoolMetrics
 from sidecar.telemetry.metrics.instruments import FRESH_S
 from tests.telemetry.measuring import Measuring
