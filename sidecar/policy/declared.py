@@ -74,13 +74,15 @@ def key(
     *,
     name: str | None = None,
     is_always_read: bool = False,
+    is_fixed: bool = False,
     **options: Any,
 ) -> Any:
     """A key of a file. `name` is the key's own where the field has another; `options` are those of `field`.
 
-    `is_always_read`: its validator sees the default, too, which depends on the rest of the file.
+    `is_always_read`: its validator sees the default, too, which depends on the rest of the file. `is_fixed`: a process
+    cannot change it while it runs.
     """
-    metadata: dict[str, Any] = {"description": description}
+    metadata: dict[str, Any] = {"description": description, "is_fixed": is_fixed}
     if example is not None:
         metadata["examples"] = [example]
     if name is not None:

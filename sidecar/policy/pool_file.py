@@ -70,10 +70,14 @@ class PoolFile:
     SCHEMA: ClassVar = {"anyOf": [{"required": ["capacity"]}, {"required": ["engines"]}]}
 
     engine: Annotated[type[Engine], of.Reads(of.one_of(ENGINES, "engine"), _ENGINES)] = key(
-        ..., "The engine that serves the requests.", "tensorrt-llm"
+        ..., "The engine that serves the requests.", "tensorrt-llm", is_fixed=True
     )
     carrier: Annotated[Carrier, of.Choice(Carrier, "carrier")] | None = key(
-        None, "How the priority travels to the engine. Default: the engine's own way.", "body", name="forward_priority"
+        None,
+        "How the priority travels to the engine. Default: the engine's own way.",
+        "body",
+        name="forward_priority",
+        is_fixed=True,
     )
     capacity: Capacity | None = key(
         None,
@@ -99,6 +103,7 @@ class PoolFile:
         "What orders the requests beyond their tiers' floors: `level`, or `gain`, which serves first what earns most "
         "before its deadline, of the tiers with an `slo` of `ttft` and `tpot`.",
         "gain",
+        is_fixed=True,
     )
     fair: of.Share = key(
         "25%",  # a quarter repairs the important tiers' worst waits, and costs one point in a hundred of the gain
@@ -243,7 +248,7 @@ class PoolFile:
         name="abort_latency",
     )
     tokenizer: of.ExistingFile | None = key(
-        None, "A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4."
+        None, "A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4.", is_fixed=True
     )
     store: of.StoreAt | None = key(
         None,
@@ -251,35 +256,41 @@ class PoolFile:
         "redis+cluster://. SIDECAR_STORE in the environment goes before it, and is the better place for a password. "
         "Default: leases live in this process.",
         "redis://127.0.0.1:6379/0",
+        is_fixed=True,
     )
     usage_days: of.UsageDays = key(
         62,  # a whole month and the one before
         "For how many days the use of the tenants is kept in the store, up to 400. 0 counts nothing. Without a store, "
         "here or in SIDECAR_STORE, it does nothing.",
         400,
+        is_fixed=True,
     )
     stored_tenants: Annotated[StoredTenants, ReadAs(of.Flag, _unread)] = key(
         False,  # else everyone who can write to the store could make a tenant
         "Whether there are tenants in the store, too, which `sidecar tenants` and the admin port change while the "
         "sidecars run. It needs a store, here or in SIDECAR_STORE.",
+        is_fixed=True,
     )
     pool: of.PoolName = key(
         "default",
         "The pool's name in the store, where several pools share one. Without a store, here or in "
         "SIDECAR_STORE, it does nothing.",
         "chat-70b",
+        is_fixed=True,
     )
     on_store_loss: Annotated[StoreLoss, of.Choice(StoreLoss)] = key(
         "divide",  # the engine still works: a part of the pool for each replica is safe, and better than refusing all
         "What a replica does while the store cannot be reached: `divide` goes on with its part of the "
         "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
         "closed",
+        is_fixed=True,
     )
     replicas: of.PositiveCount = key(
         1,  # its own part is then the whole pool: no request of a single replica waits for want of a number
         "Into how many parts a replica divides the pool where it has not reached the store since its start, with "
         "`on_store_loss: divide`. Later it knows how many replicas there are.",
         3,
+        is_fixed=True,
     )
     forward_key: of.Flag = key(
         False,  # the engine has no use for it, and its log may show it

@@ -273,9 +273,8 @@ def changed(before: Policy, name: str, folder: Path) -> Policy:
         return replace(before, capacity=replace(value, learn=Learn.OFF))
     if name == "rules":
         return replace(before, rules=replace(value, tokens=value.tokens + 1))
-    if name in ("shares", "tiers"):
-        kind = {"shares": {"always_first": True}, "tiers": {"default_output_tokens": 7}}[name]
-        return replace(before, **{name: (replace(value[0], **kind), *value[1:])})  # type: ignore[arg-type]
+    if name == "tiers":
+        return replace(before, tiers=(replace(value[0], default_output_tokens=7), *value[1:]))
     if name in ("endpoints", "tenants"):
         return replace(before, **{name: dict(list(value.items())[1:])})
     if name == "keyless":
