@@ -8,11 +8,15 @@ the messages and the differences between two policies come from the same fields.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationInfo
+
+from sidecar.policy.rules import UNLIMITED
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -115,3 +119,25 @@ def written_name(one: Field[Any]) -> str:
 def values(record: DataclassInstance) -> dict[str, Any]:
     """The fields of a record by their names: what a record that has more of them is made of."""
     return {one.name: getattr(record, one.name) for one in fields(record)}
+
+
+_PARTS = {"_us": 1_000_000, "_percent": 100, "speed": 1000}
+"""Endings of fields that count in parts of one, with the number of the parts."""
+
+
+def figures(value: Any, name: str = "") -> Any:
+    """A record as JSON types, under the keys of its file; durations are in seconds, None is no bound."""
+    parts = next((parts for ending, parts in _PARTS.items() if name.endswith(ending)), None)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {written_name(one): figures(getattr(value, one.name), one.name) for one in fields(value)}
+    if isinstance(value, tuple):
+        return [figures(one) for one in value]
+    if value is None or value == UNLIMITED:
+        return None
+    if parts is not None:
+        return value / parts
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, Enum):
+        return value.value
+    return float(value) if isinstance(value, Fraction) else value
