@@ -132,14 +132,12 @@ class PoolFile:
         "How often a streaming client that queues is sent a comment, so that no load balancer takes the "
         "wait for an idle connection. Default: never.",
         "15s",
-        name="keep_alive",
     )
     trace_waits_s: of.Seconds = key(
         "30s",  # waits that are shorter are seen when they end; beyond, someone looks at the trace meanwhile
         "How often a request that waits says so in its trace, as a span `admission.waiting`, so that a long wait is "
         "seen before it ends, and also where the process is killed. `0s`: never.",
         "5m",
-        name="trace_waits",
     )
     anonymous: Annotated[Tenant | None, ReadAs(of.AnonymousLevel | None, _anonymous)] = key(
         "deny", "The tier, also the best one, of a request without a key; `deny` refuses it.", "low"
@@ -221,16 +219,13 @@ class PoolFile:
         {"origins": ["https://app.example"]},
     )
     tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
-    max_body_bytes: of.Bytes = key(DEFAULT_MAX_BODY, "The largest request body.", name="max_body")
+    max_body_bytes: of.Bytes = key(DEFAULT_MAX_BODY, "The largest request body.")
     max_upload_bytes: of.Bytes | None = key(
         None,
         "The largest upload to a path with `api: generic`, which is not read into memory. Default: `max_body`.",
         "1GiB",
-        name="max_upload",
     )
-    body_timeout_s: of.PositiveSeconds = key(
-        "30s", "The longest a request's body may take to arrive.", name="body_timeout"
-    )
+    body_timeout_s: of.PositiveSeconds = key("30s", "The longest a request's body may take to arrive.")
     timeouts: Annotated[Timeouts, of.DEFAULTS] = key(
         {}, "How long the engine may take for a request. Tiers may have their own."
     )
@@ -238,14 +233,12 @@ class PoolFile:
         "2s",
         "How long an app may go on after its client's disconnect before its request counts as ended. The "
         "room stays held for `abort_latency`, too.",
-        name="disconnect_grace",
     )
     abort_latency_s: of.Seconds | None = key(
         None,
         "How long the engine may compute on for a request after its client's disconnect: so long it keeps "
         "its room. Default: the engine's own.",
         "4s",
-        name="abort_latency",
     )
     tokenizer: of.ExistingFile | None = key(
         None, "A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4.", is_fixed=True
