@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import Scope
 
 from sidecar.admission.intake import SizedRequest
+from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.request_gain import RequestGain
 from sidecar.errors import AdmissionError
 from sidecar.events import (
@@ -37,7 +38,7 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.lengths.lease_size import LeaseSize
-from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.model import Tenant
 from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"
@@ -77,13 +78,19 @@ class EventReporter(msgspec.Struct, eq=False):
     gain: RequestGain | None = None
 
     def classified(
-        self, request: SizedRequest, policy: Policy, at_us: int, *, api: str | None = None, is_kept: bool = False
+        self,
+        request: SizedRequest,
+        snapshot: PolicySnapshot,
+        at_us: int,
+        *,
+        api: str | None = None,
+        is_kept: bool = False,
     ) -> None:
         """The request was classified at `at_us`, and the pool has said now which tier it charges.
 
         `api` is what stands for its API; None: its own. `is_kept`: it is never preempted, whatever its tier.
         """
-        self.event(_classified(request, policy, at_us, api, is_kept))
+        self.event(_classified(request, snapshot, at_us, api, is_kept))
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where there is an observer."""
@@ -232,8 +239,10 @@ def reporter_of(  # noqa: PLR0917
     return EventReporter(now_us, asker, _begin=partial(observer.received, received))
 
 
-def _classified(request: SizedRequest, policy: Policy, at_us: int, api: str | None, is_kept: bool) -> Classified:
-    classification, payload, tiers = request.classification, request.payload, policy.tiers
+def _classified(
+    request: SizedRequest, snapshot: PolicySnapshot, at_us: int, api: str | None, is_kept: bool
+) -> Classified:
+    classification, payload, tiers = request.classification, request.payload, snapshot.policy.tiers
     clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
     return Classified(
         at_us=at_us,
@@ -247,7 +256,7 @@ def _classified(request: SizedRequest, policy: Policy, at_us: int, api: str | No
         stream=payload.stream,
         tokens=request.tokens,
         requests=request.requests,
-        preemptible=not is_kept and policy.rules.is_preemptible(classification.level),
+        preemptible=not is_kept and snapshot.are_preemptible_by_rule[classification.level],
         downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
         expected=None if request.expected is None else request.expected.said(payload),
     )

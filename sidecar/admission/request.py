@@ -272,7 +272,8 @@ class RequestHandler:
                 intake.check_time(self._now_us())  # raises BodyTimeout
             raise
         self._request, self._body, self._is_read = request, request.body, True
-        self._controller = self._controller.controller_of(request)
+        if self._controller.controllers:  # each model has its own
+            self._controller = self._controller.controller_of(request)
         if self._snapshot.estimator.counter is not None:
             await count_tokens(request, self._snapshot)
         return request
@@ -283,7 +284,7 @@ class RequestHandler:
         request, snapshot = self._request, self._snapshot
         if objectives := snapshot.objectives:
             self._reporter.gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)
-        self._reporter.classified(request, snapshot.policy, at_us)
+        self._reporter.classified(request, snapshot, at_us)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         """Answers with an error. What is left of a body is read: a client that still sends would lose the answer."""
@@ -320,7 +321,7 @@ class RequestHandler:
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
                 attempt.preempt()
-        elif snapshot.are_kept[lease.ask.tier]:  # what cannot be given back must be no one's victim
+        elif snapshot.are_preemptible_by_rule[lease.ask.tier]:  # what cannot be given back must be no one's victim
             lease.keep()
         if self._route is not None:
             send = self._route.begin(lease, send)

@@ -306,7 +306,7 @@ class HeldLease:
 
     def _classified(self, at_us: int) -> None:
         self._asker.tier, is_kept = self.tier, not self._asked.is_preemptible
-        self._reporter.classified(self._request, self._snapshot.policy, at_us, api="lease", is_kept=is_kept)
+        self._reporter.classified(self._request, self._snapshot, at_us, api="lease", is_kept=is_kept)
 
     def _settled(self, tokens: int, error: BaseException | None) -> None:
         if error is None:

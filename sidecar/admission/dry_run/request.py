@@ -53,7 +53,6 @@ from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowR
 from sidecar.admission.event_reporter import reporter_of
 from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.intake import RequestIntake, SizedRequest
-from sidecar.admission.request_gain import AnswerReader
 from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
 from sidecar.chunks import with_write
@@ -181,7 +180,7 @@ class RequestWatcher:
     """
 
     __slots__ = (
-        "_client", "_controller", "_endpoint", "_found", "_front", "_intake", "_is_over", "_reader", "_received_us",
+        "_client", "_controller", "_endpoint", "_found", "_front", "_intake", "_is_over", "_received_us",
         "_reporter", "_request_id", "_scope", "_shadow", "_snapshot", "_usage", "answer", "call",
     )  # fmt: skip
 
@@ -204,11 +203,10 @@ class RequestWatcher:
         self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, received_us)
         self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = usage = UsageReader()
-        self._reader: AnswerReader = usage
         observation = self._reporter.observation
         self.call = EngineCall(trace=None if observation is None else observation.app_trace())
         hooks = self._response_start, self._first_byte, self._settle
-        self.answer = Answer(usage, self, client, self.call, *hooks)
+        self.answer = Answer(usage, usage, client, self.call, *hooks)
         if endpoint.cost is not None:
             self.answer.cost = CostReader(endpoint.cost)
         self._shadow: ShadowRequest | None = None
@@ -235,10 +233,6 @@ class RequestWatcher:
         else:
             if request is not None:
                 self._begin_shadow(request)
-
-    def feed(self, body: bytes) -> bool:
-        """See `AnswerReader`. An app may answer before it has read the body, so before it is known what measures it."""
-        return self._reader.feed(body)
 
     def app_ended(self, error: BaseException | None) -> None:
         """The app has returned, or has raised an error. Its answer may not be complete."""
@@ -306,7 +300,7 @@ class RequestWatcher:
         shadow = self._shadow = ShadowRequest(controller, self._snapshot, request, self._report)
         if not self._usage.has_begun:  # an app may answer before it has read the body
             now_us, level = self._now_us(), request.classification.level
-            self._reporter.classified(request, self._snapshot.policy, now_us)
+            self._reporter.classified(request, self._snapshot, now_us)
             self._reporter.admitted(Grant(now_us, 0, 0, None, {}, level), None, is_dry_run=True)
             self._measure_gain(request)
         if not controller.shadows.follow(shadow):
@@ -317,7 +311,7 @@ class RequestWatcher:
         objectives, names = self._snapshot.objectives, self._snapshot.tier_names
         gain = self._controller.gain.follow(request, objectives, names, self._now_us()) if objectives else None
         if gain is not None:
-            self._reporter.gain, self._reader = gain, gain.sent(None, self._usage)
+            self._reporter.gain, self.answer.reader = gain, gain.sent(None, self._usage)
 
     def _report_unread_body(self) -> None:
         """The request is over before its body was complete."""
