@@ -172,8 +172,8 @@ class HeldLease:
     async def acquire(self, when_preempted: Callable[[], None] | None) -> None:
         """Waits until it is held. Raises AdmissionError where it is refused.
 
-        `when_preempted` is called once, in the event loop, where the room is needed before `keep`; None: it is kept at
-        once. Where that is so before the holder has the lease, it waits again instead. Raises RuntimeError in another
+        `when_preempted` is called once, in the event loop, where the room of a preemptible lease is needed before
+        `keep`. Where that is so before the holder has the lease, it waits again instead. Raises RuntimeError in another
         event loop than its pool's.
         """
         self._refuse_other_loops()
@@ -202,7 +202,7 @@ class HeldLease:
         except TurnEnded as end:
             level = self._request.classification.level
             if end.cause is Cause.GIVEN_UP and controller.is_passing:
-                self._lease, grant = None, end.wait or Grant(self._now_us(), 0, 0, None, {}, level)
+                self._lease, grant = None, end.wait or self._passing(self._now_us())
             else:
                 error = refusal_of(controller.engine_watch, controller.pool, policy, end, level=level)
                 self._refused(error, end.wait)
@@ -213,7 +213,8 @@ class HeldLease:
         except BaseException:
             self._withdraw()
             raise
-        self._admitted(grant)
+        self._grant, passes = grant, self._lease is None
+        self._reporter.admitted(grant, None if passes else self.priority, is_dry_run=passes)
 
     def release(self, error: BaseException | None = None) -> None:
         """Gives the lease back. `error` is what ended its block."""
@@ -244,8 +245,9 @@ class HeldLease:
     async def _enter(self) -> Grant:
         """The first grant."""
         controller, at_us = self._controller, self._now_us()
-        if controller.passes_all:
-            return self._passed()
+        if controller.passes_all:  # it holds nothing
+            self._classified(at_us)
+            return self._passing(at_us)
         if controller.is_draining:
             raise Draining("this process is shutting down and takes no new lease", retry_after_s=1)
         if controller.routing is not None:
@@ -262,17 +264,11 @@ class HeldLease:
             lease = self._lease = await turn.enter(self._request.ask())
         finally:
             self._classified(at_us)
-        lease.on_preempt = None if self._is_kept else self._preempt
+        lease.on_preempt = self._preempt if self._asked.is_preemptible else None
         return await turn.granted()
 
-    @property
-    def _is_kept(self) -> bool:
-        return self._when_preempted is None or not self._asked.is_preemptible
-
-    def _passed(self) -> Grant:
-        """Where every request passes, a lease holds nothing."""
-        self._classified(self._now_us())
-        return Grant(self._now_us(), 0, 0, None, {}, self._request.classification.level)
+    def _passing(self, at_us: int) -> Grant:
+        return Grant(at_us, 0, 0, None, {}, self._request.classification.level)
 
     def _preempt(self) -> None:
         self.is_preempted = True
@@ -298,11 +294,6 @@ class HeldLease:
         self._end()
 
     # -- what is reported of it
-
-    def _admitted(self, grant: Grant) -> None:
-        self._grant = grant
-        passes = self._lease is None
-        self._reporter.admitted(grant, None if passes else self.priority, is_dry_run=passes)
 
     def _classified(self, at_us: int) -> None:
         self._asker.tier, is_kept = self.tier, not self._asked.is_preemptible
