@@ -49,7 +49,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.admission.answer import Answer, CostReader, EngineCall
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowResult
+from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest
 from sidecar.admission.event_reporter import reporter_of
 from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.intake import RequestIntake, SizedRequest
@@ -216,7 +216,7 @@ class RequestWatcher:
             intake.check_head(scope["headers"], scope)
         except (IssuerUnavailable, TenantsUnavailable) as missing:  # enforcing would have waited, or said so
             self._found = missing
-            self._report(ShadowResult(Verdict.UNKNOWN, missing.code, None))
+            self._report(Verdict.UNKNOWN, missing.code)
         except AdmissionError as refusal:
             self._refuse(refusal)
 
@@ -290,7 +290,7 @@ class RequestWatcher:
 
     def _refuse(self, refusal: AdmissionError) -> None:
         self._found = refusal
-        self._report(ShadowResult(Verdict.REFUSED, refusal.code, None))
+        self._report(Verdict.REFUSED, refusal.code)
 
     def _begin_shadow(self, request: SizedRequest) -> None:
         """The body is complete. Called once."""
@@ -318,24 +318,25 @@ class RequestWatcher:
         try:
             self._intake.check_time(self._now_us())
         except AdmissionError as refusal:
-            self._report(ShadowResult(Verdict.REFUSED, refusal.code, None))
+            self._report(Verdict.REFUSED, refusal.code)
             return
         has_left = self._client.disconnected_us is not None
         verdict, code = (Verdict.ABANDONED, CLIENT_LEFT) if has_left else (Verdict.UNKNOWN, UNREAD)
-        self._report(ShadowResult(verdict, code, None))
+        self._report(verdict, code)
 
-    def _report(self, result: ShadowResult) -> None:
+    def _report(self, verdict: Verdict, code: str | None, wait: Grant | None = None) -> None:
+        """Reports what enforcing would have done. `wait` is there where it would have waited, or was admitted."""
         found, intake, policy = self._found, self._intake, self._snapshot.policy
         clamped_from = found.classification.clamped_from if isinstance(found, SizedRequest) else None
         now_us, client = self._now_us(), self._scope.get("client")
-        wait = result.wait or Grant(now_us, 0, 0, None, {}, 0)
+        wait = wait or Grant(now_us, 0, 0, None, {}, 0)
         observed = Observed(
             at_us=wait.at_us,
             request_id=self._request_id,
             generation=policy.generation,
-            verdict=result.verdict,
+            verdict=verdict,
             received_us=self._received_us,
-            code=result.code,
+            code=code,
             tier=intake.tier,
             tenant=None if intake.tenant is None else intake.tenant.name,
             queue_wait_us=wait.queue_wait_us,

@@ -38,12 +38,8 @@ SLIGHTLY = 0.1
 """A request that is later than its shadow by this part of the time that it generates is waited for."""
 
 
-class ShadowResult(NamedTuple):
-    """The result of a shadow request. `code` is None where it was admitted; `wait` where it never waited."""
-
-    verdict: Verdict
-    code: str | None
-    wait: Grant | None
+Report = Callable[[Verdict, str | None, Grant | None], None]
+"""Gets the result of a shadow request: a code where it was not admitted, and how it waited."""
 
 
 class WaitingShadow(NamedTuple):
@@ -64,7 +60,7 @@ class ShadowRequest:
 
     __slots__ = (
         "_ask", "_began_us", "_begun", "_controller", "_disconnected", "_ended", "_follows", "_lease", "_pool",
-        "_preempted", "_report", "_request", "_snapshot", "_times", "_turn", "_used", "sent",
+        "_preempted", "_report", "_request", "_snapshot", "_times", "_used", "sent",
     )  # fmt: skip
 
     def __init__(
@@ -72,13 +68,13 @@ class ShadowRequest:
         controller: AdmissionController,
         snapshot: PolicySnapshot,
         request: SizedRequest,
-        report: Callable[[ShadowResult], None],
+        report: Report,
     ) -> None:
         self._controller = controller
         self._pool, self._times = controller.pool, controller.engine_times
         self._snapshot = snapshot
         self._request = request
-        self._report: Callable[[ShadowResult], None] | None = report
+        self._report: Report | None = report
         self._ask = None if snapshot.estimator.counter is not None else self._sized()
         self._used: int | None = None
         self._began_us = self._pool.now_us()
@@ -90,16 +86,6 @@ class ShadowRequest:
         self._preempted: asyncio.Future[None] = loop.create_future()
         self._lease: Lease | None = None
         self._follows = False
-        self._turn = Turn(
-            self._pool,
-            snapshot.policy,
-            request,
-            EventReporter(),
-            budgets=controller.usage,
-            sizes=controller.lease_sizes,
-            disconnect=lambda: self._disconnected,
-            unlimited_s=LONGEST_WAIT_S,
-        )
 
     @property
     def is_real(self) -> bool:
@@ -175,7 +161,17 @@ class ShadowRequest:
         self._end(Verdict.UNKNOWN, code, None)
 
     async def _pass_through(self, ask: Ask) -> None:
-        request, turn = self._request, self._turn
+        controller, request = self._controller, self._request
+        turn = Turn(
+            self._pool,
+            self._snapshot.policy,
+            request,
+            EventReporter(),
+            budgets=controller.usage,
+            sizes=controller.lease_sizes,
+            disconnect=lambda: self._disconnected,
+            unlimited_s=LONGEST_WAIT_S,
+        )
         lease = self._lease = await turn.enter(ask)
         try:
             is_preemptible = self._snapshot.are_preemptible[request.classification.level] and request.may_be_repeated
@@ -299,7 +295,7 @@ class ShadowRequest:
     def _end(self, verdict: Verdict, code: str | None, wait: Grant | None) -> None:
         report, self._report = self._report, None
         if report is not None:
-            report(ShadowResult(verdict, code, wait))
+            report(verdict, code, wait)
 
 
 def _set(event: asyncio.Future[None]) -> None:
