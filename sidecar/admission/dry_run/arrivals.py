@@ -13,9 +13,6 @@ the pool would be full count: at other times it does not matter.
 from __future__ import annotations
 
 SHORTLY = 0.3
-FEWEST = 30
-"""Arrivals from which on the share says something: by chance 18 of 30 follow in one case of 20,000."""
-MOST_BY_CHANCE = 0.6
 _WEIGHT = 1 / 16
 """Of a new interval in the mean: the rate is that of the last few seconds."""
 
@@ -51,8 +48,3 @@ class Arrivals:
             self._ended = 0
         self._ended += 1
         self._end_us = now_us
-
-    @property
-    def are_closed(self) -> bool:
-        """Whether the tier's clients wait for their answers, as far as that can be seen."""
-        return self.counted >= FEWEST and self.followed > MOST_BY_CHANCE * self.counted

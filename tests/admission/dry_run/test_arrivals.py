@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from sidecar.admission.dry_run.arrivals import FEWEST, Arrivals
+from sidecar.admission.dry_run.arrivals import Arrivals
+from sidecar.cluster.doubts import FEWEST_ARRIVALS, MOST_BY_CHANCE
 
 
 def played(arrivals_us: list[int], lasts_us: int) -> Arrivals:
@@ -28,9 +29,8 @@ def test_independent_clients_are_no_closed_loop(seed: int) -> None:
         at_us += luck.expovariate(8 / 1e6)
         arrivals_us.append(round(at_us))
     found = played(arrivals_us, 1_000_000)
-    assert found.counted > FEWEST
-    assert not found.are_closed
-    assert found.followed / found.counted < 0.4
+    assert found.counted > FEWEST_ARRIVALS
+    assert found.followed / found.counted < 0.4 < MOST_BY_CHANCE
 
 
 @pytest.mark.parametrize("clients", [2, 10, 40])
@@ -45,17 +45,12 @@ def test_clients_that_send_when_they_were_answered_are_found(clients: int) -> No
         sent_us = end_us + luck.randrange(500, 3_000)
         found.arrived(sent_us, is_crowded=True)
         heapq.heappush(ends, sent_us + luck.randrange(500_000, 1_500_000))
-    assert found.are_closed
+    assert found.followed > MOST_BY_CHANCE * found.counted
 
 
-def test_quiet_times_and_few_requests_say_nothing() -> None:
+def test_quiet_times_say_nothing() -> None:
     quiet = Arrivals()
     for number in range(200):
         quiet.ended(number * 1000)
         quiet.arrived(number * 1000 + 1, is_crowded=False)
-    assert (quiet.counted, quiet.are_closed) == (0, False)
-    few = Arrivals()
-    for number in range(FEWEST - 1):
-        few.ended(number * 100_000)
-        few.arrived(number * 100_000 + 1, is_crowded=True)
-    assert not few.are_closed
+    assert (quiet.counted, quiet.followed) == (0, 0)
