@@ -201,7 +201,7 @@ def _engines(engines: Sequence[EngineRow], width: int) -> Iterator[RenderableTyp
     if not engines:
         return
     heads = ("ENGINE", *(name for name, _ in ENGINE_COLUMNS))
-    rows = [
+    rows: list[Sequence[Cell]] = [
         (_text(one.id, "red" if one.state in _UNUSABLE else ""), *(cell(one) for _, cell in ENGINE_COLUMNS))
         for one in engines
     ]
