@@ -20,7 +20,8 @@ from sidecar.cli.output import say, show, write_json
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
-from sidecar.policy.model import CapacitySource, Learn, Limits, Mode, Policy, StoredTenants, Tenant, Unguarded
+from sidecar.policy.declared import figures as as_figures
+from sidecar.policy.model import CapacitySource, Learn, Mode, Policy, StoredTenants, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_certain_request, largest_request
 from sidecar.policy.size_limits import SizeLimits
@@ -122,7 +123,7 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "background": policy.background.value,
         "usage": policy.usage.value,
         "tenants": sorted(policy.named),
-        "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
+        "limits": {name: as_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
         "silent_alerts": silent_alerts(policy),
         "warnings": _listed(found),
     }
@@ -159,19 +160,6 @@ def _tier_figures(policy: Policy, tier: TierRules) -> dict[str, Any]:
         "limit": _both(tier.limit_tokens, tier.limit_requests),
         "largest_request": _both(*_largest(policy, tier.level)),
         "largest_certain_request": _both(*_certain(policy, tier.level)),
-    }
-
-
-def _limit_figures(limits: Limits) -> dict[str, float | None]:
-    """A tenant's limits under the policy's own keys; None where there is none. `burst` is in seconds."""
-    return {
-        "requests_per_minute": limits.requests_per_minute,
-        "tokens_per_minute": limits.tokens_per_minute,
-        "tokens_per_day": limits.tokens_per_day,
-        "tokens_per_month": limits.tokens_per_month,
-        "concurrent_requests": limits.concurrent_requests,
-        "max_output_tokens": limits.max_output_tokens,
-        "burst": limits.burst_us / 1_000_000,
     }
 
 

@@ -11,11 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.request_path import endpoint_of
-from sidecar.admission.turn import Turn, TurnEnded, Unreported, no_room
+from sidecar.admission.turn import Turn, TurnEnded, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, SourceAnswer, api_key
@@ -234,7 +235,7 @@ class RequestExplanation:
     async def _take_turn(self, request: SizedRequest, ask: Ask, pool: Pool) -> None:
         """Takes its turn in an empty pool. Raises the pool's refusal, or that of a wait that no grant would end."""
         classification = request.classification
-        turn = Turn(pool, self._policy, classification.tenant, Unreported(), budgets=None, max_wait_s=0)
+        turn = Turn(pool, self._policy, classification.tenant, EventReporter(), budgets=None, max_wait_s=0)
         try:
             lease = await turn.enter(ask)
         finally:

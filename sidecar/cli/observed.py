@@ -99,11 +99,15 @@ def _replicas(number: int, verb: str | None = None) -> str:
     return f"{number} replicas {verb or 'observe'}"
 
 
+_SUMS = "the sums are in the metrics: sum by (admission_tier, admission_decision) (admission_observed_total)."
+
+
 def _left_out(report: ObservedReport) -> list[str]:
     if not report.left_out:
         return []
     names = ", ".join(report.left_out)
-    return [f"left out: {_replicas(len(report.left_out))} by another policy ({names})"]
+    many = f"{_replicas(len(report.left_out))}, too ({names})"
+    return wrapped(f"not counted: {many}. Each has a report of its own; {_SUMS}")
 
 
 def _rows(heading: str, rows: Sequence[ObservedRow]) -> list[str]:

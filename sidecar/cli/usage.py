@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from urllib.parse import urlencode
 
-from sidecar.admin.usage_routes import MOST_DAYS, Usage, UsageRow
+from sidecar.admin.operations import MOST_DAYS
+from sidecar.admin.usage_routes import Usage, UsageRow
 from sidecar.cli.admin_client import CannotSee, add_admin, page_of
 from sidecar.cli.arguments import whole_number
 from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, require_writable, show, write_json
