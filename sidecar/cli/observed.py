@@ -17,7 +17,6 @@ from sidecar.cli.output import require_writable, show
 from sidecar.cluster.dry_run import ObservedReport, ObservedRow
 from sidecar.cluster.phrases import count
 from sidecar.durations import short_duration
-from sidecar.telemetry.logs.formats import one_line
 from sidecar.tools.text import table, wrapped
 
 EXAMPLE = """  sidecar observed
@@ -132,7 +131,7 @@ def _details(report: ObservedReport) -> list[str]:
             lines.append(f"tokens that went ahead while {_name(row)} waited: {tokens}")
     if report.total.unknown:
         lines.append(f"not known what would have become of: {_counted(report.total.unknown)}")
-    return [one_line(line) for line in lines] + ([""] if lines else [])
+    return lines + ([""] if lines else [])
 
 
 def _time(seconds: float, *, is_least: bool = False) -> str:

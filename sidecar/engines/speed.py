@@ -259,6 +259,7 @@ class EngineSpeed:
         self.generating = Concurrency()
         self.tokens_per_event = 1.0
         self._in_line: dict[Call, None] = {}
+        self._first_since_us = 0
         self._unseen: deque[tuple[int, Call]] = deque()
         self.first = VotedTimes(DEFAULT_FIRST, DEFAULT_PROMPT)
         self.token = VotedTimes(DEFAULT_TOKEN, DEFAULT_SEQUENCES)
@@ -310,12 +311,12 @@ class EngineSpeed:
         When the prompt of an answer that does not stream is computed cannot be seen: it counts for its predicted time.
         """
         self._advance(now_us)
-        # On average half of the first prompt in line is computed.
-        half = next(iter(self._in_line)).uncached / 2 if self._in_line else 0.0
-        backlog = self.unprefilled - half + uncached
+        backlog = self.unprefilled - self._computed(now_us) + uncached
         self.unprefilled += uncached
         self.running += sequences
         call = Call(tenant, uncached, sequences, now_us, backlog, round(self.first.line_or_default.at(backlog)))
+        if not self._in_line:
+            self._first_since_us = now_us
         self._in_line[call] = None
         if not streams:
             self._unseen.append((now_us + call.predicted_us, call))
@@ -364,9 +365,20 @@ class EngineSpeed:
         self.running -= call.sequences
         self.generating.change(-call.sequences, now_us)
 
+    def _computed(self, now_us: int) -> float:
+        """The tokens of the first prompt in line that should be computed: half of it, while its speed is not known."""
+        if not self._in_line:
+            return 0.0
+        tokens, line = next(iter(self._in_line)).uncached, self.first.line
+        if line is None or not line.slope_us:
+            return tokens / 2
+        return min(tokens, max(0, now_us - self._first_since_us) / line.slope_us)
+
     def _prefilled(self, call: Call, now_us: int) -> None:
         """The prompt is computed, and the answer begins."""
         call.is_prefilled = True
+        if call is next(iter(self._in_line)):
+            self._first_since_us = now_us
         del self._in_line[call]
         self.unprefilled -= call.uncached
         self.generating.change(call.sequences, now_us)

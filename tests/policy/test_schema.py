@@ -6,9 +6,13 @@ from typing import Any
 
 import pydantic
 import pytest
+import yaml
 
+from sidecar.policy.compiler import load
+from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.reference import reference_text
 from sidecar.policy.schema import SCHEMAS, schema_document, schema_text
+from tests.policy.files import pool
 from tests.support.each import each
 
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -31,6 +35,24 @@ def _mappings(kind: type) -> list[dict[str, Any]]:
     """The keys of a file, and those of the mappings inside it."""
     document = schema_document(kind)
     return [part["properties"] for part in (document, *document.get("$defs", {}).values())]
+
+
+EXAMPLES = {
+    kind: {name: key["examples"][0] for name, key in schema_document(kind)["properties"].items() if "examples" in key}
+    for kind in SCHEMAS.values()
+}
+
+
+def test_the_examples_of_the_reference_are_read(tmp_path: Path) -> None:
+    one = {name: example for name, example in EXAMPLES[PoolFile].items() if name != "tenants"}
+    one |= {"engine": "vllm", "sources": ["engine", "body"], "engine_levels": {"high": 5, "normal": 10}}
+    one |= {"default_tier": "normal", "anonymous": "normal", "aging": {"promote_after": "5m", "ceiling": "normal"}}
+    one["jwt"] = {**one["jwt"], "jwks": "https://id.example/keys"}
+    for left_out in (("engines", "models"), ("capacity",)):
+        written = {name: example for name, example in one.items() if name not in left_out}
+        if "engines" in written:
+            written["models"] = {"llama-70b": {"engines": ["a"]}}
+        load(pool(tmp_path, yaml.safe_dump(written, sort_keys=False)))
 
 
 @each("path", [POLICIES / "policy.yaml", *sorted((POLICIES / "tenants").glob("*.yaml"))], ids=str)
