@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from fractions import Fraction
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
@@ -113,7 +114,8 @@ def declared(cls: type[T]) -> type[T]:
         cls.__annotations__[name] = hint
         if isinstance(found, _Key):
             setattr(cls, name, found.made(name, hint))
-    extra = getattr(cls, "SCHEMA", None)
+    # Its purpose is written here, because pydantic 2.9 leaves out that of a dataclass.
+    extra = {"description": cleandoc(cls.__doc__ or ""), **getattr(cls, "SCHEMA", {})}
     cls.__pydantic_config__ = ConfigDict(  # type: ignore[attr-defined]
         extra="forbid", hide_input_in_errors=True, json_schema_extra=extra
     )
