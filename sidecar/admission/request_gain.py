@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
-from sidecar.events import Outcome, ServiceGain
-from sidecar.gain.engine_speed import (
+from sidecar.engines.speed import (
     LOOK_AFTER,
     MOST_TOKENS_PER_EVENT,
     Call,
@@ -32,6 +30,7 @@ from sidecar.gain.engine_speed import (
     EngineSpeeds,
     Load,
 )
+from sidecar.events import Outcome, ServiceGain
 from sidecar.gain.ledger import GainLedger, TierGain, TierGainDocument
 from sidecar.gain.token_deadlines import Earned, Objective, TokenDeadlines
 from sidecar.lengths.lease_size import LeaseSizes
@@ -66,13 +65,6 @@ def gain_of(objective: Objective, speed: Coefficients, uncached: int, tokens: in
         objective.ttft_us - speed.prefill_us(uncached),
         max(LEAST_SLACK_US, objective.tpot_us - speed.token_us),
     ).bounded()
-
-
-class AnswerReader(Protocol):
-    """What reads an answer as it passes: the usage reader, or what measures its tokens, too."""
-
-    def feed(self, body: bytes) -> bool:
-        """Takes the next bytes of the response, as they were sent. Returns whether the events so far were counted."""
 
 
 class GainDocument(msgspec.Struct, frozen=True):
@@ -181,7 +173,7 @@ class RequestGain:
         self._call: Call | None = None
         self._deadlines: TokenDeadlines | None = None
 
-    def sent(self, engine_id: str | None, usage: UsageReader) -> AnswerReader:
+    def sent(self, engine_id: str | None, usage: UsageReader) -> UsageReader | RequestGain:
         """The request is sent to an engine, by its id. Returns what reads the answer."""
         request, payload = self._request, self._request.payload
         name = None if engine_id is None else engine_id.partition("#")[0]
@@ -192,7 +184,6 @@ class RequestGain:
         self._call = speed.sent(
             tenant,
             max(0, prompt - hit),
-            (prompt + max(prompt, request.tokens)) // 2,  # half of its output, over its time
             now_us,
             sequences=payload.sequences,
             streams=payload.stream,

@@ -13,9 +13,11 @@ import asyncio
 import math
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
+from sidecar.admission.client import ClientComments
 from sidecar.admission.engine_route import EngineHealth, no_engine
+from sidecar.admission.event_reporter import EventReporter
 from sidecar.durations import short_duration
 from sidecar.errors import (
     AdmissionError,
@@ -28,6 +30,7 @@ from sidecar.events import Obstacle
 from sidecar.policy.model import Policy, Tenant, Tier
 from sidecar.pools import Ask, Grant, Lease, Pool
 from sidecar.pools.base import QueueStanding, WaitGivenUp
+from sidecar.tenants.tenant_usage import TenantUsage
 
 _PREEMPTED = (Obstacle.PREEMPTED, "its room went to a more important request")
 _UNANSWERED = (Obstacle.ENGINE, "its engine did not answer it")
@@ -58,56 +61,6 @@ class TurnEnded(Exception):
         self.most_s = most_s
 
 
-class Budgets(Protocol):
-    """Budgets of tokens of the tenants: see `TenantUsage`."""
-
-    def within(self, ask: Ask, tenant: Tenant, pool: Pool) -> Ask:
-        """The ask as its tenant's budgets allow it. Raises TenantLimit."""
-
-    def used_up(self, tenant: Tenant) -> TenantLimit | None:
-        """The refusal of a request that has waited while a budget was used up."""
-
-
-class Reports(Protocol):
-    """Receives what happens in a turn: see `EventReporter`."""
-
-    def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
-        """The request has to wait from now on."""
-
-    def waited_for_store(self, since_us: int) -> None:
-        """The pool's first answer admitted the request, but took so long that it counts as a wait."""
-
-    def preempted(self, admitted_us: int, times: int, *, is_unreached: bool = False) -> None:
-        """The request gives its room back for the n-th time, and waits again."""
-
-
-class Unreported:
-    """Reports of a turn that no one is told of."""
-
-    def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
-        """See `Reports`."""
-
-    def waited_for_store(self, since_us: int) -> None:
-        """See `Reports`."""
-
-    def preempted(self, admitted_us: int, times: int, *, is_unreached: bool = False) -> None:
-        """See `Reports`."""
-
-
-class Comments(Protocol):
-    """Comments for a client that waits, one every `every_s` seconds."""
-
-    @property
-    def every_s(self) -> float:
-        """Seconds between two comments."""
-
-    async def comment(self, text: str) -> None:
-        """Sends a line that the client skips."""
-
-    async def admitted(self, wait_s: float) -> None:
-        """Says that the wait is over, where a comment was sent before."""
-
-
 class Turn:
     """The turn of one request of `tenant`, by the policy under which it came. Call `enter` first, then `granted`.
 
@@ -115,10 +68,9 @@ class Turn:
     neither has a limit, a wait ends after `unlimited_s`, None for never.
     `disconnect` gives the future that is done when the client has left, None where there is no client. `comments` gives
     what a waiting client is told about its lease, None for nothing; it is called when a wait begins. `is_over` says
-    that nothing waits any more, because every request passes. `level` is the
-    level that is charged, or whose queue is full; `lease` is there once the pool has taken the request. `preemptions`
-    and `hand_backs` count how often it waited again, because a more important request needed the room, and because no
-    engine took it.
+    that nothing waits any more, because every request passes. `level` is the level that is charged, or whose queue is
+    full; `lease` is there once the pool has taken the request. `preemptions` and `hand_backs` count how often it waited
+    again, because a more important request needed the room, and because no engine took it.
     """
 
     __slots__ = (
@@ -133,13 +85,13 @@ class Turn:
         pool: Pool,
         policy: Policy,
         tenant: Tenant,
-        reports: Reports,
+        reports: EventReporter,
         *,
-        budgets: Budgets | None,
+        budgets: TenantUsage | None,
         max_wait_s: float | None,
         disconnect: Callable[[], asyncio.Future[Any]] | None = None,
         unlimited_s: float | None = None,
-        comments: Callable[[Lease], Comments | None] = lambda _: None,
+        comments: Callable[[Lease], ClientComments | None] = lambda _: None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._pool = pool
@@ -171,7 +123,7 @@ class Turn:
         except QueueFull as full:
             self.level = self.level if full.level is None else full.level
             raise
-        self.level = self.lease.tier
+        self.level = self.lease.ask.tier
         return self.lease
 
     async def granted(self) -> Grant:
@@ -277,7 +229,7 @@ class Turn:
         """How the wait went, after the lease was given back, or the queue left."""
         return self.lease.grant if self.lease.settle(0) else await self.lease.leave()
 
-    async def _wait_for(self, events: set[asyncio.Future[Any]], comments: Comments | None) -> None:
+    async def _wait_for(self, events: set[asyncio.Future[Any]], comments: ClientComments | None) -> None:
         """Returns when one of the events has come, or the time of the wait is over. Comments go out meanwhile."""
         left_s = math.inf if self._ends_us is None else max(0, self._ends_us - self._pool.now_us()) / 1e6
         if comments is None:

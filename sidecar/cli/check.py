@@ -16,7 +16,7 @@ from typing import Any
 
 from sidecar.cli.arguments import add_policy, policy_path
 from sidecar.cli.check_engines import engines_figures, engines_text, pools, with_engine_list
-from sidecar.cli.output import show, write_json
+from sidecar.cli.output import say, show, write_json
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
@@ -44,9 +44,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         loaded, found = with_engine_list(load_files(policy_path(args.policy)))
     except PolicyError as refused:
-        print(refused, file=sys.stderr)
         count = len(refused.problems)
-        print(f"\n{count} mistake{'s' * (count != 1)}; the policy cannot be used", file=sys.stderr)
+        say(f"{refused}\n\n{count} mistake{'s' * (count != 1)}; the policy cannot be used", sys.stderr)
         write_json(args.json, {"ok": False, "errors": _listed(refused.problems)})
         return 1
     found = (*found, *warnings(loaded.policy, loaded.place), *_unbounded(loaded), *_without_store(loaded))

@@ -19,7 +19,6 @@ from sidecar.cli.output import CommandFailed, require_writable, show
 from sidecar.cluster.phrases import count
 from sidecar.durations import short_duration
 from sidecar.engines.view import EngineDocument
-from sidecar.telemetry.logs.formats import one_line
 from sidecar.tools.text import table
 
 EXAMPLE = """  sidecar engines list
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         engines = page_of(args.admin, "/engines", Engines)
         return show(args.json, engines, lambda: lines(engines.engines))
     change = _change(args)
-    return show(args.json, change, lambda: [one_line(_said(change, args))])
+    return show(args.json, change, lambda: [_said(change, args)])
 
 
 def _mistake(args: argparse.Namespace) -> str | None:
@@ -99,7 +98,7 @@ def lines(engines: Sequence[EngineDocument]) -> list[str]:
     """The engines as a table, and under it why some get no requests."""
     heads = ["ENGINE", *(name for name, _ in _COLUMNS)]
     rows = [[row.id, *(cell(row) for _, cell in _COLUMNS)] for row in engines]
-    return [*table([heads, *rows]), *(one_line(_why(row)) for row in engines if row.reason is not None)]
+    return [*table([heads, *rows]), *(_why(row) for row in engines if row.reason is not None)]
 
 
 def _why(row: EngineDocument) -> str:

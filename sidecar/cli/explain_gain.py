@@ -11,7 +11,7 @@ from sidecar.admission.intake import SizedRequest
 from sidecar.admission.policy_snapshot import objective_of
 from sidecar.admission.request_gain import gain_of
 from sidecar.durations import exact_duration, policy_duration
-from sidecar.gain.engine_speed import DEFAULTS, Coefficients
+from sidecar.engines.speed import DEFAULTS, Coefficients
 from sidecar.gain.token_deadlines import Objective, asked_slo
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, TierRules

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from sidecar.admission.pending_aborts import CALL_KEY, EngineCall
+from sidecar.admission.answer import EngineCall
+from sidecar.admission.pending_aborts import CALL_KEY
 from sidecar.admission.request import RequestHandler
 from sidecar.admission.usage import UsageReader
 from sidecar.events import Event, Received
@@ -295,6 +296,7 @@ async def test_an_error_after_a_complete_answer_adds_nothing_to_it(policy: Polic
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(task, PATIENCE_S)
     assert [message.get("more_body") for message in caller.sent].index(False) == len(caller.sent) - 1
+    assert guarded.recorder.ends == ["completed"]
     await guarded.nothing_left()
 
 

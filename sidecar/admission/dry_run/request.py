@@ -46,14 +46,14 @@ from typing import TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.answer import BODIES, AppCall, CostReader, body_of
+from sidecar.admission.answer import BODIES, CostReader, EngineCall, body_of, learn
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.engine_times import SentRequest
 from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowResult
 from sidecar.admission.event_reporter import reporter_of
 from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.intake import RequestIntake, SizedRequest
-from sidecar.admission.request_gain import AnswerReader
+from sidecar.admission.request_gain import RequestGain
 from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
 from sidecar.chunks import with_write
@@ -79,7 +79,7 @@ class DryRunRequest:
     """
 
     __slots__ = (
-        "_app_call", "_controller", "_endpoint", "_front", "_receive", "_received_us", "_scope", "_send", "_watcher",
+        "_call", "_controller", "_endpoint", "_front", "_receive", "_received_us", "_scope", "_send", "_watcher",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917  # the three of ASGI, and what they belong to
@@ -100,7 +100,7 @@ class DryRunRequest:
         self._receive = receive
         self._send = send
         self._watcher: RequestWatcher | None = None
-        self._app_call: AppCall | None = None
+        self._call: EngineCall | None = None
 
     async def run(self) -> None:
         """Calls the app. Raises only what the app raises."""
@@ -115,12 +115,12 @@ class DryRunRequest:
             with_write(scope, None)  # every message is watched
             if self._endpoint.forward_to is not None:
                 scope = forwarded_scope(scope, self._endpoint, scope["headers"])
-            app_call = self._app_call = AppCall(None, None if self._watcher is None else self._watcher.app_trace())
-            token = current.set(app_call)
+            call = self._call = EngineCall(trace=None if self._watcher is None else self._watcher.app_trace())
+            token = current.set(call)
             try:
                 await call_app(controller, self._scope, scope, self._receive_for_app, self._send_for_app)
             finally:
-                app_call.returned(token)
+                call.returned(token)
         except BaseException as error:
             raised = error
             raise
@@ -148,8 +148,8 @@ class DryRunRequest:
         if message["type"] not in BODIES or message.get("more_body", False):
             await self._send(message)
             return
-        assert self._app_call is not None
-        await self._app_call.send_last(self._send, message)
+        assert self._call is not None
+        await self._call.send_last(self._send, message)
         self._watch(lambda watcher: watcher.on_end(None, is_complete=True))
 
     def _watch(self, show: Callable[[RequestWatcher], Shown]) -> Shown | None:
@@ -200,7 +200,7 @@ class RequestWatcher:
         self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
         self._usage = UsageReader()
         self._cost = None if endpoint.cost is None else CostReader(endpoint.cost)
-        self._reader: AnswerReader = self._usage
+        self._reader: UsageReader | RequestGain = self._usage
         self._shadow: ShadowRequest | None = None
         self._sent: SentRequest | None = None
         self._status: int | None = None
@@ -216,7 +216,8 @@ class RequestWatcher:
 
     def app_trace(self) -> AppTrace | None:
         """See `Observation.app_trace`: the request is admitted while the app runs, so it is that of `admission`."""
-        return self._reporter.app_trace()
+        observation = self._reporter.observation
+        return None if observation is None else observation.app_trace()
 
     def on_request(self, message: Message) -> None:
         """The app is about to get this message."""
@@ -245,8 +246,6 @@ class RequestWatcher:
                     self._usage.has_begun = True
                     self._reporter.first_byte(self._status)
                     self._first_byte()
-                    if self._reporter.gain is not None:
-                        self._reporter.gain.first_byte(self._status)
                 self._reader.feed(body)
             # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
             self._is_answered = not message.get("more_body", False) and not self._disconnected
@@ -281,7 +280,8 @@ class RequestWatcher:
             self._end_sent(self._sent, outcome, charged)
         if isinstance(self._found, SizedRequest):
             is_complete = outcome is Outcome.COMPLETED
-            self._controller.learn(self._found, self._snapshot.policy, usage, self._status, is_complete, False)
+            policy, status = self._snapshot.policy, self._status
+            learn(self._controller, self._found, policy, usage, status, is_complete=is_complete, is_failure=False)
         used = usage.used_tokens(prompt_tokens), usage.input_tokens, usage.output_tokens, usage.cached_tokens
         self._reporter.settled(outcome, status=self._status, used=used, error=code)
 
@@ -336,7 +336,7 @@ class RequestWatcher:
         shadow = ShadowRequest(controller, self._snapshot, request, self._report)
         self._sent = shadow.sent
         if not self._usage.has_begun:  # an app may answer before it has read the body
-            self._reporter.classified(request, self._endpoint, self._snapshot.policy, self._now_us())
+            self._reporter.classified(request, self._endpoint, self._snapshot, self._now_us())
             self._reporter.passed(self._now_us(), request.classification.level)
             self._measure_gain(request)
         if controller.shadows.follow(shadow):
@@ -391,7 +391,7 @@ class RequestWatcher:
             clamped_from=None if clamped_from is None else policy.tiers[clamped_from].name,
         )
         if not self._is_over:
-            self._reporter.observed(observed)
+            self._reporter.event(observed)
         if (report := self._controller.monitor.observed) is not None:
             report(observed)
 

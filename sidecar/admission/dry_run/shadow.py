@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import PolicySnapshot
-from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
+from sidecar.admission.turn import Cause, Turn, TurnEnded
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.events import Verdict
 from sidecar.pools import Ask, Grant
@@ -90,7 +91,7 @@ class ShadowRequest:
             self._pool,
             snapshot.policy,
             request.classification.tenant,
-            Unreported(),
+            EventReporter(),
             budgets=controller.usage,
             max_wait_s=request.max_wait_s,
             disconnect=lambda: self._disconnected,

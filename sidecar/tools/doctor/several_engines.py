@@ -90,7 +90,7 @@ def _row(one: ExaminedEngine) -> Mapping[str, Any]:
     }
 
 
-def table(engines: Sequence[ExaminedEngine]) -> list[tuple[str, ...]]:
+def cells(engines: Sequence[ExaminedEngine]) -> list[tuple[str, ...]]:
     """The rows as text, with a head."""
     head = ("", "verdict", "model", "tokens", "requests", "prefix cache", "cached tokens")
     return [head, *(_cells(row) for row in rows(engines))]

@@ -14,14 +14,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, sized_ask
 from sidecar.admission.policy_snapshot import objective_of
 from sidecar.admission.request_gain import gain_of
-from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
+from sidecar.admission.turn import Cause, Turn, TurnEnded
 from sidecar.apis import Api
 from sidecar.classify import Classification, Fallback
+from sidecar.engines.speed import Coefficients
 from sidecar.errors import AdmissionError, QueueTimeout
-from sidecar.gain.engine_speed import Coefficients
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSize, LeaseSizes
 from sidecar.payload.decode import decode
@@ -88,7 +89,7 @@ class ProductAdmission:
             self._pool,
             self._policy,
             tenant,
-            Unreported(),
+            EventReporter(),
             budgets=None,
             max_wait_s=None,
             disconnect=lambda: held.left,
