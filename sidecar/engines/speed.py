@@ -24,12 +24,13 @@ No I/O and no clock. Every method is O(1) in the requests that run.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 from zlib import crc32
 
 import msgspec
 
 from sidecar.engines.robust_line import Line, TimesBySize
+from sidecar.figures import SECONDS, gauge
 
 GROUPS = 16
 """Of tenants, by a hash of their names: a share of the vote for each, in bounded memory."""
@@ -86,15 +87,51 @@ class EngineSpeedDocument(msgspec.Struct, frozen=True):
     """
 
     engine: str | None
-    prefill_ns: int
-    output_ns: int
-    token_us: int
+    prefill_ns: Annotated[
+        int,
+        gauge(
+            "admission.engine.time.prefill_token",
+            "The engine's time for an uncached token of a prompt.",
+            SECONDS,
+            per_unit=10**9,
+        ),
+    ]
+    output_ns: Annotated[
+        int,
+        gauge(
+            "admission.engine.time.output_token",
+            "The engine's time for an output token, as one of all that run.",
+            SECONDS,
+            per_unit=10**9,
+        ),
+    ]
+    token_us: Annotated[
+        int,
+        gauge(
+            "admission.engine.time.between_tokens",
+            "The time between two tokens of an answer, at the present load.",
+            SECONDS,
+            per_unit=10**6,
+        ),
+    ]
     first_us: int
     is_known: bool
     first_samples: int
     token_samples: int
-    first_error: float | None
-    token_error: float | None
+    first_error: Annotated[
+        float | None,
+        gauge(
+            "admission.engine.prediction_error.first_token",
+            "Mean error of the predicted times to first tokens, in parts of the larger of both times.",
+        ),
+    ]
+    token_error: Annotated[
+        float | None,
+        gauge(
+            "admission.engine.prediction_error.between_tokens",
+            "Mean error of the predicted times between tokens, in parts of the larger of both times.",
+        ),
+    ]
 
 
 class Load(NamedTuple):
