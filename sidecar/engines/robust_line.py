@@ -23,7 +23,7 @@ ENOUGH = 8
 RECENT = 512
 """Newest samples that a line is fitted to: an engine that slows down is learned also where its loads changed."""
 MOST_BETWEEN_FITS = 64
-"""Samples. A fit costs some 100 microseconds, so the more is known the less often it is made: after an eighth more."""
+"""Samples. A fit costs some 200 microseconds, so the more is known the less often it is made: after an eighth more."""
 FAR_APART = 1.5
 """Ratio of two sizes that show a slope. Between closer ones the noise of a step would be larger than the slope."""
 MOST_ERRORS = 2.2
@@ -155,7 +155,8 @@ class TimesBySize:
         samples.append((self.samples, size, took_us))
         if self.samples < self._refit_at:
             return False
-        self._refit_at = self.samples + max(1, min(MOST_BETWEEN_FITS, self.samples // 8))
+        more = 1 if self.samples < ENOUGH else max(ENOUGH // 2, min(MOST_BETWEEN_FITS, self.samples // 8))
+        self._refit_at = self.samples + more
         self._fit()
         return True
 
