@@ -22,21 +22,24 @@ checkout. Its arrival times, which are rounded to 3 s, are spread evenly at rand
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 from benchmarks.prefix_cache import BLOCK_TOKENS, TRACE
 from sidecar.fleet.prefix_table import Chain, PrefixTable, Sent
 from sidecar.payload.prompt_bytes import PromptBytes
-from sidecar.tools.emulator.kv_cache import KvCache
-from sidecar.tools.emulator.scheduler import Rank, RunningBatch, StepModel, WaitingQueue, first_come
-from sidecar.tools.emulator.scheduler import Sequence as EngineSequence
+from sidecar.tools.replay.trace import Row
+from sidecar.tools.simulate.load import Request
+from sidecar.tools.simulate.play import Stage, play
+from sidecar.tools.simulate.virtual_loop import VirtualLoop
+from sidecar.tools.step_model.kv_cache import KvCache
+from sidecar.tools.step_model.model import EngineModel
 
 BYTES_PER_TOKEN = 4
 ROUNDED_S = 3.0
@@ -57,17 +60,26 @@ def chain_of(names: tuple[int, ...], tokens: int) -> Chain:
     return Chain(PromptBytes("m", data, len(data)), tokens)
 
 
-class Ticket(EngineSequence):
+MODEL = EngineModel(
+    name="emulated",
+    max_sequences=128,
+    chunk_tokens=1_024,
+    kv_tokens=KV_TOKENS,
+    block_tokens=BLOCK_TOKENS,
+    step_us=20_000,
+    step_us_per_prefill_token=40,
+)
+
+
+class Ticket(Request):
     """One request of the trace, from its arrival to its end."""
 
-    def __init__(self, arrival_s: float, names: tuple[int, ...], tokens: int, output_tokens: int) -> None:
-        super().__init__(tokens, output_tokens, [b"%d" % name for name in names[: tokens // BLOCK_TOKENS]])
-        self.arrival_s = arrival_s
-        self.chain = chain_of(names, tokens)
+    def __init__(self, row: Row) -> None:
+        tokens = row.input_tokens or 0
+        super().__init__(row, 0, "", [b"%d" % name for name in row.hash_ids[: tokens // BLOCK_TOKENS]])
+        self.chain = chain_of(row.hash_ids, tokens)
         self.hits: Sequence[int] = ()
-        self.engine = 0
         self.unprefilled = 0
-        self.first_s: float | None = None
 
 
 def read(trace: Path, most: int, stretch: float) -> list[Ticket]:
@@ -78,14 +90,17 @@ def read(trace: Path, most: int, stretch: float) -> list[Ticket]:
     return sorted(
         (
             Ticket(
-                (row["timestamp"] / 1_000 + rng.uniform(0, ROUNDED_S)) * stretch,
-                tuple(row["hash_ids"]),
-                row["input_length"],
-                min(row["output_length"], LONGEST_OUTPUT),
+                Row(
+                    0,
+                    (row["timestamp"] / 1_000 + rng.uniform(0, ROUNDED_S)) * stretch,
+                    row["input_length"],
+                    min(row["output_length"], LONGEST_OUTPUT),
+                    tuple(row["hash_ids"]),
+                )
             )
             for row in rows
         ),
-        key=lambda ticket: ticket.arrival_s,
+        key=lambda ticket: ticket.at_us,
     )
 
 
@@ -112,7 +127,7 @@ class Oracle(Predictor):
 
     def hits(self, ticket: Ticket) -> Sequence[int]:
         """See `Predictor`."""
-        return [cache.hit_length(ticket.blocks, ticket.prompt_tokens) for cache in self._caches]
+        return [cache.hit_length(ticket.blocks, ticket.prompt) for cache in self._caches]
 
 
 class Tables(Predictor):
@@ -133,7 +148,7 @@ class Tables(Predictor):
 
     def sent(self, ticket: Ticket) -> None:
         """See `Predictor`."""
-        table = self.tables[ticket.engine]
+        table = self.tables[ticket.engine or 0]
         if self._moments == "end":
             had = table.hit(ticket.chain)
             self._sent[ticket] = Sent(had, had, table.scale, is_settled=False)
@@ -142,11 +157,11 @@ class Tables(Predictor):
 
     def ended(self, ticket: Ticket) -> None:
         """See `Predictor`."""
-        table, sent = self.tables[ticket.engine], self._sent.pop(ticket)
+        table, sent = self.tables[ticket.engine or 0], self._sent.pop(ticket)
         if self._learns:
-            table.learn(ticket.chain, sent, ticket.prompt_tokens, ticket.cached_tokens)
+            table.learn(ticket.chain, sent, ticket.prompt, ticket.cached_tokens)
         if self._moments != "start":
-            table.end(ticket.chain, ticket.output_tokens)
+            table.end(ticket.chain, ticket.output)
         predicted = ticket.chain.tokens_of(sent.had)
         self.predicted += predicted
         self.actual += ticket.cached_tokens
@@ -158,116 +173,106 @@ class Tables(Predictor):
         return self.scales[len(self.scales) // 2 :]
 
 
-class Engine:
-    """One engine of the emulator, and what the ledgers know of it."""
+class Held:
+    """What the ledgers know of one engine."""
 
     def __init__(self) -> None:
-        model = StepModel(
-            max_num_seqs=128,
-            prefill_tokens_per_step=1_024,
-            kv_tokens=KV_TOKENS,
-            step_s=0.02,
-            step_s_per_prefill_token=4e-5,
-        )
-        self.cache = KvCache(KV_TOKENS, BLOCK_TOKENS, caches_prefixes=True)
-        self.batch: RunningBatch[Ticket] = RunningBatch(model, self.cache)
-        self.queue: WaitingQueue[Ticket] = WaitingQueue(first_come)
-        self.held = self.unprefilled = 0
-        self.is_stepping = False
+        self.tokens = self.unprefilled = 0
 
     def has_room(self, ticket: Ticket, hit: int) -> bool:
         """R2' of fleet.md."""
-        alone = max(0, ticket.prompt_tokens - hit)
-        fits = self.held + ticket.tokens <= KV_TOKENS
+        alone = max(0, ticket.prompt - hit)
+        fits = self.tokens + ticket.tokens <= KV_TOKENS
         return fits and (self.unprefilled == 0 or self.unprefilled + alone <= PREFILL)
 
     def score(self, ticket: Ticket, hit: int, claimed: int) -> int:
         """The placement of fleet.md; the smallest wins."""
-        return (self.unprefilled + claimed + ticket.prompt_tokens - 2 * hit) * 50 + self.held
+        return (self.unprefilled + claimed + ticket.prompt - 2 * hit) * 50 + self.tokens
 
 
-class Simulation:
-    """The trace before some engines, in virtual time. `first_s` of every ticket is known at the end."""
+class Placement:
+    """Late binding before some engines: see `simulate.play.Admission`."""
 
-    def __init__(self, engines: Sequence[Engine], predictor: Predictor, watching: Sequence[Predictor] = ()) -> None:
-        self._engines = engines
+    def __init__(self, stage: Stage, predictor: Predictor, watching: Sequence[Predictor] = ()) -> None:
+        self._stage = stage
+        self._held = [Held() for _ in stage.engines]
         self._predictor = predictor
         self._all = [predictor, *watching]
         self._waiting: list[Ticket] = []
-        self._steps: list[tuple[float, int]] = []
+        self._places = count()
 
-    def run(self, trace: Sequence[Ticket]) -> None:
-        """Plays the trace to its end."""
-        at = 0
-        while at < len(trace) or self._steps:
-            if at < len(trace) and (not self._steps or trace[at].arrival_s <= self._steps[0][0]):
-                ticket, now_s = trace[at], trace[at].arrival_s
-                at += 1
-                ticket.hits = self._predictor.hits(ticket)
-                self._waiting.append(ticket)
-                self._decide(now_s)
-            else:
-                now_s, number = heapq.heappop(self._steps)
-                if self._end_step(number, now_s):
-                    self._decide(now_s)
-                self._begin_step(number, now_s)
+    def arrives(self, ticket: Request) -> None:
+        """See `Admission`."""
+        assert isinstance(ticket, Ticket)
+        ticket.hits = self._predictor.hits(ticket)
+        self._waiting.append(ticket)
+        self._decide()
 
-    def _begin_step(self, number: int, now_s: float) -> None:
-        engine = self._engines[number]
-        engine.is_stepping = bool(len(engine.batch) or len(engine.queue))
-        if engine.is_stepping:
-            heapq.heappush(self._steps, (now_s + engine.batch.begin(engine.queue).duration_s, number))
+    def first_token(self, ticket: Request) -> None:
+        """See `Admission`."""
+        assert isinstance(ticket, Ticket)
+        self._held[ticket.engine or 0].unprefilled -= ticket.unprefilled
+        self._decide()
 
-    def _end_step(self, number: int, now_s: float) -> bool:
-        """Whether room came free."""
-        engine, freed = self._engines[number], False
-        output = engine.batch.end()
-        for ticket in output.emitted:
-            if ticket.first_s is None:
-                ticket.first_s = now_s
-                engine.unprefilled -= ticket.unprefilled
-                freed = True
-        for ticket in output.finished:
-            engine.held -= ticket.tokens
-            freed = True
-            for predictor in self._all:
-                predictor.ended(ticket)
-        return freed
+    def finished(self, ticket: Request) -> None:
+        """See `Admission`."""
+        assert isinstance(ticket, Ticket)
+        self._held[ticket.engine or 0].tokens -= ticket.tokens
+        for predictor in self._all:
+            predictor.ended(ticket)
+        self._decide()
 
-    def _decide(self, now_s: float) -> None:
+    def _nothing(self, ticket: Request) -> None:
+        """See `Admission`."""
+
+    leaves = reached = removed = _nothing
+
+    def _decide(self) -> None:
         """Walks the queue until no ticket can be admitted: late binding with claims."""
-        while self._walk(now_s):
+        while self._walk():
             pass
 
-    def _walk(self, now_s: float) -> bool:
+    def _walk(self) -> bool:
         claimed: dict[int, int] = {}
         for ticket in self._waiting[:LOOKED_AT]:
-            hits = ticket.hits or [0] * len(self._engines)
+            hits = ticket.hits or [0] * len(self._held)
             scores = [
-                (engine.score(ticket, hits[number], claimed.get(number, 0)), number)
-                for number, engine in enumerate(self._engines)
+                (held.score(ticket, hits[number], claimed.get(number, 0)), number)
+                for number, held in enumerate(self._held)
             ]
             number = min(scores)[1]
-            if number not in claimed and self._engines[number].has_room(ticket, hits[number]):
-                self._send(ticket, number, hits[number], now_s)
+            if number not in claimed and self._held[number].has_room(ticket, hits[number]):
+                self._send(ticket, number, hits[number])
                 return True
-            claimed[number] = claimed.get(number, 0) + ticket.prompt_tokens
-            if len(claimed) == len(self._engines):
+            claimed[number] = claimed.get(number, 0) + ticket.prompt
+            if len(claimed) == len(self._held):
                 break
         return False
 
-    def _send(self, ticket: Ticket, number: int, hit: int, now_s: float) -> None:
-        engine = self._engines[number]
+    def _send(self, ticket: Ticket, number: int, hit: int) -> None:
         self._waiting.remove(ticket)
-        ticket.engine = number
-        ticket.unprefilled = max(0, ticket.prompt_tokens - hit)
-        engine.held += ticket.tokens
-        engine.unprefilled += ticket.unprefilled
+        ticket.unprefilled = max(0, ticket.prompt - hit)
+        self._held[number].tokens += ticket.tokens
+        self._held[number].unprefilled += ticket.unprefilled
+        ticket.place = (), next(self._places)
+        self._stage.send(ticket, number)
         for predictor in self._all:
             predictor.sent(ticket)
-        engine.queue.push(ticket, Rank(), now_s)
-        if not engine.is_stepping:
-            self._begin_step(number, now_s)
+
+
+def played(
+    trace: Sequence[Ticket],
+    engines: int,
+    build: Callable[[Sequence[KvCache]], Predictor],
+    watching: Sequence[Predictor] = (),
+) -> Stage:
+    """Plays the trace before some emulated engines, in virtual time. Every ticket has its `first_us` then."""
+    loop = VirtualLoop()
+    stage = Stage(MODEL, engines, loop, preempts=False, admits_ahead=True)
+    predictor = build([engine.cache for engine in stage.engines])
+    with loop.running():
+        play(trace, stage, Placement(stage, predictor, watching))
+    return stage
 
 
 @dataclass(frozen=True)
@@ -296,7 +301,7 @@ def watch(trace: Path, requests: int) -> list[Watched]:
     """Part 1."""
     tables = [Tables(1, factor, learns=learns) for learns in (False, True) for factor in (0.25, 1, 4)]
     tables += [Tables(1, 1, learns=False, moments=moments) for moments in ("start", "end")]
-    Simulation([Engine()], Predictor(), tables).run(read(trace, requests, SLOWER))
+    played(read(trace, requests, SLOWER), 1, lambda _: Predictor(), tables)
     return [
         Watched(
             each.label,
@@ -309,16 +314,15 @@ def watch(trace: Path, requests: int) -> list[Watched]:
     ]
 
 
-def place(trace: Path, requests: int, label: str, build: Callable[[Sequence[Engine]], Predictor]) -> Placed:
+def place(trace: Path, requests: int, label: str, build: Callable[[Sequence[KvCache]], Predictor]) -> Placed:
     """One run of part 2."""
-    engines = [Engine() for _ in range(4)]
     tickets = read(trace, requests, FASTER)
-    Simulation(engines, build(engines)).run(tickets)
-    ttft_s = sorted((ticket.first_s or 0.0) - ticket.arrival_s for ticket in tickets)
-    hits = sum(engine.cache.hit_tokens for engine in engines)
+    stage = played(tickets, 4, build)
+    ttft_s = sorted(((ticket.first_us or 0) - ticket.at_us) / 1e6 for ticket in tickets)
+    hits = sum(engine.cache.hit_tokens for engine in stage.engines)
     return Placed(
         label,
-        hits / sum(ticket.prompt_tokens for ticket in tickets),
+        hits / sum(ticket.prompt for ticket in tickets),
         sum(each < 5 for each in ttft_s) / len(ttft_s),
         ttft_s[len(ttft_s) // 2],
         ttft_s[len(ttft_s) * 99 // 100],
@@ -329,7 +333,7 @@ def place_all(trace: Path, requests: int) -> list[Placed]:
     """Part 2."""
     found = [
         place(trace, requests, "blind", lambda _: Predictor()),
-        place(trace, requests, "oracle", lambda engines: Oracle([engine.cache for engine in engines])),
+        place(trace, requests, "oracle", Oracle),
     ]
     for learns in (False, True):
         for factor in (0.25, 1, 4):

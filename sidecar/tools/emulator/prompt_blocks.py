@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sidecar.apis import Api
-from sidecar.tools.emulator.kv_cache import BlockHash
 from sidecar.tools.emulator.request import BYTES_PER_TOKEN, Body
+from sidecar.tools.step_model.kv_cache import BlockHash
 
 _HASH_BYTES = 16
 _ID_MASK = 2**32 - 1  # a vocabulary has far fewer

@@ -195,7 +195,7 @@ class ProductAdmission:
             found = self._sizes.estimate(expected.place, 0.5)
             tokens = assumed if found is None else min(found.tokens, expected.longest)
         engines = self._stage.engines
-        step_us = model.duration_us(sum(len(engine.running()) for engine in engines) // len(engines), 0)
+        step_us = model.duration_us(sum(engine.running for engine in engines) // len(engines), 0)
         speed = Coefficients(
             round(model.step_us_per_prefill_token * 1000),
             round(model.cost_us_per_output_token * 1000),
