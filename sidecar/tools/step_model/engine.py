@@ -45,10 +45,12 @@ class Begun(Generic[J]):
 class Reached(Generic[J]):
     """What a plan brought. `emitted` have a new token, for `first` it is the first one.
 
-    `reached` have a length that was asked for, `finished` ended, and `removed` were to leave.
+    `resumed` generate again after a preemption: lengths that were asked for before are forgotten. `reached` have a
+    length that was asked for, `finished` ended, and `removed` were to leave.
     """
 
     first: list[J]
+    resumed: list[J]
     reached: list[J]
     finished: list[J]
     removed: list[J]
@@ -107,9 +109,9 @@ class StepEngine(Generic[J]):
         """The tokens that a request has generated at the end of the last plan."""
         return min(job.output, job.emitted + (self.steps - job.base if job.is_decoding else 0))
 
-    def duration_us(self, running: int, prefill_tokens: int) -> int:
-        """The time of a step with so many requests and prompt tokens."""
-        return self.model.duration_us(running, prefill_tokens)
+    def duration_us(self, begun: Begun[J]) -> int:
+        """The time of the step that begins."""
+        return self.model.duration_us(self.running, begun.prefill_tokens)
 
     def push(self, job: J, now_us: int) -> None:
         """A request comes; it runs at the next step at the earliest."""
@@ -142,13 +144,13 @@ class StepEngine(Generic[J]):
         before, lost_tokens = self.preemptions, self._make_room() if self._preempts else 0
         self.last_preemptions = self.preemptions - before
         admitted = [] if self.last_preemptions else self._admit(now_us)
-        prefill_tokens = self._prefill()
+        begun = Begun(admitted, self._prefill(), lost_tokens)
         if self.running:
-            duration_us = self.duration_us(self.running, prefill_tokens)
-            steps = 1 if prefill_tokens or self.last_preemptions or not self._jumps else self._equal_steps()
+            duration_us = self.duration_us(begun)
+            steps = 1 if begun.prefill_tokens or self.last_preemptions or not self._jumps else self._equal_steps()
             self._plan = now_us, duration_us, steps
             self.due_us = now_us + duration_us * steps
-        return Begun(admitted, prefill_tokens, lost_tokens)
+        return begun
 
     def advance(self) -> Reached[J]:
         """Ends the plan, at `due_us`."""
@@ -160,8 +162,8 @@ class StepEngine(Generic[J]):
         self.ends_us.extend(range(start_us + duration_us, start_us + duration_us * steps + 1, duration_us))
         before, self.steps = self.steps, self.steps + steps
         self.due_us = None
-        first, prefill_tokens = self._prefilled(before)
-        found = Reached(first, [], [], [], [job for job in self._decoding if job.output], prefill_tokens)
+        first, resumed, prefill_tokens = self._prefilled(before)
+        found = Reached(first, resumed, [], [], [], [job for job in self._decoding if job.output], prefill_tokens)
         while self._due and self._due[0][0] <= self.steps:
             _, _, epoch, is_end, job = heappop(self._due)
             if epoch == job.epoch:
@@ -173,7 +175,7 @@ class StepEngine(Generic[J]):
 
     def leave_idle(self) -> Reached[J]:
         """Removes what is to be removed while nothing runs."""
-        found: Reached[J] = Reached([], [], [], [], [], 0)
+        found: Reached[J] = Reached([], [], [], [], [], [], 0)
         self._leave(found)
         return found
 
@@ -259,12 +261,15 @@ class StepEngine(Generic[J]):
             left -= job.computing
         return self.model.chunk_tokens - left
 
-    def _prefilled(self, step: int) -> tuple[list[J], int]:
+    def _prefilled(self, step: int) -> tuple[list[J], list[J], int]:
         """The step's prompt tokens are in the cache now, where other prompts can hit them.
 
-        A prompt that is computed gets its first token at the end of the same step. Returns those, and the tokens.
+        A prompt that is computed gets a token at the end of the same step. Returns those for which it is the first,
+        those that were computed again, and the tokens.
         """
-        first, computed = [], 0
+        first: list[J] = []
+        resumed: list[J] = []
+        computed = 0
         while self._prefilling and (job := self._prefilling[0]).computing:
             assert job.holding is not None
             computed, job.computing = computed + job.computing, 0
@@ -273,9 +278,9 @@ class StepEngine(Generic[J]):
                 break
             self._prefilling.popleft()
             self._decode(job, step)
-            if job.output and not job.emitted:
-                first.append(job)
-        return first, computed
+            if job.output:
+                (resumed if job.emitted else first).append(job)
+        return first, resumed, computed
 
     def _decode(self, job: J, step: int) -> None:
         job.is_decoding, job.base = True, step
