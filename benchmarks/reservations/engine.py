@@ -51,7 +51,8 @@ SMALL_KV = Hardware(660_000, kv_bytes=94 * 2 * 4 * 128)
 class RooflineEngine(StepEngine[Job]):
     """`prefills` says whether it computes prompts itself. Otherwise they come computed, from prefill engines.
 
-    `now_us`, `generated` tokens and `used_token_us` (tokens in the KV cache times microseconds) add up over the run.
+    `used_tokens` are those of the running sequences, the newest included. `now_us`, `generated` tokens and
+    `used_token_us` (used tokens times microseconds) add up over the run.
     """
 
     def __init__(self, hardware: Hardware, *, prefills: bool = False) -> None:

@@ -55,7 +55,8 @@ def test_the_engine_generates_every_token_once_and_frees_every_block(
     while len(finished) < len(sequences):
         step = engine.step()
         finished += step.finished
-        assert 0 <= engine.used_tokens <= blocks * BLOCK
+        assert engine.cache.held_tokens <= blocks * BLOCK
+        assert 0 <= engine.used_tokens <= engine.cache.held_tokens + engine.running
         assert engine.steps < 100_000
     assert sorted(map(id, finished)) == sorted(map(id, sequences))
     assert [engine.length(sequence) for sequence in sequences] == [output for _, output in lengths]
