@@ -113,7 +113,7 @@ def contributed_metrics() -> ASGIApp:
 def admission() -> ASGIApp:
     """With admission that no one observes."""
     middleware = _middleware()
-    middleware.controller.observer = None
+    object.__setattr__(middleware.controller, "observer", None)
     return middleware
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,19 +13,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin import PORT_VARIABLE
-from sidecar.admission.controller import AdmissionController
+from sidecar.admission.controller import AdmissionController, Services
 from sidecar.admission.engine_pages import EnginePages
 from sidecar.admission.request_path import at_own_root
+from sidecar.admission.watchdog import Watchdog
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
 from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineCheck, EngineWatch
 from sidecar.fleet.models import ModelsController
+from sidecar.identity.identities import Identities
 from sidecar.leases import Admission
 from sidecar.leases.no_engine import NoEngineHere
 from sidecar.middleware import serve_scope
 from sidecar.mounted_services import MountedTelemetry, Part, has_admin_port, mounted_services, with_lifespan
 from sidecar.observability import Observability
-from sidecar.one_pool import OnePool, policy_of, pool_here, pool_of, source_of
+from sidecar.one_pool import Composed, OnePool, policy_of, pool_here, pool_of, source_of
 from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSize, Pool
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from sidecar.admission.app_tenants import TenantOf
     from sidecar.fleet.mounted_engine import MountedEngine
     from sidecar.fleet.mounted_routing import MountedRouting
+    from sidecar.fleet.mounted_view import MountedView
     from sidecar.fleet.routing import FleetRouting
     from sidecar.policy.reload import PolicyFiles
 
@@ -169,7 +173,7 @@ class AdmissionMiddleware:
             return
         self.controller.report_unpreempted()
         app = self.controller.app if self._app is None else self._app
-        cors, serve = self.controller.policy.cors, _serving(self.controller)
+        cors, serve = self.controller.policy.cors, _serving(self._pool)
         if self._named is not None:
             serve = self._named(self.controller, serve)
         if cors is not None:
@@ -247,12 +251,13 @@ class AdmissionMiddleware:
         return OnePool(self._source, self._app, self._compose, policy, files, is_kept=self._is_shown)
 
 
-def _serving(controller: AdmissionController) -> ASGIApp:
+def _serving(pool: OnePool) -> ASGIApp:
+    controller, lifespan = pool.controller, pool.lifespan
     if isinstance(controller, ModelsController):
         from sidecar.fleet.model_requests import serve_models
 
-        return partial(serve_models, controller)
-    return partial(serve_scope, controller)
+        return partial(serve_models, controller, lifespan)
+    return partial(serve_scope, controller, lifespan)
 
 
 def _composed(
@@ -267,42 +272,37 @@ def _composed(
     repeats: bool,
     takes_over: bool,
     environment: Mapping[str, str],
-) -> tuple[AdmissionController, Observability]:
-    """A controller and its monitor. `is_by_name` says that a server constructs the middleware with its app alone."""
+) -> Composed:
+    """The parts of a policy. `is_by_name` says that a server constructs the middleware with its app alone."""
     engine_key = secret_for_header(environment, ENGINE_KEY_VARIABLE)
     if engine_key is not None and policy.anonymous is not None and not policy.forward_key:
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
     is_shared = store_of(policy, environment) is not None
     refuse_uncounted_budgets(policy, environment)
-    setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over, repeats=repeats)
-    shows = partial(_observed, environment=environment, is_shared=is_shared, is_shown=is_shown)
+    setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over, repeats=repeats, is_shown=is_shown)
     if given_app is None and policy.models:
-        parts = _models_parts(policy, setup, shows)
+        parts = _models_parts(policy, setup)
     else:
-        controller = _one_controller(given_app, policy, setup, is_by_name=is_by_name, is_launched=is_launched)
-        parts = [Part(controller, shows(controller, policy, files))]
+        parts = [_part(_one_controller(given_app, policy, setup, is_by_name=is_by_name, is_launched=is_launched))]
     controller, observability = parts[0]
     if is_shown:
-        controller.lifespan = with_lifespan(parts, is_shared=is_shared)
-    else:
-        telemetry = MountedTelemetry(observability, environment, is_by_name=is_by_name)
-        started, ended = [telemetry.begin_after_app], [telemetry.flush_hosts]
-        inner = with_lifespan(parts, is_shared=is_shared, started=started, ended=ended)
-        services = partial(mounted_services, controller, observability, telemetry, environment)
-        controller.lifespan = MountedLifespan(
-            inner,
-            services,
-            is_shared=is_shared or policy.is_bare,
-            environment=environment,
-            is_engine=policy.engines is not None,
-        )
-    return controller, observability
+        return Composed(controller, observability, with_lifespan(parts, is_shared=is_shared))
+    telemetry = MountedTelemetry(observability, environment, is_by_name=is_by_name)
+    started, ended = [telemetry.begin_after_app], [telemetry.flush_hosts]
+    lifespan = MountedLifespan(
+        with_lifespan(parts, is_shared=is_shared, started=started, ended=ended),
+        partial(mounted_services, controller, observability, telemetry, environment),
+        is_shared=is_shared or policy.is_bare,
+        environment=environment,
+        is_engine=policy.engines is not None,
+    )
+    return Composed(controller, observability, lifespan)
 
 
 class _Setup(NamedTuple):
     """What a process is made with besides its policy. `dialect` is None where the policy says it.
 
-    `repeats` says that the app's handlers may run twice for one request.
+    `repeats` says that the app's handlers may run twice for one request, `is_shown` that the caller serves the pages.
     """
 
     environment: Mapping[str, str]
@@ -311,6 +311,7 @@ class _Setup(NamedTuple):
     dialect: Engine | None
     takes_over: bool
     repeats: bool
+    is_shown: bool
 
 
 def _one_controller(
@@ -319,10 +320,13 @@ def _one_controller(
     """The controller of one pool."""
     estimator = _estimator(policy)
     if given_app is None:
-        return _fleet_controller(policy, _fleet_routing(policy, setup), setup, estimator)
+        of_fleet = _fleet_routing(policy, setup)
+        services = _fleet_services(policy, of_fleet, setup, estimator)
+        return _fleet_controller(of_fleet, replace(services, usage=_usage(policy, setup)), policy)
     pages = EnginePages(given_app, setup.engine_key)
     expected = policy.engine if setup.dialect is None else type(setup.dialect)
     routing: MountedRouting | None = None
+    engines: MountedView | None = None
     watch: EngineWatch
     pool: Pool
     size = None if policy.engine_capacity is None else EngineSize(policy, pages)
@@ -332,99 +336,104 @@ def _one_controller(
     else:
         from sidecar.fleet.mounted_engine import MountedWatch
         from sidecar.fleet.mounted_routing import MountedRouting
+        from sidecar.fleet.mounted_view import MountedView
 
         engine = _mounted_engine(given_app, policy, setup, pages)
         place, check = _place(setup.files), _engine_check(setup.environment)
         watch = MountedWatch(pages, expected, engine, check=check, place=place)
-        pool, routing = engine.pool, MountedRouting(engine, watch)
-    controller = AdmissionController(
-        given_app,
-        policy=policy,
+        pool, routing, engines = engine.pool, MountedRouting(engine, watch), MountedView(engine)
+    services = Services(
+        app=given_app,
         pool=pool,
         dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
         estimator=estimator,
-        observer=None,
         is_proxied=isinstance(given_app, EngineProxy),
         repeats=setup.repeats or is_launched or isinstance(given_app, EngineProxy),
         engine_key=setup.engine_key,
         unguarded=_unguarded(given_app, is_launched=is_launched, is_by_name=is_by_name),
         engine_watch=watch,
         routing=routing,
+        engines=engines,
+        pages=pages,
+        usage=_usage(policy, setup),
+        monitor=partial(_observability, setup, setup.files),
     )
+    controller = AdmissionController(services, policy)
     sizes = controller.lease_sizes
     if size is not None:
         size.reader.on_unfinished = controller.pending_aborts.seen
         size.reader.on_preemptions = partial(sizes.preempted, None)
-    controller.pages = pages
     if routing is not None:
-        from sidecar.fleet.mounted_view import MountedView
-
-        controller.engines = MountedView(routing.engine)
         preempted = partial(sizes.preempted, routing.engine.name)
         routing.engine.follow(lambda: controller.under_way, controller.pending_aborts.seen, preempted)
     return controller
 
 
-def _fleet_controller(
-    policy: Policy, routing: FleetRouting, setup: _Setup, estimator: Estimator
-) -> AdmissionController:
-    """The controller of a pool of several engines."""
+def _fleet_services(policy: Policy, routing: FleetRouting, setup: _Setup, estimator: Estimator) -> Services:
+    """The services of a pool of several engines."""
     from sidecar.fleet.app import FleetApp
     from sidecar.fleet.health import FleetHealth
     from sidecar.fleet.view import FleetView
 
     app = FleetApp(routing.fleet)
     pages = EnginePages(app, setup.engine_key)
-    controller = AdmissionController(
-        app,
-        policy=policy,
+    return Services(
+        app=app,
         pool=routing.pool,
         dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
         estimator=estimator,
-        observer=None,
         is_proxied=True,
         engine_key=setup.engine_key,
         unguarded=Unguarded.DENY,
         engine_watch=FleetHealth(routing.fleet),
         routing=routing,
+        engines=FleetView(routing),
+        monitor=partial(_observability, setup, setup.files),
     )
-    controller.engines = FleetView(routing)
+
+
+def _fleet_controller(routing: FleetRouting, services: Services, policy: Policy) -> AdmissionController:
+    controller = AdmissionController(services, policy)
     routing.fleet.on_preemptions = controller.lease_sizes.preempted
     return controller
 
 
-def _models_parts(
-    policy: Policy,
-    setup: _Setup,
-    shows: Callable[[AdmissionController, Policy, PolicyFiles | None], Observability],
-) -> list[Part]:
+def _models_parts(policy: Policy, setup: _Setup) -> list[Part]:
     """The front of the models' pools, and then each of them."""
     from sidecar.fleet.app import FleetApp, FleetsApp
 
-    allowances, estimator = RateLimiter(), _estimator(policy)
+    allowances, estimator, usage = RateLimiter(), _estimator(policy), _usage(policy, setup)
+    watchdog, identities = Watchdog(), Identities()
     counts_apart = store_of(policy, setup.environment) is not None
     if len(policy.models) > 1 and counts_apart:
         _log.warning("%s", _LIMITS_BY_MODEL, extra={"event": "limits_by_model"})
     policies = {name: policy.of_model(name) for name in policy.models}
     routings = {name: _fleet_routing(one, setup, model=name, allowances=allowances) for name, one in policies.items()}
-    controllers = {name: _fleet_controller(one, routings[name], setup, estimator) for name, one in policies.items()}
+    controllers = {}
+    for name, one in policies.items():
+        services = replace(
+            _fleet_services(one, routings[name], setup, estimator),
+            usage=usage,
+            watchdog=watchdog,
+            identities=identities,
+            monitor=partial(_observability, setup, None),
+        )
+        controllers[name] = _fleet_controller(routings[name], services, one)
     app = FleetsApp([FleetApp(routing.fleet) for routing in routings.values()])
     pages = EnginePages(app, setup.engine_key)
-    front = ModelsController(
-        app,
-        controllers=controllers,
-        policy=policy,
+    of_front = Services(
+        app=app,
         pool=LimitsPool(policy, allowances),
-        counts_apart=counts_apart,
         dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
         estimator=estimator,
         engine_key=setup.engine_key,
+        usage=usage,
+        watchdog=watchdog,
+        identities=identities,
+        monitor=partial(_observability, setup, setup.files),
     )
-    of_models = [Part(one, shows(one, one.policy, None)) for one in controllers.values()]
-    observability = shows(front, policy, setup.files)
-    front.observe_requests(observability.observer)
-    for one in controllers.values():
-        one.usage = front.usage
+    front = ModelsController(of_front, policy, controllers=controllers, counts_apart=counts_apart)
+    of_models, (_, observability) = [_part(one) for one in controllers.values()], _part(front)
     if not observability.routes:
         return [Part(front, observability), *of_models]
     from sidecar.admin.model_routes import model_routes
@@ -434,33 +443,31 @@ def _models_parts(
     return [Part(front, observability), *of_models]
 
 
-def _observed(
-    controller: AdmissionController,
-    policy: Policy,
-    files: PolicyFiles | None,
-    *,
-    environment: Mapping[str, str],
-    is_shared: bool,
-    is_shown: bool,
-) -> Observability:
-    """A controller's monitor, connected with it."""
-    kept = usage_of(policy, environment)
-    controller.usage = None if kept is None else TenantUsage(kept, lambda: controller.policy)
-    observability = Observability(
+def _usage(policy: Policy, setup: _Setup) -> TenantUsage | None:
+    """The count of what tenants use, None where it is not kept."""
+    kept = usage_of(policy, setup.environment)
+    return None if kept is None else TenantUsage(kept, policy)
+
+
+def _observability(setup: _Setup, files: PolicyFiles | None, controller: AdmissionController) -> Observability:
+    """The monitor of a controller. That of a model, whose policy counts no use, leaves the use to the front's."""
+    policy, environment = controller.policy, setup.environment
+    return Observability(
         controller,
         policy,
         controller.pool,
         files,
         environment,
-        is_shared=is_shared,
-        is_shown=is_shown or has_admin_port(environment),
+        is_shared=store_of(policy, environment) is not None,
+        is_shown=setup.is_shown or has_admin_port(environment),
         records=records_of(policy, environment),
-        usage=controller.usage,
+        usage=controller.usage if policy.usage_days else None,
     )
-    controller.monitor = observability
-    controller.observer, controller.observed = observability.observer, observability.observed
-    controller.unguarded_observer = observability.unguarded
-    return observability
+
+
+def _part(controller: AdmissionController) -> Part:
+    assert isinstance(controller.monitor, Observability)
+    return Part(controller, controller.monitor)
 
 
 def _estimator(policy: Policy) -> Estimator:

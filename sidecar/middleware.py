@@ -9,21 +9,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.request import DryRunRequest
-from sidecar.admission.passing import pass_on
+from sidecar.admission.forwarding import pass_on
 from sidecar.admission.request import RequestHandler
+from sidecar.admission.request_path import guarded_endpoint
 from sidecar.admission.self_view import is_self_view, send_self_view
 from sidecar.admission.unguarded import pass_or_refuse
 from sidecar.policy.model import Cors
 
 
-def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-    """Serves one ASGI scope with the controller's app.
+def serve_scope(
+    controller: AdmissionController, lifespan: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> Awaitable[None]:
+    """Serves one ASGI scope with the controller's app; `lifespan` serves the server's.
 
     The coroutines around an app are resumed whenever the app is, for every chunk of a stream. So this is none of them.
     """
-    endpoint = controller.guarded_endpoint(scope)
+    endpoint = guarded_endpoint(controller.snapshot.endpoints, scope)
     if endpoint is None:
-        if controller.snapshot.is_passing and scope["type"] != "lifespan":
+        if scope["type"] == "lifespan":
+            controller.begin_lifespan()
+            return lifespan(scope, receive, send)
+        if controller.snapshot.is_passing:
             return pass_on(controller, scope, receive, send)
         if is_self_view(scope):
             return send_self_view(controller, scope, send)

@@ -16,9 +16,9 @@ from sidecar.cluster.learned_lengths import LengthExchange
 from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
+from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import EngineDocument
 from sidecar.events import Received, ShadowHolds
-from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.policy.model import Mode, Policy, Tier, UsageInTraces
 from sidecar.pools import Grant, Pool
@@ -97,7 +97,7 @@ class Observability:
             lambda: self._policy,
             lambda: 0 if self._watch is None else self._watch.rejections,
             lambda: generations.count(self._policy.generation),
-            lambda: controller.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
+            controller.pending_aborts.held,
             engine_up=lambda: controller.engine_watch.up,
             oldest=self._waits.oldest,
             engines=lambda: () if controller.engines is None else controller.engines.documents(),

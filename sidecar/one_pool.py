@@ -17,6 +17,7 @@ from weakref import WeakSet
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
+from sidecar.admission.request_path import guarded_endpoint
 from sidecar.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.model import Mode, Policy, is_forced
@@ -110,7 +111,15 @@ class Member(Protocol):
         """The pool's policy has changed, or it has more middlewares than before."""
 
 
-Compose = Callable[[Policy, "PolicyFiles | None"], tuple[AdmissionController, Observability]]
+class Composed(NamedTuple):
+    """The parts of one pool: its controller, that one's monitor, and the app that serves the server's lifespan."""
+
+    controller: AdmissionController
+    observability: Observability
+    lifespan: ASGIApp
+
+
+Compose = Callable[[Policy, "PolicyFiles | None"], Composed]
 
 
 class OnePool:
@@ -171,7 +180,7 @@ class OnePool:
         """A middleware has this pool from now on."""
         self.members.add(member)
         if self.is_shared:
-            self.controller.app = self._pass
+            self.controller.use_app(self._pass)
             for each in tuple(self.members):
                 each.follow()
 
@@ -219,20 +228,20 @@ class OnePool:
         outer: _Passage | None = scope.get(self._key)
         if outer is not None and outer.is_guarded:
             return app(scope, receive, send)
-        scope[self._key] = _Passage(app, self.controller.guarded_endpoint(scope) is not None)
+        scope[self._key] = _Passage(app, guarded_endpoint(self.controller.snapshot.endpoints, scope) is not None)
         return serve(scope, receive, send)
 
     def _begin(self) -> None:
-        self.controller, self.observability = self._passing_or_composed()
-        self.controller.on_change.append(self._follow)
+        self.controller, self.observability, self.lifespan = self._passing_or_composed()
+        self.controller.call_at_change(self._follow)
         if self.is_shared:
-            self.controller.app = self._pass
+            self.controller.use_app(self._pass)
 
-    def _passing_or_composed(self) -> tuple[AdmissionController, Observability]:
+    def _passing_or_composed(self) -> Composed:
         """The parts of the policy. In `mode: pass`, where they cannot be had, those of a bare one."""
         policy, files = self._policy, self._files
         try:
-            controller, observability = self._compose(policy, files)
+            composed = self._compose(policy, files)
         except Exception as mistake:
             if policy.mode is not Mode.PASS or policy.is_bare or files is None:
                 raise
@@ -240,9 +249,9 @@ class OnePool:
 
             said = "what the policy asks for cannot be had, and is passed over: %s"
             _log.error(said, mistake, extra={"event": "policy_rejected"})
-            controller, observability = self._compose(bare(files.path).policy, files)
-        controller.report_passing(was_passing=False)
-        return controller, observability
+            composed = self._compose(bare(files.path).policy, files)
+        composed.controller.report_passing(was_passing=False)
+        return composed
 
     def _follow(self) -> None:
         for member in tuple(self.members):

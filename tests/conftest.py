@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def every_request_keeps_to_its_stages() -> Iterator[None]:
-    """See `sidecar.admission.stages`."""
+    """See `sidecar.admission.request.Stage`."""
     stages.entered.clear()
     yield
     assert not stages.wrong

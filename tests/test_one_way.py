@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.admission.controller import AdmissionController
+from sidecar.admission.controller import AdmissionController, Services, Unmonitored
 from sidecar.admission.request_path import by_path, endpoint_of
 from sidecar.cli.explain_policy import RequestExplanation
 from sidecar.errors import AdmissionError
@@ -157,19 +157,15 @@ class Sidecar:
     def _front(self, policy: Policy) -> AdmissionController:
         limits = LimitsPool(policy, self._allowances)
         limits.now_us = virtual_now_us
-        front = ModelsController(
-            App(answer=ANSWER),
-            controllers={name: self._of_one(policy.of_model(name)) for name in policy.models},
-            policy=policy,
+        controllers = {name: self._of_one(policy.of_model(name)) for name in policy.models}
+        services = Services(
+            app=App(answer=ANSWER),
             pool=limits,
-            counts_apart=False,
             dialect=policy.engine(policy.carrier),
             estimator=self._estimator,
-            engine_key=None,
+            monitor=lambda _: Unmonitored(self.recorder, self.observed.append),
         )
-        front.observe_requests(self.recorder)
-        front.observed = self.observed.append
-        return front
+        return ModelsController(services, policy, controllers=controllers, counts_apart=False)
 
     def _pool(self, policy: Policy) -> Pool:
         if policy.engines is None:
@@ -202,7 +198,7 @@ class Sidecar:
     async def serve(self, scope: Any, receive: Any, send: Any) -> None:
         """Is the ASGI app."""
         if isinstance(self.controller, ModelsController):
-            await serve_models(self.controller, scope, receive, send)
+            await serve_models(self.controller, self.controller.app, scope, receive, send)
         else:
             assert isinstance(self.controller, TestedMiddleware)
             await self.controller(scope, receive, send)

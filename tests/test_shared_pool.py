@@ -29,7 +29,7 @@ from sidecar.pools import Ask
 from sidecar.pools.calls import DEAD_US, HEARTBEAT_US
 from sidecar.pools.redis import connection
 from sidecar.pools.redis.connection import ledger_key
-from tests.support.middleware import Recorder
+from tests.support.middleware import recorded
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
 from tests.support.shared_pools import begun
@@ -686,7 +686,7 @@ async def test_a_first_request_that_has_to_wait_for_the_store_is_reported_as_one
     mounted: Callable[[str], Path],
 ) -> None:
     sidecar = AdmissionMiddleware(app_without_admission(), policy=mounted("told"))
-    sidecar.controller.observer = recorder = Recorder()
+    recorder = recorded(sidecar.controller)
     async with serving(sidecar, lifespan="off") as served:
         for _ in range(2):
             assert (await ask(served.url)).status == 200

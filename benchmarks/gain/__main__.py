@@ -37,10 +37,10 @@ from benchmarks.gain.runs import (
 from benchmarks.gain.targets import JUDGED_AT_LOW, cells, targets
 from benchmarks.gain.traces import CONV, SOURCES, window
 from benchmarks.reservations.traces import FOLDER
-from sidecar.cli.output import aligned
 from sidecar.tools.simulate.baselines import ROUTERS, names
 from sidecar.tools.simulate.comparison import interval, shown
 from sidecar.tools.simulate.load import Assign
+from sidecar.tools.text import table as aligned
 
 ENGINES = 4
 LOADS = {"heavy": 1.5, "moderate": 1.2, "low": 0.5}

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import msgspec
 from starlette.types import ASGIApp, Message, Scope, Send
 
-from sidecar.admission.credentials import KEY_HEADERS
 from sidecar.admission.engine_pages import INTERNAL_REQUEST, fetch_page
+from sidecar.admission.policy_snapshot import KEY_HEADERS
 from sidecar.context import SCOPE_KEY
 from sidecar.engines.pages import Page, Unread
 from sidecar.events import Outcome

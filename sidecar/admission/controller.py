@@ -7,8 +7,9 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 from starlette.types import ASGIApp, Scope
@@ -22,7 +23,6 @@ from sidecar.admission.intake import Appraise, SizedRequest
 from sidecar.admission.pending_aborts import PendingAborts
 from sidecar.admission.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
-from sidecar.admission.request_path import endpoint_of
 from sidecar.admission.usage import UsageReader
 from sidecar.admission.watchdog import Watchdog
 from sidecar.engines.base import Engine
@@ -34,7 +34,7 @@ from sidecar.identity.identities import Identities
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSizes
 from sidecar.lengths.output_ratios import OutputRatios
-from sidecar.policy.model import Endpoint, Mode, Policy, Unguarded
+from sidecar.policy.model import Mode, Policy, Unguarded
 from sidecar.pools import Pool
 from sidecar.tenants.tenant_usage import TenantUsage
 from sidecar.tokens import Estimator
@@ -57,10 +57,23 @@ KEEPS_ROOM = (
 )
 
 _log = logging.getLogger("sidecar.policy")
+_unguarded_log = logging.getLogger("sidecar.unguarded")
 
 
 class Monitor(Protocol):
-    """A monitor of a controller: it follows the policy, and adds to the controller's state and notices."""
+    """A monitor of a controller: it observes requests, follows the policy, and adds to the state and the notices."""
+
+    @property
+    def observer(self) -> Observer | None:
+        """The observer of requests."""
+
+    @property
+    def observed(self) -> ObservedObserver | None:
+        """The observer of requests that pass in `mode: observe`."""
+
+    @property
+    def unguarded(self) -> UnguardedObserver | None:
+        """The observer of requests on paths that the policy does not guard."""
 
     def change_policy(self, policy: Policy) -> None:
         """The controller uses another policy from now on."""
@@ -72,82 +85,109 @@ class Monitor(Protocol):
         """The pool's replicas by the generation of their policy; empty where the pool is not shared."""
 
 
-class AdmissionController:
-    """Decides on requests to `app`, by a policy that may change.
+@dataclass(frozen=True)
+class Unmonitored:
+    """A controller's observers, where nothing else monitors it."""
 
-    `engine_key` is the engine's own API key: it replaces the tenant's. `is_proxied` says that the app is a reverse
-    proxy, and the engine is another process. `repeats` says that the app may be called twice for one request, the first
-    time being preempted. `unguarded` applies to other paths where the policy does not say; None lets the app decide, at
-    its first request. `engine_watch` knows whether the engine can be used. `routing` is there where the pool has
-    several engines, behind the app. `lifespan` serves the server's lifespan: the app, with what the server's start
-    and end need around it. `pages` are those of an app in this process, to be told of the first scope; None
-    elsewhere. `server` is the task of that lifespan, None before it begins. `self_views` are what tenants were last
-    shown of themselves, by name and level, and when (`self_view`). `controllers` are those of models that have
+    observer: Observer | None = None
+    observed: ObservedObserver | None = None
+    unguarded: UnguardedObserver | None = None
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `Monitor`."""
+
+    def notices(self) -> Sequence[str]:
+        """See `Monitor`."""
+        return ()
+
+    def generations(self) -> Mapping[str, Sequence[str]]:
+        """See `Monitor`."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """The collaborators of a controller, all of them there before it.
+
+    `app` serves the requests. It is a reverse proxy where it `is_proxied`, and the engine another process. `repeats`
+    says that it may be called twice for one request, the first time being preempted. `engine_key` is the engine's own
+    API key: it replaces the tenant's. `unguarded` applies to other paths where the policy does not say; None lets the
+    app decide, at its first request. `engine_watch` knows whether the engine can be used; None: it always can.
+    `routing` is there where the pool has several engines, behind the app, and `engines` shows them. `pages` are those
+    of an app in this process, to be told of the first scope. `usage` counts what the tenants use, None where that is
+    not kept. `watchdog` and `identities` may be those of several controllers; both use the same keys of an issuer then.
+    `monitor` makes the controller's monitor.
+    """
+
+    app: ASGIApp
+    pool: Pool
+    dialect: Engine
+    estimator: Estimator
+    is_proxied: bool = False
+    repeats: bool = True
+    engine_key: str | None = None
+    unguarded: Unguarded | None = Unguarded.GENERATING
+    engine_watch: EngineHealth | None = None
+    routing: EngineRouting | None = None
+    engines: EngineView | None = None
+    pages: EnginePages | None = None
+    usage: TenantUsage | None = None
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    identities: Identities = field(default_factory=Identities)
+    monitor: Callable[[AdmissionController], Monitor] = lambda _: Unmonitored()
+
+
+class AdmissionController:
+    """Decides on requests to the app of its services, by a policy that may change.
+
+    Nothing is set on it from outside. What changes while it serves has a method: the policy, the app, the drain, the
+    server's lifespan. `server` is the task of that lifespan, None before it begins. `self_views` are what tenants were
+    last shown of themselves, by name and level, and when (`self_view`). `controllers` are those of models that have
     pools of their own, behind this one, and `counts_apart` says that each counts the tenants' limits by itself.
-    `usage` counts what the tenants use, None where that is not kept. `on_change` are called after every change of
-    the policy.
     """
 
     controllers: Mapping[str, AdmissionController] = MappingProxyType({})
-    counts_apart = False
+    counts_apart: bool = False
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        policy: Policy,
-        pool: Pool,
-        dialect: Engine,
-        estimator: Estimator,
-        lengths: LengthEstimator | None = None,
-        observer: Observer | None,
-        observed: ObservedObserver | None = None,
-        is_proxied: bool = False,
-        repeats: bool = True,
-        engine_key: str | None = None,
-        unguarded: Unguarded | None = Unguarded.GENERATING,
-        unguarded_observer: UnguardedObserver | None = None,
-        engine_watch: EngineHealth | None = None,
-        routing: EngineRouting | None = None,
-    ) -> None:
-        self.app = app
-        self.engine_watch: EngineHealth = engine_watch or EngineWatch(
-            EnginePages(app), policy.engine, check=EngineCheck.OFF
+    def __init__(self, services: Services, policy: Policy) -> None:
+        self.app = services.app
+        pool = services.pool
+        self.pool: Final = pool
+        self.engine_watch: Final = services.engine_watch or EngineWatch(
+            EnginePages(services.app), policy.engine, check=EngineCheck.OFF
         )
-        self.routing = routing
-        self.lifespan = app
-        self.pages: EnginePages | None = None
-        self.engine_key = None if engine_key is None else engine_key.encode("ascii")
-        self.is_proxied = is_proxied
-        self._repeats = repeats
-        self._said_unpreempted: Sequence[str] = ()
-        self.identities = Identities()
-        self.dialect = dialect
-        self.estimator = estimator
-        self.output_ratios = OutputRatios()
+        self.routing: Final = services.routing
+        self.engines: Final = services.engines
+        self.pages: Final = services.pages
+        self.usage: Final = services.usage
+        self.engine_key: Final = None if services.engine_key is None else services.engine_key.encode("ascii")
+        self.is_proxied: Final = services.is_proxied
+        self._repeats = services.repeats
+        self._reported_unpreempted: Sequence[str] = ()
+        self.identities: Final = services.identities
+        self.dialect: Final = services.dialect
+        self.estimator: Final = services.estimator
+        self.output_ratios: Final = OutputRatios()
         self.snapshot = self._snapshot_of(policy)
-        self.pool = pool
-        self.lease_sizes = LeaseSizes(
-            policy.learn, pool.now_us, lengths or LengthEstimator(), lambda: self._room().replicas
+        self.lease_sizes: Final = LeaseSizes(
+            policy.learn, pool.now_us, LengthEstimator(), lambda: self._room().replicas
         )
-        self.gain = GainMeter(pool.now_us, self.lease_sizes, lambda: self._room().replicas)
-        self.observer = observer
-        self.observed = observed
-        self.unguarded = unguarded
-        self.unguarded_observer = unguarded_observer
-        self.engines: EngineView | None = None
-        self.monitor: Monitor | None = None
-        self.on_change: list[Callable[[], None]] = []
-        self.usage: TenantUsage | None = None
-        self.background = BackgroundResponses()
-        self.shadows = ShadowRegistry()
-        self.engine_times = EngineTimes(self._room)
-        self.pending_aborts = PendingAborts(pool.now_us)
-        self.watchdog = Watchdog(_interval_s(policy), on_armed=self.pending_aborts.follow)
+        self.gain: Final = GainMeter(pool.now_us, self.lease_sizes, lambda: self._room().replicas)
+        self._unguarded = services.unguarded
+        self._followers: list[Callable[[], None]] = []
+        self.background: Final = BackgroundResponses()
+        self.shadows: Final = ShadowRegistry()
+        self.engine_times: Final = EngineTimes(self._room)
+        self.pending_aborts: Final = PendingAborts(pool.now_us)
+        self.watchdog: Final = services.watchdog
+        self.watchdog.interval_s = _interval_s(policy)
+        self.watchdog.on_armed.append(self.pending_aborts.follow)
         self.is_draining = False
-        self.self_views: dict[tuple[str, int], tuple[int, bytes]] = {}
+        self.self_views: Final[dict[tuple[str, int], tuple[int, bytes]]] = {}
         self.server: asyncio.Task[object] | None = None
         self.engine_watch.on_change.append(self._pause_without_engine)
+        self.monitor: Final = services.monitor(self)
+        self.observer: Final = self._observer(self.monitor)
 
     @property
     def policy(self) -> Policy:
@@ -163,12 +203,6 @@ class AdmissionController:
         if not snapshot.policy.rules.is_by_gain:
             return None
         return lambda request: self.gain.appraise(request, snapshot.tier_names)
-
-    def guarded_endpoint(self, scope: Scope) -> Endpoint | None:
-        """The policy's endpoint for a request; None where none guards it."""
-        if scope["type"] != "http" or scope["method"].upper() != "POST":
-            return None
-        return endpoint_of(self.snapshot.endpoints, scope)
 
     @property
     def is_observing(self) -> bool:
@@ -206,11 +240,38 @@ class AdmissionController:
             self.shadows.end_unreal()
         elif was_observing != (True, policy.generation):
             self.engine_times.begin_period(self.pool.now_us())
-        if self.monitor is not None:
-            self.monitor.change_policy(policy)
-            self.report_passing(was_passing=was_passing)
-        for follow in self.on_change:
+        if self.usage is not None:
+            self.usage.change_policy(policy)
+        self.monitor.change_policy(policy)
+        self.report_passing(was_passing=was_passing)
+        for follow in self._followers:
             follow()
+
+    def call_at_change(self, follow: Callable[[], None]) -> None:
+        """Calls a function after every change of the policy."""
+        self._followers.append(follow)
+
+    def use_app(self, app: ASGIApp) -> None:
+        """Sends new requests to another app: one that stands for those of several middlewares."""
+        self.app = app
+
+    def begin_lifespan(self) -> None:
+        """The server's lifespan begins in this task."""
+        if self.server is None or self.server.done():
+            self.server = asyncio.current_task()
+
+    def unguarded_mode(self, scope: Scope) -> Unguarded:
+        """The treatment of unguarded paths: the policy's, or else the one that fits the app."""
+        chosen = self.policy.unguarded
+        if chosen is not None:
+            return chosen
+        if self._unguarded is None:
+            is_engines = is_engine_server(scope.get("app"))
+            self._unguarded = Unguarded.DENY if is_engines else Unguarded.GENERATING
+            what = "an engine's own server" if is_engines else "an app with routes of its own"
+            message = "unguarded: %s, because the policy does not say otherwise, and this is %s"
+            _unguarded_log.info(message, self._unguarded.value, what, extra={"event": "unguarded"})
+        return self._unguarded
 
     def report_passing(self, *, was_passing: bool) -> None:
         """Logs that every request passes from now on, or no longer does."""
@@ -226,19 +287,17 @@ class AdmissionController:
         if self._unpreempted() and is_engine_server(host):
             self._repeats = True
             self.snapshot = self._snapshot_of(self.policy)
-        names, said = self._unpreempted(), self._said_unpreempted
-        self._said_unpreempted = names
-        if names and names != said and not self.is_passing:
+        names, reported = self._unpreempted(), self._reported_unpreempted
+        self._reported_unpreempted = names
+        if names and names != reported and not self.is_passing:
             _log.warning(KEEPS_ROOM, ", ".join(names), extra={"event": "not_preempted"})
 
     def _unpreempted(self) -> Sequence[str]:
         rules, repeats = self.policy.rules, self._repeats
         return [tier.name for tier in self.policy.tiers if rules.is_preemptible(tier.level) and not repeats]
 
-    def share_identities(self, identities: Identities) -> None:
-        """Believes the tokens that another controller believes: both use the same keys of the issuer."""
-        self.identities = identities
-        self.snapshot = self._snapshot_of(self.policy)
+    def _observer(self, monitor: Monitor) -> Observer | None:
+        return monitor.observer
 
     def _snapshot_of(self, policy: Policy) -> PolicySnapshot:
         tokens = self.identities.verifier(policy.jwt)
@@ -352,18 +411,17 @@ class AdmissionController:
 
     def notices(self) -> Sequence[str]:
         """Problems that do not keep this process from serving."""
-        of_monitor = () if self.monitor is None else self.monitor.notices()
         return [
             *([self.mode_notice(), *self.not_ready()] if self.passes_all else []),
             *self.engine_watch.notices(),
             *self.pool.notices(),
             *self.identities.notices(),
-            *of_monitor,
+            *self.monitor.notices(),
         ]
 
     def state(self) -> Mapping[str, object]:
         """The controller's state, for people and dashboards: JSON types only."""
-        generations = {} if self.monitor is None else self.monitor.generations()
+        generations = self.monitor.generations()
         return {
             "version": version_document(),
             "policy": {"generation": self.policy.generation, "engine": self.policy.engine.name},

@@ -1,16 +1,44 @@
-"""The request as the app gets it: the engine's priority and key replace the client's, every other byte stays."""
+"""The request as the app gets it, and what the middlewares around see of that.
+
+The engine's priority and key replace the client's; every other byte of the body stays. An engine says the usage of a
+chat's or a text completion's stream only where `stream_options` ask for it, in one more event, without choices, before
+the end. Its other events are the same, asked or not (read from vLLM 0.32, SGLang 0.5.23, TensorRT-LLM and Dynamo 1.6):
+where they have a null `usage`, they have it in either case. One thing differs: vLLM has its `system_fingerprint` in the
+last event, which is then the one that is taken out.
+
+The app gets a copy of the scope. Routers, and what comes with them, say in it what they found: `route`, `endpoint`,
+`path_params`, `user`. The middlewares around look there when the response begins, and when the app has returned. So at
+both moments they are shown what the app has written. Its headers and its path are not: those of the copy may be ours,
+with the engine's key.
+
+In `mode: pass` requests go to the app as they came (`pass_on`). Nothing of the body is read, and the pool is not asked.
+Two changes are necessary. A path that the policy maps with `forward_to` is mapped, because the engine need not know it.
+And the engine's own key, where there is one, replaces the client's, which the engine would refuse. A request without a
+key gets it only where the policy has a tier for such requests, or a gateway or the app names its tenant: else everyone
+would have the engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Awaitable, Container, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
-from starlette.types import Scope
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.intake import CONTENT_ENCODING, SizedRequest
-from sidecar.admission.request_path import path_for_app
-from sidecar.context import Granted
-from sidecar.engines.base import Forward
+from sidecar.admission.client import ClientChannel
+from sidecar.admission.controller import AdmissionController
+from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest
+from sidecar.admission.pending_aborts import CALL_KEY, ENGINE_ID_KEY
+from sidecar.admission.request_path import guarded_endpoint, path_for_app
+from sidecar.admission.responses import REQUEST_ID
+from sidecar.admission.usage import UsageReader
+from sidecar.apis import Api
+from sidecar.chunks import with_write
+from sidecar.classify import TenantClaims, said_by_app
+from sidecar.context import SCOPE_KEY, Granted
+from sidecar.engines.base import Engine, Forward
 from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
 from sidecar.payload.decode import Payload
@@ -18,12 +46,88 @@ from sidecar.payload.edit import insert, remove
 from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant
 
+_CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS
+"""The APIs whose streams have to be asked; those of the others always say their usage. An enumeration's attribute costs
+as much as a call."""
+_NOT_ASKED = (None, False, "false", "0", "no", "off", "n", "f")
+"""Values of `include_usage` that do not ask, as engines read them (pydantic)."""
 
-def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: list[tuple[bytes, bytes]]) -> Headers:
-    """The headers for the app: the client's `pairs`, with those `added`, to which the new length is added here."""
+
+class _Options(msgspec.Struct):
+    include_usage: Any = msgspec.UNSET
+
+
+_decode_options = msgspec.json.Decoder(_Options).decode
+
+
+def ask_for_usage(request: SizedRequest, engine: Engine | None, usage: UsageReader) -> bytes | None:
+    """The `stream_options` that ask the engine for usage in the client's place.
+
+    None where there is nothing to ask: the client asks itself, the answer is no stream of events, or the options are
+    none that an engine accepts. Where no engine is asked, `usage` measures the text of the answer instead.
+    """
+    if request.api is not _CHAT and request.api is not _COMPLETIONS:
+        return None
+    if engine is None:
+        usage.text_bytes = 0
+    elif request.payload.stream:
+        return _asking_options(request.payload.stream_options, engine)
+    return None
+
+
+def _asking_options(written: bytes | None, engine: Engine) -> bytes | None:
+    if written is None or written == b"null":
+        return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in engine.usage_options.items())
+    try:
+        asked = _decode_options(written).include_usage
+    except msgspec.ValidationError:
+        return None
+    if asked is msgspec.UNSET:
+        asked = engine.asks_usage_by_default
+    if (asked.lower() if isinstance(asked, str) else asked) not in _NOT_ASKED:
+        return None
+    options = written
+    for name, value in engine.usage_options.items():
+        options = insert(remove(options, (name,)), name, value)
+    return options
+
+
+def request_for_app(
+    request: SizedRequest,
+    endpoint: Endpoint,
+    scope: Scope,
+    pairs: Headers,
+    *,
+    forward: Forward,
+    added: Headers,
+    stream_options: bytes | None,
+) -> tuple[Scope, bytes]:
+    """The scope and the body for the app, which gets the priority by `forward`.
+
+    `pairs` are the client's headers as they came, `added` those that replace them. See also `forwarded_body`.
+    """
+    body = forwarded_body(_capped_body(request), request.payload, forward, stream_options)
     if b"content-length" in request.headers and (body is not request.body or CONTENT_ENCODING in request.taken):
-        added.append((b"content-length", b"%d" % len(body)))
-    return forwarded_headers(pairs, request.taken, added)
+        added = (*added, (b"content-length", b"%d" % len(body)))
+    return forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.taken, added)), body
+
+
+def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:
+    """The request's id as a header for the app, where the client has sent none, one that is not used, or several."""
+    sent = headers.get(REQUEST_ID)
+    if sent is not None and len(headers) == len(pairs) and sent.decode("latin-1") == request_id:
+        return ()
+    return ((REQUEST_ID, request_id.encode("ascii")),)
+
+
+def _capped_body(request: SizedRequest) -> bytes:
+    """The client's body, with the output cap, where it has one, as its only maximum. Every other byte stays."""
+    body, cap = request.body, request.output_cap
+    if cap is None:
+        return body
+    for field in MAXIMUM_FIELDS[request.api]:
+        body = remove(body, (field,))
+    return insert(body, MAXIMUM_FIELDS[request.api][0], b"%d" % cap)
 
 
 def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:
@@ -84,3 +188,79 @@ def forwarded_scope(scope: Scope, endpoint: Endpoint, headers: Headers) -> Scope
     if path != scope["path"]:
         copy["path"], copy["raw_path"] = path, quote(path).encode()
     return copy
+
+
+_OURS = frozenset(("headers", "path", "raw_path", SCOPE_KEY, CALL_KEY, ENGINE_ID_KEY))
+_LEAST_OURS = 2
+"""Keys that every copy has, and the scope outside has not: the grant and the call."""
+_BEGINNINGS = frozenset(("http.response.start", "websocket.accept", "websocket.http.response.start"))
+
+
+def show_outside(written: Scope | None, scope: Scope, *, is_shown: bool = False) -> None:
+    """Shows in the `scope` of the middlewares around what an app has written into its copy; None: there is no app.
+
+    Of one that `is_shown` already, as its answer began, only more keys are looked for: hardly any app writes then.
+    """
+    if written is None or (is_shown and len(written) <= len(scope) + _LEAST_OURS):
+        return
+    shown = {**written}  # at once: a handler's thread may write meanwhile
+    for name in _OURS:
+        shown.pop(name, None)
+    scope.update(shown)
+
+
+def call_app(
+    controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
+) -> Awaitable[None]:
+    """Calls the app with the scope `for_app`, which is `scope` itself or a copy."""
+    if for_app is scope or controller.is_proxied:  # around our own proxy there is no one
+        return controller.app(for_app, receive, send)
+    return _call_and_show(controller, scope, for_app, receive, send)
+
+
+async def _call_and_show(
+    controller: AdmissionController, scope: Scope, for_app: Scope, receive: Receive, send: Send
+) -> None:
+    def send_and_show(message: Message) -> Awaitable[None]:
+        if message["type"] in _BEGINNINGS:
+            show_outside(for_app, scope)
+        return send(message)
+
+    try:
+        await controller.app(for_app, receive, send_and_show)
+    finally:
+        show_outside(for_app, scope)
+
+
+def pass_on(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    """Serves an ASGI scope, other than a lifespan's, with the app alone."""
+    return call_app(controller, scope, _for_app(controller, scope), receive, send)
+
+
+def _for_app(controller: AdmissionController, scope: Scope) -> Scope:
+    policy, credentials = controller.policy, controller.snapshot.credentials
+    if credentials.added:
+        taken, said = credentials.taken(dict(scope["headers"])), said_by_app.get()
+        said_by_app.set(None)  # the app may have another admission controller in it
+        if taken or policy.anonymous is not None or isinstance(said, TenantClaims):
+            scope = {**scope, "headers": forwarded_headers(scope["headers"], taken, credentials.added)}
+    endpoint = guarded_endpoint(controller.snapshot.named_endpoints, scope)
+    return scope if endpoint is None else forwarded_scope(scope, endpoint, scope["headers"])
+
+
+def pass_read(
+    controller: AdmissionController, scope: Scope, request: SizedRequest, receive: Receive, client: ClientChannel
+) -> Awaitable[None]:
+    """The same of a `request` that was read, and may have waited. `receive` begins with its body again."""
+    for_app = {**scope}
+    with_write(for_app, None)  # the client may have got comments before
+    taken, added = [], []
+    if client.keepalive is not None:  # comments have begun the answer, as plain text
+        taken.append(b"accept-encoding")
+    if CONTENT_ENCODING in request.taken:  # the body was unpacked
+        taken.append(CONTENT_ENCODING)
+        if b"content-length" in request.headers:
+            added.append((b"content-length", b"%d" % len(request.body)))
+    if taken:
+        for_app["headers"] = forwarded_headers(scope["headers"], taken, added)
+    return call_app(controller, scope, _for_app(controller, for_app), receive, client.send)

@@ -10,10 +10,9 @@ import msgspec
 from starlette.types import Scope, Send
 
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.error_responses import send_error
 from sidecar.admission.intake import refuse_two_keys
 from sidecar.admission.request_path import exact_paths
-from sidecar.admission.response_headers import REQUEST_ID, request_id
+from sidecar.admission.responses import REQUEST_ID, request_id, send_error
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
 from sidecar.identity.issuer_keys import with_keys
 from sidecar.policy.model import Tenant

@@ -15,10 +15,17 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
+from sidecar.admission.engine_route import EngineHealth, no_engine
 from sidecar.durations import short_duration
-from sidecar.errors import QueueFull, TenantLimit
+from sidecar.errors import (
+    AdmissionError,
+    Draining,
+    QueueFull,
+    QueueTimeout,
+    TenantLimit,
+)
 from sidecar.events import Obstacle
-from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.model import Policy, Tenant, Tier
 from sidecar.pools import Ask, Grant, Lease, Pool
 from sidecar.pools.base import QueueStanding, WaitGivenUp
 
@@ -164,7 +171,7 @@ class Turn:
         except QueueFull as full:
             self.level = self.level if full.level is None else full.level
             raise
-        self.level = self.lease.tier
+        self.level = self.lease.ask.tier
         return self.lease
 
     async def granted(self) -> Grant:
@@ -233,7 +240,7 @@ class Turn:
         return self.lease.grant
 
     def _longest_wait_s(self) -> float | None:
-        limits = (self._max_wait_s, self._policy.tiers[self.lease.tier].max_wait_s)
+        limits = (self._max_wait_s, self._policy.tiers[self.lease.tier].queue.max_wait_s)
         return min((limit_s for limit_s in limits if limit_s is not None), default=None)
 
     def _limit_wait(self, since_us: int, most_s: float | None) -> None:
@@ -294,3 +301,36 @@ def _place(standing: QueueStanding) -> str:
         return f"queued, {standing.ahead} ahead"
     whole_s = max(1, round(standing.wait_s))
     return f"queued, {standing.ahead} ahead, about {f'{whole_s} s' if whole_s < 60 else short_duration(whole_s)}"
+
+
+def refusal_of(watch: EngineHealth, pool: Pool, policy: Policy, end: Exception, *, level: int | None) -> AdmissionError:
+    """The refusal of a request, or of a lease from Python, that ended without a grant.
+
+    `end` is TurnEnded or an AdmissionError. `level` is the level that is charged, None before that is known.
+    """
+    if isinstance(end, TurnEnded):
+        assert level is not None
+        return end.refusal or _end_of_wait(watch, pool, policy.tiers[level], end)
+    assert isinstance(end, AdmissionError)
+    if isinstance(end, QueueFull) and level is not None and policy.tiers[level].queue.max_requests == 0:
+        # A tier that never queues has no place while there is no engine: that is the reason, then.
+        return end if watch.is_usable else no_engine(watch)
+    return end
+
+
+def _end_of_wait(watch: EngineHealth, pool: Pool, tier: Tier, end: TurnEnded) -> AdmissionError:
+    """The refusal of a request whose wait is over."""
+    if end.cause is Cause.GIVEN_UP:
+        return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
+    if not watch.is_usable:
+        return no_engine(watch)
+    assert end.most_s is not None
+    return no_room(pool, tier, end.most_s)
+
+
+def no_room(pool: Pool, tier: Tier, most_s: float) -> QueueTimeout:
+    """The refusal of a request of a tier that has waited for as long as it may."""
+    return QueueTimeout(
+        f"no room came free for tier {tier.name} within {most_s:g} s; try again later",
+        retry_after_s=pool.retry_after_s(tier.level),
+    )

@@ -15,9 +15,7 @@ read as a generating path, and below any mount (`request_path`).
 
 from __future__ import annotations
 
-import asyncio
 import hmac
-import logging
 from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
@@ -25,18 +23,15 @@ from functools import partial
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.error_responses import send_error, speaks_anthropic
-from sidecar.admission.forwarding import forwarded_headers
+from sidecar.admission.forwarding import call_app, forwarded_headers
 from sidecar.admission.intake import refuse_two_keys
-from sidecar.admission.outer_scope import call_app
 from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.request_path import endpoint_of, exact_paths, readings, route_path
-from sidecar.admission.response_headers import request_id
+from sidecar.admission.responses import request_id, send_error, speaks_anthropic
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
 from sidecar.classify import api_key, said_by_app
 from sidecar.engines import NoEngine
 from sidecar.engines.base import Routes
-from sidecar.engines.discovery import is_engine_server
 from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded, UpgradeRequired
 from sidecar.events import UnguardedRequest
 from sidecar.identity.issuer_keys import KeysNeeded, with_keys
@@ -50,16 +45,9 @@ OTHER = "other"
 _POLICY_VIOLATION = 1008
 _OVER_HTTP = "this path is not served over a WebSocket; send a POST over HTTP"
 
-_log = logging.getLogger("sidecar.unguarded")
-
 
 async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> None:
     """Serves one ASGI scope that no endpoint of the policy guards."""
-    if scope["type"] == "lifespan":
-        if controller.server is None or controller.server.done():
-            controller.server = asyncio.current_task()
-        await controller.lifespan(scope, receive, send)
-        return
     if scope["type"] not in ("http", "websocket"):
         _refuse_unknown(controller, scope)
         await controller.app(scope, receive, send)
@@ -87,7 +75,7 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
 def _may_hide_body(controller: AdmissionController, scope: Scope) -> bool:
     """Whether a read on a guarded path has no header that says whether it has a body: from HTTP/2 on."""
     is_read = scope.get("method") in READING and scope.get("http_version", "1.1") >= "2"
-    is_open = mode_of(controller, scope) is Unguarded.ALLOW
+    is_open = controller.unguarded_mode(scope) is Unguarded.ALLOW
     return is_read and not is_open and _is_guarded(controller.snapshot, scope)
 
 
@@ -105,7 +93,7 @@ def _without_body(receive: Receive) -> Receive:
 
 def _refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
     """Raises NotImplementedError for a protocol of which nothing is known here, where it may run the model."""
-    as_websocket = treatment(mode_of(controller, scope), controller.snapshot, WEBSOCKET, {"path": "", **scope})
+    as_websocket = treatment(controller.unguarded_mode(scope), controller.snapshot, WEBSOCKET, {"path": "", **scope})
     if as_websocket is Treatment.REFUSED and not controller.is_observing:
         raise NotImplementedError(f"{scope['type']!r} is not served on a path that the policy guards")
 
@@ -215,20 +203,6 @@ def _first(find: Callable[[str], str | None], paths: Iterable[str]) -> str | Non
     return next((found for found in map(find, paths) if found is not None), None)
 
 
-def mode_of(controller: AdmissionController, scope: Scope) -> Unguarded:
-    """The policy's mode, or else the one that fits the app."""
-    chosen = controller.policy.unguarded
-    if chosen is not None:
-        return chosen
-    if controller.unguarded is None:
-        is_engines = is_engine_server(scope.get("app"))
-        controller.unguarded = Unguarded.DENY if is_engines else Unguarded.GENERATING
-        what = "an engine's own server" if is_engines else "an app with routes of its own"
-        message = "unguarded: %s, because the policy does not say otherwise, and this is %s"
-        _log.info(message, controller.unguarded.value, what, extra={"event": "unguarded"})
-    return controller.unguarded
-
-
 def _is_preflight(scope: Scope) -> bool:
     """Whether a browser asks if it may send a request: it must send no key with that (Fetch, section 4.8)."""
     asks = scope["type"] == "http" and scope["method"] == "OPTIONS"
@@ -246,7 +220,7 @@ def _checked(controller: AdmissionController, scope: Scope) -> Scope:
     snapshot = controller.snapshot
     is_websocket = scope["type"] == "websocket" or _offers_websocket(snapshot, scope)
     method: str = WEBSOCKET if is_websocket else scope["method"]
-    treated = treatment(mode_of(controller, scope), snapshot, method, scope)
+    treated = treatment(controller.unguarded_mode(scope), snapshot, method, scope)
     if treated is Treatment.REFUSED:
         if is_websocket and _is_guarded(snapshot, scope):
             raise UpgradeRequired(_OVER_HTTP)
@@ -320,9 +294,10 @@ def _report(
     controller: AdmissionController, scope: Scope, refusal: AdmissionError | None, refused_as: str | None = None
 ) -> None:
     """Reports a request. `refused_as` is its id where it was refused."""
-    if controller.unguarded_observer is None:
+    report = controller.monitor.unguarded
+    if report is None:
         return
-    controller.unguarded_observer(
+    report(
         UnguardedRequest(
             route=_label(controller.snapshot.routes, scope),
             is_refused=refused_as is not None,

@@ -40,14 +40,14 @@ class Watched(Protocol):
 class Watchdog:
     """All requests under way. The timer runs only while there are any.
 
-    `blocked_s` is for how long the event loop stood still in all, as far as it was noticed. `on_armed` is called
+    `blocked_s` is for how long the event loop stood still in all, as far as it was noticed. `on_armed` are called
     whenever the timer starts, on its event loop.
     """
 
-    def __init__(self, interval_s: float, on_armed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, interval_s: float = 1.0) -> None:
         self.interval_s = interval_s
         self.blocked_s = 0.0
-        self._on_armed = on_armed
+        self.on_armed: list[Callable[[], None]] = []
         self._watched: set[Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -91,7 +91,8 @@ class Watchdog:
             self._report_two_loops()
         self._loop, self._due_s = loop, loop.time() + self.interval_s
         self._timer = loop.call_at(self._due_s, self._check_all)
-        self._on_armed()
+        for follow in self.on_armed:
+            follow()
 
     def _check_all(self) -> None:
         self._timer = None

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sidecar.cli.environment import from_environment, options_of, variable_of
+from sidecar.cli.output import CommandFailed
 from sidecar.version import version_line
 
 COMMANDS = {
@@ -101,7 +102,12 @@ def _run(arguments: list[str]) -> int:
     if passed_on and not passes_on:
         parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     args.passed_on = passed_on
-    return command.run(args)
+    try:
+        return command.run(args)
+    except CommandFailed as end:
+        several = "\n" if "\n" in str(end) else " "  # lines of their own, as a file's mistakes are read
+        print(f"sidecar {chosen}:{several}{end}", file=sys.stderr)
+        return end.code
 
 
 def _mend_streams() -> None:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from sidecar.cli.arguments import ADMIN
+from sidecar.cli.output import CommandFailed
 from sidecar.secrets import HOW_TO_SET, token_header
 
 PATIENCE_S = 3.0
@@ -29,7 +30,7 @@ _TELLING_CODES = frozenset((
 Document = TypeVar("Document")
 
 
-class CannotSee(Exception):
+class CannotSee(CommandFailed):
     """The admin port does not answer as one; the message is one line."""
 
 
@@ -40,6 +41,13 @@ class _Error(msgspec.Struct, frozen=True):
 
 class _Refusal(msgspec.Struct, frozen=True):
     error: _Error
+
+
+def add_admin(parser: argparse.ArgumentParser, json_help: str) -> None:
+    """Adds `--admin` and `--json`."""
+    admin_help = "the sidecar's admin port (default %(default)s)"
+    parser.add_argument("--admin", type=admin_url, default=ADMIN, metavar="URL", help=admin_help)
+    parser.add_argument("--json", metavar="FILE", help=json_help)
 
 
 def page_of(

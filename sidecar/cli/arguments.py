@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from sidecar.cli.output import CommandFailed
 from sidecar.policy import POLICY_VARIABLE, units
 from sidecar.unix_address import SCHEME, path_of
 
@@ -18,8 +21,41 @@ ADMIN = f"http://127.0.0.1:{ADMIN_PORT}"
 """The admin port of `sidecar serve`."""
 
 
+LONGEST_S = 24 * 3600.0
+"""More than any answer, or any run, takes: a longer time was meant in milliseconds."""
+_LEAST = 1e-6
+
+
+def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
+    """A reader of whole numbers. It raises ArgumentTypeError for a text that is no `what`."""
+
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or len(text) > 12 or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}; write a number from {least:,} to {most:,}")
+        return int(text)
+
+    return read
+
+
+def number(what: str, most: float = LONGEST_S, *, may_be_zero: bool = False) -> Callable[[str], float]:
+    """A reader of numbers. It raises ArgumentTypeError for a text that is no `what`."""
+    least = 0.0 if may_be_zero else _LEAST
+
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not least <= found <= most:
+            bound = "a number from 0 on" if may_be_zero else "a number that is more than 0"
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}; write {bound}, up to {most:,.0f}")
+        return found
+
+    return read
+
+
 def port(text: str) -> int:
-    """A port from 0 to 65535. Raises ArgumentTypeError for what is none."""
+    """A port. Raises ArgumentTypeError for what is none."""
     if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 0 to 65535")
     return int(text)
@@ -29,14 +65,7 @@ MOST_WORKERS = 64
 """More than the processors of most machines, and more than one store has work for."""
 
 
-def worker_count(text: str) -> int:
-    """A number of processes. Raises ArgumentTypeError for what is none."""
-    if not text.isascii() or not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST_WORKERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers; write a number from 1 to {MOST_WORKERS}")
-    return int(text)
-
-
-class NoPolicy(ValueError):
+class NoPolicy(CommandFailed):
     """No policy was named, neither on the command line nor in the environment."""
 
 
@@ -50,7 +79,9 @@ def policy_path(given: str | None, way: str = "POLICY") -> str:
     """The policy's path: the one of the command line, else the one of the environment. Raises NoPolicy."""
     path = os.environ.get(POLICY_VARIABLE) if given is None else given
     if not path:
-        raise NoPolicy(f"no policy: give {way} or set {POLICY_VARIABLE}; `sidecar init` writes a policy for an engine")
+        raise NoPolicy(
+            f"no policy: give {way} or set {POLICY_VARIABLE}; `sidecar init` writes a policy for an engine", 2
+        )
     return path
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from sidecar.cli.arguments import NoPolicy, add_policy, policy_path
+from sidecar.cli.arguments import add_policy, policy_path
 from sidecar.cli.check_engines import engines_figures, engines_text, pools, with_engine_list
-from sidecar.cli.output import aligned, write_json
+from sidecar.cli.output import show, write_json
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
@@ -26,6 +26,7 @@ from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_certai
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.policy.store import STORE_VARIABLE
 from sidecar.policy.warnings import NOMINAL, warnings
+from sidecar.tools.text import table
 
 EXAMPLE = """  sidecar check policies/
   sidecar check policies/ --json -"""
@@ -41,9 +42,6 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 for a policy that can be used, 1 for one that cannot (or a JSON file that cannot), 2 for none."""
     try:
         loaded, found = with_engine_list(load_files(policy_path(args.policy)))
-    except NoPolicy as missing:
-        print(f"sidecar check: {missing}", file=sys.stderr)
-        return 2
     except PolicyError as refused:
         print(refused, file=sys.stderr)
         count = len(refused.problems)
@@ -51,9 +49,7 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, {"ok": False, "errors": _listed(refused.problems)})
         return 1
     found = (*found, *warnings(loaded.policy, loaded.place), *_unbounded(loaded), *_without_store(loaded))
-    if args.json != "-":
-        print(summary(loaded, found))
-    return 0 if write_json(args.json, figures(loaded, found)) else 1
+    return show(args.json, figures(loaded, found), lambda: [summary(loaded, found)])
 
 
 def _listed(problems: tuple[Problem, ...]) -> list[dict[str, Any]]:
@@ -115,12 +111,12 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "engines": engines_figures(policy),
         "models": [
             {
-                "model": model.name,
+                "model": name,
                 "aliases": model.aliases,
                 "engines": model.engines,
-                **_pool_figures(policy.of_model(model.name)),
+                **_pool_figures(policy.of_model(name)),
             }
-            for model in policy.models.values()
+            for name, model in policy.models.items()
         ],
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
         "public": policy.public_paths,
@@ -284,7 +280,7 @@ def _table(policy: Policy, dimension: _Dimension) -> str:
         reason = sizes.reason(tier.level, largest, tokens=is_amount)
         reasons.append(reason if most is None else f"{reason}; {most:,} tokens at most, its max_request_tokens")
     floor = "floor" if policy.rules.is_by_gain else "reserve"
-    lines = aligned([(dimension.title, floor, *_HEAD), *rows])
+    lines = table([(dimension.title, floor, *_HEAD), *rows])
     return "\n".join(f"{line}  {said}" for line, said in zip(lines, ["size limit set by", *reasons], strict=True))
 
 

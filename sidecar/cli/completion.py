@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 
+from sidecar.cli.output import CommandFailed
 from sidecar.extras import how_to_install
 
 EXAMPLE = """\
@@ -28,8 +28,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        print(f"sidecar completion: shtab is missing; {how_to_install('completion')}", file=sys.stderr)
-        return 2
+        raise CommandFailed(f"shtab is missing; {how_to_install('completion')}", 2) from None
     print(shtab.complete(_whole(shtab.FILE), shell=args.shell))
     return 0
 

@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
-from sidecar.cli.output import reporter, unwritable, write_json
+from sidecar.cli.arguments import number, whole_number
+from sidecar.cli.output import CommandFailed, reporter, require_writable, write_json
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.store import store_address
 from sidecar.tools.demo.clients import BURST, arrivals
@@ -34,9 +35,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON, - for standard output")
     parser.add_argument("--keep", action="store_true", help="leave the last server running, to try requests on it")
-    parser.add_argument("--seconds", type=_seconds, default=8.0, help="how long requests arrive (default %(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=number("time to play", LONGEST_S),
+        default=8.0,
+        help="how long requests arrive (default %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals (default %(default)s)")
-    parser.add_argument("--replicas", type=_replicas, metavar="N", help="admission by N sidecars that share one pool")
+    replicas = whole_number("number of replicas", 1, MOST_REPLICAS)
+    parser.add_argument("--replicas", type=replicas, metavar="N", help="admission by N sidecars that share one pool")
     parser.add_argument("--store", type=_store, metavar="URL", help="their store, such as redis://127.0.0.1:6379/0")
     parser.add_argument("--no-page", action="store_true", help="without the live page of the third run")
     parser.set_defaults(refuse=parser.error)
@@ -46,14 +53,11 @@ def run(args: argparse.Namespace) -> int:
     """Plays the three runs and prints the table. Returns 1 where requests failed, or a server could not start."""
     runs = shared(_sharing(args.replicas, args.store, args.refuse))
     out = sys.stderr if args.json == "-" else sys.stdout
-    if problem := unwritable(args.json):
-        print(f"sidecar: {problem}", file=sys.stderr)
-        return 1
+    require_writable(args.json)
     try:
         return _play(args, runs, out)
     except CannotStart as error:
-        print(f"sidecar: {error}", file=sys.stderr)
-        return 1
+        raise CommandFailed(str(error)) from None
 
 
 def _play(args: argparse.Namespace, runs: Sequence[Run], out: TextIO) -> int:
@@ -90,24 +94,6 @@ def _sharing(replicas: int | None, store: str | None, refuse: Callable[[str], No
             refuse("argument --replicas: replicas share a pool in a store; add --store redis://127.0.0.1:6379/0")
         return None
     return Sharing(replicas or 1, store)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= LONGEST_S:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no time to play; write seconds, more than 0, up to {LONGEST_S:g}"
-        )
-    return seconds
-
-
-def _replicas(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= MOST_REPLICAS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of replicas; write one from 1 to {MOST_REPLICAS}")
-    return int(text)
 
 
 def _store(text: str) -> str:

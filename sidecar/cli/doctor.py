@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
-from sidecar.cli.arguments import OneEngine, duration_s, server_url
-from sidecar.cli.output import unwritable, write_json
+from sidecar.cli.arguments import OneEngine, duration_s, server_url, whole_number
+from sidecar.cli.output import CommandFailed, require_writable, write_json
 from sidecar.engines import ENGINES
-from sidecar.policy.compiler import load
+from sidecar.policy.compiler import load, read_engine_list
 from sidecar.policy.fleet import DnsService, EngineAddress, FleetPolicy
-from sidecar.policy.fleet_compiler import read_engine_list
 from sidecar.policy.model import Policy
 from sidecar.secrets import ENGINE_KEY_VARIABLE
 from sidecar.tools.doctor.conditions import State
@@ -66,7 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--model", help="model to ask for (default: the first one that it lists)")
     add_key(parser, "API key of the engine, or of the sidecar, sent as `Authorization: Bearer KEY`", _KEYS)
     add("--header", action="append", default=[], type=_header, metavar="NAME:VALUE", help="sent with every request")
-    add("--requests", type=_requests, default=400, metavar="N", help="most in one burst; it starts small (%(default)s)")
+    burst = whole_number("size of a burst", 1, _MOST)
+    add("--requests", type=burst, default=400, metavar="N", help="most in one burst; it starts small (%(default)s)")
     add("--timeout", type=_seconds, default=60.0, metavar="TIME", help="for all requests together (default 60s)")
     speed = "measure the engine's speed instead, and write FILE for `sidecar simulate --engine-model FILE`"
     add("--engine-model", metavar="FILE", help=speed)
@@ -80,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.engine_model is not None:
         _refuse_what_measures_no_speed(args)
     try:
-        if problem := unwritable(args.json):
-            raise CannotLook(problem)
+        require_writable(args.json)
         if args.engine_model is not None:
             from sidecar.cli.doctor_engine_model import write_model
 
@@ -91,9 +90,8 @@ def run(args: argparse.Namespace) -> int:
         if args.upstream is None:
             return _examine_each(args, with_engines(policy))
         found = asyncio.run(examine(_options(args, args.upstream, of_upstream(policy, args.upstream)), _say))
-    except (CannotLook, ValueError) as error:
-        print(f"sidecar doctor: {error}", file=sys.stderr)
-        return WRONG
+    except (CannotLook, CommandFailed, ValueError) as error:
+        raise CommandFailed(str(error), WRONG) from None
     if args.json != "-":
         print(report(found))
     return _CODES[found.state] if write_json(args.json, figures(found)) else WRONG
@@ -223,12 +221,6 @@ def _header(text: str) -> tuple[str, str]:
     if not colon or not name.strip() or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} is no header; write one like x-team: search")
     return name.strip().lower(), value.strip()
-
-
-def _requests(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size of a burst; write a number from 1 to {_MOST}")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sidecar.cli.output import STANDARD_OUTPUT, unwritable, write_json, write_text
+from sidecar.cli.output import STANDARD_OUTPUT, require_writable, write_json, write_text
 from sidecar.tools.doctor.examination import Options
 from sidecar.tools.doctor.speed_probe import measure
 from sidecar.tools.doctor.survey import CannotLook
@@ -18,13 +18,13 @@ from sidecar.tools.step_model.model import shipped
 def write_model(options: Options, file: str, json_target: str | None, say: Callable[[str], None]) -> bool:
     """Measures the engine, prints the fit, and writes the model to `file`. False where that cannot be written.
 
-    Raises CannotLook where the engine cannot be measured, or, before anything is sent, where a file cannot be written.
+    Raises CannotLook where the engine cannot be measured, and CommandFailed, before anything is sent, where a file
+    cannot be written.
     """
     if file in shipped():
         raise CannotLook(f"{file} is the name of a model that ships, which `simulate` would read: write ./{file}.yaml")
     is_new = file != STANDARD_OUTPUT and not Path(file).exists()
-    if problem := unwritable(file):
-        raise CannotLook(problem)
+    require_writable(file)
     try:
         probe = asyncio.run(measure(options, say))
         fitted = fit(probe)

@@ -1,315 +1,262 @@
-"""Terminal drawing of the overview: lines of text, as wide as the window, in color where the terminal has it.
+"""Terminal drawing of the overview with `rich`, the most important first, so that a short window cuts off the end.
 
-A character in a name or a message that a terminal would take for a command is shown as `?`.
+Every name and message is a `Text`, in which `rich` reads no markup, and shows control characters as codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from time import localtime, strftime
-from typing import NamedTuple
 
-from sidecar.cluster.document import EngineRow, Overview, RefusalView, ReplicaView, TenantView, TierView
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from sidecar.cluster.document import EngineRow, Overview, RefusalView, TierView
 from sidecar.cluster.phrases import STARVES_FROM_S, as_promised, count, lease_sizes, preempted
 from sidecar.durations import short_duration
 from sidecar.engines.view import EngineDocument
 from sidecar.events import StoreState
+from sidecar.telemetry.logs.formats import one_line
 
-NARROWEST = 40
-_LABEL, _BAR_LEAST, _BAR_MOST = 9, 20, 60
-_NAME_MOST, _SPARK, _OVERTAKEN_LEAST = 16, 20, 24
-_STEPS = " ▁▂▃▄▅▆▇█"
-_COLORS = ("34", "33", "32", "36", "35", "37")
-_BOLD, _DIM, _RED, _GREEN = "1", "2", "31", "32"
+_BAR, _SPARK = 60, 20
+_SPARK_STEPS = " ▁▂▃▄▅▆▇█"
+_FOLDED = 16
+"""Width of a column of names that is always there; longer ones are folded where the window is narrow."""
+_COLORS = ("blue", "yellow", "green", "cyan", "magenta", "white")
+_ALARM = "bold red"
+_UNUSABLE = frozenset(("suspect", "down", "unreachable"))
 
-
-@dataclass(frozen=True, slots=True)
-class TerminalStyle:
-    """How wide it is, whether in colors, and whether its characters go beyond ASCII."""
-
-    width: int
-    colors: bool = False
-    unicode: bool = True
-
-    def paint(self, text: str, *codes: str) -> str:
-        """Text in a color, where there are any."""
-        return f"\x1b[{';'.join(codes)}m{text}\x1b[0m" if self.colors and text else text
-
-    def cut(self, text: str, width: int) -> str:
-        """Text that is safe to show and exactly so wide."""
-        safe = printable(text)
-        if len(safe) > width:
-            safe = safe[: max(0, width - 1)] + ("…" if self.unicode else ".")
-        return safe.ljust(width)
+Cell = Text | str
 
 
-def printable(text: str) -> str:
-    """Text without anything that a terminal obeys."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def draw(overview: Overview, look: TerminalStyle) -> list[str]:
-    """All lines, the most important first, so that a short window cuts off the end."""
-    look = TerminalStyle(max(NARROWEST, look.width), look.colors, look.unicode)
-    return [
-        *_head(overview, look),
+def draw(overview: Overview, console: Console) -> Group:
+    """The whole overview, as wide as the console."""
+    return Group(
+        *_head(overview),
         "",
-        *_pool(overview, look),
+        *_pool(overview, console.width),
         "",
-        *_tiers(overview, look),
+        _tiers(overview, console),
+        *_below((tier.tier, preempted(tier)) for tier in overview.tiers),
         "",
-        *_engines(overview.engines, look),
-        *_as_promised(overview, look),
-        *_lease_sizes(overview, look),
-        *_tenants(overview.tenants, look),
-        *_replicas(overview.replicas, overview.generation, look),
-        *_refusals(overview.refusals, look),
-    ]
+        *_engines(overview.engines, console.width),
+        *_sentences(overview),
+        *_tenants_and_replicas(overview, console.width),
+        *_refusals(overview.refusals),
+    )
 
 
-def _head(overview: Overview, look: TerminalStyle) -> list[str]:
-    where = "one process" if overview.store is None else _store(overview, overview.store["state"])
-    facts = f"{overview.pool}  {overview.engine}  policy {overview.generation}  {where}"
-    clock = strftime("%H:%M:%S", localtime(overview.at_s))
-    first = look.cut(f"admission  {facts}", look.width - len(clock) - 1) + f" {clock}"
-    color = _RED if overview.starving or overview.lacks_engine else _GREEN
-    lines = [look.paint(first, _DIM)]
-    lines += [look.paint(line, _BOLD, color) for line in wrapped(overview.headline, look.width)]
-    return lines + [look.paint(line, "33") for notice in overview.notices for line in _notice(notice, look)]
+class Fitted:
+    """A drawing in a window: what does not fit is reported in the last line."""
+
+    def __init__(self, drawing: RenderableType) -> None:
+        self._drawing = drawing
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The lines that fit."""
+        lines = console.render_lines(self._drawing, options.update(height=None), pad=False)
+        height = options.height or console.height
+        if (more := len(lines) - height) > 0:
+            told = Segment(f"({more + 1} more lines: a taller window shows them)")
+            lines = [*lines[: height - 1], [told]]
+        for line in lines:
+            yield from line
+            yield Segment.line()
 
 
-def _notice(notice: str, look: TerminalStyle) -> list[str]:
-    """A notice of several mistakes has a line for each."""
-    return [line for part in f"! {notice}".splitlines() for line in wrapped(part, look.width)]
+def _text(text: str, style: str = "") -> Text:
+    return Text(one_line(text), style, overflow="fold")
 
 
-def _store(overview: Overview, state: str) -> str:
-    """Without its store, a replica shows itself alone: a notice says so, and why."""
-    return "store shared" if state == StoreState.SHARED.value else f"replica {overview.replica[:8]}"
+def _head(overview: Overview) -> Iterator[RenderableType]:
+    where = "one process"
+    if overview.store is not None:  # without its store, a replica shows itself alone: a notice gives the reason
+        is_shared = overview.store["state"] == StoreState.SHARED.value
+        where = "store shared" if is_shared else f"replica {overview.replica[:8]}"
+    first = Table.grid(expand=True, padding=(0, 1, 0, 0))
+    first.add_column(overflow="fold")
+    first.add_column(justify="right", no_wrap=True)
+    facts = f"admission  {overview.pool}  {overview.engine}  policy {overview.generation}  {where}"
+    first.add_row(_text(facts, "dim"), _text(_clock(overview.at_s), "dim"))
+    yield first
+    yield _text(overview.headline, _ALARM if overview.starving or overview.lacks_engine else "bold green")
+    for notice in overview.notices:  # of several mistakes each has a line
+        yield from (_text(line, "yellow") for line in f"! {notice}".splitlines())
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """Text in lines of at most that width, broken between words where it can be."""
-    lines = [""]
-    for word in map(printable, text.split()):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".lstrip()
-    return [line[start : start + width] for line in lines for start in range(0, max(1, len(line)), width)]
+def _clock(at_s: float) -> str:
+    return strftime("%H:%M:%S", localtime(at_s))
 
 
-def _pool(overview: Overview, look: TerminalStyle) -> list[str]:
-    return [
-        line
-        for name in ("tokens", "requests")
-        if (whole := getattr(overview.capacity, name)) is not None
-        for line in _bar(overview, look, name, whole)
-    ]
+def _pool(overview: Overview, width: int) -> Iterator[Text]:
+    """A bar for each dimension that is bounded.
+
+    Each character is an equal part of the pool: a tier's first letter, or a dot where it is free.
+    """
+    for name in ("tokens", "requests"):
+        whole, held = getattr(overview.capacity, name), getattr(overview.held, name)
+        if whole is None:
+            continue
+        bar = Text(f"{name:<9}", overflow="fold")
+        scale = min(_BAR, max(1, width - len(bar))) / max(whole, held, 1)
+        ends = 0.0
+        for tier in overview.tiers:
+            starts, ends = ends, ends + getattr(tier.held, name)
+            cells = round(ends * scale) - round(starts * scale)
+            bar.append(one_line(tier.tier[:1])[:1] * cells, f"{_color(tier)} reverse")
+        bar.append("." * (round(max(whole, held, 1) * scale) - round(ends * scale)), "dim")
+        bar.append(f" {count(held)} of {count(whole)}, {count(getattr(overview.free, name))} free")
+        yield bar
 
 
-def _bar(overview: Overview, look: TerminalStyle, name: str, whole: int) -> list[str]:
-    """One character for each equal part of the pool: the tier's first letter, or a dot where it is free."""
-    held = getattr(overview.held, name)
-    said = f"{count(held)} of {count(whole)}, {count(getattr(overview.free, name))} free"
-    fits = look.width >= _LABEL + _BAR_LEAST + 1 + len(said)
-    width = min(_BAR_MOST, look.width - _LABEL - (1 + len(said) if fits else 0))
-    scale = width / max(whole, held, 1)
-    drawn, ends = "", 0.0
-    for tier in overview.tiers:
-        starts, ends = ends, ends + getattr(tier.held, name)
-        cells = round(ends * scale) - round(starts * scale)
-        drawn += look.paint(printable(tier.tier)[:1] * cells, _COLORS[tier.level % len(_COLORS)], "7")
-    free = look.paint(("·" if look.unicode else ".") * (width - round(ends * scale)), _DIM)
-    bar = f"{name:<{_LABEL}}{drawn}{free}"
-    return [f"{bar} {said}"] if fits else [bar, " " * _LABEL + said]
+def _color(tier: TierView) -> str:
+    return _COLORS[tier.level % len(_COLORS)]
 
 
-def _tiers(overview: Overview, look: TerminalStyle) -> list[str]:
-    columns = _Columns.fitting(overview, look)
-    title = look.cut("TIER", columns.name)
-    title += f"  {'TOKENS / REQ':>12}" if columns.holds else ""
-    title += f"  {'QUEUED':>6}  {'OLDEST':>9}  {'STARVED':>9}"
-    title += f"  {'WAITS, 5 MIN':<{_SPARK}}" if columns.spark else ""
-    title += "  OVERTAKEN, 5 MIN" if columns.overtaken else ""
-    lines = [look.paint(title, _DIM)]
-    for tier in overview.tiers:
-        lines += _tier(tier, columns, look)
-    return lines
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, dropped: Sequence[str] = ()) -> Table:
+    """A table whose first column is folded; the columns `dropped` go, the first of them first, until it fits."""
+    columns = dict(zip(heads, zip(*rows, strict=True), strict=True))
+    widths = {head: max(len(head), *(len(cell) for cell in cells)) for head, cells in columns.items()}
+    for head in (heads[0], _OVERTAKEN):
+        widths[head] = min(widths.get(head, 0), _FOLDED)
+    shown = [*heads]
+    for head in dropped:
+        if sum(widths[head] + 2 for head in shown) <= width + 2:
+            break
+        shown.remove(head)
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for head in shown:
+        is_text = head in (heads[0], _WAITS, _OVERTAKEN)
+        is_folded = widths[head] <= _FOLDED and head in (heads[0], _OVERTAKEN)
+        table.add_column(_text(head), justify="left" if is_text else "right", no_wrap=not is_folded, overflow="fold")
+    for cells in zip(*(columns[head] for head in shown), strict=True):
+        table.add_row(*(cell if isinstance(cell, Text) else _text(cell) for cell in cells))
+    return table
 
 
-class _Columns(NamedTuple):
-    """How wide the name and the last column are, 0 for one that has no room; which of the others are shown."""
-
-    name: int
-    holds: bool
-    spark: bool
-    overtaken: int
-
-    @classmethod
-    def fitting(cls, overview: Overview, look: TerminalStyle) -> _Columns:
-        """As many as fit into the width, the most important first."""
-        left = look.width - 30  # queued, oldest, starved
-        name = min(left, _NAME_MOST, max(len(printable(tier.tier)) for tier in overview.tiers) + 1)
-        name = max(4, name)
-        holds = left >= name + 14
-        left -= name + (14 if holds else 0)
-        spark = holds and look.unicode and left >= _SPARK + 2
-        left -= _SPARK + 2 if spark else 0
-        return cls(name, holds, spark, left - 2 if left - 2 >= _OVERTAKEN_LEAST else 0)
+def _below(named: Iterator[tuple[str, str]]) -> Iterator[RenderableType]:
+    """A line for each row of the table above of which there is more to say."""
+    for name, said in named:
+        if said:
+            yield Padding(_text(f"{name}: {said}"), (0, 0, 0, 4))
 
 
-def _tier(tier: TierView, columns: _Columns, look: TerminalStyle) -> list[str]:
-    line = look.paint(look.cut(tier.tier, columns.name), _COLORS[tier.level % len(_COLORS)], _BOLD)
-    line += f"  {count(tier.held.tokens or 0)} / {count(tier.held.requests or 0)}".rjust(14) if columns.holds else ""
-    line += f"  {count(tier.queued.requests or 0):>6}  {_oldest(tier, look)}"
-    line += f"  {spark(tier, look)}" if columns.spark else ""
-    by, gave_way = overtaken(tier), preempted(tier)
-    more = [f"    {part}" for part in wrapped(gave_way, look.width - 4) if part]
-    if columns.overtaken:
-        return [f"{line}  {look.cut(by, columns.overtaken).rstrip()}", *more]
-    return [line, *(f"    {part}" for part in wrapped(f"overtaken by {by}", look.width - 4) if by != "-"), *more]
+_HOLDS, _WAITS, _OVERTAKEN = "TOKENS / REQ", "WAITS, 5 MIN", "OVERTAKEN, 5 MIN"
 
 
-def _oldest(tier: TierView, look: TerminalStyle) -> str:
-    if tier.oldest is None:
-        return f"{'-':>9}  {'-':>9}"
-    starves = tier.oldest.starvation_s >= STARVES_FROM_S and not tier.is_at_limit
-    starved = f"{short_duration(tier.oldest.starvation_s) if starves else '-':>9}"
-    return f"{short_duration(tier.oldest.wait_s):>9}  {look.paint(starved, _RED, _BOLD) if starves else starved}"
+def _tiers(overview: Overview, console: Console) -> Table:
+    heads = ("TIER", _HOLDS, "QUEUED", "OLDEST", "STARVED", _WAITS, _OVERTAKEN)
+    rows = [_tier(tier) for tier in overview.tiers]
+    table_of_all = [*heads] if console.encoding.startswith("utf") else [head for head in heads if head != _WAITS]
+    kept = [[cell for head, cell in zip(heads, row, strict=True) if head in table_of_all] for row in rows]
+    return _table(table_of_all, kept, console.width, [head for head in (_WAITS, _HOLDS) if head in table_of_all])
 
 
-def spark(tier: TierView, look: TerminalStyle) -> str:
+def _tier(tier: TierView) -> Sequence[Cell]:
+    oldest = tier.oldest
+    starves = oldest is not None and oldest.starvation_s >= STARVES_FROM_S and not tier.is_at_limit
+    return (
+        _text(tier.tier, f"bold {_color(tier)}"),
+        f"{count(tier.held.tokens or 0)} / {count(tier.held.requests or 0)}",
+        count(tier.queued.requests or 0),
+        "-" if oldest is None else short_duration(oldest.wait_s),
+        _text(short_duration(oldest.starvation_s), _ALARM) if oldest is not None and starves else "-",
+        _spark(tier),
+        _overtaken(tier),
+    )
+
+
+def _spark(tier: TierView) -> Text:
     """The longest wait of every quarter of a minute; in red where most of it was starvation."""
     size = len(tier.recent) // _SPARK or 1
     parts = [tier.recent[start : start + size] for start in range(0, len(tier.recent), size)][-_SPARK:]
     waits = [max((bucket.wait_max_s for bucket in part), default=0.0) for part in parts]
     starved = [max((bucket.starvation_max_s for bucket in part), default=0.0) for part in parts]
     most = max(waits, default=0.0)
-    drawn = ""
+    drawn = Text()
     for wait_s, starved_s in zip(waits, starved, strict=True):
-        step = _STEPS[0 if most == 0 or wait_s == 0 else max(1, round(8 * wait_s / most))]
-        drawn += look.paint(step, _RED) if starved_s > wait_s / 2 else step
-    return drawn + " " * (_SPARK - len(parts))
+        step = _SPARK_STEPS[0 if most == 0 or wait_s == 0 else max(1, round(8 * wait_s / most))]
+        drawn.append(step, "red" if starved_s > wait_s / 2 else "")
+    return drawn
 
 
-def overtaken(tier: TierView) -> str:
+def _overtaken(tier: TierView) -> str:
     """The tiers that overtook a tier in the last five minutes, how often, by which rule."""
     said = [
-        f"{by} {count(counted.requests)}x ({', '.join(printable(rule).replace('_', ' ') for rule in counted.rules)})"
+        f"{by} {count(counted.requests)}x ({', '.join(rule.replace('_', ' ') for rule in counted.rules)})"
         for by, counted in tier.overtaken_by.items()
     ]
     return ", ".join(said) or "-"
 
 
-def _as_promised(overview: Overview, look: TerminalStyle) -> list[str]:
-    """Requests and tokens in time by tier; empty where no tier has an objective."""
-    said = as_promised(overview.tiers)
-    return [*wrapped(f"as promised, 5 min: {said}", look.width), ""] if said else []
-
-
-def _lease_sizes(overview: Overview, look: TerminalStyle) -> list[str]:
-    """What leases hold and use, and each engine whose preemptions have raised the quantile; empty without learning."""
-    said = lease_sizes(overview.lease_sizes)
-    if not said:
-        return []
-    lines = wrapped(f"leases {said}", look.width)
-    for row in overview.lease_sizes:
-        if row.is_raised:
-            reason = f"{row.engine or overview.engine}: {row.reason}"
-            lines += [look.paint(f"    {part}", "33") for part in wrapped(reason, look.width - 4)]
-    return [*lines, ""]
-
-
-def _engines(engines: Sequence[EngineRow], look: TerminalStyle) -> list[str]:
+def _engines(engines: Sequence[EngineRow], width: int) -> Iterator[RenderableType]:
     """A line for each engine, and why it gets no requests; empty in a pool of one."""
     if not engines:
-        return []
-    heads = ("STATE", "TOKENS", "REQUESTS", "UN-PREFILLED", "CLAIMS", "IN FLIGHT", "HITS")
-    rows = [_engine(one) for one in engines]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    kept = _fitting(widths, look.width)
-    longest = max(len("ENGINE"), *(len(printable(one.id)) for one in engines))
-    name = min(longest, look.width - sum(widths[at] + 2 for at in kept))
-    lines = [look.paint("  ".join([f"{'ENGINE':<{name}}", *(f"{heads[at]:>{widths[at]}}" for at in kept)]), _DIM)]
-    for one, row in zip(engines, rows, strict=True):
-        line = "  ".join([look.cut(one.id, name), *(f"{row[at]:>{widths[at]}}" for at in kept)])
-        lines.append(look.paint(line, _RED) if one.state in _UNUSABLE else line)
-        said = "; ".join(part for part in (one.reason, one.elsewhere) if part)
-        lines += [f"    {part}" for part in wrapped(said, look.width - 4) if part]
-    return [*lines, ""]
-
-
-_UNUSABLE = frozenset(("suspect", "down", "unreachable"))
-_NARROW_NAME = 8
-
-
-def _fitting(widths: Sequence[int], width: int) -> list[int]:
-    """The columns that fit beside a short name."""
-    kept = list(range(len(widths)))
-    for column in (4, 5, 3, 2, 6, 1):
-        if sum(widths[at] + 2 for at in kept) + _NARROW_NAME <= width:
-            break
-        kept.remove(column)
-    return kept
-
-
-def _engine(row: EngineRow) -> list[str]:
-    return [
-        printable(row.state),
-        held_of(row, "tokens"),
-        held_of(row, "requests"),
-        count(row.unprefilled_tokens),
-        count(row.claims),
-        count(row.in_flight),
-        hit_rate(row),
+        return
+    heads = ("ENGINE", "STATE", "TOKENS", "REQUESTS", "UN-PREFILLED", "CLAIMS", "IN FLIGHT", "HITS")
+    rows = [
+        (
+            _text(one.id, "red" if one.state in _UNUSABLE else ""),
+            one.state,
+            held_of(one, "tokens"),
+            held_of(one, "requests"),
+            count(one.unprefilled_tokens),
+            count(one.claims),
+            count(one.in_flight),
+            hit_rate(one),
+        )
+        for one in engines
     ]
+    dropped = ("UN-PREFILLED", "CLAIMS", "REQUESTS", "IN FLIGHT", "HITS", "TOKENS")
+    yield _table(heads, rows, width, dropped)
+    yield from _below((one.id, "; ".join(part for part in (one.reason, one.elsewhere) if part)) for one in engines)
+    yield ""
 
 
-def _tenants(tenants: Sequence[TenantView], look: TerminalStyle) -> list[str]:
-    if not tenants:
-        return []
-    width = look.width - 32
-    lines = [look.paint(f"{'TENANT':<{width}}  {'TOKENS':>8}  {'RUNNING':>8}  {'WAITING':>8}", _DIM)]
-    lines += [
-        f"{look.cut(one.tenant, width)}  {count(one.tokens_held):>8}  {count(one.leases):>8}  {count(one.waiting):>8}"
-        for one in tenants
-    ]
-    return [*lines, ""]
+def _sentences(overview: Overview) -> Iterator[RenderableType]:
+    """What came as promised; what leases hold, and each engine whose preemptions have raised the quantile."""
+    if said := as_promised(overview.tiers):
+        yield _text(f"as promised, 5 min: {said}")
+        yield ""
+    if said := lease_sizes(overview.lease_sizes):
+        yield _text(f"leases {said}")
+        raised = (row for row in overview.lease_sizes if row.is_raised)
+        yield from _below((row.engine or overview.engine, row.reason) for row in raised)
+        yield ""
 
 
-def _replicas(replicas: Sequence[ReplicaView], generation: str, look: TerminalStyle) -> list[str]:
-    width = look.width - 32
-    lines = [look.paint(f"{'REPLICA':<{width}}  {'SEEN':>8}  {'RUNNING':>8}  {'WAITING':>8}", _DIM)]
-    for one in replicas:
-        other = "" if one.generation in ("", generation) else f" policy {one.generation}"
+def _tenants_and_replicas(overview: Overview, width: int) -> Iterator[RenderableType]:
+    if overview.tenants:
+        rows = [(one.tenant, count(one.tokens_held), count(one.leases), count(one.waiting)) for one in overview.tenants]
+        yield _table(("TENANT", "TOKENS", "RUNNING", "WAITING"), rows, width)
+        yield ""
+    rows = []
+    for one in overview.replicas:
+        other = "" if one.generation in ("", overview.generation) else f" policy {one.generation}"
         lacks = f" engine {one.engine.state}" if one.engine is not None and one.engine.reason else ""
-        name = look.cut(f"{one.host} {one.replica[:8]}{other}{lacks}", width)
         seen = "now" if one.seen_s_ago < 0.1 else f"{one.seen_s_ago:.0f} s ago"
-        lines.append(f"{name}  {seen:>8}  {count(one.leases):>8}  {count(one.waiting):>8}")
-    return [*lines, ""]
+        rows.append((f"{one.host} {one.replica[:8]}{other}{lacks}", seen, count(one.leases), count(one.waiting)))
+    if rows:
+        yield _table(("REPLICA", "SEEN", "RUNNING", "WAITING"), rows, width)
+        yield ""
 
 
-def _refusals(refusals: Sequence[RefusalView], look: TerminalStyle) -> list[str]:
-    if not refusals:
-        return []
+def _refusals(refusals: Collection[RefusalView]) -> Iterator[RenderableType]:
     groups: dict[tuple[str | None, ...], list[RefusalView]] = {}
     for one in refusals:  # a flood of the same is one line, of its newest request
         groups.setdefault((one.tier, one.tenant, one.code, one.message, one.replica), []).append(one)
-    lines = [look.paint("LAST REFUSALS", _DIM)]
-    for same in groups.values():
-        lines += _refusal(same[0], len(same), look)
-    return lines
-
-
-def _refusal(newest: RefusalView, times: int, look: TerminalStyle) -> list[str]:
-    clock = strftime("%H:%M:%S", localtime(newest.at_s))
-    waited = f" after {short_duration(newest.waited_s)}" if newest.waited_s else ""
-    who = "not known" if newest.tier is None else f"{newest.tier}, {newest.tenant}"
-    often = f" ({times}x)" if times > 1 else ""
-    gave_way = f", preempted {newest.preempted}x" if newest.preempted else ""
-    said = look.cut(f"{clock}  {who}  {newest.code}{often}{waited}{gave_way}: {newest.message}", look.width).rstrip()
-    return [said, look.paint(look.cut(f"          {newest.request_id}", look.width).rstrip(), _DIM)]
+    if groups:
+        yield _text("LAST REFUSALS", "dim")
+    for newest, *others in groups.values():
+        waited = f" after {short_duration(newest.waited_s)}" if newest.waited_s else ""
+        who = "not known" if newest.tier is None else f"{newest.tier}, {newest.tenant}"
+        often = f" ({len(others) + 1}x)" if others else ""
+        gave_way = f", preempted {newest.preempted}x" if newest.preempted else ""
+        yield _text(f"{_clock(newest.at_s)}  {who}  {newest.code}{often}{waited}{gave_way}: {newest.message}")
+        yield Padding(_text(newest.request_id, "dim"), (0, 0, 0, 10))
 
 
 def hit_rate(row: EngineDocument | EngineRow) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from sidecar.cli.arguments import duration_s, port
+from sidecar.cli.output import CommandFailed
 from sidecar.engines import ENGINES
 from sidecar.tools.emulator import EmulatorConfig, Scheduling, StepModel
 from sidecar.tools.emulator.faults import Fault, read_fault
@@ -125,8 +126,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         configs = _configs(args)
     except ValueError as error:
-        print(f"sidecar emulate: {error}", file=sys.stderr)
-        return 2
+        raise CommandFailed(str(error), 2) from None
     listeners: list[socket.socket] = []
     for number in range(len(configs)):
         wanted = args.port + number if args.port else 0
@@ -136,8 +136,7 @@ def run(args: argparse.Namespace) -> int:
             for listener in listeners:
                 listener.close()
             said = f"cannot listen on {args.host}:{wanted}: {error.strerror or error}"
-            print(f"sidecar emulate: {said}; name another with --port, or 0 for any", file=sys.stderr)
-            return 1
+            raise CommandFailed(f"{said}; name another with --port, or 0 for any") from None
     if args.replicas is not None:
         return run_replicas(_replicas(args, configs, listeners), _say)
     greeting = _summary(args, configs[0], _url(args.host, listeners[0]))

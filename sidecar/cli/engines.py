@@ -8,18 +8,19 @@ that it has. With --wait the command returns when it is empty: as the preStop ho
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from sidecar.admin.engine_routes import Drained, Engines
-from sidecar.cli.admin_client import PATIENCE_S, CannotSee, admin_url, page_of
-from sidecar.cli.arguments import ADMIN, duration_s
-from sidecar.cli.drawing import held_of, hit_rate, printable
-from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
+from sidecar.cli.admin_client import PATIENCE_S, add_admin, page_of
+from sidecar.cli.arguments import duration_s
+from sidecar.cli.drawing import held_of, hit_rate
+from sidecar.cli.output import CommandFailed, require_writable, show
 from sidecar.cluster.phrases import count
 from sidecar.durations import short_duration
 from sidecar.engines.view import EngineDocument
+from sidecar.telemetry.logs.formats import one_line
+from sidecar.tools.text import table
 
 EXAMPLE = """  sidecar engines list
   sidecar engines drain a --wait --timeout 5m
@@ -36,27 +37,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--timeout", type=duration_s, metavar="TIME", help="drain: wait no longer (default: the policy's drain_timeout)"
     )
-    add("--admin", type=admin_url, default=ADMIN, metavar="URL", help="the sidecar's admin port (default %(default)s)")
-    add("--json", metavar="FILE", help="write the answer as JSON as well, - for standard output alone")
+    add_admin(parser, "write the answer as JSON as well, - for standard output alone")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where it was done: with --wait, where the engine is empty. 1 where not, 2 for a wrong command line."""
-    mistake = _mistake(args)
-    if mistake is not None:
-        print(f"sidecar engines: {mistake}", file=sys.stderr)
-        return 2
-    if (problem := unwritable(args.json)) is not None:
-        print(f"sidecar engines: {problem}", file=sys.stderr)
-        return 1
-    try:
-        answer: Engines | Drained = _list(args) if args.action == "list" else _change(args)
-    except CannotSee as refusal:
-        print(f"sidecar engines: {refusal}", file=sys.stderr)
-        return 1
-    if args.json != STANDARD_OUTPUT:
-        print("\n".join(table(answer.engines) if isinstance(answer, Engines) else [_said(answer, args)]))
-    return 0 if write_json(args.json, answer) else 1
+    if (mistake := _mistake(args)) is not None:
+        raise CommandFailed(mistake, 2)
+    require_writable(args.json)
+    if args.action == "list":
+        engines = page_of(args.admin, "/engines", Engines)
+        return show(args.json, engines, lambda: lines(engines.engines))
+    change = _change(args)
+    return show(args.json, change, lambda: [one_line(_said(change, args))])
 
 
 def _mistake(args: argparse.Namespace) -> str | None:
@@ -69,10 +62,6 @@ def _mistake(args: argparse.Namespace) -> str | None:
     if args.action == "resume" and (args.wait or args.timeout is not None):
         return "resume takes no --wait and no --timeout: it is done at once"
     return "--timeout is for --wait" if args.timeout is not None and not args.wait else None
-
-
-def _list(args: argparse.Namespace) -> Engines:
-    return page_of(args.admin, "/engines", Engines)
 
 
 def _change(args: argparse.Namespace) -> Drained:
@@ -88,11 +77,11 @@ def _change(args: argparse.Namespace) -> Drained:
 def _said(answer: Drained, args: argparse.Namespace) -> str:
     engine = answer.engine
     if args.action == "resume":
-        return printable(f"engine {engine.name} takes requests again; it is {engine.state}")
+        return f"engine {engine.name} takes requests again; it is {engine.state}"
     if answer.drained:
-        return printable(f"engine {engine.name} is empty, and gets no new requests")
+        return f"engine {engine.name} is empty, and gets no new requests"
     held = f"{engine.held.requests} requests ({count(engine.held.tokens or 0)} tokens)"
-    return printable(f"engine {engine.name} gets no new requests; it holds {held} now")
+    return f"engine {engine.name} gets no new requests; it holds {held} now"
 
 
 _COLUMNS: Sequence[tuple[str, Callable[[EngineDocument], str]]] = (
@@ -106,11 +95,11 @@ _COLUMNS: Sequence[tuple[str, Callable[[EngineDocument], str]]] = (
 )
 
 
-def table(rows: Sequence[EngineDocument]) -> list[str]:
+def lines(engines: Sequence[EngineDocument]) -> list[str]:
     """The engines as a table, and under it why some get no requests."""
-    cells = [["ENGINE", *(name for name, _ in _COLUMNS)]]
-    cells += [[printable(row.id), *(cell(row) for _, cell in _COLUMNS)] for row in rows]
-    return [*aligned(cells), *(printable(_why(row)) for row in rows if row.reason is not None)]
+    heads = ["ENGINE", *(name for name, _ in _COLUMNS)]
+    rows = [[row.id, *(cell(row) for _, cell in _COLUMNS)] for row in engines]
+    return [*table([heads, *rows]), *(one_line(_why(row)) for row in engines if row.reason is not None)]
 
 
 def _why(row: EngineDocument) -> str:

@@ -10,13 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sidecar.admission.credentials import KEY_HEADERS
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
-from sidecar.admission.policy_snapshot import policy_snapshot
-from sidecar.admission.refusals import no_room
+from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.request_path import endpoint_of
-from sidecar.admission.turn import Turn, TurnEnded, Unreported
+from sidecar.admission.turn import Turn, TurnEnded, Unreported, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, SourceAnswer, api_key
@@ -24,7 +22,7 @@ from sidecar.cli.api_key import KEY_VARIABLE, key_given
 from sidecar.cli.check_engines import with_engine_list
 from sidecar.cli.explain_gain import gain, gain_lines
 from sidecar.cli.explain_placement import empty_pool, of_model, placement, placement_lines
-from sidecar.cli.output import write_json
+from sidecar.cli.output import CommandFailed, show
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.errors import AdmissionError
@@ -65,24 +63,17 @@ def run(args: argparse.Namespace) -> int:
         if args.body is not None:
             body = sys.stdin.buffer.read() if args.body == "-" else Path(args.body).read_bytes()
         counter = TokenizerCounter(loaded.policy.tokenizer) if loaded.policy.tokenizer else None
-    except (PolicyError, NoTokenizer) as refused:
-        print(refused, file=sys.stderr)
-        return 1
-    except ValueError as mistake:
-        print(f"sidecar explain: {mistake}", file=sys.stderr)
-        return 1
+    except (PolicyError, NoTokenizer, ValueError) as refused:
+        raise CommandFailed(str(refused)) from None
     except OSError as error:
-        print(f"{args.body}: cannot be read ({error.strerror})", file=sys.stderr)
-        return 1
+        raise CommandFailed(f"{args.body}: cannot be read ({error.strerror})") from None
     keys = [] if key is None else [(b"authorization", b"Bearer " + key.encode("utf-8", "surrogateescape"))]
     explanation = RequestExplanation(loaded, Estimator(counter), args.client)
     found = asyncio.run(explanation.of(args.path, [*keys, *args.header], body))
     if origin == KEY_VARIABLE and "tenant" in found:
         found["tenant"]["by"] += f", from {origin}"
-    if args.json != "-":
-        print(_text(found))
     is_refused = "error" in found or _is_refused_everywhere(found)
-    return 0 if write_json(args.json, found) and not is_refused else 1
+    return show(args.json, found, lambda: [_text(found)]) or int(is_refused)
 
 
 def _is_refused_everywhere(found: Found) -> bool:

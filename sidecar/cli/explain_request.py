@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from urllib.parse import quote
 
 from sidecar.cli.admin_client import CannotSee, page_of
-from sidecar.cli.output import STANDARD_OUTPUT, write_json
+from sidecar.cli.output import CommandFailed, show
 from sidecar.explain.document import Explanation, WaitDetails
 from sidecar.explain.steps import (
     GROUP_HEADS,
@@ -19,17 +18,15 @@ from sidecar.explain.steps import (
     unknown_lines,
 )
 from sidecar.telemetry.logs.formats import one_line
+from sidecar.tools.text import table
 
 
 def run(wanted: str, admins: Sequence[str], json_target: str | None) -> int:
     """Returns 0 where a sidecar knows the request, else 1, with a line for each that does not."""
     story, refusals = _ask(admins, wanted)
     if story is None:
-        print("\n".join(f"sidecar explain: {refusal}" for refusal in refusals), file=sys.stderr)
-        return 1
-    if json_target != STANDARD_OUTPUT:
-        print(text(story))
-    return 0 if write_json(json_target, story) else 1
+        raise CommandFailed("\n".join(refusals))
+    return show(json_target, story, lambda: [text(story)])
 
 
 def _ask(admins: Sequence[str], wanted: str) -> tuple[Explanation | None, list[str]]:
@@ -75,14 +72,6 @@ def _went_ahead(story: Explanation, wait: WaitDetails) -> list[str]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as what is in them, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    to_the_right = [column in {"requests", "tokens", "after"} for column in heads]
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, to_the_right, strict=True)
-        ).rstrip()
-        for row in (heads, *rows)
-    ]
+    """Figures to the right, all else to the left."""
+    left = [at for at, head in enumerate(heads) if head not in {"requests", "tokens", "after"}]
+    return table([heads, *rows], left, indent="  ")

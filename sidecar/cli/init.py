@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import socket
-import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,14 +28,14 @@ from urllib.parse import urlsplit
 from pydantic import TypeAdapter, ValidationError
 
 from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
-from sidecar.cli.arguments import ADMIN, ADMIN_PORT, CLIENTS_PORT, server_url
+from sidecar.cli.arguments import ADMIN, ADMIN_PORT, CLIENTS_PORT, server_url, whole_number
 from sidecar.cli.init_engines import disagreement, engine_names, engines_of, models_of
 from sidecar.cli.init_files import DENY, pool_file, tenant_file, tier_by_tenant, tiers_for
-from sidecar.cli.output import STANDARD_OUTPUT, write_json
+from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, write_json
 from sidecar.engines.base import Facts, Gauges
 from sidecar.engines.discovery import Identity
 from sidecar.engines.registry import BUILT_IN, ENGINES
-from sidecar.policy.capacity_schema import DEFAULT_WAITING as WAITING
+from sidecar.policy.capacity import DEFAULT_WAITING as WAITING
 from sidecar.policy.compiler import load, load_files, shipped_policies
 from sidecar.policy.fields import TenantName
 from sidecar.policy.keys import new_key
@@ -82,7 +81,7 @@ _WITH_TIER = "requests without a key get tier {}; an unknown key gets 401 once i
 _KEYS = (ENGINE_KEY_VARIABLE, KEY_VARIABLE)
 
 
-class CannotWrite(Exception):
+class CannotWrite(ValueError):
     """No policy can be written. The message is one line that says what to change."""
 
 
@@ -111,7 +110,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--tiers", type=int, choices=(3, 5), help="number of tiers (default: 5 where the engine runs enough requests)")
     add(
         "--requests",
-        type=_requests,
+        type=whole_number("number of requests", 1, MOST_REQUESTS),
         metavar="N",
         help="requests that the engine, or each of several, runs at once, if it does not say",
     )
@@ -133,9 +132,8 @@ def run(args: argparse.Namespace) -> int:
     args.dir = args.folder or args.dir or "policies"
     try:
         figures = _example(args) if args.example else _starter(args)
-    except (CannotWrite, CannotLook, ValueError, FileNotFoundError) as error:
-        print(f"sidecar init: {error}; nothing was written", file=sys.stderr)
-        return 1
+    except (CannotLook, ValueError, FileNotFoundError) as error:
+        raise CommandFailed(f"{error}; nothing was written") from None
     if args.json not in (None, STANDARD_OUTPUT) or args.keys_to is not None:
         figures = {**figures, "tenants": [{**one, "key": None} for one in figures["tenants"]]}
     return 0 if write_json(args.json, figures) else 1
@@ -504,9 +502,3 @@ def _tenants(text: str) -> Mapping[str, str | None]:
             raise argparse.ArgumentTypeError(f"{part!r} names no tier; write NAME or NAME=TIER, such as nightly=batch")
         found[name] = tier or None
     return found
-
-
-def _requests(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_REQUESTS or len(text) > 9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of requests; write one from 1 to {MOST_REQUESTS:,}")
-    return int(text)

@@ -10,6 +10,7 @@ import argparse
 import getpass
 import sys
 
+from sidecar.cli.output import CommandFailed
 from sidecar.policy.keys import PREFIX, hash_line, new_key
 
 EXAMPLE = """  sidecar keys new
@@ -48,8 +49,7 @@ def _hash() -> int:
         key = ""
     refused = _refusal(key)
     if refused:
-        print(f"sidecar keys: {refused}", file=sys.stderr)
-        return 1
+        raise CommandFailed(refused)
     print(f'"{hash_line(key)}"')
     return 0
 

@@ -9,17 +9,16 @@ is not to be trusted at this load says so, and why.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from time import gmtime, strftime
 
-from sidecar.cli.admin_client import CannotSee, admin_url, page_of
-from sidecar.cli.arguments import ADMIN
-from sidecar.cli.drawing import printable, wrapped
-from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
+from sidecar.cli.admin_client import add_admin, page_of
+from sidecar.cli.output import require_writable, show
 from sidecar.cluster.dry_run import ObservedReport, ObservedRow
 from sidecar.cluster.phrases import count
 from sidecar.durations import short_duration
+from sidecar.telemetry.logs.formats import one_line
+from sidecar.tools.text import table, wrapped
 
 EXAMPLE = """  sidecar observed
   sidecar observed --admin http://10.0.0.7:9464 --json observed.json"""
@@ -27,27 +26,16 @@ EXAMPLE = """  sidecar observed
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
-    add = parser.add_argument
-    add("--admin", type=admin_url, default=ADMIN, metavar="URL", help="the sidecar's admin port (default %(default)s)")
-    add("--json", metavar="FILE", help="write the same figures as JSON as well, - for standard output alone")
+    add_admin(parser, "write the same figures as JSON as well, - for standard output alone")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report. Returns 1 where the admin port does not answer, or the figures cannot be written."""
-    if (problem := unwritable(args.json)) is not None:
-        print(f"sidecar observed: {problem}", file=sys.stderr)
-        return 1
-    try:
-        report = page_of(args.admin, "/observed", ObservedReport)
-    except CannotSee as refusal:
-        print(f"sidecar observed: {refusal}", file=sys.stderr)
-        return 1
-    if args.json != STANDARD_OUTPUT:
-        print("\n".join(table(report)))
-    return 0 if write_json(args.json, report) else 1
+    require_writable(args.json)
+    report = page_of(args.admin, "/observed", ObservedReport)
+    return show(args.json, report, lambda: lines(report))
 
 
-WIDTH = 110
 _NOT_KNOWN = "(not known)"
 """Of a request that would have been refused before its tier, or its tenant, was known."""
 _COLUMNS: Sequence[tuple[str, Callable[[ObservedRow], str]]] = (
@@ -64,21 +52,21 @@ _COLUMNS: Sequence[tuple[str, Callable[[ObservedRow], str]]] = (
 )
 
 
-def table(report: ObservedReport) -> list[str]:
+def lines(report: ObservedReport) -> list[str]:
     """All lines."""
-    lines = [*wrapped(_what(report), WIDTH), *_left_out(report), ""]
+    lines = [*wrapped(_what(report)), *_left_out(report), ""]
     if report.until_s is not None:
-        lines += [*wrapped(_OVER, WIDTH), ""]
+        lines += [*wrapped(_OVER), ""]
     for doubt in report.doubts:
-        lines += [*wrapped(f"NOT TO BE TRUSTED at this load: {printable(doubt.reason)} {doubt.advice}", WIDTH), ""]
-    lines += wrapped(report.conclusion, WIDTH)
+        lines += [*wrapped(f"NOT TO BE TRUSTED at this load: {doubt.reason} {doubt.advice}"), ""]
+    lines += wrapped(report.conclusion)
     if not report.total.requests and not report.total.waiting:
         return lines
     lines += ["", "If the policy had been enforced:", "", *_rows("TIER", report.tiers)]
     lines += ["", *_rows("TENANT", report.tenants)]
-    lines += ["", *_details(report), *wrapped(_LEGEND, WIDTH)]
+    lines += ["", *_details(report), *wrapped(_LEGEND)]
     if report.doubts:
-        lines += wrapped(_MARKED, WIDTH)
+        lines += wrapped(_MARKED)
     return lines
 
 
@@ -121,7 +109,7 @@ def _left_out(report: ObservedReport) -> list[str]:
 
 def _rows(heading: str, rows: Sequence[ObservedRow]) -> list[str]:
     cells = [[heading, *(name for name, _ in _COLUMNS)]]
-    return aligned(
+    return table(
         cells + [[_name(row) + ("" if row.is_trusted else " !"), *(cell(row) for _, cell in _COLUMNS)] for row in rows]
     )
 
@@ -140,7 +128,7 @@ def _details(report: ObservedReport) -> list[str]:
             lines.append(f"tokens that went ahead while {_name(row)} waited: {tokens}")
     if report.total.unknown:
         lines.append(f"not known what would have become of: {_counted(report.total.unknown)}")
-    return [printable(line) for line in lines] + ([""] if lines else [])
+    return [one_line(line) for line in lines] + ([""] if lines else [])
 
 
 def _time(seconds: float, *, is_least: bool = False) -> str:
@@ -152,4 +140,4 @@ def _counted(by_code: Mapping[str, int]) -> str:
 
 
 def _name(row: ObservedRow) -> str:
-    return printable(row.name) or _NOT_KNOWN
+    return row.name or _NOT_KNOWN

@@ -1,4 +1,4 @@
-"""Shared output of the commands that print figures: progress, and the same figures as JSON."""
+"""Shared output of the commands: an answer as text and as JSON, progress, and the sentence that ends one that fails."""
 
 from __future__ import annotations
 
@@ -36,21 +36,29 @@ def reporter(title: str) -> Callable[[float, Progress], None]:
     return report
 
 
-def unwritable(path: str | None) -> str | None:
-    """Why nothing could be written to `path`, found out before a minute was spent on what to write."""
+class CommandFailed(Exception):
+    """Ends a command with `code`: `main` prints the message on standard error, after the command's name."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def require_writable(path: str | None) -> None:
+    """Raises CommandFailed where nothing could be written to `path`, before a minute is spent on what to write."""
     if path in (None, STANDARD_OUTPUT):
-        return None
+        return
     try:
         Path(str(path)).open("ab").close()
     except OSError as error:
-        return f"cannot write {path}: {error.strerror or error}"
-    return None
+        raise CommandFailed(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a table as lines: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+def show(json_target: str | None, figures: Any, lines: Callable[[], Sequence[str]]) -> int:
+    """Prints the lines, unless standard output is for JSON, and writes the figures. Returns the exit code."""
+    if json_target != STANDARD_OUTPUT:
+        print("\n".join(lines()))
+    return 0 if write_json(json_target, figures) else 1
 
 
 def write_json(target: str | None, figures: Any) -> bool:

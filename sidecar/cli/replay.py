@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,8 @@ from typing import TextIO
 from sidecar.admission.policy_snapshot import objective_of
 from sidecar.apis import Api
 from sidecar.cli.api_key import add_key, key_given
-from sidecar.cli.arguments import server_url
-from sidecar.cli.output import reporter, unwritable, write_json, write_text
+from sidecar.cli.arguments import number, server_url, whole_number
+from sidecar.cli.output import CommandFailed, reporter, require_writable, write_json, write_text
 from sidecar.engines import ENGINES, Engine, NoEngine
 from sidecar.gain.token_deadlines import Objective
 from sidecar.open_files import raise_limit
@@ -64,21 +63,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plays one run, or two with --control. Returns 1 where requests failed."""
     for name in FILES:
-        if problem := unwritable(getattr(args, name)):
-            return _said(problem, 1)
+        require_writable(getattr(args, name))
     raise_limit()  # every request under way has a connection
     try:
         return asyncio.run(_Command(args).run())
-    except (BadTrace, PolicyError) as error:
-        return _said(str(error), 2, prefix="")
-    except (BadTier, UnknownEngine, NoTokenizer, BadKeys, NotNeutral) as error:
-        return _said(str(error), 2)
+    except (BadTrace, PolicyError, BadTier, UnknownEngine, NoTokenizer, NotNeutral) as error:
+        raise CommandFailed(str(error), 2) from None
     except ServerNoAnswer as error:
-        return _said(str(error), 1)
-
-
-class BadKeys(ValueError):
-    """A tier is in use for which there is no key, or the key that was given is none."""
+        raise CommandFailed(str(error)) from None
 
 
 class _Command:
@@ -91,7 +83,7 @@ class _Command:
         try:
             self.api_key, _ = key_given(args.api_key, args.api_key_file, "--api-key-file")
         except ValueError as mistake:
-            raise BadKeys(str(mistake)) from None
+            raise CommandFailed(str(mistake), 2) from None
 
     async def run(self) -> int:
         args = self.args
@@ -101,7 +93,7 @@ class _Command:
         row_tiers = assign(rows, tiers, args.mix, random.Random(f"{args.seed} tiers"))
         keyless = [tier for tier in tiers if tier in set(row_tiers) and tier not in args.key]
         if args.by is By.KEY and keyless:
-            raise BadKeys(f"--by key: tier {keyless[0]} has no key; add --key {keyless[0]}=KEY")
+            raise CommandFailed(f"--by key: tier {keyless[0]} has no key; add --key {keyless[0]}=KEY", 2)
         upstream = await self._find()
         control = await self._control()
         planned = runs(self._asking(tiers, upstream), upstream.urls, control)
@@ -185,8 +177,8 @@ class _Command:
         written &= write_text(self.args.report, lambda: report(title, heading, replay.tiers, played, compared))
         failed = sum(one.failed for one in figures)
         if failed:
-            print(f"sidecar: {_failures(figures)}", file=sys.stderr)
-        return 1 if failed or not written else 0
+            raise CommandFailed(_failures(figures))
+        return 0 if written else 1
 
 
 def _failures(figures: Sequence[RunFigures]) -> str:
@@ -223,12 +215,8 @@ def _heading(replay: Replay, jitter_s: float) -> list[str]:
     return lines
 
 
-def _said(problem: str, code: int, prefix: str = "sidecar: ") -> int:
-    print(f"{prefix}{problem}", file=sys.stderr)
-    return code
-
-
-LONGEST_TIMEOUT_S = 24 * 3600.0
+_count = whole_number("number of rows or tokens", 1, 10**9)
+_amount = number("time or factor", 1e9)
 
 
 class _Keys(argparse.Action):
@@ -282,12 +270,12 @@ def _add_asking(group: argparse._ArgumentGroup) -> None:
 def _add_sizing(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--limit", type=_count, metavar="N", help="only the first N rows")
-    add("--duration", type=_positive, metavar="S", help="only what is sent within so many seconds")
-    add("--speed", type=_positive, default=1.0, metavar="X", help="times faster than the trace (default 1)")
-    add("--scale", type=_positive, default=1.0, metavar="X", help="multiply all lengths, e.g. 0.1 for a small model")
+    add("--duration", type=_amount, metavar="S", help="only what is sent within so many seconds")
+    add("--speed", type=_amount, default=1.0, metavar="X", help="times faster than the trace (default 1)")
+    add("--scale", type=_amount, default=1.0, metavar="X", help="multiply all lengths, e.g. 0.1 for a small model")
     add("--max-input", type=_count, metavar="TOKENS", help="cut longer prompts")
     add("--max-output", type=_count, metavar="TOKENS", help="cut longer answers")
-    add("--jitter", type=_not_negative, metavar="S",
+    add("--jitter", type=number("spread in seconds", may_be_zero=True), metavar="S",
         help="send each later by up to this, by chance (default: what rounded times are rounded to)")  # fmt: skip
     add("--seed", type=int, default=1, help="of prompts, tiers and jitter (default %(default)s)")
     add("--model", metavar="NAME", help="the model to ask for (default: the server's first)")
@@ -295,7 +283,13 @@ def _add_sizing(group: argparse._ArgumentGroup) -> None:
     add("--tokenizer", metavar="FILE", help="a tokenizer.json that counts prompts (default: the engine's own)")
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=None,
         help="have every answer as long as its row says (default: where the engine knows the field)")  # fmt: skip
-    add("--timeout", type=_timeout, default=600.0, metavar="S", help="for one answer (default %(default)g)")
+    add(
+        "--timeout",
+        type=number("time in seconds"),
+        default=600.0,
+        metavar="S",
+        help="for one answer (default %(default)g)",
+    )
 
 
 MOST_WEIGHT = 1e9
@@ -324,33 +318,3 @@ def _engine(text: str) -> type[Engine]:
         names = ", ".join(ENGINES)
         raise argparse.ArgumentTypeError(f"{text!r} is no engine that is known; write one of {names}")
     return ENGINES[text]
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not text.isascii() or len(text) > 9 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return int(text)
-
-
-def _not_negative(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
-    return number
-
-
-def _positive(text: str) -> float:
-    number = _not_negative(text)
-    if number == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be more than 0")
-    return number
-
-
-def _timeout(text: str) -> float:
-    number = _positive(text)
-    if number > LONGEST_TIMEOUT_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is longer than a day; write seconds")
-    return number

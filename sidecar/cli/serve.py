@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from sidecar.cli.arguments import (
     ADMIN_PORT,
     CLIENTS_PORT,
+    MOST_WORKERS,
     NoPolicy,
     OneEngine,
     duration_s,
@@ -23,7 +24,7 @@ from sidecar.cli.arguments import (
     policy_path,
     port,
     socket_address,
-    worker_count,
+    whole_number,
 )
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.telemetry.logs.request_log import AccessLog
@@ -98,7 +99,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Use it for one start: docs/many-replicas.md",
     )
     add("--no-check", action="store_true", help="begin at once, without a look at whether the engines fit the policy")
-    add("--workers", type=worker_count, default=1, metavar="N", help=_WORKERS)
+    add("--workers", type=whole_number("number of workers", 1, MOST_WORKERS), default=1, metavar="N", help=_WORKERS)
     # Kubernetes kills a pod 30 s after it asked it to end; this must be over before that.
     parser.add_argument("--grace", type=duration_s, default=25.0, metavar="TIME", help="for running requests, e.g. 25s")
 
@@ -107,9 +108,6 @@ def run(args: argparse.Namespace) -> int:
     """Serves until a signal. Returns 1 where it could not begin, 2 without a policy, with one line that says why."""
     try:
         args.policy = _policy_path(args.policy)
-    except NoPolicy as missing:
-        print(f"sidecar serve: {missing}", file=sys.stderr)
-        return 2
     except ValueError as mistake:
         print(f"sidecar: {mistake}", file=sys.stderr)
         return 1

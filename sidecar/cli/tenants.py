@@ -9,7 +9,6 @@ hashes of keys are given: no key is sent to the sidecar, and none is stored.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,14 @@ from urllib.parse import quote
 import msgspec
 
 from sidecar.admin.tenant_routes import Removed, Tenants
-from sidecar.cli.admin_client import CannotSee, admin_url, page_of
-from sidecar.cli.arguments import ADMIN
-from sidecar.cli.drawing import printable
-from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
+from sidecar.cli.admin_client import add_admin, page_of
+from sidecar.cli.output import CommandFailed, require_writable, show
 from sidecar.policy.keys import hash_line, new_key
 from sidecar.policy.source import read
 from sidecar.policy.units import Ambiguous
+from sidecar.telemetry.logs.formats import one_line
 from sidecar.tenants.registry import TenantRow
+from sidecar.tools.text import table
 
 EXAMPLE = """  sidecar tenants list
   sidecar tenants add acme --tier normal --max-tier high
@@ -55,31 +54,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--no-key", action="store_true", help="add: without a key, for tenants that tokens or a gateway name")
     add("--file", metavar="FILE", help="add: a tenant's file with all of it, limits too; - for standard input")
     add("--replace", action="store_true", help="add: also over a tenant of this name that is in the store")
-    add("--admin", type=admin_url, default=ADMIN, metavar="URL", help="the sidecar's admin port (default %(default)s)")
-    add("--json", metavar="FILE", help="write the answer as JSON as well, - for standard output alone")
+    add_admin(parser, "write the answer as JSON as well, - for standard output alone")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where it was done, 1 where not, 2 for a wrong command line."""
-    mistake = _mistake(args)
-    if mistake is not None:
-        print(f"sidecar tenants: {mistake}", file=sys.stderr)
-        return 2
-    if (problem := unwritable(args.json)) is not None:
-        print(f"sidecar tenants: {problem}", file=sys.stderr)
-        return 1
-    try:
-        answer, lines = _ACTIONS[args.action](args)
-    except (CannotSee, _CannotRead) as refusal:
-        print(f"sidecar tenants: {refusal}", file=sys.stderr)
-        return 1
-    if args.json != STANDARD_OUTPUT:
-        print("\n".join(lines))
-    return 0 if write_json(args.json, answer) else 1
-
-
-class _CannotRead(Exception):
-    """A tenant's file is none. The message has a line for each mistake."""
+    if (mistake := _mistake(args)) is not None:
+        raise CommandFailed(mistake, 2)
+    require_writable(args.json)
+    answer, said = _ACTIONS[args.action](args)
+    return show(args.json, answer, lambda: said)
 
 
 _OF_ADD = ("tier", "max_tier", "weight", "key_hash", "file")
@@ -109,12 +93,12 @@ def _list(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
         page = page_of(args.admin, f"/tenants?after={quote(after, safe='')}", Tenants)
         rows += page.tenants
         after = page.next if page.next is not None and page.next > after else None
-    return Tenants(rows, None, page.change), table(rows)
+    return Tenants(rows, None, page.change), lines(rows)
 
 
 def _show(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
     found = page_of(args.admin, f"/tenants/{quote(args.name, safe='')}", Tenants)
-    return found, table(found.tenants)
+    return found, lines(found.tenants)
 
 
 def _add(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
@@ -127,16 +111,16 @@ def _add(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
         record["keys"] = hashes
     path = "/tenants?replace=true" if args.replace else "/tenants"
     answer = page_of(args.admin, path, Tenants, method="POST", body=_encode(record), patience_s=_PATIENCE_S)
-    lines = table(answer.tenants)
+    said = lines(answer.tenants)
     if key is not None:
-        lines += ["", f"key   {key}", "      for the client; shown this once, and stored nowhere"]
-    return answer, lines
+        said += ["", f"key   {key}", "      for the client; shown this once, and stored nowhere"]
+    return answer, said
 
 
 def _remove(args: argparse.Namespace) -> tuple[Removed, list[str]]:
     path = f"/tenants/{quote(args.name, safe='')}"
     answer = page_of(args.admin, path, Removed, method="DELETE", patience_s=_PATIENCE_S)
-    return answer, [printable(f"tenant {answer.removed} is removed: its keys stop on every replica within a second")]
+    return answer, [one_line(f"tenant {answer.removed} is removed: its keys stop on every replica within a second")]
 
 
 _ACTIONS: Mapping[str, Callable[[argparse.Namespace], tuple[Tenants | Removed, list[str]]]] = {
@@ -154,9 +138,9 @@ def _record(args: argparse.Namespace) -> dict[str, Any]:
         return {key: value for key, value in written.items() if value is not None}
     document = read(Path("/dev/stdin" if args.file == "-" else args.file))
     if document.data is None or document.problems:
-        raise _CannotRead("\n".join(map(str, document.problems)))
+        raise CommandFailed("\n".join(map(str, document.problems)))
     if args.name is not None and document.data.get("tenant") != args.name:
-        raise _CannotRead(f"{printable(args.file)} is not the file of {printable(args.name)}; leave the name out")
+        raise CommandFailed(one_line(f"{args.file} is not the file of {args.name}; leave the name out"))
     return dict(document.data)
 
 
@@ -183,14 +167,14 @@ _COLUMNS: Sequence[tuple[str, Callable[[TenantRow], str]]] = (
 )
 
 
-def table(rows: Sequence[TenantRow]) -> list[str]:
+def lines(rows: Sequence[TenantRow]) -> list[str]:
     """The tenants as a table, and under it why some are not in force."""
     if not rows:
         return ["no tenant"]
     cells = [["TENANT", *(name for name, _ in _COLUMNS)]]
-    cells += [[printable(row.tenant), *(printable(cell(row)) for _, cell in _COLUMNS)] for row in rows]
+    cells += [[row.tenant, *(cell(row) for _, cell in _COLUMNS)] for row in rows]
     unused = [f"{row.tenant} of the store is not in force: {row.unused}" for row in rows if row.unused is not None]
-    return [*aligned(cells), *map(printable, unused)]
+    return [*table(cells), *map(one_line, unused)]
 
 
 def _limits(limits: object) -> str:

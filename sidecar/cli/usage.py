@@ -10,17 +10,16 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import sys
 from collections.abc import Iterator, Sequence
 from datetime import date
 from urllib.parse import urlencode
 
 from sidecar.admin.usage_routes import MOST_DAYS, Usage, UsageRow
-from sidecar.cli.admin_client import CannotSee, admin_url, page_of
-from sidecar.cli.arguments import ADMIN
-from sidecar.cli.drawing import printable
-from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
+from sidecar.cli.admin_client import CannotSee, add_admin, page_of
+from sidecar.cli.arguments import whole_number
+from sidecar.cli.output import CommandFailed, require_writable, show
 from sidecar.policy.fields import MOST_USAGE_DAYS
+from sidecar.tools.text import table
 
 EXAMPLE = """  sidecar usage
   sidecar usage --days 31 --by tenant
@@ -38,14 +37,14 @@ _FORMULA = ("=", "+", "-", "@", "\t")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     add = parser.add_argument
-    add("--days", type=_days, default=1, metavar="N", help="the last N days, today among them (default: today)")
+    days = whole_number("number of days", 1, MOST_USAGE_DAYS)
+    add("--days", type=days, default=1, metavar="N", help="the last N days, today among them (default: today)")
     add("--from", dest="first", type=_date, metavar="DATE", help="the first day, such as 2026-11-01")
     add("--to", dest="last", type=_date, metavar="DATE", help="the last day (default: today)")
     add("--tenant", metavar="NAME", help="this tenant alone")
     add("--by", type=_names, default=("day", "tenant", "tier"), metavar="NAMES", help=_BY)
     add("--csv", action="store_true", help="as CSV, with a row for each day, tenant, tier and model")
-    add("--admin", type=admin_url, default=ADMIN, metavar="URL", help="the sidecar's admin port (default %(default)s)")
-    add("--json", metavar="FILE", help="write the rows as JSON as well, - for standard output alone")
+    add_admin(parser, "write the rows as JSON as well, - for standard output alone")
 
 
 _BY = "what the table sums by: some of day,tenant,tier,model (default: day,tenant,tier)"
@@ -54,19 +53,10 @@ _BY = "what the table sums by: some of day,tenant,tier,model (default: day,tenan
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where the report was printed, 1 where the sidecar does not answer, 2 for a wrong command line."""
     if args.first is not None and args.last is not None and args.first > args.last:
-        print(f"sidecar usage: --from {args.first} is after --to {args.last}", file=sys.stderr)
-        return 2
-    if (problem := unwritable(args.json)) is not None:
-        print(f"sidecar usage: {problem}", file=sys.stderr)
-        return 1
-    try:
-        report = _report(args)
-    except CannotSee as refusal:
-        print(f"sidecar usage: {refusal}", file=sys.stderr)
-        return 1
-    if args.json != STANDARD_OUTPUT:
-        print("\n".join(csv_lines(report.rows) if args.csv else table(report.rows, args.by)))
-    return 0 if write_json(args.json, report) else 1
+        raise CommandFailed(f"--from {args.first} is after --to {args.last}", 2)
+    require_writable(args.json)
+    report = _report(args)
+    return show(args.json, report, lambda: csv_lines(report.rows) if args.csv else lines(report.rows, args.by))
 
 
 def _report(args: argparse.Namespace) -> Usage:
@@ -99,7 +89,7 @@ def _page(args: argparse.Namespace, first: str | None, last: str | None) -> Usag
     return page_of(args.admin, f"/usage?{query}", Usage, patience_s=_PATIENCE_S, most_bytes=_MOST_BYTES)
 
 
-def table(rows: Sequence[UsageRow], by: Sequence[str]) -> list[str]:
+def lines(rows: Sequence[UsageRow], by: Sequence[str]) -> list[str]:
     """The sums by some names, and the sum of all."""
     if not rows:
         return ["nothing was used"]
@@ -109,11 +99,9 @@ def table(rows: Sequence[UsageRow], by: Sequence[str]) -> list[str]:
         for at, name in enumerate(_FIGURES):
             figures[at] += getattr(row, name)
     cells = [[*(name.upper() for name in by), "REQUESTS", "INPUT", "OUTPUT", "TOKENS"]]
-    cells += [
-        [*(printable(name) or "-" for name in names), *_counts(figures)] for names, figures in sorted(sums.items())
-    ]
+    cells += [[*(name or "-" for name in names), *_counts(figures)] for names, figures in sorted(sums.items())]
     whole = [sum(column) for column in zip(*sums.values(), strict=True)]
-    return [*aligned(cells), "", f"all: {whole[0]:,} requests, {whole[1]:,} + {whole[2]:,} = {sum(whole[1:]):,} tokens"]
+    return [*table(cells), "", f"all: {whole[0]:,} requests, {whole[1]:,} + {whole[2]:,} = {sum(whole[1:]):,} tokens"]
 
 
 def _counts(figures: Sequence[int]) -> list[str]:
@@ -130,13 +118,6 @@ def csv_lines(rows: Sequence[UsageRow]) -> list[str]:
         safe = [f"'{name}" if name.startswith(_FORMULA) else name for name in names]
         writer.writerow([*safe, *(getattr(row, name) for name in _FIGURES)])
     return written.getvalue().rstrip("\n").split("\n")
-
-
-def _days(text: str) -> int:
-    """Raises ArgumentTypeError for what is no number of days."""
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= MOST_USAGE_DAYS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of days; write 1 to {MOST_USAGE_DAYS}")
-    return int(text)
 
 
 def _date(text: str) -> str:

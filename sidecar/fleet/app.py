@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from starlette.types import Receive, Scope, Send
 
 from sidecar.admission.engine_pages import INTERNAL_REQUEST
-from sidecar.admission.error_responses import send_error, speaks_anthropic
 from sidecar.admission.pending_aborts import CALL_KEY, ENGINE_ID_KEY
+from sidecar.admission.responses import send_error, speaks_anthropic
 from sidecar.errors import EngineUnreachable
 from sidecar.fleet.fleet import Fleet
 from sidecar.proxy.proxy import SOON_S

@@ -13,9 +13,8 @@ from functools import partial
 import msgspec
 from starlette.types import Scope, Send
 
-from sidecar.admission.error_responses import send_error
 from sidecar.admission.request_path import exact_paths
-from sidecar.admission.response_headers import REQUEST_ID, request_id
+from sidecar.admission.responses import REQUEST_ID, request_id, send_error
 from sidecar.admission.unguarded import is_public, with_engine_key
 from sidecar.errors import AdmissionError
 from sidecar.fleet.models import ModelsController

@@ -10,14 +10,14 @@ import asyncio
 from contextlib import suppress
 
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.request import DryRunRequest
+from sidecar.admission.forwarding import pass_on
 from sidecar.admission.intake import is_upload
-from sidecar.admission.passing import pass_on
 from sidecar.admission.request import RequestHandler
-from sidecar.admission.request_path import exact_paths
+from sidecar.admission.request_path import exact_paths, guarded_endpoint
 from sidecar.admission.self_view import is_self_view, send_self_view
 from sidecar.admission.unguarded import is_refused, pass_or_refuse
 from sidecar.errors import AdmissionError
@@ -28,10 +28,13 @@ from sidecar.payload.content_codings import packed_body
 from sidecar.policy.model import Endpoint
 
 
-async def serve_models(front: ModelsController, scope: Scope, receive: Receive, send: Send) -> None:
+async def serve_models(front: ModelsController, lifespan: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Serves one ASGI scope: see `middleware.serve_scope`."""
-    endpoint = front.guarded_endpoint(scope)
-    if endpoint is not None:
+    endpoint = guarded_endpoint(front.snapshot.endpoints, scope)
+    if scope["type"] == "lifespan":
+        front.begin_lifespan()
+        await lifespan(scope, receive, send)
+    elif endpoint is not None:
         if front.is_observing:
             received_us = front.pool.now_us()
             controller, receive = await _by_model(front, scope, receive, endpoint)
@@ -40,7 +43,7 @@ async def serve_models(front: ModelsController, scope: Scope, receive: Receive, 
             await RequestHandler(front, endpoint, scope, receive, send).run()
     elif (asked := asked_model(scope)) is not None:
         await send_models(front, asked, scope, send)
-    elif front.is_passing and scope["type"] != "lifespan":
+    elif front.is_passing:
         controller, receive = await _by_model(front, scope, receive)
         await pass_on(controller, scope, receive, send)
     elif is_self_view(scope):

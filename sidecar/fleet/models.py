@@ -7,22 +7,16 @@ before it enters a pool. What belongs to requests of no model (a wrong key, an u
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from starlette.types import ASGIApp
-
-from sidecar.admission.controller import AdmissionController
+from sidecar.admission.controller import AdmissionController, Monitor, Services
 from sidecar.admission.engine_route import EngineHealth
 from sidecar.admission.intake import SizedRequest
-from sidecar.admission.watchdog import Watchdog
-from sidecar.engines.base import Engine
 from sidecar.engines.watch import EngineState
 from sidecar.events import AppTrace, Classified, Event, Headers, Observation, Observer, Received
 from sidecar.fleet.model_names import ModelNames
 from sidecar.policy.model import Policy, Unguarded
-from sidecar.pools import Pool
-from sidecar.tokens import Estimator
 
 _OF_A_MODEL = frozenset(("pool", "lease_sizes", "gain"))
 """Parts of the state that each model has for itself."""
@@ -31,51 +25,28 @@ _OF_A_MODEL = frozenset(("pool", "lease_sizes", "gain"))
 class ModelsController(AdmissionController):
     """The front of several pools. `controllers` are those of the models, by the models' names.
 
-    `app` takes the requests that no pool admits, and serves the lifespan of all engines. No request enters the front's
-    own pool: it is the clock, and has the tenants' limits, which count for all models. Of the other arguments see
-    `AdmissionController`; `observer` is set when there is one. Where each model `counts_apart`, in a store, its
-    own pool has the limits.
+    The app of its services takes the requests that no pool admits, and serves the lifespan of all engines. No request
+    enters the front's own pool: it is the clock, and has the tenants' limits, which count for all models. Where each
+    model `counts_apart`, in a store, its own pool has the limits. Watchdog and identities are those of all models.
     """
 
     def __init__(
         self,
-        app: ASGIApp,
+        services: Services,
+        policy: Policy,
         *,
         controllers: Mapping[str, AdmissionController],
-        policy: Policy,
-        pool: Pool,
         counts_apart: bool,
-        dialect: Engine,
-        estimator: Estimator,
-        engine_key: str | None,
     ) -> None:
         self.controllers = controllers
         self.counts_apart = counts_apart
         self.names = ModelNames(policy)
-        super().__init__(
-            app,
-            policy=policy,
-            pool=pool,
-            dialect=dialect,
-            estimator=estimator,
-            observer=None,
-            is_proxied=True,
-            engine_key=engine_key,
-            unguarded=Unguarded.DENY,
-            engine_watch=ModelsHealth({name: one.engine_watch for name, one in controllers.items()}),
-        )
-        self.watchdog = Watchdog(self.watchdog.interval_s, on_armed=self._follow_aborts)
-        for controller in controllers.values():
-            controller.watchdog = self.watchdog
-            controller.share_identities(self.identities)
+        watch = ModelsHealth({name: one.engine_watch for name, one in controllers.items()})
+        super().__init__(replace(services, is_proxied=True, unguarded=Unguarded.DENY, engine_watch=watch), policy)
 
     def controller_of(self, request: SizedRequest) -> AdmissionController:
         """The controller of a request's model. Raises InvalidBody or ModelNotFound: see `ModelNames.model_of`."""
         return self.controllers[self.names.model_of(request.payload.model, request.body)]
-
-    def observe_requests(self, observer: Observer) -> None:
-        """Requests are reported to the observer of their model; `observer` gets those of no model."""
-        self.observer = ModelsObserver(observer, lambda model: self._observer_of(model) or observer)
 
     def change_policy(self, policy: Policy) -> None:
         """See `AdmissionController.change_policy`."""
@@ -88,18 +59,13 @@ class ModelsController(AdmissionController):
         """See `AdmissionController.drain`."""
         super().drain(within_s)
         for controller in self.controllers.values():
-            controller.is_draining = True
+            controller.drain()
 
-    @property
-    def server(self) -> asyncio.Task[object] | None:
-        """See `AdmissionController`."""
-        return self._server
-
-    @server.setter
-    def server(self, server: asyncio.Task[object] | None) -> None:
-        self._server = server
+    def begin_lifespan(self) -> None:
+        """See `AdmissionController.begin_lifespan`."""
+        super().begin_lifespan()
         for controller in self.controllers.values():
-            controller.server = server
+            controller.begin_lifespan()
 
     async def drained(self) -> None:
         """See `AdmissionController.drained`."""
@@ -134,7 +100,7 @@ class ModelsController(AdmissionController):
             *of_all,
             *(() if self.passes_all or all(reasons.values()) else _said_of(reasons)),
             *_said_of(notices),
-            *(() if self.monitor is None else self.monitor.notices()),
+            *self.monitor.notices(),
         ]
 
     def state(self) -> Mapping[str, object]:
@@ -153,13 +119,14 @@ class ModelsController(AdmissionController):
             },
         }
 
+    def _observer(self, monitor: Monitor) -> Observer | None:
+        """The observer of each request's model; the monitor's own gets the requests of no model."""
+        own = monitor.observer
+        return None if own is None else ModelsObserver(own, lambda model: self._observer_of(model) or own)
+
     def _observer_of(self, named: str | None) -> Observer | None:
         model = self.names.meant(named)
         return None if model is None else self.controllers[model].observer
-
-    def _follow_aborts(self) -> None:
-        for controller in self.controllers.values():
-            controller.pending_aborts.follow()
 
 
 def _said_of(sentences: Mapping[str, Sequence[str]]) -> list[str]:

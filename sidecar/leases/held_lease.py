@@ -14,8 +14,7 @@ import msgspec
 
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.event_reporter import EventReporter
-from sidecar.admission.refusals import refusal_of
-from sidecar.admission.turn import Cause, Turn, TurnEnded
+from sidecar.admission.turn import Cause, Turn, TurnEnded, refusal_of
 from sidecar.errors import AdmissionError, Draining
 from sidecar.events import Classified, Outcome, Received
 from sidecar.leases.lease_request import LeaseRequest, refuse_other_counts
@@ -187,7 +186,9 @@ class HeldLease:
             if end.cause is Cause.GIVEN_UP and self._controller.is_passing:
                 self._lease, grant = None, end.wait or Grant(self._now_us(), 0, 0, None, {}, self._level)
             else:
-                error = refusal_of(self._controller, self._policy, end, level=self._level)
+                error = refusal_of(
+                    self._controller.engine_watch, self._controller.pool, self._policy, end, level=self._level
+                )
                 self._refused(error, end.wait)
                 raise error from None
         except AdmissionError as error:

@@ -99,17 +99,13 @@ class KnownPool:
         """Its part of the engines that it `views`, without its ledger: `min(C // n, own + free // n)` of each.
 
         From DEAD_US after the last answer on it is `C // n`. C is what the ledger said, or its own view where that has
-        another size since.
+        another size since, or where the ledger has not heard of the engine: it came, or began anew, meanwhile.
         """
         alive = max(1, self.replicas()) if self._shares_engines else 1
         held = {} if self.reply is None else {it.id: (it.tokens, it.requests, it.sent) for it in self.reply.held}
         parts, out = [], {word.engine for word in self.drained.values() if word.is_drained}
         for view in views.values():
-            # An engine in its own process has no other user, whether the ledger has heard of it or not.
-            is_known_alone = self.reply is None or not self._shares_engines
-            config, told = view if is_known_alone else self.config.get(view.id), self._told.get(view.id)
-            if config is None:
-                continue
+            config, told = self.config.get(view.id, view), self._told.get(view.id)
             whole = _sizes(config if told is None or _sizes(told) == _sizes(view) else view)
             sizes, taken, own = [], held.get(view.id, NOTHING), self._own_on(view.id)
             for d, size in enumerate(whole):

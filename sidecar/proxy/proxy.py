@@ -23,8 +23,8 @@ import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.engine_pages import INTERNAL_REQUEST
-from sidecar.admission.error_responses import send_error, speaks_anthropic
 from sidecar.admission.pending_aborts import CALL_KEY
+from sidecar.admission.responses import send_error, speaks_anthropic
 from sidecar.chunks import write_of
 from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader, ResponseCut
 from sidecar.events import Headers

@@ -26,7 +26,7 @@ import httptools
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from sidecar.admission.error_responses import error_body, error_headers, send_error, speaks_anthropic
+from sidecar.admission.responses import error_body, error_headers, send_error, speaks_anthropic
 from sidecar.chunks import with_write
 from sidecar.errors import AdmissionError, HeadTimeout, HeadTooLarge, InvalidHttp
 from sidecar.events import Headers

@@ -42,28 +42,22 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-@contextlib.contextmanager
-def sharing(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that is bound to a port which other processes of this user bind, too, and does not listen yet.
+def sharing(host: str, port: int) -> socket.socket:
+    """A socket bound to a port which other processes of this user bind, too, and which does not listen yet.
 
     Linux divides the connections among the sockets that listen. Raises CannotServe.
     """
-    with _bound(host, port, is_shared=True) as listener:
-        yield listener
+    return _bound(host, port, is_shared=True)
 
 
-@contextlib.contextmanager
-def _bound(host: str, port: int, *, is_shared: bool = False) -> Iterator[socket.socket]:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
-        )[0]
-        # Only with the protocol named asyncio turns Nagle's algorithm off, which costs 40 ms per response.
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise _cannot_listen(host, port, error) from None
-    with listener:
+def _bound(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    with contextlib.ExitStack() as stack:
         try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+            )[0]
+            # Only with the protocol named asyncio turns Nagle's algorithm off, which costs 40 ms per response.
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
             if sys.platform != "win32":
                 # Otherwise a restart has to wait for the last connections' TIME_WAIT.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -72,7 +66,8 @@ def _bound(host: str, port: int, *, is_shared: bool = False) -> Iterator[socket.
             listener.bind(address)
         except OSError as error:
             raise _cannot_listen(host, port, error) from None
-        yield listener
+        stack.pop_all()
+    return listener
 
 
 @contextlib.contextmanager

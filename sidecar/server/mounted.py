@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidecar.admission.error_responses import send_error, speaks_anthropic
+from sidecar.admission.responses import send_error, speaks_anthropic
 from sidecar.errors import NotStarted
 from sidecar.server import CannotServe
 from sidecar.server.workers import (

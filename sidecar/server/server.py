@@ -102,13 +102,22 @@ async def serve_on(
     drained: Callable[[], Awaitable[None]],
     grace_s: float,
     on_ready: Callable[[], None],
+    before_listening: Callable[[], Awaitable[None]] | None = None,
     certificate: Certificate | None = None,
 ) -> None:
-    """As `serve`, on sockets that are bound already, until `end`. `on_ready` is called when both addresses answer."""
-    held = _KEEP_ALIVE_S
+    """As `serve`, on sockets that are bound already, until `end`. `on_ready` is called when both addresses answer.
+
+    `before_listening` is awaited when the app has started.
+    """
     servers = [
         Server(
-            app, client_socket, lifespan="on", timeout_keep_alive=held, most=most_clients(), certificate=certificate
+            app,
+            client_socket,
+            lifespan="on",
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            most=most_clients(),
+            certificate=certificate,
+            before_listening=before_listening,
         ),
         Server(admin, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),
     ]
@@ -200,6 +209,7 @@ class Server(uvicorn.Server):
         timeout_keep_alive: int,
         most: int = sys.maxsize,
         certificate: Certificate | None = None,
+        before_listening: Callable[[], Awaitable[None]] | None = None,
     ):
         config = uvicorn.Config(
             app,
@@ -225,6 +235,7 @@ class Server(uvicorn.Server):
         self.socket = listener
         self._most = most
         self._certificate = certificate
+        self._before_listening = before_listening
         self.ready = asyncio.Event()
         self.failure: str | None = None
 
@@ -238,6 +249,8 @@ class Server(uvicorn.Server):
         finally:
             log.removeFilter(self._note_failure)
         if self.started:
+            if self._before_listening is not None:
+                await self._before_listening()
             self._accept()
             self.ready.set()
 

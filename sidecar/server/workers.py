@@ -2,8 +2,9 @@
 
 Each process of a server has a queue of its own, unless they share one pool in a store. So several processes without a
 store would each admit a whole pool. A supervisor does not report to the app how many it starts, so this module reads it
-where the supervisor keeps it. Read from uvicorn 0.54 (`_subprocess.py`, `supervisors/multiprocess.py`), gunicorn 27
-(`arbiter.py`), hypercorn 0.18 (`run.py`) and granian 2.8 (`server/mp.py`, `server/common.py`).
+where the operator wrote it, or where the process got it. Read from uvicorn 0.54 (`_subprocess.py`,
+`supervisors/multiprocess.py`), gunicorn 27 (`app/base.py`, `arbiter.py`), hypercorn 0.18 (`run.py`) and granian 2.8
+(`server/mp.py`, `cli.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from types import FrameType
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 from starlette.types import Scope
 
@@ -52,32 +52,33 @@ def server_processes(scope: Scope, environment: Mapping[str, str]) -> ServerProc
 
 def refuse_separate_pools(processes: ServerProcesses) -> None:
     """Raises ValueError for several processes; call it where there is no store."""
-    number, supervisor = processes
-    if number > 1:
-        started = f"{number} server processes" if supervisor is None else f"{number} server processes of {supervisor}"
-        switch = "" if supervisor is None else f"; if each has an engine of its own, set {PROCESSES_VARIABLE}=1"
-        raise ValueError(
-            f"{started} share this engine, and each would admit a whole pool of its own: "
-            "set SIDECAR_STORE=redis://HOST:6379/0 so that they share one, start a single server process, "
-            f"or run `sidecar serve` in front{switch}"
-        )
+    _refuse_several(
+        processes,
+        "each would admit a whole pool of its own: set SIDECAR_STORE=redis://HOST:6379/0 so that they share one, start "
+        "a single server process, or run `sidecar serve` in front",
+    )
 
 
 def refuse_shared_engine(processes: ServerProcesses) -> None:
     """Raises ValueError for several processes; call it where each process offers the pool a whole engine."""
+    _refuse_several(
+        processes,
+        "with `engines: {mounted: true}` each would offer the pool all of it: start a single server process, or write "
+        "`capacity` in place of `engines`",
+    )
+
+
+def _refuse_several(processes: ServerProcesses, why: str) -> None:
     number, supervisor = processes
     if number > 1:
         started = f"{number} server processes" if supervisor is None else f"{number} server processes of {supervisor}"
         switch = "" if supervisor is None else f"; if each has an engine of its own, set {PROCESSES_VARIABLE}=1"
-        raise ValueError(
-            f"{started} share this engine, and with `engines: {{mounted: true}}` each would offer the pool all of it: "
-            f"start a single server process, or write `capacity` in place of `engines`{switch}"
-        )
+        raise ValueError(f"{started} share this engine, and {why}{switch}")
 
 
 def _supervised() -> ServerProcesses:
     """The processes of the supervisor that started this one; one where it is not known to have several."""
-    return _of_multiprocessing() or _of_stack() or _of_command() or ServerProcesses(1)
+    return _of_multiprocessing() or _of_gunicorn() or _of_granian() or ServerProcesses(1)
 
 
 _WITH_CONFIG = frozenset(("uvicorn", "hypercorn"))
@@ -97,36 +98,29 @@ def _of_multiprocessing() -> ServerProcesses | None:
     return ServerProcesses(1 if getattr(config, "reload", False) is True else max(1, workers), supervisor)
 
 
-def _of_stack() -> ServerProcesses | None:
-    supervisor = supervisor_on_stack()
-    workers = getattr(supervisor, "num_workers" if _package(supervisor) == "gunicorn" else "workers", None)
-    return ServerProcesses(max(1, workers), _package(supervisor)) if isinstance(workers, int) else None
+def _of_gunicorn() -> ServerProcesses | None:
+    """Its workers have the command line of their supervisor, and the environment that it names itself in.
 
-
-def supervisor_on_stack() -> object | None:
-    """Gunicorn and granian fork in the middle of their supervisor, which is still on the stack of the main thread."""
-    if "gunicorn.arbiter" not in sys.modules and "granian.server" not in sys.modules:
+    What the operator wrote is read once more as gunicorn reads it: `-w`, `WEB_CONCURRENCY`, `GUNICORN_CMD_ARGS`, a
+    file. Raises ValueError where that fails: a file's relative path leads elsewhere after `--chdir`.
+    """
+    program = Path(sys.argv[0])
+    is_gunicorn = os.environ.get("SERVER_SOFTWARE", "").startswith("gunicorn/")
+    if not is_gunicorn or "gunicorn" not in (program.name, program.parent.name):
         return None
-    owners = _owners(sys._current_frames().get(threading.main_thread().ident or 0))
-    return next(
-        (one for one in owners if type(one).__module__.startswith(("gunicorn.arbiter", "granian.server"))), None
-    )
+    from gunicorn.app.wsgiapp import WSGIApplication
+
+    try:
+        return ServerProcesses(max(1, WSGIApplication().cfg.workers), "gunicorn")
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"gunicorn's number of processes cannot be read ({error}): set {PROCESSES_VARIABLE} to it"
+        ) from None
 
 
-def _owners(frame: FrameType | None) -> Iterator[Any]:
-    """The objects whose methods are on the stack."""
-    while frame is not None:
-        if (owner := frame.f_locals.get("self")) is not None:
-            yield owner
-        frame = frame.f_back
-
-
-def _of_command() -> ServerProcesses | None:
-    """Granian where it does not fork: the new process has the command line of its supervisor, and its environment."""
-    if not _is_granians():
-        return None
+def _of_granian() -> ServerProcesses | None:
     written = written_for_granian("workers") or "1"
-    return ServerProcesses(max(1, int(written)) if written.isdecimal() else 1, "granian")
+    return ServerProcesses(max(1, int(written)) if written.isdecimal() else 1, "granian") if _is_granians() else None
 
 
 def _is_granians() -> bool:
@@ -134,7 +128,10 @@ def _is_granians() -> bool:
 
 
 def written_for_granian(name: str) -> str | None:
-    """An option of granian's command line, or of its environment; None where there is none, and in other processes."""
+    """An option of granian's command line, or of its environment; None where there is none, and in other processes.
+
+    A new process has the command line of its supervisor, and its environment.
+    """
     if not _is_granians():
         return None
     written = os.environ.get(f"GRANIAN_{name.upper()}")

@@ -58,9 +58,7 @@ class TenantUsage:
     `policy` is the one in force.
     """
 
-    def __init__(
-        self, records: UsageRecords, policy: Callable[[], Policy], clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, records: UsageRecords, policy: Policy, clock: Callable[[], float] = time.time) -> None:
         self._records = records
         self._policy = policy
         self._clock = clock
@@ -82,6 +80,10 @@ class TenantUsage:
         self._heard_s: float | None = None
         self._problem: str | None = None
         self._failing_since_s = 0.0
+
+    def change_policy(self, policy: Policy) -> None:
+        """Another policy is in force."""
+        self._policy = policy
 
     # -- what requests do
 
@@ -164,7 +166,7 @@ class TenantUsage:
         known = self._models.setdefault(tenant, set())
         if model in known:
             return model
-        named = self._policy().called_models.get(model, model)
+        named = self._policy.called_models.get(model, model)
         if len(named) > _LONGEST_NAME or not named.isprintable():
             return OTHER
         if named not in known:
@@ -207,7 +209,7 @@ class TenantUsage:
         """Reads the sums of all tenants with budgets, and begins to add. It takes `START_WITHIN_S` at most."""
         now_s = self._clock()
         self._watched = dict.fromkeys(
-            (tenant.name for tenant in self._policy().named.values() if tenant.limits.have_budgets), now_s
+            (tenant.name for tenant in self._policy.named.values() if tenant.limits.have_budgets), now_s
         )
         tried = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._follow(tried), name="sidecar use of tenants")

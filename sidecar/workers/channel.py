@@ -1,10 +1,13 @@
-"""What the supervisor and a worker say to each other: one JSON object a line, through a pair of sockets.
+"""What the supervisor and a worker tell each other.
 
-The worker's end of it has a second purpose: it closes when the supervisor is gone, however that ended.
+A worker reports by one JSON object a line, through a pair of sockets. The worker's end of it has a second purpose: it
+closes when the supervisor is gone, however that ended. The supervisor sends signals: SIGTERM for an end in order, `CUT`
+for one at once, SIGHUP to read the policy's files.
 """
 
 from __future__ import annotations
 
+import signal
 from enum import Enum
 
 import msgspec
@@ -12,62 +15,42 @@ import msgspec
 from sidecar.serving import ServeSettings
 from sidecar.telemetry.logs.setup import LogSettings
 
+CUT = signal.SIGUSR1
+"""Not a second SIGTERM: a service manager sends that to every process of a service, beside the supervisor."""
+
 
 class Begin(msgspec.Struct, frozen=True):
-    """What a worker is started with. `pages` is the path of the socket that its admin pages are served on.
+    """What a worker is started with.
 
-    `listener` is the descriptor of the clients' socket where all workers listen on one: a Unix socket.
+    `pages` is the path of the socket of its admin pages, `listener` the descriptor of the clients' socket. A worker
+    that `waits` listens when it can admit requests: others serve meanwhile, and one that listens gets its share of
+    connections.
     """
 
     worker: int
     settings: ServeSettings
     log: LogSettings
     pages: str
-    listener: int | None
+    listener: int
+    waits: bool
 
 
-class Command(Enum):
-    """What the supervisor tells a worker: listen, although it is not ready; end in order, or at once; read the policy's
-    files.
-    """
+class WorkerState(Enum):
+    """`STARTED`: its app is up, and it does not listen yet. `DOWN`: there is no process, or it could not begin."""
 
-    LISTEN = "listen"
-    DRAIN = "drain"
-    CUT = "cut"
-    RELOAD = "reload"
-
-
-class Stage(Enum):
-    """How far a worker has come: its app is up, it listens, it could not begin."""
-
+    DOWN = "down"
+    STARTING = "starting"
     STARTED = "started"
     SERVING = "serving"
-    FAILED = "failed"
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a worker reports. With `FAILED` there is a `reason`, and whether the policy's files are that reason."""
+    """A worker's report. With `DOWN` there is a `reason`, and whether the policy's files are that reason."""
 
-    stage: Stage
+    state: WorkerState
     reason: str = ""
     is_policy: bool = False
 
-
-_encode = msgspec.json.Encoder().encode
-_report = msgspec.json.Decoder(Report).decode
-_command = msgspec.json.Decoder(Command).decode
-
-
-def line(message: Report | Command) -> bytes:
-    """A message as it travels."""
-    return _encode(message) + b"\n"
-
-
-def report_of(received: bytes) -> Report:
-    """The report in a line."""
-    return _report(received)
-
-
-def command_of(received: bytes) -> Command:
-    """The command in a line."""
-    return _command(received)
+    def line(self) -> bytes:
+        """The report as it travels."""
+        return msgspec.json.encode(self) + b"\n"

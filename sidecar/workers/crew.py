@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from socket import socket
 
 import msgspec
 
@@ -15,8 +17,8 @@ from sidecar.serving import ServeSettings
 from sidecar.stores import TAKE_OVER_VARIABLE
 from sidecar.tasks import is_set_within
 from sidecar.telemetry.logs.setup import LogSettings
-from sidecar.workers.channel import Command
-from sidecar.workers.process import Ending, WorkerProcess, WorkerState
+from sidecar.workers.channel import CUT, Begin, WorkerState
+from sidecar.workers.process import Ending, WorkerProcess
 
 OVERDUE_S = 25.0
 """After the grace. A worker's telemetry may wait twice ten seconds for a Collector that does not answer."""
@@ -32,7 +34,7 @@ _log = logging.getLogger("sidecar.workers")
 class Crew:
     """`number` workers with the same `settings`. `failed` is set with a `failure` where one cannot be kept running.
 
-    `listener` is the descriptor of the socket that all of them accept on; None where each binds the port.
+    `listener` makes the clients' socket of one process. `folder` is for the sockets of the workers' pages.
     """
 
     def __init__(
@@ -43,12 +45,15 @@ class Crew:
         environment: Mapping[str, str],
         folder: Path,
         *,
-        listener: int | None,
+        listener: Callable[[], socket],
     ) -> None:
-        self.workers = [WorkerProcess(each, folder, self._changed, listener) for each in range(1, number + 1)]
+        self.workers = [
+            WorkerProcess(each, folder / f"worker-{each}.sock", self._note_serving) for each in range(1, number + 1)
+        ]
         self.failure: str | None = None
         self.failed, self.ending, self.all_serving = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._settings, self._log, self._environment = settings, log, environment
+        self._listener = listener
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -61,9 +66,10 @@ class Crew:
         return [worker for worker in self.workers if worker.is_serving]
 
     def reload(self) -> None:
-        """All read the policy's files at once."""
+        """All read the policy's files at once. One that is starting reads them anyway."""
         for worker in self.workers:
-            worker.tell(Command.RELOAD)
+            if worker.state in (WorkerState.STARTED, WorkerState.SERVING):
+                worker.send(signal.SIGHUP)
 
     def fail(self, reason: str) -> None:
         """The command cannot go on."""
@@ -76,36 +82,32 @@ class Crew:
         """
         self.ending.set()
         for worker in self.workers:
-            worker.tell(Command.DRAIN if worker.is_serving else Command.CUT)
-        asyncio.get_running_loop().call_later(CUT_WITHIN_S, self._kill_beginners)
+            worker.send(signal.SIGTERM if worker.is_serving else signal.SIGKILL)
         await wait_first(self._ended(), at_once.wait(), timeout_s=grace_s + OVERDUE_S)
         for worker in self.workers:
-            worker.tell(Command.CUT)
+            worker.send(CUT)
         await wait_first(self._ended(), timeout_s=CUT_WITHIN_S)
 
     async def close(self) -> None:
         """Ends what is left, at once."""
         self.ending.set()
         for worker in self.workers:
-            worker.kill()
+            worker.send(signal.SIGKILL)
         await self._ended()
         for worker in self.workers:
-            await worker.close()
+            await worker.pages.close()
 
     async def _ended(self) -> None:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _kill_beginners(self) -> None:
-        for worker in self.workers:
-            if not worker.is_serving:
-                worker.kill()
-
     async def _keep(self, worker: WorkerProcess) -> None:
         """Runs one worker, again and again."""
         settings, environment = self._settings, environment_of(self._environment, worker.number)
         while not self.ending.is_set():
-            ending = await worker.run(settings, self._log, environment)
+            listener, waits = self._listener(), bool(self.serving())
+            begin = Begin(worker.number, settings, self._log, worker.socket, listener.fileno(), waits)
+            ending = await worker.run(begin, listener, environment)
             pause_s = None if self.ending.is_set() else self._pause_s(worker, ending)
             if pause_s is None:
                 return
@@ -116,10 +118,10 @@ class Crew:
 
     def _pause_s(self, worker: WorkerProcess, ending: Ending) -> float | None:
         """How long to wait before the worker's next start; None where there is none."""
-        if ending.reason and not self.all_serving.is_set():
-            self.fail(ending.reason)  # the first start says what one process would say
+        if ending.failed and not self.all_serving.is_set():
+            self.fail(ending.failed.reason)  # the first start says what one process would say
             return None
-        if ending.is_policy and self.serving():
+        if ending.failed and ending.failed.is_policy and self.serving():
             pause_s: float | None = worker.restarts.pause_again_s()  # the others run by the files as they were
         else:
             pause_s = worker.restarts.pause_s(ending.served_s)
@@ -130,14 +132,9 @@ class Crew:
         _log.warning(message, worker.number, worker.reason, extra={"event": "worker_down"})
         return pause_s
 
-    def _changed(self) -> None:
-        """A worker has changed its state."""
+    def _note_serving(self) -> None:
         if len(self.serving()) == len(self.workers):
             self.all_serving.set()
-        if not self.all_serving.is_set() or not self.serving():  # else one that is not ready leaves it to the others
-            for worker in self.workers:
-                if worker.state is WorkerState.STARTED:
-                    worker.tell(Command.LISTEN)
 
 
 def environment_of(environment: Mapping[str, str], number: int) -> dict[str, str]:

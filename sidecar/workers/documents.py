@@ -13,18 +13,21 @@ _OF_A_PROCESS = ("lease_sizes", "gain")
 _ENGINE_COUNTS = ("in_flight", "ejections", "replays", "prompt_tokens", "predicted_tokens", "measured_tokens")
 
 
-def merged_state(found: Sequence[tuple[Document, Document]]) -> Document:
-    """`GET /state`. `found` has a row about each worker, and its own answer, which is empty where it gave none."""
-    rows = [{**row, **_own(own)} for row, own in found]
-    answers = [own for _, own in found if own]
+def merged_state(rows: Sequence[Document], found: Sequence[Document | None]) -> Document:
+    """`GET /state`. There is a row about each worker, and its own answer where it gave one."""
+    rows = [row if own is None else {**row, **_own(own)} for row, own in zip(rows, found, strict=True)]
+    answers = [own for own in found if own is not None]
     if not answers:
         return {"workers": rows}
-    merged = {**_without_process(_best(answers)), **{key: _sum([one[key] for one in answers]) for key in _COUNTS}}
+    best = max(answers, key=lambda one: "pool" in one and _is_shared(one["pool"]))
+    merged = {**_without(best, *_OF_A_PROCESS), **{key: _sum([one[key] for one in answers]) for key in _COUNTS}}
     merged["draining"] = any(one["draining"] for one in answers)
-    if "pool" in merged:
+    if "pool" in best:
         merged["pool"] = merged_pool([one["pool"] for one in answers])
-    if "models" in merged:
-        merged["models"] = {name: _merged_model(name, model, answers) for name, model in merged["models"].items()}
+    if "models" in best:
+        pools = {name: merged_pool([one["models"][name]["pool"] for one in answers]) for name in best["models"]}
+        models = best["models"].items()
+        merged["models"] = {name: {**_without(one, *_OF_A_PROCESS), "pool": pools[name]} for name, one in models}
     return {**merged, "workers": rows}
 
 
@@ -34,17 +37,14 @@ def merged_pool(pools: Sequence[Document]) -> Document:
     What tiers have waiting and the store's `own` counts are those of all workers. Without a store (`mode: pass`) it is
     the sum of their pools.
     """
-    if "store" not in pools[0]:
-        return dict(_sum(pools))
-    best = max(pools, key=_is_shared)
     summed = _sum([_without(pool, "store") for pool in pools])
-    merged = {**best, "tiers": _with_queues(best, summed)} if _is_shared(best) else {**summed}
-    return {**merged, "store": {**best["store"], "own": _sum([pool["store"]["own"] for pool in pools])}}
-
-
-def _with_queues(pool: Document, summed: Document) -> list[Document]:
-    """Its tiers, with what all workers have waiting."""
-    return [{**tier, "queued": of_all["queued"]} for tier, of_all in zip(pool["tiers"], summed["tiers"], strict=True)]
+    if "store" not in pools[0]:
+        return dict(summed)
+    best = max(pools, key=_is_shared)
+    shown = {**best} if _is_shared(best) else {**summed}
+    waiting = [tier["queued"] for tier in summed["tiers"]]
+    shown["tiers"] = [{**tier, "queued": queued} for tier, queued in zip(shown["tiers"], waiting, strict=True)]
+    return {**shown, "store": {**best["store"], "own": _sum([pool["store"]["own"] for pool in pools])}}
 
 
 def merged_engines(answers: Sequence[Document]) -> Document:
@@ -52,20 +52,8 @@ def merged_engines(answers: Sequence[Document]) -> Document:
     by_id: dict[tuple[str, str], list[Document]] = {}
     for row in (row for answer in answers for row in answer["engines"]):
         by_id.setdefault((row["name"], row["id"]), []).append(row)
-    return {"engines": [_merged_engine(rows) for rows in by_id.values()]}
-
-
-def _merged_engine(rows: Sequence[Document]) -> Document:
-    return {**rows[0], **{key: _sum([row[key] for row in rows]) for key in _ENGINE_COUNTS}}
-
-
-def _merged_model(name: str, model: Document, answers: Sequence[Document]) -> Document:
-    return {**_without(model, *_OF_A_PROCESS), "pool": merged_pool([one["models"][name]["pool"] for one in answers])}
-
-
-def _best(answers: Sequence[Document]) -> Document:
-    """An answer of a worker whose store decides, if there is one."""
-    return max(answers, key=lambda one: "pool" in one and _is_shared(one["pool"]))
+    sums = [{key: _sum([row[key] for row in rows]) for key in _ENGINE_COUNTS} for rows in by_id.values()]
+    return {"engines": [{**rows[0], **summed} for rows, summed in zip(by_id.values(), sums, strict=True)]}
 
 
 def _is_shared(pool: Document) -> bool:
@@ -74,18 +62,13 @@ def _is_shared(pool: Document) -> bool:
 
 def _own(answer: Document) -> Document:
     """What a worker's row has of its own answer."""
-    names = ("under_way", "draining", *_OF_A_PROCESS)
-    own = {name: answer[name] for name in names if name in answer}
+    own = {name: answer[name] for name in ("under_way", "draining", *_OF_A_PROCESS) if name in answer}
     if "store" in answer.get("pool", ()):
         own["store"] = answer["pool"]["store"]
     if "models" in answer:
         models = answer["models"].items()
         own["models"] = {name: {key: model[key] for key in _OF_A_PROCESS if key in model} for name, model in models}
     return own
-
-
-def _without_process(document: Document) -> dict[str, Any]:
-    return _without(document, *_OF_A_PROCESS)
 
 
 def _without(document: Document, *names: str) -> dict[str, Any]:

@@ -10,31 +10,25 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-import aiohttp
-import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
-from yarl import URL
 
-from sidecar.admin.answers import refused
-from sidecar.admin.stream import receive_disconnect
-from sidecar.tasks import end
+from sidecar.admin.answers import FRESH, refused
+from sidecar.admission.engine_pages import INTERNAL_REQUEST, fetch_page
+from sidecar.engines.pages import Page, Unread
+from sidecar.errors import EngineUnreachable, ResponseCut
+from sidecar.workers.channel import WorkerState
 from sidecar.workers.crew import Crew
 from sidecar.workers.documents import Document, merged_engines, merged_state
-from sidecar.workers.metrics import OPEN_METRICS, RESTARTS, WORKERS, WorkersMetrics, counter, gauge, scraped
+from sidecar.workers.metrics import OPEN_METRICS, WorkersMetrics
 from sidecar.workers.process import WorkerProcess
 
-_FRESH = {"cache-control": "no-store"}
 _OF_A_REQUEST = re.compile(r"(/models/.+)?/(requests?)(/.*)?")
 _METRICS = re.compile(r"(/models/.+)?/metrics")
 _ENGINES = re.compile(r"(/models/.+)?/engines")
-_HOP_BY_HOP = frozenset(
-    (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer", b"proxy-connection")
-)
 
 
 class WorkerPages:
@@ -50,7 +44,7 @@ class WorkerPages:
         request = Request(scope, receive)
         answer = await self._answer(request)
         if answer is None:
-            await self._pass_on(request, send)
+            await self._relay(request, send)
         else:
             await answer(scope, receive, send)
 
@@ -64,7 +58,8 @@ class WorkerPages:
         if path == "/readyz":
             return await self._readyz()
         if path == "/state":
-            return JSONResponse(merged_state(await self._states()))
+            answers = [_document(answer) for answer in await _ask_all(self._crew.workers, path)]
+            return JSONResponse(merged_state([_row(worker) for worker in self._crew.workers], answers))
         if _METRICS.fullmatch(path):
             return await self._scrape(request.headers.get("accept"))
         if _ENGINES.fullmatch(path):
@@ -74,101 +69,97 @@ class WorkerPages:
     async def _readyz(self) -> Response:
         """Ready where every worker that listens is ready: any of them gets the next request."""
         workers = self._crew.workers
-        answers = [_document(answer) for answer in await _ask_all(workers, "/readyz")]
-        serving = [answer for worker, answer in zip(workers, answers, strict=True) if worker.is_serving and answer]
+        found = list(zip(workers, [_document(answer) for answer in await _ask_all(workers, "/readyz")], strict=True))
+        serving = [answer for worker, answer in found if worker.is_serving and answer]
         reasons = list(dict.fromkeys(reason for answer in serving for reason in answer["reasons"]))
         if not serving:
             reasons = ["draining" if self._crew.ending.is_set() else "no worker serves"]
-        notices = dict.fromkeys(notice for answer in serving for notice in answer["notices"])
-        notices |= dict.fromkeys(
-            _why_not(worker, answer)
-            for worker, answer in zip(workers, answers, strict=True)
-            if not worker.is_serving or answer is None
-        )
+        notices = [notice for answer in serving for notice in answer["notices"]]
+        notices += [_why_not(*each) for each in found if not (each[0].is_serving and each[1])]
         status = "not ready" if reasons else "ready"
-        body = {"status": status, "reasons": reasons, "notices": list(notices)}
+        body = {"status": status, "reasons": reasons, "notices": list(dict.fromkeys(notices))}
         return JSONResponse(body, 503 if reasons else 200)
-
-    async def _states(self) -> Sequence[tuple[Document, Document]]:
-        workers = self._crew.workers
-        serving = self._crew.serving()
-        answers = dict(zip(serving, await _ask_all(serving, "/state"), strict=True))
-        return [(_row(worker), _document(answers.get(worker)) or {}) for worker in workers]
 
     async def _scrape(self, accept: str | None) -> Response:
         async with self._scraping:
-            asked = {worker.pid: worker for worker in self._crew.serving() if worker.pid is not None}
-            answers = dict(zip(asked, await _ask_all(list(asked.values()), "/metrics", OPEN_METRICS), strict=True))
-            found = {pid: answer for pid, answer in answers.items() if answer is not None}
-            for status, body in found.values():
-                if status != 200:
-                    return PlainTextResponse(body, status)  # there are no metrics here, and it says why
-            text, content_type = await asyncio.to_thread(
-                self._text, accept, {p: body for p, (_, body) in found.items()}
-            )
+            serving = self._crew.serving()
+            pids, answers = [worker.pid for worker in serving], await _ask_all(serving, "/metrics", OPEN_METRICS)
+            found = {pid: answer for pid, answer in zip(pids, answers, strict=True) if pid and answer}
+            for answer in found.values():
+                if answer.status != 200:
+                    return PlainTextResponse(answer.text, answer.status)  # there are no metrics here, and it says why
+            # In a thread: reading them takes milliseconds for each.
+            text, content_type = await asyncio.to_thread(self._text, accept, found)
         return Response(text, headers={"content-type": content_type})
 
-    def _text(self, accept: str | None, found: Mapping[int, bytes]) -> tuple[bytes, str]:
-        """The sum of the workers' metrics. In a thread: reading them takes milliseconds for each."""
-        self._metrics.note({pid: scraped(body.decode()) for pid, body in found.items()})
-        self._metrics.end_but([worker.pid for worker in self._crew.workers if worker.pid is not None])
-        restarts = sum(worker.restarts.total for worker in self._crew.workers)
-        own = [
-            gauge(WORKERS, "Workers that serve.", len(self._crew.serving())),
-            counter(RESTARTS, "How often a worker was started again.", restarts),
-        ]
-        return self._metrics.text(accept, own)
+    def _text(self, accept: str | None, found: Mapping[int, Page]) -> tuple[bytes, str]:
+        workers = self._crew.workers
+        self._metrics.note({pid: answer.text for pid, answer in found.items()}, [worker.pid for worker in workers])
+        restarts = sum(worker.restarts.total for worker in workers)
+        return self._metrics.text(accept, serving=len(self._crew.serving()), restarts=restarts)
 
     async def _engines(self, path: str) -> Response:
         answers = [answer for answer in await _ask_all(self._crew.serving(), path) if answer is not None]
         if not answers:
             return _no_worker()
-        failed = [answer for answer in answers if answer[0] != 200]
-        if failed:
-            return Response(failed[0][1], failed[0][0], _FRESH, "application/json")
-        return JSONResponse(merged_engines([json.loads(body) for _, body in answers]), headers=_FRESH)
+        for answer in answers:
+            if answer.status != 200:
+                return Response(answer.text, answer.status, FRESH, "application/json")
+        return JSONResponse(merged_engines([json.loads(answer.text) for answer in answers]), headers=FRESH)
 
-    async def _pass_on(self, request: Request, send: Send) -> None:
-        """Answers as a worker does, until one of both sides ends it: a drain may wait for minutes."""
-        body = await request.body()
-        left = asyncio.ensure_future(receive_disconnect(request.receive))
-        relaying = asyncio.ensure_future(self._relay(request, body, send))
+    async def _relay(self, request: Request, send: Send) -> None:
+        """The answer of one worker."""
+        worker = await self._one_for(request)
+        if worker is None:
+            await _no_worker()(request.scope, request.receive, send)
+            return
         try:
-            await asyncio.wait((left, relaying), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await end(left)
-            await end(relaying)
+            await worker.pages({**request.scope, "extensions": {INTERNAL_REQUEST: {}}}, request.receive, send)
+        except EngineUnreachable:  # it has just ended
+            await _no_worker()(request.scope, request.receive, send)
+        except ResponseCut:  # the same; a live page connects again
+            await send({"type": "http.response.body", "body": b""})
 
-    async def _relay(self, request: Request, body: bytes, send: Send) -> None:
-        """The answer of one worker. Where a request is asked for, that of the first that knows it."""
-        workers, is_of_a_request = list(self._crew.serving()), _OF_A_REQUEST.fullmatch(request.url.path) is not None
-        while workers:
-            worker = workers.pop(0)
-            try:
-                answer = await _open(worker, request, body)
-            except (aiohttp.ClientConnectorError, asyncio.TimeoutError):
-                continue  # it has just ended
-            except (aiohttp.ClientError, OSError):
-                break
-            async with answer:
-                if answer.status == 404 and is_of_a_request and workers:
-                    continue
-                await _forward(answer, send)
-                return
-        await _no_worker()(request.scope, request.receive, send)
+    async def _one_for(self, request: Request) -> WorkerProcess | None:
+        """A worker that serves. Where a request is asked for, the first that knows it."""
+        serving = self._crew.serving()
+        if _OF_A_REQUEST.fullmatch(request.url.path):
+            answers = await _ask_all(serving, request.url.path, query=request.url.query)
+            for worker, answer in zip(serving, answers, strict=True):
+                if answer is not None and answer.status != 404:
+                    return worker
+        return serving[0] if serving else None
 
 
 async def _ask_all(
-    workers: Sequence[WorkerProcess], path: str, accept: str = "*/*"
-) -> Sequence[tuple[int, bytes] | None]:
-    return await asyncio.gather(*(worker.ask(path, accept) for worker in workers))
+    workers: Sequence[WorkerProcess], path: str, accept: str = "*/*", query: str = ""
+) -> Sequence[Page | None]:
+    """One admin page of each; None where it does not answer."""
+    return await asyncio.gather(*(_ask(worker, path, accept, query) for worker in workers))
 
 
-def _document(answer: tuple[int, bytes] | None) -> dict[str, Any] | None:
-    return None if answer is None else msgspec.json.decode(answer[1], type=dict[str, Any])
+async def _ask(worker: WorkerProcess, path: str, accept: str, query: str) -> Page | None:
+    if worker.state not in (WorkerState.STARTED, WorkerState.SERVING):
+        return None
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "query_string": query.encode(),
+        "headers": [(b"accept", accept.encode())],
+        "extensions": {INTERNAL_REQUEST: {}},
+    }
+    try:
+        return await fetch_page(worker.pages, scope)
+    except Unread:
+        return None
 
 
-def _row(worker: WorkerProcess) -> Mapping[str, object]:
+def _document(answer: Page | None) -> dict[str, Any] | None:
+    return None if answer is None else json.loads(answer.text)
+
+
+def _row(worker: WorkerProcess) -> Document:
     return {
         "worker": worker.number,
         "pid": worker.pid,
@@ -190,22 +181,3 @@ def _why_not(worker: WorkerProcess, answer: Document | None) -> str:
 def _no_worker() -> Response:
     message = "no worker serves at this moment; try again"
     return refused(503, "no_worker", message, {"retry-after": "1"})
-
-
-async def _open(worker: WorkerProcess, request: Request, body: bytes) -> aiohttp.ClientResponse:
-    """The worker's answer, at its headers."""
-    query = request.scope["query_string"]
-    target = (request.scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
-    headers = [(name, value) for name, value in request.headers.items() if name.encode() not in _HOP_BY_HOP]
-    url = URL(f"http://worker{target}", encoded=True)
-    return await worker.session.request(request.method, url, headers=headers, data=body or None, allow_redirects=False)
-
-
-async def _forward(answer: aiohttp.ClientResponse, send: Send) -> None:
-    """Sends an answer as it comes."""
-    headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() not in _HOP_BY_HOP]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    with suppress(aiohttp.ClientError):  # the worker has ended; a live page connects again
-        async for part in answer.content.iter_any():
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": b""})

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
-
-import msgspec
 
 from sidecar.admin.auth import Access, AdminGuard
 from sidecar.policy.model import Policy
@@ -21,11 +22,12 @@ from sidecar.server.server import Signals, refuse_own_addresses, serving_pages, 
 from sidecar.serving import ServeSettings, proxy_of, upstreams
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store
 from sidecar.telemetry.logs.setup import LogSettings
-from sidecar.unix_address import path_of
+from sidecar.unix_address import MOST_BYTES, path_of
 from sidecar.workers.crew import Crew
-from sidecar.workers.folder import private_folder
 from sidecar.workers.own_store import OwnStore
 from sidecar.workers.pages import WorkerPages
+
+_LONGEST_NAME = "worker-64.sock"
 
 
 class Plan(NamedTuple):
@@ -55,23 +57,20 @@ async def supervise(plan: Plan, announce: Callable[[str], None]) -> None:
     has_store = _check(plan)
     settings = plan.settings
     async with AsyncExitStack() as stack:
-        folder = stack.enter_context(private_folder())
-        clients = stack.enter_context(_reserved(settings.host, settings.port))
+        folder = stack.enter_context(_private_folder())
+        clients, listener = stack.enter_context(_reserved(settings.host, settings.port))
         admin = stack.enter_context(listening(settings.admin_host, settings.admin_port))
         refuse_own_addresses(upstreams(settings.upstream, plan.policy), (clients, admin))
-        is_port = path_of(settings.host) is None
-        if is_port:
-            settings = msgspec.structs.replace(settings, port=clients.getsockname()[1])
+        environment = dict(os.environ)
         store = None if has_store or plan.policy.is_bare else OwnStore(folder)
-        environment = dict(os.environ) if store is None else {**os.environ, STORE_VARIABLE: store.url}
-        listener = None if is_port else clients.fileno()
+        if store is not None:
+            environment[STORE_VARIABLE] = store.url
         crew = Crew(settings, plan.workers, plan.log, environment, folder, listener=listener)
         signals = Signals(crew.reload)
         stack.enter_context(signals.caught())
         if store is not None:
             stack.push_async_callback(store.stop)
-            await store.start()
-            store.keep(crew.fail)
+            await store.start(crew.fail)
         stack.push_async_callback(crew.close)
         async with serving_pages(AdminGuard(WorkerPages(crew), plan.access), admin):
             crew.start()
@@ -100,16 +99,32 @@ def _check(plan: Plan) -> bool:
 
 
 @contextmanager
-def _reserved(host: str, port: int) -> Iterator[socket.socket]:
-    """The clients' address, bound for as long as the block runs. Raises CannotServe where another process has it.
+def _private_folder() -> Iterator[Path]:
+    """A folder for sockets, that only this user can enter, while the block runs. Raises CannotServe.
 
-    Unix sockets are not divided: the workers accept on this one.
+    Where this process is killed, a worker removes it.
     """
-    if path_of(host) is not None:
-        with listening(host, port) as bound:
-            yield bound
-        return
-    with listening(host, port):
-        pass  # a socket that shares its port would be bound beside those of another command with workers
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="sidecar-workers-", ignore_cleanup_errors=True)
+    except OSError as error:
+        reason = "the workers' sockets need a folder, and none can be made"
+        raise CannotServe(f"{reason} ({error.strerror}); set TMPDIR to a folder that can be written") from None
+    with folder as path:
+        if len(os.fsencode(Path(path) / _LONGEST_NAME)) > MOST_BYTES:
+            raise CannotServe(f"the path of a socket in {path} would be too long; set TMPDIR to a shorter folder")
+        yield Path(path)
+
+
+@contextmanager
+def _reserved(host: str, port: int) -> Iterator[tuple[socket.socket, Callable[[], socket.socket]]]:
+    """The clients' address, bound for as long as the block runs, and what makes a worker's socket of it.
+
+    Unix sockets are not divided: the workers accept on this one. Raises CannotServe where another process has it.
+    """
+    with listening(host, port) as bound:
+        if path_of(host) is not None:
+            yield bound, bound.dup
+            return
+    # Only now: a socket that shares its port would be bound beside those of another command with workers.
     with sharing(host, port) as bound:
-        yield bound
+        yield bound, partial(sharing, host, bound.getsockname()[1])

@@ -10,27 +10,26 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.policy.passing import load_or_pass
 from sidecar.policy.problems import PolicyError
 from sidecar.server import CannotServe
 from sidecar.server.certificate import certificate_of
-from sidecar.server.listeners import sharing
 from sidecar.server.server import End, run, serve_on
 from sidecar.serving import Serving
 from sidecar.tasks import is_set_within
 from sidecar.telemetry.logs.setup import own_logging
 from sidecar.telemetry.setup import TelemetryError
-from sidecar.workers.channel import Begin, Command, Report, Stage, command_of, line
+from sidecar.workers.channel import CUT, Begin, Report, WorkerState
 
 READY_LOOK_S = 0.05
 ALONE_S = 5.0
@@ -45,10 +44,9 @@ def main(descriptor: str, begin: str) -> int:
         with own_logging(settings.log):
             failure = _serve(settings, channel)
         if failure is not None:
-            report = Report(Stage.FAILED, str(failure), isinstance(failure, PolicyError))
-            channel.setblocking(True)
+            report = Report(WorkerState.DOWN, str(failure), isinstance(failure, PolicyError))
             with contextlib.suppress(OSError):  # the supervisor is gone
-                channel.sendall(line(report))
+                channel.sendall(report.line())
     return 0 if failure is None else 1
 
 
@@ -75,38 +73,35 @@ def _serve(begin: Begin, channel: socket.socket) -> Exception | None:
 
 
 async def _serve_shared(begin: Begin, serving: Serving, channel: socket.socket) -> None:
-    settings = begin.settings
-    certificate = certificate_of(settings.tls_cert, settings.tls_key)
-    with _clients(begin) as clients, _private(begin.pages) as pages:
-        control = _Control(serving.reload)
+    end = _Supervised(channel, Path(begin.pages).parent)
 
-        def opened() -> None:
-            serving.opened()
-            control.report(Stage.SERVING)
+    async def until_ready() -> None:
+        end.report(WorkerState.STARTED)
+        while begin.waits and not end.first.is_set() and serving.readiness():
+            await is_set_within(end.first, READY_LOOK_S)
 
-        async with control.connected(channel):
-            await serve_on(
-                _HeldStart(serving.middleware, lambda: control.may_listen(serving.readiness)),
-                clients,
-                serving.pages,
-                pages,
-                end=control,
-                drain=serving.drain,
-                drained=serving.drained,
-                grace_s=settings.grace_s,
-                on_ready=opened,
-                certificate=certificate,
-            )
+    def opened() -> None:
+        serving.opened()
+        end.report(WorkerState.SERVING)
 
-
-def _clients(begin: Begin) -> contextlib.AbstractContextManager[socket.socket]:
-    if begin.listener is None:
-        return sharing(begin.settings.host, begin.settings.port)
-    return socket.socket(fileno=begin.listener)
+    with socket.socket(fileno=begin.listener) as clients, _bound_to(begin.pages) as pages, end.followed(serving):
+        await serve_on(
+            serving.middleware,
+            clients,
+            serving.pages,
+            pages,
+            end=end,
+            drain=serving.drain,
+            drained=serving.drained,
+            grace_s=begin.settings.grace_s,
+            before_listening=until_ready,
+            on_ready=opened,
+            certificate=certificate_of(begin.settings.tls_cert, begin.settings.tls_key),
+        )
 
 
 @contextlib.contextmanager
-def _private(path: str) -> Iterator[socket.socket]:
+def _bound_to(path: str) -> Iterator[socket.socket]:
     """A socket bound to a path in the supervisor's folder, which other users cannot enter."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         Path(path).unlink(missing_ok=True)  # of the worker before
@@ -114,83 +109,41 @@ def _private(path: str) -> Iterator[socket.socket]:
         yield listener
 
 
-class _Control(End):
-    """The worker's end of the channel."""
+class _Supervised(End):
+    """The end of a worker: by a signal, or with the supervisor, whose `folder` it removes then."""
 
-    def __init__(self, reload: Callable[[], None]) -> None:
+    def __init__(self, channel: socket.socket, folder: Path) -> None:
         super().__init__()
-        self._reload = reload
-        self._is_told_to_listen = asyncio.Event()
-        self._writer: asyncio.StreamWriter | None = None
+        self._channel, self._folder = channel, folder
 
-    @contextlib.asynccontextmanager
-    async def connected(self, channel: socket.socket) -> Any:
-        """Follows the supervisor and the process's own signals while the block runs."""
+    def report(self, state: WorkerState) -> None:
+        """Tells the supervisor how far this worker has come."""
+        with contextlib.suppress(OSError):  # the supervisor is gone
+            self._channel.sendall(Report(state).line())
+
+    @contextlib.contextmanager
+    def followed(self, serving: Serving) -> Iterator[None]:
+        """Follows the supervisor and the signals while the block runs."""
         loop = asyncio.get_running_loop()
-        # A copy, because the failure is reported after the loop has ended.
-        reader, self._writer = await asyncio.open_unix_connection(sock=channel.dup())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.first.set)
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
-        following = asyncio.ensure_future(self._follow(reader))
+        loop.add_signal_handler(CUT, self._cut)
+        loop.add_signal_handler(signal.SIGHUP, serving.reload)
+        loop.add_reader(self._channel, self._end_alone)  # nothing is sent to this end: it can be read when it closes
         try:
             yield
         finally:
-            following.cancel()
-            self._writer.close()
+            loop.remove_reader(self._channel)
 
-    def report(self, stage: Stage) -> None:
-        """Tells the supervisor."""
-        assert self._writer is not None
-        self._writer.write(line(Report(stage)))
-
-    async def may_listen(self, readiness: Callable[[], Sequence[str]]) -> None:
-        """Returns when this worker can admit requests, or is told to listen all the same, or to end.
-
-        The others go on meanwhile: a worker that listens gets its share of the connections.
-        """
-        self.report(Stage.STARTED)
-        while not (self._is_told_to_listen.is_set() or self.first.is_set()) and readiness():
-            await is_set_within(self._is_told_to_listen, READY_LOOK_S)
-
-    async def _follow(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(ConnectionError):
-            while received := await reader.readline():
-                self._obey(command_of(received))
-        # The supervisor is gone, and with it what could restart, reload or end this process.
-        alone = threading.Timer(ALONE_S, os._exit, (1,))
-        alone.daemon = True
-        alone.start()
+    def _cut(self) -> None:
         self.first.set()
         self.second.set()
 
-    def _obey(self, command: Command) -> None:
-        if command is Command.LISTEN:
-            self._is_told_to_listen.set()
-        elif command is Command.RELOAD:
-            self._reload()
-        else:
-            self.first.set()
-            if command is Command.CUT:
-                self.second.set()
-
-
-class _HeldStart:
-    """Around the app: its start is complete when `until` returns, too. The server listens after that."""
-
-    def __init__(self, app: ASGIApp, until: Callable[[], Awaitable[None]]) -> None:
-        self._app = app
-        self._until = until
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one ASGI scope."""
-        if scope["type"] != "lifespan":
-            await self._app(scope, receive, send)
-            return
-
-        async def held(message: Message) -> None:
-            if message["type"] == "lifespan.startup.complete":
-                await self._until()
-            await send(message)
-
-        await self._app(scope, receive, held)
+    def _end_alone(self) -> None:
+        """The supervisor is gone, and with it what could restart, reload or end this process."""
+        asyncio.get_running_loop().remove_reader(self._channel)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        alone = threading.Timer(ALONE_S, os._exit, (1,))
+        alone.daemon = True
+        alone.start()
+        self._cut()

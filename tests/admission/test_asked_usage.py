@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.admission.asked_usage import LARGEST_USAGE, UsageHider
+from sidecar.admission.client import LARGEST_USAGE, UsageHider
 from sidecar.events import Settled
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.http_protocol import BoundedHttpProtocol

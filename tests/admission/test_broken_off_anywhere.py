@@ -295,6 +295,7 @@ async def test_an_error_after_a_complete_answer_adds_nothing_to_it(policy: Polic
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(task, PATIENCE_S)
     assert [message.get("more_body") for message in caller.sent].index(False) == len(caller.sent) - 1
+    assert guarded.recorder.ends == ["completed"]
     await guarded.nothing_left()
 
 
@@ -338,7 +339,7 @@ async def test_an_upload_that_waits_for_another_engine_is_not_late_meanwhile(pol
         await answer(send, b"{}")
 
     guarded = Guarded(app, replace(policy, abort_latency_s=3600.0))
-    guarded.sidecar.routing = types.SimpleNamespace(route=lambda _: Route())  # type: ignore[assignment]
+    object.__setattr__(guarded.sidecar, "routing", types.SimpleNamespace(route=lambda _: Route()))
     caller = Caller(guarded.sidecar, path=UPLOAD)
     caller.scope["headers"] = [(b"content-type", b"audio/wav"), (b"content-length", b"8")]
     task = caller.begin()

@@ -16,7 +16,7 @@ from sidecar.events import Classified, FirstByte, Received
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
-from tests.support.middleware import App, Caller, Guarded, Recorder, chat
+from tests.support.middleware import App, Caller, Guarded, Recorder, chat, monitor
 
 pytestmark = pytest.mark.anyio
 
@@ -74,7 +74,8 @@ async def failing(_scope: Scope, _receive: Receive, send: Send) -> None:
 async def test_who_does_not_follow_requests_is_told_the_whole_of_those_that_fail(tmp_path: Path) -> None:
     for app, told in ((App(), []), (failing, [["Classified", "Admitted", "FirstByte", "Settled"]])):
         guarded = Guarded(app, rules(tmp_path))
-        guarded.sidecar.observer = observer = OfFailures()
+        observer = OfFailures()
+        monitor(guarded.sidecar, observer)
         with suppress(RuntimeError):
             await Caller(guarded.sidecar, json.dumps(chat()).encode()).run()
         assert [story.kinds for story in observer.stories] == told

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from sidecar import AdmissionMiddleware
 from sidecar.admission.answer import CostReader
-from sidecar.admission.upload_channel import READ_AHEAD, UploadChannel
+from sidecar.admission.client import READ_AHEAD, UploadChannel
 from sidecar.events import Admitted, Classified, Refused, Settled
 from sidecar.policy.model import CostPlace
 from sidecar.proxy.proxy import ReverseProxy
 from tests.admission.models import served_models
-from tests.support.middleware import App, Recorder
+from tests.support.middleware import App, Recorder, recorded
 from tests.support.redis_servers import free_port
 from tests.support.serving import Served, serving
 from tests.support.waiting import until
@@ -91,8 +91,8 @@ def observing(policy: Path) -> Path:
 
 @asynccontextmanager
 async def stack(policy: Path, app: Any) -> AsyncIterator[Stack]:
-    middleware, recorder = AdmissionMiddleware(app, policy), Recorder()
-    middleware.controller.observer = recorder
+    middleware = AdmissionMiddleware(app, policy)
+    recorder = recorded(middleware.controller)
     async with serving(middleware) as served:
         yield Stack(served, app, middleware, recorder)
     if not middleware.controller.is_observing:
@@ -247,21 +247,6 @@ class TestUploads:
             assert b"did not arrive within 1 s" in answer
             assert it.held() == (0, 0)
             assert it.recorder.stories[0].one(Settled).error == "body_timeout"
-
-    async def test_one_that_the_engine_takes_too_long_for_is_a_504(self, policy: Path) -> None:
-        written(policy, "timeouts: {total: 200ms}\ndisconnect_grace: 100ms\n")
-        async with stack(policy, App(is_held=True)) as it:
-            answer = await asyncio.wait_for(exchange(it.port, post(UPLOAD, b"x", "content-type: audio/wav")), 60)
-            assert answer.startswith(b"HTTP/1.1 504")
-            await until(lambda: it.held() == (0, 0))
-            assert it.recorder.stories[0].one(Settled).error == "engine_timeout"
-
-    async def test_a_client_that_breaks_off_in_the_middle_gives_its_room_back(self, policy: Path) -> None:
-        async with stack(policy, App()) as it:
-            async with connected(it.port) as (_, writer):
-                writer.write(post(UPLOAD, b"x" * 1000, "content-type: audio/wav")[:-900])
-                await until(lambda: it.held()[1] == 1)
-            await until(lambda: it.held() == (0, 0))
 
     async def test_json_is_read_whatever_its_path_and_a_form_only_where_it_is_generic(self, policy: Path) -> None:
         app = App()

@@ -55,12 +55,12 @@ async def test_a_thousand_hostile_requests_move_the_estimate_of_another_tenant_b
     for _ in range(5):
         await asked(guarded, text, "acme")
     before = held(guarded)
-    guarded.sidecar.app = App(answer=COUNTED % 2000)
+    guarded.sidecar.use_app(App(answer=COUNTED % 2000))
     for number in range(250):
         for more in ({}, {"input_ids": IDS}, {"documents": [{"text": "x"}]}, {"next_release": number}):
             await asked(guarded, {**text, **more}, "nightly")
     assert guarded.sidecar.estimator.bytes_per_token("nightly", "m") < 2  # what they teach stays with their tenant
-    guarded.sidecar.app = App(answer=COUNTED % 510)
+    guarded.sidecar.use_app(App(answer=COUNTED % 510))
     await asked(guarded, text, "acme")
     assert before / 1.05 <= held(guarded) <= before * 1.05
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.admission.response_headers import request_id
+from sidecar.admission.responses import request_id
 from tests.support.middleware import App, guarding, key, policy
 
 pytestmark = pytest.mark.anyio

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidecar.admission import stages
-from sidecar.admission.request import RequestHandler
-from sidecar.admission.stages import Stage
+from sidecar.admission.request import RequestHandler, Stage
 from tests.support.middleware import SMALL, App, Caller, Guarded, policy
 from tests.support.stages import DRAWN, StepsOfTheDiagram, entered, wrong
 
@@ -43,7 +41,7 @@ def test_a_step_that_is_not_drawn_would_be_found(before: Stage, after: Stage, ow
 
 
 def test_every_stage_is_drawn_and_all_lead_to_the_end() -> None:
-    drawn = set(re.findall(r"\b[A-Z]{4,}\b", stages.__doc__ or ""))
+    drawn = set(re.findall(r"\b[A-Z]{4,}\b", Stage.__doc__ or ""))
     assert drawn == {stage.name for stage in Stage}
     for stage in Stage:
         reached = {stage}

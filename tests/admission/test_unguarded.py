@@ -12,16 +12,25 @@ import pytest
 from starlette.routing import Mount
 
 from sidecar import AdmissionMiddleware
-from sidecar.apis import Api
 from sidecar.engines import ENGINES, Engine, Vllm
 from sidecar.engines.base import OPENAI, PAGES, plain_path
 from sidecar.events import UnguardedRequest
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Unguarded
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.support.engine import RawEngine, answering, raw_engine
-from tests.support.middleware import CHAT, SMALL, Answer, App, Caller, guarding, key, policy, write_policy
+from tests.support.middleware import (
+    CHAT,
+    SMALL,
+    Answer,
+    App,
+    Caller,
+    guarding,
+    key,
+    monitor,
+    policy,
+    write_policy,
+)  # fmt: skip
 from tests.support.serving import serving
 from tests.support.wire import exchange, get, post
 
@@ -489,10 +498,11 @@ async def test_a_browsers_preflight_passes_without_the_key_that_it_cannot_carry(
 
 
 async def test_observing_shows_pages_and_counts_those_that_it_would_not(tmp_path: Path) -> None:
-    app, reported = App(), []
+    app = App()
     loaded = load(denying(tmp_path, "mode: observe\nunguarded: deny\n"))
     async with guarding(app, loaded) as guarded:
-        guarded.sidecar.unguarded_observer = reported.append
+        reported: list[UnguardedRequest] = []
+        monitor(guarded.sidecar, unguarded=reported.append)
         for path in ("/metrics/x", "/v1/models", "/health"):
             assert await status(guarded.port, get(path)) == 200
     assert [(one.route, one.is_refused, one.code) for one in reported] == [
@@ -505,9 +515,10 @@ async def test_observing_shows_pages_and_counts_those_that_it_would_not(tmp_path
 
 
 async def test_observing_everything_passes_and_what_would_be_refused_is_counted() -> None:
-    app, reported = App(), []
+    app = App()
     async with guarding(app, policy("mode: observe\nunguarded: deny\n", engine="sglang")) as guarded:
-        guarded.sidecar.unguarded_observer = reported.append
+        reported: list[UnguardedRequest] = []
+        monitor(guarded.sidecar, unguarded=reported.append)
         for path in ("/generate", "/login", "/tokenize"):
             assert (await guarded.ask({}, path=path)).status == 200
     assert len(app.seen) == 3
@@ -519,9 +530,9 @@ async def test_observing_everything_passes_and_what_would_be_refused_is_counted(
 
 
 async def test_a_client_cannot_make_up_labels() -> None:
-    reported: list[UnguardedRequest] = []
     async with guarding(App(), policy(engine="vllm")) as guarded:
-        guarded.sidecar.unguarded_observer = reported.append
+        reported: list[UnguardedRequest] = []
+        monitor(guarded.sidecar, unguarded=reported.append)
         for number in range(50):
             await guarded.ask({}, path=f"/made/up/{number}")
             await guarded.ask({}, path=f"/made/up/{number}/v1/score")
@@ -538,10 +549,11 @@ async def test_a_client_cannot_make_up_labels() -> None:
 async def test_an_apps_route_is_counted_by_its_template() -> None:
     from fastapi import FastAPI
 
-    app, reported = FastAPI(), []
+    app = FastAPI()
     app.add_api_route("/users/{name}/login", served_by("shop"), methods=["POST"])
     sidecar = AdmissionMiddleware(app, policy=policy())
-    sidecar.controller.unguarded_observer = reported.append
+    reported: list[UnguardedRequest] = []
+    monitor(sidecar.controller, unguarded=reported.append)
     async with serving(sidecar) as served:
         for name in ("ada", "bo"):
             await exchange(served.port, post(f"/users/{name}/login", b"{}"))
@@ -599,9 +611,3 @@ def test_the_page_lists_the_operators_pages() -> None:
         assert found[shown] == set(ENGINES[name].routes.pages) - set(PAGES)
     assert ENGINES["tensorrt-llm"].routes.pages == ENGINES["none"].routes.pages == PAGES
     assert all(f"`{page}`" in text for page in PAGES)
-
-
-def test_the_choice_is_read_from_the_policy() -> None:
-    assert policy().unguarded is None
-    assert policy("unguarded: generating\n").unguarded is Unguarded.GENERATING
-    assert Vllm.routes.generating["/invocations"] is Api.CHAT

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from sidecar.cli.arguments import engine_address, server_url, socket_address
+from sidecar.cli.arguments import engine_address, number, server_url, socket_address, whole_number
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,18 @@ def test_a_unix_socket_is_an_engines_address_for_serve_alone() -> None:
         server_url("unix:/run/vllm.sock")
     with pytest.raises(argparse.ArgumentTypeError, match="--host and --port"):
         socket_address("127.0.0.1:8080")
+
+
+@pytest.mark.parametrize("written", ["0", "-1", "1.5", "33", "many", "", "\u0661", "1" * 5000])
+def test_what_is_no_whole_number_in_its_bounds_is_an_error(written: str) -> None:
+    assert whole_number("number of replicas", 1, 32)("32") == 32
+    with pytest.raises(argparse.ArgumentTypeError, match="is no number of replicas; write a number from 1 to 32"):
+        whole_number("number of replicas", 1, 32)(written)
+
+
+@pytest.mark.parametrize("written", ["0", "-1", "nan", "inf", "1e9", "soon"])
+def test_what_is_no_number_in_its_bounds_is_an_error(written: str) -> None:
+    assert number("time", 600)("0.5") == 0.5
+    assert number("time", may_be_zero=True)("0") == 0
+    with pytest.raises(argparse.ArgumentTypeError, match="is no time; write a number that is more than 0, up to 600"):
+        number("time", 600)(written)

@@ -180,8 +180,8 @@ async def test_every_replica_is_asked_until_one_knows(tmp_path: Path) -> None:
         assert "\nadmitted at once, without a wait\n" in reported
         code, reported, errors = await explain("--request", "nobody", *admins)
     assert (code, reported) == (1, "")
-    unreachable, not_a_sidecar, unknown = errors.splitlines()
-    assert unreachable.startswith(f"sidecar explain: no answer from {NOBODY}: connection refused; ")
+    _, unreachable, not_a_sidecar, unknown = errors.splitlines()
+    assert unreachable.startswith(f"no answer from {NOBODY}: connection refused; ")
     assert f"{stranger.url}/requests/nobody is not what this version of sidecar reads" in not_a_sidecar
     assert f"{sidecar.admin}: no request with the id or trace id 'nobody' is known here" in unknown
 

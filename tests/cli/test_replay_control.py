@@ -143,7 +143,7 @@ def test_no_control_is_played_through_a_sidecar_that_enforces(by: str, policy: s
             assert (ended.returncode, ended.stdout) == (2, "")
             [line] = ended.stderr.splitlines()
             option = asked[0]
-            assert line.startswith(f"sidecar: {option}: {it.sidecar} enforces admission control: ")
+            assert line.startswith(f"sidecar replay: {option}: {it.sidecar} enforces admission control: ")
             assert "write --control-upstream URL with the address of the engine itself" in line
 
 

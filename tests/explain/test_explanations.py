@@ -32,7 +32,7 @@ from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.cluster.views import overview
 from tests.support.each import each
-from tests.support.middleware import App, Guarded, key, write_policy
+from tests.support.middleware import App, Guarded, key, monitor, write_policy
 from tests.support.serving import Served, serving
 from tests.support.shared_pools import begun_store, shared_pool
 from tests.support.waiting import until
@@ -99,7 +99,7 @@ async def explained(app: App, with_policy: Policy | None = None, pool: Pool | No
     used = with_policy or policy()
     guarded = Explained(app, used)
     guarded.journal = Journal()
-    guarded.sidecar.observer = EventDispatcher(RequestTracer(TracerProvider(shutdown_on_exit=False)), [guarded.journal])
+    monitor(guarded.sidecar, EventDispatcher(RequestTracer(TracerProvider(shutdown_on_exit=False)), [guarded.journal]))
     if pool is not None:
         guarded.sidecar.pool = guarded.pool = pool  # type: ignore[assignment]
     builder = ExplanationBuilder(guarded.journal, lambda: [tier.name for tier in used.tiers], "lab", pool is not None)
@@ -396,6 +396,7 @@ async def test_in_a_shared_pool_the_other_replicas_part_is_counted_in_tokens(tmp
             there = await other.send("high", "overtakes-elsewhere")
             app.release()
             await until(lambda: other.knows("overtakes-elsewhere", "admitted"))
+            await asyncio.sleep(1)  # it starves so long; when that began is known to a call's round trip
             other_app.release()
             await there
             await finished(app, sent)

@@ -17,7 +17,7 @@ from sidecar.app import AdmissionMiddleware
 from sidecar.fleet.routing import FleetRouting, ReplayReason
 from sidecar.policy.compiler import load
 from tests.support.engine import Connection, RawEngine, Received, raw_engine
-from tests.support.middleware import Recorder, tasks_of_ours
+from tests.support.middleware import recorded, tasks_of_ours
 from tests.support.serving import serving
 from tests.support.waiting import until
 
@@ -97,9 +97,8 @@ class Routed:
         self.middleware = middleware
         self.url = url
         self.client = client
-        self.recorder = Recorder()
         self.controller = middleware.controller
-        self.controller.observer = self.recorder
+        self.recorder = recorded(self.controller)
         assert isinstance(self.controller.routing, FleetRouting)
         self.routing = self.controller.routing
         self.pool: Any = self.routing.pool
@@ -129,6 +128,11 @@ class Routed:
     def held(self) -> dict[str, int]:
         """Requests by engine id, of engines that hold any."""
         return {state.id: state.held_requests for state in self.pool.engines() if state.held_requests}
+
+    @property
+    def learned_prefills(self) -> int:
+        """Samples of all engines' times to a first token."""
+        return sum(engine.first.samples for engine in self.routing.speeds.engines.values())
 
     @property
     def unprefilled(self) -> int:

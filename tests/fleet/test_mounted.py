@@ -204,7 +204,7 @@ async def test_while_the_store_is_lost_each_has_its_whole_engine(pair: Pair) -> 
 async def test_a_drained_process_serves_what_it_has_and_leaves_the_pool(pair: Pair) -> None:
     a, b = pair.apps
     async with client_of(pair) as client:
-        under_way = a.begin(client, 6, steps=80, tier="high")  # two of them wait
+        under_way = a.begin(client, 6, steps=400, tier="high")  # two of them wait, for longer than pages may take
         await until(lambda: a.pool(client), lambda pool: pool["leases"] == 4 and pool["waiting"] == 2)
         drain = asyncio.ensure_future(a.post(client, "/engines/a/drain?wait=true"))
         await until(lambda: a.rows(client), lambda rows: rows["a"]["state"] == "draining")

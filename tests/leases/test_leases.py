@@ -38,7 +38,7 @@ from sidecar.policy.model import Mode, StoreLoss
 from sidecar.pools import Ask
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
-from tests.support.middleware import Recorder
+from tests.support.middleware import monitor, recorded
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
 from tests.support.shared_pools import begun
@@ -670,7 +670,7 @@ class TestWhatItShows:
             pass
 
     async def test_a_preempted_block_counts_as_that_and_costs_its_tenant_nothing(self, limited: Admission) -> None:
-        recorder = limited.controller.observer = Recorder()
+        recorder = recorded(limited.controller)
 
         async def batch() -> None:
             async with limited.lease(tier="low", tokens=90, requests=4, tenant="acme"):
@@ -692,7 +692,7 @@ class TestWhatItShows:
     async def test_its_span_belongs_to_the_span_around_it(self, admission: Admission) -> None:
         spans, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(spans))
-        admission.controller.observer = EventDispatcher(RequestTracer(provider), [])
+        monitor(admission.controller, EventDispatcher(RequestTracer(provider), []))
         with provider.get_tracer("worker").start_as_current_span("task") as task:
             async with admission.lease(tier="high", tokens=100) as lease:
                 lease.used(70)

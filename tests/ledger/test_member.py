@@ -386,6 +386,29 @@ def test_alone_it_admits_its_part_of_what_was_free_from_all_tiers_and_not_too_ea
     assert due > now
 
 
+@pytest.mark.parametrize(("shares_engines", "sizes"), [(False, {"e#2": 10}), (True, {"e#2": 5})])
+def test_alone_it_uses_an_engine_that_the_ledger_has_not_heard_of(shares_engines: bool, sizes: dict[str, int]) -> None:
+    """It began anew just before the store was lost: nobody holds anything there, so its part of all of it is free."""
+    store, second = ledger.Ledger(), 1_000_000
+    members = [member.Member(who, pool_rules([("t0", 0.2)]), shares_engines=shares_engines) for who in ("one", "other")]
+    for each_one in members:
+        each_one.view([EngineView("e#1", 10, 100, 100, 1_000, True)], 0)
+        _call(store, each_one, 0)
+        _call(store, each_one, 3 * second)
+    one, _ = members
+    _call(store, one, 4 * second)
+    one.submit(Ticket("before", 0, "", 10), 4 * second)
+    _call(store, one, 4 * second)
+    assert list(one.leases) == ["before"]
+    one.view([EngineView("e#2", 10, 100, 100, 1_000, True)], 4 * second)
+    one.submit(Ticket("after", 0, "", 5), 4 * second)
+    for now in range(5 * second, 20 * second, second // 2):
+        if one.poll(now) is not None:
+            one.unanswered(now)
+    assert {part.id: part.tokens for part in one.parts(20 * second)} == sizes
+    assert sorted(one.leases) == ["after", "before"]
+
+
 def test_a_grant_that_was_published_counts_from_its_moment_by_the_replicas_own_clock() -> None:
     store, second, ahead = ledger.Ledger(), 1_000_000, 50_000_000
     rules = pool_rules([("t0", 0.2)])

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
-from sidecar.admission.credentials import Credentials
+from sidecar.admission.policy_snapshot import Credentials
 from sidecar.app import store_of
 from sidecar.proxy.proxy import ReverseProxy
 from tests.support.each import each

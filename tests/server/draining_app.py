@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from sidecar.admin.app import admin_app
-from sidecar.admission.error_responses import send_error
+from sidecar.admission.responses import send_error
 from sidecar.errors import Draining
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.server import CannotServe, run, serve

@@ -11,7 +11,7 @@ from typing import Any
 
 from sidecar.events import Observed, Verdict
 from sidecar.policy.model import Mode, Policy
-from tests.support.middleware import Guarded, policy
+from tests.support.middleware import Guarded, monitor, policy
 from tests.support.serving import serving
 
 
@@ -21,7 +21,7 @@ class DryRun(Guarded):
     def __init__(self, app: Any, with_policy: Policy) -> None:
         super().__init__(app, replace(with_policy, mode=Mode.OBSERVE))
         self.found: list[Observed] = []
-        self.sidecar.observed = self.found.append
+        monitor(self.sidecar, observed=self.found.append)
 
     def verdicts(self) -> list[tuple[Verdict, str | None]]:
         """What became of every request, in the order in which that was known."""

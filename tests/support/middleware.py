@@ -8,14 +8,27 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sidecar.admission.controller import AdmissionController
-from sidecar.events import Admitted, AppTrace, Classified, Event, Headers, Queued, Received, Refused, Settled
+from sidecar.admission.controller import AdmissionController, Services, Unmonitored
+from sidecar.events import (
+    Admitted,
+    AppTrace,
+    Classified,
+    Event,
+    Headers,
+    Observed,
+    Observer,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+    UnguardedRequest,
+)  # fmt: skip
 from sidecar.middleware import serve_scope
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
@@ -266,8 +279,38 @@ class TestedMiddleware(AdmissionController):
 
     __test__ = False
 
+    def __init__(  # the services that a test names, and its observers
+        self,
+        app: Any,
+        *,
+        policy: Policy,
+        observer: Observer | None = None,
+        observed: Callable[[Observed], None] | None = None,
+        **services: Any,
+    ) -> None:
+        super().__init__(Services(app=app, monitor=lambda _: Unmonitored(observer, observed), **services), policy)
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await serve_scope(self, scope, receive, send)
+        await serve_scope(self, self.app, scope, receive, send)
+
+
+def monitor(
+    controller: AdmissionController,
+    observer: Observer | None = None,
+    observed: Callable[[Observed], None] | None = None,
+    unguarded: Callable[[UnguardedRequest], None] | None = None,
+) -> None:
+    """Other observers in place of those that the controller was made with; without one, the same for requests."""
+    monitor = Unmonitored(observer or controller.observer, observed, unguarded)
+    object.__setattr__(controller, "monitor", monitor)
+    object.__setattr__(controller, "observer", monitor.observer)
+
+
+def recorded(controller: AdmissionController) -> Recorder:
+    """A recorder of the controller's requests from now on."""
+    recorder = Recorder()
+    monitor(controller, recorder)
+    return recorder
 
 
 class Guarded:

@@ -1,11 +1,10 @@
-"""Every request in the tests of this process keeps to the diagram of `sidecar.admission.stages`."""
+"""Every request in the tests of this process keeps to the diagram of `sidecar.admission.request.Stage`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sidecar.admission.request import RequestHandler
-from sidecar.admission.stages import Stage
+from sidecar.admission.request import RequestHandler, Stage
 
 DRAWN = {
     (Stage.READING, Stage.WAITING),

@@ -309,7 +309,7 @@ async def test_what_a_request_used_is_in_its_trace_once(
     key: str, traces: Handle, is_ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = Host(monkeypatch, traces, more=key)
-    host.app.controller.app = told(host.app.controller.app)
+    host.app.controller.use_app(told(host.app.controller.app))
     await host.ask()
 
     attributes = host.by_name()["engine"].attributes or {}

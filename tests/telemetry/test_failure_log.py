@@ -15,7 +15,7 @@ from sidecar.telemetry.dispatch import EventDispatcher, Listener
 from sidecar.telemetry.logs.request_log import REQUESTS, RequestLog
 from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.spans.tracer import RequestTracer
-from tests.support.middleware import SMALL, Caller, Guarded, policy
+from tests.support.middleware import SMALL, Caller, Guarded, monitor, policy
 from tests.telemetry.span_stories import (
     TRACE_ID,
     TRACEPARENT,
@@ -102,7 +102,7 @@ def test_metrics_that_are_set_up_later_are_found(monkeypatch: pytest.MonkeyPatch
 async def test_a_failure_of_a_real_request_has_everything(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, REQUESTS)
     guarded = Guarded(failing, policy())
-    guarded.sidecar.observer = quiet()
+    monitor(guarded.sidecar, quiet())
     with pytest.raises(RuntimeError, match="broken"):
         await Caller(guarded.sidecar, SMALL).run()
     (line,) = [line for line in caplog.records if line.name == REQUESTS]

@@ -44,7 +44,7 @@ from sidecar.telemetry.logs.setup import LogSettings, log_settings, mounted_logg
 from sidecar.telemetry.logs.writer import LineWriter
 from sidecar.telemetry.request_record import TraceIds
 from sidecar.telemetry.spans.tracer import RequestTracer
-from tests.support.middleware import CHAT, KEYS, App, Guarded, chat, key, policy, write_policy
+from tests.support.middleware import CHAT, KEYS, App, Guarded, chat, key, monitor, policy, write_policy
 from tests.support.serving import serving
 from tests.support.wire import exchange, post
 from tests.telemetry.span_stories import begin
@@ -527,7 +527,8 @@ async def test_a_sidecar_logs_refusals_and_departures_and_neither_keys_nor_promp
     app = App(is_held=True)
     with lines() as written:
         guarded = Guarded(app, policy(requests="1", max_requests="0"))
-        guarded.sidecar.observer = EventDispatcher(RequestTracer(), [guarded_log := RequestLog()])
+        guarded_log = RequestLog()
+        monitor(guarded.sidecar, EventDispatcher(RequestTracer(), [guarded_log]))
         async with serving(guarded.sidecar) as guarded.served:
             holding = asyncio.create_task(guarded.ask(chat(), key("acme")))
             await guarded.until(leases=1)

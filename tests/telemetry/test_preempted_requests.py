@@ -19,7 +19,7 @@ from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.spans.links import WaitFinder
 from sidecar.telemetry.spans.tracer import RequestTracer
-from tests.support.middleware import App, Guarded, answer, guarding, whole_body
+from tests.support.middleware import App, Guarded, answer, guarding, monitor, whole_body
 from tests.telemetry.measuring import Measuring
 
 pytestmark = pytest.mark.anyio
@@ -71,7 +71,7 @@ class Watched:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         spans = RequestTracer(provider, find_links=WaitFinder(self.journal, ("critical", "batch")).ended)
-        guarded.sidecar.observer = EventDispatcher(spans, [self.journal, self.recent, self.metrics])
+        monitor(guarded.sidecar, EventDispatcher(spans, [self.journal, self.recent, self.metrics]))
 
     def story(self, request_id: str) -> Any:
         story = ExplanationBuilder(self.journal, lambda: ("critical", "batch"), "lab", is_shared=False).explain(

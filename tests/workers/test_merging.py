@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +13,10 @@ from sidecar.telemetry.metrics.engine_speeds import ENGINE_SPEED_GAUGES
 from sidecar.telemetry.metrics.engines import ENGINE_COUNTERS, ENGINE_GAUGES
 from sidecar.telemetry.metrics.instruments import NO_ENGINE_FITS, POLICY_REJECTED, POOL_GAUGES, TIER_GAUGES
 from sidecar.telemetry.metrics.lease_sizes import ENGINE_PREEMPTIONS, LEASE_SIZE_GAUGES
-from sidecar.workers import folder
+from sidecar.workers import supervisor
 from sidecar.workers.crew import environment_of
 from sidecar.workers.documents import merged_engines, merged_pool, merged_state
-from sidecar.workers.metrics import OWN, PARTS, SEEN, WORST, WorkersMetrics, scraped
+from sidecar.workers.metrics import OWN, PARTS, SEEN, WORST, WorkersMetrics
 from sidecar.workers.restarts import PAUSES_S, STEADY_S, Restarts, how_it_ended
 
 SHARED = """\
@@ -56,19 +51,20 @@ GIVEN = {
 
 
 def shown(metrics: WorkersMetrics) -> dict[str, float]:
-    text, content_type = metrics.text(None, ())
+    text, content_type = metrics.text(None, serving=2, restarts=0)
     assert content_type.startswith("text/plain")
-    lines = (line for line in text.decode().splitlines() if not line.startswith("#"))
+    lines = (line for line in text.decode().splitlines() if not line.startswith(("#", "admission_worker")))
     return {name.partition("{")[0]: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
-def answers(**of_each: dict[str, Any]) -> dict[int, Any]:
-    return {int(pid[1:]): scraped(SHARED.format(**GIVEN | given)) for pid, given in of_each.items()}
+def answers(**of_each: dict[str, Any]) -> dict[int, str]:
+    return {int(pid[1:]): SHARED.format(**GIVEN | given) for pid, given in of_each.items()}
 
 
 def test_counters_and_what_each_holds_are_added_up_and_the_pool_is_shown_once() -> None:
     metrics = WorkersMetrics()
-    metrics.note(answers(p1={"admitted": 3, "aborting": 5, "waits": 1}, p2={"admitted": 4, "aborting": 6, "waits": 2}))
+    given = answers(p1={"admitted": 3, "aborting": 5, "waits": 1}, p2={"admitted": 4, "aborting": 6, "waits": 2})
+    metrics.note(given, [1, 2])
     found = shown(metrics)
     assert found["admission_admitted_total"] == 7
     assert found["admission_aborting_tokens"] == 11
@@ -78,20 +74,19 @@ def test_counters_and_what_each_holds_are_added_up_and_the_pool_is_shown_once() 
 
 def test_while_the_store_is_lost_for_all_their_parts_are_added_up() -> None:
     metrics = WorkersMetrics()
-    metrics.note(answers(p1={"available": 0, "capacity": 50}, p2={"available": 1, "capacity": 100}))
+    metrics.note(answers(p1={"available": 0, "capacity": 50}, p2={"available": 1, "capacity": 100}), [1, 2])
     assert (shown(metrics)["admission_capacity_tokens"], shown(metrics)["admission_store_available"]) == (100, 0)
-    metrics.note(answers(p1={"available": 0, "capacity": 50}, p2={"available": 0, "capacity": 49}))
+    metrics.note(answers(p1={"available": 0, "capacity": 50}, p2={"available": 0, "capacity": 49}), [1, 2])
     assert shown(metrics)["admission_capacity_tokens"] == 99
 
 
 def test_what_an_ended_process_counted_still_counts_and_what_it_held_does_not() -> None:
     metrics = WorkersMetrics()
-    metrics.note(answers(p1={"admitted": 3, "aborting": 5}, p2={"admitted": 4, "aborting": 6}))
-    metrics.end_but([2])
-    metrics.note(answers(p2={"admitted": 5, "aborting": 6}, p3={"admitted": 1}))
+    metrics.note(answers(p1={"admitted": 3, "aborting": 5}, p2={"admitted": 4, "aborting": 6}), [2])
+    metrics.note(answers(p2={"admitted": 5, "aborting": 6}, p3={"admitted": 1}), [2, 3])
     assert shown(metrics)["admission_admitted_total"] == 3 + 5 + 1
     assert shown(metrics)["admission_aborting_tokens"] == 6
-    metrics.end_but([])
+    metrics.note({}, [])
     assert shown(metrics) == {
         "admission_admitted_total": 9,
         "admission_policy_rejected_total": 0,
@@ -103,26 +98,25 @@ def test_what_an_ended_process_counted_still_counts_and_what_it_held_does_not() 
 
 def test_a_process_that_is_silent_counts_as_it_did_last() -> None:
     metrics = WorkersMetrics()
-    metrics.note(answers(p1={"admitted": 3}, p2={"admitted": 4}))
-    metrics.note(answers(p2={"admitted": 6}))
-    metrics.end_but([1, 2])
-    assert shown(metrics)["admission_admitted_total"] == 9
+    metrics.note(answers(p1={"admitted": 3, "aborting": 5}, p2={"admitted": 4}), [1, 2])
+    metrics.note(answers(p2={"admitted": 6}), [1, 2])
+    assert (shown(metrics)["admission_admitted_total"], shown(metrics)["admission_aborting_tokens"]) == (9, 5)
 
 
 def test_what_all_processes_see_is_counted_once_and_does_not_fall() -> None:
     metrics = WorkersMetrics()
-    metrics.note(answers(p1={"rejected": 1}, p2={"rejected": 1}))
+    metrics.note(answers(p1={"rejected": 1}, p2={"rejected": 1}), [1, 2])
     assert shown(metrics)["admission_policy_rejected_total"] == 1
-    metrics.note(answers(p1={"rejected": 2}, p2={"rejected": 1}))
-    metrics.end_but([2])
-    metrics.note(answers(p2={"rejected": 2}, p3={"rejected": 0}))
+    metrics.note(answers(p1={"rejected": 2}, p2={"rejected": 1}), [2])
+    metrics.note(answers(p2={"rejected": 2}, p3={"rejected": 0}), [2, 3])
     assert shown(metrics)["admission_policy_rejected_total"] == 3  # the second worker's comes after its time
 
 
 def test_of_the_exemplars_the_newest_is_shown() -> None:
     metrics = WorkersMetrics()
-    metrics.note(answers(p1={"waits": 1, "trace": "older", "at": 5}, p2={"waits": 1, "trace": "newer", "at": 6}))
-    text, _ = metrics.text("application/openmetrics-text; version=1.0.0", ())
+    given = answers(p1={"waits": 1, "trace": "older", "at": 5}, p2={"waits": 1, "trace": "newer", "at": 6})
+    metrics.note(given, [1, 2])
+    text, _ = metrics.text("application/openmetrics-text; version=1.0.0", serving=2, restarts=0)
     assert 'le="1.0"} 2.0 # {trace_id="newer"} 0.5 6.0' in text.decode()
     assert b"older" not in text
 
@@ -178,7 +172,7 @@ def state(leases: int, *, draining: bool = False) -> dict[str, Any]:
 
 def test_the_state_of_models_is_merged_model_by_model() -> None:
     one, two = ({**state(n), "models": {"m": {"pool": pool("shared", 7, n, 100), "gain": n}}} for n in (3, 4))
-    merged = merged_state([({"worker": 1}, one), ({"worker": 2}, two), ({"worker": 3}, {})])
+    merged = merged_state([{"worker": 1}, {"worker": 2}, {"worker": 3}], [one, two, None])
     assert (merged["under_way"], merged["aborting"]) == (7, {"requests": 2, "tokens": 20})
     assert merged["models"]["m"]["pool"]["leases"] == 7
     assert merged["models"]["m"]["pool"]["store"]["own"]["leases"] == 7
@@ -189,7 +183,8 @@ def test_the_state_of_models_is_merged_model_by_model() -> None:
 
 
 def test_without_any_answer_the_state_has_the_workers_alone() -> None:
-    assert merged_state([({"worker": 1, "state": "starting"}, {})]) == {"workers": [{"worker": 1, "state": "starting"}]}
+    row = {"worker": 1, "state": "starting"}
+    assert merged_state([row], [None]) == {"workers": [row]}
 
 
 def test_what_processes_count_at_an_engine_is_added_up() -> None:
@@ -216,43 +211,15 @@ def test_restarts_end_after_some_in_a_row() -> None:
     assert (how_it_ended(3), how_it_ended(-9)) == ("ended with code 3", "was killed by SIGKILL")
 
 
-@pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for temporary files with a short path."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as path:
-        monkeypatch.setattr("tempfile.tempdir", path)
-        yield Path(path)
-
-
-def test_a_folder_whose_sockets_would_have_too_long_a_path_is_refused(temporary: Path) -> None:
-    long = temporary / ("x" * 80)
-    long.mkdir()
-    tempfile.tempdir = str(long)
-    with pytest.raises(CannotServe, match="would be too long; set TMPDIR to a shorter folder"), folder.private_folder():
-        pass
-    assert list(long.iterdir()) == []
-    tempfile.tempdir = str(temporary / "none")
-    with pytest.raises(CannotServe, match=r"No such file or directory\); set TMPDIR"), folder.private_folder():
-        pass
-
-
-def test_a_folder_of_a_killed_supervisor_is_removed_and_no_other(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_whose_sockets_would_have_too_long_a_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix = f"sidecar-workers-{os.getuid()}-"
-    left, young, other = temporary / f"{prefix}left", temporary / f"{prefix}young", temporary / "other"
-    for path in (left, other, young):  # `young` is not locked yet
-        path.mkdir()
-        (path / "lock").touch()
-        time.sleep(0.05)
-    now_s = [folder._YOUNG_S + (left.stat().st_ctime + young.stat().st_ctime) / 2]
-    monkeypatch.setattr(folder, "time", SimpleNamespace(time=lambda: now_s[0]))
-    (temporary / f"{prefix}link").symlink_to(other)
-    with folder.private_folder() as held:
-        assert held.stat().st_mode & 0o777 == 0o700
-        assert (left.exists(), young.exists()) == (False, True)
-        now_s[0] += 10 * folder._YOUNG_S
-        with folder.private_folder():
-            pass
-        assert (left.exists(), young.exists(), other.exists(), held.exists()) == (False, False, True, True)
-    assert not held.exists()
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(CannotServe, match="would be too long; set TMPDIR to a shorter folder"):
+        supervisor._private_folder().__enter__()
+    assert list(long.iterdir()) == []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    with pytest.raises(CannotServe, match=r"No such file or directory\); set TMPDIR"):
+        supervisor._private_folder().__enter__()

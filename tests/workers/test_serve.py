@@ -10,6 +10,7 @@ import os
 import signal
 import ssl
 import sys
+import tempfile
 from pathlib import Path
 
 import aiohttp
@@ -119,16 +120,20 @@ async def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_a_supervisor_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
-    async with held_engine() as engine, serving(write_policy(tmp_path), engine.url) as command:
-        stream = asyncio.ensure_future(command.stream())
-        await until(lambda: engine.running == 1, "it streams")
-        started = children(command.process.pid)
-        assert len(started) == 3  # two workers and a store
-        command.signal(signal.SIGKILL)
-        await until(lambda: not any(map(is_running, started)), "workers and store end")
-        with pytest.raises(aiohttp.ClientError):
-            await stream
-        await until(lambda: engine.running == 0, "the engine is left alone")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # with a short path
+        async with held_engine() as engine, serving(write_policy(tmp_path), engine.url, TMPDIR=folder) as command:
+            stream = asyncio.ensure_future(command.stream())
+            await until(lambda: engine.running == 1, "it streams")
+            started = children(command.process.pid)
+            assert len(started) == 3  # two workers and a store
+            [own] = await asyncio.to_thread(lambda: [*Path(folder).glob("sidecar-workers-*")])
+            assert own.stat().st_mode & 0o777 == 0o700
+            command.signal(signal.SIGKILL)
+            await until(lambda: not any(map(is_running, started)), "workers and store end")
+            with pytest.raises(aiohttp.ClientError):
+                await stream
+            await until(lambda: engine.running == 0, "the engine is left alone")
+            assert not own.exists()
 
 
 @pytest.mark.long

@@ -46,17 +46,15 @@ from typing import TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.answer import CostReader
-from sidecar.admission.app_call import BODIES, AppCall, body_of
+from sidecar.admission.answer import BODIES, AppCall, CostReader, body_of
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.engine_times import SentRequest
 from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowResult
 from sidecar.admission.event_reporter import reporter_of
-from sidecar.admission.forwarding import forwarded_scope
+from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.intake import RequestIntake, SizedRequest
-from sidecar.admission.outer_scope import call_app
 from sidecar.admission.request_gain import AnswerReader
-from sidecar.admission.response_headers import differences, id_headers, request_id
+from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
 from sidecar.chunks import with_write
 from sidecar.context import current
@@ -218,7 +216,8 @@ class RequestWatcher:
 
     def app_trace(self) -> AppTrace | None:
         """See `Observation.app_trace`: the request is admitted while the app runs, so it is that of `admission`."""
-        return self._reporter.app_trace()
+        observation = self._reporter.observation
+        return None if observation is None else observation.app_trace()
 
     def on_request(self, message: Message) -> None:
         """The app is about to get this message."""
@@ -247,8 +246,6 @@ class RequestWatcher:
                     self._usage.has_begun = True
                     self._reporter.first_byte(self._status)
                     self._first_byte()
-                    if self._reporter.gain is not None:
-                        self._reporter.gain.first_byte(self._status)
                 self._reader.feed(body)
             # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
             self._is_answered = not message.get("more_body", False) and not self._disconnected
@@ -394,8 +391,8 @@ class RequestWatcher:
         )
         if not self._is_over:
             self._reporter.observed(observed)
-        if self._controller.observed is not None:
-            self._controller.observed(observed)
+        if (report := self._controller.monitor.observed) is not None:
+            report(observed)
 
     def _now_us(self) -> int:
         return self._controller.pool.now_us()

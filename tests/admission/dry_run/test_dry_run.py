@@ -16,7 +16,20 @@ from sidecar.events import Outcome, Settled, Verdict
 from sidecar.policy.model import Mode
 from sidecar.proxy.proxy import ReverseProxy
 from tests.support.dry_run import DryRun, observing
-from tests.support.middleware import CHAT, SMALL, App, Guarded, answer, chat, chunk, key, policy, start, whole_body
+from tests.support.middleware import (
+    CHAT,
+    SMALL,
+    App,
+    Guarded,
+    answer,
+    chat,
+    chunk,
+    key,
+    monitor,
+    policy,
+    start,
+    whole_body,
+)  # fmt: skip
 from tests.support.serving import serving
 from tests.support.wire import connected, exchange, post
 
@@ -279,14 +292,16 @@ async def test_a_defect_of_ours_is_logged_once_and_every_request_passes(
         "intake": (intake, "decode"),
         "pool": (sidecar.pool, "enter"),
         "observer": (sidecar.recorder, "received"),
-        "observed": (sidecar.sidecar, "observed"),
         "overheard": (intake.RequestIntake, "feed"),
         "usage": (usage.UsageReader, "feed"),
         "headers": (request, "id_headers"),
         "shadows": (sidecar.sidecar.shadows, "follow"),
         "settled": (sidecar.sidecar.estimator, "learn"),
     }
-    monkeypatch.setattr(*targets[place], broken)
+    if place == "observed":
+        monitor(sidecar.sidecar, observed=broken)
+    else:
+        monkeypatch.setattr(*targets[place], broken)
     app.answer = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 4}}'
     async with serving(sidecar.sidecar) as sidecar.served:
         for _ in range(3):

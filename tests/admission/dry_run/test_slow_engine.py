@@ -26,7 +26,7 @@ from sidecar.telemetry.dry_run import DryRunStats, added_up
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, Scheduling, StepModel
 from sidecar.tools.loadgen import Planned
-from tests.support.middleware import Caller, TestedMiddleware
+from tests.support.middleware import Caller, TestedMiddleware, monitor
 from tests.support.virtual_time import run_virtually, virtual_now_us
 
 LOADS = {load.name: load for load in observe.LOADS}
@@ -47,8 +47,8 @@ def engine_of(load: observe.Load) -> Emulator:
     engine: Mapping[str, Any] = {**observe.ENGINE, **(load.engine or {})}
     steps = StepModel(
         max_sequences=engine["max-num-seqs"],
-        step_us=(engine["step-ms"] / 1000) * 1e6,
-        step_us_per_sequence=(engine.get("step-ms-per-seq", 0) / 1000) * 1e6,
+        step_us=engine["step-ms"] * 1000,
+        step_us_per_sequence=engine.get("step-ms-per-seq", 0) * 1000,
         chunk_tokens=engine.get("prefill-tokens-per-step", 512),
     )
     config = EmulatorConfig(
@@ -81,7 +81,7 @@ class Played:
             lambda: {names[level]: holds for level, holds in self.sidecar.engine_times.counted().items()},
         )
         self.stats.begin(policy.generation, 0)
-        self.sidecar.observed = self.stats.note
+        monitor(self.sidecar, observed=self.stats.note)
         self.ended: dict[int, asyncio.Event] = {}
 
     async def play(self, plan: Sequence[Planned]) -> list[tuple[Planned, Caller]]:

@@ -1,0 +1,200 @@
+"""One attempt at the engine: how it is preempted before its first byte, and how long it may take.
+
+The watchdog measures the time (`EngineTime`): a request pays nothing for it, and neither does a chunk. So a time may be
+noticed three of the watchdog's intervals late, and never early. What counts are the bytes of the engine's body: neither
+the head, which streaming servers send before the engine has begun, nor the sidecar's own comments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+
+from starlette.types import Message, Receive, Send
+
+from sidecar.admission.client import ClientChannel, SseKeepAlive
+from sidecar.admission.responses import send_error
+from sidecar.admission.usage import UsageReader
+from sidecar.apis import Api
+from sidecar.durations import short_duration
+from sidecar.errors import AdmissionError, EngineTimeout, ResponseCut
+from sidecar.policy.model import Timeouts
+from sidecar.pools import Lease
+
+
+async def disconnects_before(
+    disconnect: asyncio.Task[Message], when_ended: Callable[[Callable[[], object]], None]
+) -> bool:
+    """Returns when `when_ended` calls back, or a client disconnects: whether it has by then."""
+    if not disconnect.done():
+        ended = asyncio.get_running_loop().create_future()
+        when_ended(partial(ended.set_result, None))
+        await asyncio.wait((disconnect, ended), return_when=asyncio.FIRST_COMPLETED)
+    return disconnect.done()
+
+
+class PreemptibleAttempt:
+    """One attempt at the engine that may be preempted before its first byte: the app's `receive` and `send` for it.
+
+    The app is aborted by an `http.disconnect`, because every serving app aborts its engine then, and few do so when
+    their task is canceled. The response of an aborted attempt is dropped; when the app has returned, the request waits
+    again. An app that does not listen cannot be aborted, and its first byte keeps the room for good. The response's
+    head waits for the first byte of the body: streaming apps send the head before the engine has begun.
+
+    `receive` and `send` are those of an attempt that is not preempted, `disconnect` gives the task that ends when the
+    client disconnects. `is_lost` says that the app was aborted: no one gets this attempt's response.
+    """
+
+    __slots__ = (
+        "_disconnect",
+        "_has_body",
+        "_is_kept",
+        "_lease",
+        "_preempted",
+        "_receive",
+        "_send",
+        "_start",
+        "is_lost",
+    )
+
+    def __init__(
+        self, lease: Lease, receive: Receive, send: Send, disconnect: Callable[[], asyncio.Task[Message]]
+    ) -> None:
+        self.is_lost = False
+        self._lease = lease
+        self._receive = receive
+        self._send = send
+        self._disconnect = disconnect
+        self._preempted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._start: Message | None = None
+        self._has_body = False
+        self._is_kept = False
+
+    def preempt(self) -> None:
+        """A more important request needs the room. May be called at any time, by the pool."""
+        if not self._preempted.done():
+            self._preempted.set_result(None)
+
+    async def receive(self) -> Message:
+        """See ASGI's `receive`."""
+        if not self._has_body:
+            self._has_body = True
+            return await self._receive()
+        if self.is_lost:  # an engine may ask again after its request's end
+            return {"type": "http.disconnect"}
+        disconnect = self._disconnect()
+        while not disconnect.done():
+            if self._preempted.done() and not self._is_kept:
+                self.is_lost = True
+                return {"type": "http.disconnect"}
+            waited = (disconnect,) if self._is_kept else (disconnect, self._preempted)
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        return disconnect.result()
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """See ASGI's `send`. What follows the first byte needs no coroutine here."""
+        return self._send(message) if self._is_kept and not self.is_lost else self._send_first(message)
+
+    async def _send_first(self, message: Message) -> None:
+        if self.is_lost:
+            return
+        if not self._is_kept:
+            if message["type"] == "http.response.start":
+                self._start = message
+                return
+            if message["type"] == "http.response.body" and not message.get("body") and message.get("more_body", False):
+                return
+            self._is_kept = True
+            self._lease.keep()
+            if self._start is not None:
+                await self._send(self._start)
+        await self._send(message)
+
+
+READ_WITHIN_S = 5.0
+"""So long a client that does not read is waited for, to get the error at the end of its answer."""
+
+
+class EngineTime:
+    """The time of one attempt that was admitted at `since_us`. `usage` reads its answer, and `client` gets it.
+
+    An answer that does not stream, as `streams` says, comes when it is complete: only the time in all says that it is
+    late.
+    """
+
+    __slots__ = ("_client", "_heard", "_heard_us", "_probe", "_since_us", "_streams", "_timeouts", "_usage")
+
+    def __init__(
+        self, timeouts: Timeouts, usage: UsageReader, client: ClientChannel, since_us: int, *, streams: bool
+    ) -> None:
+        self._timeouts = timeouts
+        self._usage = usage
+        self._client = client
+        self._probe: asyncio.Task[None] | None = None
+        self._since_us = self._heard_us = since_us
+        self._streams = streams
+        self._heard = (0, 0)
+
+    def exceeded(self, now_us: int) -> EngineTimeout | None:
+        """The error, where the engine has taken too long."""
+        most, usage, heard = self._timeouts, self._usage, self._usage.passed
+        if heard != self._heard:
+            self._heard, self._heard_us = heard, now_us
+            if self._probe is not None and self._probe.done():
+                self._probe = None
+        if now_us - self._since_us > most.total_s * 1e6:
+            return _error("did not complete its answer", most.total_s)
+        if usage.has_begun:
+            if now_us - self._heard_us > most.between_bytes_s * 1e6 and self._is_client_ready(now_us):
+                return _error("sent nothing more", most.between_bytes_s)
+        elif self._streams and now_us - self._since_us > most.first_byte_s * 1e6:
+            return _error("did not begin its answer", most.first_byte_s)
+        return None
+
+    def _is_client_ready(self, now_us: int) -> bool:
+        """Whether the client takes what it is sent. While it does not, the engine is not silent.
+
+        A `send` of nothing says it: that ends when the client has read enough. So the chunks themselves need not be
+        watched.
+        """
+        if self._probe is None:
+            self._probe = asyncio.ensure_future(self._send_nothing())
+            return False
+        if not self._probe.done():
+            self._heard_us = now_us
+        return self._probe.done()
+
+    async def _send_nothing(self) -> None:
+        with suppress(Exception):  # the app gets it, too
+            await self._client.send({"type": "http.response.body", "body": b"", "more_body": True})
+
+
+def _error(did: str, within_s: float) -> EngineTimeout:
+    message = f"the engine {did} within {short_duration(within_s)}"
+    # Spread, because all that such an engine ran are told at the same time.
+    return EngineTimeout(message, retry_after_s=random.uniform(1, 2))
+
+
+async def break_off(
+    client: ClientChannel, error: AdmissionError, api: Api, usage: UsageReader, *, streams: bool
+) -> None:
+    """Ends an answer that has begun, and that `usage` has read: an event, where it `streams`, tells the client why.
+
+    Raises ResponseCut.
+    """
+    send = client.send
+
+    async def send_and_go_on(message: Message) -> None:
+        # Blank lines first: the engine may have stopped in the middle of an event.
+        await send({**message, "body": b"\n\n" + message["body"], "more_body": True})
+
+    if client.keepalive is not None:
+        await client.keepalive.break_off()
+    if streams and (usage.chunks or not usage.has_begun):  # else the engine has not done as it was asked
+        telling = send_error(SseKeepAlive(send_and_go_on, api, ()), error, anthropic=api is Api.MESSAGES)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(telling, READ_WITHIN_S)
+    raise ResponseCut(error.message)
