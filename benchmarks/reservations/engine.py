@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sidecar.tools.step_model.engine import Begun, Reached, StepEngine
+from sidecar.tools.step_model.engine import PlanEnd, PlanStart, StepEngine
 from sidecar.tools.step_model.job import Job
 from sidecar.tools.step_model.kv_cache import KvCache
 from sidecar.tools.step_model.model import MOST, EngineModel
@@ -81,16 +81,16 @@ class RooflineEngine(StepEngine[Job]):
         self._came += 1
         self.push(job, self.now_us)
 
-    def duration_us(self, begun: Begun[Job]) -> int:
+    def duration_us(self, start: PlanStart[Job]) -> int:
         """See `StepEngine`."""
-        self.used_tokens += begun.prefill_tokens - begun.lost_tokens
+        self.used_tokens += start.prefill_tokens - start.lost_tokens
         computed = sum(job.computing for job in self._prefilling if self._prefills or job.preemptions)
         time_s = self._hardware.step_time_s(self.used_tokens, computed + len(self._decoding))
         duration_us = max(1, round(time_s * 1e6))
         self.used_token_us += self.used_tokens * duration_us
         return duration_us
 
-    def step(self) -> Reached[Job]:
+    def step(self) -> PlanEnd[Job]:
         """Computes one step."""
         self.begin(self.now_us)
         self.now_us = self.due_us or self.now_us

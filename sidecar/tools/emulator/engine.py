@@ -21,7 +21,7 @@ from sidecar.tools.emulator.generation_rate import GenerationRate
 from sidecar.tools.emulator.occupancy import Occupancy
 from sidecar.tools.emulator.prompt_blocks import Chain
 from sidecar.tools.emulator.request import EngineRequest
-from sidecar.tools.step_model.engine import Begun, Reached, StepEngine
+from sidecar.tools.step_model.engine import PlanEnd, PlanStart, StepEngine
 from sidecar.tools.step_model.queue import KeyQueue, Rank
 
 LOG_LENGTH = 100_000  # served requests remembered: an hour of the demo, some 20 MB
@@ -307,7 +307,7 @@ class EmulatedEngine:
             self.core.ends_us.clear()
         self._task = None
 
-    def _admitted(self, step: Begun[Choice], now_s: float) -> None:
+    def _admitted(self, step: PlanStart[Choice], now_s: float) -> None:
         self.occupancy.add(unprefilled_tokens=step.lost_tokens)
         for choice in step.admitted:
             if choice.generation.admitted_s is None:
@@ -317,14 +317,14 @@ class EmulatedEngine:
             self.occupancy.add(unprefilled_tokens=choice.expected_hit - choice.found_tokens)
         self.iterations.append((self.core.steps + 1, self.load))
 
-    def _measure(self, step: Begun[Choice]) -> None:
+    def _measure(self, step: PlanStart[Choice]) -> None:
         self.most_running = max(self.most_running, self.running)
         self.most_kv_tokens_held = max(self.most_kv_tokens_held, self.core.cache.held_tokens)
         found = sum(choice.found_tokens for choice in step.admitted)
         if found or step.prefill_tokens:
             self.last_hit_rate = found / (found + step.prefill_tokens)
 
-    def _deliver(self, output: Reached[Choice], now_s: float) -> None:
+    def _deliver(self, output: PlanEnd[Choice], now_s: float) -> None:
         self.generated_tokens += len(output.emitted)
         self.generation_rate.add(len(output.emitted), now_s)
         self.occupancy.add(unprefilled_tokens=-output.prefill_tokens)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
-from sidecar.tools.step_model.engine import Reached, StepEngine
+from sidecar.tools.step_model.engine import PlanEnd, StepEngine
 from sidecar.tools.step_model.model import EngineModel
 from sidecar.tools.step_model.queue import JobQueue, KeyQueue
 
@@ -157,7 +157,7 @@ def _waits(offered: Sequence[Request]) -> bool:
     return any(one.end_us is None for one in offered)
 
 
-def _tell(found: Reached[Request], admission: Admission, now_us: int) -> None:
+def _tell(found: PlanEnd[Request], admission: Admission, now_us: int) -> None:
     for one in found.first:
         one.first_us, one.has_left = now_us, False
         admission.first_token(one)

@@ -33,7 +33,7 @@ from sidecar.tools.step_model.queue import JobQueue
 
 
 @dataclass(frozen=True, slots=True)
-class Begun(Generic[J]):
+class PlanStart(Generic[J]):
     """Start of a plan. `admitted` left the queue now. For the preempted, `lost_tokens` are computed once more."""
 
     admitted: list[J]
@@ -42,7 +42,7 @@ class Begun(Generic[J]):
 
 
 @dataclass(frozen=True, slots=True)
-class Reached(Generic[J]):
+class PlanEnd(Generic[J]):
     """What a plan brought. `emitted` have a new token, for `first` it is the first one.
 
     `resumed` generate again after a preemption: lengths that were asked for before are forgotten. `reached` have a
@@ -109,9 +109,9 @@ class StepEngine(Generic[J]):
         """The tokens that a request has generated at the end of the last plan."""
         return min(job.output, job.emitted + (self.steps - job.base if job.is_decoding else 0))
 
-    def duration_us(self, begun: Begun[J]) -> int:
+    def duration_us(self, start: PlanStart[J]) -> int:
         """The time of the step that begins."""
-        return self.model.duration_us(self.running, begun.prefill_tokens)
+        return self.model.duration_us(self.running, start.prefill_tokens)
 
     def push(self, job: J, now_us: int) -> None:
         """A request comes; it runs at the next step at the earliest."""
@@ -120,7 +120,7 @@ class StepEngine(Generic[J]):
             self._cut(now_us)
 
     def remove(self, job: J, now_us: int) -> None:
-        """A request without a token is to leave. It does at the end of the step that runs: see `Reached.removed`.
+        """A request without a token is to leave. It does at the end of the step that runs: see `PlanEnd.removed`.
 
         Where it has its first token by then, it stays: it came too late.
         """
@@ -139,20 +139,20 @@ class StepEngine(Generic[J]):
         if job.is_decoding and generated < job.output:
             self._push(job, generated, is_end=False)
 
-    def begin(self, now_us: int) -> Begun[J]:
+    def begin(self, now_us: int) -> PlanStart[J]:
         """Begins a plan, where there is something to run."""
         before, lost_tokens = self.preemptions, self._make_room() if self._preempts else 0
         self.last_preemptions = self.preemptions - before
         admitted = [] if self.last_preemptions else self._admit(now_us)
-        begun = Begun(admitted, self._prefill(), lost_tokens)
+        start = PlanStart(admitted, self._prefill(), lost_tokens)
         if self.running:
-            duration_us = self.duration_us(begun)
-            steps = 1 if begun.prefill_tokens or self.last_preemptions or not self._jumps else self._equal_steps()
+            duration_us = self.duration_us(start)
+            steps = 1 if start.prefill_tokens or self.last_preemptions or not self._jumps else self._equal_steps()
             self._plan = now_us, duration_us, steps
             self.due_us = now_us + duration_us * steps
-        return begun
+        return start
 
-    def advance(self) -> Reached[J]:
+    def advance(self) -> PlanEnd[J]:
         """Ends the plan, at `due_us`."""
         start_us, duration_us, steps = self._plan
         for step in range(1, steps if self._preempts else 1):
@@ -163,7 +163,7 @@ class StepEngine(Generic[J]):
         before, self.steps = self.steps, self.steps + steps
         self.due_us = None
         first, resumed, prefill_tokens = self._prefilled(before)
-        found = Reached(first, resumed, [], [], [], [job for job in self._decoding if job.output], prefill_tokens)
+        found = PlanEnd(first, resumed, [], [], [], [job for job in self._decoding if job.output], prefill_tokens)
         while self._due and self._due[0][0] <= self.steps:
             _, _, epoch, is_end, job = heappop(self._due)
             if epoch == job.epoch:
@@ -173,13 +173,13 @@ class StepEngine(Generic[J]):
         self._leave(found)
         return found
 
-    def leave_idle(self) -> Reached[J]:
+    def leave_idle(self) -> PlanEnd[J]:
         """Removes what is to be removed while nothing runs."""
-        found: Reached[J] = Reached([], [], [], [], [], [], 0)
+        found: PlanEnd[J] = PlanEnd([], [], [], [], [], [], 0)
         self._leave(found)
         return found
 
-    def _leave(self, found: Reached[J]) -> None:
+    def _leave(self, found: PlanEnd[J]) -> None:
         found.removed.extend(job for job in self._leaving if not self.length(job) and self.drop(job))
         self._leaving = []
 
