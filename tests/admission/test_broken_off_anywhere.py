@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from sidecar.admission.pending_aborts import CALL_KEY, EngineCall
+from sidecar.admission.answer import EngineCall
+from sidecar.admission.pending_aborts import CALL_KEY
 from sidecar.admission.request import RequestHandler
 from sidecar.admission.usage import UsageReader
 from sidecar.events import Event, Received
