@@ -15,22 +15,9 @@ from typing import Any
 import uvicorn
 
 from sidecar.engines import Vllm
-from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
+from sidecar.tools.emulator import Emulator, EmulatorConfig
 from sidecar.tools.emulator.server import bind
-from sidecar.tools.simulate.engine_model import EngineModel, load_model
-
-
-def config_of(model: EngineModel) -> EmulatorConfig:
-    """The emulated engine with a model's coefficients."""
-    steps = StepModel(
-        max_num_seqs=model.max_sequences,
-        prefill_tokens_per_step=model.chunk_tokens,
-        kv_tokens=model.kv_tokens,
-        step_s=model.step_us / 1e6,
-        step_s_per_seq=model.step_us_per_sequence / 1e6,
-        step_s_per_prefill_token=model.step_us_per_prefill_token / 1e6,
-    )
-    return EmulatorConfig(engine=Vllm, steps=steps, preempts=True)
+from sidecar.tools.step_model.model import load_model
 
 
 class EndsEarly:
@@ -68,7 +55,7 @@ def main() -> None:
     listener.listen(2048)
     sys.stdout.write(f"http://127.0.0.1:{listener.getsockname()[1]}\n")
     sys.stdout.flush()
-    app = EndsEarly(Emulator(config_of(load_model(sys.argv[1]))).app)
+    app = EndsEarly(Emulator(EmulatorConfig(engine=Vllm, steps=load_model(sys.argv[1]), preempts=True)).app)
     config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="on")
     uvicorn.Server(config).run(sockets=[listener])
 

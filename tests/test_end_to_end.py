@@ -357,7 +357,7 @@ EXPECTED = {
 
 
 def emulator_of(engine: type[Engine], slots: int, step_s: float = 0.002) -> Emulator:
-    steps = StepModel(max_num_seqs=slots, step_s=step_s)
+    steps = StepModel(max_sequences=slots, step_us=step_s * 1e6)
     return Emulator(EmulatorConfig(engine=engine, steps=steps, header_overrides=True))
 
 

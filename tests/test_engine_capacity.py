@@ -53,7 +53,7 @@ class Sidecar:
 
 @asynccontextmanager
 async def engine_of(engine: type[Engine], **steps: Any) -> AsyncIterator[tuple[Emulator, str]]:
-    emulator = Emulator(EmulatorConfig(engine=engine, steps=StepModel(step_s=0.002, **steps)))
+    emulator = Emulator(EmulatorConfig(engine=engine, steps=StepModel(step_us=2_000, **steps)))
     async with serving(emulator.app) as served:
         yield emulator, served.url
 
@@ -80,7 +80,7 @@ async def until(condition: Callable[[], Any]) -> None:
 @pytest.mark.long
 async def test_the_pool_of_a_dry_run_is_not_held_back_by_the_queue_that_the_dry_run_lets_grow(tmp_path: Path) -> None:
     async with (
-        engine_of(Vllm, max_num_seqs=2, kv_tokens=9_000_000) as (emulator, url),
+        engine_of(Vllm, max_sequences=2, kv_tokens=9_000_000) as (emulator, url),
         sidecar_of(tmp_path, Vllm, url, waiting=3, more="mode: observe\n") as sidecar,
     ):
         flood = [asyncio.ensure_future(sidecar.ask(max_tokens=400)) for _ in range(12)]
@@ -96,7 +96,7 @@ async def test_the_pool_of_a_dry_run_is_not_held_back_by_the_queue_that_the_dry_
 @pytest.mark.parametrize("engine", [Sglang, TensorRtLlm, Dynamo])
 async def test_the_pool_is_as_large_as_the_engine_behind_the_network_says(tmp_path: Path, engine: type[Engine]) -> None:
     async with (
-        engine_of(engine, max_num_seqs=6, kv_tokens=900) as (_, url),
+        engine_of(engine, max_sequences=6, kv_tokens=900) as (_, url),
         sidecar_of(tmp_path, engine, url) as sidecar,
     ):
         assert sidecar.pool()["capacity"] == {"tokens": 900, "requests": 10}
@@ -108,7 +108,7 @@ async def test_the_pool_is_as_large_as_the_engine_behind_the_network_says(tmp_pa
 async def test_lists_of_inputs_do_not_fill_the_engines_own_queue(tmp_path: Path) -> None:
     """The engine queues each input as a request: were a list one sequence of the pool, one client could fill it."""
     async with (
-        engine_of(Sglang, max_num_seqs=6, kv_tokens=9_000_000) as (emulator, url),
+        engine_of(Sglang, max_sequences=6, kv_tokens=9_000_000) as (emulator, url),
         sidecar_of(tmp_path, Sglang, url, waiting=4) as sidecar,
     ):
         flood = [asyncio.ensure_future(sidecar.embed([[1] * 400] * 10)) for _ in range(30)]
@@ -128,7 +128,7 @@ async def test_lists_of_inputs_do_not_fill_the_engines_own_queue(tmp_path: Path)
 async def test_vllm_behind_a_network_bounds_tokens_alone_and_its_queue_bounds_the_rest(tmp_path: Path) -> None:
     vllm = Vllm
     async with (
-        engine_of(vllm, max_num_seqs=2, kv_tokens=9_000_000) as (emulator, url),
+        engine_of(vllm, max_sequences=2, kv_tokens=9_000_000) as (emulator, url),
         sidecar_of(tmp_path, vllm, url, waiting=3) as sidecar,
     ):
         assert sidecar.pool()["capacity"] == {"tokens": 9_000_000, "requests": None}
@@ -144,7 +144,7 @@ async def test_vllm_behind_a_network_bounds_tokens_alone_and_its_queue_bounds_th
 
 
 async def test_an_engine_that_starts_after_its_sidecar_is_waited_for_with_an_answer(tmp_path: Path) -> None:
-    async with engine_of(Sglang, max_num_seqs=6, kv_tokens=900) as (_, url):
+    async with engine_of(Sglang, max_sequences=6, kv_tokens=900) as (_, url):
         pass  # its port is free again, and no one listens on it
     async with sidecar_of(tmp_path, Sglang, url) as sidecar:
         status, refusal = await sidecar.ask()
@@ -154,7 +154,7 @@ async def test_an_engine_that_starts_after_its_sidecar_is_waited_for_with_an_ans
 
 
 async def test_a_lost_engine_leaves_its_capacity_behind(tmp_path: Path) -> None:
-    async with engine_of(Sglang, max_num_seqs=6, kv_tokens=900) as (_, url):
+    async with engine_of(Sglang, max_sequences=6, kv_tokens=900) as (_, url):
         sidecar_context = sidecar_of(tmp_path, Sglang, url)
         sidecar = await sidecar_context.__aenter__()
     try:

@@ -37,11 +37,11 @@ from sidecar.pools.limits_pool import LimitsPool
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.tokens import Estimator
 from sidecar.tools.replay.trace import Row
-from sidecar.tools.simulate.engine_model import EngineModel
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import Stage
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
+from sidecar.tools.step_model.model import EngineModel
 from tests.fuzz.corpus import HTTP, names
 from tests.fuzz.requests import BODIES as FUZZED_BODIES
 from tests.fuzz.requests import mutated, scopes

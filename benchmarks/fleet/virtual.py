@@ -7,12 +7,10 @@ prefix table (here an LRU over the engines' own blocks, of the right size), the 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -31,116 +29,129 @@ from sidecar.pools.calls import EngineView
 from sidecar.pools.engines import NORMAL_SPEED
 from sidecar.pools.ledger_rules import rules_of
 from sidecar.scheduling.tickets import Ticket
-from sidecar.tools.emulator.kv_cache import KvCache
 from sidecar.tools.emulator.occupancy import Occupancy
-from sidecar.tools.emulator.scheduler import Rank, RunningBatch, StepModel, WaitingQueue, first_come
-from sidecar.tools.emulator.scheduler import Sequence as Running
 from sidecar.tools.loadgen import Planned, Seen
+from sidecar.tools.replay.trace import Row
+from sidecar.tools.simulate import load as simulated
+from sidecar.tools.simulate import play as simulate
+from sidecar.tools.simulate.virtual_loop import VirtualLoop
+from sidecar.tools.step_model.model import EngineModel
 
 POLICY = (
     f"engine: vllm\ncapacity: {{tokens: 1000000, requests: 1000}}\n{TIERS}endpoints: {{/v1/chat/completions: {{}}}}\n"
 )
-_MICROSECONDS = 1e6
 
 
-class Sent(Running):
-    """One request from its arrival on; in an engine it is a running sequence."""
+class Sent(simulated.Request):
+    """One request from its arrival on."""
 
-    __slots__ = ("engine", "first_s", "planned", "request")
+    __slots__ = ("planned", "routed")
 
     def __init__(self, planned: Planned) -> None:
         prompt, output = tokens_of(planned)
         self.planned = planned
-        self.request = Request(msgspec.json.decode(planned.body)["messages"][0]["content"].encode())
-        super().__init__(prompt, output, self.request.blocks)
-        self.engine = -1
-        self.first_s: float | None = None
+        self.routed = Request(msgspec.json.decode(planned.body)["messages"][0]["content"].encode())
+        super().__init__(Row(0, planned.at_s, prompt, output), 0, "", self.routed.blocks)
 
 
-class Router(Protocol):
-    """A router: each call returns the requests that are sent now, with their engines."""
+class Router:
+    """A router before the engines of a stage: see `simulate.play.Admission`. `held` is what each engine has."""
 
-    def arrives(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
-        """A request came."""
+    def __init__(self, stage: simulate.Stage) -> None:
+        self.stage = stage
+        self.held = [Occupancy() for _ in stage.engines]
+        self._places = itertools.count()
 
-    def first_byte(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
-        """An engine has prefilled it."""
+    def arrives(self, sent: simulated.Request) -> None:
+        """See `Admission`."""
+        raise NotImplementedError
 
-    def ended(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
-        """Its answer is complete."""
+    def first_token(self, sent: simulated.Request) -> None:
+        """See `Admission`."""
+
+    def finished(self, sent: simulated.Request) -> None:
+        """See `Admission`."""
+        self.held[sent.engine or 0].add(requests=-1, tokens=-sent.tokens)
+
+    def _nothing(self, sent: simulated.Request) -> None:
+        """See `Admission`."""
+
+    leaves = reached = removed = _nothing
+
+    def send(self, sent: simulated.Request, engine: int) -> None:
+        """Sends a request to an engine, first come, first served."""
+        self.held[engine].add(requests=1, tokens=sent.tokens)
+        sent.place = (), next(self._places)
+        self.stage.send(sent, engine)
 
 
-class Bound:
+class Bound(Router):
     """A rule that binds each request when it arrives."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, stage: simulate.Stage, rule: Rule) -> None:
+        super().__init__(stage)
         self.rule = rule
 
-    def arrives(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
+    def arrives(self, sent: simulated.Request) -> None:
         """See `Router`."""
-        del now_s
-        return [(sent, self.rule.choose(sent.request))]
+        assert isinstance(sent, Sent)
+        self.send(sent, self.rule.choose(sent.routed))
 
-    def first_byte(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
+    def first_token(self, sent: simulated.Request) -> None:
         """See `Router`."""
-        del now_s
-        self.rule.first_byte(sent.request, sent.engine)
-        return []
+        assert isinstance(sent, Sent)
+        self.rule.first_byte(sent.routed, sent.engine or 0)
 
-    def ended(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
+    def finished(self, sent: simulated.Request) -> None:
         """See `Router`."""
-        del now_s
-        self.rule.ended(sent.request, sent.engine)
-        return []
+        assert isinstance(sent, Sent)
+        super().finished(sent)
+        self.rule.ended(sent.routed, sent.engine or 0)
 
 
-class Late:
+class Late(Router):
     """The sidecar's own decisions, which bind a request when its engine has room."""
 
-    def __init__(self, setting: Setting, weight_percent: int) -> None:
+    def __init__(self, stage: simulate.Stage, setting: Setting, weight_percent: int) -> None:
+        super().__init__(stage)
         self._ids = [f"engine-{number}#1" for number in range(setting.engines)]
         self._cached = [PrefixBlocks(setting.engine_tokens) for _ in self._ids]
         sizes = setting.engine_tokens, setting.sequences, setting.engine_prefill
         views = [EngineView(name, *sizes, NORMAL_SPEED, is_reachable=True) for name in self._ids]
         self._decisions = Decisions(rules_of(_policy(), weight_percent), views)
         self._numbers = itertools.count()
-        self._sent: dict[str, Sent] = {}
-        self._running: dict[Sent, str] = {}
+        self._sent: dict[str, simulated.Request] = {}
+        self._running: dict[simulated.Request, str] = {}
 
-    def arrives(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
+    def arrives(self, sent: simulated.Request) -> None:
         """See `Router`."""
-        number, prompt = next(self._numbers), sent.prompt_tokens
-        found = [cached.hit_tokens(sent.request.blocks, prompt) for cached in self._cached]
+        number, now_us = next(self._numbers), self.stage.loop.now_us
+        found = [cached.hit_tokens(sent.blocks, sent.prompt) for cached in self._cached]
         hits = sorted(((one, hit) for one, hit in zip(self._ids, found, strict=True) if hit), key=lambda it: -it[1])
         self._sent[str(number)] = sent
-        ticket = Ticket(str(number), 0, "", sent.tokens, 1, prompt, arrived_us=_us(now_s), number=number)
+        ticket = Ticket(str(number), 0, "", sent.tokens, 1, sent.prompt, arrived_us=now_us, number=number)
         ticket.hits = dict(hits[:8])
         self._decisions.submit(ticket)
-        return self._decided(now_s)
+        self._decide()
 
-    def first_byte(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
+    def first_token(self, sent: simulated.Request) -> None:
         """See `Router`."""
-        self._decisions.first_byte(self._running[sent], _us(now_s))
-        return self._decided(now_s)
+        self._decisions.first_byte(self._running[sent], self.stage.loop.now_us)
+        self._decide()
 
-    def ended(self, sent: Sent, now_s: float) -> Iterable[tuple[Sent, int]]:
+    def finished(self, sent: simulated.Request) -> None:
         """See `Router`."""
-        self._decisions.settle(self._running.pop(sent), _us(now_s))
-        return self._decided(now_s)
+        super().finished(sent)
+        self._decisions.settle(self._running.pop(sent), self.stage.loop.now_us)
+        self._decide()
 
-    def _decided(self, now_s: float) -> Iterable[tuple[Sent, int]]:
-        admitted = []
-        for lease in self._decisions.decide(_us(now_s)).admitted:
+    def _decide(self) -> None:
+        for lease in self._decisions.decide(self.stage.loop.now_us).admitted:
             sent = self._sent.pop(lease.ticket.id)
             self._running[sent] = lease.ticket.id
             engine = self._ids.index(lease.engine)
-            self._cached[engine].add(sent.request.blocks)
-            admitted.append((sent, engine))
-        return admitted
-
-
-def _us(now_s: float) -> int:
-    return round(now_s * _MICROSECONDS)
+            self._cached[engine].add(sent.blocks)
+            self.send(sent, engine)
 
 
 def _policy() -> Policy:
@@ -149,107 +160,63 @@ def _policy() -> Policy:
         return compiler.load(folder)
 
 
-def router_of(name: str, setting: Setting, weight_percent: int) -> Router:
-    """The router of that name."""
-    if name in RULES:
-        return Bound(RULES[name](setting.engines, setting.engine_tokens))
-    return Late(setting, weight_percent)
-
-
-class EmulatedEngine:
-    """One engine: its queue, its batch, and what it held."""
-
-    def __init__(self, setting: Setting) -> None:
-        ms_scale = setting.compression
-        model = StepModel(
-            max_num_seqs=setting.sequences,
-            prefill_tokens_per_step=round(setting.prefill_tokens_per_step * setting.scale),
-            kv_tokens=setting.engine_tokens,
-            step_s=setting.step_s / ms_scale,
-            step_s_per_seq=setting.step_s_per_sequence / ms_scale,
-            step_s_per_prefill_token=setting.step_s_per_prefill_token / ms_scale / setting.scale,
-        )
-        blocks = setting.engine_tokens // setting.block_tokens * setting.block_tokens
-        self.cache = KvCache(blocks, setting.block_tokens, caches_prefixes=True)
-        self.batch: RunningBatch[Sent] = RunningBatch(model, self.cache)
-        self.queue: WaitingQueue[Sent] = WaitingQueue(first_come)
-        self.occupancy = Occupancy()
-        self.is_stepping = False
-        self.computed_s = 0.0
-        self.finished = 0
-
-    def figures(self) -> EngineFigures:
-        """As the real one counts them. What is un-prefilled is not counted here."""
-        most = self.occupancy
-        cache = self.cache
-        return EngineFigures(
-            most.most_requests, most.most_tokens, 0, cache.queried_tokens, cache.hit_tokens, self.computed_s, 0.0,
-            self.finished,
-        )  # fmt: skip
+def model_of(setting: Setting) -> EngineModel:
+    """One of the engines."""
+    us = 1e6 / setting.compression
+    return EngineModel(
+        name="emulated",
+        max_sequences=setting.sequences,
+        chunk_tokens=round(setting.prefill_tokens_per_step * setting.scale),
+        kv_tokens=setting.engine_tokens,
+        block_tokens=setting.block_tokens,
+        step_us=setting.step_s * us,
+        step_us_per_sequence=setting.step_s_per_sequence * us,
+        step_us_per_prefill_token=setting.step_s_per_prefill_token * us / setting.scale,
+    )
 
 
 def play(name: str, setting: Setting, weight_percent: int = 200) -> Run:
     """One run."""
-    router = router_of(name, setting, weight_percent)
-    engines = [EmulatedEngine(setting) for _ in range(setting.engines)]
+    loop = VirtualLoop()
+    stage = simulate.Stage(model_of(setting), setting.engines, loop, preempts=False, admits_ahead=True)
+    rule = RULES.get(name)
+    router = (
+        Late(stage, setting, weight_percent)
+        if rule is None
+        else Bound(stage, rule(setting.engines, setting.engine_tokens))
+    )
     requests = [Sent(planned) for planned in load(setting)]
-    order = itertools.count()
-    events: list[tuple[float, int, Sent | EmulatedEngine]] = [(one.planned.at_s, next(order), one) for one in requests]
-    ends: dict[Sent, float] = {}
-    heapq.heapify(events)
-
-    def send(admitted: Iterable[tuple[Sent, int]]) -> None:
-        for sent, number in admitted:
-            sent.engine = number
-            engine = engines[number]
-            engine.queue.push(sent, Rank(), now_s)
-            engine.occupancy.add(requests=1, tokens=sent.tokens)
-            step(engine)
-
-    def step(engine: EmulatedEngine) -> None:
-        if not engine.is_stepping and (len(engine.batch) or len(engine.queue)):
-            engine.is_stepping = True
-            duration_s = engine.batch.begin(engine.queue).duration_s
-            engine.computed_s += duration_s
-            heapq.heappush(events, (now_s + duration_s, next(order), engine))
-
-    while events:
-        now_s, _, what = heapq.heappop(events)
-        if isinstance(what, Sent):
-            send(router.arrives(what, now_s))
-            continue
-        output = what.batch.end()
-        what.is_stepping = False
-        for sent in output.emitted:
-            if sent.first_s is None:
-                sent.first_s = now_s
-                send(router.first_byte(sent, now_s))
-        for sent in output.finished:
-            ends[sent] = now_s
-            what.finished += 1
-            what.occupancy.add(requests=-1, tokens=-sent.tokens)
-            send(router.ended(sent, now_s))
-        step(what)
-    return _run(name, setting, [_seen(one, ends.get(one)) for one in requests], engines)
-
-
-def _seen(sent: Sent, end_s: float | None) -> Seen:
-    error = None if end_s is not None else "it was never served"
-    return Seen(
-        sent.planned, sent.planned.at_s, sent.first_s, end_s or sent.planned.at_s, 200, error, sent.emitted,
-        sent.prompt_tokens, {}, None, 0, sent.cached_tokens,
-    )  # fmt: skip
-
-
-def _run(name: str, setting: Setting, seen: Sequence[Seen], engines: Sequence[EmulatedEngine]) -> Run:
+    with loop.running():
+        simulate.play(requests, stage, router)
+    seen = [_seen(one) for one in requests]
     return Run(
         router=name,
         seed=setting.seed,
         figures=Figures.of(seen[int(len(seen) * setting.warm_up) :], setting),
         quarters=quarters(seen, setting),
-        engines=[engine.figures() for engine in engines],
+        engines=[_figures(number, router, requests) for number in range(setting.engines)],
         use={"router": 0.0, "engines": 0.0, "load": 0.0},
         idle=1.0,
         stalled_s=0.0,
         seen=seen,
     )
+
+
+def _seen(sent: Sent) -> Seen:
+    error = sent.refusal and "it was never served"
+    first_s = None if sent.first_us is None else sent.first_us / 1e6
+    end_s = sent.planned.at_s if error or sent.end_us is None else sent.end_us / 1e6
+    return Seen(
+        sent.planned, sent.planned.at_s, first_s, end_s, 200, error, sent.emitted, sent.prompt, {}, None, 0,
+        sent.cached_tokens,
+    )  # fmt: skip
+
+
+def _figures(number: int, router: Router, requests: Sequence[Sent]) -> EngineFigures:
+    """As the real engine counts them. What is un-prefilled is not counted here."""
+    engine, most = router.stage.engines[number], router.held[number]
+    finished = sum(one.engine == number and one.refusal is None for one in requests)
+    return EngineFigures(
+        most.most_requests, most.most_tokens, 0, engine.cache.queried_tokens, engine.cache.hit_tokens,
+        engine.busy_us / 1e6, 0.0, finished,
+    )  # fmt: skip

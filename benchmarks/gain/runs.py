@@ -17,13 +17,13 @@ from sidecar.policy.compiler import load as load_policy
 from sidecar.policy.model import Order, Policy
 from sidecar.tools.simulate.baselines import BaselineAdmission, queue_of
 from sidecar.tools.simulate.comparison import Candidate
-from sidecar.tools.simulate.engine import KeyQueue
-from sidecar.tools.simulate.engine_model import EngineModel, load_model
 from sidecar.tools.simulate.figures import result
 from sidecar.tools.simulate.load import Assign, Request
 from sidecar.tools.simulate.play import Admission, Played, Stage, play
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
+from sidecar.tools.step_model.model import EngineModel, load_model
+from sidecar.tools.step_model.queue import KeyQueue
 
 LEVEL, GAIN = "level", "gain"
 WEIGHTED = (GAIN, "density", "vtc")

@@ -1,21 +1,18 @@
-"""An engine in virtual time: continuous batching over a KV cache of blocks, with preemption by recomputation.
+"""The engine of the step model with the time of a step of one large model on four GPUs.
 
-The scheduler is vLLM's, reduced to what matters here: each step every running sequence generates a token; a sequence
-that begins a new block takes one; where none is free the newest running sequence is preempted, which frees its blocks
-and puts it first in the queue, to be computed again from its prompt and what it had generated; sequences enter in order
-while their blocks are free.
-
-The time of a step is a roofline: the larger of the time to read the weights and the KV cache in use, and the time of
-its floating-point operations, plus a constant. It is a model, not a measurement; `Hardware` has its figures. Steps in
-which no sequence begins or ends cost constant time here, so a trace is played in seconds.
+The time is a roofline: the larger of the time to read the weights and the KV cache in use, and the time of its
+floating-point operations, plus a constant. It is a model, not a measurement; `Hardware` has its figures.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from typing import NamedTuple
+
+from sidecar.tools.step_model.engine import PlanEnd, PlanStart, StepEngine
+from sidecar.tools.step_model.job import Job
+from sidecar.tools.step_model.kv_cache import KvCache
+from sidecar.tools.step_model.model import MOST, EngineModel
+from sidecar.tools.step_model.queue import KeyQueue
 
 BLOCK = 16
 """Tokens of a block: vLLM's default."""
@@ -51,157 +48,53 @@ SMALL_KV = Hardware(660_000, kv_bytes=94 * 2 * 4 * 128)
 """The same with the KV cache in FP8: prompts of 12,000 tokens, and up to 126,000, need it."""
 
 
-class Sequence:
-    """One request in the engine. `generated` is what it had when it began to decode, at the decode step `since`."""
-
-    __slots__ = (
-        "cached", "epoch", "generated", "is_decoding", "is_prefilled", "output", "preemptions", "prompt", "since",
-    )  # fmt: skip
-
-    def __init__(self, prompt: int, output: int) -> None:
-        self.prompt = prompt
-        self.output = output
-        self.generated = self.since = self.epoch = self.cached = self.preemptions = 0
-        self.is_decoding = self.is_prefilled = False
-
-
-class Step(NamedTuple):
-    """What a step brought: sequences that ended, and those that have generated as much as someone waits for."""
-
-    finished: list[Sequence]
-    reached: list[Sequence]
-
-
-class Engine:
+class RooflineEngine(StepEngine[Job]):
     """`prefills` says whether it computes prompts itself. Otherwise they come computed, from prefill engines.
 
-    `now_s`, `preemptions`, `generated` tokens, `steps`, and `used_token_s` (tokens in the KV cache times seconds) add
-    up over the run.
+    `used_tokens` are those of the running sequences, the newest included. `now_us`, `generated` tokens and
+    `used_token_us` (used tokens times microseconds) add up over the run.
     """
 
     def __init__(self, hardware: Hardware, *, prefills: bool = False) -> None:
-        self.now_s = self.used_token_s = 0.0
-        self.preemptions = self.generated = self.steps = self.used_tokens = 0
+        model = EngineModel(
+            name="roofline",
+            step_us=0,
+            kv_tokens=hardware.kv_tokens,
+            block_tokens=BLOCK,
+            max_sequences=MOST,
+            chunk_tokens=PREFILL_TOKENS if prefills else MOST,
+        )
+        super().__init__(model, KeyQueue(), KvCache(hardware.kv_tokens, BLOCK), jumps=False)
+        self.now_us = self.generated = self.used_tokens = self.used_token_us = 0
         self._hardware = hardware
         self._prefills = prefills
-        self._free = hardware.kv_tokens // BLOCK
-        self._running: dict[Sequence, None] = {}  # in order of entry
-        self._decoding = 0
-        self._prefilling: list[Sequence] = []
-        self._queue: deque[Sequence] = deque()
-        self._decode_steps = 0
-        self._begins_block = [0] * BLOCK  # decoding sequences by the decode steps, modulo 16, that begin a block
-        self._due: list[tuple[int, int, int, bool, Sequence]] = []
-        self._pushed = 0
+        self._came = 0
 
-    def add(self, sequence: Sequence) -> None:
+    @property
+    def now_s(self) -> float:
+        """The end of the last step."""
+        return self.now_us / 1e6
+
+    def add(self, job: Job) -> None:
         """A request arrives."""
-        sequence.is_prefilled = not self._prefills
-        self._queue.append(sequence)
+        job.place = (), self._came
+        self._came += 1
+        self.push(job, self.now_us)
 
-    def length(self, sequence: Sequence) -> int:
-        """The tokens that a sequence has generated."""
-        since = self._decode_steps - sequence.since if sequence.is_decoding else 0
-        return sequence.generated + since
+    def duration_us(self, start: PlanStart[Job]) -> int:
+        """See `StepEngine`."""
+        self.used_tokens += start.prefill_tokens - start.lost_tokens
+        computed = sum(job.computing for job in self._prefilling if self._prefills or job.preemptions)
+        time_s = self._hardware.step_time_s(self.used_tokens, computed + len(self._decoding))
+        duration_us = max(1, round(time_s * 1e6))
+        self.used_token_us += self.used_tokens * duration_us
+        return duration_us
 
-    def report_at(self, sequence: Sequence, generated: int) -> None:
-        """`step` returns the sequence once it has generated so many tokens, unless it is over by then."""
-        if sequence.is_decoding and generated < sequence.output:
-            self._push(sequence, generated, is_end=False)
-
-    def step(self) -> Step:
+    def step(self) -> PlanEnd[Job]:
         """Computes one step."""
-        self._take_blocks()
-        prefilled, computed = self._admit()
-        taken_s = self._hardware.step_time_s(self.used_tokens, self._decoding + computed)
-        self.now_s += taken_s
-        self.used_token_s += self.used_tokens * taken_s
-        self.generated += self._decoding
-        self.used_tokens += self._decoding
-        self.steps += 1
-        self._decode_steps += 1
-        for sequence in prefilled:
-            self._decode(sequence)
-        return self._reached(prefilled)
-
-    def _reached(self, prefilled: list[Sequence]) -> Step:
-        """What is due. Sequences that begin to decode are reported, so that the caller may ask for more."""
-        found = Step([], [*prefilled])
-        while self._due and self._due[0][0] <= self._decode_steps:
-            _, _, epoch, is_end, sequence = heappop(self._due)
-            if epoch == sequence.epoch:
-                (found.finished if is_end else found.reached).append(sequence)
-        for sequence in found.finished:
-            self._release(sequence)
+        self.begin(self.now_us)
+        self.now_us = self.due_us or self.now_us
+        found = self.advance()
+        self.generated += len(found.emitted)
+        self.used_tokens += len(found.emitted) - sum(job.tokens for job in found.finished)
         return found
-
-    def _push(self, sequence: Sequence, generated: int, *, is_end: bool) -> None:
-        self._pushed += 1
-        at = sequence.since + generated - sequence.generated
-        heappush(self._due, (at, self._pushed, sequence.epoch, is_end, sequence))
-
-    def _take_blocks(self) -> None:
-        while self._free < self._begins_block[self._decode_steps % BLOCK]:
-            self._preempt()
-        self._free -= self._begins_block[self._decode_steps % BLOCK]
-
-    def _preempt(self) -> None:
-        sequence = next(reversed(self._running))
-        self.preemptions += 1
-        sequence.preemptions += 1
-        self._release(sequence)
-        sequence.is_prefilled = False
-        self._queue.appendleft(sequence)
-
-    def _admit(self) -> tuple[list[Sequence], int]:
-        """Computes prompts while there is room: the sequences that decode from now on, and the tokens computed."""
-        done: list[Sequence] = []
-        left = PREFILL_TOKENS - self._decoding
-        computed = 0
-        while self._prefilling or self._queue:
-            sequence = self._prefilling[0] if self._prefilling else self._queue[0]
-            missing = sequence.prompt + sequence.generated - sequence.cached
-            comes_computed = sequence.is_prefilled
-            taken = missing if comes_computed else min(missing, left)
-            blocks = -(-(sequence.cached + taken) // BLOCK) - -(-sequence.cached // BLOCK)
-            if taken < 1 or blocks > self._free:
-                break
-            self._free -= blocks
-            self.used_tokens += taken
-            sequence.cached += taken
-            if not self._prefilling:
-                self._running[self._queue.popleft()] = None
-                self._prefilling.append(sequence)
-            if not comes_computed:
-                left -= taken
-                computed += taken
-            if taken == missing:
-                done.append(self._prefilling.pop())
-        return done, computed
-
-    def _decode(self, sequence: Sequence) -> None:
-        sequence.is_decoding, sequence.since = True, self._decode_steps
-        sequence.epoch += 1
-        self._decoding += 1
-        self._begins_block[self._block_step(sequence)] += 1
-        self._push(sequence, sequence.output, is_end=True)
-
-    def _block_step(self, sequence: Sequence) -> int:
-        return (sequence.since - sequence.prompt - sequence.generated) % BLOCK
-
-    def _release(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the batch and frees its blocks."""
-        held = sequence.cached
-        if sequence.is_decoding:
-            self._begins_block[self._block_step(sequence)] -= 1
-            self._decoding -= 1
-            length = self.length(sequence)
-            held, sequence.generated = sequence.prompt + length, length
-            sequence.is_decoding = False
-        else:
-            self._prefilling.remove(sequence)
-        self._free += -(-held // BLOCK)
-        self.used_tokens -= held
-        sequence.cached = 0
-        sequence.epoch += 1
-        del self._running[sequence]

@@ -10,16 +10,17 @@ It is slow: some hundred requests are enough for a comparison.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sized
+from collections.abc import Sequence
 
-from benchmarks.reservations.engine import Engine, Hardware, Sequence
+from benchmarks.reservations.engine import Hardware, RooflineEngine
 from benchmarks.reservations.traces import Asked
+from sidecar.tools.step_model.job import Job
 
 ENOUGH = 50
 """Lengths from which a quantile is taken."""
 
 
-def quantile(lengths: Sized[int], q: float, beyond: int) -> int | None:
+def quantile(lengths: Sequence[int], q: float, beyond: int) -> int | None:
     """The smallest of the lengths above `beyond` that a share `q` of them does not exceed."""
     longer = sorted(length for length in lengths if length > beyond)
     if len(lengths) < ENOUGH or not longer:
@@ -27,21 +28,21 @@ def quantile(lengths: Sized[int], q: float, beyond: int) -> int | None:
     return next(length for rank, length in enumerate(longer, start=1) if rank >= q * len(longer) - 1e-9)
 
 
-def peak(pairs: Sized[tuple[int, int]]) -> int:
+def peak(pairs: Sequence[tuple[int, int]]) -> int:
     """The most that all of them use at one time, each growing by a token in each step until it ends."""
     ends = {remaining for _, remaining in pairs}
     return max((sum(used + at for used, remaining in pairs if remaining >= at) for at in ends), default=0)
 
 
 def used_share(
-    requests: Sized[Asked], q: float | None, hardware: Hardware, *, has_overlap: bool, known: Sized[int] = ()
+    requests: Sequence[Asked], q: float | None, hardware: Hardware, *, has_overlap: bool, known: Sequence[int] = ()
 ) -> float:
     """The tokens in the KV cache to its size, in the mean of the steps. `q` None is the old rule.
 
     `known` are lengths that were learned before.
     """
-    engine, waiting = Engine(hardware), list(requests)
-    lengths, running = list(known), dict[Sequence, Asked]()
+    engine, waiting = RooflineEngine(hardware), list(requests)
+    lengths, running = list(known), dict[Job, Asked]()
     shares: list[float] = []
 
     def holds(asked: Asked, generated: int) -> tuple[int, int]:
@@ -56,7 +57,7 @@ def used_share(
             if (peak(more) if has_overlap else sum(map(sum, more))) > hardware.kv_tokens:
                 break
             pairs, asked = more, waiting.pop(0)
-            sequence = Sequence(asked.prompt, asked.output)
+            sequence = Job(asked.prompt, asked.output)
             running[sequence] = asked
             engine.add(sequence)
         lengths += [running.pop(sequence).output for sequence in engine.step().finished]

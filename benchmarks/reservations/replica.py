@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from functools import cache
 
-from benchmarks.reservations.engine import Sequence
 from benchmarks.reservations.traces import Asked
 from sidecar.apis import Api
 from sidecar.lengths.estimator import LengthEstimator
@@ -19,6 +18,7 @@ from sidecar.payload.decode import Payload, decode
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
+from sidecar.tools.step_model.job import Job
 
 CHAT = "/v1/chat/completions"
 
@@ -35,7 +35,7 @@ class Running:
         self.asked = asked
         self.expected = expected
         self.lease = lease
-        self.sequence = Sequence(asked.prompt, asked.output)
+        self.sequence = Job(asked.prompt, asked.output)
         self.size: LeaseSize | None = None
         self.chunks = self.large_tokens = self.later_chunks = 0
         self.output_tokens: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.reservations.engine import Engine, Hardware
+from benchmarks.reservations.engine import Hardware, RooflineEngine
 from benchmarks.reservations.replica import Replica, Running
 from benchmarks.reservations.traces import Asked
 from sidecar.policy.compiler import load
@@ -105,7 +105,7 @@ class _Player:
     ) -> None:
         policy = policy_of(hardware, learn)
         self._hardware = hardware
-        self._engine = Engine(hardware, prefills=prefills)
+        self._engine = RooflineEngine(hardware, prefills=prefills)
         self._pool = Pool(policy, self._now_us)
         self._replicas = [Replica(policy, self._pool) for _ in range(replicas)]
         self._requests = [one for one in requests if one.prompt + (one.max_tokens or one.output) <= hardware.kv_tokens]
@@ -115,7 +115,7 @@ class _Player:
         self._read_s = 0.0
 
     def _now_us(self) -> int:
-        return round(self._engine.now_s * 1e6)
+        return self._engine.now_us
 
     async def play(self) -> Run:
         points: list[Point] = []
@@ -155,7 +155,7 @@ class _Player:
     def _step(self) -> None:
         engine = self._engine
         step = engine.step()
-        for sequence in step.reached:
+        for sequence in [*step.first, *step.resumed, *step.reached]:
             replica, one = self._running[sequence]
             again = replica.streamed(one, engine.length(sequence))
             if again is not None:
@@ -178,7 +178,7 @@ class _Player:
             self._answers,
             engine.preemptions,
             engine.generated,
-            engine.used_token_s,
+            engine.used_token_us / 1e6,
             engine.steps,
             quantile,
             engine.used_tokens,

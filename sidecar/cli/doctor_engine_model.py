@@ -11,8 +11,8 @@ from sidecar.cli.output import STANDARD_OUTPUT, require_writable, say, write_jso
 from sidecar.tools.doctor.examination import Options
 from sidecar.tools.doctor.speed_probe import measure
 from sidecar.tools.doctor.survey import CannotLook
-from sidecar.tools.simulate.engine_model import shipped
 from sidecar.tools.simulate.model_fit import as_yaml, figures, fit, report
+from sidecar.tools.step_model.model import shipped
 
 
 def write_model(options: Options, file: str, json_target: str | None, tell: Callable[[str], None]) -> bool:

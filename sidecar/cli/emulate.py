@@ -16,13 +16,14 @@ from sidecar.tools.emulator import EmulatorConfig, Scheduling, StepModel
 from sidecar.tools.emulator.faults import Fault, read_fault
 from sidecar.tools.emulator.replicas import Replica, run_replicas
 from sidecar.tools.emulator.server import bind, serve
+from sidecar.tools.step_model.model import MOST
 
 EXAMPLE = """\
   sidecar emulate --engine vllm --port 8000 --scheduling priority --max-num-seqs 8 --step-ms 20
   sidecar emulate --engine vllm --replicas 4 --port 8000 --enable-prefix-caching --kv-tokens 400000 --speed 1,1,1,0.5"""
 
 _ENGINES = ("tensorrt-llm", "vllm", "sglang", "dynamo")
-_MS = 1_000.0
+_US = 1_000.0
 _MOST_REPLICAS = 64
 _MOST_PORT = 65_535
 
@@ -171,24 +172,25 @@ def _configs(args: argparse.Namespace) -> Sequence[EmulatorConfig]:
         raise ValueError(f"--speed has {len(args.speed)} factors for {count} engines: give one, or one for each")
     config = _config(args)
     speeds = args.speed if len(args.speed) == count else args.speed * count
-    return [
-        dataclasses.replace(config, name=f"engine-{number}", steps=dataclasses.replace(config.steps, speed=speed))
-        for number, speed in enumerate(speeds, 1)
-    ]
+    return [dataclasses.replace(config, name=f"engine-{number}", speed=speed) for number, speed in enumerate(speeds, 1)]
 
 
 def _config(args: argparse.Namespace) -> EmulatorConfig:
     """The arguments as a configuration. Raises ValueError."""
+    if min(args.max_num_seqs, args.prefill_tokens_per_step) < 1:
+        raise ValueError("max_num_seqs and prefill_tokens_per_step must be at least 1")
+    if min(args.step_ms, args.step_ms_per_seq, args.step_ms_per_prefill_token) < 0:
+        raise ValueError("step times must not be negative")
     return EmulatorConfig(
         engine=ENGINES[args.engine],
         scheduling=Scheduling(args.scheduling),
         steps=StepModel(
-            max_num_seqs=args.max_num_seqs,
-            prefill_tokens_per_step=args.prefill_tokens_per_step,
-            kv_tokens=args.kv_tokens,
-            step_s=args.step_ms / _MS,
-            step_s_per_seq=args.step_ms_per_seq / _MS,
-            step_s_per_prefill_token=args.step_ms_per_prefill_token / _MS,
+            max_sequences=args.max_num_seqs,
+            chunk_tokens=args.prefill_tokens_per_step,
+            kv_tokens=MOST if args.kv_tokens is None else args.kv_tokens,
+            step_us=args.step_ms * _US,
+            step_us_per_sequence=args.step_ms_per_seq * _US,
+            step_us_per_prefill_token=args.step_ms_per_prefill_token * _US,
         ),
         max_queued=args.max_queued,
         output_tokens=args.output_tokens,
@@ -221,8 +223,8 @@ def _summary(args: argparse.Namespace, config: EmulatorConfig, url: str) -> str:
         f"emulated {args.engine} on {url}, model {args.model}, {args.scheduling} scheduling, "
         f"{args.max_num_seqs} sequences at once, {args.step_ms:g} ms per step"
     )
-    if config.steps.speed != 1:
-        said += f" at {config.steps.speed:g} of its speed"
+    if config.speed != 1:
+        said += f" at {config.speed:g} of its speed"
     if config.prefix_cache:
         said += f", a prefix cache of {config.kv_capacity_tokens:,} tokens"
     return said

@@ -34,11 +34,11 @@ from sidecar.tools.simulate.comparison import (
     offered_tiers,
 )
 from sidecar.tools.simulate.comparison import run as run_one
-from sidecar.tools.simulate.engine_model import DEFAULT, BadEngineModel, load_model, shipped
 from sidecar.tools.simulate.figures import RunResult
 from sidecar.tools.simulate.load import Assign, check
 from sidecar.tools.simulate.policy_keys import unused_keys, why_alike
 from sidecar.tools.simulate.report import highest_rates, policies, report, tiers
+from sidecar.tools.step_model.model import DEFAULT, BadEngineModel, load_model, shipped
 from sidecar.tools.text import table
 
 EXAMPLE = """  sidecar simulate azure_conv.csv policies/ --engines 4 --scale 7.5 --mix high=20,batch=80

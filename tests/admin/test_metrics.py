@@ -116,7 +116,7 @@ async def stacked(folder: Path, step_s: float = 0.001) -> AsyncIterator[Stack]:
     sampler = PoolSampler(sources_of(pool, policy, policies_rejected=lambda: 3))
     requests = RequestMetrics(policy.pool, meter_provider=meters)
     kept = [PoolMetrics(policy.pool, sampler, KINDS, meters)]
-    emulator = Emulator(EmulatorConfig(engine=Vllm, steps=StepModel(max_num_seqs=4, step_s=step_s)))
+    emulator = Emulator(EmulatorConfig(engine=Vllm, steps=StepModel(max_sequences=4, step_us=step_s * 1e6)))
     async with serving(emulator.app) as engine, aiohttp.ClientSession() as session:
         sidecar = TestedMiddleware(
             ReverseProxy(engine.url),

@@ -44,7 +44,7 @@ def write_policy(folder: Path, engine: str, more: str = "", pool: int = POOL) ->
 
 def engine_that_notices_after(seconds: float, engine: str = "sglang") -> Emulator:
     """Computes everything at once, and computes on for so long after a disconnect."""
-    steps = StepModel(step_s=0.02, max_num_seqs=1000)
+    steps = StepModel(step_us=20_000, max_sequences=1000)
     return Emulator(EmulatorConfig(engine=ENGINES[engine], steps=steps, abort_latency_s=seconds))
 
 

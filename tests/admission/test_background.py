@@ -42,7 +42,7 @@ def asks(**members: Any) -> dict[str, Any]:
 
 
 def emulator(**settings: Any) -> Emulator:
-    steps = StepModel(max_num_seqs=64, step_s=settings.pop("step_s", 0.01))
+    steps = StepModel(max_sequences=64, step_us=settings.pop("step_s", 0.01) * 1e6)
     return Emulator(EmulatorConfig(engine=Vllm, response_store=True, steps=steps, **settings))
 
 

@@ -313,7 +313,7 @@ abort_latency: 60s
 async def test_what_the_engine_is_seen_to_have_released_is_free(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(FROM_ENGINE)
-    steps = StepModel(step_s=0.01, max_num_seqs=64, kv_tokens=1_000_000)
+    steps = StepModel(step_us=10_000, max_sequences=64, kv_tokens=1_000_000)
     emulator = Emulator(EmulatorConfig(engine=Sglang, steps=steps, abort_latency_s=2.0))
     body = json.dumps(chat(stream=True, max_tokens=10_000)).encode()
     async with serving(emulator.app) as upstream:

@@ -26,8 +26,8 @@ from sidecar.tools.doctor.target import ExaminedServer
 from sidecar.tools.emulator import StepModel
 from sidecar.tools.emulator.faults import read_fault
 from sidecar.tools.loadgen import Seen, play
-from sidecar.tools.simulate.engine_model import EngineModel, load_model
 from sidecar.tools.simulate.model_fit import fit, predicted
+from sidecar.tools.step_model.model import EngineModel, load_model
 from tests.support.commands import address, command
 from tests.support.in_process import emulated_engine, ran
 from tests.support.serving import serving
@@ -217,7 +217,7 @@ async def test_an_engine_that_refuses_most_batches_gave_too_few_measurements() -
 
 @pytest.mark.anyio
 async def test_a_probe_without_time_gave_too_few_measurements() -> None:
-    steps = StepModel(max_num_seqs=4, step_s=0.02, step_s_per_prefill_token=0.002)
+    steps = StepModel(max_sequences=4, step_us=20_000, step_us_per_prefill_token=2_000)
     async with emulated(VLLM, steps=steps) as client:
         with pytest.raises(CannotLook, match=r"prompts of \d lengths .* 3 are needed; allow more time with --timeout"):
             await measured(client.url, allowed_s=4.0)

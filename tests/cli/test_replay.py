@@ -120,7 +120,7 @@ async def sidecar(folder: Path) -> AsyncIterator[tuple[str, str]]:
     (folder / "policy.yaml").write_text(POLICY)
     for tier in TIERS:
         (folder / "tenants" / f"{tier}.yaml").write_text(TENANT % (tier, hash_line(f"sk-{tier}"), tier))
-    config = EmulatorConfig(engine=VLLM, scheduling=Scheduling.FCFS, steps=StepModel(max_num_seqs=2, step_s=0.006))
+    config = EmulatorConfig(engine=VLLM, scheduling=Scheduling.FCFS, steps=StepModel(max_sequences=2, step_us=6_000))
     mounted = AdmissionMiddleware(Emulator(config).app, folder)
     async with serving(mounted) as served, serving(Emulator(config).app) as engine:
         yield served.url, engine.url

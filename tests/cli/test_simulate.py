@@ -13,13 +13,13 @@ from sidecar.cli import main
 from sidecar.policy.compiler import load as load_policy
 from sidecar.tools.replay.trace import read_trace
 from sidecar.tools.simulate.baselines import ROUTERS, names
-from sidecar.tools.simulate.engine import KeyQueue
-from sidecar.tools.simulate.engine_model import load_model, shipped
 from sidecar.tools.simulate.figures import judged, result
 from sidecar.tools.simulate.load import Assign, Request, load
 from sidecar.tools.simulate.play import ABANDONED, Played, Stage, play
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
+from sidecar.tools.step_model.model import load_model, shipped
+from sidecar.tools.step_model.queue import KeyQueue
 
 POLICY = """\
 engine: vllm

@@ -17,7 +17,8 @@ from sidecar.tools.emulator.dialects.sglang import SglangDialect
 from sidecar.tools.emulator.dialects.tensorrt_llm import TrtllmDialect
 from sidecar.tools.emulator.dialects.vllm import VllmDialect
 from sidecar.tools.emulator.request import read_ask
-from sidecar.tools.emulator.scheduler import ORDERS, Key, Rank
+from sidecar.tools.step_model.job import Key
+from sidecar.tools.step_model.queue import ORDERS, Rank
 from tests.support.each import each
 
 ENGINES = {

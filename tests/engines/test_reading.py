@@ -51,7 +51,7 @@ class Written:
 
 
 def emulated(engine: type[Engine], **settings: Any) -> Emulator:
-    steps = StepModel(max_num_seqs=6, kv_tokens=5000, prefill_tokens_per_step=512)
+    steps = StepModel(max_sequences=6, kv_tokens=5000, chunk_tokens=512)
     return Emulator(EmulatorConfig(engine=engine, steps=steps, model="m", **settings))
 
 

@@ -25,7 +25,7 @@ async def caching(tmp_path: Path, *, reports: bool = True, **settings: str) -> A
     """A sidecar before engines that cache prefixes, and report what they found, or do not."""
     found = [LocalEngine() for _ in range(ENGINES)]
     for engine in found:
-        steps = StepModel(kv_tokens=50_000, step_s=0.002)
+        steps = StepModel(kv_tokens=50_000, step_us=2_000)
         config = EmulatorConfig(engine=Vllm, steps=steps, prefix_cache=True, cache_report=reports, output_tokens=4)
         await engine.start(Emulator(config).app)
     try:

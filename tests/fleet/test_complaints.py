@@ -160,7 +160,7 @@ async def test_a_rolling_update_cuts_no_stream(tmp_path: Path) -> None:
     found = [LocalEngine() for _ in range(3)]
 
     async def start(engine: LocalEngine) -> None:
-        config = EmulatorConfig(engine=Vllm, steps=StepModel(max_num_seqs=64, step_s=0.01), output_tokens=20)
+        config = EmulatorConfig(engine=Vllm, steps=StepModel(max_sequences=64, step_us=10_000), output_tokens=20)
         await engine.start(Emulator(config).app)
 
     for engine in found:

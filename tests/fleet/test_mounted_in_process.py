@@ -53,7 +53,9 @@ async def answered(client: aiohttp.ClientSession, url: str, tier: str) -> tuple[
 
 @pytest.mark.parametrize("engine", [Vllm, Sglang, TensorRtLlm])
 async def test_an_engine_says_its_own_capacity(tmp_path: Path, engine: type[Engine]) -> None:
-    emulator = Emulator(EmulatorConfig(engine=engine, steps=StepModel(step_s=0.002, max_num_seqs=3, kv_tokens=40_000)))
+    emulator = Emulator(
+        EmulatorConfig(engine=engine, steps=StepModel(step_us=2_000, max_sequences=3, kv_tokens=40_000))
+    )
     engines = "mounted: true, slow_start: 0s, capacity: {from: engine, fraction: 100%, waiting: 0, requests: 3}"
     middleware = await asyncio.to_thread(mounted, tmp_path, emulator.app, engines, engine)
     async with serving(middleware) as served, aiohttp.ClientSession() as client:
@@ -65,7 +67,7 @@ async def test_an_engine_says_its_own_capacity(tmp_path: Path, engine: type[Engi
 
 
 async def test_a_preempted_request_waits_and_is_counted_once(tmp_path: Path) -> None:
-    emulator = Emulator(EmulatorConfig(engine=Vllm, steps=StepModel(step_s=0.05, prefill_tokens_per_step=1)))
+    emulator = Emulator(EmulatorConfig(engine=Vllm, steps=StepModel(step_us=50_000, chunk_tokens=1)))
     middleware = await asyncio.to_thread(
         mounted, tmp_path, emulator.app, "mounted: true, slow_start: 0s, capacity: {tokens: 10k, requests: 1}"
     )

@@ -349,7 +349,7 @@ def test_a_restarted_engine_has_an_empty_table_and_the_others_keep_theirs() -> N
 
 
 def test_another_tenants_unique_prompts_flush_a_table_as_they_flush_the_engine() -> None:
-    """The engine's cache is shared, so the prediction has to be: see `test_prefix_prediction` for the real cache."""
+    """The engine's cache is shared, so the prediction has to be."""
     table = PrefixTable(100 * TOKENS)
     mine = prompt(*range(28))  # 48 * TOKENS
     table.send(mine)

@@ -198,7 +198,7 @@ async def test_an_engine_that_breaks_while_a_request_is_preempted(tmp_path: Path
 async def background_engine() -> LocalEngine:
     """An engine that keeps responses."""
     engine = LocalEngine()
-    steps = StepModel(max_num_seqs=8, step_s=0.02, kv_tokens=20_000)
+    steps = StepModel(max_sequences=8, step_us=20_000, kv_tokens=20_000)
     await engine.start(Emulator(EmulatorConfig(engine=Vllm, response_store=True, steps=steps)).app)
     return engine
 

@@ -58,11 +58,11 @@ def emulated_engine(policy: Policy) -> Emulator:
             engine=TensorRtLlm,
             tokens_per_chunk=TOKENS_PER_CHUNK,
             steps=StepModel(
-                max_num_seqs=slots(policy),
-                prefill_tokens_per_step=PREFILL_TOKENS_PER_STEP,
+                max_sequences=slots(policy),
+                chunk_tokens=PREFILL_TOKENS_PER_STEP,
                 kv_tokens=policy.rules.tokens,
-                step_s=STEP_S,
-                step_s_per_seq=STEP_S_PER_SEQUENCE,
+                step_us=STEP_S * 1e6,
+                step_us_per_sequence=STEP_S_PER_SEQUENCE * 1e6,
             ),
         )
     )

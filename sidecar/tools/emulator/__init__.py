@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from sidecar.tools.emulator.app import Emulator
-from sidecar.tools.emulator.config import EmulatorConfig, Scheduling
-from sidecar.tools.emulator.scheduler import StepModel
+from sidecar.tools.emulator.config import EmulatorConfig, Scheduling, StepModel
 
 __all__ = ["Emulator", "EmulatorConfig", "Scheduling", "StepModel"]

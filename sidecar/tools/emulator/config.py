@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from sidecar.engines import Dynamo, Engine, NoEngine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator.faults import Fault
-from sidecar.tools.emulator.kv_cache import KvCache
-from sidecar.tools.emulator.scheduler import StepModel
+from sidecar.tools.step_model.kv_cache import KvCache
+from sidecar.tools.step_model.model import MOST, EngineModel
 
 BLOCK_TOKENS: Mapping[type[Engine], int] = {TensorRtLlm: 32, Vllm: 16, Sglang: 1, Dynamo: 16}
 """Each engine's default: `tokens_per_block`, `CacheConfig.DEFAULT_BLOCK_SIZE`, `page_size`; Dynamo's is its vLLM's."""
@@ -22,9 +23,23 @@ class Scheduling(str, Enum):
     FCFS = "fcfs"
 
 
+class StepModel(EngineModel, frozen=True, kw_only=True):
+    """An engine model with the defaults of a small one on one GPU: 20 ms a step, 8 sequences, KV never the limit."""
+
+    name: str = "emulated"
+    step_us: float = 20_000.0
+    kv_tokens: int = MOST
+    block_tokens: int = 1
+    max_sequences: int = 8
+    chunk_tokens: int = 512
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatorConfig:
     """One emulated engine. Raises ValueError for a combination that no engine has.
+
+    `steps` says how fast and how wide it is; its blocks are those of `block_tokens` here. `speed` 0.25 makes every step
+    four times as long.
 
     `max_queued` bounds the queue as that engine would (None: unbounded): vLLM counts waiting and running sequences,
     SGLang and Dynamo the waiting ones, TensorRT-LLM refuses embeddings only. `output_tokens` is what a request without
@@ -50,7 +65,8 @@ class EmulatorConfig:
 
     engine: type[Engine]
     scheduling: Scheduling = Scheduling.PRIORITY
-    steps: StepModel = field(default_factory=StepModel)
+    steps: EngineModel = field(default_factory=StepModel)
+    speed: float = 1.0
     max_queued: int | None = None
     output_tokens: int = 64
     context_tokens: int = 131_072
@@ -87,7 +103,9 @@ class EmulatorConfig:
             raise ValueError(f"{self.engine.title} always reports cached tokens; it has no switch for it")
         if self.dev_mode and self.engine is not Vllm:
             raise ValueError("dev_mode is vLLM's VLLM_SERVER_DEV_MODE; no other engine has it")
-        if self.preempts and self.steps.kv_tokens is None:
+        if not 0 < self.speed < math.inf:
+            raise ValueError("speed must be above 0; 1 is as the step times say")
+        if self.preempts and not self.has_kv_limit:
             raise ValueError("preempts needs kv_tokens: an unbounded KV cache is never full")
         self._check_blocks()
 
@@ -100,6 +118,11 @@ class EmulatorConfig:
             raise ValueError(f"kv_tokens must be at least one block of {self.block_size} tokens")
 
     @property
+    def has_kv_limit(self) -> bool:
+        """Whether the KV cache has a size of its own."""
+        return self.steps.kv_tokens < MOST
+
+    @property
     def block_size(self) -> int:
         """Tokens of a KV block, as the engine's pages report it; 1 without a prefix cache."""
         if not self.prefix_cache:
@@ -109,11 +132,10 @@ class EmulatorConfig:
     @property
     def kv_capacity_tokens(self) -> int:
         """Tokens of the KV cache, in whole blocks; unbounded KV counts as room for every slot's whole context."""
-        tokens = self.steps.kv_tokens or self.steps.max_num_seqs * self.context_tokens
+        unbounded = self.steps.max_sequences * self.context_tokens
+        tokens = self.steps.kv_tokens if self.has_kv_limit else unbounded
         return tokens // self.block_size * self.block_size
 
     def kv_cache(self) -> KvCache:
-        """A new, empty KV cache. Without prefixes it is bounded by `kv_tokens` alone."""
-        if not self.prefix_cache:
-            return KvCache(self.steps.kv_tokens)
-        return KvCache(self.kv_capacity_tokens, self.block_size, caches_prefixes=True)
+        """A new, empty KV cache."""
+        return KvCache(self.kv_capacity_tokens, self.block_size, caches_prefixes=self.prefix_cache)

@@ -119,7 +119,7 @@ async def _next_chunk(stream: StreamFormat) -> bytes:
         while count := choice.due():
             text = token_text(choice.sent, count)
             choice.sent += count
-            events.append(stream.token(choice.index, text, choice.sent == choice.output_tokens))
+            events.append(stream.token(choice.index, text, choice.sent == choice.output))
     return b"".join(events)
 
 

@@ -1,4 +1,4 @@
-"""The running engine: one task that steps the batch in real time, and the requests in it.
+"""The running engine: one task that drives the step model in real time, and the requests in it.
 
 The task lives only while there is work, so an idle engine costs nothing and needs no start. Everything but that task's
 sleep is synchronous: a request that is submitted or aborted changes the state at once.
@@ -21,7 +21,8 @@ from sidecar.tools.emulator.generation_rate import GenerationRate
 from sidecar.tools.emulator.occupancy import Occupancy
 from sidecar.tools.emulator.prompt_blocks import Chain
 from sidecar.tools.emulator.request import EngineRequest
-from sidecar.tools.emulator.scheduler import Output, Rank, RunningBatch, Step, WaitingQueue
+from sidecar.tools.step_model.engine import PlanEnd, PlanStart, StepEngine
+from sidecar.tools.step_model.queue import KeyQueue, Rank
 
 LOG_LENGTH = 100_000  # served requests remembered: an hour of the demo, some 20 MB
 ITERATIONS_LENGTH = 1_000  # TensorRT-LLM's own iter_stats_max_iterations
@@ -63,8 +64,10 @@ class EmulatedEngine:
     def __init__(self, config: EmulatorConfig, dialect: Dialect) -> None:
         self.config = config
         self.dialect = dialect
-        self.batch: RunningBatch[Choice] = RunningBatch(config.steps, config.kv_cache(), preempts=config.preempts)
-        self.queue: WaitingQueue[Choice] = WaitingQueue(dialect.queue_order)
+        self.queue: KeyQueue[Choice] = KeyQueue()
+        self.core: StepEngine[Choice] = StepEngine(
+            config.steps, self.queue, config.kv_cache(), preempts=config.preempts, admits_ahead=True, jumps=False
+        )
         self.finished = 0
         self.aborted = 0
         self.refused = 0
@@ -83,7 +86,7 @@ class EmulatedEngine:
         self._open: dict[Generation, None] = {}
         self._emptied = asyncio.Event()
         self._numbers = itertools.count(1)
-        self._steps = itertools.count(1)
+        self._places = itertools.count()
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -92,7 +95,7 @@ class EmulatedEngine:
     @property
     def running(self) -> int:
         """Sequences in the batch."""
-        return len(self.batch)
+        return self.core.running
 
     @property
     def waiting(self) -> int:
@@ -107,14 +110,14 @@ class EmulatedEngine:
     @property
     def load(self) -> Load:
         """The gauges now."""
-        cache = self.batch.kv_cache
+        cache = self.core.cache
         return Load(
             self.running,
             self.waiting,
             cache.held_tokens,
             cache.hit_blocks,
             cache.missed_blocks,
-            self.batch.last_preemptions,
+            self.core.last_preemptions,
         )
 
     @property
@@ -155,7 +158,8 @@ class EmulatedEngine:
         self._open[generation] = None
         self._count_in(generation)
         for choice in generation.choices:
-            self.queue.push(choice, rank, generation.arrival_s)
+            choice.place = self.dialect.queue_order(rank, generation.arrival_s), next(self._places)
+            self.queue.push(choice)
         if self._task is None:
             self._task = loop.create_task(self._run())
         return generation
@@ -199,7 +203,7 @@ class EmulatedEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every prefix. False, and nothing happens, while a sequence runs."""
-        return self.batch.kv_cache.reset()
+        return self.core.cache.reset()
 
     async def stop(self) -> None:
         """Aborts what is left and ends the task."""
@@ -212,8 +216,7 @@ class EmulatedEngine:
 
     def _output_tokens(self, ask: EngineRequest) -> int:
         """The request's maximum, or the configured default as far as the context goes."""
-        kv_tokens = self.config.kv_capacity_tokens if self.config.steps.kv_tokens else self.config.context_tokens
-        most = min(self.config.context_tokens, kv_tokens)
+        most = min(self.config.context_tokens, self.config.kv_capacity_tokens)
         prompt_tokens = max(ask.prompts)
         wanted = ask.output_tokens
         if wanted is None:
@@ -229,12 +232,17 @@ class EmulatedEngine:
         if most is None or length is None or length + len(newcomer.choices) <= most:
             return True
         worst = self.queue.worst() if self.dialect.displaces else None
-        if worst is None or not self.queue.outranks(newcomer.rank, worst):
+        if worst is None or not self._outranks(newcomer, worst.generation):
             return False
         self.refused += 1
         self._drop(worst.generation)
         worst.generation.end(self.dialect.displaced(worst.generation.ask.api))
         return True
+
+    def _outranks(self, newcomer: Generation, waiting: Generation) -> bool:
+        """Whether a newcomer is strictly more important than a waiting request, arrival left aside."""
+        order = self.dialect.queue_order
+        return order(newcomer.rank, 0.0)[:1] < order(waiting.rank, 0.0)[:1]
 
     def _turn_away(self, newcomer: Generation) -> Generation:
         self.refused += 1
@@ -245,9 +253,9 @@ class EmulatedEngine:
         return newcomer
 
     def _count_in(self, generation: Generation) -> None:
-        cache = self.batch.kv_cache
+        cache = self.core.cache
         for choice in generation.choices:
-            choice.expected_hit = cache.hit_length(choice.blocks, choice.prompt_tokens)
+            choice.expected_hit = cache.hit_length(choice.blocks, choice.prompt)
         self.occupancy.add(
             requests=1,
             tokens=sum(choice.tokens for choice in generation.choices),
@@ -257,7 +265,7 @@ class EmulatedEngine:
     def _drop(self, generation: Generation) -> None:
         for choice in generation.choices:
             unprefilled_tokens = choice.unprefilled_tokens
-            if self.queue.remove(choice) or self.batch.remove(choice):
+            if self.core.drop(choice):
                 self.occupancy.add(tokens=-choice.tokens, unprefilled_tokens=-unprefilled_tokens)
         self._close(generation, aborted=True)
 
@@ -283,21 +291,23 @@ class EmulatedEngine:
         """Steps while there is work. A step's end is due when it is due: time lost to a busy loop is not lost twice."""
         loop = asyncio.get_running_loop()
         due_s = loop.time()
-        while len(self.batch) or len(self.queue):
-            step = self.batch.begin(self.queue)
+        while len(self.core):
+            step = self.core.begin(0)
             self._admitted(step, loop.time())
             self._measure(step)
-            due_s += step.duration_s
-            self.computed_s += step.duration_s
+            duration_s = (self.core.due_us or 0) / 1e6 / self.config.speed
+            due_s += duration_s
+            self.computed_s += duration_s
             late_s = loop.time() - due_s
             if late_s > 0:  # the machine was too slow for this step
                 self.lost_s += late_s
                 due_s += late_s
             await asyncio.sleep(due_s - loop.time())
-            self._deliver(self.batch.end(), loop.time())
+            self._deliver(self.core.advance(), loop.time())
+            self.core.ends_us.clear()
         self._task = None
 
-    def _admitted(self, step: Step[Choice], now_s: float) -> None:
+    def _admitted(self, step: PlanStart[Choice], now_s: float) -> None:
         self.occupancy.add(unprefilled_tokens=step.lost_tokens)
         for choice in step.admitted:
             if choice.generation.admitted_s is None:
@@ -305,21 +315,22 @@ class EmulatedEngine:
             if not choice.preemptions:
                 self.queue_time_s.observe(now_s - choice.generation.arrival_s)
             self.occupancy.add(unprefilled_tokens=choice.expected_hit - choice.found_tokens)
-        self.iterations.append((next(self._steps), self.load))
+        self.iterations.append((self.core.steps + 1, self.load))
 
-    def _measure(self, step: Step[Choice]) -> None:
+    def _measure(self, step: PlanStart[Choice]) -> None:
         self.most_running = max(self.most_running, self.running)
-        self.most_kv_tokens_held = max(self.most_kv_tokens_held, self.batch.kv_tokens_held)
+        self.most_kv_tokens_held = max(self.most_kv_tokens_held, self.core.cache.held_tokens)
         found = sum(choice.found_tokens for choice in step.admitted)
         if found or step.prefill_tokens:
             self.last_hit_rate = found / (found + step.prefill_tokens)
 
-    def _deliver(self, output: Output[Choice], now_s: float) -> None:
+    def _deliver(self, output: PlanEnd[Choice], now_s: float) -> None:
         self.generated_tokens += len(output.emitted)
         self.generation_rate.add(len(output.emitted), now_s)
         self.occupancy.add(unprefilled_tokens=-output.prefill_tokens)
         for choice in output.emitted:
             generation = choice.generation
+            choice.generated += 1
             if generation.first_token_s is None:
                 generation.first_token_s = now_s
             generation.emit(choice)

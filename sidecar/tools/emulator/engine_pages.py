@@ -35,7 +35,7 @@ def server_info(config: EmulatorConfig) -> dict[str, Any] | None:
     if config.engine is TensorRtLlm:
         return {
             "disaggregated_params": None,
-            "max_batch_size": config.steps.max_num_seqs,
+            "max_batch_size": config.steps.max_sequences,
             "kv_cache_hash_algo": "default",
             "tokens_per_block": config.block_size if config.prefix_cache else BLOCK_TOKENS[config.engine],
         }
@@ -51,14 +51,14 @@ def server_info(config: EmulatorConfig) -> dict[str, Any] | None:
         "priority_scheduling_preemption_threshold": 10,
         "disable_priority_preemption": True,  # what is emulated: nothing that runs is preempted
         "max_queued_requests": config.max_queued,
-        "max_running_requests": config.steps.max_num_seqs,
+        "max_running_requests": config.steps.max_sequences,
         "disable_radix_cache": not config.prefix_cache,
         "enable_cache_report": config.cache_report,
         "page_size": config.block_size,
         "version": VERSIONS[config.engine],
         "internal_states": [
             {
-                "effective_max_running_requests_per_dp": config.steps.max_num_seqs,
+                "effective_max_running_requests_per_dp": config.steps.max_sequences,
                 "memory_usage": {
                     "weight": 0.0,
                     "kvcache": 0.0,
@@ -100,7 +100,7 @@ def sglang_loads(engine: EmulatedEngine) -> dict[str, Any]:
         "num_used_tokens": load.kv_tokens_held,
         "num_total_tokens": load.kv_tokens_held + engine.waiting_prompt_tokens,
         "max_total_num_tokens": config.kv_capacity_tokens,
-        "max_running_requests": config.steps.max_num_seqs,
+        "max_running_requests": config.steps.max_sequences,
         "token_usage": round(load.kv_tokens_held / config.kv_capacity_tokens, 4),
         "gen_throughput": round(engine.generation_rate.tokens_per_s(asyncio.get_running_loop().time()), 2),
         "cache_hit_rate": round(engine.last_hit_rate, 4),
@@ -145,7 +145,7 @@ def openapi(config: EmulatorConfig) -> dict[str, Any]:
 
 def emulator_state(engine: EmulatedEngine) -> dict[str, Any]:
     """`/_emulator`, which no real engine has: what it holds, and the most it ever held, for tests and benchmarks."""
-    config, cache, occupancy = engine.config, engine.batch.kv_cache, engine.occupancy
+    config, cache, occupancy = engine.config, engine.core.cache, engine.occupancy
     found = {
         "block_tokens": cache.block_tokens,
         "blocks": cache.blocks,
@@ -158,7 +158,7 @@ def emulator_state(engine: EmulatedEngine) -> dict[str, Any]:
         "engine": config.engine.name,
         "process": os.getpid(),
         "is_stopping": engine.is_stopping,
-        "capacity": {"running": config.steps.max_num_seqs, "kv_tokens": config.kv_capacity_tokens},
+        "capacity": {"running": config.steps.max_sequences, "kv_tokens": config.kv_capacity_tokens},
         "now": {
             "requests": occupancy.requests,
             "tokens": occupancy.tokens,
@@ -178,7 +178,7 @@ def emulator_state(engine: EmulatedEngine) -> dict[str, Any]:
             "finished": engine.finished,
             "aborted": engine.aborted,
             "refused": engine.refused,
-            "preempted": engine.batch.preemptions,
+            "preempted": engine.core.preemptions,
         },
         "prefix_cache": found if cache.caches_prefixes else None,
         "steps": {"computed_s": round(engine.computed_s, 3), "lost_s": round(engine.lost_s, 3)},
@@ -244,10 +244,10 @@ def trtllm_text(engine: EmulatedEngine) -> str:
     page = Exposition(model_name=config.model, engine_type="pytorch")
     page.gauge("trtllm_num_requests_running", load.running)
     page.gauge("trtllm_num_requests_waiting", load.waiting)
-    page.gauge("trtllm_max_num_active_requests", config.steps.max_num_seqs)
-    page.gauge("trtllm_max_batch_size_static", config.steps.max_num_seqs)
-    page.gauge("trtllm_max_batch_size_runtime", config.steps.max_num_seqs)
-    page.gauge("trtllm_max_num_tokens_runtime", config.steps.prefill_tokens_per_step + config.steps.max_num_seqs)
+    page.gauge("trtllm_max_num_active_requests", config.steps.max_sequences)
+    page.gauge("trtllm_max_batch_size_static", config.steps.max_sequences)
+    page.gauge("trtllm_max_batch_size_runtime", config.steps.max_sequences)
+    page.gauge("trtllm_max_num_tokens_runtime", config.steps.chunk_tokens + config.steps.max_sequences)
     page.gauge("trtllm_kv_cache_max_blocks", config.kv_capacity_tokens // config.block_size)
     page.gauge("trtllm_kv_cache_tokens_per_block", config.block_size)
     page.gauge("trtllm_num_paused_requests", load.paused)
@@ -274,7 +274,7 @@ def _iteration(engine: EmulatedEngine, number: int, load: Load) -> dict[str, Any
         "iter": number,
         "numActiveRequests": load.running,
         "numQueuedRequests": load.waiting,
-        "maxNumActiveRequests": engine.config.steps.max_num_seqs,
+        "maxNumActiveRequests": engine.config.steps.max_sequences,
         "inflightBatchingStats": {"numPausedRequests": load.paused},
         "kvCacheStats": {
             "maxNumBlocks": most,
@@ -298,9 +298,9 @@ def vllm_text(engine: EmulatedEngine) -> str:
     page.sample("vllm:num_requests_waiting_by_reason", load.waiting, reason="capacity")
     page.sample("vllm:num_requests_waiting_by_reason", 0, reason="deferred")
     page.gauge("vllm:kv_cache_usage_perc", load.kv_tokens_held / config.kv_capacity_tokens)
-    page.counter("vllm:prefix_cache_queries_total", engine.batch.kv_cache.queried_tokens)
-    page.counter("vllm:prefix_cache_hits_total", engine.batch.kv_cache.hit_tokens)
-    page.counter("vllm:num_preemptions_total", engine.batch.preemptions)
+    page.counter("vllm:prefix_cache_queries_total", engine.core.cache.queried_tokens)
+    page.counter("vllm:prefix_cache_hits_total", engine.core.cache.hit_tokens)
+    page.counter("vllm:num_preemptions_total", engine.core.preemptions)
     page.counter("vllm:generation_tokens_total", engine.generated_tokens)
     page.counter("vllm:request_success_total", engine.finished, finished_reason="length")
     page.counter("vllm:admission_rejections_total", engine.refused, reason="queue_overflow")
@@ -334,7 +334,7 @@ def sglang_text(engine: EmulatedEngine) -> str:
     page.counter("sglang:prompt_tokens_total", engine.prompt_tokens)
     page.counter("sglang:cached_tokens_total", engine.cached_tokens, cache_source="device")
     page.gauge("sglang:num_retracted_reqs", load.paused)
-    page.counter("sglang:num_retracted_requests_total", engine.batch.preemptions)
+    page.counter("sglang:num_retracted_requests_total", engine.core.preemptions)
     page.histogram("sglang:queue_time_seconds", engine.queue_time_s)
     return str(page)
 
@@ -354,7 +354,7 @@ def dynamo_text(engine: EmulatedEngine) -> str:
     """The frontend's `/metrics`."""
     load, config = engine.load, engine.config
     page = Exposition(model=config.model)
-    page.gauge("dynamo_frontend_model_max_num_seqs", config.steps.max_num_seqs)
+    page.gauge("dynamo_frontend_model_max_num_seqs", config.steps.max_sequences)
     page.gauge("dynamo_frontend_model_total_kv_blocks", config.kv_capacity_tokens // config.block_size)
     page.gauge("dynamo_frontend_model_kv_cache_block_size", config.block_size)
     page.histogram("dynamo_frontend_cached_tokens", engine.cached_tokens_by_request)

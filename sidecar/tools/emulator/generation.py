@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence as Blocks
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sidecar.tools.emulator.dialects.base import CachedPrompt, Dialect, EngineRefusal
 from sidecar.tools.emulator.generated_text import token_text
-from sidecar.tools.emulator.kv_cache import BlockHash
 from sidecar.tools.emulator.prompt_blocks import Chain
 from sidecar.tools.emulator.request import EngineRequest
-from sidecar.tools.emulator.scheduler import Rank, Sequence
+from sidecar.tools.step_model.job import Job
+from sidecar.tools.step_model.kv_cache import BlockHash
+from sidecar.tools.step_model.queue import Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +32,14 @@ class Served:
     aborted: bool
 
 
-class Choice(Sequence):
-    """One choice of one prompt. `sent` counts the tokens that were already written to the client.
+class Choice(Job):
+    """One choice of one prompt. `sent` of its `generated` tokens were already written to the client.
 
     `chain` is the prompt's, where the engine caches prefixes. `expected_hit` is what a waiting prompt would find in the
     cache.
     """
 
-    __slots__ = ("chain", "expected_hit", "generation", "index", "sent")
+    __slots__ = ("chain", "expected_hit", "generated", "generation", "index", "sent")
 
     def __init__(
         self, generation: Generation, index: int, prompt_tokens: int, output_tokens: int, chain: Chain | None
@@ -48,12 +49,12 @@ class Choice(Sequence):
         self.index = index
         self.chain = chain
         self.expected_hit = 0
-        self.sent = 0
+        self.generated = self.sent = 0
 
     @property
     def is_complete(self) -> bool:
         """Whether every token was generated."""
-        return self.emitted == self.output_tokens
+        return self.generated == self.output
 
     @property
     def unprefilled_tokens(self) -> int:
@@ -62,9 +63,14 @@ class Choice(Sequence):
         return self.prefill_tokens - hit - self.prefilled + self.computing
 
     def preempt(self) -> int:
-        """See `Sequence`. What it would find when it is admitted again is not looked up before."""
+        """See `Job`. What it would find when it is admitted again is not looked up before."""
         self.expected_hit = 0
         return super().preempt()
+
+    @property
+    def found_tokens(self) -> int:
+        """Tokens that were found in the prefix cache when it was admitted; 0 while it waits."""
+        return 0 if self.holding is None else self.holding.cached_tokens
 
     @property
     def publishable_tokens(self) -> int:
@@ -73,8 +79,8 @@ class Choice(Sequence):
             return 0
         return min(self.prefilled // self.chain.block_tokens, len(self.blocks)) * self.chain.block_tokens
 
-    def computed_blocks(self) -> Blocks[BlockHash]:
-        """See `Sequence`: the output's text continues the prompt's, as the client's next turn will."""
+    def computed_blocks(self) -> Sequence[BlockHash]:
+        """See `Job`: the output's text continues the prompt's, as the client's next turn will."""
         if self.chain is None or not self.emitted:
             return self.blocks
         return self.chain.with_output(token_text(0, self.emitted))
@@ -84,7 +90,7 @@ class Choice(Sequence):
 
         Its time is the measured one.
         """
-        pending = self.emitted - self.sent
+        pending = self.generated - self.sent
         if pending and not self.sent:
             return 1
         if pending >= self.generation.tokens_per_chunk:
@@ -110,7 +116,7 @@ class Generation:
         ask: EngineRequest,
         rank: Rank,
         dialect: Dialect,
-        chains: Blocks[Chain] = (),
+        chains: Sequence[Chain] = (),
         *,
         output_tokens: int,
         arrival_s: float,
@@ -138,10 +144,10 @@ class Generation:
     @property
     def output_tokens(self) -> int:
         """Tokens generated so far, over all choices."""
-        return sum(choice.emitted for choice in self.choices)
+        return sum(choice.generated for choice in self.choices)
 
     @property
-    def cached(self) -> Blocks[CachedPrompt]:
+    def cached(self) -> Sequence[CachedPrompt]:
         """What each prompt found in the prefix cache, and left there. Of several choices the first one counts."""
         return [
             CachedPrompt(first.cached_tokens, max(first.publishable_tokens - first.cached_tokens, 0))

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from sidecar.tools.emulator.engine import EmulatedEngine
-from sidecar.tools.emulator.kv_cache import BlockHash
+from sidecar.tools.step_model.kv_cache import BlockHash
 
 Change: TypeAlias = "tuple[str | None, ...]"
 LOOK_EVERY_S = 0.5
@@ -31,7 +31,7 @@ class KvEvents:
     def __init__(self, engine: EmulatedEngine) -> None:
         self._engine = engine
         self._listeners: set[asyncio.Queue[Change]] = set()
-        engine.batch.kv_cache.observer = self
+        engine.core.cache.observer = self
 
     def stored(self, block: BlockHash, parent: BlockHash | None) -> None:
         """See `kv_cache.Observer`."""

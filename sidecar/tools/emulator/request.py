@@ -119,22 +119,22 @@ def _prompts(api: Api, body: Body) -> tuple[int, ...]:
     if api is Api.RESPONSES:
         if not isinstance(body.get("input"), (str, list)):
             raise _missing_or_type("input", body, "Input should be a valid string or list")
-        return (_tokens(_text_bytes(body["input"]) + _text_bytes(body.get("instructions"))),)
+        return (_tokens(body["input"], body.get("instructions")),)
     if not isinstance(body.get("messages"), list):
         raise _missing_or_type("messages", body, "Input should be a valid list")
-    return (_tokens(_text_bytes(body["messages"]) + _text_bytes(body.get("system"))),)
+    return (_tokens(body["messages"], body.get("system")),)
 
 
 def _prompt_list(field: str, body: Body) -> tuple[int, ...]:
     """A string, a list of strings, token ids, or a list of lists of token ids."""
     value = body.get(field)
     if isinstance(value, str):
-        return (_tokens(_text_bytes(value)),)
+        return (_tokens(value),)
     if isinstance(value, list) and value:
         if all(_is_token(item) for item in value):
             return (len(value),)
         if all(isinstance(item, str) for item in value):
-            return tuple(_tokens(_text_bytes(item)) for item in value)
+            return tuple(map(_tokens, value))
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
             return tuple(len(item) for item in value)
     raise _missing_or_type(field, body, "Input should be a string, token ids, or a non-empty list of either")
@@ -150,16 +150,16 @@ def _is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _tokens(size_bytes: int) -> int:
-    return max(1, -(-size_bytes // BYTES_PER_TOKEN))
+def _tokens(*texts: object) -> int:
+    return max(1, -(-sum(len(text_of(text)) for text in texts) // BYTES_PER_TOKEN))
 
 
-def _text_bytes(value: object) -> int:
-    """The bytes of every text in messages, content parts and input items; images and the like count nothing."""
+def text_of(value: object) -> bytes:
+    """Every text in messages, content parts and input items, in their order; images and the like are left out."""
     if isinstance(value, str):
-        return len(value.encode("utf-8", "surrogatepass"))
+        return value.encode("utf-8", "surrogatepass")
     if isinstance(value, list):
-        return sum(map(_text_bytes, value))
+        return b"".join(map(text_of, value))
     if isinstance(value, Mapping):
-        return _text_bytes(value.get("content")) + _text_bytes(value.get("text"))
-    return 0
+        return text_of(value.get("content")) + text_of(value.get("text"))
+    return b""

@@ -30,7 +30,7 @@ def identifier(generation: Generation) -> str:
 
 def whole_text(choice: Choice) -> bytes:
     """Everything a choice generated so far."""
-    return token_text(0, choice.emitted)
+    return token_text(0, choice.generated)
 
 
 def usage(generation: Generation) -> Answer:
@@ -223,7 +223,7 @@ class ChoiceStream(StreamFormat):
 
     def cut(self) -> bytes:
         """A choice that has begun ends with a reason of its own; one that has not ends without a word, as in vLLM."""
-        begun = [c.index for c in self.generation.choices if c.emitted and not c.is_complete]
+        begun = [c.index for c in self.generation.choices if c.generated and not c.is_complete]
         return b"".join(self._heads[index] + self._cut for index in begun) + self.closing()
 
 

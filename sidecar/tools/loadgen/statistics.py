@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sidecar.tools.loadgen.overtaking import Overtaking
-
 _NORMAL_975 = statistics.NormalDist().inv_cdf(0.975)
 _FEWEST_FOR_CORRELATION = 4  # Fisher's z has a standard error of 1 / sqrt(n - 3)
 
@@ -62,7 +60,7 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> Correlation | None:
         raise ValueError(f"{len(xs)} values have no correlation with {len(ys)}")
     if len(xs) < _FEWEST_FOR_CORRELATION or len(set(xs)) < 2 or len(set(ys)) < 2:
         return None
-    value = max(-1.0, min(1.0, _pearson(_ranks(xs), _ranks(ys))))
+    value = max(-1.0, min(1.0, statistics.correlation(_ranks(xs), _ranks(ys))))
     if abs(value) == 1.0:  # as far as z goes: it is infinite, and so are its bounds
         return Correlation(value, value, value, len(xs))
     spread = _NORMAL_975 * math.sqrt((1 + value**2 / 2) / (len(xs) - 3))
@@ -76,27 +74,16 @@ def starvation_s(sent: Sequence[float], first_token: Sequence[float]) -> list[fl
     That is the time from the first such moment to its own first token, and 0 where nothing that was sent later went
     first. Both sequences are in the same order; moments that are equal to the microsecond overtake none.
     """
-    order = sorted(range(len(sent)), key=lambda index: (sent[index], first_token[index]))
-    rank = {index: position for position, index in enumerate(order)}
-    overtaking = Overtaking()
-    found = [0.0] * len(sent)
-    for index in sorted(order, key=lambda index: (first_token[index], sent[index])):
+    found, overtaken_us = [0.0] * len(sent), math.inf
+    for index in sorted(range(len(sent)), key=lambda index: (sent[index], first_token[index]), reverse=True):
         moment_us = int(first_token[index] * 1e6)
-        overtaken_us = overtaking.first_after(rank[index])
-        found[index] = 0.0 if overtaken_us is None else (moment_us - overtaken_us) / 1e6
-        overtaking.went(rank[index], moment_us)
+        found[index] = max(0.0, moment_us - overtaken_us) / 1e6
+        overtaken_us = min(overtaken_us, moment_us)
     return found
 
 
 def _at(ordered: Sequence[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
-
-
-def _pearson(xs: Sequence[float], ys: Sequence[float]) -> float:
-    mean_x, mean_y = statistics.fmean(xs), statistics.fmean(ys)
-    across = math.fsum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    within = math.fsum((x - mean_x) ** 2 for x in xs) * math.fsum((y - mean_y) ** 2 for y in ys)
-    return across / math.sqrt(within)
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -28,10 +28,11 @@ from sidecar.gain.token_deadlines import Objective
 from sidecar.lengths.buckets import LengthKey
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.policy.model import Policy
-from sidecar.tools.simulate.engine import Job, JobQueue, KeyQueue, SimulatedEngine
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import ABANDONED, Stage
 from sidecar.tools.simulate.routing import CacheAware, FewestRequests, LeastRequests, RoundRobin, Routing
+from sidecar.tools.step_model.engine import StepEngine
+from sidecar.tools.step_model.queue import JobQueue, KeyQueue
 
 NAMES = ("engine-fcfs", "engine-priority", "edf", "sjf", "density", "vtc")
 ROUTERS = ("round-robin", "least-requests", "cache-aware")
@@ -43,7 +44,7 @@ class VtcQueue:
     """The clients' queues of one engine: the one with the smallest counter is next."""
 
     def __init__(self, weights: Sequence[int]) -> None:
-        self.engine: SimulatedEngine | None = None
+        self.engine: StepEngine[Request] | None = None
         self._weights = weights
         self._counters = [0.0] * len(weights)
         self._waiting: list[deque[Request]] = [deque() for _ in weights]
@@ -53,9 +54,8 @@ class VtcQueue:
     def __len__(self) -> int:
         return sum(map(len, self._waiting))
 
-    def push(self, job: Job) -> None:
+    def push(self, job: Request) -> None:
         """See `JobQueue`. A client that had none waiting has no credit from before."""
-        assert isinstance(job, Request)
         mine = self._waiting[job.tier]
         if not mine:
             others = [self._counters[level] for level, queue in enumerate(self._waiting) if queue]
@@ -66,16 +66,15 @@ class VtcQueue:
         else:
             mine.append(job)
 
-    def peek(self) -> Job:
+    def peek(self) -> Request:
         """See `JobQueue`."""
         self._charge()
         levels = [level for level, queue in enumerate(self._waiting) if queue]
         return self._waiting[min(levels, key=lambda level: self._counters[level])][0]
 
-    def pop(self) -> Job:
+    def pop(self) -> Request:
         """See `JobQueue`. Its prompt is charged, the first time."""
         job = self.peek()
-        assert isinstance(job, Request)
         self._waiting[job.tier].popleft()
         self._last = job.tier
         if not job.preemptions:
@@ -83,9 +82,8 @@ class VtcQueue:
             self._charged[job] = 0
         return job
 
-    def remove(self, job: Job) -> bool:
+    def remove(self, job: Request) -> bool:
         """See `JobQueue`. What was charged for it stays charged."""
-        assert isinstance(job, Request)
         self._charged.pop(job, None)
         mine = self._waiting[job.tier]
         if job not in mine:
@@ -196,7 +194,7 @@ def _routing(name: str, stage: Stage) -> Routing:
     return CacheAware(stage.model.block_tokens) if name == "cache-aware" else FewestRequests()
 
 
-def queue_of(name: str, policy: Policy, objectives: Mapping[int, Objective]) -> Callable[[], JobQueue]:
+def queue_of(name: str, policy: Policy, objectives: Mapping[int, Objective]) -> Callable[[], JobQueue[Request]]:
     """The queue of each engine."""
     if name != "vtc":
         return KeyQueue

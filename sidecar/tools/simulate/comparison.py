@@ -15,13 +15,13 @@ from sidecar.gain.token_deadlines import Objective
 from sidecar.policy.model import Policy
 from sidecar.tools.replay.trace import Trace
 from sidecar.tools.simulate.baselines import BaselineAdmission, queue_of
-from sidecar.tools.simulate.engine import KeyQueue
-from sidecar.tools.simulate.engine_model import EngineModel
 from sidecar.tools.simulate.figures import RunResult, result
 from sidecar.tools.simulate.load import Assign, Request, load
 from sidecar.tools.simulate.play import Admission, Stage, play
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
+from sidecar.tools.step_model.model import EngineModel
+from sidecar.tools.step_model.queue import KeyQueue
 
 TARGETS = (0.90, 0.99)
 CLOSE = 1.02

@@ -13,10 +13,10 @@ from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
 
-from sidecar.tools.emulator.kv_cache import BlockHash
 from sidecar.tools.replay.plan import Sizing, assign, rounding_s, schedule
 from sidecar.tools.replay.trace import BLOCK_TOKENS, BadTrace, Row, Trace
-from sidecar.tools.simulate.engine import Job
+from sidecar.tools.step_model.job import Job
+from sidecar.tools.step_model.kv_cache import BlockHash
 
 TENANTS = 20
 

@@ -24,10 +24,10 @@ from sidecar.tools.doctor.speed_probe import FEWEST_TOKENS, SpeedProbe
 from sidecar.tools.loadgen import Seen
 from sidecar.tools.loadgen.statistics import quantile
 from sidecar.tools.replay.trace import Row
-from sidecar.tools.simulate.engine_model import EngineModel
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import Stage, play
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
+from sidecar.tools.step_model.model import EngineModel
 
 CHUNKS = (256, 512, 1_024, 2_048, 4_096, 8_192, 16_384)
 """Tokens of prompts in a step, as engines are started with: powers of two."""

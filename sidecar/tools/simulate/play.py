@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from sidecar.tools.simulate.engine import Job, JobQueue, KeyQueue, Reached, SimulatedEngine
-from sidecar.tools.simulate.engine_model import EngineModel
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
+from sidecar.tools.step_model.engine import PlanEnd, StepEngine
+from sidecar.tools.step_model.model import EngineModel
+from sidecar.tools.step_model.queue import JobQueue, KeyQueue
 
 ABANDONED = "abandoned"
 """The refusal of a request whose client has left."""
@@ -44,7 +45,7 @@ class Played(NamedTuple):
     """A run that is over. Every request of `offered` has an `end_us`."""
 
     offered: Sequence[Request]
-    engines: Sequence[SimulatedEngine]
+    engines: Sequence[StepEngine[Request]]
     end_us: int
 
 
@@ -52,11 +53,20 @@ class Stage:
     """The engines and the clock of one run, as its admission sees them."""
 
     def __init__(
-        self, model: EngineModel, engines: int, loop: VirtualLoop, queue: Callable[[], JobQueue] = KeyQueue
+        self,
+        model: EngineModel,
+        engines: int,
+        loop: VirtualLoop,
+        queue: Callable[[], JobQueue[Request]] = KeyQueue,
+        *,
+        preempts: bool = True,
+        admits_ahead: bool = False,
     ) -> None:
         self.model = model
         self.loop = loop
-        self.engines = [SimulatedEngine(model, queue()) for _ in range(engines)]
+        self.engines = [
+            StepEngine(model, queue(), preempts=preempts, admits_ahead=admits_ahead) for _ in range(engines)
+        ]
 
     def send(self, request: Request, engine: int) -> None:
         """Sends a request to an engine."""
@@ -147,18 +157,14 @@ def _waits(offered: Sequence[Request]) -> bool:
     return any(one.end_us is None for one in offered)
 
 
-def _tell(found: Reached, admission: Admission, now_us: int) -> None:
-    for one in _requests(found.first):
+def _tell(found: PlanEnd[Request], admission: Admission, now_us: int) -> None:
+    for one in found.first:
         one.first_us, one.has_left = now_us, False
         admission.first_token(one)
-    for one in _requests(found.reached):
+    for one in found.reached:
         admission.reached(one)
-    for one in _requests(found.finished):
+    for one in found.finished:
         one.end_us = now_us
         admission.finished(one)
-    for one in _requests(found.removed):
+    for one in found.removed:
         admission.removed(one)
-
-
-def _requests(jobs: Sequence[Job]) -> Sequence[Request]:
-    return [job for job in jobs if isinstance(job, Request)]

@@ -68,7 +68,7 @@ class _TrueSpeeds(EngineSpeeds):
 
     def typical(self) -> Coefficients:
         model, engines = self._stage.model, self._stage.engines
-        step_us = model.duration_us(sum(len(engine.running()) for engine in engines) // len(engines), 0)
+        step_us = model.duration_us(sum(engine.running for engine in engines) // len(engines), 0)
         return Coefficients(
             round(model.step_us_per_prefill_token * 1000),
             round(model.cost_us_per_output_token * 1000),

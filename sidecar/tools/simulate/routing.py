@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sidecar.tools.emulator.kv_cache import BlockHash
 from sidecar.tools.simulate.load import Request
+from sidecar.tools.step_model.kv_cache import BlockHash
 
 CACHE_THRESHOLD = 0.3
 BALANCE_ABS_THRESHOLD = 64

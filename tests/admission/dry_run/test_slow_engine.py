@@ -46,10 +46,10 @@ def policy_of(load: observe.Load, mode: str, folder: Path) -> Policy:
 def engine_of(load: observe.Load) -> Emulator:
     engine: Mapping[str, Any] = {**observe.ENGINE, **(load.engine or {})}
     steps = StepModel(
-        max_num_seqs=engine["max-num-seqs"],
-        step_s=engine["step-ms"] / 1000,
-        step_s_per_seq=engine.get("step-ms-per-seq", 0) / 1000,
-        prefill_tokens_per_step=engine.get("prefill-tokens-per-step", 512),
+        max_sequences=engine["max-num-seqs"],
+        step_us=engine["step-ms"] * 1000,
+        step_us_per_sequence=engine.get("step-ms-per-seq", 0) * 1000,
+        chunk_tokens=engine.get("prefill-tokens-per-step", 512),
     )
     config = EmulatorConfig(
         engine=ENGINES["vllm"],

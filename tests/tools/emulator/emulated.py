@@ -104,7 +104,7 @@ async def emulated(
     engine: type[Engine], *, slots: int = 1, step_s: float = 0.001, **settings: Any
 ) -> AsyncIterator[Client]:
     """One engine on a free port: one slot and a step a millisecond, unless said otherwise."""
-    settings.setdefault("steps", StepModel(max_num_seqs=slots, step_s=step_s))
+    settings.setdefault("steps", StepModel(max_sequences=slots, step_us=step_s * 1e6))
     emulator = Emulator(EmulatorConfig(engine=engine, **settings))
     async with serving(emulator.app) as served, aiohttp.ClientSession() as session:
         yield Client(emulator.engine, served.url, session)

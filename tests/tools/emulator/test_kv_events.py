@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from sidecar.tools.emulator import StepModel
-from sidecar.tools.emulator.kv_cache import BlockHash, Holding, KvCache
+from sidecar.tools.step_model.kv_cache import BlockHash, Holding, KvCache
 from tests.tools.emulator.emulated import VLLM, Client, emulated
 
 pytestmark = pytest.mark.anyio
@@ -88,7 +88,7 @@ async def changes(stream: aiohttp.StreamReader, count: int) -> list[Any]:
 
 
 async def test_the_stream_says_what_is_stored_removed_and_cleared() -> None:
-    steps = StepModel(kv_tokens=4 * 16, step_s=0.001)
+    steps = StepModel(kv_tokens=4 * 16, step_us=1_000)
     async with emulated(VLLM, prefix_cache=True, dev_mode=True, steps=steps) as client, followed(client) as stream:
         await client.post("completions", prompt=list(range(32)), max_tokens=1)
         [first, second] = await changes(stream, 2)

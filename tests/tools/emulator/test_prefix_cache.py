@@ -30,11 +30,11 @@ async def twice(client: Client, api: str = "completions", **fields: Any) -> tupl
 
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_a_prompt_seen_before_is_prefilled_from_its_last_block_on(engine: type[Engine]) -> None:
-    steps = StepModel(max_num_seqs=1, step_s=0.001, prefill_tokens_per_step=1)
+    steps = StepModel(max_sequences=1, step_us=1_000, chunk_tokens=1)
     async with emulated(engine, steps=steps, prefix_cache=True) as client:
         await twice(client, prompt=PROMPT, max_tokens=1)
         cold, warm = client.engine.log
-        cache = client.engine.batch.kv_cache
+        cache = client.engine.core.cache
     assert (cache.queried_tokens, cache.hit_tokens) == (256, FOUND[engine])
     assert cold.first_token_s is not None
     assert warm.first_token_s is not None
@@ -148,7 +148,7 @@ async def test_sglang_flushes_its_cache_only_while_nothing_runs() -> None:
 
 
 async def test_a_small_cache_serves_requests_that_fill_it_and_forgets_what_they_need() -> None:
-    steps = StepModel(max_num_seqs=4, step_s=0.001, kv_tokens=150)  # nine blocks, and six tokens that are no block
+    steps = StepModel(max_sequences=4, step_us=1_000, kv_tokens=150)  # nine blocks, and six tokens that are no block
     async with emulated(VLLM, steps=steps, prefix_cache=True, cache_report=True) as client:
         await client.post("completions", prompt=PROMPT)
         statuses = await asyncio.gather(*(client.post("completions", prompt=f"{n}" * 512) for n in range(4)))
@@ -176,7 +176,7 @@ def test_switches_that_the_engine_does_not_have_are_refused(wrong: dict[str, Any
 
 
 async def test_the_emulators_own_page_shows_what_it_holds_and_the_most_it_ever_held() -> None:
-    steps = StepModel(max_num_seqs=1, step_s=0.02, prefill_tokens_per_step=32)
+    steps = StepModel(max_sequences=1, step_us=20_000, chunk_tokens=32)
     async with emulated(VLLM, steps=steps, prefix_cache=True, name="engine-7") as client:
         before = json.loads((await client.get("/_emulator"))[1])
         body = {**BODIES["completions"], "prompt": PROMPT, "max_tokens": 100_000, "stream": True}

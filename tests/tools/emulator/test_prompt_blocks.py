@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.apis import Api
-from sidecar.tools.emulator.kv_cache import BlockHash
 from sidecar.tools.emulator.prompt_blocks import Chain, Piece, read_chains
+from sidecar.tools.step_model.kv_cache import BlockHash
 
 TEXT = "one two three four five six seven eight nine ten eleven twelve " * 3
 

@@ -147,7 +147,7 @@ async def test_a_client_that_leaves_frees_its_slot_and_the_next_one_runs(stream:
         status, _ = await following
         assert status == 200
         assert (client.engine.aborted, client.engine.finished, client.engine.running) == (1, 1, 0)
-        assert client.engine.batch.kv_tokens_held == 0
+        assert client.engine.core.cache.held_tokens == 0
 
 
 async def test_a_client_that_leaves_while_it_waits_leaves_the_queue() -> None:
@@ -185,7 +185,7 @@ async def test_a_stopped_server_aborts_what_runs() -> None:
 
 
 async def test_time_follows_the_step_model() -> None:
-    steps = StepModel(max_num_seqs=1, step_s=0.02, prefill_tokens_per_step=10)
+    steps = StepModel(max_sequences=1, step_us=20_000, chunk_tokens=10)
     async with emulated(VLLM, steps=steps) as client:
         await client.post("completions", prompt=[1] * 25, max_tokens=3)
         (line,) = client.engine.log

@@ -16,8 +16,8 @@ from sidecar.tools.doctor.speed_probe import BATCHES, PROMPTS, SpeedProbe
 from sidecar.tools.doctor.survey import Survey
 from sidecar.tools.doctor.target import ExaminedServer
 from sidecar.tools.loadgen import Planned, Seen
-from sidecar.tools.simulate.engine_model import EngineModel, load_model, shipped
 from sidecar.tools.simulate.model_fit import as_yaml, at_once, fit, max_sequences, predicted, report, step_times
+from sidecar.tools.step_model.model import EngineModel, load_model, shipped
 
 OUTSIDE_S = 0.003
 TRUE = EngineModel(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from sidecar.apis import Api
 from sidecar.tools.emulator.config import EmulatorConfig, Scheduling
 from sidecar.tools.emulator.request import Body, InvalidField, check_bounds
-from sidecar.tools.emulator.scheduler import ORDERS, Order, Rank, first_come
+from sidecar.tools.step_model.queue import ORDERS, Order, Rank, first_come
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 

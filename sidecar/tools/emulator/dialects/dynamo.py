@@ -10,7 +10,7 @@ from sidecar.apis import Api
 from sidecar.tools.emulator.config import Scheduling
 from sidecar.tools.emulator.dialects.base import Dialect, EngineRefusal, header_integer
 from sidecar.tools.emulator.request import Body, InvalidField
-from sidecar.tools.emulator.scheduler import Rank
+from sidecar.tools.step_model.queue import Rank
 
 PRIORITY_HEADER = "x-dynamo-request-priority"
 STRICT_HEADER = "x-dynamo-request-strict-priority"

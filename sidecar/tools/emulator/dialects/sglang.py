@@ -17,7 +17,7 @@ from sidecar.tools.emulator.dialects.base import (
     read_integer,
 )
 from sidecar.tools.emulator.request import Body
-from sidecar.tools.emulator.scheduler import Order, Rank, sglang_inverted_order
+from sidecar.tools.step_model.queue import Order, Rank, sglang_inverted_order
 
 PRIORITY_HEADER = "x-override-priority"
 _BODY_APIS = frozenset({Api.CHAT, Api.COMPLETIONS, Api.EMBEDDINGS})

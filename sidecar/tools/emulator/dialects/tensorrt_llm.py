@@ -11,7 +11,7 @@ from sidecar.apis import Api
 from sidecar.tools.emulator.config import Scheduling
 from sidecar.tools.emulator.dialects.base import Dialect, EngineRefusal, pydantic_errors
 from sidecar.tools.emulator.request import Body, InvalidField, check_bounds
-from sidecar.tools.emulator.scheduler import TRTLLM_DEFAULT_PRIORITY, Rank
+from sidecar.tools.step_model.queue import TRTLLM_DEFAULT_PRIORITY, Rank
 
 logger = logging.getLogger(__name__)
 

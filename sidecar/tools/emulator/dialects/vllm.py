@@ -16,7 +16,7 @@ from sidecar.tools.emulator.dialects.base import (
     read_integer,
 )
 from sidecar.tools.emulator.request import Body, InvalidField
-from sidecar.tools.emulator.scheduler import Rank
+from sidecar.tools.step_model.queue import Rank
 
 PRIORITY_HEADER = "x-vllm-priority"
 _HEADER_APIS = frozenset({Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.MESSAGES})

@@ -1,4 +1,4 @@
-"""KV cache of the emulated engine: blocks of tokens that running sequences hold, and a prefix cache in what is left.
+"""KV cache of an engine: blocks of tokens that running sequences hold, and a prefix cache in what is left.
 
 The rules are vLLM 0.32's, read in `vllm/v1/core/block_pool.py`, `kv_cache_manager.py` and `sched/scheduler.py`:
 
@@ -56,24 +56,19 @@ class Holding:
 class KvCache:
     """The blocks of one engine. Not thread-safe, never awaits.
 
-    `capacity_tokens` None is unbounded, which only a cache without prefixes may be. A remainder that fills no block is
-    never used. `queried_tokens` and `hit_tokens` count the prompts of admitted sequences and what was found of them,
-    `hit_blocks` and `missed_blocks` the same in blocks, the last partial one included. Raises ValueError for a capacity
-    below one block.
+    A remainder of `capacity_tokens` that fills no block is never used. `queried_tokens` and `hit_tokens` count the
+    prompts of admitted sequences and what was found of them, `hit_blocks` and `missed_blocks` the same in blocks, the
+    last partial one included. Raises ValueError for a capacity below one block.
     """
 
-    def __init__(
-        self, capacity_tokens: int | None = None, block_tokens: int = 1, *, caches_prefixes: bool = False
-    ) -> None:
+    def __init__(self, capacity_tokens: int, block_tokens: int = 1, *, caches_prefixes: bool = False) -> None:
         if block_tokens < 1:
             raise ValueError("block_tokens must be at least 1")
-        if capacity_tokens is None and caches_prefixes:
-            raise ValueError("a prefix cache needs a capacity")
-        if capacity_tokens is not None and capacity_tokens < block_tokens:
+        if capacity_tokens < block_tokens:
             raise ValueError(f"a KV cache of {capacity_tokens} tokens has no block of {block_tokens}")
         self.block_tokens = block_tokens
         self.caches_prefixes = caches_prefixes
-        self.blocks = None if capacity_tokens is None else capacity_tokens // block_tokens
+        self.blocks = capacity_tokens // block_tokens
         self.queried_tokens = self.hit_tokens = 0
         self.hit_blocks = self.missed_blocks = 0
         self.observer: Observer | None = None
@@ -89,8 +84,7 @@ class KvCache:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no running sequence holds, cached ones included. For a cache with a capacity."""
-        assert self.blocks is not None
+        """Blocks that no running sequence holds, cached ones included."""
         return self.blocks - self._private - len(self._holders)
 
     @property
@@ -100,7 +94,7 @@ class KvCache:
 
     def fits(self, tokens: int) -> bool:
         """Whether a sequence that holds `tokens` could ever run."""
-        return self.blocks is None or self._blocks_for(tokens) <= self.blocks
+        return self._blocks_for(tokens) <= self.blocks
 
     def hit_length(self, prompt: Sequence[BlockHash], prompt_tokens: int) -> int:
         """Tokens of a prompt that it would hit now."""
@@ -114,7 +108,7 @@ class KvCache:
         found = self._find(prompt, prompt_tokens)
         fresh = self._blocks_for(tokens) - len(found)
         woken = sum(block in self._idle for block in found)
-        if self.blocks is not None and self._private + len(self._holders) + woken + fresh > self.blocks:
+        if self._private + len(self._holders) + woken + fresh > self.blocks:
             return None
         for block in found:
             self._hold(block)
@@ -128,7 +122,7 @@ class KvCache:
         fresh = self._blocks_for(tokens) - holding._blocks
         if fresh <= 0:
             return True
-        if self.blocks is not None and self._private + len(self._holders) + fresh > self.blocks:
+        if self._private + len(self._holders) + fresh > self.blocks:
             return False
         holding._blocks += fresh
         holding._private += fresh
@@ -186,7 +180,7 @@ class KvCache:
         self._holders[block] = self._holders.get(block, 0) + 1
 
     def _evict(self) -> None:
-        while self.blocks is not None and self._private + len(self._holders) + len(self._idle) > self.blocks:
+        while self._private + len(self._holders) + len(self._idle) > self.blocks:
             block, _ = self._idle.popitem(last=False)
             if self.observer is not None:
                 self.observer.removed(block)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.tools.emulator.kv_cache import BlockHash, Holding, KvCache
+from sidecar.tools.step_model.kv_cache import BlockHash, Holding, KvCache
 
 Tokens = tuple[int, ...]
 
@@ -235,8 +235,8 @@ def test_without_prefixes_a_block_is_a_token_and_nothing_is_found() -> None:
     assert cache.queried_tokens == cache.hit_tokens == 0
 
 
-@pytest.mark.parametrize("wrong", [(15, 16), (16, 0), (None, 16)])
-def test_figures_that_no_cache_could_have_are_refused(wrong: tuple[int | None, int]) -> None:
+@pytest.mark.parametrize("wrong", [(15, 16), (16, 0)])
+def test_figures_that_no_cache_could_have_are_refused(wrong: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"block|capacity"):
         KvCache(*wrong, caches_prefixes=True)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.tools.emulator.scheduler import (
+from sidecar.tools.step_model.job import Job
+from sidecar.tools.step_model.queue import (
+    KeyQueue,
     Order,
     Rank,
-    Sequence,
-    WaitingQueue,
     dynamo_order,
     first_come,
     sglang_order,
@@ -19,11 +19,12 @@ from sidecar.tools.emulator.scheduler import (
 
 def order_of(order: Order, *arrivals: tuple[Rank, float]) -> list[int]:
     """In which order the arrivals are served, by their position."""
-    queue: WaitingQueue[Sequence] = WaitingQueue(order)
-    sequences = [Sequence(1, 1) for _ in arrivals]
-    for sequence, (rank, arrival_s) in zip(sequences, arrivals, strict=True):
-        queue.push(sequence, rank, arrival_s)
-    return [sequences.index(queue.pop()) for _ in arrivals]
+    queue: KeyQueue[Job] = KeyQueue()
+    for number, arrival in enumerate(arrivals):
+        job = Job(1, 1)
+        job.place = order(*arrival), number
+        queue.push(job)
+    return [queue.pop().place[1] for _ in arrivals]
 
 
 @pytest.mark.parametrize(
@@ -59,15 +60,17 @@ def test_dynamo_takes_a_negative_priority_for_zero_and_strict_before_all() -> No
     assert order_of(dynamo_order, (Rank(1_000), 0.0), (Rank(0, strict=1), 9.0)) == [1, 0]
 
 
-def test_a_removed_sequence_is_never_served_and_no_longer_counted() -> None:
-    queue: WaitingQueue[Sequence] = WaitingQueue(vllm_order)
-    first, second = Sequence(1, 1), Sequence(1, 1)
-    queue.push(first, Rank(), 0.0)
-    queue.push(second, Rank(), 0.0)
+def test_a_removed_request_is_never_served_and_no_longer_counted() -> None:
+    queue: KeyQueue[Job] = KeyQueue()
+    first, second = Job(1, 1), Job(1, 1)
+    for number, job in enumerate((first, second)):
+        job.place = (), number
+        queue.push(job)
+    assert queue.worst() is second
     assert queue.remove(first)
     assert not queue.remove(first)
     assert len(queue) == 1
     assert queue.pop() is second
-    assert queue.peek() is None
+    assert queue.worst() is None
     with pytest.raises(IndexError):
         queue.pop()

@@ -12,6 +12,7 @@ import yaml
 
 DEFAULT = "llama-3.1-8b-h100"
 MOST = 10**12
+"""Largest figure of a model. As `kv_tokens` it says that the KV cache is never the limit."""
 
 
 class BadEngineModel(ValueError):
@@ -33,6 +34,17 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     block_tokens: int = 16
     max_sequences: int = 256
     chunk_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        for key in ("step_us", "step_us_per_sequence", "step_us_per_prefill_token"):
+            value = getattr(self, key)
+            if not (math.isfinite(value) and 0 <= value <= MOST):
+                raise ValueError(f"{key} is {value}; write microseconds from 0 on")
+        for key in ("kv_tokens", "block_tokens", "max_sequences", "chunk_tokens"):
+            if not 1 <= getattr(self, key) <= MOST:
+                raise ValueError(f"{key} is {getattr(self, key)}; write a whole number from 1 on")
+        if self.kv_tokens < self.block_tokens:
+            raise ValueError(f"kv_tokens is {self.kv_tokens}, less than a block of {self.block_tokens}")
 
     def duration_us(self, running: int, prefill_tokens: int) -> int:
         """The time of a step in whole microseconds, at least one."""
@@ -69,22 +81,8 @@ def load_model(name: str) -> EngineModel:
 def _read(name: str, text: str) -> EngineModel:
     try:
         tree: Any = yaml.safe_load(text)
-        model = msgspec.convert(tree, EngineModel)
+        return msgspec.convert(tree, EngineModel)
     except yaml.YAMLError as error:
         raise BadEngineModel(f"{name}: is no YAML ({' '.join(str(error).split())})") from None
     except msgspec.ValidationError as error:
         raise BadEngineModel(f"{name}: {error}") from None
-    _check(name, model)
-    return model
-
-
-def _check(name: str, model: EngineModel) -> None:
-    for key in ("step_us", "step_us_per_sequence", "step_us_per_prefill_token"):
-        value = getattr(model, key)
-        if not (math.isfinite(value) and 0 <= value <= MOST):
-            raise BadEngineModel(f"{name}: {key} is {value}; write microseconds from 0 on")
-    for key in ("kv_tokens", "block_tokens", "max_sequences", "chunk_tokens"):
-        if not 1 <= getattr(model, key) <= MOST:
-            raise BadEngineModel(f"{name}: {key} is {getattr(model, key)}; write a whole number from 1 on")
-    if model.kv_tokens < model.block_tokens:
-        raise BadEngineModel(f"{name}: kv_tokens is {model.kv_tokens}, less than a block of {model.block_tokens}")
