@@ -14,10 +14,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from sidecar.cli.engines import COLUMNS as ENGINE_COLUMNS
 from sidecar.cluster.document import EngineRow, Overview, RefusalView, TierView
 from sidecar.cluster.phrases import STARVES_FROM_S, as_promised, count, lease_sizes, preempted
 from sidecar.durations import short_duration
-from sidecar.engines.view import EngineDocument
 from sidecar.events import StoreState
 from sidecar.telemetry.logs.formats import one_line
 
@@ -200,18 +200,9 @@ def _engines(engines: Sequence[EngineRow], width: int) -> Iterator[RenderableTyp
     """A line for each engine, and why it gets no requests; empty in a pool of one."""
     if not engines:
         return
-    heads = ("ENGINE", "STATE", "TOKENS", "REQUESTS", "UN-PREFILLED", "CLAIMS", "IN FLIGHT", "HITS")
-    rows = [
-        (
-            _text(one.id, "red" if one.state in _UNUSABLE else ""),
-            one.state,
-            held_of(one, "tokens"),
-            held_of(one, "requests"),
-            count(one.unprefilled_tokens),
-            count(one.claims),
-            count(one.in_flight),
-            hit_rate(one),
-        )
+    heads = ("ENGINE", *(name for name, _ in ENGINE_COLUMNS))
+    rows: list[Sequence[Cell]] = [
+        (_text(one.id, "red" if one.state in _UNUSABLE else ""), *(cell(one) for _, cell in ENGINE_COLUMNS))
         for one in engines
     ]
     dropped = ("UN-PREFILLED", "CLAIMS", "REQUESTS", "IN FLIGHT", "HITS", "TOKENS")
@@ -261,15 +252,3 @@ def _refusals(refusals: Collection[RefusalView]) -> Iterator[RenderableType]:
         gave_way = f", preempted {newest.preempted}x" if newest.preempted else ""
         yield _text(f"{_clock(newest.at_s)}  {who}  {newest.code}{often}{waited}{gave_way}: {newest.message}")
         yield Padding(_text(newest.request_id, "dim"), (0, 0, 0, 10))
-
-
-def hit_rate(row: EngineDocument | EngineRow) -> str:
-    """The part of its prompts that an engine had cached lately; with `~` where that is only predicted."""
-    return "-" if row.hit_rate is None else f"{'' if row.is_measured else '~'}{row.hit_rate:.0%}"
-
-
-def held_of(row: EngineDocument | EngineRow, name: str) -> str:
-    """What an engine holds of its capacity, in `tokens` or `requests`."""
-    held = count(getattr(row.held, name) or 0)
-    most = None if row.capacity is None else getattr(row.capacity, name)
-    return held if most is None else f"{held} of {count(most)}"
