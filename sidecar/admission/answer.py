@@ -20,9 +20,9 @@ from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import EngineCall
 from sidecar.admission.request_gain import AnswerReader
 from sidecar.admission.usage import UsageReader
-from sidecar.chunks import Write
 from sidecar.context import Granted, Holder, current
 from sidecar.events import AppTrace, Outcome
+from sidecar.handover import Write
 from sidecar.lengths.lease_size import LeaseSize
 from sidecar.lengths.output_ratios import OutputRatios
 from sidecar.policy.model import CostPlace

@@ -29,7 +29,7 @@ from sidecar.admission.forwarding import (
     show_outside,
 )
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
-from sidecar.admission.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
+from sidecar.admission.pending_aborts import EngineCall, Held
 from sidecar.admission.request_gain import RequestGain
 from sidecar.admission.responses import (
     admission_headers,
@@ -43,11 +43,11 @@ from sidecar.admission.responses import (
 from sidecar.admission.turn import Cause, Turn, TurnEnded, refusal_of
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
-from sidecar.chunks import with_write, write_of
 from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, EngineUnreachable
 from sidecar.events import Outcome
+from sidecar.handover import CALL_KEY, ENGINE_ID_KEY, with_write, write_of
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant, Lease

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 
 import httptools
 
-from sidecar.chunks import Write
+from sidecar.handover import Write
 
 MOST_HEAD_BYTES = 128 * 1024
 """Of a response's head, of its trailers, and of what frames a chunk. uvicorn and axum write a few hundred bytes."""

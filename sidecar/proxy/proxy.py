@@ -22,12 +22,10 @@ from typing import Any
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.engine_pages import INTERNAL_REQUEST
-from sidecar.admission.pending_aborts import CALL_KEY
 from sidecar.admission.responses import send_error, speaks_anthropic
-from sidecar.chunks import write_of
 from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader, ResponseCut
 from sidecar.events import Headers
+from sidecar.handover import call_of, is_internal, write_of
 from sidecar.proxy import EngineProxy
 from sidecar.proxy.connection import FAILURES, ConnectionBroke, NotHttp, Response
 from sidecar.proxy.hop_headers import can_be_written, declared_length, forwarded_headers, returned_headers, target
@@ -103,6 +101,18 @@ class ReverseProxy(EngineProxy):
         await send({"type": "lifespan.shutdown.complete"})
 
 
+async def answer_failure(error: AdmissionError, scope: Scope, send: Send, *, was_sent: bool) -> None:
+    """Ends a request that failed. `was_sent`: the engine may have received it.
+
+    A request of the sidecar itself raises the error, with words that no client sees.
+    """
+    if is_internal(scope):
+        raise error
+    call = call_of(scope)
+    if call is None or call.failed(error, was_sent=was_sent):
+        await send_error(send, error, anthropic=speaks_anthropic(scope["path"]))
+
+
 class _Forwarding:
     """One request. It runs in the server's own task. A second, small one waits for a disconnect."""
 
@@ -124,12 +134,7 @@ class _Forwarding:
             await self._forward()
         except AdmissionError as error:
             self._stop_watching()
-            if self._is_internal():  # for the caller, with words that no client sees
-                raise
-            call = self._scope.get(CALL_KEY)
-            if call is not None and not call.failed(error, was_sent=self._was_sent):
-                return
-            await send_error(self._send, error, anthropic=speaks_anthropic(self._scope["path"]))
+            await answer_failure(error, self._scope, self._send, was_sent=self._was_sent)
         except asyncio.CancelledError:
             if not self._is_our_own_cancellation():
                 raise
@@ -199,10 +204,11 @@ class _Forwarding:
         headers = returned_headers(response.status, response.headers, self._proxy.for_client)
         if not can_be_written(headers):
             raise self._unreachable("its answer's headers are not HTTP", None)
-        if CALL_KEY not in self._scope:  # an admitted request's response has headers of the admission controller
+        is_admitted = call_of(self._scope) is not None
+        if not is_admitted:  # an admitted request's response has headers of the admission controller
             headers.append((b"via", OWN_VIA.encode()))
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
-        if response.status < 500 and CALL_KEY in self._scope:
+        if response.status < 500 and is_admitted:
             self._proxy.traffic.began(response)
         write, is_last = write_of(self._scope), False
         while not is_last:
@@ -265,7 +271,7 @@ class _Forwarding:
     def _unreachable(self, reason: str, error: Exception | None, trouble: str | None = None) -> EngineUnreachable:
         """`trouble` says why there is no connection; None where there was one."""
         url = self._proxy.upstream.url
-        if not self._is_internal():
+        if not is_internal(self._scope):
             # The address is only for the log: the client must not see it.
             logger.warning("engine %s: %s (%s)", url, reason, said(error), extra={"event": "engine_unreachable"})
             self._proxy.on_failure(trouble)
@@ -273,7 +279,3 @@ class _Forwarding:
         message = f"the engine could not be reached: {reason}"
         retry_after_s = SOON_S * random.uniform(1, 2)
         return EngineUnreachable(message, trouble=shown, is_connected=trouble is None, retry_after_s=retry_after_s)
-
-    def _is_internal(self) -> bool:
-        """Whether the sidecar itself asks."""
-        return INTERNAL_REQUEST in self._scope.get("extensions", {})

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sidecar.admission.pending_aborts import CALL_KEY, ENGINE_ID_KEY
 from sidecar.app import AdmissionMiddleware
 from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineState
 from sidecar.errors import EngineUnreachable, ResponseCut
 from sidecar.fleet import prefill_times, routing
 from sidecar.fleet.discovery import StaticDiscovery
+from sidecar.handover import CALL_KEY, ENGINE_ID_KEY
 from sidecar.policy.compiler import load
 from sidecar.policy.fleet import EngineAddress
 from tests.fleet.routed import Routed, static, write_policy

@@ -56,10 +56,10 @@ from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.request_gain import AnswerReader
 from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
-from sidecar.chunks import with_write
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import AppTrace, Headers, Observed, Outcome, Verdict
+from sidecar.handover import with_write
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant
 
