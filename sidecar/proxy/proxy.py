@@ -16,8 +16,9 @@ import asyncio
 import logging
 import random
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
@@ -25,19 +26,19 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.admission.responses import send_error, speaks_anthropic
 from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader, ResponseCut
 from sidecar.events import Headers
-from sidecar.handover import call_of, is_internal, write_of
+from sidecar.handover import CALL_KEY, call_of, is_internal, write_of
 from sidecar.proxy import EngineProxy
 from sidecar.proxy.connection import FAILURES, ConnectionBroke, NotHttp, Response
-from sidecar.proxy.hop_headers import can_be_written, declared_length, forwarded_headers, returned_headers, target
 from sidecar.proxy.upstream import (
     CONNECT_TIMEOUT_S,
     KEEPALIVE_S,
     Traffic,
     Upstream,
+    can_be_written,
     connect_trouble,
     said,
 )
-from sidecar.via import OWN_VIA
+from sidecar.via import OWN_VIA, refuse_loop
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,18 @@ WATCH_AFTER_S = 0.1
 """Before it no task waits for the client's disconnect: a client that leaves so early costs its engine no more."""
 SOON_S = 1.0
 """When a client may come again whose request the engine failed, at the earliest: it waits then for the engine."""
+
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
+)
+# Written anew for the engine. The sidecar's server answers `expect` itself, when the body is first read.
+_REPLACED = frozenset([b"host", b"content-length", b"expect"])
+_LONGEST_LENGTH = 18
+"""Digits of a Content-Length: an exabyte."""
+_ADDRESSES = (b"location", b"content-location")
+_OWN_VIA = OWN_VIA.encode("ascii")
+_NOT_FORWARDED = _HOP_BY_HOP | _REPLACED
 
 
 class ReverseProxy(EngineProxy):
@@ -204,9 +217,9 @@ class _Forwarding:
         headers = returned_headers(response.status, response.headers, self._proxy.for_client)
         if not can_be_written(headers):
             raise self._unreachable("its answer's headers are not HTTP", None)
-        is_admitted = call_of(self._scope) is not None
+        is_admitted = CALL_KEY in self._scope
         if not is_admitted:  # an admitted request's response has headers of the admission controller
-            headers.append((b"via", OWN_VIA.encode()))
+            headers.append((b"via", _OWN_VIA))
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
         if response.status < 500 and is_admitted:
             self._proxy.traffic.began(response)
@@ -279,3 +292,76 @@ class _Forwarding:
         message = f"the engine could not be reached: {reason}"
         retry_after_s = SOON_S * random.uniform(1, 2)
         return EngineUnreachable(message, trouble=shown, is_connected=trouble is None, retry_after_s=retry_after_s)
+
+
+def target(scope: Scope) -> bytes:
+    """The request's target as the client wrote it. Raises InvalidHeader where it is no path."""
+    raw_path: bytes = scope.get("raw_path") or quote(scope["path"]).encode("ascii")
+    if not raw_path.startswith(b"/") or scope["method"] == "CONNECT":
+        raise InvalidHeader("the request's target must be a path")
+    query: bytes = scope.get("query_string", b"")
+    return raw_path + b"?" + query if query else raw_path
+
+
+def forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """The client's headers for the engine: without this hop's, without a length, with `via` and `x-forwarded-*`.
+
+    Raises LoopDetected for a request that this process has sent.
+    """
+    received: Headers = scope["headers"]
+    first = dict(reversed(received))
+    dropped = _NOT_FORWARDED | _named_by_connection(received) if b"connection" in first else _NOT_FORWARDED
+    headers = [pair for pair in received if pair[0] not in dropped]
+    if client := scope.get("client"):
+        _append(headers, first, b"x-forwarded-for", client[0].encode())
+    if b"via" in first:
+        refuse_loop(b", ".join([value for name, value in headers if name == b"via"]))
+    _append(headers, first, b"via", _OWN_VIA)
+    if b"x-forwarded-proto" not in first:
+        headers.append((b"x-forwarded-proto", scope.get("scheme", "http").encode()))
+    if b"x-forwarded-host" not in first and b"host" in first:
+        headers.append((b"x-forwarded-host", first[b"host"]))
+    return headers
+
+
+def returned_headers(
+    status: int, raw_headers: Headers, for_client: Callable[[bytes], bytes]
+) -> list[tuple[bytes, bytes]]:
+    """The engine's headers for the client, in ASGI's lower case: without this hop's; duplicates and order stay.
+
+    `for_client` writes an address of the engine's as the client must write it: else a redirect would lead past here.
+    """
+    received = [(name.lower(), value) for name, value in raw_headers]
+    present, dropped = dict(received), _HOP_BY_HOP
+    if b"location" in present or b"content-location" in present:
+        received = [(name, for_client(value)) if name in _ADDRESSES else (name, value) for name, value in received]
+    if b"connection" in present:
+        dropped |= _named_by_connection(received)
+    # Beside chunks a length has no meaning and is how responses are smuggled; 204 and 304 have no body.
+    if status in {204, 304} or b"transfer-encoding" in present:
+        dropped |= {b"content-length"}
+    return [header for header in received if header[0] not in dropped]
+
+
+def declared_length(headers: Headers) -> int | None:
+    """The length of a body that is streamed; None where it comes in chunks. Raises InvalidHeader for two lengths."""
+    lengths = {value for name, value in headers if name == b"content-length"}
+    if any(name == b"transfer-encoding" for name, _ in headers) or not lengths:
+        return None
+    length = lengths.pop()
+    if lengths or not length.isdigit() or len(length) > _LONGEST_LENGTH:
+        raise InvalidHeader("content-length must be one whole number")
+    return int(length)  # written without leading zeros, which some servers read as octal
+
+
+def _named_by_connection(headers: Headers) -> frozenset[bytes]:
+    values = [value for name, value in headers if name == b"connection"]
+    return frozenset(token.strip().lower() for value in values for token in value.split(b","))
+
+
+def _append(headers: list[tuple[bytes, bytes]], received: Container[bytes], name: bytes, value: bytes) -> None:
+    """Adds a value to those that `headers` have of that name, in one line."""
+    if name in received:
+        value = b", ".join([*(before for found, before in headers if found == name), value])
+        headers[:] = [pair for pair in headers if pair[0] != name]
+    headers.append((name, value))
