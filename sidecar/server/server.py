@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -44,47 +45,55 @@ _STOPPED = Draining("this server stopped before the request was served; send it 
 _log = logging.getLogger("sidecar.serve")
 
 
+async def _at_once() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a process serves: `app` to its clients, and admin `pages`.
+
+    `opened` is called when both answer, and `drain` at the first signal: the port closes when `drained` returns. SIGHUP
+    calls `reload`, where there is one: then a terminal that closes does not end the server.
+    """
+
+    app: ASGIApp
+    pages: ASGIApp
+    opened: Callable[[], None] = lambda: None
+    drain: Callable[[], None] = lambda: None
+    drained: Callable[[], Awaitable[None]] = _at_once
+    reload: Callable[[], None] | None = None
+
+
 async def serve(
-    app: ASGIApp,
+    served: Served,
     *,
-    host: str,
-    port: int,
-    admin: ASGIApp,
-    admin_host: str,
-    admin_port: int,
-    drain: Callable[[], None],
-    drained: Callable[[], Awaitable[None]],
+    address: tuple[str, int],
+    admin: tuple[str, int],
     grace_s: float,
-    reload: Callable[[], None] | None = None,
     upstreams: Sequence[str] = (),
     announce: Callable[[str], None] = print,
-    opened: Callable[[], None] = lambda: None,
     certificate: Certificate | None = None,
 ) -> None:
-    """Serves `app` and `admin` until SIGTERM or SIGINT; returns when both have ended. Call it in the main thread.
+    """Serves until SIGTERM or SIGINT; returns when both servers have ended. Call it in the main thread.
 
-    SIGHUP calls `reload`, where there is one: then a terminal that closes does not end the server. As soon as both
-    answer, `opened` is called, and `announce` gets one line per address, with the port that was chosen for port 0. With
-    a `certificate` `app` is served by TLS alone. `upstreams` are where `app` sends requests. Raises CannotServe, also
-    where one of those is one of the server's own addresses.
+    As soon as both answer, `announce` gets one line per address, with the port that was chosen for port 0. With a
+    `certificate` clients are served by TLS alone. `upstreams` are where the app sends requests. Raises CannotServe,
+    also where one of those is one of the server's own addresses.
     """
-    signals = Signals(reload)
-    with listening(host, port) as client_socket, listening(admin_host, admin_port) as admin_socket, signals.caught():
+    signals = Signals(served.reload)
+    with listening(*address) as client_socket, listening(*admin) as admin_socket, signals.caught():
         refuse_own_addresses(upstreams, (client_socket, admin_socket))
 
         def announce_both() -> None:
-            opened()
             announce(f"sidecar: proxy on {address_of(client_socket, has_tls=certificate is not None)}")
             announce(f"sidecar: admin on {address_of(admin_socket)}")
 
         await serve_on(
-            app,
+            served,
             client_socket,
-            admin,
             admin_socket,
             end=signals,
-            drain=drain,
-            drained=drained,
             grace_s=grace_s,
             on_ready=announce_both,
             certificate=certificate,
@@ -92,17 +101,14 @@ async def serve(
 
 
 async def serve_on(
-    app: ASGIApp,
+    served: Served,
     client_socket: socket.socket,
-    admin: ASGIApp,
     admin_socket: socket.socket,
     *,
     end: End,
-    drain: Callable[[], None],
-    drained: Callable[[], Awaitable[None]],
     grace_s: float,
-    on_ready: Callable[[], None],
-    before_listening: Callable[[], Awaitable[None]] | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+    before_listening: Callable[[], Awaitable[None]] = _at_once,
     certificate: Certificate | None = None,
 ) -> None:
     """As `serve`, on sockets that are bound already, until `end`. `on_ready` is called when both addresses answer.
@@ -111,7 +117,7 @@ async def serve_on(
     """
     servers = [
         Server(
-            app,
+            served.app,
             client_socket,
             lifespan="on",
             timeout_keep_alive=_KEEP_ALIVE_S,
@@ -119,7 +125,7 @@ async def serve_on(
             certificate=certificate,
             before_listening=before_listening,
         ),
-        Server(admin, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),
+        Server(served.pages, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),
     ]
     running = [asyncio.ensure_future(server.serve(sockets=[server.socket])) for server in servers]
     await wait_first(_all_ready(servers), *running)
@@ -127,11 +133,12 @@ async def serve_on(
         # A port that is still open keeps uvloop from closing, and the process from its end.
         await _end_at_once(servers[1], running[1])
         raise CannotServe(servers[0].failure or "the app failed to start")
+    served.opened()
     on_ready()
     await wait_first(end.first.wait(), *running)
     deadline_s = asyncio.get_running_loop().time() + grace_s
-    drain()
-    await wait_first(drained(), end.second.wait(), timeout_s=grace_s)
+    served.drain()
+    await wait_first(served.drained(), end.second.wait(), timeout_s=grace_s)
     for server, task in zip(servers, running, strict=True):
         await server.end(task, deadline_s, end.second)
 
@@ -209,7 +216,7 @@ class Server(uvicorn.Server):
         timeout_keep_alive: int,
         most: int = sys.maxsize,
         certificate: Certificate | None = None,
-        before_listening: Callable[[], Awaitable[None]] | None = None,
+        before_listening: Callable[[], Awaitable[None]] = _at_once,
     ):
         config = uvicorn.Config(
             app,
@@ -249,8 +256,7 @@ class Server(uvicorn.Server):
         finally:
             log.removeFilter(self._note_failure)
         if self.started:
-            if self._before_listening is not None:
-                await self._before_listening()
+            await self._before_listening()
             self._accept()
             self.ready.set()
 
