@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from sidecar.policy.compiler import load, shipped_policies
-from sidecar.policy.model import Order
+from sidecar.policy.model import Order, Queue
 from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
@@ -23,7 +23,7 @@ class Crowd:
 
     def __init__(self, waiting: int, leases: int, tenants: int, order: Order, engines: int = 0) -> None:
         policy = load(shipped_policies()).ordered_by(order)
-        policy = replace(policy, tiers=tuple(replace(tier, max_waiting=None) for tier in policy.tiers))
+        policy = replace(policy, tiers=tuple(replace(tier, queue=Queue()) for tier in policy.tiers))
         self.policy = replace(policy, rules=policy.rules_of(leases * TOKENS, leases))
         self.pool = Pool(self.policy, weight_percent=WEIGHT_PERCENT if engines else None)
         self.running: deque[Lease] = deque()

@@ -79,8 +79,8 @@ def others_leave(crowd: Crowd) -> Iterator[None]:
 
 def reserves_change(crowd: Crowd) -> Iterator[None]:
     """The policy is another one."""
-    shares = tuple(replace(share, reserve=share.reserve / 2) for share in crowd.policy.shares)
-    other, size = replace(crowd.policy, shares=shares), (crowd.policy.rules.tokens, crowd.policy.rules.requests)
+    tiers = tuple(replace(tier, reserve=tier.reserve / 2) for tier in crowd.policy.tiers)
+    other, size = replace(crowd.policy, tiers=tiers), (crowd.policy.rules.tokens, crowd.policy.rules.requests)
     crowd.pool.change_policy(replace(other, rules=other.rules_of(*size)))
     yield
 

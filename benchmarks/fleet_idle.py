@@ -19,15 +19,17 @@ from fractions import Fraction
 from pathlib import Path
 
 from sidecar.engines import Vllm
-from sidecar.fleet import EngineAddress, Fleet, FleetSettings, StaticDiscovery, WrittenCapacity
-from sidecar.policy.rules import EngineCapacity
+from sidecar.fleet import EngineAddress, Fleet, FleetSettings, StaticDiscovery
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.model import CapacitySource
+from sidecar.policy.rules import UNLIMITED
 
 MOST = 0.10
 """Of one processor, for 64 engines whose capacity is read."""
 LINES = 400
 """Of a vLLM's metrics page: mostly buckets of histograms."""
-READ = EngineCapacity(Fraction(1), 2)
-WRITTEN = WrittenCapacity(400_000, 160)
+READ = Capacity(read_from=CapacitySource.ENGINE, fraction=Fraction(1))
+WRITTEN = Capacity(tokens=400_000, requests=160)
 
 
 def metrics_page() -> bytes:
@@ -63,9 +65,9 @@ async def serve(count: int) -> None:
     await asyncio.Event().wait()
 
 
-async def cpu_share(ports: list[int], capacity: WrittenCapacity | EngineCapacity, for_s: float) -> float:
+async def cpu_share(ports: list[int], capacity: Capacity, for_s: float) -> float:
     """The part of one processor that a fleet of engines at these ports takes."""
-    engines = [EngineAddress(f"e{port}", f"http://127.0.0.1:{port}", capacity) for port in ports]
+    engines = [EngineAddress(f"e{port}", f"http://127.0.0.1:{port}", capacity, UNLIMITED) for port in ports]
     fleet = Fleet(FleetSettings(Vllm), StaticDiscovery(engines), lambda: time.monotonic_ns() // 1000)
     await fleet.open()
     assert all(member.takes_new for member in fleet.members()), fleet

@@ -30,7 +30,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.redis_setup import NORMAL, plain_client, replica, running_server, shipped_policy, version_of
-from sidecar.policy.model import Order, Policy
+from sidecar.policy.model import Order, Policy, Queue
 from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
@@ -101,7 +101,7 @@ def policy_of(name: str, order: Order, leases: int) -> Policy:
     policy = shipped_policy(name).ordered_by(order)
     return replace(
         policy,
-        tiers=tuple(replace(tier, max_waiting=None, max_wait_s=None) for tier in policy.tiers),
+        tiers=tuple(replace(tier, queue=Queue()) for tier in policy.tiers),
         rules=policy.rules_of(max(leases, EACH) * TOKENS, leases),
     )
 

@@ -32,11 +32,10 @@ def pool_of(policy):
     try:
         from sidecar.pools import Pool
         from sidecar.pools.redis import RedisLink, ledger_connector
-        from tests.pools.harness import with_shares
     except ImportError:
         from sidecar.pools.redis import RedisPool, connector
         return RedisPool(policy, connector(store_address(url), "roll"))
-    return Pool(with_shares(policy), link=RedisLink(ledger_connector(store_address(url), "roll"), "roll"))
+    return Pool(policy, link=RedisLink(ledger_connector(store_address(url), "roll"), "roll"))
 
 async def main():
     import signal

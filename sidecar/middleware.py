@@ -11,6 +11,7 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.dry_run.request import DryRunRequest
 from sidecar.admission.forwarding import pass_on
 from sidecar.admission.request import RequestHandler
+from sidecar.admission.request_path import guarded_endpoint
 from sidecar.admission.self_view import is_self_view, send_self_view
 from sidecar.admission.unguarded import pass_or_refuse
 from sidecar.policy.model import Cors
@@ -23,7 +24,7 @@ def serve_scope(
 
     The coroutines around an app are resumed whenever the app is, for every chunk of a stream. So this is none of them.
     """
-    endpoint = controller.guarded_endpoint(scope)
+    endpoint = guarded_endpoint(controller.snapshot.endpoints, scope)
     if endpoint is None:
         if scope["type"] == "lifespan":
             controller.begin_lifespan()

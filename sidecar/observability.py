@@ -16,9 +16,9 @@ from sidecar.cluster.learned_lengths import LengthExchange
 from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
+from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import EngineDocument
 from sidecar.events import Received, ShadowHolds
-from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.policy.model import Mode, Policy, Tier, UsageInTraces
 from sidecar.pools import Grant, Pool

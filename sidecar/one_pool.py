@@ -17,6 +17,7 @@ from weakref import WeakSet
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admission.controller import AdmissionController
+from sidecar.admission.request_path import guarded_endpoint
 from sidecar.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.model import Mode, Policy, is_forced
@@ -227,7 +228,7 @@ class OnePool:
         outer: _Passage | None = scope.get(self._key)
         if outer is not None and outer.is_guarded:
             return app(scope, receive, send)
-        scope[self._key] = _Passage(app, self.controller.guarded_endpoint(scope) is not None)
+        scope[self._key] = _Passage(app, guarded_endpoint(self.controller.snapshot.endpoints, scope) is not None)
         return serve(scope, receive, send)
 
     def _begin(self) -> None:

@@ -24,10 +24,10 @@ from tests.support.each import each
 TIERS = ("critical", "high", "normal", "low", "batch")
 CRITICAL, HIGH, NORMAL, LOW, BATCH = range(5)
 KEY = b"sk-very-secret"
-ACME = Tenant("acme", level=NORMAL, max_level=HIGH)
-ROOT = Tenant("root", level=NORMAL, max_level=CRITICAL)
-ANONYMOUS = Tenant("anonymous", level=LOW, max_level=LOW)
-CHAT = Endpoint("/v1/chat/completions", Api.CHAT)
+ACME = Tenant(name="acme", level=NORMAL, max_level=HIGH)
+ROOT = Tenant(name="root", level=NORMAL, max_level=CRITICAL)
+ANONYMOUS = Tenant(name="anonymous", level=LOW, max_level=LOW)
+CHAT = Endpoint(path="/v1/chat/completions", api=Api.CHAT)
 ALL_BUT_ENGINE = (Source.BODY, Source.HEADER, Source.ENDPOINT, Source.KEY)
 
 
@@ -40,7 +40,7 @@ def policy_of(
 ) -> Policy:
     policy = Policy(
         rules=pool_rules(tokens=1000, requests=10, tiers=tuple(Shares(name, Fraction(0)) for name in tiers)),
-        tiers=tuple(Tier(name, level, default_output_tokens=512) for level, name in enumerate(tiers)),
+        tiers=tuple(Tier(name=name, level=level) for level, name in enumerate(tiers)),
         endpoints={CHAT.path: CHAT},
         tenants={hashlib.sha256(KEY).hexdigest(): ACME},
         anonymous=ANONYMOUS,
@@ -70,7 +70,12 @@ def asked_with(
     if raw is not None:
         body = b'{"messages":[1],"priority":%b}' % raw
     headers = headers or {}
-    return Asked(Endpoint(CHAT.path, Api.CHAT, level), decode(Api.CHAT, body), headers, client_headers(tuple(headers)))
+    return Asked(
+        Endpoint(path=CHAT.path, api=Api.CHAT, level=level),
+        decode(Api.CHAT, body),
+        headers,
+        client_headers(tuple(headers)),
+    )
 
 
 def classified(policy: Policy, asked: Asked, tenant: Tenant = ROOT) -> Classification:
@@ -188,7 +193,7 @@ def test_where_no_source_answers_the_default_tier_does_and_is_clamped_too() -> N
 
 @given(asked=st.sampled_from(TIERS), best=st.integers(0, 4))
 def test_more_than_a_tenant_may_have_is_clamped_and_said(asked: str, best: int) -> None:
-    made = classified(policy_of(), asked_with(priority=asked), Tenant("t", level=BATCH, max_level=best))
+    made = classified(policy_of(), asked_with(priority=asked), Tenant(name="t", level=BATCH, max_level=best))
     wanted = TIERS.index(asked)
     assert made.level == max(wanted, best)
     assert made.clamped_from == (wanted if wanted < best else None)

@@ -22,7 +22,8 @@ from sidecar.cluster.document import Overview
 from sidecar.cluster.dry_run import ObservedReport
 from sidecar.errors import HeadTimeout, HeadTooLarge, InvalidHttp
 from sidecar.explain.document import Explanation
-from sidecar.policy.schema import TenantFile, schema_document
+from sidecar.policy.schema import schema_document
+from sidecar.policy.tenant import Tenant
 from sidecar.secrets import TOKEN_VARIABLE
 from sidecar.version import __version__
 
@@ -278,7 +279,7 @@ _OPERATIONS = (
             503: (_NO_STORE,),
         },
         [_in_query("replace", "Writes over a tenant of this name.", _FLAG)],
-        _of("TenantFile"),
+        _of("Tenant"),
     ),
     _Operation(
         "get",
@@ -452,6 +453,6 @@ def _content(body: Schema | str | None) -> dict[str, Any]:
 def _schemas() -> dict[str, Any]:
     """All schemas by name: of the answers' classes, of a tenant's file, and those above."""
     _, found = msgspec.json.schema_components(_DOCUMENTS, ref_template=_SCHEMAS + "{name}")
-    tenant = json.loads(json.dumps(schema_document(TenantFile)).replace('"#/$defs/', f'"{_SCHEMAS}'))
+    tenant = json.loads(json.dumps(schema_document(Tenant)).replace('"#/$defs/', f'"{_SCHEMAS}'))
     inner = tenant.pop("$defs", {})
-    return dict(sorted({**found, **inner, "TenantFile": tenant, **_OWN_SCHEMAS}.items()))
+    return dict(sorted({**found, **inner, "Tenant": tenant, **_OWN_SCHEMAS}.items()))

@@ -1,17 +1,17 @@
 """Page of one request for people: the story that `sidecar explain --request` prints, as HTML without a script.
 
-Request ids, messages and the names of tiers, tenants and models come from clients and operators: everything is escaped,
-and characters that turn the reading around or do not print are shown as their codes. The page's
-Content-Security-Policy allows its own style, and nothing else.
+Request ids, messages and the names of tiers, tenants and models come from clients and operators: the template
+`request.html` escapes everything. The page's Content-Security-Policy allows its own style, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from html import escape
+from functools import partial
 from urllib.parse import quote
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -31,7 +31,7 @@ from sidecar.explain.steps import (
     steps,
     unknown_lines,
 )
-from sidecar.telemetry.logs.formats import one_line
+from sidecar.templates import render
 
 LONGEST_ID = 128
 """A request id that is longer is not taken over from the client."""
@@ -40,12 +40,6 @@ MOST_LISTED = 20
 
 _STYLE = text_of("page.css") + text_of("request.css")
 HEADERS = headers(_STYLE)
-_PAGE = (
-    '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-    '<meta name="color-scheme" content="light dark">\n<title>{title}</title>\n<link rel="icon" href="data:,">\n'
-    "<style>{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-)
 
 
 def request_routes(builder: ExplanationBuilder, overview: Callable[[], Overview]) -> Sequence[BaseRoute]:
@@ -54,7 +48,8 @@ def request_routes(builder: ExplanationBuilder, overview: Callable[[], Overview]
     async def page(request: Request) -> Response:
         wanted = request.query_params.get("id", "")[: LONGEST_ID + 1]
         story = builder.explain(wanted) if wanted else None
-        text = unknown_page(builder, overview(), wanted) if story is None else story_page(story)
+        make = partial(unknown_page, builder, overview(), wanted) if story is None else partial(story_page, story)
+        text = await run_in_threadpool(make)  # the first page imports Jinja2, which takes tens of milliseconds
         return HTMLResponse(text.encode("utf-8", "replace"), 404 if story is None else 200, HEADERS)
 
     return [Route("/request", page)]
@@ -75,16 +70,16 @@ def story_page(story: Explanation) -> str:
     facts = [f"{story.method} {story.path}", f"pool {story.pool}", f"as of {_calendar(story.told_at_s)}"]
     if story.others:
         facts.append(f"the newest of {story.others + 1} requests with this id")
-    parts = [
-        _header(story.request_id, facts),
-        "<main>",
-        f'<p id="headline" class="{_mood(story)}">{_sentence(story.conclusion)}</p>',
-        _section("What happened", f'<dl class="steps">{"".join(map(_step, steps(story, _clock)))}</dl>'),
-        *([] if story.wait is None else [_went_ahead(story, story.wait)]),
-        _links(story.request_id),
-        "</main>",
-    ]
-    return _page(story.request_id, parts)
+    return _page(
+        story.request_id,
+        facts,
+        story.conclusion,
+        mood=_mood(story),
+        heading="What happened",
+        steps=list(steps(story, _clock)),
+        wait=None if story.wait is None else _went_ahead(story, story.wait),
+        as_json=json_link(story.request_id),
+    )
 
 
 def unknown_page(builder: ExplanationBuilder, overview: Overview, wanted: str) -> str:
@@ -98,14 +93,15 @@ def unknown_page(builder: ExplanationBuilder, overview: Overview, wanted: str) -
         if wanted
         else "the address names no request: write /request?id= and then the id"
     )
-    parts = [_header(title, facts), "<main>", f'<p id="headline" class="plain">{_sentence(said)}</p>']
-    parts += [_refused_elsewhere(one, overview.replicas) for one in refused[:1]]
-    if builder.is_shared and wanted:
-        listed = "".join(f"<li>{_shown(_name(one))}</li>" for one in others)
-        where = "Ask the admin port of each other replica for the same page"
-        text = f'<p>{where}:</p><ul class="plainly">{listed}</ul>' if others else "<p>No other replica is seen.</p>"
-        parts.append(_section("Other replicas", text))
-    return _page(title, [*parts, _links(None), "</main>"])
+    is_elsewhere = builder.is_shared and bool(wanted)
+    return _page(
+        title,
+        facts,
+        said,
+        heading="Refused by another replica",
+        steps=_refused_elsewhere(refused[0], overview.replicas) if refused else [],
+        others=[_name(one) for one in others] if is_elsewhere else None,
+    )
 
 
 def unknown_request(builder: ExplanationBuilder, wanted: str) -> str:
@@ -118,18 +114,17 @@ def unknown_request(builder: ExplanationBuilder, wanted: str) -> str:
     return f"{sentence}; the pool is shared, so ask the other replicas, too" if builder.is_shared else sentence
 
 
-def _refused_elsewhere(refusal: RefusalView, replicas: Iterable[ReplicaView]) -> str:
+def _refused_elsewhere(refusal: RefusalView, replicas: Iterable[ReplicaView]) -> Sequence[Step]:
     """A refusal that another replica has reported: this one knows no more of the request."""
     by = next((_name(one) for one in replicas if one.replica == refusal.replica), refusal.replica)
     status = "" if refusal.status is None else f"{refusal.status} "
     asked = "not known" if refusal.tier is None else f"tenant {refusal.tenant}, tier {refusal.tier}"
-    found = [
+    return [
         Step("replica", by),
         Step("asked by", asked),
         Step("refused", f"{_clock(refusal.at_s)}: {status}{refusal.code}: {refusal.message}"),
         Step("waited", exact_duration(refusal.waited_s) if refusal.waited_s else "not at all"),
     ]
-    return _section("Refused by another replica", f'<dl class="steps">{"".join(map(_step, found))}</dl>')
 
 
 def _name(replica: ReplicaView) -> str:
@@ -142,70 +137,30 @@ def _mood(story: Explanation) -> str:
     return "calm" if story.state in ("running", "completed") else "alarm"
 
 
-def _went_ahead(story: Explanation, wait: WaitDetails) -> str:
-    parts = [_table(GROUP_HEADS, group_rows(wait), "because")] if wait.groups else []
-    unknown = "".join(f"<li>{_shown(line)}</li>" for line in unknown_lines(wait))
-    parts += [f'<ul class="plainly">{unknown}</ul>'] if unknown else []
-    if wait.first:
-        listed = wait.first[:MOST_LISTED]
-        all_of_them = sum(group.requests for group in wait.groups) <= len(listed)
-        parts.append(f"<h3>{'One by one' if all_of_them else f'The first {len(listed)}'}</h3>")
-        parts.append(_table(ONE_HEADS, [one_row(story, each, _clock) for each in listed], "request"))
-    return _section(admitted_meanwhile(wait), "".join(parts))
+def _went_ahead(story: Explanation, wait: WaitDetails) -> Mapping[str, object]:
+    listed = wait.first[:MOST_LISTED]
+    return {
+        "title": admitted_meanwhile(wait),
+        "groups": group_rows(wait) if wait.groups else [],
+        "unknown": unknown_lines(wait),
+        "first": [one_row(story, each, _clock) for each in listed],
+        "is_all": sum(group.requests for group in wait.groups) <= len(listed),
+    }
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], long: str) -> str:
-    """`long` is the column that takes a line of its own on a phone; the column `request` has links."""
-    kinds = ["number" if name in _FIGURES else "long" if name == long else "" for name in heads]
-    head = "".join(
-        f'<th scope="col" class="{kind}">{escape(name)}</th>' for name, kind in zip(heads, kinds, strict=True)
+def _page(title: str, facts: Sequence[str], conclusion: str, **more: object) -> str:
+    plain = {"mood": "plain", "wait": None, "others": None, "as_json": None}
+    return render(
+        "request.html",
+        title=title,
+        facts=facts,
+        conclusion=conclusion,
+        style=_STYLE,
+        page_link=page_link,
+        group_heads=GROUP_HEADS,
+        one_heads=ONE_HEADS,
+        **{**plain, **more},
     )
-    body = "".join(f"<tr>{''.join(map(_cell, heads, kinds, row))}</tr>" for row in rows)
-    return f'<table class="plain cards"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-
-
-_FIGURES = frozenset(("tokens", "requests", "after"))
-
-
-def _cell(head: str, kind: str, text: str) -> str:
-    content = _link(text) if head == "request" else _shown(text)
-    return f'<td class="{kind}" data-label="{escape(head)}">{content}</td>'
-
-
-def _step(step: Step) -> str:
-    link = "" if step.request_id is None else f" ({_link(step.request_id, 'its own story')})"
-    return f"<dt>{_shown(step.label)}</dt><dd>{_shown(step.said)}{link}</dd>"
-
-
-def _link(wanted: str, text: str | None = None) -> str:
-    return f'<a class="id" href="{escape(page_link(wanted))}">{_shown(wanted if text is None else text)}</a>'
-
-
-def _links(wanted: str | None) -> str:
-    as_json = "" if wanted is None else f'<a href="{escape(json_link(wanted))}">the same as JSON</a>'
-    return f'<p class="links"><a href="./">the whole pool</a>{as_json}</p>'
-
-
-def _header(title: str, facts: Sequence[str]) -> str:
-    shown = " \u00b7 ".join(map(_shown, facts))
-    return f'<header><h1>Request <span class="id">{_shown(title)}</span></h1><p id="facts">{shown}</p></header>'
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{_shown(title)}</h2>{content}</section>"
-
-
-def _page(title: str, parts: Sequence[str]) -> str:
-    return _PAGE.format(title=_shown(f"Request {title}"), style=_STYLE, body="\n".join(parts))
-
-
-def _sentence(text: str) -> str:
-    return _shown(f"{text[:1].upper()}{text[1:]}.")
-
-
-def _shown(text: str) -> str:
-    """Text as markup."""
-    return escape(one_line(text))
 
 
 def _clock(at_s: float) -> str:

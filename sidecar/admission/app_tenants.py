@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admission.client import UploadChannel
 from sidecar.admission.controller import AdmissionController
+from sidecar.admission.request_path import guarded_endpoint
 from sidecar.admission.self_view import is_self_view
 from sidecar.admission.unguarded import needs_tenant
 from sidecar.classify import SaidByApp, TenantClaims, said_by_app
@@ -85,7 +86,11 @@ def _counts(controller: AdmissionController, scope: Scope) -> bool:
         return False
     if controller.is_passing:  # only who gets the engine's key
         return bool(controller.snapshot.credentials.added) and controller.policy.anonymous is None
-    return controller.guarded_endpoint(scope) is not None or is_self_view(scope) or needs_tenant(controller, scope)
+    return (
+        guarded_endpoint(controller.snapshot.endpoints, scope) is not None
+        or is_self_view(scope)
+        or needs_tenant(controller, scope)
+    )
 
 
 async def _said(tenant_of: TenantOf, scope: Scope, client: UploadChannel, policy: Policy) -> SaidByApp:

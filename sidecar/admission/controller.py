@@ -23,7 +23,6 @@ from sidecar.admission.intake import Appraise, SizedRequest
 from sidecar.admission.pending_aborts import PendingAborts
 from sidecar.admission.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
-from sidecar.admission.request_path import endpoint_of
 from sidecar.admission.usage import UsageReader
 from sidecar.admission.watchdog import Watchdog
 from sidecar.engines.base import Engine
@@ -35,7 +34,7 @@ from sidecar.identity.identities import Identities
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSizes
 from sidecar.lengths.output_ratios import OutputRatios
-from sidecar.policy.model import Endpoint, Mode, Policy, Unguarded
+from sidecar.policy.model import Mode, Policy, Unguarded
 from sidecar.pools import Pool
 from sidecar.tenants.tenant_usage import TenantUsage
 from sidecar.tokens import Estimator
@@ -204,12 +203,6 @@ class AdmissionController:
         if not snapshot.policy.rules.is_by_gain:
             return None
         return lambda request: self.gain.appraise(request, snapshot.tier_names)
-
-    def guarded_endpoint(self, scope: Scope) -> Endpoint | None:
-        """The policy's endpoint for a request; None where none guards it."""
-        if scope["type"] != "http" or scope["method"].upper() != "POST":
-            return None
-        return endpoint_of(self.snapshot.endpoints, scope)
 
     @property
     def is_observing(self) -> bool:

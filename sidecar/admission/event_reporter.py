@@ -20,11 +20,9 @@ from sidecar.errors import AdmissionError
 from sidecar.events import (
     FIRST_FAILURE,
     Admitted,
-    AppTrace,
     Classified,
     Event,
     FirstByte,
-    Headers,
     Observation,
     Observed,
     Observer,
@@ -63,29 +61,21 @@ class Asker(Protocol):
 class EventReporter(msgspec.Struct, eq=False):
     """Reports one request: see `reporter_of`.
 
-    `now_us` is the pool's clock in microseconds. `_observation` is there from the beginning where an observer follows
+    `now_us` is the pool's clock in microseconds. `observation` is there from the beginning where an observer follows
     the request. Where one is told of failures only, `_begin` makes it, and `_steps` are what it is told then.
 
     A request that was admitted once ends with `Settled`, even where it ends while it waits again. `asker` knows the
-    tenant and the tier of a request that ends before it is classified. `gain` is told how the request ended, whether
-    an observer listens or not.
+    tenant and the tier of a request that ends before it is classified. `gain` is told of its
+    first byte and its end, whether an observer listens or not.
     """
 
     _now_us: Callable[[], int]
     _asker: Asker
-    _observation: Observation | None = None
+    observation: Observation | None = None
     _begin: Callable[[], Observation | None] | None = None
     _steps: list[tuple[Callable[..., Event], tuple[Any, ...]]] = []
     _was_admitted: bool = False
     gain: RequestGain | None = None
-
-    def headers(self) -> Headers:
-        """The trace context for the engine."""
-        return () if self._observation is None else self._observation.headers()
-
-    def app_trace(self) -> AppTrace | None:
-        """See `Observation.app_trace`."""
-        return None if self._observation is None else self._observation.app_trace()
 
     def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
         """The request was classified at `at_us`, and the pool has said now which tier it charges."""
@@ -93,7 +83,7 @@ class EventReporter(msgspec.Struct, eq=False):
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where there is an observer."""
-        if self._observation is not None or self._begin is not None:
+        if self.observation is not None or self._begin is not None:
             self._step(Queued, self._now_us(), *obstacle(), mark)
 
     def waited_for_store(self, since_us: int) -> None:
@@ -146,6 +136,8 @@ class EventReporter(msgspec.Struct, eq=False):
 
     def first_byte(self, status: int | None) -> None:
         """The response's first byte goes out."""
+        if self.gain is not None:
+            self.gain.first_byte(status)
         self._step(FirstByte, self._now_us(), status or 0)
 
     def settled(  # noqa: PLR0917  # names at the call would cost as much as the rest
@@ -163,7 +155,7 @@ class EventReporter(msgspec.Struct, eq=False):
         """
         gain = None if self.gain is None else self.gain.settled(outcome, status, is_failure=said is not None)
         is_failure = outcome is not Outcome.COMPLETED or (status or 0) >= FIRST_FAILURE
-        if self._observation is None and not is_failure:
+        if self.observation is None and not is_failure:
             return
         tokens, input_tokens, output_tokens, cached_tokens = used
         held, growths = (None, 0) if size is None else (size.held, size.growths)
@@ -187,7 +179,7 @@ class EventReporter(msgspec.Struct, eq=False):
         """The request ended without a grant, or waiting for another one. It has used `tokens` by then."""
         is_abandoned = code == DISCONNECTED_CODE
         gain = None if self.gain is None else self.gain.refused(status, is_abandoned=is_abandoned)
-        if self._observation is None and self._begin is None:
+        if self.observation is None and self._begin is None:
             return
         at_us = self._now_us() if wait is None else wait.at_us
         refused = _refused((at_us, code, message, status), wait, self._asker, gain)
@@ -200,19 +192,19 @@ class EventReporter(msgspec.Struct, eq=False):
 
     def _step(self, make: Callable[..., Event], *arguments: Any) -> None:
         """Tells an event that does not end the request, or keeps what it is made of."""
-        if self._observation is not None:
-            self._observation.on_event(make(*arguments))
+        if self.observation is not None:
+            self.observation.on_event(make(*arguments))
         elif self._begin is not None:
             self._steps.append((make, arguments))
 
     def _end(self, event: Refused | Settled) -> None:
         """Tells the event that ends the request, and before it what was kept."""
         if self._begin is not None:
-            self._observation, self._begin = self._begin(), None
+            self.observation, self._begin = self._begin(), None
             for make, arguments in self._steps:
                 self._step(make, *arguments)
-        if self._observation is not None:
-            self._observation.on_event(event)
+        if self.observation is not None:
+            self.observation.on_event(event)
 
 
 def reporter_of(  # noqa: PLR0917

@@ -20,7 +20,7 @@ would have the engine.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Container, Sequence
+from collections.abc import Awaitable, Container, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -29,8 +29,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.intake import CONTENT_ENCODING, SizedRequest
-from sidecar.admission.request_path import endpoint_of, path_for_app
+from sidecar.admission.intake import CONTENT_ENCODING, MAXIMUM_FIELDS, SizedRequest
+from sidecar.admission.request_path import guarded_endpoint, path_for_app
+from sidecar.admission.responses import REQUEST_ID
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.classify import TenantClaims, said_by_app
@@ -74,27 +75,58 @@ def ask_for_usage(request: SizedRequest, engine: Engine | None, usage: UsageRead
 
 
 def _asking_options(written: bytes | None, engine: Engine) -> bytes | None:
-    options = b"{}"
-    if written is not None and written != b"null":
-        try:
-            asked = _decode_options(written).include_usage
-        except msgspec.ValidationError:
-            return None
-        if asked is msgspec.UNSET:
-            asked = engine.asks_usage_by_default
-        if (asked.lower() if isinstance(asked, str) else asked) not in _NOT_ASKED:
-            return None
-        options = written
+    if written is None or written == b"null":
+        return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in engine.usage_options.items())
+    try:
+        asked = _decode_options(written).include_usage
+    except msgspec.ValidationError:
+        return None
+    if asked is msgspec.UNSET:
+        asked = engine.asks_usage_by_default
+    if (asked.lower() if isinstance(asked, str) else asked) not in _NOT_ASKED:
+        return None
+    options = written
     for name, value in engine.usage_options.items():
         options = insert(remove(options, (name,)), name, value)
     return options
 
 
-def headers_for_app(pairs: Headers, request: SizedRequest, body: bytes, added: list[tuple[bytes, bytes]]) -> Headers:
-    """The headers for the app: the client's `pairs`, with those `added`, to which the new length is added here."""
+def request_for_app(
+    request: SizedRequest,
+    endpoint: Endpoint,
+    scope: Scope,
+    pairs: Headers,
+    *,
+    forward: Forward,
+    added: Headers,
+    stream_options: bytes | None,
+) -> tuple[Scope, bytes]:
+    """The scope and the body for the app, which gets the priority by `forward`.
+
+    `pairs` are the client's headers as they came, `added` those that replace them. See also `forwarded_body`.
+    """
+    body = forwarded_body(_capped_body(request), request.payload, forward, stream_options)
     if b"content-length" in request.headers and (body is not request.body or CONTENT_ENCODING in request.taken):
-        added.append((b"content-length", b"%d" % len(body)))
-    return forwarded_headers(pairs, request.taken, added)
+        added = (*added, (b"content-length", b"%d" % len(body)))
+    return forwarded_scope(scope, endpoint, forwarded_headers(pairs, request.taken, added)), body
+
+
+def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:
+    """The request's id as a header for the app, where the client has sent none, one that is not used, or several."""
+    sent = headers.get(REQUEST_ID)
+    if sent is not None and len(headers) == len(pairs) and sent.decode("latin-1") == request_id:
+        return ()
+    return ((REQUEST_ID, request_id.encode("ascii")),)
+
+
+def _capped_body(request: SizedRequest) -> bytes:
+    """The client's body, with the output cap, where it has one, as its only maximum. Every other byte stays."""
+    body, cap = request.body, request.output_cap
+    if cap is None:
+        return body
+    for field in MAXIMUM_FIELDS[request.api]:
+        body = remove(body, (field,))
+    return insert(body, MAXIMUM_FIELDS[request.api][0], b"%d" % cap)
 
 
 def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:
@@ -211,11 +243,8 @@ def _for_app(controller: AdmissionController, scope: Scope) -> Scope:
         said_by_app.set(None)  # the app may have another admission controller in it
         if taken or policy.anonymous is not None or isinstance(said, TenantClaims):
             scope = {**scope, "headers": forwarded_headers(scope["headers"], taken, credentials.added)}
-    if scope["type"] == "http" and scope["method"].upper() == "POST":
-        endpoint = endpoint_of(controller.snapshot.named_endpoints, scope)
-        if endpoint is not None:
-            return forwarded_scope(scope, endpoint, scope["headers"])
-    return scope
+    endpoint = guarded_endpoint(controller.snapshot.named_endpoints, scope)
+    return scope if endpoint is None else forwarded_scope(scope, endpoint, scope["headers"])
 
 
 def pass_read(

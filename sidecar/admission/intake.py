@@ -33,7 +33,7 @@ from sidecar.events import Headers
 from sidecar.gain.token_deadlines import SLO_HEADERS, Objective, asked_slo
 from sidecar.lengths.lease_size import Expected, LeaseSizes
 from sidecar.payload.decode import Payload, decode
-from sidecar.payload.edit import insert, remove
+from sidecar.payload.edit import remove
 from sidecar.policy.model import Background, Endpoint, Policy, Tenant, Unsized
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
@@ -60,7 +60,7 @@ _END_BYTES = 256
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
 
-_MAXIMUM_FIELDS = {
+MAXIMUM_FIELDS = {
     Api.CHAT: ("max_completion_tokens", "max_tokens"),
     Api.COMPLETIONS: ("max_tokens",),
     Api.RESPONSES: ("max_output_tokens",),
@@ -153,7 +153,7 @@ class SizedRequest(msgspec.Struct, gc=False):
 
     def longest_wait_s(self, policy: Policy) -> float | None:
         """The longest wait in seconds: the tier's, or the client's where that is shorter. None: no limit."""
-        return _shorter(self.max_wait_s, policy.tiers[self.classification.level].max_wait_s)
+        return _shorter(self.max_wait_s, policy.tiers[self.classification.level].queue.max_wait_s)
 
     @property
     def may_be_repeated(self) -> bool:
@@ -179,15 +179,6 @@ class SizedRequest(msgspec.Struct, gc=False):
         """Frees the body, which may be megabytes, once it is forwarded or never will be."""
         self.body = b""
         self.payload.parts = ()
-
-    def capped_body(self) -> bytes:
-        """The client's body, with the output cap, where it has one, as its only maximum. Every other byte stays."""
-        body, cap = self.body, self.output_cap
-        if cap is None:
-            return body
-        for field in _MAXIMUM_FIELDS[self.api]:
-            body = remove(body, (field,))
-        return insert(body, _MAXIMUM_FIELDS[self.api][0], b"%d" % cap)
 
 
 class RequestIntake(msgspec.Struct, eq=False):
@@ -499,14 +490,14 @@ def _output_cap(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine:
     A maximum of 0 counts as no maximum, but for text completions: engines treat it as absent.
     """
     most = tenant.limits.max_output_tokens
-    if most is None or api not in _MAXIMUM_FIELDS:
+    if most is None or api not in MAXIMUM_FIELDS:
         return None
     asked = payload.max_output_tokens or 0
     if asked > most:
         raise OutputTooLong(
-            f"{_MAXIMUM_FIELDS[api][-1]}: {asked} is more than the {most} tokens that one answer to tenant "
+            f"{MAXIMUM_FIELDS[api][-1]}: {asked} is more than the {most} tokens that one answer to tenant "
             f"{tenant.name} may have; send {most} or less",
-            param=_MAXIMUM_FIELDS[api][-1],
+            param=MAXIMUM_FIELDS[api][-1],
         )
     default = engine.default_completion_tokens
     if api is Api.COMPLETIONS and default is not None and most >= default and remove(body, ("max_tokens",)) is body:

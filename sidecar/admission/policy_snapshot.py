@@ -132,4 +132,4 @@ def objective_of(tier: Tier) -> Objective | None:
     slo = tier.slo
     if slo.ttft_s is None or slo.tpot_s is None:
         return None
-    return Objective(round(slo.ttft_s * 1e6), round(slo.tpot_s * 1e6), tier.gain_weight)
+    return Objective(round(slo.ttft_s * 1e6), round(slo.tpot_s * 1e6), tier.gain.weight)

@@ -19,27 +19,10 @@ from sidecar.admission.client import ClientChannel, ClientDisconnected, UploadCh
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.engine_route import EngineRoute
 from sidecar.admission.event_reporter import reporter_of
-from sidecar.admission.forwarding import (
-    ask_for_usage,
-    forwarded_body,
-    forwarded_scope,
-    granted_of,
-    headers_for_app,
-    pass_read,
-    show_outside,
-)
+from sidecar.admission.forwarding import ask_for_usage, granted_of, id_for_app, pass_read, request_for_app, show_outside
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
 from sidecar.admission.pending_aborts import EngineCall, Held
-from sidecar.admission.request_gain import RequestGain
-from sidecar.admission.responses import (
-    admission_headers,
-    id_for_app,
-    id_headers,
-    refusal_headers,
-    refuse,
-    request_id,
-    send_error,
-)
+from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
 from sidecar.admission.turn import Cause, Turn, TurnEnded, refusal_of
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
@@ -85,7 +68,7 @@ class RequestHandler:
 
     __slots__ = (
         "_answer", "_app_call", "_attempt", "_body", "_call", "_client", "_controller", "_cut", "_endpoint",
-        "_engine_time", "_for_app", "_gain", "_headers", "_intake", "_is_read", "_lease", "_now_us", "_overdue",
+        "_engine_time", "_for_app", "_intake", "_is_read", "_lease", "_now_us", "_overdue",
         "_pairs", "_preempted_us", "_receive", "_received_us", "_reporter", "_request", "_request_id", "_route",
         "_scope", "_snapshot", "_task", "_timed_out", "_turn", "_upload", "stage",
     )  # fmt: skip
@@ -98,6 +81,9 @@ class RequestHandler:
     def __init__(
         self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
     ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
         self.stage = Stage.READING
         self._controller = controller
         self._snapshot = snapshot = controller.snapshot
@@ -107,7 +93,7 @@ class RequestHandler:
         self._now_us = now_us = controller.pool.now_us
         self._received_us = received_us = now_us()
         self._pairs = pairs = [*scope["headers"]]  # a copy: uvicorn appends trailers to its own list
-        self._headers = headers = dict(pairs)
+        headers = dict(pairs)
         self._request_id = own_id = request_id(headers)
         self._intake = RequestIntake(snapshot, endpoint, headers, received_us)
         self._reporter = reporter_of(controller.observer, scope, own_id, received_us, now_us, self._intake)
@@ -116,7 +102,6 @@ class RequestHandler:
             self._upload = UploadChannel(receive, send, now_us)
         self._client = self._upload or ClientChannel(receive, send, now_us)
         self._call = EngineCall(controller.engine_watch)
-        self._task = asyncio.current_task()
         self._is_read = False
         self._answer: Answer | None = None
         self._body: bytes | None = None
@@ -124,7 +109,6 @@ class RequestHandler:
         self._for_app: Scope | None = None
         self._cut: Draining | None = None
         self._route: EngineRoute | None = None
-        self._gain: RequestGain | None = None
         self._engine_time: EngineTime | None = None
         self._overdue: AdmissionError | None = None
         self._preempted_us: int | None = None
@@ -167,7 +151,7 @@ class RequestHandler:
         if self.stage is Stage.READING:
             if now_us - self._received_us > policy.body_timeout_s * 1e6 and self._body is None and not self._timed_out:
                 self._timed_out = True
-                self._cancel()
+                self._task.cancel()
         elif self._background is not None:
             if self._controller.background.is_due(self._background):
                 self._settle(Outcome.FAILED, "background_timeout")
@@ -183,15 +167,11 @@ class RequestHandler:
             if cut_us is not None and now_us - cut_us > grace_us:
                 self._timed_out = True
                 self._settle(Outcome.FAILED, self._overdue.code)
-                self._cancel()
+                self._task.cancel()
         elif disconnected_us is None and not self._call.is_handed_back:
             self._client.watch()
             self._check_upload(now_us, policy.body_timeout_s)
             self._check_engine(now_us)
-
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
 
     def _check_upload(self, now_us: int, most_s: float) -> None:
         """Ends an upload that takes longer than a body may: it holds its lease meanwhile."""
@@ -307,8 +287,7 @@ class RequestHandler:
         at_us = self._now_us() if entered_us is None else entered_us
         request, snapshot = self._request, self._snapshot
         if objectives := snapshot.objectives:
-            gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)
-            self._gain = self._reporter.gain = gain
+            self._reporter.gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)
         self._reporter.classified(request, self._endpoint, snapshot.policy, at_us)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
@@ -335,7 +314,8 @@ class RequestHandler:
         forward = controller.dialect.forward(self._endpoint.api, priority)
         self._reporter.admitted(grant, priority if forward.is_sent else None)
         granted = granted_of(grant, request, snapshot.policy, priority, self._request_id)
-        self._app_call = AppCall(granted, self._reporter.app_trace())
+        observation = self._reporter.observation
+        self._app_call = AppCall(granted, None if observation is None else observation.app_trace())
         answer = self._answer = self._new_answer(grant)
         self.stage = Stage.RUNNING  # not before: a request that runs is settled by its answer
         receive: Receive = self._receive_for_app
@@ -345,14 +325,14 @@ class RequestHandler:
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
                 attempt.preempt()
-        elif snapshot.policy.rules.is_preemptible(lease.tier):  # what cannot be given back must be no one's victim
+        elif snapshot.policy.rules.is_preemptible(lease.ask.tier):  # what cannot be given back must be no one's victim
             lease.keep()
         if self._route is not None:
             send = self._route.begin(lease, send)
         return self._scope_for_app(forward, granted, answer), receive, send
 
     def _new_answer(self, grant: Grant) -> Answer:
-        request, gain, cost = self._request, self._gain, self._endpoint.cost
+        request, gain, cost = self._request, self._reporter.gain, self._endpoint.cost
         usage = UsageReader() if self._route is None else self._route.usage
         reader = usage if gain is None else gain.sent(grant.engine, usage)
         hooks = self._response_start, self._first_byte, self._settle
@@ -419,16 +399,18 @@ class RequestHandler:
 
     def _scope_for_app(self, forward: Forward, granted: Granted, answer: Answer) -> Scope:
         request = self._request
-        named = () if self._controller.is_proxied else id_for_app(self._request_id, self._pairs, self._headers)
-        added = [*forward.headers, *self._reporter.headers(), *request.added, *named]
         asked = self._snapshot.asks_usage_of
         options = ask_for_usage(request, asked, answer.usage) if asked is None or request.payload.stream else None
         if options is not None:
             self._client.hide_usage()
-        body = forwarded_body(request.capped_body(), request.payload, forward, options)
+        observation, is_proxied = self._reporter.observation, self._controller.is_proxied
+        traced = () if observation is None else observation.headers()
+        named = () if is_proxied else id_for_app(self._request_id, self._pairs, request.headers)
+        added = (*forward.headers, *traced, *request.added, *named)
+        scope, body = request_for_app(
+            request, self._endpoint, self._scope, self._pairs, forward=forward, added=added, stream_options=options
+        )
         self._body = None if self._upload else body
-        headers = headers_for_app(self._pairs, request, body, added)
-        scope = forwarded_scope(self._scope, self._endpoint, headers)
         if self._client.keepalive is not None or (self._endpoint.cost is not None and self._endpoint.cost.member):
             scope["extensions"] = without_files(scope)
         if request.payload.background:
@@ -437,10 +419,10 @@ class RequestHandler:
         if self._route is not None:
             scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
         if (write := write_of(scope)) is not None:
-            is_framed = self._client.keepalive is not None or not self._controller.is_proxied
+            is_framed = self._client.keepalive is not None or not is_proxied
             with_write(scope, None if is_framed else partial(answer.write, write))
         scope[SCOPE_KEY], scope[CALL_KEY] = granted, self._call
-        self._for_app = None if self._controller.is_proxied else scope
+        self._for_app = None if is_proxied else scope
         return scope
 
     async def _receive_for_app(self) -> Message:
@@ -459,17 +441,14 @@ class RequestHandler:
     def _response_start(self, message: Message) -> Message:
         """The response's start, with the headers of the admission."""
         show_outside(self._for_app, self._scope)
-        headers = message.get("headers", ())
-        own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._turn.preemptions)
-        named = id_headers(self._request_id, headers, self._endpoint.api)
-        return {**message, "headers": [*headers, *own, *named]}
+        request, tier_names, headers = self._request, self._snapshot.tier_names, message.get("headers", ())
+        added = answer_headers(request, self._lease, tier_names, self._turn.preemptions, self._request_id, headers)
+        return {**message, "headers": [*headers, *added]}
 
     def _first_byte(self, status: int | None) -> None:
         self._reporter.first_byte(status)
         if self._route is not None:
             self._route.first_byte()
-        if self._gain is not None:
-            self._gain.first_byte(status)
 
     # -- preemption
 
@@ -491,8 +470,8 @@ class RequestHandler:
         assert grant is not None
         if self._answer is not None and self._answer.size is not None:
             self._answer.size.ended()
-        if self._gain is not None:
-            self._gain.taken_back()
+        if self._reporter.gain is not None:
+            self._reporter.gain.taken_back()
         if self._upload is not None and not self._upload.rewind():
             self._lease.settle(0, is_counted=False)
             raise EngineUnreachable(

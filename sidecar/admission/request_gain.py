@@ -21,8 +21,7 @@ import msgspec
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
-from sidecar.events import Outcome, ServiceGain
-from sidecar.gain.engine_speed import (
+from sidecar.engines.speed import (
     LOOK_AFTER,
     MOST_TOKENS_PER_EVENT,
     Call,
@@ -32,6 +31,7 @@ from sidecar.gain.engine_speed import (
     EngineSpeeds,
     Load,
 )
+from sidecar.events import Outcome, ServiceGain
 from sidecar.gain.ledger import GainLedger, TierGain, TierGainDocument
 from sidecar.gain.token_deadlines import Earned, Objective, TokenDeadlines
 from sidecar.lengths.lease_size import LeaseSizes
@@ -192,7 +192,6 @@ class RequestGain:
         self._call = speed.sent(
             tenant,
             max(0, prompt - hit),
-            (prompt + max(prompt, request.tokens)) // 2,  # half of its output, over its time
             now_us,
             sequences=payload.sequences,
             streams=payload.stream,

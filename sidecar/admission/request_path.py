@@ -27,6 +27,13 @@ def by_path(endpoints: Mapping[str, Endpoint]) -> Mapping[str, Endpoint]:
     return {**{plain_path(path): found for path, found in endpoints.items()}, **endpoints}
 
 
+def guarded_endpoint(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoint | None:
+    """The endpoint (`by_path`) that guards a request; None where none does."""
+    if scope["type"] != "http" or scope["method"].upper() != "POST":
+        return None
+    return endpoint_of(endpoints, scope)
+
+
 def endpoint_of(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoint | None:
     """The endpoint (`by_path`) that guards the path of a scope, in any reading; None where none does."""
     path, root = scope["path"], scope.get("root_path")

@@ -57,14 +57,6 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
     return (random.getrandbits(128) & _RANDOM_BITS | _VERSION_4).to_bytes(16, "big").hex()
 
 
-def id_for_app(request_id: str, pairs: Headers, headers: Mapping[bytes, bytes]) -> Headers:
-    """The request's id as a header for the app, where the client has sent none, one that is not used, or several."""
-    sent = headers.get(REQUEST_ID)
-    if sent is not None and len(headers) == len(pairs) and sent.decode("latin-1") == request_id:
-        return ()
-    return ((REQUEST_ID, request_id.encode("ascii")),)
-
-
 def id_headers(request_id: str, headers: Headers, api: Api) -> list[tuple[bytes, bytes]]:
     """The headers with the request's id, for a response of `api` that has `headers` already."""
     own, id_name = request_id.encode(), REQUEST_ID
@@ -86,23 +78,29 @@ def early_headers(
     return [*named, tier, *differences(request, tier_names), *_limit_headers(request, lease, tier_names)]
 
 
-def admission_headers(
-    request: SizedRequest, lease: Lease, tier_names: Sequence[bytes], preemptions: int
+def answer_headers(  # noqa: PLR0917  # names at the call would cost as much as the rest
+    request: SizedRequest,
+    lease: Lease,
+    tier_names: Sequence[bytes],
+    preemptions: int,
+    request_id: str,
+    headers: Headers,
 ) -> list[tuple[bytes, bytes]]:
-    """How the request was admitted, and everything that differs from what the client asked for."""
+    """How a request was admitted, what differs from what its client asked for, and its id. The app wrote `headers`."""
     grant, classification = lease.grant, request.classification
     assert grant is not None
-    headers = [(b"x-admission-tier", tier_names[classification.level])]
+    added = [(b"x-admission-tier", tier_names[classification.level])]
     if classification.clamped_from is not None or classification.ignored:
-        headers += differences(request, tier_names)
-    headers += wait_headers(grant) if grant.queue_wait_us else _NO_WAIT
+        added += differences(request, tier_names)
+    added += wait_headers(grant)
     if preemptions:
-        headers.append((b"x-admission-preempted", b"%d" % preemptions))
+        added.append((b"x-admission-preempted", b"%d" % preemptions))
     if grant.engine is not None:
-        headers.append((b"x-admission-engine", grant.engine.rpartition("#")[0].encode("latin-1", "replace")))
+        added.append((b"x-admission-engine", grant.engine.rpartition("#")[0].encode("latin-1", "replace")))
     if classification.downgraded_from is not None or request.output_cap is not None or lease.allowance is not None:
-        headers += _limit_headers(request, lease, tier_names)
-    return headers
+        added += _limit_headers(request, lease, tier_names)
+    added += id_headers(request_id, headers, request.api)
+    return added
 
 
 def wait_headers(wait: Grant) -> Iterable[tuple[bytes, bytes]]:

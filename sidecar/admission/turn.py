@@ -171,7 +171,7 @@ class Turn:
         except QueueFull as full:
             self.level = self.level if full.level is None else full.level
             raise
-        self.level = self.lease.tier
+        self.level = self.lease.ask.tier
         return self.lease
 
     async def granted(self) -> Grant:
@@ -240,7 +240,7 @@ class Turn:
         return self.lease.grant
 
     def _longest_wait_s(self) -> float | None:
-        limits = (self._max_wait_s, self._policy.tiers[self.lease.tier].max_wait_s)
+        limits = (self._max_wait_s, self._policy.tiers[self.lease.tier].queue.max_wait_s)
         return min((limit_s for limit_s in limits if limit_s is not None), default=None)
 
     def _limit_wait(self, since_us: int, most_s: float | None) -> None:
@@ -312,7 +312,7 @@ def refusal_of(watch: EngineHealth, pool: Pool, policy: Policy, end: Exception, 
         assert level is not None
         return end.refusal or _end_of_wait(watch, pool, policy.tiers[level], end)
     assert isinstance(end, AdmissionError)
-    if isinstance(end, QueueFull) and level is not None and policy.tiers[level].max_waiting == 0:
+    if isinstance(end, QueueFull) and level is not None and policy.tiers[level].queue.max_requests == 0:
         # A tier that never queues has no place while there is no engine: that is the reason, then.
         return end if watch.is_usable else no_engine(watch)
     return end

@@ -111,12 +111,12 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "engines": engines_figures(policy),
         "models": [
             {
-                "model": model.name,
+                "model": name,
                 "aliases": model.aliases,
                 "engines": model.engines,
-                **_pool_figures(policy.of_model(model.name)),
+                **_pool_figures(policy.of_model(name)),
             }
-            for model in policy.models.values()
+            for name, model in policy.models.items()
         ],
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
         "public": policy.public_paths,

@@ -9,12 +9,12 @@ from typing import Any
 
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
-from sidecar.policy.compiler import Loaded
-from sidecar.policy.fleet import Discovery, EngineAddress, FleetPolicy, MemberCapacity, pool_prefill
-from sidecar.policy.fleet_compiler import read_engine_list
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.compiler import Loaded, read_engine_list
+from sidecar.policy.fleet import Discovery, EngineAddress, FleetPolicy, pool_prefill
 from sidecar.policy.model import CapacitySource, Policy
 from sidecar.policy.problems import Problem, dotted, printable
-from sidecar.policy.rules import UNLIMITED, EngineCapacity
+from sidecar.policy.rules import UNLIMITED
 from sidecar.tools.text import table
 
 
@@ -93,9 +93,9 @@ def _row(engine: EngineAddress) -> tuple[str, str, str, str]:
     return (*_amounts(engine.capacity), _bounded(engine.prefill), f"{engine.speed / 1000:g}")
 
 
-def _amounts(capacity: MemberCapacity) -> tuple[str, str]:
+def _amounts(capacity: Capacity) -> tuple[str, str]:
     """Tokens and requests, or where they come from."""
-    unknown = "read from it" if isinstance(capacity, EngineCapacity) else "unbounded"
+    unknown = "read from it" if capacity.is_read else "unbounded"
     tokens, requests = (unknown if amount is None else f"{amount:,}" for amount in capacity.size(None, None))
     return tokens, requests
 
@@ -127,9 +127,9 @@ def _use(fleet: FleetPolicy) -> Iterator[str]:
 def _models(policy: Policy) -> Iterator[str]:
     if policy.models:
         yield f"models: {len(policy.models)}"
-    for model in policy.models.values():
+    for name, model in policy.models.items():
         also = f" ({', '.join(model.aliases)})" if model.aliases else ""
-        yield f"  {model.name}{also}: {'all engines' if model.engines is None else ', '.join(model.engines)}"
+        yield f"  {name}{also}: {'all engines' if model.engines is None else ', '.join(model.engines)}"
 
 
 def engines_figures(policy: Policy) -> dict[str, Any] | None:
@@ -171,9 +171,9 @@ def _engine_figures(engine: EngineAddress) -> dict[str, Any]:
     }
 
 
-def _capacity_figures(capacity: MemberCapacity) -> dict[str, Any]:
+def _capacity_figures(capacity: Capacity) -> dict[str, Any]:
     tokens, requests = capacity.size(None, None)
-    is_read = isinstance(capacity, EngineCapacity)
+    is_read = capacity.is_read
     return {"tokens": tokens, "requests": requests, "from": CapacitySource.ENGINE.value if is_read else None}
 
 

@@ -29,9 +29,8 @@ from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.arguments import OneEngine, duration_s, server_url, whole_number
 from sidecar.cli.output import CommandFailed, require_writable, write_json
 from sidecar.engines import ENGINES
-from sidecar.policy.compiler import load
+from sidecar.policy.compiler import load, read_engine_list
 from sidecar.policy.fleet import DnsService, EngineAddress, FleetPolicy
-from sidecar.policy.fleet_compiler import read_engine_list
 from sidecar.policy.model import Policy
 from sidecar.secrets import ENGINE_KEY_VARIABLE
 from sidecar.tools.doctor.conditions import State

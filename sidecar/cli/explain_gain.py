@@ -11,7 +11,7 @@ from sidecar.admission.intake import SizedRequest
 from sidecar.admission.policy_snapshot import objective_of
 from sidecar.admission.request_gain import gain_of
 from sidecar.durations import exact_duration, policy_duration
-from sidecar.gain.engine_speed import DEFAULTS, Coefficients
+from sidecar.engines.speed import DEFAULTS, Coefficients
 from sidecar.gain.token_deadlines import Objective, asked_slo
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED, TierRules
@@ -34,7 +34,7 @@ def gain(policy: Policy, request: SizedRequest) -> Found | None:
     return {
         "always_first": rules.tiers[level].always_first,
         "floor": _floor(policy, request, rules.tiers[level]),
-        "weight": tier.gain_weight if objective is not None else None,
+        "weight": tier.gain.weight if objective is not None else None,
         "ttft_s": None if objective is None else objective.ttft_us / 1e6,
         "tpot_s": None if objective is None else objective.tpot_us / 1e6,
         "is_loosened": objective != own,
@@ -55,7 +55,7 @@ def _why_not(objective: Objective | None, request: SizedRequest) -> str | None:
 
 def _floor(policy: Policy, request: SizedRequest, rules: TierRules) -> Found:
     """Rule 9: the fair part of the tier's reserve, and no less than what it never lends."""
-    share = policy.shares[request.classification.level]
+    share = policy.tiers[request.classification.level]
     part = max(share.reserve * policy.fair, share.reserve * (1 - share.lend))
     tokens = max(rules.reserve_tokens, rules.headroom_tokens)
     requests = max(rules.reserve_requests, rules.headroom_requests)

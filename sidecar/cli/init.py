@@ -35,7 +35,7 @@ from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, write_json
 from sidecar.engines.base import Facts, Gauges
 from sidecar.engines.discovery import Identity
 from sidecar.engines.registry import BUILT_IN, ENGINES
-from sidecar.policy.capacity_schema import DEFAULT_WAITING as WAITING
+from sidecar.policy.capacity import DEFAULT_WAITING as WAITING
 from sidecar.policy.compiler import load, load_files, shipped_policies
 from sidecar.policy.fields import TenantName
 from sidecar.policy.keys import new_key

@@ -32,15 +32,13 @@ from sidecar.tools.simulate.comparison import (
     by_policy,
     find_rates,
     offered_tiers,
-    seconds,
-    shown,
 )
 from sidecar.tools.simulate.comparison import run as run_one
 from sidecar.tools.simulate.engine_model import DEFAULT, BadEngineModel, load_model, shipped
 from sidecar.tools.simulate.figures import RunResult
 from sidecar.tools.simulate.load import Assign, check
 from sidecar.tools.simulate.policy_keys import unused_keys, why_alike
-from sidecar.tools.simulate.report import report
+from sidecar.tools.simulate.report import highest_rates, policies, report, tiers
 from sidecar.tools.text import table
 
 EXAMPLE = """  sidecar simulate azure_conv.csv policies/ --engines 4 --scale 7.5 --mix high=20,batch=80
@@ -114,11 +112,14 @@ def run(args: argparse.Namespace) -> int:
         results += [run_one(setting, candidate, seed, setting.scale) for seed in range(1, setting.seeds + 1)]
         if args.find_rate:
             rates += find_rates(setting, candidate)
-    print(f"\n{chr(10).join(result_lines(results))}", file=out)
+    runs = by_policy(results)
+    for columns, rows in (policies(runs), tiers(runs)):
+        print("", *table([columns, *rows], left=(0, 1)), sep="\n", file=out)
     for line in _alike(candidates, results):
         print(f"\n{line}", file=out)
     if rates:
-        print(f"\n{chr(10).join(rate_lines(rates))}", file=out)
+        columns, rows = highest_rates(rates)
+        print("", *table([columns, *rows]), sep="\n", file=out)
     figures = {"runs": results, **({"rates": rates} if args.find_rate else {})}
     written = write_json(args.json, figures)
     written &= write_text(args.report, lambda: report(heading, candidates, results, rates))
@@ -192,48 +193,3 @@ def _alike(candidates: Sequence[Candidate], results: Sequence[RunResult]) -> lis
                 break
         played.append((one, runs))
     return lines
-
-
-def result_lines(results: Sequence[RunResult]) -> list[str]:
-    """The means over the seeds, with their 95% confidence intervals; a line for each tier."""
-    has_left = any(tier.abandoned for one in results for tier in one.tiers.values())
-    left = ["abandoned"] * has_left
-    rows = [
-        ["policy", "TDG", "SLO", "weighted SLO", "TTFT p50 s", "TTFT p99 s", "longest wait s", "refused", *left, "KV"]
-    ]
-    for runs in by_policy(results):
-        rows.append(
-            [
-                runs[0].policy,
-                *(shown([getattr(one, name) for one in runs]) for name in ("tdg", "slo", "weighted_slo")),
-                "", "", "", "", *[""] * has_left,
-                f"{sum(one.utilization for one in runs) / len(runs):.2f}",
-            ]
-        )  # fmt: skip
-        for name in runs[0].tiers:
-            tiers = [one.tiers[name] for one in runs if name in one.tiers]
-            rows.append(
-                [
-                    f"  {name}",
-                    shown([one.tdg for one in tiers]),
-                    shown([one.slo for one in tiers]),
-                    "",
-                    seconds([one.ttft_s.p50 for one in tiers]),
-                    seconds([one.ttft_s.p99 for one in tiers]),
-                    seconds([one.queue_wait_s.max for one in tiers]),
-                    str(sum(one.refused for one in tiers)),
-                    *[str(sum(one.abandoned for one in tiers))] * has_left,
-                    "",
-                ]
-            )
-    return table(rows)
-
-
-def rate_lines(rates: Sequence[Rate]) -> list[str]:
-    """The highest rates."""
-    rows = [["highest rate", "met by", "scale", "requests/s"]]
-    for one in rates:
-        scale = "none" if one.scale is None else f"{'at least ' * one.is_bound}{one.scale:.2f}"
-        per_s = "-" if one.requests_per_s is None else f"{one.requests_per_s:.1f}"
-        rows.append([one.policy, f"{one.target:.0%}", scale, per_s])
-    return table(rows)

@@ -66,8 +66,13 @@ def run(args: argparse.Namespace) -> int:
 def _console(width: int) -> Console:
     """Standard output: in colors only on a terminal whose user did not forbid them."""
     is_terminal = sys.stdout.isatty()
-    colors = "auto" if is_terminal and not os.environ.get("NO_COLOR") else None  # `no_color` would keep bold's codes
-    return Console(width=max(_NARROWEST, width), force_terminal=is_terminal, color_system=colors, legacy_windows=False)
+    are_colored = is_terminal and not os.environ.get("NO_COLOR")  # rich's `no_color` would keep bold, and its codes
+    return Console(
+        width=max(_NARROWEST, width),
+        force_terminal=is_terminal,
+        color_system="auto" if are_colored else None,
+        legacy_windows=False,
+    )
 
 
 def _can_watch() -> bool:

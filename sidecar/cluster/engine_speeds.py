@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from sidecar.cluster.document import EngineSpeedRow
-from sidecar.gain.engine_speed import EngineSpeedDocument
+from sidecar.engines.speed import EngineSpeedDocument
 
 
 def engine_speed_rows(replicas: Iterable[Iterable[EngineSpeedDocument]]) -> list[EngineSpeedRow]:

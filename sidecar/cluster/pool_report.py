@@ -30,7 +30,7 @@ from sidecar.cluster.report import (
     unpack,
     unpack_as,
 )
-from sidecar.gain.engine_speed import EngineSpeedDocument
+from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.lengths.buckets import LengthKey
 from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.lengths.summary import Summary, SummaryMerge, document

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from sidecar.cluster.document import EngineView, OldestWaiter, RefusalView, TenantView
+from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import EngineDocument
 from sidecar.events import Refused
-from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.lengths.lease_size import EngineSizesDocument
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Pool

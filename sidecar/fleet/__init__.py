@@ -10,7 +10,7 @@ from sidecar.fleet.replay_budget import ReplayBudget
 from sidecar.fleet.retry_after import retry_after_s
 from sidecar.fleet.settings import FleetSettings
 from sidecar.fleet.view import FleetView
-from sidecar.policy.fleet import DnsService, EngineAddress, WrittenCapacity
+from sidecar.policy.fleet import DnsService, EngineAddress
 
 __all__ = [
     "Discovery",
@@ -27,6 +27,5 @@ __all__ = [
     "MemberState",
     "ReplayBudget",
     "StaticDiscovery",
-    "WrittenCapacity",
     "retry_after_s",
 ]

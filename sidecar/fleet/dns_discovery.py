@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from sidecar.extras import how_to_install
 from sidecar.fleet.discovery import FollowedDiscovery
-from sidecar.policy.fleet import DnsService, EngineAddress, WrittenCapacity
-from sidecar.policy.rules import UNLIMITED, EngineCapacity
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.fleet import DnsService, EngineAddress
+from sidecar.policy.rules import UNLIMITED
 
 if TYPE_CHECKING:
     import dns.asyncresolver
@@ -68,7 +69,7 @@ class DnsDiscovery(FollowedDiscovery):
     def __init__(
         self,
         service: DnsService,
-        capacity: WrittenCapacity | EngineCapacity,
+        capacity: Capacity,
         prefill: int = UNLIMITED,
         *,
         resolve: Resolve | None = None,
@@ -83,7 +84,7 @@ class DnsDiscovery(FollowedDiscovery):
         """The engines that DNS names now. Raises LookupFailed."""
         return self._named(await self._lookup())
 
-    def change(self, capacity: WrittenCapacity | EngineCapacity, prefill: int) -> None:
+    def change(self, capacity: Capacity, prefill: int) -> None:
         """Every engine has another capacity from now on."""
         self._capacity, self._prefill = capacity, prefill
         if self.engines:

@@ -25,7 +25,6 @@ from sidecar.engines.pages import Page, Unread
 from sidecar.engines.watch import Cause, EngineWatch
 from sidecar.fleet.settings import FleetSettings
 from sidecar.policy.fleet import EngineAddress, offered
-from sidecar.policy.rules import EngineCapacity
 from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader, Size
 from sidecar.pools.engines import EngineOffer
 from sidecar.proxy.proxy import ReverseProxy
@@ -174,7 +173,7 @@ class Member:
     def size(self) -> Size | None:
         """Tokens and requests; None while the engine has not said them yet."""
         capacity = self.address.capacity
-        if isinstance(capacity, EngineCapacity):
+        if capacity.is_read:
             return None if self.reader is None else self.reader.size
         return capacity.tokens, capacity.requests
 
@@ -266,7 +265,7 @@ class Member:
     def change_address(self, address: EngineAddress) -> None:
         """The same engine at the same address has another capacity, bound or speed."""
         before, self.address = self.address.capacity, address
-        if isinstance(address.capacity, EngineCapacity) and self.reader is not None:
+        if address.capacity.is_read and self.reader is not None:
             self.reader.change_capacity(address.capacity)
         elif before != address.capacity:
             if self.reader is not None:
@@ -387,7 +386,7 @@ class Member:
 
     def _reader(self) -> EngineReader | None:
         capacity, owner = self.address.capacity, self._owner
-        if not isinstance(capacity, EngineCapacity):
+        if not capacity.is_read:
             return None
         reader = EngineReader(
             owner.settings.engine,

@@ -17,7 +17,7 @@ from sidecar.admission.dry_run.request import DryRunRequest
 from sidecar.admission.forwarding import pass_on
 from sidecar.admission.intake import is_upload
 from sidecar.admission.request import RequestHandler
-from sidecar.admission.request_path import exact_paths
+from sidecar.admission.request_path import exact_paths, guarded_endpoint
 from sidecar.admission.self_view import is_self_view, send_self_view
 from sidecar.admission.unguarded import is_refused, pass_or_refuse
 from sidecar.errors import AdmissionError
@@ -30,7 +30,7 @@ from sidecar.policy.model import Endpoint
 
 async def serve_models(front: ModelsController, lifespan: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Serves one ASGI scope: see `middleware.serve_scope`."""
-    endpoint = front.guarded_endpoint(scope)
+    endpoint = guarded_endpoint(front.snapshot.endpoints, scope)
     if scope["type"] == "lifespan":
         front.begin_lifespan()
         await lifespan(scope, receive, send)

@@ -23,7 +23,6 @@ from sidecar.fleet.member import MemberState
 from sidecar.policy.fields import engine_name
 from sidecar.policy.fleet import offered
 from sidecar.policy.model import Mode, Policy
-from sidecar.policy.rules import EngineCapacity
 from sidecar.pools import Pool
 from sidecar.pools.engine_reader import HELD_BACK_S, EngineReader, Size, warn_of_unbounded
 from sidecar.pools.engines import EngineOffer, name_and_incarnation
@@ -79,7 +78,7 @@ class MountedEngine:
         self._succeeding: asyncio.Task[None] | None = None
         capacity = self._engines.capacity
         self.reader: EngineReader | None = None
-        if isinstance(capacity, EngineCapacity):
+        if capacity.is_read:
             self.reader = EngineReader(
                 policy.engine, capacity, pages, pool.now_us, resized=self._resized, was_read=self._was_read
             )
@@ -196,7 +195,7 @@ class MountedEngine:
         """Another policy counts from now on. Where its capacity comes from stays: `diff.needs_restart`."""
         assert policy.engines is not None
         self._policy, self._engines = policy, policy.engines
-        if self.reader is not None and isinstance(policy.engines.capacity, EngineCapacity):
+        if self.reader is not None and policy.engines.capacity.is_read:
             self.reader.change_capacity(policy.engines.capacity)
         self._offer()
 

@@ -6,18 +6,17 @@ app's passes as it is, with its head.
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.types import ASGIApp, Message, Send
 
 from sidecar.admission.engine_route import EngineHealth
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import EngineCall
 from sidecar.admission.usage import UsageReader
+from sidecar.engines.speed import EngineSpeed
 from sidecar.errors import Draining
 from sidecar.events import ReplayReason
 from sidecar.fleet.mounted_engine import MountedEngine
-from sidecar.fleet.prefill_times import PrefillTimes
+from sidecar.fleet.prefill import Prefill
 from sidecar.policy.model import Policy
 from sidecar.pools import Lease
 
@@ -28,7 +27,7 @@ class MountedRouting:
     def __init__(self, engine: MountedEngine, watch: EngineHealth) -> None:
         self.engine = engine
         self.watch = watch
-        self.prefill_times = PrefillTimes()
+        self.speed = EngineSpeed()
 
     def route(self, request: SizedRequest) -> MountedRoute:
         """See `EngineRouting`. Raises Draining while the engine drains."""
@@ -53,8 +52,8 @@ class MountedRoute:
     """One request's route to the app. See `EngineRoute`."""
 
     __slots__ = (
-        "_is_in_flight", "_lease", "_request", "_routing", "_send", "_sent_us", "_status", "_timer", "barred", "hits",
-        "replay", "usage",
+        "_is_in_flight", "_lease", "_prefill", "_request", "_routing", "_send", "_status", "barred", "hits", "replay",
+        "usage",
     )  # fmt: skip
 
     _lease: Lease
@@ -67,19 +66,18 @@ class MountedRoute:
         self.hits: tuple[tuple[str, int], ...] = ()
         self.barred: tuple[str, ...] = ()
         self.replay: ReplayReason | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._prefill: Prefill | None = None
         self._is_in_flight = False
-        self._sent_us = self._status = 0
+        self._status = 0
 
     def begin(self, lease: Lease, send: Send) -> Send:
         """See `EngineRoute`. The head is not held back."""
-        engine = self._routing.engine
-        self._lease, self._send, self._sent_us = lease, send, engine.pool.now_us()
+        engine, request = self._routing.engine, self._request
+        self._lease, self._send = lease, send
         self._is_in_flight, self._status = True, 0
         engine.in_flight += 1
-        if not self._request.payload.stream:
-            in_s = self._routing.prefill_times.expected_s(engine.id, self._request.prompt_tokens)
-            self._timer = asyncio.get_running_loop().call_later(in_s, lease.prefilled)
+        now_us = engine.pool.now_us()
+        self._prefill = Prefill(self._routing.speed, request, request.prompt_tokens, lease, now_us)
         return self._send_noting
 
     def call(self) -> EngineCall:
@@ -99,12 +97,8 @@ class MountedRoute:
 
     def first_byte(self) -> None:
         """See `EngineRoute`."""
-        self._stop_timer()
-        self._lease.prefilled()
-        if self._request.payload.stream and 0 < self._status < 400:
-            engine = self._routing.engine
-            took_s = (engine.pool.now_us() - self._sent_us) / 1e6
-            self._routing.prefill_times.learn(engine.id, self._request.prompt_tokens, took_s)
+        if self._prefill is not None:
+            self._prefill.first_byte(self._routing.engine.pool.now_us(), is_served=0 < self._status < 400)
 
     def ended(self) -> None:
         """See `EngineRoute`."""
@@ -119,12 +113,9 @@ class MountedRoute:
         return False
 
     def _end_attempt(self) -> None:
-        self._stop_timer()
+        engine = self._routing.engine
+        if self._prefill is not None:
+            self._prefill.end(engine.pool.now_us())
         if self._is_in_flight:
             self._is_in_flight = False
-            self._routing.engine.in_flight -= 1
-
-    def _stop_timer(self) -> None:
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.cancel()
+            engine.in_flight -= 1

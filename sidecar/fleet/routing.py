@@ -18,7 +18,6 @@ its connections, may cost the others.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Collection
 
@@ -28,12 +27,13 @@ from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import EngineCall
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
+from sidecar.engines.speed import EngineSpeeds
 from sidecar.errors import AdmissionError, EngineUnreachable, ResponseCut
 from sidecar.events import ReplayReason
 from sidecar.fleet.affinity import Affinity, Prediction
 from sidecar.fleet.fleet import Fleet
 from sidecar.fleet.member import Member
-from sidecar.fleet.prefill_times import PrefillTimes
+from sidecar.fleet.prefill import Prefill
 from sidecar.fleet.refusals import Refusals
 from sidecar.fleet.replay_budget import ReplayBudget
 from sidecar.fleet.retry_after import retry_after_s
@@ -76,7 +76,7 @@ class FleetRouting:
         self.counted_tokens: Counter[str] = Counter()
         self.cached_tokens: Counter[str] = Counter()
         self._counting: set[tuple[str, Api]] = set()
-        self.prefill_times = PrefillTimes()
+        self.speeds = EngineSpeeds()
         self.drain_timeout_s = policy.engines.drain_timeout_s
         self.has_choice = False
         self.refusals = Refusals()
@@ -167,9 +167,8 @@ class Route:
     """One request's route. See `EngineRoute`."""
 
     __slots__ = (
-        "_answered", "_broken", "_call", "_error", "_hit", "_lease", "_member", "_name", "_prediction", "_refusals",
-        "_request", "_routing", "_send", "_sent_us", "_start", "_timer", "_uncached_tokens", "barred", "hits", "replay",
-        "usage",
+        "_answered", "_broken", "_call", "_error", "_hit", "_lease", "_member", "_name", "_prediction", "_prefill",
+        "_refusals", "_request", "_routing", "_send", "_sent_us", "_start", "barred", "hits", "replay", "usage",
     )  # fmt: skip
 
     _lease: Lease
@@ -194,10 +193,10 @@ class Route:
         self._name = ""
         self._error: Exception | None = None
         self._start: Message | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._prefill: Prefill | None = None
         self._answered = False
         self._broken: list[str] = []
-        self._refusals = self._hit = self._uncached_tokens = self._sent_us = 0
+        self._refusals = self._hit = self._sent_us = 0
 
     # -- one attempt
 
@@ -215,17 +214,15 @@ class Route:
         self._error = self._start = None
         self._answered, self.barred = False, ()
         self._hit = next((tokens for name, tokens in self.hits if name == engine_id), 0)
-        self._uncached_tokens = max(0, self._request.prompt_tokens - self._hit)
+        uncached = max(0, self._request.prompt_tokens - self._hit)
         if self._prediction is not None and routing.affinity is not None:
             routing.affinity.sent(self._prediction, engine_id)
-        if not self._request.payload.stream:
-            in_s = routing.prefill_times.expected_s(engine_id, self._uncached_tokens)
-            self._timer = asyncio.get_running_loop().call_later(in_s, lease.prefilled)
+        self._prefill = Prefill(routing.speeds.engine(self._name), self._request, uncached, lease, now_us)
         return self._send_with_body
 
     def call(self) -> RoutedCall:
         """See `EngineRoute`."""
-        self._stop_timer()  # of an attempt that was preempted
+        self._end_prefill()  # of an attempt that was preempted
         self.usage = UsageReader()
         self._call = RoutedCall(_route=self)
         return self._call
@@ -260,23 +257,19 @@ class Route:
 
     def first_byte(self) -> None:
         """See `EngineRoute`."""
-        self._stop_timer()
-        self._lease.prefilled()
         routing, grant, member = self._routing, self._lease.grant, self._member
+        if self._prefill is not None:
+            self._prefill.first_byte(routing.pool.now_us(), is_served=self._is_served)
         if grant is None or grant.engine is None or not self._is_served:
             return
         routing.served(self._name, self._request.prompt_tokens, self._hit)
         routing.refusals.answered(grant.engine, self._request.classification.tenant.name, self._sent_us)
-        now_us = routing.pool.now_us()
-        if self._request.payload.stream:
-            took_s = (now_us - self._sent_us) / 1e6
-            routing.prefill_times.learn(grant.engine, self._uncached_tokens, took_s)
         if member is not None:
             member.answered(self._sent_us)
 
     def ended(self) -> None:
         """See `EngineRoute`."""
-        self._stop_timer()
+        self._end_prefill()
         affinity, usage = self._routing.affinity, self.usage
         if not self._answered or not self._is_served:
             return
@@ -294,10 +287,9 @@ class Route:
         """Whether the engine computes the answer. An error says nothing of its caches, its speed, or its room."""
         return self._start is not None and self._start["status"] < 400
 
-    def _stop_timer(self) -> None:
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.cancel()
+    def _end_prefill(self) -> None:
+        if self._prefill is not None:
+            self._prefill.end(self._routing.pool.now_us())
 
     # -- its failure
 
@@ -325,7 +317,7 @@ class Route:
 
     async def waits_again(self) -> bool:
         """See `EngineRoute`."""
-        self._stop_timer()
+        self._end_prefill()
         routing, member, error = self._routing, self._member, self._error
         if isinstance(error, EngineRefused):
             self._refusals += 1

@@ -12,8 +12,8 @@ from sidecar.fleet.dns_discovery import DnsDiscovery
 from sidecar.fleet.file_discovery import FileDiscovery
 from sidecar.fleet.fleet import Fleet
 from sidecar.fleet.settings import FleetSettings
+from sidecar.policy.compiler import read_engine_list
 from sidecar.policy.fleet import EngineAddress
-from sidecar.policy.fleet_compiler import read_engine_list
 from sidecar.policy.model import Policy
 
 

@@ -61,7 +61,7 @@ class LeaseRequest(NamedTuple):
 
     def _tenant(self, policy: Policy) -> Tenant:
         if self.tenant is None:
-            return Tenant(INTERNAL, policy.default_level, max_level=0)
+            return Tenant(name=INTERNAL, level=policy.default_level, max_level=0)
         found = policy.named.get(self.tenant) if isinstance(self.tenant, str) else None
         if found is not None:
             return found

@@ -24,7 +24,7 @@ from sidecar.lengths.overlap import WHOLE, Overlap
 from sidecar.lengths.trust import Trust
 from sidecar.payload.decode import Payload
 from sidecar.payload.traits import Traits
-from sidecar.policy.model import Learn
+from sidecar.policy.choices import Learn
 from sidecar.pools.base import Lease
 
 EVERY_TOKENS = 64

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from sidecar.durations import policy_duration
-from sidecar.policy.model import Learn
+from sidecar.policy.choices import Learn
 
 TOLERATED_PER = 1_000
 """Admitted requests for which one preemption is tolerated: half of the target of 2 for 1,000."""

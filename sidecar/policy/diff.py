@@ -6,58 +6,31 @@ tenant's keys are never shown, only their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from fractions import Fraction
 from typing import Any
 
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
-from sidecar.engines.pages import Health
-from sidecar.policy.fleet import Affinity, DnsService, FleetPolicy, Replay, WrittenCapacity
-from sidecar.policy.gateway import GatewayPolicy
-from sidecar.policy.identity import JwtPolicy
-from sidecar.policy.model import Cors, Limits, Policy, ServiceObjectives, Tenant, Timeouts
-from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.declared import written_name
+from sidecar.policy.fleet import FleetPolicy
+from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.rules import UNLIMITED, PoolRules
+from sidecar.policy.store import StoreAddress
+from sidecar.policy.tier import Aging
 
 MOST_NAMED = 20
 """Most differences that are listed one by one, so that a roll-out of a thousand tenants is still one log line."""
 
-_KEYS = {
-    "default_level": "default_tier",
-    "carrier": "forward_priority",
-    "max_waiting": "queue max_requests",
-    "max_wait_s": "queue max_wait",
-    "downgrade_level": "over_limit",
-    "level": "tier",
-    "max_level": "max_tier",
-    "max_body_bytes": "max_body",
-    "max_upload_bytes": "max_upload",
-    "weight_percent": "weight",
-    "gain_weight": "gain weight",
-    "key_set": "jwks",
-    "networks": "addresses",
-}
-"""Fields that have another name in the file; of all others, the unit after the name is left out."""
-_UNITS = ("_us", "_s")
-_RECORDS = (
-    ServiceObjectives,
-    Timeouts,
-    Limits,
-    EngineCapacity,
-    WrittenCapacity,
-    DnsService,
-    Affinity,
-    Health,
-    Replay,
-    JwtPolicy,
-    GatewayPolicy,
-    Cors,
-)
-"""Records whose fields are keys of a mapping inside."""
 _PARTS = {"speed": 1000, "weight_percent": 100}
 """Numbers that are counted in parts of one."""
+_ABOUT = frozenset(
+    ("rules", "capacity", "engines", "models", "tiers", "timeouts", "endpoints", "tenants", "keyless", "generation")
+)
+"""Fields of a policy that are described elsewhere."""
 _LEVELS = frozenset({"default_level", "level", "max_level", "downgrade_level"})
 
 
@@ -88,58 +61,37 @@ class _Telling:
         capacity = "capacity" if after.engines is None else "engines capacity"
         yield from _changed(f"{capacity} learn", before.learn.value, after.learn.value)
         yield from self._rules(before.rules, after.rules)
-        about = {
-            "rules",
-            "engine_capacity",
-            "engines",
-            "models",
-            "shares",
-            "tiers",
-            "endpoints",
-            "tenants",
-            "keyless",
-            "generation",
-            "learn",
-        }
-        yield from self._record("", before, after, but=about)
+        yield from self._record("", before, after, but=_ABOUT)
         yield from self._fleet(before.engines, after.engines)
         yield from self._named("model", before.models, after.models)
-        for pair in zip(before.shares, after.shares, strict=False):
-            yield from self._record(f"tier {pair[0].name} ", *pair)
         for tiers in zip(before.tiers, after.tiers, strict=False):
             yield from self._record(f"tier {tiers[0].name} ", *tiers, but={"level"})
         yield from self._named("endpoint", before.endpoints, after.endpoints)
         yield from self._tenants(_by_name(before), _by_name(after))
 
-    def _capacity(self, before: EngineCapacity | None, after: EngineCapacity | None) -> Iterator[str]:
+    def _capacity(self, before: Capacity | None, after: Capacity | None) -> Iterator[str]:
         if before is not None and after is not None:
-            yield from self._record("capacity ", before, after)
+            yield from self._record("capacity ", before, after, but={"learn"})
 
     def _rules(self, before: PoolRules, after: PoolRules) -> Iterator[str]:
         if self._after.engine_capacity is None:  # else the policy's own bounds were just describe_changes
             for name in ("tokens", "requests"):
                 yield from _changed(f"capacity {name}", *(_bounded(getattr(rules, name)) for rules in (before, after)))
-        yield from _changed("aging", *(self._aging(rules) for rules in (before, after)))
-        yield from _changed("max_preemptions", str(before.max_preemptions), str(after.max_preemptions))
 
-    def _aging(self, rules: PoolRules) -> str:
-        if rules.promote_after_us is None:
-            return "none"
-        return f"{policy_duration(rules.promote_after_us / 1e6)} up to {self._before.tiers[rules.ceiling].name}"
-
-    def _record(self, about: str, before: Any, after: Any, but: set[str] | None = None) -> Iterator[str]:
+    def _record(self, about: str, before: Any, after: Any, but: Collection[str] = ()) -> Iterator[str]:
         """Every field of two records of one type, but those in `but`, and those that are only made of others."""
         for field in fields(before):
             name = field.name
             if not field.compare:
                 continue
             old, new = getattr(before, name), getattr(after, name)
-            if old == new or (but and name in but):
+            if old == new or name in but:
                 continue
-            if isinstance(old, _RECORDS) and type(old) is type(new):
-                yield from self._record(f"{about}{_key(name)} ", old, new)
+            key = f"{about}{written_name(field)}"
+            if _are_one_kind(old, new):
+                yield from self._record(f"{key} ", old, new, but={"learn"})
             else:
-                yield from _changed(f"{about}{_key(name)}", self._value(name, old), self._value(name, new))
+                yield from _changed(key, self._value(name, old), self._value(name, new))
 
     def _value(self, name: str, value: Any) -> str:
         if value is not None and name in _LEVELS:
@@ -152,6 +104,8 @@ class _Telling:
             return "all"
         if name == "engine_levels":
             return _value(name, tuple(f"{self._after.tiers[level].name} {least:g}" for least, level in value))
+        if isinstance(value, Aging):
+            return f"{policy_duration(value.promote_after_us / 1e6)} up to {self._before.tiers[value.ceiling].name}"
         return _value(name, value)
 
     def _named(self, what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
@@ -211,13 +165,11 @@ def _changed(about: str, before: str, after: str) -> Iterator[str]:
         yield f"{about} {before} -> {after}"
 
 
-def _key(name: str) -> str:
-    """The name of a field in the file."""
-    known = _KEYS.get(name)
-    if known is not None:
-        return known
-    unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
-    return name.removesuffix(unit)
+def _are_one_kind(before: object, after: object) -> bool:
+    """Whether both are mappings of a file whose keys are compared one by one."""
+    if type(before) is not type(after) or not is_dataclass(before) or isinstance(before, (Aging, StoreAddress, Tenant)):
+        return False
+    return not isinstance(before, Capacity) or before.is_read is getattr(after, "is_read", None)
 
 
 def _value(name: str, value: Any) -> str:
@@ -232,11 +184,6 @@ def _value(name: str, value: Any) -> str:
         return "true" if value else "false"
     if name in _PARTS:
         return f"{value / _PARTS[name]:g}"
-    if isinstance(value, WrittenCapacity):
-        sizes = (("tokens", value.tokens), ("requests", value.requests))
-        return " and ".join(f"{size:,} {kind}" for kind, size in sizes if size is not None)
-    if isinstance(value, EngineCapacity):
-        return "from the engine"
     if isinstance(value, Fraction):
         return f"{float(100 * value):g}%"
     if name.endswith("_us"):
@@ -247,7 +194,7 @@ def _value(name: str, value: Any) -> str:
         return _bounded(value)
     if isinstance(value, bytes):
         return value.decode("latin-1")
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return ", ".join(_value(name, one) for one in value) or "none"
     return str(value)
 
@@ -293,7 +240,7 @@ def _of_capacity(running: Policy, changed: Policy) -> dict[str, bool]:
         return {"engines": True}
     return {
         "engines (static, file, dns or mounted)": before.discovery is not after.discovery,
-        "engines.capacity.from": before.mounted and type(before.capacity) is not type(after.capacity),
+        "engines.capacity.from": before.mounted and before.capacity.is_read is not after.capacity.is_read,
         "engines.file": None not in (before.file, after.file) and before.file != after.file,
         "engines.dns.name": before.dns is not None and after.dns is not None and str(before.dns) != str(after.dns),
     }

@@ -1,45 +1,40 @@
 """Value types of the policy files: one reader for each type, and its JSON Schema for editors.
 
-Readers raise ValueError with a sentence for the operator. They are plain validators, so that pydantic never converts a
-value and never words a message itself.
+A reader gives the value that the running process uses, or raises ValueError with a sentence for the operator. Readers
+are plain validators, so that pydantic never converts a value and never words a message itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from enum import Enum
 from fractions import Fraction
 from functools import partial
-from pathlib import Path as FilePath
-from typing import Annotated, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, PlainValidator, ValidationInfo, WithJsonSchema
-
-from sidecar.apis import Api
-from sidecar.engines import ENGINES, Engine
-from sidecar.engines.base import MOST_SEGMENTS, Carrier
-from sidecar.policy import units
-from sidecar.policy.fleet import PROMPT_CACHE_KEY
-from sidecar.policy.keys import read_hash
-from sidecar.policy.model import (
-    Background,
-    CapacitySource,
-    Learn,
-    Mode,
-    Order,
-    Source,
-    StoreLoss,
-    StreamUsage,
-    Unguarded,
-    Unsized,
-    UsageInTraces,
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
 )
+
+from sidecar.engines.base import MOST_SEGMENTS
+from sidecar.policy import units
+from sidecar.policy.choices import Learn, Source
+from sidecar.policy.declared import context
+from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import printable, quoted, suggestion, unknown
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
 
 DENY = "deny"
 REJECT = "reject"
@@ -69,22 +64,20 @@ MOST_USAGE_DAYS = 400
 SHORTEST_PERIOD_S = Fraction(1, 10)
 """Of what is asked for again and again. More often costs an engine, or a name server, more than it can tell."""
 
-E = TypeVar("E", bound=Enum)
 V = TypeVar("V")
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Context of a value's reader: the pool's tiers (empty if unreadable), the file's folder."""
-
-    tiers: tuple[str, ...]
-    folder: FilePath
+def tier_names(info: ValidationInfo) -> tuple[str, ...]:
+    """The names of the pool's tiers, most important first; empty where they cannot be read."""
+    return context(info).tiers
 
 
-def context(info: ValidationInfo) -> Context:
-    """The context that `compiler` passed to the validation."""
-    assert isinstance(info.context, Context)
-    return info.context
+def _nothing_means_defaults(value: object) -> object:
+    return {} if value is None else value
+
+
+DEFAULTS = BeforeValidator(_nothing_means_defaults)
+"""Marks a mapping of which nothing need be written: `batch:` alone has every default."""
 
 
 def percent(part: Fraction) -> str:
@@ -92,21 +85,21 @@ def percent(part: Fraction) -> str:
     return f"{float(part * 100):g}%"
 
 
-def _tier(value: object, info: ValidationInfo) -> str:
-    name = units.text(value, "a tier", "normal")
-    tiers = context(info).tiers
+def _level(value: object, info: ValidationInfo) -> int:
+    """The level of a tier by its name; that of the first tier where the tiers cannot be read."""
+    name, tiers = units.text(value, "a tier", "normal"), tier_names(info)
     if tiers and name not in tiers:
         raise ValueError(unknown("tier", name, tiers))
-    return name
+    return tiers.index(name) if tiers else 0
 
 
-def _anonymous(value: object, info: ValidationInfo) -> str | None:
+def _anonymous(value: object, info: ValidationInfo) -> int | None:
     if value == DENY:
         return None
-    name, tiers = units.text(value, "a tier, or deny", "normal"), context(info).tiers
+    name, tiers = units.text(value, "a tier, or deny", "normal"), tier_names(info)
     if tiers and name not in tiers:
         raise ValueError(f"{quoted(name)} is no tier; {suggestion(name, [*tiers, DENY], 'write one of')}")
-    return name
+    return tiers.index(name) if tiers else 0
 
 
 def _new_tier(value: object) -> str:
@@ -127,19 +120,21 @@ def _tenant(value: object) -> str:
     return name
 
 
-def _over_limit(value: object, info: ValidationInfo) -> str | None:
-    """None for `reject`, else the tier that what is over the limit falls to."""
+def _over_limit(value: object, info: ValidationInfo) -> int | None:
+    """None for `reject`, else the level that what is over the limit falls to."""
     if isinstance(value, dict) and list(value) == ["downgrade"]:
-        return _tier(value["downgrade"], info)
+        return _level(value["downgrade"], info)
     word = units.scalar(value, "what to do", "reject or {downgrade: batch}")
     if word.startswith("downgrade:"):
-        return _tier(word.removeprefix("downgrade:").strip(), info)
+        return _level(word.removeprefix("downgrade:").strip(), info)
     if word != REJECT:
         raise ValueError(f"{quoted(word)} is not what can be done; write reject or {{downgrade: batch}}")
     return None
 
 
-def _one_of(values: Mapping[str, V], noun: str) -> Callable[[object], V]:
+def one_of(values: Mapping[str, V], noun: str) -> Callable[[object], V]:
+    """The reader of a name that stands for one of the values."""
+
     def read(value: object) -> V:
         name = units.text(value, noun, next(iter(values)))
         if name not in values:
@@ -147,10 +142,6 @@ def _one_of(values: Mapping[str, V], noun: str) -> Callable[[object], V]:
         return values[name]
 
     return read
-
-
-def _choice(kind: type[E], noun: str) -> Callable[[object], E]:
-    return _one_of({str(member.value): member for member in kind}, noun)
 
 
 def _filled(kind: type[Any], noun: str, example: str, *, or_empty: bool = False) -> BeforeValidator:
@@ -169,20 +160,22 @@ listed = partial(_filled, list, "list")
 mapped = partial(_filled, dict, "mapping")
 
 
-def _once_each(entries: list[V]) -> list[V]:
-    twice = next((entry for entry in entries if entries.count(entry) > 1), None)
+def distinct(values: tuple[V, ...]) -> tuple[V, ...]:
+    """The values of a list, each of which may be there once. Raises ValueError."""
+    twice = next((value for value in values if values.count(value) > 1), None)
     if twice is not None:
-        raise ValueError(f"{getattr(twice, 'value', twice)} is listed twice; keep its first place")
-    return entries
+        name = twice.decode() if isinstance(twice, bytes) else str(getattr(twice, "value", twice))
+        raise ValueError(f"{printable(name)} is listed twice; keep its first place")
+    return values
 
 
-def _header(value: object) -> str:
+def _header(value: object) -> bytes:
     name = units.text(value, "a header's name", "x-priority")
     if not _HEADER_NAME.fullmatch(name):
         raise ValueError(f"{quoted(name)} is not a header's name; write letters, digits and dashes, such as x-priority")
     if name.lower() in _TAKEN_HEADERS:
         raise ValueError(f"{quoted(name)} has a meaning of its own; write another name, such as x-priority")
-    return name.lower()
+    return name.lower().encode("ascii")
 
 
 def _asked_header(value: object) -> str:
@@ -202,17 +195,17 @@ def _origin(value: object) -> str:
     return written
 
 
-def _alone(origins: list[str]) -> list[str]:
+def _alone(origins: tuple[str, ...]) -> tuple[str, ...]:
     if "*" in origins and len(origins) > 1:
         raise ValueError('"*" is every origin: write it alone, or leave it out')
     return origins
 
 
-def _member(value: object) -> str:
+def _member(value: object) -> bytes:
     name = units.text(value, "a member's name", "total_tokens")
     if not _MEMBER_NAME.fullmatch(name):
         raise ValueError(f"{quoted(name)} is not a member's name; write letters, digits, _ and -, such as total_tokens")
-    return name
+    return name.encode()
 
 
 def _url_path(value: object) -> str:
@@ -262,11 +255,12 @@ def _usage_days(value: object) -> int:
     return count
 
 
-def _burst(value: object) -> Fraction:
+def _burst(value: object) -> int:
+    """In microseconds."""
     duration_s = units.positive_duration_s(value)
     if duration_s > 60:
         raise ValueError("more than a minute's allowance at once; write 60s or less")
-    return duration_s
+    return round(duration_s * 1_000_000)
 
 
 def _name(value: object, what: str, pattern: re.Pattern[str], allowed: str, *, like: str) -> str:
@@ -354,14 +348,14 @@ def _prefill(value: object) -> int:
 
 def _session(value: object) -> bytes:
     """A header's name in lower case, or `PROMPT_CACHE_KEY`."""
-    return _header(units.text(value, "a session's source", "x-session-id")).encode("ascii")
+    return _header(units.text(value, "a session's source", "x-session-id"))
 
 
-def _period(value: object) -> Fraction:
+def _period(value: object) -> float:
     duration_s = units.positive_duration_s(value)
     if duration_s < SHORTEST_PERIOD_S:
         raise ValueError(f'{quoted(str(value))} is too often; write "100ms" or more')
-    return duration_s
+    return float(duration_s)
 
 
 def _replays(value: object) -> int:
@@ -376,14 +370,23 @@ def _engine_list(value: object, info: ValidationInfo) -> str:
     return str(context(info).folder / units.text(value, "a file", "engines.yaml"))
 
 
-def _service(value: object) -> tuple[str, int | None]:
+class ServiceName(NamedTuple):
     """A host and its port, or the name of SRV records and None."""
+
+    host: str
+    port: int | None
+
+    def __str__(self) -> str:
+        return self.host if self.port is None else f"{self.host}:{self.port}"
+
+
+def _service(value: object) -> ServiceName:
     written = units.text(value, "a name", "vllm.default.svc:8000")
     match = _SERVICE.fullmatch(written)
     if match and 0 < int(match["port"]) <= 65535:
-        return match["host"], int(match["port"])
+        return ServiceName(match["host"], int(match["port"]))
     if _SRV.fullmatch(written):
-        return written, None
+        return ServiceName(written, None)
     if re.fullmatch(_HOST, written, re.ASCII):
         raise ValueError(
             f"{quoted(written)} has no port; write {written}:8000, or the name of SRV records, such as "
@@ -396,157 +399,131 @@ def _model_name(value: object) -> str:
     return _name(value, "a model's name", _MODEL_NAME, "up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -", like="llama-70b")
 
 
-def distinct(values: list[V]) -> list[V]:
-    """The values of a list, each of which may be there once. Raises ValueError."""
-    twice = next((value for value in values if values.count(value) > 1), None)
-    if twice is not None:
-        name = twice.decode() if isinstance(twice, bytes) else str(twice)
-        raise ValueError(f"{printable(name)} is listed twice; keep its first place")
-    return values
+KIND = "x-kind"
+"""The keyword of a schema that says in words what kind of value it is. Files' schemas do not have it."""
 
 
-def a_list(example: str) -> BeforeValidator:
-    """Refuses what is no list, without repeating what stands there."""
-
-    def read(value: object) -> object:
-        if not isinstance(value, list):
-            raise ValueError(f"not a list; write {example}")
-        return value
-
-    return BeforeValidator(read)
+def schema(description: str, *, numbers: bool = False, **keywords: Any) -> Mapping[str, Any]:
+    """The JSON Schema of a text, perhaps also of a number."""
+    kind = description.partition(":")[0].rstrip(".")
+    form = ["string", "integer"] if numbers else "string"
+    return {"type": form, "description": description, KIND: kind[:1].lower() + kind[1:], **keywords}
 
 
-def _schema(description: str, *, numbers: bool = False, **keywords: Any) -> WithJsonSchema:
-    kind: str | Sequence[str] = ["string", "integer"] if numbers else "string"
-    return WithJsonSchema({"type": kind, "description": description, **keywords})
+class Reads:
+    """Marks a type whose values `reader` reads; `schema` is their JSON Schema, by default that of any text."""
+
+    def __init__(
+        self, reader: Callable[..., object], schema: Mapping[str, Any] = MappingProxyType({"type": "string"})
+    ) -> None:
+        self._read_as = Annotated[Any, PlainValidator(reader), WithJsonSchema(dict(schema))]
+
+    def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(self._read_as)
 
 
-def _enum(kind: type[Enum]) -> WithJsonSchema:
-    return WithJsonSchema({"type": "string", "enum": [member.value for member in kind]})
+class Choice(Reads):
+    """Marks an enumeration, of which one value is written. `noun` is what the messages call it."""
+
+    def __init__(self, kind: type[Enum], noun: str = "choice") -> None:
+        values = {str(member.value): member for member in kind}
+        super().__init__(one_of(values, noun), {"type": "string", "enum": list(values)})
 
 
-Share = Annotated[Fraction, PlainValidator(units.share), _schema('A share: "20%".', pattern=r"^[0-9.]+ ?%$")]
-_DURATION = _schema('A duration: "500ms", "2s", "5m", "1h".', pattern=r"^[0-9.]+ ?(us|ms|s|m|h)$")
-Duration = Annotated[Fraction, PlainValidator(units.duration_s), _DURATION]
-PositiveDuration = Annotated[Fraction, PlainValidator(units.positive_duration_s), _DURATION]
-_COUNT = _schema("A count: 160, 10k, 2M.", numbers=True, pattern=r"^[0-9.]+ ?[kKMG]?$", minimum=0)
-Count = Annotated[int, PlainValidator(units.count), _COUNT]
-PositiveCount = Annotated[int, PlainValidator(units.positive_count), _COUNT]
+_DURATION = schema('A duration: "500ms", "2s", "5m", "1h".', pattern=r"^[0-9.]+ ?(us|ms|s|m|h)$")
+_COUNT = schema("A count: 160, 10k, 2M.", numbers=True, pattern=r"^[0-9.]+ ?[kKMG]?$", minimum=0)
+_NAME = schema("A header's name.")
+_OVER_LIMIT = {
+    "anyOf": [
+        {"const": REJECT},
+        {"type": "object", "required": ["downgrade"], "properties": {"downgrade": {"type": "string"}}},
+    ]
+}
+
+Share = Annotated[Fraction, Reads(units.share, schema('A share: "20%".', pattern=r"^[0-9.]+ ?%$"))]
+Seconds = Annotated[float, Reads(units.seconds, _DURATION)]
+PositiveSeconds = Annotated[float, Reads(units.positive_seconds, _DURATION)]
+Microseconds = Annotated[int, Reads(units.microseconds, _DURATION)]
+PositiveMicroseconds = Annotated[int, Reads(units.positive_microseconds, _DURATION)]
+Period = Annotated[float, Reads(_period, _DURATION)]
+Burst = Annotated[int, Reads(_burst, _DURATION)]
+Count = Annotated[int, Reads(units.count, _COUNT)]
+PositiveCount = Annotated[int, Reads(units.positive_count, _COUNT)]
+RateCount = Annotated[int, Reads(_rate, _COUNT)]
+BudgetCount = Annotated[int, Reads(_budget, _COUNT)]
+UsageDays = Annotated[int, Reads(_usage_days, _COUNT)]
 GainWeight = Annotated[
-    int, PlainValidator(units.gain_weight), _schema("A weight: 4.", numbers=True, pattern="^[0-9]+$", minimum=1)
+    int, Reads(units.gain_weight, schema("A weight: 4.", numbers=True, pattern="^[0-9]+$", minimum=1))
 ]
-RateCount = Annotated[int, PlainValidator(_rate), _COUNT]
-BudgetCount = Annotated[int, PlainValidator(_budget), _COUNT]
-UsageDays = Annotated[int, PlainValidator(_usage_days), _COUNT]
-BurstDuration = Annotated[Fraction, PlainValidator(_burst), _DURATION]
-OrderChoice = Annotated[Order, PlainValidator(_choice(Order, "order")), _enum(Order)]
-ModeChoice = Annotated[Mode, PlainValidator(_choice(Mode, "mode")), _enum(Mode)]
-Size = Annotated[
+Bytes = Annotated[
     int,
-    PlainValidator(units.size_bytes),
-    _schema('A size: "8MiB".', numbers=True, pattern=r"^[0-9.]+ ?(B|KiB|MiB|GiB)?$"),
+    Reads(units.size_bytes, schema('A size: "8MiB".', numbers=True, pattern=r"^[0-9.]+ ?(B|KiB|MiB|GiB)?$")),
 ]
-Flag = Annotated[bool, PlainValidator(units.flag), WithJsonSchema({"type": "boolean"})]
-Mounted = Annotated[bool, PlainValidator(_mounted), WithJsonSchema({"const": True})]
-Text = Annotated[str, PlainValidator(_text), WithJsonSchema({"type": "string"})]
-TierName = Annotated[str, PlainValidator(_tier), _schema("The name of a tier.")]
-AnonymousTier = Annotated[str | None, PlainValidator(_anonymous), _schema("The name of a tier, or `deny`.")]
-NewTierName = Annotated[str, PlainValidator(_new_tier), _schema("A tier's name.", pattern=f"^{_TIER_NAME.pattern}$")]
-TenantName = Annotated[str, PlainValidator(_tenant), _schema("A name.", pattern=f"^{_TENANT_NAME.pattern}$")]
-UrlPath = Annotated[str, PlainValidator(_url_path), _schema("A path on the server.", pattern="^/")]
-PathList = Annotated[list[UrlPath], listed("[/health, /metrics]", or_empty=True), AfterValidator(_once_each)]
-HeaderName = Annotated[str, PlainValidator(_header), _schema("A header's name.")]
+Speed = Annotated[int, Reads(_speed, {"type": "number", "minimum": 0.01, "maximum": 100})]
+Weight = Annotated[int, Reads(_weight, {"type": "number", "minimum": 0, "maximum": 10})]
+Prefill = Annotated[
+    int,
+    Reads(
+        _prefill,
+        schema("A count, or `unbounded`: 8k.", numbers=True, pattern=rf"^([0-9.]+ ?[kKMG]?|{UNBOUNDED})$", minimum=1),
+    ),
+]
+Replays = Annotated[int, Reads(_replays, {"type": "integer", "minimum": 0, "maximum": 1})]
+Flag = Annotated[bool, Reads(units.flag, {"type": "boolean"})]
+Mounted = Annotated[bool, Reads(_mounted, {"const": True})]
+Text = Annotated[str, Reads(_text)]
+Level = Annotated[int, Reads(_level, schema("The name of a tier."))]
+AnonymousLevel = Annotated[int | None, Reads(_anonymous, schema("The name of a tier, or `deny`."))]
+NewTierName = Annotated[str, Reads(_new_tier, schema("A tier's name.", pattern=f"^{_TIER_NAME.pattern}$"))]
+TenantName = Annotated[str, Reads(_tenant, schema("A name.", pattern=f"^{_TENANT_NAME.pattern}$"))]
+PoolName = Annotated[str, Reads(_pool, schema("A name.", pattern=f"^{_POOL_NAME.pattern}$"))]
+EngineName = Annotated[str, Reads(engine_name, schema("A name.", pattern=f"^{_ENGINE_NAME.pattern}$"))]
+ModelName = Annotated[str, Reads(_model_name, schema("A model's name.", pattern=f"^{_MODEL_NAME.pattern}$"))]
+UrlPath = Annotated[str, Reads(_url_path, schema("A path on the server.", pattern="^/"))]
+EngineUrl = Annotated[str, Reads(engine_url, schema("An address: http://a:8000.", pattern="^https?://"))]
+Service = Annotated[ServiceName, Reads(_service, schema("A host and its port, or the name of SRV records."))]
+HeaderName = Annotated[bytes, Reads(_header, _NAME)]
+MemberName = Annotated[bytes, Reads(_member, schema("A member's name."))]
+ExistingFile = Annotated[str, Reads(_existing_file, schema("A file, relative to this one."))]
+EngineListAt = Annotated[str, Reads(_engine_list, schema("A file, relative to this one."))]
+StoreAt = Annotated[
+    StoreAddress,
+    Reads(_store, schema("A store's address.", pattern=f"^({'|'.join(map(re.escape, SCHEMES))})://")),
+]
+LearnChoice = Annotated[
+    Learn, Reads(_learn, {"anyOf": [{"type": "string", "enum": [way.value for way in Learn]}, {"const": False}]})
+]
+OverLimit = Annotated[int | None, Reads(_over_limit, _OVER_LIMIT)]
+PathList = Annotated[tuple[UrlPath, ...], listed("[/health, /metrics]", or_empty=True), AfterValidator(distinct)]
 AskedHeaders = Annotated[
-    list[Annotated[str, PlainValidator(_asked_header), _schema("A header's name.")]],
+    tuple[Annotated[str, Reads(_asked_header, _NAME)], ...],
     listed("[authorization, content-type]"),
     AfterValidator(distinct),
 ]
 Origins = Annotated[
-    list[Annotated[str, PlainValidator(_origin), _schema("An origin, or `*`.")]],
+    tuple[Annotated[str, Reads(_origin, schema("An origin, or `*`."))], ...],
     listed('["https://app.example"]'),
     AfterValidator(distinct),
     AfterValidator(_alone),
 ]
-MemberName = Annotated[str, PlainValidator(_member), _schema("A member's name.")]
-ExistingFile = Annotated[str, PlainValidator(_existing_file), _schema("A file, relative to this one.")]
-EngineChoice = Annotated[
-    type[Engine], PlainValidator(_one_of(ENGINES, "engine")), WithJsonSchema({"type": "string", "enum": list(ENGINES)})
-]
-CarrierChoice = Annotated[Carrier, PlainValidator(_choice(Carrier, "carrier")), _enum(Carrier)]
-CapacitySourceChoice = Annotated[
-    CapacitySource, PlainValidator(_choice(CapacitySource, "source of a capacity")), _enum(CapacitySource)
-]
-LearnChoice = Annotated[
-    Learn,
-    PlainValidator(_learn),
-    WithJsonSchema({"anyOf": [{"type": "string", "enum": [way.value for way in Learn]}, {"const": False}]}),
-]
-ApiName = Annotated[Api, PlainValidator(_choice(Api, "API")), _enum(Api)]
-StoreAt = Annotated[
-    StoreAddress,
-    PlainValidator(_store),
-    _schema("A store's address.", pattern=f"^({'|'.join(map(re.escape, SCHEMES))})://"),
-]
-PoolName = Annotated[str, PlainValidator(_pool), _schema("A name.", pattern=f"^{_POOL_NAME.pattern}$")]
-StoreLossChoice = Annotated[StoreLoss, PlainValidator(_choice(StoreLoss, "choice")), _enum(StoreLoss)]
-UnguardedChoice = Annotated[Unguarded, PlainValidator(_choice(Unguarded, "choice")), _enum(Unguarded)]
-BackgroundChoice = Annotated[Background, PlainValidator(_choice(Background, "choice")), _enum(Background)]
-UsageChoice = Annotated[StreamUsage, PlainValidator(_choice(StreamUsage, "choice")), _enum(StreamUsage)]
-TracedUsageChoice = Annotated[UsageInTraces, PlainValidator(_choice(UsageInTraces, "choice")), _enum(UsageInTraces)]
-UnsizedChoice = Annotated[Unsized, PlainValidator(_choice(Unsized, "choice")), _enum(Unsized)]
 SourceList = Annotated[
-    list[Annotated[Source, PlainValidator(_choice(Source, "source")), _enum(Source)]],
+    tuple[Annotated[Source, Choice(Source, "source")], ...],
     listed("[body, header, endpoint, key]"),
-    AfterValidator(_once_each),
+    AfterValidator(distinct),
 ]
 KeyHashes = Annotated[
-    list[Annotated[str, PlainValidator(read_hash), _schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$")]],
+    tuple[Annotated[str, Reads(read_hash, schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$"))], ...],
     listed('keys: ["sha256:..."] as `sidecar keys new` prints it', or_empty=True),
 ]
 Thresholds = Annotated[
-    dict[TierName, Annotated[float, PlainValidator(units.number), WithJsonSchema({"type": "number"})]],
+    dict[Level, Annotated[float, Reads(units.number, {"type": "number"})]],
     mapped("{high: 10, normal: 5, batch: 0}"),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
 ]
-OverLimit = Annotated[
-    str | None,
-    PlainValidator(_over_limit),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"const": REJECT},
-                {"type": "object", "required": ["downgrade"], "properties": {"downgrade": {"type": "string"}}},
-            ]
-        }
-    ),
-]
-EngineName = Annotated[str, PlainValidator(engine_name), _schema("A name.", pattern=f"^{_ENGINE_NAME.pattern}$")]
-EngineNames = Annotated[list[EngineName], listed("[a, b]"), AfterValidator(distinct)]
-EngineUrl = Annotated[str, PlainValidator(engine_url), _schema("An address: http://a:8000.", pattern="^https?://")]
-_NUMBER: dict[str, Any] = {"type": "number"}
-Speed = Annotated[int, PlainValidator(_speed), WithJsonSchema({**_NUMBER, "minimum": 0.01, "maximum": 100})]
-Weight = Annotated[int, PlainValidator(_weight), WithJsonSchema({**_NUMBER, "minimum": 0, "maximum": 10})]
-Prefill = Annotated[
-    int,
-    PlainValidator(_prefill),
-    _schema("A count, or `unbounded`: 8k.", numbers=True, pattern=rf"^([0-9.]+ ?[kKMG]?|{UNBOUNDED})$", minimum=1),
-]
+EngineNames = Annotated[tuple[EngineName, ...], listed("[a, b]"), AfterValidator(distinct)]
 SessionSources = Annotated[
-    list[
-        Annotated[
-            bytes,
-            PlainValidator(_session),
-            _schema(f"A header's name, or `{PROMPT_CACHE_KEY.decode()}`."),
-        ]
-    ],
-    a_list("[x-session-id, prompt_cache_key]"),
+    tuple[Annotated[bytes, Reads(_session, schema("A header's name, or `prompt_cache_key`."))], ...],
+    listed("[x-session-id, prompt_cache_key]", or_empty=True),
     AfterValidator(distinct),
 ]
-Period = Annotated[Fraction, PlainValidator(_period), _DURATION]
-Replays = Annotated[int, PlainValidator(_replays), WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 1})]
-EngineListAt = Annotated[str, PlainValidator(_engine_list), _schema("A file, relative to this one.")]
-Service = Annotated[
-    tuple[str, int | None], PlainValidator(_service), _schema("A host and its port, or the name of SRV records.")
-]
-ModelName = Annotated[str, PlainValidator(_model_name), _schema("A model's name.", pattern=f"^{_MODEL_NAME.pattern}$")]
-ModelNames = Annotated[list[ModelName], a_list("[llama, my-lora]"), AfterValidator(distinct)]
+ModelNames = Annotated[tuple[ModelName, ...], listed("[llama, my-lora]", or_empty=True), AfterValidator(distinct)]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from sidecar.durations import policy_duration
-from sidecar.policy.fleet import Discovery, EngineAddress, FleetPolicy, WrittenCapacity
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.fleet import Discovery, EngineAddress, FleetPolicy
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import Path, printable
 
@@ -38,15 +39,15 @@ def _at(fleet: FleetPolicy, place: int, *key: str) -> Path:
     return ("engines", "static", place, *key) if fleet.discovery is Discovery.STATIC else ("engines", "file")
 
 
-_DIMENSIONS: tuple[tuple[str, Callable[[WrittenCapacity], int | None]], ...] = (
+_DIMENSIONS: tuple[tuple[str, Callable[[Capacity], int | None]], ...] = (
     ("tokens", lambda capacity: capacity.tokens),
     ("requests", lambda capacity: capacity.requests),
 )
 
 
-def _written(fleet: FleetPolicy) -> Iterator[tuple[int, EngineAddress, WrittenCapacity]]:
+def _written(fleet: FleetPolicy) -> Iterator[tuple[int, EngineAddress, Capacity]]:
     for place, engine in enumerate(fleet.static):
-        if isinstance(engine.capacity, WrittenCapacity):
+        if not engine.capacity.is_read:
             yield place, engine, engine.capacity
 
 
@@ -92,11 +93,11 @@ def _without_a_model(policy: Policy, fleet: FleetPolicy) -> Found:
 def _without_an_engine(policy: Policy, fleet: FleetPolicy) -> Found:
     """Of an engine list that was read: a name that the policy has, and the list has not."""
     listed = {engine.name for engine in fleet.static}
-    for model in policy.models.values():
-        missing = [name for name in model.engines or () if listed and name not in listed]
+    for name, model in policy.models.items():
+        missing = [engine for engine in model.engines or () if listed and engine not in listed]
         if missing:
             yield (
-                ("models", model.name, "engines"),
+                ("models", name, "engines"),
                 f"the engine list has no {', '.join(map(printable, missing))}; write the names of the list, or add "
                 "them there",
             )

@@ -8,9 +8,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
+from pydantic import AfterValidator, ValidationInfo, field_validator
+
 from sidecar.extras import how_to_install
+from sidecar.policy import fields as of
+from sidecar.policy import units
+from sidecar.policy.declared import context, declared, key
+from sidecar.policy.problems import quoted, unknown
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519", "EdDSA")
 """Signature algorithms with a private and a public key. `none` and HS256 are not among them: whoever can read the
@@ -18,22 +25,6 @@ issuer's public keys could sign such a token."""
 MOST_KEY_SET_BYTES = 1 << 20
 LONGEST_SKEW_S = 300
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-
-
-@dataclass(frozen=True, slots=True)
-class JwtPolicy:
-    """Which tokens are believed, and which of their claims count. `key_set` is an address, or a file's path."""
-
-    issuer: str
-    audience: str
-    key_set: str
-    tenant_claim: str
-    tier_claim: str | None
-    clock_skew_s: float
-    algorithms: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"tokens of {self.issuer}"
 
 
 def check_installed() -> None:
@@ -93,3 +84,90 @@ def read_key_set(file: Path) -> bytes:
     if len(raw) > MOST_KEY_SET_BYTES:
         raise ValueError(f"is larger than {MOST_KEY_SET_BYTES} bytes")
     return raw
+
+
+def _said(value: object) -> str:
+    return units.text(value, "a text", "https://id.example")
+
+
+def _key_set(value: object, info: ValidationInfo) -> str:
+    written = units.text(value, "an address or a file", "https://id.example/keys")
+    if is_address(written):
+        check_address(written)
+        return written
+    if "://" in written:
+        raise ValueError(f"{quoted(written)} is neither https:// nor a file; write it like https://id.example/keys")
+    file = context(info).folder / written
+    try:
+        public_keys(read_key_set(file))
+    except OSError:
+        raise ValueError(
+            f"the file {quoted(written)} cannot be read; write where it is, relative to this file"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{quoted(written)} {error}") from None
+    return str(file.absolute())
+
+
+def _skew(value: object) -> float:
+    skew_s = units.duration_s(value)
+    if skew_s > LONGEST_SKEW_S:
+        raise ValueError('more than any clock is wrong; write "5m" or less')
+    return float(skew_s)
+
+
+def _algorithm(value: object) -> str:
+    name = units.text(value, "an algorithm", "RS256")
+    if name.lower() == "none" or name.upper().startswith("HS"):
+        raise ValueError(
+            f"{quoted(name)} is not allowed: whoever knows the issuer's public keys could sign such a token; write one "
+            "with a private key, such as RS256 or ES256"
+        )
+    if name not in ALGORITHMS:
+        raise ValueError(unknown("algorithm", name, list(ALGORITHMS)))
+    return name
+
+
+_Said = Annotated[str, of.Reads(_said)]
+_KEY_SET = of.schema("An address (https://), or a file, relative to this one.")
+_DURATION = of.schema('A duration: "500ms", "30s".', pattern=r"^[0-9.]+ ?(us|ms|s|m|h)$")
+_Algorithms = Annotated[
+    tuple[Annotated[str, of.Reads(_algorithm, {"type": "string", "enum": list(ALGORITHMS)})], ...],
+    of.listed("[RS256, ES256]"),
+    AfterValidator(of.distinct),
+]
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class JwtPolicy:
+    """Bearer tokens of one issuer, signed by it (JWTs), beside the API keys."""
+
+    issuer: _Said = key(..., "The tokens' `iss`, exactly.", "https://id.example")
+    audience: _Said = key(..., "What must be the tokens' `aud`, or in it: the name of this service.", "llm")
+    key_set: Annotated[str, of.Reads(_key_set, _KEY_SET)] = key(
+        ..., "Where the issuer's public keys are (JSON Web Key Set).", "https://id.example/keys", name="jwks"
+    )
+    tenant_claim: _Said = key(..., "The claim that names a tenant of this policy.", "tenant")
+    tier_claim: _Said | None = key(
+        None,
+        "The claim that names the tier of requests which name none, up to the tenant's `max_tier`. Default: none, the "
+        "tenant's tier counts.",
+        "tier",
+    )
+    clock_skew_s: Annotated[float, of.Reads(_skew, _DURATION)] = key(
+        "30s",  # clocks that are set by NTP differ by less; more would let an expired token live on
+        "How far the issuer's clock and this one may differ.",
+        "10s",
+        name="clock_skew",
+    )
+    algorithms: _Algorithms = key(list(ALGORITHMS), "The signature algorithms that are accepted.", ["RS256"])
+
+    @field_validator("issuer")
+    @classmethod
+    def _can_be_checked(cls, issuer: str) -> str:
+        check_installed()
+        return issuer
+
+    def __str__(self) -> str:
+        return f"tokens of {self.issuer}"

@@ -13,15 +13,13 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
-from pydantic import ValidationError
-
-from sidecar.policy.compiler import POOL_FILE, Loaded, load_files, resolve
-from sidecar.policy.fields import Context
+from sidecar.policy.compiler import Loaded, load_files, pool_file, resolve
+from sidecar.policy.declared import Context
 from sidecar.policy.model import BARE, Mode, is_forced
+from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.problems import PolicyError
-from sidecar.policy.schema import PoolFile
 from sidecar.policy.source import LARGEST_FILE_BYTES, Document, read
-from sidecar.policy.validate import entries, pool_problems
+from sidecar.policy.validate import entries, pool_problems, read_record
 
 _LINE = re.compile(rb"""^mode:[ \t]*(["']?)pass\1[ \t]*(#.*)?\r?$""", re.MULTILINE)
 _ENGINES = ("engine", "engines", "models", "forward_key")
@@ -32,7 +30,7 @@ _log = logging.getLogger("sidecar.policy")
 def says_pass(path: str | FilePath) -> bool:
     """Whether the pool's file has the line `mode: pass`, and be the rest no policy. Reads the disk."""
     try:
-        with _pool_file(path).open("rb") as file:
+        with pool_file(path).open("rb") as file:
             return _LINE.search(file.read(LARGEST_FILE_BYTES)) is not None
     except OSError:
         return False
@@ -57,16 +55,13 @@ def bare(path: str | FilePath) -> Loaded:
 
     An empty path is no file.
     """
-    file = _pool_file(path)
+    file = pool_file(path)
     document = read(file) if path else Document("", b"", None)
     for data in _attempts(document.data or {}):
         tried = replace(document, data=data, problems=())
-        try:
-            pool = PoolFile.model_validate(data, context=Context(tuple(entries(data, "tiers")), file.parent))
-            if not pool_problems(tried):
-                return Loaded(resolve(pool, (), BARE), tried, {})
-        except ValidationError:
-            continue
+        pool, _ = read_record(PoolFile, data, Context(tuple(entries(data, "tiers")), file.parent))
+        if pool is not None and not pool_problems(tried):
+            return Loaded(resolve(pool, (), BARE), tried, {})
     raise AssertionError("the last attempt has nothing of the file")
 
 
@@ -78,7 +73,3 @@ def _attempts(written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         data |= {"anonymous": "normal"} if is_open else {}
         data |= {key: written[key] for key in kept if key in written}
         yield data if "engines" in data else {**data, "capacity": {"requests": 1}}
-
-
-def _pool_file(path: str | FilePath) -> FilePath:
-    return FilePath(path) / POOL_FILE if FilePath(path).is_dir() else FilePath(path)

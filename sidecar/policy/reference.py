@@ -1,28 +1,25 @@
 """Generated reference of the policy files. `python -m sidecar.policy.reference` writes docs/policy.md.
 
-The purpose of a key, the form of its value and its default are written in `schema` and `fields` only.
+It is made of the JSON Schemas: the purpose of a key, the form of its value and its default are declared once.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, WithJsonSchema
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from sidecar.policy import fields as of
+from sidecar.policy.fleet import EngineListFile
+from sidecar.policy.pool_file import PoolFile
+from sidecar.policy.schema import described, mapping_in
+from sidecar.policy.tenant import Tenant
 
-from sidecar.policy.file_model import FileModel
-from sidecar.policy.fleet_schema import EngineListFile
-from sidecar.policy.schema import PoolFile, TenantFile
-from sidecar.policy.validate import keys_of
-
-PLACES: Mapping[type[FileModel], str] = {
+PLACES: Mapping[Any, str] = {
     PoolFile: "The pool's file",
-    TenantFile: "A tenant's file",
+    Tenant: "A tenant's file",
     EngineListFile: "The engine list",
 }
 
@@ -36,17 +33,18 @@ and what will surprise.
 Shares are written `20%`, durations `500ms`, `2s`, `5m`, `1h`, counts `160`, `10k`, `2M`, sizes `8MiB`.
 """
 
-
-_Path = tuple[str, ...]
+_Schema = dict[str, Any]
+_NOTHING = {"type": "null"}
 
 
 def reference_text() -> str:
     """The whole page."""
-    parts, paths = [_HEAD], dict[type[BaseModel], _Path]()
-    for model in PLACES:
-        _find(model, (), paths)
-    for model, title in PLACES.items():
-        parts += _sections(model, title, (), paths)
+    parts, paths = [_HEAD], dict[str, tuple[str, ...]]()
+    documents = {title: described(kind) for kind, title in PLACES.items()}
+    for document in documents.values():
+        _find(document, document, (), paths)
+    for title, document in documents.items():
+        parts += _sections(document, document, title, (), paths)
     return "\n".join(parts)
 
 
@@ -55,65 +53,59 @@ def write(file: FilePath) -> None:
     file.write_text(reference_text(), encoding="utf-8")
 
 
-def _find(model: type[BaseModel], path: _Path, paths: dict[type[BaseModel], _Path]) -> None:
-    """Notes the path of each model's section: that of the first place where it stands."""
-    paths.setdefault(model, path)
-    for inner, below in _inside(model, path):
-        if inner not in paths:
-            _find(inner, below, paths)
+_Paths = dict[str, tuple[str, ...]]
 
 
-def _inside(model: type[BaseModel], path: _Path) -> Iterator[tuple[type[BaseModel], _Path]]:
-    """The mappings inside a model, and their paths."""
-    for name, field in keys_of(model).items():
-        inner, is_named = _inner(field.annotation)
+def _find(document: _Schema, mapping: _Schema, path: tuple[str, ...], paths: _Paths) -> None:
+    """Notes the path of each mapping's section: that of the first place where it stands."""
+    for title, below in _inside(mapping, path):
+        if title not in paths:
+            paths[title] = below
+            _find(document, document["$defs"][title], below, paths)
+
+
+def _inside(mapping: _Schema, path: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The mappings inside a mapping, by their names in the schema, and their paths."""
+    for name, key in mapping["properties"].items():
+        inner = mapping_in(key)
         if inner is not None:
-            yield inner, (*path, name, "NAME") if is_named else (*path, name)
+            yield inner, (*path, name, "NAME") if _is_named(key) else (*path, name)
 
 
-def _sections(model: type[BaseModel], title: str, path: _Path, paths: Mapping[type[BaseModel], _Path]) -> Iterator[str]:
-    """The model's own section, then those of the mappings inside it."""
+def _is_named(key: _Schema) -> bool:
+    """Whether a mapping stands under names of the operator's own."""
+    return any("additionalProperties" in one or "patternProperties" in one for one in (key, *key.get("anyOf", ())))
+
+
+def _sections(document: _Schema, mapping: _Schema, title: str, path: tuple[str, ...], paths: _Paths) -> Iterator[str]:
+    """A mapping's own section, then those of the mappings inside it."""
     yield f"## {title}\n" if not path else f"### `{'.'.join(path)}`\n"
-    yield f"{_paragraphs(model.__doc__ or '')}\n"
-    yield from _table(model, paths)
+    yield f"{_paragraphs(mapping['description'])}\n"
+    yield from _table(mapping, paths)
     yield ""
-    for inner, below in _inside(model, path):
+    for inner, below in _inside(mapping, path):
         if paths[inner] == below:
-            yield from _sections(inner, title, below, paths)
+            yield from _sections(document, document["$defs"][inner], title, below, paths)
 
 
-def _table(model: type[BaseModel], paths: Mapping[type[BaseModel], _Path]) -> Iterator[str]:
+def _table(mapping: _Schema, paths: _Paths) -> Iterator[str]:
     yield "| key | value | default | what it is for |"
     yield "|---|---|---|---|"
-    for name, field in keys_of(model).items():
-        yield f"| `{name}` | {_value(field, paths)} | {_default(field)} | {_cell(field.description or '')} |"
+    for name, key in mapping["properties"].items():
+        default = "required" if name in mapping.get("required", ()) else _default(key.get("default"))
+        yield f"| `{name}` | {_value(key, paths)} | {default} | {_cell(key['description'])} |"
 
 
-def _value(field: FieldInfo, paths: Mapping[type[BaseModel], _Path]) -> str:
+def _value(key: _Schema, paths: _Paths) -> str:
     """How a value is written: its kind, and an example."""
-    inner, _ = _inner(field.annotation)
+    inner = mapping_in(key)
     if inner is not None:
-        mapping = "a list of mappings" if _is_list(field.annotation) else "a mapping"
+        is_list = any(one.get("type") == "array" for one in (key, *key.get("anyOf", ())))
+        mapping = "a list of mappings" if is_list else "a mapping"
         return f"{mapping}, [below](#{''.join(paths[inner]).lower()})"
-    kind = _kind(field.annotation, field.metadata)
-    example = field.examples[0] if field.examples else None
+    kind = _said(key)
+    example = key["examples"][0] if "examples" in key else None
     return _cell(kind) if example is None or "`" in kind else f"{_cell(kind)}, e.g. `{_flow(example)}`"
-
-
-def _is_list(annotation: Any) -> bool:
-    return get_origin(annotation) is list or any(map(_is_list, get_args(annotation)))
-
-
-def _kind(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """A value's kind in words, from the JSON Schema that its type carries."""
-    schema = next((mark.json_schema for mark in metadata if isinstance(mark, WithJsonSchema)), None)
-    if schema is not None:
-        return _said(schema)
-    if get_origin(annotation) is list:
-        return f"a list: {_kind(get_args(annotation)[0])}"
-    if get_origin(annotation) is Annotated:
-        return _kind(get_args(annotation)[0], annotation.__metadata__)
-    return next(_kind(part) for part in get_args(annotation) if part is not type(None))
 
 
 _KINDS = {
@@ -128,27 +120,24 @@ _KINDS = {
 def _said(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return " or ".join(f"`{value}`" for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"a list: {_said(schema['items'])}"
     if "const" in schema:
         const = schema["const"]
         return f"`{const if isinstance(const, str) else json.dumps(const)}`"
     if "anyOf" in schema:
-        return " or ".join(map(_said, schema["anyOf"]))
+        return " or ".join(_said(one) for one in schema["anyOf"] if one != _NOTHING)
     if "properties" in schema:
         return "`{" + ", ".join(f"{name}: {name.upper()}" for name in schema["properties"]) + "}`"
-    if "description" not in schema:
-        return _KINDS[schema["type"]]
-    text = str(schema["description"]).partition(":")[0].rstrip(".")
-    return text[:1].lower() + text[1:]
+    return str(schema[of.KIND]) if of.KIND in schema else _KINDS[schema["type"]]
 
 
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    if field.default is None or field.default is PydanticUndefined:
+def _default(default: object) -> str:
+    if default is None:
         return ""
-    if isinstance(field.default, dict) and all(value == {} for value in field.default.values()):
-        return ", ".join(f"`{name}`" for name in field.default)
-    return f"`{_flow(field.default)}`"
+    if isinstance(default, dict) and all(value == {} for value in default.values()):
+        return ", ".join(f"`{name}`" for name in default)
+    return f"`{_flow(default)}`"
 
 
 def _flow(value: object) -> str:
@@ -159,17 +148,6 @@ def _flow(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_flow, value)) + "]"
     return str(value)
-
-
-def _inner(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The model of a mapping inside, and whether it stands under names of the operator's own."""
-    if get_origin(annotation) is dict:
-        return _inner(get_args(annotation)[1])[0], True
-    if get_origin(annotation) in (Annotated, Union) or get_args(annotation):
-        found = (_inner(part) for part in get_args(annotation) if part is not type(None))
-        return next(((model, named) for model, named in found if model is not None), (None, False))
-    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return (annotation if is_model else None), False
 
 
 def _paragraphs(doc: str) -> str:

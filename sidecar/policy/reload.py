@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from sidecar.policy.compiler import POOL_FILE, Loaded, load_files
+from sidecar.policy.compiler import Loaded, load_files, pool_file
 from sidecar.policy.diff import describe_changes, needs_restart
+from sidecar.policy.followed_files import LOOK_EVERY_S, FollowedFiles
 from sidecar.policy.model import Mode, Policy, is_forced
 from sidecar.policy.passing import says_pass
 from sidecar.policy.problems import PolicyError
@@ -27,11 +28,6 @@ from sidecar.policy.source import read
 from sidecar.policy.tenant_files import tenant_files
 from sidecar.policy.warnings import warnings
 from sidecar.tasks import end, is_set_within
-
-LOOK_EVERY_S = 0.5
-"""With what it takes until the files are still, a key that was removed stops within a second."""
-LOOK_AGAIN_S = 0.1
-"""While the files are changing."""
 
 _log = logging.getLogger("sidecar.policy")
 
@@ -97,8 +93,7 @@ class PolicyReloader:
             await self._pause()
 
     async def _pause(self) -> None:
-        for_s = min(self._every_s, LOOK_AGAIN_S) if self._files.is_changing else self._every_s
-        await is_set_within(self._asked, for_s)
+        await is_set_within(self._asked, self._files.pause_s(self._every_s))
 
     def _report_defect(self) -> None:
         """Logs the exception being handled, once for as long as it lasts."""
@@ -162,14 +157,6 @@ class PolicyReloader:
         _log.warning(line, *generations, describe_changes(running, policy), extra={"event": "policy_reloaded"})
 
 
-STILL_S = 0.2
-"""A change that was not followed by another for so long is read: editors and copies write on within milliseconds."""
-STILL_BROKEN_S = 1.0
-"""Time for which an invalid change may still be incomplete. The running policy stays in force meanwhile."""
-
-_Signature = frozenset[tuple[str, int, int, int]]
-
-
 @dataclass(frozen=True, slots=True)
 class FilesReading:
     """Content of the files: a policy, or in `problem` the reason why they cannot be used. See `passing.says_pass`."""
@@ -189,72 +176,34 @@ class FilesReading:
         return None if self.loaded is None else self.loaded.policy.generation
 
 
-@dataclass(slots=True)
-class _Change:
-    """Files that differ from those reported last: since when, and their content where it was read."""
-
-    signature: _Signature
-    since_s: float
-    found: FilesReading | None = None
-
-
 class PolicyFiles:
-    """Looked at now and then, by one thread at a time. `clock` is monotonic, in seconds."""
+    """The pool's file and the tenants' files. Looked at by one thread at a time. `clock` is monotonic, in seconds."""
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = Path(path)
-        self._clock = clock
-        self._pattern: str | None = None
-        self._told: _Signature | None = None
+        self._pattern = ""
         self._latest: FilesReading | None = None
-        self._change: _Change | None = None
-
-    @property
-    def is_changing(self) -> bool:
-        """Whether the files differ from those reported last; another look soon will say more."""
-        return self._change is not None
+        self._files = FollowedFiles(self._names, self._read, _is_broken, clock)
+        self.pause_s = self._files.pause_s
 
     def engine_place(self) -> str:
         """File and line of the policy's engine, ` (policies/policy.yaml:7)`; empty where it cannot be read. Reads the
         disk.
         """
-        file = self.path / POOL_FILE if self.path.is_dir() else self.path
-        document = read(file)
+        document = read(pool_file(self.path))
         return "" if document.data is None or "engine" not in document.data else f" ({document.place(('engine',))})"
 
     def look(self, *, at_once: bool = False) -> FilesReading | None:
-        """The files' content now; None where nothing has changed, or where they are still changing. Reads the disk.
-
-        `at_once` reads and reports them as they are, also where nothing has changed.
-        """
-        signature = self._signature()
-        if at_once:
-            self._told = None
-        elif signature == self._told:
-            self._change = None
-            return None
-        change = self._change
-        if change is None or change.signature != signature:
-            change = self._change = _Change(signature, self._clock())
-        return self._look_at(change, at_once=at_once)
-
-    def _look_at(self, change: _Change, *, at_once: bool) -> FilesReading | None:
-        still_s = self._clock() - change.since_s
-        if still_s < STILL_S and not at_once:
-            return None
-        found = change.found
+        """What the files say now, where it is something else than before; see `FollowedFiles.look`."""
+        found = self._files.look(at_once=at_once)
         if found is None:
-            found = self._read()
-            if self._signature() != change.signature:  # written meanwhile, or another pattern names other files
-                return None
-            change.found = found
-        if found.problem is not None and not found.says_pass and still_s < STILL_BROKEN_S and not at_once:
             return None
-        # Twice within the resolution of a file's date are one: what was not still is looked at once more.
-        self._told = change.signature if still_s >= STILL_S else None
-        self._change = None
         before, self._latest = self._latest, found
         return None if found.says_as(before) and not at_once else found
+
+    def _names(self) -> Sequence[str]:
+        pool = pool_file(self.path)
+        return [str(pool), *(tenant_files(self._pattern, pool.parent) if self._pattern else ())]
 
     def _read(self) -> FilesReading:
         try:
@@ -266,28 +215,14 @@ class PolicyFiles:
         self._pattern = str((loaded.pool.data or {}).get("tenants") or "")
         return FilesReading(loaded, None, loaded.policy.mode is Mode.PASS)
 
-    def _signature(self) -> _Signature:
-        """Changes with any file, its content's date, and what a symbolic link leads to (a ConfigMap is swapped so)."""
-        try:
-            pool = self.path / POOL_FILE if self.path.is_dir() else self.path
-            names = [str(pool), *(tenant_files(self._pattern, pool.parent) if self._pattern else ())]
-        except OSError:  # a folder that may not be entered: reading says so
-            return frozenset()
-        return frozenset(found for name in names if (found := stamp(name)) is not None)
+
+def _is_broken(found: FilesReading) -> bool:
+    return found.problem is not None and not found.says_pass
 
 
 def files_of(path: str | Path, environment: Mapping[str, str]) -> PolicyFiles | None:
     """The files that a process follows: none where its environment says that every request passes."""
     return None if is_forced(environment) else PolicyFiles(path)
-
-
-def stamp(name: str) -> tuple[str, int, int, int] | None:
-    """What changes with a file and its content, also where a symbolic link leads to it; None where there is none."""
-    try:
-        status = os.stat(name)
-    except OSError:
-        return None
-    return name, status.st_mtime_ns, status.st_size, status.st_ino
 
 
 _HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)

@@ -7,8 +7,10 @@ fractions, so that every implementation of the rules compares exactly the same f
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Protocol
 
 UNLIMITED = 2**53 - 1
 """Stands for a dimension the policy does not bound. The largest whole number that a double (so Lua) holds exactly."""
@@ -67,32 +69,28 @@ class PoolRules:
         return self.max_preemptions > 0 and self.tiers[level].preemptible
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCapacity:
-    """A pool whose size the engine reports: `tokens` and `requests` are None where they are to be read from it.
+class StatedShares(Protocol):
+    """One tier as an operator states it: exact fractions of the pool. See `tier.TierBody` and `Shares`."""
 
-    `fraction` is the part of the engine's tokens that the pool may fill. `waiting` is how many requests may wait inside
-    the engine so that it never runs dry: the pool is larger by so many requests than what runs at once.
-    """
-
-    fraction: Fraction
-    waiting: int
-    tokens: int | None = None
-    requests: int | None = None
-
-    def size(self, kv_tokens: int | None, max_running: int | None) -> tuple[int | None, int | None]:
-        """The pool's (tokens, requests) for an engine that holds so much; None for what is not known."""
-        tokens, requests = self.tokens, self.requests
-        if tokens is None and kv_tokens is not None:
-            tokens = math.floor(self.fraction * kv_tokens)
-        if requests is None and max_running is not None:
-            requests = max_running + self.waiting  # not a part of them: whatever does not run at once is lost
-        return tokens, requests
+    @property
+    def name(self) -> str: ...
+    @property
+    def reserve(self) -> Fraction: ...
+    @property
+    def lend(self) -> Fraction: ...
+    @property
+    def limit(self) -> Fraction: ...
+    @property
+    def always_first(self) -> bool: ...
+    @property
+    def preemptible(self) -> bool: ...
+    @property
+    def preempt_after_us(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """One tier as an operator states it: exact fractions of the pool."""
+    """The shares of one tier, and no more of it."""
 
     name: str
     reserve: Fraction = Fraction(0)
@@ -107,7 +105,7 @@ def pool_rules(
     *,
     tokens: int | None,
     requests: int | None,
-    tiers: tuple[Shares, ...],
+    tiers: Sequence[StatedShares],
     promote_after_us: int | None = None,
     ceiling: int = 0,
     max_preemptions: int = 0,
@@ -135,7 +133,7 @@ def pool_rules(
 
 
 def _tier_rules(
-    shares: Shares, level: int, capacity: tuple[int | None, int | None, int | None], floor: Fraction
+    shares: StatedShares, level: int, capacity: tuple[int | None, int | None, int | None], floor: Fraction
 ) -> TierRules:
     tokens, requests, prefill = capacity
     return TierRules(
@@ -163,11 +161,11 @@ def _floor_of(share: Fraction, capacity: int | None) -> int:
     return math.ceil(share * capacity)
 
 
-def _headroom_of(shares: Shares, capacity: int | None) -> int:
+def _headroom_of(shares: StatedShares, capacity: int | None) -> int:
     return 0 if capacity is None else math.floor((1 - shares.lend) * shares.reserve * capacity)
 
 
-def _limit_of(shares: Shares, capacity: int | None) -> int:
+def _limit_of(shares: StatedShares, capacity: int | None) -> int:
     return UNLIMITED if capacity is None else math.floor(shares.limit * capacity)
 
 

@@ -144,13 +144,13 @@ class SizeLimits:
 
     def places(self, level: int) -> int | None:
         """The most requests that may wait in a tier's queue; None where it is unbounded."""
-        return self.policy.tiers[level].max_waiting
+        return self.policy.tiers[level].queue.max_requests
 
     def queue_full(self, level: int, retry_after_s: float) -> QueueFull:
         """The refusal of one request more than a tier's queue may hold."""
         tier = self.policy.tiers[level]
         return QueueFull(
-            f"tier {tier.name} has {requests_text(tier.max_waiting)} waiting, the most that it may have; "
+            f"tier {tier.name} has {requests_text(tier.queue.max_requests)} waiting, the most that it may have; "
             "try again later",
             retry_after_s=retry_after_s,
             level=level,

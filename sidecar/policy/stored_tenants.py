@@ -12,15 +12,12 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 
-from sidecar.policy.compiler import tenant_of
-from sidecar.policy.fields import Context
+from sidecar.policy.declared import Context
 from sidecar.policy.keys import PREFIX
 from sidecar.policy.model import Policy, StoredTenants, Tenant
 from sidecar.policy.problems import dotted, quoted
-from sidecar.policy.schema import TenantFile
-from sidecar.policy.validate import sentence
+from sidecar.policy.validate import read_record as of_data
 
 MOST_RECORD_BYTES = 64 * 1024
 """A tenant with 800 keys. A larger one belongs into a file."""
@@ -58,19 +55,14 @@ def read_record(text: bytes, policy: Policy) -> StoredTenant:
         raise InvalidTenant(f"not JSON: {error}") from None
     if not isinstance(document, dict):
         raise InvalidTenant('not an object; write one such as {"tenant": "acme", "tier": "normal"}')
-    names = tuple(tier.name for tier in policy.tiers)
-    try:
-        body = TenantFile.model_validate(document, context=Context(names, Path()))
-    except ValidationError as refused:
-        found = [sentence(TenantFile, error) for error in refused.errors(include_url=False)]
-        raise InvalidTenant("\n".join(f"{dotted(path)}: {message}" for path, message in found)) from None
-    digests = tuple(dict.fromkeys(body.keys or ()))
-    if body.keys is None and policy.jwt is None and policy.gateway is None:
+    tenant, mistakes = of_data(Tenant, document, Context(tuple(tier.name for tier in policy.tiers), Path()))
+    if tenant is None:
+        raise InvalidTenant("\n".join(f"{dotted(path)}: {message}" for path, message in mistakes))
+    if tenant.keys is None and policy.jwt is None and policy.gateway is None:
         raise InvalidTenant(
             'keys: missing; write "keys": ["sha256:..."], as `sidecar keys new` prints it, or [] where the app names it'
         )
-    levels = {name: level for level, name in enumerate(names)}
-    return StoredTenant(tenant_of(body, levels), document, digests)
+    return StoredTenant(tenant, document, tuple(dict.fromkeys(tenant.keys or ())))
 
 
 def with_stored(policy: Policy, stored: Mapping[str, StoredTenant]) -> tuple[Policy, Mapping[str, str]]:

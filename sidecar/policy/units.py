@@ -137,6 +137,26 @@ def positive_duration_s(value: object) -> Fraction:
     return found
 
 
+def seconds(value: object) -> float:
+    """A time in seconds, as the running process counts it."""
+    return float(duration_s(value))
+
+
+def positive_seconds(value: object) -> float:
+    """A time of a microsecond or more, in seconds."""
+    return float(positive_duration_s(value))
+
+
+def microseconds(value: object) -> int:
+    """A time in whole microseconds."""
+    return round(duration_s(value) * 1_000_000)
+
+
+def positive_microseconds(value: object) -> int:
+    """A time of a microsecond or more, in whole microseconds."""
+    return round(positive_duration_s(value) * 1_000_000)
+
+
 def count(value: object) -> int:
     """A whole number, 0 or more: 160, "400k", "1.5M"."""
     if type(value) is int and 0 <= value <= LARGEST_COUNT:  # what most files hold, and ten times faster

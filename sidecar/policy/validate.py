@@ -7,24 +7,28 @@ the same file is wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from fractions import Fraction
-from typing import Any, TypeVar, get_args
+from functools import cache
+from typing import Any, TypeVar
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, Api, infer_api
 from sidecar.policy import fields as of
+from sidecar.policy.declared import Context, written_name
 from sidecar.policy.fleet_validate import capacity_mistakes, fleet_mistakes
 from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import Path, Problem, quoted, suggestion
-from sidecar.policy.schema import TenantFile
+from sidecar.policy.schema import keys_at
 from sidecar.policy.source import Document
+from sidecar.policy.tenant import Tenant
 from sidecar.policy.units import Ambiguous, count, share
 
 Found = Iterator[tuple[Path, str]]
 N = TypeVar("N", int, Fraction)
+T = TypeVar("T")
 
 
 def entries(data: object, *names: str) -> dict[str, object]:
@@ -104,7 +108,7 @@ def _endpoints(endpoints: dict[str, object]) -> Found:
     for path in endpoints:
         body = entries(endpoints, path)
         forward_to = body.get("forward_to")
-        if "api" not in body and infer_api(forward_to if isinstance(forward_to, str) else path) is None:
+        if body.get("api") is None and infer_api(forward_to if isinstance(forward_to, str) else path) is None:
             known = ", ".join(dict.fromkeys(api.value for api in STANDARD_APIS.values()))
             yield (
                 ("endpoints", path),
@@ -137,7 +141,7 @@ def tenant_problems(pool: Document, documents: Sequence[Document]) -> list[Probl
         if document.data is not None and "keys" not in document.data and not is_named_otherwise:
             problems.append(
                 document.problem(
-                    ("keys",), f"missing; write {_example(TenantFile, 'keys')}, or [] where the app names the tenant"
+                    ("keys",), f"missing; write {_example(Tenant, ('keys',))}, or [] where the app names the tenant"
                 )
             )
         problems += _repeated_keys(document, keys)
@@ -161,43 +165,51 @@ def _repeated_keys(document: Document, seen: dict[str, Problem]) -> Iterator[Pro
 _KEY = "[key]"  # what pydantic puts at the end of the path when a mapping's key, not its value, is wrong
 
 
-def sentence(model: type[BaseModel], error: ErrorDetails) -> tuple[Path, str]:
-    """The path and the message, *what is wrong; what would be right*, of one error in validating `model`."""
+@cache
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter[Any](kind)
+
+
+def read_record(kind: type[T], data: Mapping[str, object], around: Context) -> tuple[T | None, list[tuple[Path, str]]]:
+    """The record of a kind in a file's data, or None and every mistake: *what is wrong; what would be right*."""
+    try:
+        reader: Any = _reader
+        return reader(kind).validate_python(data, context=around), []
+    except ValidationError as refused:
+        return None, [_sentence(kind, data, error) for error in refused.errors(include_url=False)]
+
+
+def _sentence(kind: Any, data: Mapping[str, object], error: ErrorDetails) -> tuple[Path, str]:
     path: Path = error["loc"]
     if path and path[-1] == _KEY:
         path = path[:-1]
-    return path, _message(model, path, error)
+    if path and path[0] not in data:  # a default that does not fit is reported under the field's name
+        path = ({one.name: written_name(one) for one in fields(kind)}.get(str(path[0]), path[0]), *path[1:])
+    return path, _message(kind, path, error)
 
 
-def _message(model: type[BaseModel], path: Path, error: ErrorDetails) -> str:
-    kind = error["type"]
-    if kind in {"value_error", "assertion_error"}:
+def _message(kind: Any, path: Path, error: ErrorDetails) -> str:
+    what = error["type"]
+    if what == "value_error":
         return str(error.get("ctx", {})["error"])
-    around = _model_at(model, path[:-1])
     name = str(path[-1]) if path else ""
-    if kind == "extra_forbidden":
-        return f"no such key; {suggestion(name, list(keys_of(around)), 'the keys here are')}"
-    if kind == "missing":
-        return f"missing; write {_example(around, name)}"
+    if what == "unexpected_keyword_argument":
+        return f"no such key; {suggestion(name, list(keys_at(kind, path[:-1])), 'the keys here are')}"
+    if what == "missing":
+        return f"missing; write {_example(kind, path)}"
     found = error.get("input")
-    what = "nothing" if found is None else "a list" if isinstance(found, list) else "a single value"
-    needed = _example(_model_at(model, path), "")
+    needed = "a mapping with " + ", ".join(keys_at(kind, path))
     if isinstance(found, (dict, Ambiguous)):
         return f"cannot be understood here; write {needed}"
-    return f"{what} where a mapping belongs; write {needed}"
+    stands = "nothing" if found is None else "a list" if isinstance(found, list) else "a single value"
+    return f"{stands} where a mapping belongs; write {needed}"
 
 
-def _example(model: type[BaseModel], name: str) -> str:
-    """How the key `name` is written; without a name, or for one that has no example, the keys there are."""
-    field = keys_of(model).get(name)
-    if field is None or not field.examples:
-        return "a mapping with " + ", ".join(keys_of(model))
-    return f"{name}: {_flow(field.examples[0])}"
-
-
-def keys_of(model: type[BaseModel]) -> Mapping[str, FieldInfo]:
-    """The keys of a mapping as an operator writes them."""
-    return {field.alias or name: field for name, field in model.model_fields.items()}
+def _example(kind: Any, path: Path) -> str:
+    """How a key is written; for one that has no example, the keys in it."""
+    name, keys = str(path[-1]), keys_at(kind, path[:-1])
+    examples = keys.get(name, {}).get("examples")
+    return f"{name}: {_flow(examples[0])}" if examples else "a mapping with " + ", ".join(keys)
 
 
 def _flow(value: object) -> str:
@@ -207,18 +219,3 @@ def _flow(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_flow, value)) + "]"
     return f'"{value}"' if ":" in str(value) else str(value)
-
-
-def _model_at(model: type[BaseModel], path: Path) -> type[BaseModel]:
-    """The model that describes the mapping at `path`; the nearest around it where there is none."""
-    for part in path:
-        field = keys_of(model).get(str(part))
-        model = (_nested(field.annotation) if field else None) or model
-    return model
-
-
-def _nested(annotation: Any) -> type[BaseModel] | None:
-    """The model inside an annotation such as `Aging | None` or `dict[str, Annotated[TierBody, ...]]`."""
-    if inner := get_args(annotation):  # asked first: on Python 3.10 `dict[...]` passes for a class
-        return next((found for part in inner if (found := _nested(part))), None)
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

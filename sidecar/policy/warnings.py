@@ -11,7 +11,6 @@ from sidecar.durations import policy_duration
 from sidecar.engines import NoEngine
 from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
-from sidecar.policy.fleet import WrittenCapacity
 from sidecar.policy.fleet_warnings import fleet_warnings
 from sidecar.policy.model import Learn, Limits, Order, Policy, Source, StoreLoss, Tier, Timeouts, Unguarded, Unsized
 from sidecar.policy.problems import Path, Place, Problem, dotted
@@ -44,7 +43,7 @@ def warnings(policy: Policy, place: Callable[[Path], Place | None] = lambda _pat
 
 
 def _pool(policy: Policy) -> Found:
-    reserved = sum((shares.reserve for shares in policy.shares), start=Fraction(0))
+    reserved = sum((tier.reserve for tier in policy.tiers), start=Fraction(0))
     if reserved > MOSTLY_RESERVED:
         left = f" and the {of.percent(1 - reserved)} left" if reserved < 1 else ""
         yield (
@@ -114,7 +113,7 @@ def _sizes(policy: Policy) -> Found:
 
 def _empty_limits(policy: Policy) -> Found:
     """Limits of less than one token or one request of the engines' sum. Of a written capacity they are mistakes."""
-    for tier, shares in zip(policy.rules.tiers, policy.shares, strict=True):
+    for tier, shares in zip(policy.rules.tiers, policy.tiers, strict=True):
         for kind, limit, size in (
             ("tokens", tier.limit_tokens, policy.rules.tokens),
             ("requests", tier.limit_requests, policy.rules.requests),
@@ -156,8 +155,8 @@ def _unchecked_trust(policy: Policy) -> Found:
     if fleet is None:
         unread, what = policy.engine_capacity is None, "the engine's preemptions"
     else:
-        written = [one.name for one in fleet.static if one.is_written]
-        unread = bool(written) if fleet.static else isinstance(fleet.capacity, WrittenCapacity)
+        written = [one.name for one in fleet.static if not one.capacity.is_read]
+        unread = bool(written) if fleet.static else not fleet.capacity.is_read
         are_some = 0 < len(written) < len(fleet.static)
         what = f"the preemptions of engine {_listed(written)}" if are_some else "the engines' preemptions"
     if unread:
@@ -235,14 +234,14 @@ def _emergency(policy: Policy) -> Found:
         return
     floors = [
         f"{shares.name} ({of.percent(shares.reserve)})"
-        for tier, shares in zip(rules.tiers[1:], policy.shares[1:], strict=True)
+        for tier, shares in zip(rules.tiers[1:], policy.tiers[1:], strict=True)
         if has_reserve(tier)
     ]
     most = min(rest * 100 // one.capacity for one, rest in zip(found, left, strict=True))
     better = f"write limit: {most}% or less, or reserve less" if most > 0 else "reserve less in the other tiers"
     yield (
         ("tiers", first.name, "limit"),
-        f"while {first.name} holds its limit of {of.percent(policy.shares[0].limit)}, the "
+        f"while {first.name} holds its limit of {of.percent(policy.tiers[0].limit)}, the "
         f"{'reserves' if len(floors) > 1 else 'reserve'} of {_listed(floors)} {'are' if len(floors) > 1 else 'is'} not "
         f"certain; {better}",
     )

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from sidecar.policy.rules import Shares
+from sidecar.policy.rules import Shares, StatedShares
 from sidecar.scheduling import rate_limit
 from sidecar.scheduling.amounts import NOTHING
 from sidecar.scheduling.figures import Rules
@@ -156,7 +156,7 @@ class TierRules(msgspec.Struct, array_like=True, frozen=True):
     preempt_after_us: int | None
 
     @classmethod
-    def of(cls, tier: Shares) -> TierRules:
+    def of(cls, tier: StatedShares) -> TierRules:
         """The shares of a tier, to a millionth."""
         reserve, lend, limit = (round(share * PPM) for share in (tier.reserve, tier.lend, tier.limit))
         return cls(tier.name, reserve, lend, limit, tier.always_first, tier.preemptible, tier.preempt_after_us)

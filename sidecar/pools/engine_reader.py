@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from sidecar.engines.base import Engine, Gauges
 from sidecar.engines.pages import Pages, Unread
-from sidecar.policy.rules import EngineCapacity
+from sidecar.policy.capacity import Capacity
 from sidecar.tasks import end
 
 READ_EVERY_S = 1.0
@@ -50,7 +50,7 @@ class EngineReader:
     def __init__(
         self,
         engine: type[Engine],
-        capacity: EngineCapacity,
+        capacity: Capacity,
         pages: Pages,
         now_us: Callable[[], int],
         *,
@@ -107,7 +107,7 @@ class EngineReader:
         """Seconds since the last reading that lacked nothing; None before the first one."""
         return (self._now_us() - self._read_us) / 1e6 if self._read_us else None
 
-    def change_capacity(self, capacity: EngineCapacity) -> None:
+    def change_capacity(self, capacity: Capacity) -> None:
         """What the engine last said counts by another fraction and other figures. `resized` is not called."""
         self._capacity = capacity
         if self.size is not None:

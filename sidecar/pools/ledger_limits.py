@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sidecar.errors import RemainingLimit
-from sidecar.policy.model import Limits
+from sidecar.policy.tenant import Limits
 from sidecar.pools.calls import Call, Metered, Settled, Verdict
 from sidecar.scheduling.rate_limit import RateLimiter
 
@@ -51,7 +51,12 @@ def _settle(limiter: RateLimiter, settled: Settled, now_us: int) -> None:
 
 
 def _verdict(limiter: RateLimiter, metered: Metered, now_us: int) -> Verdict:
-    limits = Limits(metered.requests_per_minute, metered.tokens_per_minute, metered.concurrent, None, metered.burst_us)
+    limits = Limits(
+        requests_per_minute=metered.requests_per_minute,
+        tokens_per_minute=metered.tokens_per_minute,
+        concurrent_requests=metered.concurrent,
+        burst_us=metered.burst_us,
+    )
     tenant, charge = metered.tenant, None
     over = limiter.over(tenant, limits, metered.tokens, now_us)
     if over is None and metered.charges:

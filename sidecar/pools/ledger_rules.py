@@ -17,7 +17,7 @@ def rules_of(policy: Policy, weight_percent: int) -> PoolRules:
     """The rules of a policy."""
     rules = policy.rules
     stated = Rules(
-        policy.shares,
+        policy.tiers,
         rules.promote_after_us,
         rules.ceiling,
         rules.max_preemptions,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from sidecar.policy.rules import Shares
+from sidecar.policy.rules import StatedShares
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, larger, plus
 from sidecar.scheduling.tickets import Ticket
 
@@ -24,7 +24,7 @@ class Rules:
     reserves that is kept by gain (rule 9).
     """
 
-    tiers: tuple[Shares, ...]
+    tiers: tuple[StatedShares, ...]
     promote_after_us: int | None = None
     ceiling: int = 0
     max_preemptions: int = 0

@@ -32,7 +32,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from sidecar.errors import RemainingLimit, RemainingLimits
-from sidecar.policy.model import Limits
+from sidecar.policy.tenant import Limits
 
 UNIT = 60_000_000
 """Of a bucket, in one request or one token: a microsecond of one per minute is one unit."""

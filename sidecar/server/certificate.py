@@ -7,7 +7,7 @@ import logging
 import ssl
 from typing import NoReturn
 
-from sidecar.policy.reload import stamp
+from sidecar.policy.followed_files import stamp
 
 LOOK_EVERY_S = 1.0
 

@@ -320,27 +320,6 @@ async def test_whatever_the_engine_says_of_it_the_lease_ends(status: int, body: 
         await proxy.close()
 
 
-async def test_an_engine_that_has_gone_takes_its_responses_along() -> None:
-    engine = emulator()
-    async with guarding_gone(engine) as guarded:
-        await guarded.until(leases=0, stories=1)
-        assert guarded.recorder.stories[0].one(Settled).error == "engine_unreachable"
-
-
-@asynccontextmanager
-async def guarding_gone(engine: Emulator) -> AsyncIterator[Guarded]:
-    async with serving(engine.app) as served:
-        proxy = ReverseProxy(served.url)
-        guard = guarding(proxy, policy(HOLD, engine="vllm"))
-        guarded = await guard.__aenter__()
-        guarded.sidecar.background.limits = FAST
-        await guarded.ask(asks(max_output_tokens=50_000), path=RESPONSES)
-        assert guarded.leases == 1
-    yield guarded
-    await guard.__aexit__(None, None, None)
-    await proxy.close()
-
-
 async def test_the_key_that_reached_the_engine_asks_for_the_response() -> None:
     async def script(connection: Connection) -> None:
         while True:

@@ -296,6 +296,7 @@ async def test_an_error_after_a_complete_answer_adds_nothing_to_it(policy: Polic
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(task, PATIENCE_S)
     assert [message.get("more_body") for message in caller.sent].index(False) == len(caller.sent) - 1
+    assert guarded.recorder.ends == ["completed"]
     await guarded.nothing_left()
 
 

@@ -19,6 +19,7 @@ from sidecar.errors import (
     RequestTooLarge,
     UnknownTier,
 )
+from tests.support.each import each
 
 pytestmark = pytest.mark.anyio
 
@@ -60,63 +61,39 @@ async def test_an_anthropic_client_gets_its_own_error_object_with_our_code() -> 
     }
 
 
-async def test_an_anthropic_error_names_the_request() -> None:
-    _, headers, body = await sent(BodyTooLarge("too large"), anthropic=True, request_id="r1")
-    assert body["request_id"] == "r1"
-    assert body["error"]["type"] == "request_too_large"
-    assert headers[b"x-request-id"] == b"r1"
+def of(error: AdmissionError, *, never_fits: bool = False) -> AdmissionError:
+    error.never_fits = never_fits
+    return error
 
 
-@pytest.mark.parametrize(("seconds", "header"), [(0.0, b"1"), (0.2, b"1"), (1.0, b"1"), (1.01, b"2"), (90, b"90")])
-async def test_retry_after_is_whole_seconds_rounded_up_and_never_zero(seconds: float, header: bytes) -> None:
-    _, headers, _ = await sent(QueueFull("full", retry_after_s=seconds))
-    assert headers[b"retry-after"] == header
-
-
-@pytest.mark.parametrize(
-    ("seconds", "header"), [(0.0, b"1"), (0.2, b"200"), (1.0, b"1000"), (1.00001, b"1001"), (59.9, b"59900")]
+@each(
+    ("error", "seconds", "milliseconds", "should_retry"),
+    [
+        # Whole seconds are rounded up, and never zero. A 503 is tried again anyway.
+        (QueueFull("full", retry_after_s=0.0), b"1", b"1", None),
+        (QueueFull("full", retry_after_s=0.2), b"1", b"200", None),
+        (QueueFull("full", retry_after_s=1.0), b"1", b"1000", None),
+        (QueueFull("full", retry_after_s=1.00001), b"2", b"1001", None),
+        (QueueFull("full", retry_after_s=59.9), b"60", b"59900", None),
+        *((error("no"), None, None, b"false") for error in (RequestTooLarge, InvalidBody, InvalidApiKey, BodyTooLarge)),
+        (of(QueueFull("full", retry_after_s=1), never_fits=True), None, None, b"false"),
+        (BodyTimeout("slow"), None, None, None),
+        (EngineUnreachable("gone"), None, None, None),
+    ],
 )
-async def test_retry_after_ms_is_exact_rounded_up_and_never_zero(seconds: float, header: bytes) -> None:
-    _, headers, _ = await sent(QueueFull("full", retry_after_s=seconds))
-    assert headers[b"retry-after-ms"] == header
-    assert b"x-should-retry" not in headers  # clients try a 503 again by themselves
-
-
-@pytest.mark.parametrize("error", [RequestTooLarge, InvalidBody, InvalidApiKey, BodyTooLarge])
-async def test_what_no_retry_helps_says_so(error: type[AdmissionError]) -> None:
-    _, headers, _ = await sent(error("no"))
-    assert headers[b"x-should-retry"] == b"false"
-    assert b"retry-after" not in headers
-
-
-async def test_what_can_never_fit_says_so_whatever_its_status() -> None:
-    error = QueueFull("full", retry_after_s=1)
-    error.never_fits = True
+async def test_a_client_is_told_when_to_try_again_and_when_never(
+    error: AdmissionError, seconds: bytes | None, milliseconds: bytes | None, should_retry: bytes | None
+) -> None:
     _, headers, _ = await sent(error)
-    assert headers[b"x-should-retry"] == b"false"
-    assert b"retry-after" not in headers
-
-
-@pytest.mark.parametrize("error", [BodyTimeout("slow"), EngineUnreachable("gone")])
-async def test_what_a_retry_may_help_is_left_to_the_client(error: AdmissionError) -> None:
-    _, headers, _ = await sent(error)
-    assert b"x-should-retry" not in headers
-
-
-async def test_retry_after_is_left_out_where_a_retry_cannot_help() -> None:
-    _, headers, _ = await sent(BodyTooLarge("too large"))
-    assert b"retry-after" not in headers
+    assert headers.get(b"retry-after") == seconds
+    assert headers.get(b"retry-after-ms") == milliseconds
+    assert headers.get(b"x-should-retry") == should_retry
 
 
 async def test_a_401_says_how_to_authenticate() -> None:
     _, headers, body = await sent(InvalidApiKey("no such key"))
     assert headers[b"www-authenticate"] == b"Bearer"
     assert body["error"]["type"] == "authentication_error"
-
-
-async def test_other_headers_are_added() -> None:
-    _, headers, _ = await sent(QueueFull("full"), headers=[(b"x-admission-tier", b"batch")])
-    assert headers[b"x-admission-tier"] == b"batch"
 
 
 @pytest.mark.parametrize(

@@ -248,21 +248,6 @@ class TestUploads:
             assert it.held() == (0, 0)
             assert it.recorder.stories[0].one(Settled).error == "body_timeout"
 
-    async def test_one_that_the_engine_takes_too_long_for_is_a_504(self, policy: Path) -> None:
-        written(policy, "timeouts: {total: 200ms}\ndisconnect_grace: 100ms\n")
-        async with stack(policy, App(is_held=True)) as it:
-            answer = await asyncio.wait_for(exchange(it.port, post(UPLOAD, b"x", "content-type: audio/wav")), 60)
-            assert answer.startswith(b"HTTP/1.1 504")
-            await until(lambda: it.held() == (0, 0))
-            assert it.recorder.stories[0].one(Settled).error == "engine_timeout"
-
-    async def test_a_client_that_breaks_off_in_the_middle_gives_its_room_back(self, policy: Path) -> None:
-        async with stack(policy, App()) as it:
-            async with connected(it.port) as (_, writer):
-                writer.write(post(UPLOAD, b"x" * 1000, "content-type: audio/wav")[:-900])
-                await until(lambda: it.held()[1] == 1)
-            await until(lambda: it.held() == (0, 0))
-
     async def test_json_is_read_whatever_its_path_and_a_form_only_where_it_is_generic(self, policy: Path) -> None:
         app = App()
         async with stack(policy, app) as it:

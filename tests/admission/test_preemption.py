@@ -320,23 +320,6 @@ async def test_a_stream_that_is_preempted_hears_comments_while_it_waits_again(tm
     assert rest.count(b"HTTP/1.1") == 0
 
 
-async def test_a_server_that_stops_leaves_nothing_of_a_lost_attempt(tmp_path: Any) -> None:
-    engine = Engine()
-    async with guarding(engine, rules(tmp_path, more="abort_latency: 30s")) as guarded:
-        async with connected(guarded.port) as (_, writer):
-            writer.write(post(CHAT, json.dumps(chat()).encode()))
-            await asyncio.wait_for(engine.has_begun.wait(), 60)
-            critical = asyncio.create_task(guarded.ask(None, CRITICAL))
-            await until(lambda: engine.stopped)
-            assert guarded.served is not None
-            for task in list(guarded.served.server.server_state.tasks):
-                task.cancel()
-            await asyncio.gather(critical, return_exceptions=True)
-        assert guarded.leases == 1
-        await guarded.sidecar.pending_aborts.close(waits=False)
-    assert guarded.leases == 0
-
-
 def test_the_default_policy_preempts_no_one() -> None:
     assert not any(tier.preemptible for tier in policy().rules.tiers)
 

@@ -215,7 +215,7 @@ async def test_a_client_that_leaves_in_the_middle_has_earned_what_came_in_time()
 async def test_what_is_preempted_leaves_the_engines_count_and_nothing_stays_behind() -> None:
     guarded = await streamed(0.1, usage=1)
     speed = guarded.sidecar.gain.speeds.engine(None)
-    assert (speed.running, speed.running_tokens, speed.unprefilled) == (0, 0, 0)
+    assert (speed.running, speed.generating.now, speed.unprefilled) == (0, 0, 0)
 
 
 async def test_a_policy_without_an_objective_follows_nothing() -> None:
@@ -358,7 +358,7 @@ async def test_whatever_becomes_of_its_attempts_a_request_leaves_no_engine_behin
     assert gain.speeds.engine("b").running == 1
     assert followed.refused(503, is_abandoned=False) == ServiceGain(0, 40, "refused")
     for engine in gain.speeds.engines.values():
-        assert (engine.running, engine.running_tokens, engine.unprefilled) == (0, 0, 0)
+        assert (engine.running, engine.generating.now, engine.unprefilled) == (0, 0, 0)
 
 
 async def test_a_second_attempt_is_measured_from_the_first_arrival() -> None:

@@ -90,20 +90,6 @@ async def test_concurrent_requests_count_until_they_end_those_that_wait_too() ->
         assert (await sidecar.ask(None, key("acme"))).status == 200
 
 
-async def test_a_client_that_hangs_up_frees_its_place() -> None:
-    app = App(is_held=True)
-    async with guarding(app, limited("concurrent_requests: 1, tokens_per_minute: 6000", requests="1")) as sidecar:
-        other = asyncio.create_task(sidecar.ask())
-        await sidecar.until(leases=1)
-        gone = asyncio.create_task(sidecar.ask(chat(max_tokens=5000), key("acme")))
-        await sidecar.until(waiting=1)
-        gone.cancel()
-        await sidecar.until(waiting=0)
-        app.release(2)
-        assert (await sidecar.ask(chat(max_tokens=5000), key("acme"))).status == 200, "and its tokens came back"
-        await other
-
-
 # -- downgrade
 
 

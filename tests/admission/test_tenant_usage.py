@@ -113,7 +113,13 @@ def usage_of(ledger: Ledger, skew_s: float = 0.0) -> TenantUsage:
 
 
 def budgeted(day: int | None = None, month: int | None = None, downgrade: int | None = None) -> Tenant:
-    return Tenant("acme", 2, 1, limits=Limits(tokens_per_day=day, tokens_per_month=month), downgrade_level=downgrade)
+    return Tenant(
+        name="acme",
+        level=2,
+        max_level=1,
+        limits=Limits(tokens_per_day=day, tokens_per_month=month),
+        downgrade_level=downgrade,
+    )
 
 
 def refused(usage: TenantUsage, tenant: Tenant) -> TenantLimit | None:
@@ -173,7 +179,7 @@ async def count_and_compare(steps: list[tuple[str, int, str, int]]) -> None:
     assert ledger.entries == expected
     today = replicas[0].today()
     for tenant in "ab":
-        named = Tenant(tenant, 2, 2, limits=Limits(tokens_per_day=10**9, tokens_per_month=10**9))
+        named = Tenant(name=tenant, level=2, max_level=2, limits=Limits(tokens_per_day=10**9, tokens_per_month=10**9))
         for one in replicas:
             assert refused(one, named) is None
             await one.flush()

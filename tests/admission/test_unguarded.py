@@ -12,12 +12,10 @@ import pytest
 from starlette.routing import Mount
 
 from sidecar import AdmissionMiddleware
-from sidecar.apis import Api
 from sidecar.engines import ENGINES, Engine, Vllm
 from sidecar.engines.base import OPENAI, PAGES, plain_path
 from sidecar.events import UnguardedRequest
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Unguarded
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.support.engine import RawEngine, answering, raw_engine
@@ -613,9 +611,3 @@ def test_the_page_lists_the_operators_pages() -> None:
         assert found[shown] == set(ENGINES[name].routes.pages) - set(PAGES)
     assert ENGINES["tensorrt-llm"].routes.pages == ENGINES["none"].routes.pages == PAGES
     assert all(f"`{page}`" in text for page in PAGES)
-
-
-def test_the_choice_is_read_from_the_policy() -> None:
-    assert policy().unguarded is None
-    assert policy("unguarded: generating\n").unguarded is Unguarded.GENERATING
-    assert Vllm.routes.generating["/invocations"] is Api.CHAT

@@ -29,49 +29,6 @@ class Visitor:
         self.has_given_up = True
 
 
-async def visited(visitor: Visitor, times: int) -> None:
-    """Waits until it was visited so often."""
-    await until(lambda: visitor.visits >= times)
-
-
-async def test_everybody_is_watched_every_interval_until_they_go() -> None:
-    rounds, first, second = Watchdog(0.01), Visitor(), Visitor()
-    rounds.add(first)
-    rounds.add(second)
-    await visited(second, 2)
-    rounds.discard(second)
-    seen = second.visits
-    await visited(first, seen + 2)
-    rounds.discard(first)
-    assert seen == second.visits
-
-
-async def test_no_timer_runs_while_there_is_no_one() -> None:
-    rounds, visitor = Watchdog(0.01), Visitor()
-    assert rounds._timer is None
-    rounds.add(visitor)
-    rounds.discard(visitor)
-    await asyncio.sleep(0.03)
-    assert rounds._timer is None
-    rounds.add(visitor)
-    await visited(visitor, 1)
-    rounds.discard(visitor)
-
-
-async def test_who_goes_during_a_round_does_not_disturb_it() -> None:
-    rounds, other = Watchdog(0.01), Visitor()
-
-    class Goes(Visitor):
-        def check(self) -> None:
-            rounds.discard(self)
-
-    rounds.add(Goes())
-    rounds.add(other)
-    await visited(other, 1)
-    assert len(rounds) == 1
-    rounds.discard(other)
-
-
 async def test_every_waiter_for_the_end_is_woken() -> None:
     rounds, first, second = Watchdog(1), Visitor(), Visitor()
     await asyncio.wait_for(rounds.emptied(), 60)

@@ -94,13 +94,6 @@ def test_the_json_of_a_bad_policy_lists_its_mistakes(tmp_path: Path) -> None:
     assert json.loads(result.read_text()) == {"ok": False, "errors": [error]}
 
 
-def test_a_json_file_that_cannot_be_written_fails_with_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", str(POLICIES), "--json", str(tmp_path / "no" / "folder.json")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
-
-
 def test_a_path_with_nothing_there_says_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path / "nothing")]) == 1
     said = capsys.readouterr().err

@@ -228,17 +228,6 @@ def test_every_run_gets_the_same_arrivals(no_servers: Callable[[Play], None]) ->
     assert played[0][1] == played[1][1] == played[2][1]
 
 
-def test_a_file_that_cannot_be_written_is_said_so_before_anything_runs(
-    no_servers: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def play(*_: Any) -> RunMeasurement:
-        raise AssertionError("it ran")
-
-    no_servers(play)
-    assert main(["demo", "--json", str(tmp_path / "missing" / "demo.json")]) == 1
-    assert "cannot write" in capsys.readouterr().err
-
-
 def test_a_store_alone_means_one_replica(
     no_servers: Callable[[Play], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,9 +253,3 @@ def test_a_store_address_that_cannot_be_read_is_said_so(store: str, capsys: pyte
     said = capsys.readouterr().err
     assert said.splitlines()[-1] == f"sidecar demo: error: argument --store: {mistake.value}"
     assert "sesame" not in said
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["demo", "--help"])
-    assert "sidecar demo --json demo.json" in capsys.readouterr().out

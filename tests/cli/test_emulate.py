@@ -55,9 +55,3 @@ def test_a_port_that_is_taken_is_said_so(capsys: pytest.CaptureFixture[str]) -> 
 def test_figures_that_no_engine_could_run_with_are_said_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["emulate", "--engine", "vllm", "--max-num-seqs", "0"]) == 2
     assert "max_num_seqs" in capsys.readouterr().err
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["emulate", "--help"])
-    assert "sidecar emulate --engine vllm" in capsys.readouterr().out

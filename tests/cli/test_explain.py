@@ -180,11 +180,6 @@ def test_a_path_that_is_not_guarded_is_explained_by_where_the_middleware_stands(
     assert found["unguarded"] == [{"mode": "generating", "reading": "passes", "sending": "refused"}]
 
 
-def test_json_on_standard_output_is_nothing_but_json(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", str(policy), "--path", "/v1/chat/completions", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["tier"] == "batch"
-
-
 def test_a_body_may_come_from_standard_input(
     policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

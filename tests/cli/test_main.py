@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from contextlib import redirect_stderr, redirect_stdout
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -69,10 +68,6 @@ def test_a_stream_that_is_closed_or_full_is_no_defect(line: str, code: int, said
         pytest.skip("this system has no /dev/full")
     ended = _shell(line)
     assert (ended.returncode, "Traceback" in ended.stderr, said in ended.stderr) == (code, False, True), ended.stderr
-
-
-def test_a_reader_of_a_help_that_ends_early_gets_no_traceback() -> None:
-    assert _shell(f"{SIDECAR} replay --help | true").stderr == ""
 
 
 def test_a_path_that_the_terminals_encoding_lacks_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,21 +138,59 @@ def test_ctrl_c_while_a_key_is_awaited_ends_it_without_a_word(monkeypatch: pytes
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-def test_a_port_that_is_another_programs_is_said_to_be_none_of_ours() -> None:
-    class Other(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_error(404)
+def test_a_server_imports_nothing_that_draws_for_people() -> None:
+    imports = "import sidecar.cli.serve, sidecar.cli.serve_check, sidecar.serving, sidecar.workers.supervisor"
+    drawn = "{'rich', 'jinja2', 'pygments'} & {*sys.modules}"
+    code = f"import sys; {imports}; import sidecar; sidecar.AdmissionMiddleware; print({drawn})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"
 
-        def log_message(self, *_: object) -> None:
-            """Says nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        for command, said in (
-            ("top", "answers, but has no /overview (404): is it the admin port?"),
-            ("observed", "answers, but has no /observed (404): is it the admin port?"),
-            ("explain --request 1", "answers, but has no /requests/1 (404): is it the admin port?"),
-        ):
-            ended = ran(*command.split(), "--admin", f"http://127.0.0.1:{server.server_port}")
-            assert (ended.returncode, said in ended.stderr, ended.stderr.count("\n")) == (1, True, 1), ended.stderr
-        server.shutdown()
+ADMIN_COMMANDS = {
+    "top": "/overview", "observed": "/observed", "explain --request 1": "/requests/1", "engines list": "/engines",
+    "tenants list": "/tenants?after=", "usage": "/usage?",
+}  # fmt: skip
+STRANGERS = {
+    "": "no answer from {url}: ",
+    "SSH-2.0-OpenSSH_9.6\r\n": "no answer from {url}: ",
+    "HTTP/1.0 404 Not Found\r\n\r\n": "{url} answers, but has no {path} (404): is it the admin port?",
+    "HTTP/1.0 200 OK\r\n\r\n<html>": "{url}{path} is not what this version of sidecar reads",
+}
+
+
+@pytest.mark.parametrize("answer", STRANGERS, ids=["nothing", "ssh", "404", "html"])
+def test_a_port_that_is_no_admin_port_is_said_in_a_line_by_every_command(answer: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"http://127.0.0.1:{other.getsockname()[1]}"
+
+        def serve() -> None:
+            for _ in ADMIN_COMMANDS:
+                with other.accept()[0] as connection:
+                    connection.recv(65536)
+                    connection.sendall(answer.encode())
+
+        threading.Thread(target=serve, daemon=True).start()
+        for command, path in ADMIN_COMMANDS.items():
+            ended = ran(*command.split(), "--admin", url)
+            assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1), ended.stderr
+            assert ended.stderr.startswith(
+                f"sidecar {command.split()[0]}: {STRANGERS[answer].format(url=url, path=path)}"
+            )
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_asked_or_sent(tmp_path: Path) -> None:
+    """Nothing answers at any of these addresses."""
+    target, nobody = str(tmp_path / "missing" / "file"), "http://127.0.0.1:9"
+    asking = [f"{command} --admin {nobody} --json" for command in ADMIN_COMMANDS if command.split()[0] not in _SHORT]
+    replay = [f"replay burst --upstream {nobody} {option}" for option in ("--json", "--report", "--requests")]
+    for command in (*asking, *replay, f"doctor --upstream {nobody} --json", "demo --json", "simulate burst --report"):
+        ended = ran(*command.split(), target)
+        assert ended.returncode == (2 if command.startswith("doctor") else 1), command
+        assert ended.stderr == f"sidecar {command.split()[0]}: cannot write {target}: No such file or directory\n"
+    for command in (f"check {POLICIES} --json", f"explain {POLICIES} --path /v1/models --json"):
+        ended = ran(*command.split(), target)
+        assert (ended.returncode, ended.stderr) == (1, f"{target}: cannot be written (No such file or directory)\n")
+
+
+_SHORT = ("top", "explain")
+"""Commands that are done in a moment: they find out when they write."""

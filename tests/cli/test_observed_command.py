@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from sidecar.cli import main
 from tests.cluster.replicas import CHAT, POLICY, Replica, replicas
 from tests.support.shared_pools import begun_store
 
@@ -82,19 +80,3 @@ def test_any_of_two_replicas_tells_what_enforcing_would_have_done_to_the_request
         overview = asyncio.run(sidecars[1].overview())
         assert overview["headline"].startswith("No request is held (mode: observe).")
         assert any("mode: observe" in notice for notice in overview["notices"])
-
-
-def test_a_port_that_does_not_answer_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        no_server = f"http://127.0.0.1:{silent.getsockname()[1]}"
-    assert main(["observed", "--admin", no_server]) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith(f"sidecar observed: no answer from {no_server}: ")
-    assert len(said.err.splitlines()) == 1
-
-
-def test_a_file_that_cannot_be_written_is_said_before_anybody_is_asked(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["observed", "--admin", "http://127.0.0.1:1", "--json", str(tmp_path / "no" / "file")]) == 1
-    assert capsys.readouterr().err.startswith("sidecar observed: cannot write ")

@@ -303,18 +303,3 @@ async def test_the_engines_own_priority_needs_an_engine(capsys: pytest.CaptureFi
     async with serving(Starlette(routes=[Route("/v1/models", models)]), lifespan="off") as served:
         assert await replay("burst:3", "--upstream", served.url, "--by", "priority") == 2
     assert "the server does not say which engine it is; add --engine" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--json", "--report", "--requests"])
-def test_a_file_that_cannot_be_written_is_said_so_before_anything_is_sent(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = str(tmp_path / "missing" / "file")
-    assert main(["replay", "burst", "--upstream", "http://127.0.0.1:9", option, target]) == 1
-    assert capsys.readouterr().err.startswith(f"sidecar replay: cannot write {target}: ")
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["replay", "--help"])
-    assert "sidecar replay burst --upstream http://127.0.0.1:8000 --by priority --control" in capsys.readouterr().out

@@ -221,12 +221,6 @@ def test_a_second_engine_is_refused_and_not_used_in_place_of_the_first(capsys: p
     assert "--upstream is given twice; several engines belong in the policy" in capsys.readouterr().err
 
 
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["serve", "--help"])
-    assert "sidecar serve --upstream http://127.0.0.1:8000 --policy policies/" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("arguments", [["serve", "--upstream", NOBODY], ["check"], ["explain", "--path", "/v1/models"]])
 def test_the_policy_may_come_from_the_environment(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

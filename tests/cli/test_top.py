@@ -8,7 +8,6 @@ import os
 import pty
 import select
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -197,38 +196,6 @@ def test_json_is_the_overview_itself(admin: Admin, capsys: pytest.CaptureFixture
     assert main(["top", "--admin", admin.url, "--json", str(path)]) == 0
     assert "batch starves" in capsys.readouterr().out
     assert json.loads(path.read_text()) == json.loads(admin.body)
-
-
-def test_a_port_that_does_not_answer_or_is_another_is_said_in_a_line(
-    admin: Admin, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        no_server = f"http://127.0.0.1:{silent.getsockname()[1]}"
-    assert main(["top", "--admin", no_server]) == 1
-    assert capsys.readouterr().err.startswith(f"sidecar top: no answer from {no_server}: ")
-    admin.status = 404
-    assert main(["top", "--admin", admin.url]) == 1
-    assert "has no /overview (404): is it the admin port?" in capsys.readouterr().err
-    admin.status, admin.body = 200, b"<html>"
-    assert main(["top", "--admin", admin.url]) == 1
-    said = capsys.readouterr().err
-    assert "is not what this version of sidecar reads" in said
-    assert len(said.splitlines()) == 1
-
-
-def test_a_port_that_speaks_something_else_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as strange:
-
-        def answer() -> None:
-            connection, _ = strange.accept()
-            with connection:
-                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
-
-        threading.Thread(target=answer, daemon=True).start()
-        assert main(["top", "--admin", f"http://127.0.0.1:{strange.getsockname()[1]}"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("sidecar top: no answer from ")
-    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from sidecar.cluster.engine_speeds import engine_speed_rows
-from sidecar.gain.engine_speed import EngineSpeedDocument
+from sidecar.engines.speed import EngineSpeedDocument
 
 
 def speed(engine: str | None = None, **more: Any) -> EngineSpeedDocument:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from sidecar.policy.compiler import load
-from sidecar.policy.rules import EngineCapacity
 from tests.examples.command_lines import parsed
 from tests.examples.kubernetes import KUBERNETES, containers, kubectl, of_kind, pods, ports, sidecar
 from tests.support.own_network import run_inside
@@ -73,7 +72,7 @@ def test_a_roll_out_waits_for_the_slow_start_and_takes_one_engine_at_a_time() ->
 
 def test_the_policy_knows_how_many_requests_an_engine_runs() -> None:
     assert FLEET is not None
-    assert isinstance(FLEET.capacity, EngineCapacity)
+    assert FLEET.capacity.is_read
     (most,) = (int(word.partition("=")[2]) for word in engine()["args"] if word.startswith("--max-num-seqs="))
     assert FLEET.capacity.requests == most + FLEET.capacity.waiting
     assert {"--scheduling-policy=priority", "--enable-prompt-tokens-details"} <= set(engine()["args"])

@@ -10,16 +10,18 @@ from typing import Any
 
 from sidecar.engines import Engine, Vllm
 from sidecar.engines.pages import Health
-from sidecar.fleet import EngineAddress, Fleet, FleetSettings, StaticDiscovery, WrittenCapacity
-from sidecar.policy.rules import EngineCapacity
+from sidecar.fleet import EngineAddress, Fleet, FleetSettings, StaticDiscovery
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.model import CapacitySource
+from sidecar.policy.rules import UNLIMITED
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.middleware import answer
 from tests.support.redis_servers import free_port
 from tests.support.serving import serving
 from tests.support.waiting import now_us
 
-WRITTEN = WrittenCapacity(1000, 8)
-READ = EngineCapacity(Fraction(1), 2)
+WRITTEN = Capacity(tokens=1000, requests=8)
+READ = Capacity(read_from=CapacitySource.ENGINE, fraction=Fraction(1), waiting=2)
 FAST = Health("/health", every_s=0.05, fail=3, rise=2)
 
 
@@ -33,9 +35,9 @@ class LocalEngine:
         self.app: Any = None
         self._stack: AsyncExitStack | None = None
 
-    def address(self, name: str, capacity: WrittenCapacity | EngineCapacity = WRITTEN, **more: Any) -> EngineAddress:
+    def address(self, name: str, capacity: Capacity = WRITTEN, **more: Any) -> EngineAddress:
         """This engine as discovery names it."""
-        return EngineAddress(name, f"http://127.0.0.1:{self.port}", capacity, **more)
+        return EngineAddress(name, f"http://127.0.0.1:{self.port}", capacity, **{"prefill": UNLIMITED, **more})
 
     async def start(self, app: Any = None) -> None:
         """Listens, and answers from now on, as an emulated engine or as `app`."""

@@ -10,7 +10,9 @@ import json
 
 import dns.rcode
 
-from sidecar.fleet import DnsDiscovery, DnsService, WrittenCapacity, dns_discovery
+from sidecar.fleet import DnsDiscovery, DnsService, dns_discovery
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.fields import ServiceName
 from tests.support.dns_server import ZONE, DnsServer
 from tests.support.own_network import bring_loopback_up, use_own_resolver
 from tests.support.waiting import until
@@ -32,9 +34,9 @@ async def main() -> None:
     dns_discovery.LOOKUP_WITHIN_S = 3.0
     outcomes: dict[str, object] = {}
     with DnsServer(port=53) as server:
-        service = DnsService("vllm." + ZONE.rstrip("."), 8000, 0.05)
+        service = DnsService(ServiceName("vllm." + ZONE.rstrip("."), 8000), 0.05)
         server.set("vllm", "A", "10.0.0.1", "10.0.0.2")
-        discovery = CountingDiscovery(service, WrittenCapacity(1000, 8))
+        discovery = CountingDiscovery(service, Capacity(tokens=1000, requests=8))
         await discovery.open()
 
         async def note(step: str) -> None:

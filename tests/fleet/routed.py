@@ -130,6 +130,11 @@ class Routed:
         return {state.id: state.held_requests for state in self.pool.engines() if state.held_requests}
 
     @property
+    def learned_prefills(self) -> int:
+        """Samples of all engines' times to a first token."""
+        return sum(engine.first.samples for engine in self.routing.speeds.engines.values())
+
+    @property
     def unprefilled(self) -> int:
         """Un-prefilled tokens at all engines."""
         return sum(state.unprefilled_tokens for state in self.pool.engines())

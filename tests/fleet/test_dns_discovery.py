@@ -15,14 +15,16 @@ from typing import Any
 import dns.rcode
 import pytest
 
-from sidecar.fleet import DnsDiscovery, DnsService, WrittenCapacity, dns_discovery
+from sidecar.fleet import DnsDiscovery, DnsService, dns_discovery
 from sidecar.fleet.dns_discovery import SrvLookup, SystemLookup
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.fields import ServiceName
 from tests.support.dns_server import ZONE, DnsServer
 from tests.support.own_network import run_inside
 from tests.support.waiting import open_sockets, other_tasks, until
 
 pytestmark = pytest.mark.anyio
-CAPACITY = WrittenCapacity(1000, 8)
+CAPACITY = Capacity(tokens=1000, requests=8)
 SERVICE = "_http._tcp.vllm"
 
 
@@ -38,7 +40,7 @@ def named(discovery: DnsDiscovery) -> list[str]:
 
 @asynccontextmanager
 async def followed(server: DnsServer, refresh_s: float = 0.05) -> AsyncIterator[DnsDiscovery]:
-    service = DnsService(f"{SERVICE}.{ZONE}", None, refresh_s)
+    service = DnsService(ServiceName(f"{SERVICE}.{ZONE}", None), refresh_s)
     discovery = DnsDiscovery(service, CAPACITY, 500, resolve=SrvLookup([("127.0.0.1", server.port)]))
     await discovery.open()
     try:
@@ -142,7 +144,9 @@ async def test_a_server_that_is_away_and_junk_are_failures_and_nothing_leaks(mon
     monkeypatch.setattr(dns_discovery, "LOOKUP_WITHIN_S", 0.3)
     before = other_tasks(), open_sockets()
     gone = DnsDiscovery(
-        DnsService("x.fleet.test", None, 0.05), CAPACITY, resolve=SrvLookup([("127.0.0.1", _closed_port())])
+        DnsService(ServiceName("x.fleet.test", None), 0.05),
+        CAPACITY,
+        resolve=SrvLookup([("127.0.0.1", _closed_port())]),
     )
     await gone.open()
     await until(lambda: gone.failures > 2)
@@ -176,8 +180,8 @@ async def test_without_dnspython_the_error_names_the_command(monkeypatch: pytest
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "dns" else real(name, *more))
     with pytest.raises(ValueError, match=r"pip install '\./admission-sidecar\[dns\]'"):
-        DnsDiscovery(DnsService("x", None), CAPACITY)
-    DnsDiscovery(DnsService("x", 8000), CAPACITY)
+        DnsDiscovery(DnsService(ServiceName("x", None)), CAPACITY)
+    DnsDiscovery(DnsService(ServiceName("x", 8000)), CAPACITY)
 
 
 @pytest.mark.long
@@ -190,7 +194,7 @@ def test_the_package_is_used_without_dnspython() -> None:
 
 
 async def test_localhost_is_an_engine_by_the_systems_resolver() -> None:
-    discovery = DnsDiscovery(DnsService("localhost", 8000), CAPACITY)
+    discovery = DnsDiscovery(DnsService(ServiceName("localhost", 8000)), CAPACITY)
     await discovery.open()
     await discovery.close()
     assert named(discovery) == ["127.0.0.1:8000"] or named(discovery) == ["[::1]:8000"]
@@ -209,7 +213,7 @@ async def test_a_lookup_that_hangs_does_not_hold_up_the_loop_and_is_not_begun_tw
 
     monkeypatch.setattr(dns_discovery, "_addresses", hang)
     monkeypatch.setattr(dns_discovery, "LOOKUP_WITHIN_S", 0.1)
-    discovery = DnsDiscovery(DnsService("x", 8000, 0.05), CAPACITY, resolve=SystemLookup())
+    discovery = DnsDiscovery(DnsService(ServiceName("x", 8000), 0.05), CAPACITY, resolve=SystemLookup())
     await discovery.open()  # returns while it hangs
     await until(lambda: discovery.failures >= 2)
     answers.set()

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sidecar.fleet import EngineAddress, FileDiscovery, WrittenCapacity, file_discovery
+from sidecar.fleet import EngineAddress, FileDiscovery
+from sidecar.policy import followed_files
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.rules import UNLIMITED
 from tests.support.waiting import other_tasks, until
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +24,10 @@ def read(path: Path) -> Sequence[EngineAddress]:
     """A reader as the policy has one: any mistake is a ValueError with a sentence."""
     try:
         entries = yaml.safe_load(path.read_text())
-        return [EngineAddress(entry["name"], entry["url"], WrittenCapacity(1000, 8)) for entry in entries]
+        return [
+            EngineAddress(entry["name"], entry["url"], Capacity(tokens=1000, requests=8), UNLIMITED)
+            for entry in entries
+        ]
     except (yaml.YAMLError, TypeError, KeyError) as error:
         raise ValueError(f"{path.name}:1: not a list of engines\n({type(error).__name__})") from None
 
@@ -65,7 +71,7 @@ async def test_a_file_is_read_at_once_and_its_changes_are_followed(tmp_path: Pat
 async def test_a_broken_file_leaves_the_last_list_standing(
     text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_discovery, "STILL_BROKEN_S", 0.4)
+    monkeypatch.setattr(followed_files, "STILL_BROKEN_S", 0.4)
     path = tmp_path / "engines.yaml"
     path.write_text(listed("a"))
     async with followed(path) as discovery:
@@ -76,7 +82,7 @@ async def test_a_broken_file_leaves_the_last_list_standing(
         else:
             path.write_text(text)
         took_s = await until(lambda: failures)
-        assert took_s > file_discovery.STILL_BROKEN_S * 0.8, "a file may be incomplete for a moment"
+        assert took_s > followed_files.STILL_BROKEN_S * 0.8, "a file may be incomplete for a moment"
         assert names(discovery) == ["a"]
         (notice,) = discovery.notices()
         said = "it cannot be read: No such file or directory" if text is None else "not a list of engines"
@@ -105,11 +111,11 @@ async def test_a_missing_file_at_the_start_is_a_notice_and_is_used_when_it_comes
 async def test_a_file_that_is_written_in_pieces_is_used_when_it_is_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_discovery, "STILL_S", 1.0)  # forty times the pause between two pieces
+    monkeypatch.setattr(followed_files, "STILL_S", 1.0)  # forty times the pause between two pieces
     path = tmp_path / "engines.yaml"
     path.write_text(listed("a"))
     async with followed(path) as discovery:
-        await until(lambda: discovery._file._known is not None)  # the first content is known to be still
+        await until(lambda: discovery._file._reported is not None)  # the first content is known to be still
         answers: list[list[str]] = []
         discovery.on_answer = lambda: answers.append(names(discovery))
         for count in range(1, 9):

@@ -14,7 +14,8 @@ from sidecar.engines import TensorRtLlm, Vllm
 from sidecar.engines import watch as engine_watch
 from sidecar.engines.pages import Health
 from sidecar.engines.watch import Cause, EngineCheck
-from sidecar.fleet import EngineAddress, Fleet, MemberState, WrittenCapacity
+from sidecar.fleet import EngineAddress, Fleet, MemberState
+from sidecar.policy.capacity import Capacity
 from sidecar.policy.fleet import MOST_OF_AN_ENGINE
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools.engine_reader import HELD_BACK_S
@@ -43,7 +44,7 @@ async def test_engines_that_answer_at_the_start_are_offered_whole_at_once() -> N
         addresses = [
             b.address("b", READ, prefill=500, speed=250),
             a.address("a"),
-            c.address("c", WrittenCapacity(None, 3)),
+            c.address("c", Capacity(requests=3)),
         ]
         async with fleet_of(addresses) as fleet:
             assert states(fleet) == {"a#1": "ready", "b#1": "ready", "c#1": "ready"}
@@ -270,7 +271,7 @@ async def test_an_engine_of_another_kind_is_never_used_and_the_sentence_says_why
         async with fleet_of([b.address("b")], check=EngineCheck.ALIVE) as fleet:
             assert states(fleet) == {"b#1": "ready"}
         async with fleet_of(
-            [EngineAddress("x", f"http://127.0.0.1:{free_port()}", WRITTEN)], check=EngineCheck.OFF
+            [EngineAddress("x", f"http://127.0.0.1:{free_port()}", WRITTEN, UNLIMITED)], check=EngineCheck.OFF
         ) as f:
             assert states(f) == {"x#1": "ready"}
 
@@ -280,7 +281,7 @@ async def test_a_port_that_accepts_and_never_answers_is_down_and_the_start_does_
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with engines(1) as (engine,):
             began_s = time.monotonic()
-            async with fleet_of([engine.address("a"), EngineAddress("b", url, WRITTEN)]) as fleet:
+            async with fleet_of([engine.address("a"), EngineAddress("b", url, WRITTEN, UNLIMITED)]) as fleet:
                 assert time.monotonic() - began_s < 30
                 assert states(fleet) == {"a#1": "ready", "b#1": "down"}
                 assert "GET /health was not answered within" in fleet.notices()[0]
@@ -352,7 +353,7 @@ async def test_the_preemptions_of_each_engine_are_a_total_that_only_rises(monkey
         await until(lambda: (totals["a"][-1], totals["b"][-1]) == (3, 5))
         one.preemptions = 2  # a restart that no one saw
         await until(lambda: totals["a"][-1] == 5)
-        listed(fleet, [addresses[0], replace(addresses[1], capacity=WrittenCapacity(tokens=10))])
+        listed(fleet, [addresses[0], replace(addresses[1], capacity=Capacity(tokens=10))])
         two.preemptions = 999  # no one reads it any more
         one.preemptions = 3
         await until(lambda: totals["a"][-1] == 6)
@@ -422,7 +423,7 @@ async def test_engines_come_and_go_by_discovery_and_one_that_is_back_is_a_new_in
         listed(fleet, [a.address("a"), b.address("b")])
         await until(lambda: states(fleet) == {"a#2": "starting", "b#1": "starting"})
         assert restarted == ["a#2"]
-        listed(fleet, [a.address("a", WrittenCapacity(7, 7), speed=500), b.address("b", READ)])
+        listed(fleet, [a.address("a", Capacity(tokens=7, requests=7), speed=500), b.address("b", READ)])
         await until(lambda: ("b#1", 20_000) in [found[:2] for found in fleet.offers()])
         assert offer(fleet, "a")[:2] == ("a#2", 7)
         assert offer(fleet, "a").speed == 500
@@ -436,11 +437,11 @@ async def test_engines_come_and_go_by_discovery_and_one_that_is_back_is_a_new_in
 async def test_of_too_many_engines_those_that_are_there_stay_and_a_bad_address_is_left_out() -> None:
     async with engines(1) as (engine,), fleet_of([engine.address("z")], most_engines=4) as fleet:
         port = free_port()
-        more = [EngineAddress(f"e{number}", f"http://127.0.0.1:{port}", WRITTEN) for number in range(200)]
+        more = [EngineAddress(f"e{number}", f"http://127.0.0.1:{port}", WRITTEN, UNLIMITED) for number in range(200)]
         listed(fleet, [*more, engine.address("z")])
         assert [member.name for member in fleet.members()] == ["e0", "e1", "e10", "z"]
         assert fleet.notices()[0] == "there are 201 engines, and a pool has 4 at most: 4 of them are used"
-        listed(fleet, [EngineAddress("x", "ftp://nowhere", WRITTEN), engine.address("z")])
+        listed(fleet, [EngineAddress("x", "ftp://nowhere", WRITTEN, UNLIMITED), engine.address("z")])
         await until(lambda: states(fleet) == {"z#1": "ready"})
         assert fleet.notices()[0].startswith(
             "engine x is left out: upstream 'ftp://nowhere' does not begin with http://"

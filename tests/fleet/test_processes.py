@@ -15,6 +15,7 @@ import pytest
 
 from sidecar.engines.pages import Health
 from sidecar.fleet import EngineAddress
+from sidecar.policy.rules import UNLIMITED
 from tests.cluster.replicas import started
 from tests.fleet.engines import READ, fleet_of, states
 from tests.support.ports import free_ports
@@ -33,7 +34,10 @@ class Engines:
     pids: dict[int, int]
 
     def addresses(self) -> list[EngineAddress]:
-        return [EngineAddress(f"e{port - self.port}", f"http://127.0.0.1:{port}", READ) for port in sorted(self.pids)]
+        return [
+            EngineAddress(f"e{port - self.port}", f"http://127.0.0.1:{port}", READ, UNLIMITED)
+            for port in sorted(self.pids)
+        ]
 
     def kill(self, number: int, sig: signal.Signals) -> None:
         os.kill(self.pids[self.port + number], sig)
@@ -90,7 +94,7 @@ async def test_engines_that_are_stopped_killed_and_started_again(tmp_path: Path)
 @pytest.mark.long
 async def test_an_engine_that_loads_for_long_is_down_and_then_starts_slowly(tmp_path: Path) -> None:
     port = free_ports(1)
-    addresses = [EngineAddress("a", f"http://127.0.0.1:{port}", READ)]
+    addresses = [EngineAddress("a", f"http://127.0.0.1:{port}", READ, UNLIMITED)]
     async with fleet_of(addresses, HEALTH) as fleet:
         assert states(fleet) == {"a#1": "down"}
         with emulated(tmp_path, 1, port, "--startup-delay", "3s"):

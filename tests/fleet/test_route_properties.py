@@ -18,9 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sidecar.app import AdmissionMiddleware
+from sidecar.engines import speed
+from sidecar.engines.robust_line import Line
 from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineState
 from sidecar.errors import EngineUnreachable, ResponseCut
-from sidecar.fleet import prefill_times, routing
+from sidecar.fleet import routing
 from sidecar.fleet.discovery import StaticDiscovery
 from sidecar.handover import CALL_KEY, ENGINE_ID_KEY
 from sidecar.policy.compiler import load
@@ -186,8 +188,12 @@ class World:
             assert min(state.held_tokens, state.held_requests, state.unprefilled_tokens) >= 0
             assert state.unprefilled_tokens <= sum(it.ticket.prompt for it in leases)
         running = len(self.calls)
-        timers = [route for route in self.routes if route._timer is not None and not route._timer.cancelled()]
-        assert len([route for route in timers if route._timer.when() > asyncio.get_running_loop().time()]) <= running  # type: ignore[union-attr]
+        assert len([timer for timer in self.timers() if timer.when() > asyncio.get_running_loop().time()]) <= running
+
+    def timers(self) -> list[asyncio.TimerHandle]:
+        """Those of all routes that were not canceled."""
+        timers = [route._prefill._timer for route in self.routes if route._prefill is not None]
+        return [timer for timer in timers if timer is not None and not timer.cancelled()]
 
     async def end(self) -> None:
         """Every engine serves again, and every client gets its end."""
@@ -217,7 +223,8 @@ class World:
             assert statuses or client.has_left, "every client that stays gets an answer"
             assert set(statuses) <= {200, 400, 502, 503}
         await self.stand.nothing_left()
-        assert not [route for route in self.routes if route._timer is not None and not route._timer.cancelled()]
+        assert not self.timers()
+        assert not any(engine.running for engine in self.stand.routing.speeds.engines.values())
 
 
 async def _run(policy: Path, steps: list[Step]) -> None:
@@ -257,5 +264,5 @@ def test_ledgers_are_right_at_every_step_and_empty_at_the_end(
         affinity="{prefix: true}",
         abort_latency="0s",
     )
-    with mock.patch.object(prefill_times, "FIRST_S", 0.0), mock.patch.object(prefill_times, "TOKENS_PER_S", 1e6):
+    with mock.patch.object(speed, "DEFAULT_FIRST", Line(1.0, 1.0)):
         asyncio.run(_run(policy, [step for steps in rounds for step in steps]))

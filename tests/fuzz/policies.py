@@ -9,17 +9,7 @@ import yaml
 from hypothesis import strategies as st
 
 from sidecar.policy.compiler import shipped_policies
-from sidecar.policy.fleet_schema import (
-    AffinityBody,
-    DnsBody,
-    EngineEntry,
-    EngineListFile,
-    EnginesBody,
-    HealthBody,
-    ModelBody,
-    ReplayBody,
-)
-from sidecar.policy.schema import PoolFile, TenantFile
+from sidecar.policy.schema import SCHEMAS, schema_document
 
 SHIPPED = shipped_policies()
 POOL_TEXT = (SHIPPED / "policy.yaml").read_text()
@@ -54,10 +44,9 @@ FLEETS = [
 ]
 LIST = {"engines": FLEET["engines"]["static"]}
 
-_MODELS = (PoolFile, TenantFile, EnginesBody, EngineEntry, DnsBody, AffinityBody, HealthBody, ReplayBody, ModelBody)
+_DOCUMENTS = [schema_document(kind) for kind in SCHEMAS.values()]
 NAMES = sorted(
-    {*(name for model in (*_MODELS, EngineListFile) for name in model.model_fields)}
-    | {"from", "promote_after", "ceiling", "reserve", "lend"}
+    {name for one in _DOCUMENTS for part in (one, *one.get("$defs", {}).values()) for name in part["properties"]}
 )
 SCALARS: list[Any] = [
     None, True, False, 0, 1, -1, 10**17, 10**30, 0.5, 1e308, float("inf"), float("nan"), "", " ", "0%", "20%", "100%",

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from sidecar.admission.policy_snapshot import policy_snapshot
 from sidecar.cli.check import figures, summary
-from sidecar.policy.compiler import Loaded, load_files
-from sidecar.policy.fleet_compiler import read_engine_list
+from sidecar.policy.compiler import Loaded, load_files, read_engine_list
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.warnings import warnings

@@ -13,8 +13,8 @@ import pytest
 from sidecar.admission.engine_pages import EnginePages
 from sidecar.engines import ENGINES
 from sidecar.lengths.trust import Trust
-from sidecar.policy.model import Learn
-from sidecar.policy.rules import EngineCapacity
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.model import CapacitySource, Learn
 from sidecar.pools.engine_reader import EngineReader, Size
 from sidecar.proxy.proxy import ReverseProxy
 
@@ -44,7 +44,7 @@ async def test_an_engine_that_preempts_raises_the_quantile_where_it_counts_that(
     assert emulator.stdout is not None
     url = (await asyncio.wait_for(emulator.stdout.readline(), 20)).decode().partition(" on ")[2].partition(",")[0]
     proxy, trust, admitted = ReverseProxy(url), Trust(Learn.FULL, now_us()), 0
-    capacity = EngineCapacity(Fraction(1), 2, requests=CLIENTS)
+    capacity = Capacity(read_from=CapacitySource.ENGINE, fraction=Fraction(1), waiting=2, requests=CLIENTS)
     reader = EngineReader(
         ENGINES[engine],
         capacity,

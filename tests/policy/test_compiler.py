@@ -11,7 +11,7 @@ from sidecar.apis import Api
 from sidecar.engines import Vllm
 from sidecar.engines.base import Carrier
 from sidecar.policy.compiler import load, load_files
-from sidecar.policy.model import Learn, Limits, Source, Tenant, Timeouts
+from sidecar.policy.model import Learn, Limits, Queue, Source, Tenant, Timeouts
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import Shares, pool_rules
 from tests.policy.files import SMALL, mistakes, pool, tenant
@@ -40,8 +40,8 @@ def test_the_shipped_policy_is_the_ladder_of_the_design() -> None:
     )
     policy = load(SHIPPED)
     assert expected == policy.rules
-    assert (policy.tiers[4].max_waiting, policy.tiers[4].max_wait_s) == (10_000, 1800.0)
-    assert Tenant("anonymous", 3, 3) == policy.anonymous
+    assert policy.tiers[4].queue == Queue(10_000, 1800.0)
+    assert Tenant(name="anonymous", level=3, max_level=3) == policy.anonymous
 
 
 @each(
@@ -100,7 +100,9 @@ def test_a_tenant_becomes_levels(tmp_path: Path) -> None:
         f"{{tenant: acme, keys: [{HASH.upper().replace('SHA', 'sha')}], tier: normal, max_tier: high, weight: 3, "
         "limits: {tokens_per_minute: 200k}, over_limit: {downgrade: batch}}",
     )
-    expected = Tenant("acme", 1, 0, 3, Limits(tokens_per_minute=200_000), downgrade_level=2)
+    expected = Tenant(
+        name="acme", level=1, max_level=0, weight=3, limits=Limits(tokens_per_minute=200_000), downgrade_level=2
+    )
     assert {"0" * 64: expected} == dict(load(path).tenants)
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from sidecar.engines.registry import ENGINES
-from sidecar.policy.compiler import load, load_files
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.compiler import load, load_files, read_engine_list
+from sidecar.policy.fields import ServiceName
 from sidecar.policy.fleet import (
     MOST_ENGINES,
     Affinity,
@@ -17,15 +19,13 @@ from sidecar.policy.fleet import (
     EngineAddress,
     Health,
     Replay,
-    WrittenCapacity,
     largest_of,
     pool_prefill,
     pool_size,
 )
-from sidecar.policy.fleet_compiler import read_engine_list
-from sidecar.policy.model import Policy
+from sidecar.policy.model import CapacitySource, Policy
 from sidecar.policy.problems import PolicyError
-from sidecar.policy.rules import UNLIMITED, EngineCapacity
+from sidecar.policy.rules import UNLIMITED
 from tests.policy.files import SMALL, pool
 from tests.support.each import each
 
@@ -49,7 +49,7 @@ models:                            # optional: a pool of its own for each model,
   qwen-7b:   {{engines: [c]}}
 """
 """As specified, but for engine `c`, which the specification's example leaves out."""
-READ = EngineCapacity(Fraction(95, 100), 2)
+READ = Capacity(read_from=CapacitySource.ENGINE)
 WRITTEN = """\
 engines:
   static:
@@ -78,7 +78,7 @@ def test_the_specified_policy_loads(tmp_path: Path) -> None:
     assert fleet is not None
     assert fleet.static == (
         EngineAddress("a", "http://a:8000", READ, 8000, 1000),
-        EngineAddress("b", "http://b:8000", WrittenCapacity(400_000, 160), 8000, 1000),
+        EngineAddress("b", "http://b:8000", Capacity(tokens=400_000, requests=160), 8000, 1000),
         EngineAddress("c", "http://c:8000", READ, 8000, 1000),
     )
     assert (fleet.discovery, fleet.file, fleet.dns) == (Discovery.STATIC, None, None)
@@ -151,8 +151,8 @@ def test_one_engine_that_is_read_leaves_the_sum_to_be_read(tmp_path: Path) -> No
 
 
 def test_a_dimension_that_one_engine_does_not_bound_is_unbounded() -> None:
-    one = EngineAddress("a", "http://a", WrittenCapacity(10, 4), 8)
-    other = EngineAddress("b", "http://b", WrittenCapacity(None, 8), UNLIMITED)
+    one = EngineAddress("a", "http://a", Capacity(tokens=10, requests=4), 8)
+    other = EngineAddress("b", "http://b", Capacity(requests=8), UNLIMITED)
     assert pool_size([one, one]) == (20, 8)
     assert pool_size([one, other]) == (None, 12)
     assert pool_size([]) == (None, None)
@@ -181,9 +181,12 @@ def test_one_model_may_have_all_engines(tmp_path: Path) -> None:
 @each(
     ("name", "service"),
     [
-        ("vllm.ns.svc:8000", DnsService("vllm.ns.svc", 8000, 5.0)),
-        ("vllm:1", DnsService("vllm", 1, 5.0)),
-        ("_http._tcp.vllm.ns.svc.cluster.local.", DnsService("_http._tcp.vllm.ns.svc.cluster.local.", None, 5.0)),
+        ("vllm.ns.svc:8000", DnsService(ServiceName("vllm.ns.svc", 8000), 5.0)),
+        ("vllm:1", DnsService(ServiceName("vllm", 1), 5.0)),
+        (
+            "_http._tcp.vllm.ns.svc.cluster.local.",
+            DnsService(ServiceName("_http._tcp.vllm.ns.svc.cluster.local.", None), 5.0),
+        ),
     ],
 )
 def test_a_name_is_of_addresses_with_a_port_or_of_srv_records(tmp_path: Path, name: str, service: DnsService) -> None:
@@ -200,7 +203,7 @@ def test_without_engines_a_policy_is_what_it_was(tmp_path: Path) -> None:
     assert policy.largest_engine == (UNLIMITED, UNLIMITED)
     assert not policy.reads_capacity
     read = load(pool(tmp_path, SMALL.replace("{tokens: 1000, requests: 10}", "{from: engine, waiting: 3}")))
-    assert read.engine_capacity == EngineCapacity(Fraction(95, 100), 3)
+    assert read.engine_capacity == Capacity(read_from=CapacitySource.ENGINE, waiting=3)
     assert read.reads_capacity
 
 
@@ -217,8 +220,8 @@ def test_an_engine_list_is_read_with_the_policys_defaults(tmp_path: Path) -> Non
     assert policy.engines.file == str(tmp_path / "engines.yaml")
     engines = read_engine_list(policy, Path(policy.engines.file))
     assert engines == (
-        EngineAddress("a", "http://a:8000", WrittenCapacity(400_000, None), 16_000, 1000),
-        EngineAddress("b", "http://b:8000", WrittenCapacity(None, 4), 1000, 2000),
+        EngineAddress("a", "http://a:8000", Capacity(tokens=400_000), 16_000, 1000),
+        EngineAddress("b", "http://b:8000", Capacity(requests=4), 1000, 2000),
     )
     found = policy.of_engines(engines[:1])
     assert (found.rules.tokens, found.largest_engine[0], found.reads_capacity) == (400_000, 400_000, False)

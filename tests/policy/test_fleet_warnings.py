@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sidecar.policy.compiler import load_files
-from sidecar.policy.fleet_compiler import read_engine_list
+from sidecar.policy.compiler import load_files, read_engine_list
 from sidecar.policy.warnings import warnings
 from tests.policy.files import pool
 from tests.support.each import each

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
-from sidecar.policy.schema import PoolFile, TenantFile
+from sidecar.policy.schema import SCHEMAS, schema_document
 from tests.support.examples import examples
 
 SHIPPED = Path(__file__).parents[2] / "policies"
@@ -91,7 +91,7 @@ _VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=5,
 )
-_KEYS = sorted([*PoolFile.model_fields, *TenantFile.model_fields])
+_KEYS = sorted({name for kind in SCHEMAS.values() for name in schema_document(kind)["properties"]})
 
 
 @settings(max_examples=examples(50))

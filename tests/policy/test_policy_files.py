@@ -9,7 +9,8 @@ import pytest
 
 from sidecar.policy import reload
 from sidecar.policy.compiler import Loaded, load, load_files
-from sidecar.policy.reload import STILL_BROKEN_S, STILL_S, FilesReading, PolicyFiles
+from sidecar.policy.followed_files import STILL_BROKEN_S, STILL_S
+from sidecar.policy.reload import FilesReading, PolicyFiles
 from tests.support.middleware import write_policy
 
 
@@ -89,10 +90,10 @@ def test_a_broken_file_is_reported_with_its_line(pool: Path, watched: Watched) -
 def test_a_change_is_reported_when_it_has_been_still_for_a_moment(pool: Path, watched: Watched) -> None:
     pool.write_text(pool.read_text() + "# edited\n")
     assert watched.after(0) is None
-    assert watched.files.is_changing
+    assert watched.files.pause_s(9) < 9
     assert watched.after(STILL_S / 2) is None
     assert generation(watched.after(STILL_S)) == load(pool).generation
-    assert not watched.files.is_changing
+    assert watched.files.pause_s(9) == 9
 
 
 def test_a_file_that_is_truncated_and_then_written_is_one_change(pool: Path, watched: Watched) -> None:
@@ -123,7 +124,7 @@ def test_a_change_that_is_undone_before_it_was_reported_is_none(pool: Path, watc
     pool.write_bytes(before)
     os.utime(pool, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert watched.after(0) is None
-    assert not watched.files.is_changing
+    assert watched.files.pause_s(9) == 9
 
 
 def test_a_caller_is_answered_at_once(pool: Path, watched: Watched) -> None:

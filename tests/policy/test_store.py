@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from sidecar.policy.compiler import load, load_files
 from sidecar.policy.model import StoreLoss
+from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.problems import PolicyError, masked
-from sidecar.policy.schema import PoolFile
+from sidecar.policy.schema import schema_document
 from sidecar.policy.store import SCHEMES, SENTINEL, SOCKET, TLS, StoreAddress, StoreKind, store_address
 from tests.policy.files import SMALL, mistakes, pool
 from tests.support.each import each
@@ -315,7 +316,7 @@ def test_the_stores_name_and_loss_may_stand_without_a_store_which_the_environmen
     policy = load(pool(tmp_path, f"{SMALL}pool: chat-70b\non_store_loss: closed\n"))
     assert (policy.store, policy.pool) == (None, "chat-70b")
     for name in ("store", "pool", "on_store_loss"):
-        assert "SIDECAR_STORE" in str(PoolFile.model_fields[name].description)
+        assert "SIDECAR_STORE" in schema_document(PoolFile)["properties"][name]["description"]
 
 
 @each(

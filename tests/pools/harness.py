@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Protocol
 
 from sidecar.engines import NoEngine
-from sidecar.policy.model import Policy, Source, Tier
+from sidecar.policy.model import Policy, Queue, Source, Tier
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, pool_rules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools import Ask, Pool
@@ -45,13 +45,10 @@ class Harness(Protocol):
 
 
 class LocalHarness:
-    """The pool over a ledger in the process. Rules that a test states in whole numbers become shares again."""
+    """The pool over a ledger in the process."""
 
     async def pool(self, policy: Policy, clock: Clock | None = None) -> Pool:
-        pool = Pool(with_shares(policy)) if clock is None else Pool(with_shares(policy), clock)
-        change_policy = pool.change_policy
-        pool.change_policy = lambda policy: change_policy(with_shares(policy))  # type: ignore[method-assign]
-        return pool
+        return Pool(policy) if clock is None else Pool(policy, clock)
 
     async def quiet(self, pool: Pool) -> None:
         for _ in range(20):
@@ -81,7 +78,9 @@ class ByGain:
 
 def change_rules(pool: Pool, rules: PoolRules) -> None:
     """The pool has other rules of the same tiers."""
-    pool.change_policy(replace(pool._sizes.policy, rules=rules, shares=()))
+    pool.change_policy(
+        replace(pool._sizes.policy, rules=rules, tiers=shared(rules, pool._sizes.policy.tiers), fair=Fraction(1))
+    )
 
 
 def by_gain(policy: Policy) -> Policy:
@@ -96,12 +95,14 @@ def allow_any_size(sizes: SizeLimits) -> None:
 
 def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_tokens: int | None = None) -> Policy:
     """A policy around rules; what a pool does not look at is left empty."""
-    policy = Policy(
+    tiers = [
+        Tier(name=tier.name, level=tier.level, queue=Queue(max_waiting), max_request_tokens=max_request_tokens)
+        for tier in rules.tiers
+    ]
+    return Policy(
         rules=rules,
-        tiers=tuple(
-            Tier(tier.name, tier.level, 512, max_waiting=max_waiting, max_request_tokens=max_request_tokens)
-            for tier in rules.tiers
-        ),
+        tiers=shared(rules, tiers),
+        fair=Fraction(1),  # floors are all of the reserves
         endpoints={},
         tenants={},
         anonymous=None,
@@ -117,31 +118,27 @@ def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_t
         tokenizer=None,
         generation="test",
     )
-    return with_shares(policy)
 
 
-def with_shares(policy: Policy) -> Policy:
-    """The policy with the shares that its rules were made of, as far as whole numbers say."""
-    if policy.shares:
-        return policy
-    fair = Fraction(1)  # floors are all of the reserves
-    return replace(policy, shares=tuple(_shares(policy.rules, tier) for tier in policy.rules.tiers), fair=fair)
+def shared(rules: PoolRules, tiers: Sequence[Tier]) -> tuple[Tier, ...]:
+    """The tiers with the shares that their rules were made of, as far as whole numbers say."""
+    return tuple(_shared(tier, rules, its) for tier, its in zip(tiers, rules.tiers, strict=True))
 
 
-def _shares(rules: PoolRules, tier: TierRules) -> Shares:
+def _shared(stated: Tier, rules: PoolRules, tier: TierRules) -> Tier:
     sizes = [
         (rules.tokens, tier.reserve_tokens, tier.headroom_tokens, tier.limit_tokens),
         (rules.requests, tier.reserve_requests, tier.headroom_requests, tier.limit_requests),
     ]
     size, reserve, headroom, limit = max([it for it in sizes if it[0] != UNLIMITED] or [(1, 0, 0, 1)])
-    return Shares(
-        tier.name,
-        Fraction(reserve, size),
-        1 - Fraction(headroom, reserve) if reserve else Fraction(1),
-        Fraction(limit, size) if tier.limited else Fraction(1),
-        tier.always_first,
-        tier.preemptible,
-        tier.preempt_after_us,
+    return replace(
+        stated,
+        reserve=Fraction(reserve, size),
+        lend=1 - Fraction(headroom, reserve) if reserve else Fraction(1),
+        limit=Fraction(limit, size) if tier.limited else Fraction(1),
+        always_first=tier.always_first,
+        preemptible=tier.preemptible,
+        preempt_after_us=tier.preempt_after_us,
     )
 
 

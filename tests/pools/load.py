@@ -16,7 +16,7 @@ from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.clock import Clock, monotonic_us
 from sidecar.pools.redis import RedisLink, ledger_connector
-from tests.pools.harness import ask, with_shares
+from tests.pools.harness import ask
 
 LONGEST_WAIT_S = 30.0
 """No request of these tests may wait longer, whatever is done to the store."""
@@ -99,7 +99,7 @@ def replica(
     url: str, policy: Policy, clock: Clock = monotonic_us, *, name: str = "faults", takes_over: bool = False
 ) -> Pool:
     """A pool in the store at `url`, as the product makes it."""
-    policy = replace(with_shares(policy), pool=name)
+    policy = replace(policy, pool=name)
     return Pool(policy, clock, link=RedisLink(ledger_connector(store_address(url), name), name), takes_over=takes_over)
 
 

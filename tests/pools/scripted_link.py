@@ -13,7 +13,7 @@ from sidecar.pools.calls import HEARTBEAT_US, Call
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.member import LAZY_US
-from tests.pools.harness import Clock, with_shares
+from tests.pools.harness import Clock
 
 
 class ScriptedLink:
@@ -53,7 +53,6 @@ class Replicas:
     def __init__(self, policy: Policy, count: int = 2, **more: Any) -> None:
         self.clock, self.ledger = Clock(), Ledger()
         self.links = [ScriptedLink(lambda: self.ledger, self.clock) for _ in range(count)]
-        policy = with_shares(policy)
         self.pools = [Pool(policy, self.clock, link=it, **more) for it in self.links]
 
     async def quiet(self) -> None:

@@ -16,7 +16,7 @@ from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.member import LAZY_US
 from sidecar.pools.redis import RedisLink, ledger_connector
 from sidecar.pools.redis.connection import Connect
-from tests.pools.harness import Clock, with_shares
+from tests.pools.harness import Clock
 from tests.support.redis_servers import RedisServer
 from tests.support.shared_pools import patient_library
 
@@ -61,11 +61,11 @@ class StoreHarness:
         return await self._one(policy, clock)
 
     async def _one(self, policy: Policy, clock: Clock | None) -> Pool:
-        policy = replace(with_shares(policy), pool=self.name)
+        policy = replace(policy, pool=self.name)
         link = WatchedLink(self._connect(self.name), self.name, library=patient_library(), clock=clock)
         pool = Pool(policy, link=link) if clock is None else Pool(policy, clock, link=link)
         change_policy = pool.change_policy
-        pool.change_policy = lambda policy: change_policy(replace(with_shares(policy), pool=self.name))  # type: ignore[method-assign]
+        pool.change_policy = lambda policy: change_policy(replace(policy, pool=self.name))  # type: ignore[method-assign]
         self._pools.append((pool, link))
         await pool.open()
         await self.quiet(pool)

@@ -14,8 +14,9 @@ import pytest
 import redis
 
 from sidecar.errors import QueueFull, RequestTooLarge
-from sidecar.policy.model import Policy
-from sidecar.policy.rules import EngineCapacity, Shares, pool_rules
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.model import CapacitySource, Policy
+from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Pool
 from sidecar.pools.member_events import Mode
 from tests.pools.conftest import in_both_orders
@@ -214,7 +215,9 @@ async def test_how_many_may_wait_inside_the_engine_is_followed() -> None:
     pool = sized(Engine(1000, 4), policy, 60)
     await pool.open()
     assert pool.state()["capacity"] == {"tokens": 1000, "requests": 6}
-    pool.change_policy(replace(policy, engine_capacity=EngineCapacity(Fraction(1), 8)))
+    pool.change_policy(
+        replace(policy, capacity=Capacity(read_from=CapacitySource.ENGINE, fraction=Fraction(1), waiting=8))
+    )
     assert pool.state()["capacity"] == {"tokens": 1000, "requests": 12}
     await pool.close()
 

@@ -15,8 +15,8 @@ import pytest
 from sidecar.engines import Vllm
 from sidecar.engines.pages import Page, Unread
 from sidecar.errors import CapacityUnknown, RequestTooLarge
-from sidecar.policy.model import Policy
-from sidecar.policy.rules import EngineCapacity, Shares
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.model import CapacitySource, Policy
 from sidecar.pools import EngineSize, Pool
 from tests.pools.harness import ask, simple
 from tests.pools.load import until
@@ -56,9 +56,10 @@ class Engine:
 
 
 def policy_of(fraction: str = "1", waiting: int = 2, **written: int) -> Policy:
-    capacity = EngineCapacity(Fraction(fraction), waiting, **written)
-    shares = (Shares("high", Fraction(1, 5)), Shares("low"))
-    return replace(simple(tokens=None), engine=Vllm, engine_capacity=capacity, shares=shares)
+    capacity = Capacity(read_from=CapacitySource.ENGINE, fraction=Fraction(fraction), waiting=waiting, **written)
+    policy = simple(tokens=None)
+    high, low = policy.tiers
+    return replace(policy, engine=Vllm, capacity=capacity, tiers=(replace(high, reserve=Fraction(1, 5)), low))
 
 
 def sized(engine: Engine, policy: Policy, every_s: float = EVERY_S) -> Pool:

@@ -14,7 +14,7 @@ from sidecar.pools import Ask, Pool
 from sidecar.pools.engines import EngineOffer
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.redis import RedisLink, ledger_connector
-from tests.pools.harness import ask, simple, with_shares
+from tests.pools.harness import ask, simple
 from tests.pools.load import until
 from tests.pools.scripted_link import Replicas
 from tests.support.redis_servers import RedisServer
@@ -26,7 +26,7 @@ HEARD_S, LOST_S, DEAD_S = 3, 5, 13
 
 
 def pool_on(server: RedisServer) -> Pool:
-    policy = replace(with_shares(simple()), pool="engines")
+    policy = replace(simple(), pool="engines")
     link = RedisLink(ledger_connector(store_address(server.url), "engines"), "engines")
     return Pool(policy, link=link, weight_percent=200)
 

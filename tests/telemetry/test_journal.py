@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -62,7 +61,7 @@ class Sidecar:
         rules = pool_rules(tokens=40, requests=4, tiers=SHARES, promote_after_us=3_000, ceiling=0, max_preemptions=2)
         self.clock = Clock()
         policy = policy_of(rules)
-        self.pool = Pool(replace(policy, shares=SHARES), self.clock)
+        self.pool = Pool(policy, self.clock)
         self.journal = Journal(now_us=self.clock)
         self.tells: dict[str, Callable[[Event], None]] = {}
         self.leases: dict[str, Lease] = {}

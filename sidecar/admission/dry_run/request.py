@@ -216,7 +216,8 @@ class RequestWatcher:
 
     def app_trace(self) -> AppTrace | None:
         """See `Observation.app_trace`: the request is admitted while the app runs, so it is that of `admission`."""
-        return self._reporter.app_trace()
+        observation = self._reporter.observation
+        return None if observation is None else observation.app_trace()
 
     def on_request(self, message: Message) -> None:
         """The app is about to get this message."""
@@ -245,8 +246,6 @@ class RequestWatcher:
                     self._usage.has_begun = True
                     self._reporter.first_byte(self._status)
                     self._first_byte()
-                    if self._reporter.gain is not None:
-                        self._reporter.gain.first_byte(self._status)
                 self._reader.feed(body)
             # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
             self._is_answered = not message.get("more_body", False) and not self._disconnected

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from sidecar.tools.demo.figures import Distribution, RunMeasurement
 from sidecar.tools.demo.runs import RUNS, Run
+from sidecar.tools.text import table as aligned
 
-_HEAD = f"{'':24} {'requests':>8} {'share':>6}  {'TTFT p50/p95/p99 s':>20}  {'queue wait s':>20}  {'starvation s':>20}"
+_HEAD = ("", "requests", "share", "TTFT p50/p95/p99 s", "queue wait s", "starvation s")
 
 
 def table(runs: Sequence[RunMeasurement], played: Sequence[Run] = RUNS) -> str:
     """Every run and tier, a line each. `played` says what the runs were."""
     headings = {run.name: run.heading for run in played}
-    lines = [_HEAD]
+    rows = [
+        (f"  {tier}", str(of.requests), f"{of.share:.0%}", *map(_cell, (of.ttft_s, of.queue_wait_s, of.starvation_s)))
+        for run in runs
+        for tier, of in run.tiers.items()
+    ]
+    head, *lines_of_tiers = aligned([_HEAD, *rows])
+    lines, tiers = [head], iter(lines_of_tiers)
     for run in runs:
         failed = f", {run.failed} failed and are in no percentile" if run.failed else ""
         lines.append(f"{headings[run.name]}  (utilization {run.utilization:.0%}{failed})")
-        for tier, figures in run.tiers.items():
-            waits = "  ".join(
-                f"{_cell(values):>20}" for values in (figures.ttft_s, figures.queue_wait_s, figures.starvation_s)
-            )
-            lines.append(f"  {tier:22} {figures.requests:>8} {figures.share:>6.0%}  {waits}")
+        lines += islice(tiers, len(run.tiers))
     return "\n".join(lines)
 
 
@@ -45,9 +49,9 @@ def summary(runs: Sequence[RunMeasurement]) -> str:
         (f"bulk work ({BULK}) gets this part of the overloaded engine", _bulk_share),
         (f"the tier that pays ({PAYING}): 99 of 100 answers begin within", lambda run: _ttft(run, PAYING)),
     ]
-    head = "".join(f"{_COLUMNS[run.name]:>17}" for run in runs)
-    lines = [f"{name:60}{''.join(f'{show(run):>17}' for run in runs)}" for name, show in rows]
-    return "\n".join([conclusion(runs), "", f"{'In short':60}{head}", *lines])
+    columns = ("In short", *(_COLUMNS[run.name] for run in runs))
+    lines = aligned([columns, *((name, *map(show, runs)) for name, show in rows)])
+    return "\n".join([conclusion(runs), "", *lines])
 
 
 def conclusion(runs: Sequence[RunMeasurement]) -> str:

@@ -7,8 +7,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from sidecar.engines.base import Gauges
-from sidecar.policy.capacity_schema import DEFAULT_FRACTION as FRACTION
-from sidecar.policy.capacity_schema import DEFAULT_WAITING as WAITING
+from sidecar.policy.capacity import DEFAULT_FRACTION as FRACTION
+from sidecar.policy.capacity import DEFAULT_WAITING as WAITING
 
 if TYPE_CHECKING:
     from sidecar.tools.doctor.burst import Burst

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 from sidecar.tools.doctor.burst import Burst
 from sidecar.tools.doctor.conditions import State
 from sidecar.tools.doctor.examination import Examination, Finding
-from sidecar.tools.doctor.several_engines import ExaminedEngine, capacity, table
+from sidecar.tools.doctor.several_engines import ExaminedEngine, capacity, cells
+from sidecar.tools.text import table, wrapped
 
-WIDTH = 120
 _NAME, _STATE = 18, 9
 
 
@@ -104,7 +103,7 @@ def _cache_report(examination: Examination) -> Sequence[str]:
 
 def report_of_several(engines: Sequence[ExaminedEngine], found: Sequence[Finding]) -> str:
     """The engines of a policy together: a table, what to do, and the `capacity` that fits all."""
-    parts = ["\n".join(["engines together", *(f"  {line}".rstrip() for line in _columns(table(engines)))])]
+    parts = ["\n".join(["engines together", *table(cells(engines), left=range(7), indent="  ")])]
     if found:
         parts.append(_section("what to do about the engines together", [f"{one.text}: {one.fix}" for one in found]))
     common = capacity(engines)
@@ -124,21 +123,8 @@ def spent(examination: Examination) -> str:
     return f"sent {requests} requests in {bursts}, {tokens:,} tokens, {took_s:.1f} s{lost}"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> Sequence[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)) for row in rows]
-
-
 def _wrapped(text: str, head: str, below: str | None = None) -> str:
-    """`head` comes before the first line, `below` before the others: by default as much space."""
-    return textwrap.fill(
-        text,
-        WIDTH,
-        initial_indent=head,
-        subsequent_indent=" " * len(head) if below is None else below,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    return "\n".join(wrapped(text, head=head, below=below))
 
 
 def figures(examination: Examination) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.model import Policy
-from sidecar.policy.rules import EngineCapacity
 from sidecar.tools.doctor.examination import Examination, Finding
 from sidecar.tools.doctor.recommendation import Recommendation
 
@@ -91,7 +90,7 @@ def _row(one: ExaminedEngine) -> Mapping[str, Any]:
     }
 
 
-def table(engines: Sequence[ExaminedEngine]) -> list[tuple[str, ...]]:
+def cells(engines: Sequence[ExaminedEngine]) -> list[tuple[str, ...]]:
     """The rows as text, with a head."""
     head = ("", "verdict", "model", "tokens", "requests", "prefix cache", "cached tokens")
     return [head, *(_cells(row) for row in rows(engines))]
@@ -110,8 +109,8 @@ def _pools(policy: Policy, engines: Sequence[ExaminedEngine]) -> Iterator[tuple[
     """The engines of each model's pool, with its name; None where there is one pool for everything."""
     if not policy.models:
         yield None, engines
-    for model in policy.models.values():
-        yield model.name, [one for one in engines if model.engines is None or one.name in model.engines]
+    for name, model in policy.models.items():
+        yield name, [one for one in engines if model.engines is None or one.name in model.engines]
 
 
 def _addresses(engines: Sequence[ExaminedEngine]) -> Iterator[Finding]:
@@ -137,7 +136,7 @@ def _addresses(engines: Sequence[ExaminedEngine]) -> Iterator[Finding]:
 
 def _sizes(engines: Sequence[ExaminedEngine]) -> Iterator[Finding]:
     for one in engines:
-        if one.examination is None or not isinstance(one.engine.capacity, EngineCapacity):
+        if one.examination is None or not one.engine.capacity.is_read:
             continue
         gauges = one.examination.survey.gauges
         if one.engine.capacity.size(gauges.kv_tokens, gauges.max_running) == (None, None):

@@ -4,47 +4,57 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 
+from sidecar.telemetry.logs.formats import one_line
 from sidecar.tools.loadgen import Correlation, Distribution
 from sidecar.tools.replay.comparison import Comparison, TierComparison, verdict
 from sidecar.tools.replay.figures import RunFigures, TierFigures, TtftOfAll
 from sidecar.tools.replay.objectives import lines as objective_lines
 from sidecar.tools.replay.prompts import Words
 from sidecar.tools.replay.run import Played, Replay, by_request
+from sidecar.tools.text import table as aligned
 
 SHOWN_ERRORS = 5
-_HEAD = (
-    f"{'':14} {'requests':>8} {'failed':>6}  {'TTFT p50/p95/p99 s':>21}  {'TPOT p50 ms':>11}  "
-    f"{'queue wait p50/p95 s':>20}  {'starvation p50/p95 s':>20}  {'tokens/s':>8}"
-)
+GROUPS = (("", 3), ("TTFT, s", 3), ("TPOT, ms", 1), ("queue wait, s", 2), ("starvation, s", 2), ("", 1))
+COLUMNS = ("", "requests", "failed", "p50", "p95", "p99", "p50", "p50", "p95", "p50", "p95", "tokens/s")
+COMPARED_GROUPS = (("", 2), ("failed", 2), ("TTFT in the replay, s", 3), ("TTFT in the control, s", 3))
+COMPARED_COLUMNS = ("", "requests", "replay", "control", "p50", "p95", "p99", "p50", "p95", "p99")
 
 
-_COMPARED_HEAD = (
-    f"{'':14} {'requests':>8} {'failed: replay':>15} {'control':>8}  "
-    f"{'TTFT p50/p95/p99 s: replay':>26}  {'control':>21}"
-)
+def labels(groups: Sequence[tuple[str, int]], columns: Sequence[str], *, once: bool = False) -> Sequence[str]:
+    """Each column with the name of its group; `once`: only the first of a group has it."""
+    of_columns = ["" if once and place else group for group, number in groups for place in range(number)]
+    return [f"{group} {column}".strip() for group, column in zip(of_columns, columns, strict=True)]
 
 
 def table(runs: Sequence[RunFigures], compared: Comparison | None = None) -> str:
     """Every run and tier, a line each, and both runs side by side where there are two."""
-    lines = [_HEAD]
+    rows = [(f"  {tier}", *cells(figures)) for run in runs for tier, figures in run.tiers.items()]
+    head, *lines_of_tiers = aligned([labels(GROUPS, COLUMNS, once=True), *rows])
+    lines, tiers = [head], iter(lines_of_tiers)
     for run in runs:
-        lines += ["", run.title, *(_line(tier, figures) for tier, figures in run.tiers.items()), f"  {totals(run)}"]
-        lines += [f"  {line}" for line in (*errors(run), *basis(run), meaning(run), *objective_lines(run.objectives))]
+        lines += ["", run.title, *islice(tiers, len(run.tiers)), *(f"  {line}" for line in sentences(run))]
     if compared is not None:
-        lines += ["", SIDE_BY_SIDE, "", _COMPARED_HEAD]
-        lines += [_compared(tier, figures) for tier, figures in compared.tiers.items()]
+        lines += ["", SIDE_BY_SIDE, ""]
+        rows = [(f"  {tier}", *compared_cells(found)) for tier, found in compared.tiers.items()]
+        lines += aligned([labels(COMPARED_GROUPS, COMPARED_COLUMNS, once=True), *rows])
         lines += ["", *verdict(compared)]
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
 
 
 SIDE_BY_SIDE = "Side by side, over all requests; a failed one never has its first token:"
 
 
-def basis(run: RunFigures) -> Sequence[str]:
+def sentences(run: RunFigures) -> Sequence[str]:
+    """A run as a whole: sums, failures, the effect of importance, and the objectives."""
+    return [_totals(run), *_errors(run), *_basis(run), meaning(run), *objective_lines(run.objectives)]
+
+
+def _basis(run: RunFigures) -> Sequence[str]:
     """The requests that the percentiles of a run are of, where some failed."""
     if not run.failed:
         return []
@@ -54,19 +64,17 @@ def basis(run: RunFigures) -> Sequence[str]:
     ]
 
 
-def of_all(found: TtftOfAll | None) -> Sequence[str]:
+def _of_all(found: TtftOfAll | None) -> Sequence[str]:
     """Percentiles over all requests as they are shown."""
     if found is None:
         return ("-", "-", "-")
     return tuple("never" if value is None else _seconds(value) for value in (found.p50, found.p95, found.p99))
 
 
-def _compared(tier: str, found: TierComparison) -> str:
-    replay, control = " / ".join(of_all(found.replay_ttft_s)), " / ".join(of_all(found.control_ttft_s))
-    return (
-        f"  {tier[:12]:12} {found.requests:>8} {found.failed_in_replay:>15} {found.failed_in_control:>8}  "
-        f"{replay:>26}  {control:>21}"
-    )
+def compared_cells(found: TierComparison) -> Sequence[str]:
+    """The figures of a tier in both runs, over all requests."""
+    counts = map(str, (found.requests, found.failed_in_replay, found.failed_in_control))
+    return (*counts, *_of_all(found.replay_ttft_s), *_of_all(found.control_ttft_s))
 
 
 def meaning(run: RunFigures) -> str:
@@ -76,7 +84,7 @@ def meaning(run: RunFigures) -> str:
         return "One tier alone: there is nothing to put in order."
     if found is None:
         return "Too few answers for a correlation of importance and TTFT."
-    figures = f"Spearman of importance and TTFT: {interval(found)}"
+    figures = f"Spearman of importance and TTFT: {_interval(found)}"
     if found.high < 0:
         return f"{figures}: the more important a request, the sooner its first token."
     if found.low > 0:
@@ -84,32 +92,35 @@ def meaning(run: RunFigures) -> str:
     return f"{figures}: importance made no difference that these requests can show."
 
 
-def interval(found: Correlation) -> str:
+def _interval(found: Correlation) -> str:
     """A correlation with its confidence interval and how many requests it is of."""
     return f"{found.value:+.2f} (95% between {found.low:+.2f} and {found.high:+.2f}, n={found.n})"
 
 
-def _line(tier: str, figures: TierFigures) -> str:
-    tpot = "-" if figures.tpot_s is None else f"{figures.tpot_s.p50 * 1000:.1f}"
-    waits = f"{_cell(figures.queue_wait_s):>20}  {_cell(figures.starvation_s):>20}"
+def cells(figures: TierFigures) -> Sequence[str]:
+    """The figures of a tier."""
+
+    def both(found: Distribution | None) -> Sequence[str]:
+        return ("-", "-") if found is None else (_seconds(found.p50), _seconds(found.p95))
+
+    ttft, tpot = figures.ttft_s, figures.tpot_s
     return (
-        f"  {tier[:12]:12} {figures.requests:>8} {figures.failed:>6}  {_cell(figures.ttft_s, tail=True):>21}  "
-        f"{tpot:>11}  {waits}  {figures.output_tokens_per_s:>8.0f}"
+        str(figures.requests),
+        str(figures.failed),
+        *both(ttft),
+        "-" if ttft is None else _seconds(ttft.p99),
+        "-" if tpot is None else f"{tpot.p50 * 1000:.1f}",
+        *both(figures.queue_wait_s),
+        *both(figures.starvation_s),
+        f"{figures.output_tokens_per_s:.0f}",
     )
-
-
-def _cell(found: Distribution | None, *, tail: bool = False) -> str:
-    if found is None:
-        return "-"
-    values = [found.p50, found.p95, *([found.p99] if tail else [])]
-    return " / ".join(map(_seconds, values))
 
 
 def _seconds(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def totals(run: RunFigures) -> str:
+def _totals(run: RunFigures) -> str:
     """A run as a whole, in a line."""
     return (
         f"{run.requests} requests in {run.duration_s:.1f} s, {run.requests_per_s:.1f} answered per second, "
@@ -117,7 +128,7 @@ def totals(run: RunFigures) -> str:
     )
 
 
-def errors(run: RunFigures) -> Sequence[str]:
+def _errors(run: RunFigures) -> Sequence[str]:
     """Failures with their number, a line each, most frequent first."""
     shown = list(run.errors.items())[:SHOWN_ERRORS]
     more = len(run.errors) - len(shown)

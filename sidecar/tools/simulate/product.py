@@ -20,8 +20,8 @@ from sidecar.admission.request_gain import gain_of
 from sidecar.admission.turn import Cause, Turn, TurnEnded, Unreported
 from sidecar.apis import Api
 from sidecar.classify import Classification, Fallback
+from sidecar.engines.speed import Coefficients
 from sidecar.errors import AdmissionError, QueueTimeout
-from sidecar.gain.engine_speed import Coefficients
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSize, LeaseSizes
 from sidecar.payload.decode import decode
@@ -82,7 +82,7 @@ class ProductAdmission:
     def arrives(self, request: Request) -> None:
         """See `Admission`."""
         self._came += 1
-        loop, tenant = self._stage.loop, Tenant(request.tenant, request.tier, max_level=0)
+        loop, tenant = self._stage.loop, Tenant(name=request.tenant, level=request.tier, max_level=0)
         held = self._held[request] = _Held(request, self._sized(request, tenant), self._came, loop.create_future())
         held.turn = Turn(
             self._pool,

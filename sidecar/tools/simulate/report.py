@@ -1,29 +1,14 @@
-"""Report of a simulation as one page: the figures of every policy, and what differs. No network, no script.
-
-The page may load nothing, so that a name from a file could do nothing there even if it were not escaped.
-"""
+"""Report of a simulation as one page: the figures of every policy, and what differs; `simulate.html` draws it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
-from importlib.resources import files
 
-from sidecar.tools.replay.report import element
+from sidecar.templates import render
+from sidecar.tools.replay.report import COLORS
 from sidecar.tools.simulate.comparison import Candidate, Rate, by_policy, interval, seconds, shown
 from sidecar.tools.simulate.figures import RunResult, TierResult
 
-_HEAD = (
-    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-    'img-src data:"><link rel="icon" href="data:,">'
-)
-_BARS = """
-.bars { width: auto; } .bars td { border: 0; padding: .1rem .6rem; } .bars svg { width: 16rem; height: .8rem; }
-.bars td:nth-child(2) { text-align: left; } .bars rect { fill: currentColor; } .bars .rest { fill: var(--rule); }
-@media (max-width: 60rem) { .bars tr { grid-template-columns: 1fr auto; } .bars svg { width: 10rem; } }
-"""
 POINTS = 0.01
 """A smaller difference of a share is none: with few seeds it is chance."""
 
@@ -32,26 +17,21 @@ def report(
     heading: Sequence[str], candidates: Sequence[Candidate], results: Sequence[RunResult], rates: Sequence[Rate]
 ) -> str:
     """The page."""
-    title = "Simulation of a trace"
     runs = by_policy(results)
-    tiers = [tier.name for tier in candidates[0].policy.tiers]
-    style = files("sidecar.tools.replay").joinpath("report.css").read_text(encoding="utf-8") + _BARS
-    body = [
-        element("h1", escape(title)),
-        *(element("p", escape(line), _class="soft") for line in heading),
-        *(element("p", escape(line)) for line in differences(runs)),
-        element("h2", "Gain and objectives"),
-        _policies(runs),
-        element("p", "TDG: the weight of tokens in time, of all tokens of all requests offered. SLO: the requests that "
-                "met their tier's objective, of all offered. KV: the part of the KV caches in use.", _class="soft"),
-        element("h2", "Objectives met, by tier"),
-        _bars(runs, tiers),
-        element("h2", "By tier"),
-        _tiers(runs),
-        *_rates(rates),
-    ]  # fmt: skip
-    head = f"{_HEAD}<title>{escape(title)}</title><style>{style}</style></head>"
-    return f"{head}\n<body>{chr(10).join(body)}</body></html>\n"
+    return render(
+        "simulate.html",
+        title="Simulation of a trace",
+        heading=heading,
+        differences=differences(runs),
+        policies=policies(runs),
+        bars=list(_bars(runs, [tier.name for tier in candidates[0].policy.tiers])),
+        tiers=tiers(runs),
+        rates=highest_rates(rates),
+    )
+
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Names of the columns, and rows."""
 
 
 def differences(runs: Sequence[Sequence[RunResult]]) -> Iterator[str]:
@@ -84,15 +64,9 @@ def _mean(runs: Sequence[RunResult], figure: Callable[[RunResult], float | None]
     return None if found is None else found[0]
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = element("tr", "".join(element("th", escape(name), scope="col") for name in columns), _class="heads")
-    named = [zip(columns, row, strict=True) for row in rows]
-    cells = ["".join(element("td", escape(cell), data_label=name) for name, cell in row) for row in named]
-    return element("table", head + "".join(element("tr", row) for row in cells))
-
-
-def _policies(runs: Sequence[Sequence[RunResult]]) -> str:
-    columns = ("", "order", "TDG", "SLO", "weighted SLO", "KV", "tokens/s", "preempted")
+def policies(runs: Sequence[Sequence[RunResult]]) -> Table:
+    """The means over the seeds, with their 95% confidence intervals."""
+    columns = ("policy", "order", "TDG", "SLO", "weighted SLO", "KV", "tokens/s", "preempted")
     rows = [
         (
             one[0].policy,
@@ -104,30 +78,25 @@ def _policies(runs: Sequence[Sequence[RunResult]]) -> str:
         )
         for one in runs
     ]
-    return _table(columns, rows)
+    return columns, rows
 
 
-def _bars(runs: Sequence[Sequence[RunResult]], tiers: Sequence[str]) -> str:
-    rows = []
+def _bars(runs: Sequence[Sequence[RunResult]], tiers: Sequence[str]) -> Iterator[tuple[str, str, str, float]]:
+    """Tier, policy, the class of the tier's color, and the part of its requests that met the objective."""
     for level, tier in enumerate(tiers):
         for one in runs:
             slo = _mean(one, lambda run, tier=tier: _slo(run, tier))  # type: ignore[misc]
-            if slo is None:
-                continue
-            bar = f'<rect class="rest" width="100" height="10"/><rect width="{100 * slo:.2f}" height="10"/>'
-            svg = element("svg", bar, viewBox="0 0 100 10", preserveAspectRatio="none", aria_hidden="true")
-            cells = (element("td", escape(tier)), element("td", escape(one[0].policy)),
-                     element("td", svg, _class=f"t{level % 6}"), element("td", f"{slo:.1%}"))  # fmt: skip
-            rows.append(element("tr", "".join(cells)))
-    return element("table", "".join(rows), _class="bars")
+            if slo is not None:
+                yield tier, one[0].policy, f"t{level % COLORS}", slo
 
 
-def _tiers(runs: Sequence[Sequence[RunResult]]) -> str:
+def tiers(runs: Sequence[Sequence[RunResult]]) -> Table:
+    """The same by tier; requests, refused and abandoned are those of a run."""
     columns = (
-        "", "tier", "requests", "SLO", "TDG", "TTFT p50, s", "TTFT p99, s", "longest wait, s", "refused",
+        "policy", "tier", "requests", "SLO", "TDG", "TTFT p50, s", "TTFT p99, s", "longest wait, s", "refused",
         "abandoned", "of the tokens",
     )  # fmt: skip
-    return _table(columns, [_tier(one, tier) for one in runs for tier in one[0].tiers])
+    return columns, [_tier(one, tier) for one in runs for tier in one[0].tiers]
 
 
 def _tier(runs: Sequence[RunResult], name: str) -> Sequence[str]:
@@ -148,9 +117,8 @@ def _tier(runs: Sequence[RunResult], name: str) -> Sequence[str]:
     )
 
 
-def _rates(rates: Sequence[Rate]) -> Sequence[str]:
-    if not rates:
-        return []
+def highest_rates(rates: Sequence[Rate]) -> Table:
+    """The highest rate at which every tier meets its objective."""
     rows = [
         (
             one.policy,
@@ -160,5 +128,4 @@ def _rates(rates: Sequence[Rate]) -> Sequence[str]:
         )
         for one in rates
     ]
-    columns = ("", "met by", "scale", "requests/s")
-    return [element("h2", "Highest rate at which every tier meets its objective"), _table(columns, rows)]
+    return ("highest rate", "met by", "scale", "requests/s"), rows

@@ -13,7 +13,7 @@ from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.tools.doctor.examination import Examination, Options
 from sidecar.tools.doctor.recommendation import Recommendation
-from sidecar.tools.doctor.several_engines import ExaminedEngine, Place, capacity, findings, places_of, table
+from sidecar.tools.doctor.several_engines import ExaminedEngine, Place, capacity, cells, findings, places_of
 from sidecar.tools.doctor.survey import Survey
 
 POLICY = """\
@@ -104,7 +104,7 @@ def test_one_line_of_capacity_is_given_where_it_is_true_of_all(policy: Policy) -
     assert capacity([one, examined(policy, number=1, line=Recommendation("capacity: {requests: 5}", ""))]) is None
     lost = ExaminedEngine(other.engine, frozenset(), None)
     assert capacity([one, lost]) is None
-    assert table([one, lost])[2] == ("b", "not examined", "-", "-", "-", "-", "-")
+    assert cells([one, lost])[2] == ("b", "not examined", "-", "-", "-", "-", "-")
 
 
 @pytest.mark.anyio

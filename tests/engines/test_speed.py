@@ -6,25 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.gain.engine_speed import (
+from sidecar.engines.robust_line import Line
+from sidecar.engines.speed import (
     DEFAULTS,
     GROUPS,
     STALE_AFTER,
     Coefficients,
     EngineSpeed,
     EngineSpeeds,
-    GroupedFit,
+    VotedTimes,
     group_of,
 )
 
 TENANTS = {group_of(f"tenant-{number}"): f"tenant-{number}" for number in range(500)}
 """One tenant of each group."""
-LINE = (20_000.0, 125.0)
+LINE = Line(20_000.0, 125.0)
 
 
 def served(speed: EngineSpeed, at_us: int, tokens: int, first_us: int, token_us: int) -> int:
     """One request alone at the engine, with an answer of 64 tokens. Returns when it ended."""
-    call = speed.sent("acme", tokens, tokens, at_us)
+    call = speed.sent("acme", tokens, at_us)
     since = speed.first_token(call, at_us + first_us)
     until = speed.load(at_us + first_us + 63 * token_us)
     speed.tokens_came(call, since, until, 63.0)
@@ -61,17 +62,17 @@ def test_it_learns_an_engine_that_serves_one_after_the_other() -> None:
     assert found.prefill_ns == pytest.approx(40_000, rel=0.1)
     assert found.token_us == pytest.approx(12_000, rel=0.05)
     assert found.output_ns == pytest.approx(12_000_000, rel=0.1)  # one sequence has the engine for itself
-    assert speed.first_error is not None
-    assert speed.first_error < 0.1
-    assert speed.token_error is not None
-    assert speed.token_error < 0.1
+    assert speed.first.error is not None
+    assert speed.first.error < 0.1
+    assert speed.token.error is not None
+    assert speed.token.error < 0.1
 
 
 def test_the_tokens_before_a_request_count_and_not_only_its_own() -> None:
     """An engine computes prompts one after the other: the wait for a first token is that of all before it."""
     speed, now_us, draw = EngineSpeed(), 0, random.Random(2)
     for _ in range(60):
-        calls = [speed.sent("acme", draw.randrange(100, 2000), 1, now_us) for _ in range(draw.randrange(1, 6))]
+        calls = [speed.sent("acme", draw.randrange(100, 2000), now_us) for _ in range(draw.randrange(1, 6))]
         for call in calls:
             now_us = call.sent_us + 10_000 + 50 * call.backlog
             speed.first_token(call, now_us)
@@ -79,13 +80,13 @@ def test_the_tokens_before_a_request_count_and_not_only_its_own() -> None:
             speed.ended(call, now_us)
         now_us += 100_000
     assert speed.coefficients.prefill_ns == pytest.approx(50_000, rel=0.1)
-    assert (speed.unprefilled, speed.running, speed.running_tokens) == (0, 0, 0)
+    assert (speed.unprefilled, speed.running, speed.generating.now) == (0, 0, 0)
 
 
 def test_an_output_token_costs_the_part_of_a_step_that_a_sequence_has() -> None:
     speed, now_us = EngineSpeed(), 0
     for _ in range(40):
-        calls = [speed.sent("acme", 10, 1000, now_us) for _ in range(20)]
+        calls = [speed.sent("acme", 10, now_us) for _ in range(20)]
         loads = [speed.first_token(call, now_us + 20_000) for call in calls]
         now_us += 20_000 + 63 * 30_000
         for call, since in zip(calls, loads, strict=True):
@@ -108,22 +109,22 @@ def test_the_time_per_token_is_predicted_for_the_load_of_the_moment() -> None:
     speed, now_us, draw = EngineSpeed(), 0, random.Random(3)
     for _ in range(300):
         many = draw.randrange(1, 100)
-        calls = [speed.sent("acme", 10, 500, now_us) for _ in range(many)]
+        calls = [speed.sent("acme", 10, now_us) for _ in range(many)]
         loads = [speed.first_token(call, now_us + 5_000) for call in calls]
         now_us += 5_000 + 63 * (8_000 + 300 * many)
         speed.tokens_came(calls[0], loads[0], speed.load(now_us), 63.0)
         for call in calls:
             speed.ended(call, now_us)
     for many in (5, 50, 90):
-        calls = [speed.sent("acme", 10, 500, now_us) for _ in range(many)]
-        assert speed.token_us() == pytest.approx(8_000 + 300 * many, rel=0.15)
+        calls = [speed.sent("acme", 10, now_us) for _ in range(many)]
+        assert speed.token.at(speed.running) == pytest.approx(8_000 + 300 * many, rel=0.15)
         for call in calls:
             speed.ended(call, now_us)
 
 
 def test_a_prompt_of_an_answer_that_does_not_stream_counts_for_its_predicted_time() -> None:
     speed = EngineSpeed()
-    call = speed.sent("acme", 800, 1000, 0, streams=False)
+    call = speed.sent("acme", 800, 0, streams=False)
     assert speed.unprefilled == 800
     speed.load(call.predicted_us - 1)
     assert speed.unprefilled == 800
@@ -139,9 +140,7 @@ def test_whatever_ends_in_whatever_order_nothing_stays_behind(steps: list[tuple[
     for which, step, more_us in steps:
         now_us = max(0, now_us + more_us)
         if step == "s":
-            calls.append(
-                speed.sent("acme", which * 100, which * 150, now_us, sequences=1 + which % 2, streams=which > 1)
-            )
+            calls.append(speed.sent("acme", which * 100, now_us, sequences=1 + which % 2, streams=which > 1))
         elif calls:
             call = calls[which % len(calls)]
             if step == "f":
@@ -153,7 +152,7 @@ def test_whatever_ends_in_whatever_order_nothing_stays_behind(steps: list[tuple[
     for call in calls:
         speed.ended(call, now_us)
     speed.load(10**12)
-    assert (speed.running, speed.running_tokens, speed.unprefilled) == (0, 0, 0)
+    assert (speed.running, speed.generating.now, speed.unprefilled) == (0, 0, 0)
     assert min(speed.coefficients.token_us, speed.coefficients.output_ns) >= 1
 
 
@@ -163,56 +162,56 @@ def test_whatever_ends_in_whatever_order_nothing_stays_behind(steps: list[tuple[
 @pytest.mark.parametrize("factor", [1000.0, 0.001])
 @pytest.mark.parametrize("share", [1, 50])
 def test_a_liar_among_three_tenants_moves_nothing_however_much_it_sends(factor: float, share: int) -> None:
-    names, draw, fit = list(TENANTS.values()), random.Random(4), GroupedFit(LINE, (1.0, 1000.0))
+    names, draw, fit = list(TENANTS.values()), random.Random(4), VotedTimes(LINE, 1000.0)
     for _ in range(200):
         for honest in names[:3]:
             size = draw.uniform(100, 3000)
-            fit.learn(honest, (1.0, size), (30_000 + 60 * size) * draw.lognormvariate(0, 0.2))
+            fit.learn(honest, size, (30_000 + 60 * size) * draw.lognormvariate(0, 0.2))
         for _ in range(share):
-            fit.learn(names[3], (1.0, draw.uniform(1, 10)), 30_000 * factor)
-    assert fit.predict((1.0, 1000.0)) == pytest.approx(90_000, rel=0.2)
+            fit.learn(names[3], draw.uniform(1, 10), 30_000 * factor)
+    assert fit.line_or_default.at(1000) == pytest.approx(90_000, rel=0.2)
 
 
 def test_the_slower_of_two_tenants_does_not_make_the_engine_look_slow() -> None:
     fast, slow, *_ = TENANTS.values()
-    fit = GroupedFit(LINE, (1.0, 1000.0))
+    fit = VotedTimes(LINE, 1000.0)
     for _ in range(200):
-        fit.learn(fast, (1.0, 1000.0), 90_000.0)
-        fit.learn(slow, (1.0, 1000.0), 9_000_000.0)
-    assert fit.expected_us == pytest.approx(90_000, rel=0.05)
+        fit.learn(fast, 1000.0, 90_000.0)
+        fit.learn(slow, 1000.0, 9_000_000.0)
+    assert fit.at(fit.mean) == pytest.approx(90_000, rel=0.05)
 
 
 def test_a_group_that_says_nothing_any_more_does_not_count() -> None:
     old, new, *_ = TENANTS.values()
-    fit = GroupedFit(LINE, (1.0, 1000.0))
+    fit = VotedTimes(LINE, 1000.0)
     for _ in range(64):
-        fit.learn(old, (1.0, 1000.0), 10_000.0)
+        fit.learn(old, 1000.0, 10_000.0)
     for _ in range(2 * STALE_AFTER):
-        fit.learn(new, (1.0, 1000.0), 90_000.0)
-    assert fit.expected_us == pytest.approx(90_000, rel=0.05)
+        fit.learn(new, 1000.0, 90_000.0)
+    assert fit.at(fit.mean) == pytest.approx(90_000, rel=0.05)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e12), st.floats(0, 1e12)), min_size=1, max_size=100))
 def test_whatever_one_tenant_sends_the_figures_stay_whole_and_in_bounds(samples: list[tuple[float, float]]) -> None:
     speed = EngineSpeed()
     for tokens, took_us in samples:
-        call = speed.sent("acme", int(tokens), int(tokens), 0)
+        call = speed.sent("acme", int(tokens), 0)
         speed.first_token(call, int(took_us))
         speed.ended(call, int(took_us))
     found = speed.coefficients
     assert all(isinstance(value, int) for value in (found.prefill_ns, found.output_ns, found.token_us, found.first_us))
     assert found.cost_us(1, 1) >= 1
-    assert speed.first_error is None or 0 <= speed.first_error <= 1
+    assert speed.first.error is None or 0 <= speed.first.error <= 1
 
 
 def test_an_answer_of_a_few_tokens_says_nothing_of_the_time_per_token() -> None:
     speed = EngineSpeed()
     for _ in range(100):
-        call = speed.sent("acme", 10, 10, 0)
+        call = speed.sent("acme", 10, 0)
         since = speed.first_token(call, 1000)
         speed.tokens_came(call, since, speed.load(5000), 7.0)
         speed.ended(call, 5000)
-    assert speed.samples == (100, 0)
+    assert (speed.first.samples, speed.token.samples) == (100, 0)
 
 
 def test_the_typical_engine_is_the_one_in_the_middle_of_those_that_are_known() -> None:

@@ -1,13 +1,18 @@
-"""Schema of a capacity: of the one engine behind a pool, or of each of several."""
+"""Capacity of the one engine behind a pool, or of each of several: written, or read from it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from sidecar.policy import fields as of
-from sidecar.policy.file_model import FileModel, key
+from sidecar.policy.choices import CapacitySource
+from sidecar.policy.declared import declared, key
 
 DEFAULT_FRACTION = "95%"
 """Engines keep some blocks for themselves, and an estimate may be a little low."""
@@ -16,15 +21,17 @@ DEFAULT_WAITING = 2
 way to the middleware and back; with two, vLLM on the CPU kept its throughput (benchmarks/real_engines.py)."""
 
 
-class Capacity(FileModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+@declared
+class Capacity:
     """The capacity of the engine. One of the two is enough; a request must fit in both.
 
     With `from: engine` whatever is not written is read from the engine, again and again: it follows changes, and keeps
     the last good value where it can be read no more.
     """
 
-    read_from: of.CapacitySourceChoice | None = Field(
-        None, alias="from", description="`engine`: read from it what is not written here.", examples=["engine"]
+    read_from: Annotated[CapacitySource, of.Choice(CapacitySource, "source of a capacity")] | None = key(
+        None, "`engine`: read from it what is not written here.", "engine", name="from"
     )
     tokens: of.PositiveCount | None = key(None, "Tokens that the KV cache holds.", "400k")
     requests: of.PositiveCount | None = key(None, "Requests in the running batch.", 160)
@@ -54,15 +61,37 @@ class Capacity(FileModel):
             raise ValueError('"0%" leaves room for nothing; write a larger share')
         return fraction
 
-    @model_validator(mode="after")
-    def _only_the_engine_has_a_fraction(self) -> Capacity:
-        unread = {"fraction", "waiting"} & self.model_fields_set
-        if self.read_from is None and unread:
+    @model_validator(mode="wrap")
+    @classmethod
+    def _only_the_engine_has_a_fraction(cls, written: object, read: Callable[[object], Capacity]) -> Capacity:
+        capacity = read(written)
+        unread = {"fraction", "waiting"} & set(written) if isinstance(written, dict) else ()
+        if unread and not capacity.is_read:
             raise ValueError(f"{min(unread)} is only read with from: engine; add that, or remove it")
-        return self
+        return capacity
 
     @model_validator(mode="after")
     def _has_a_bound(self) -> Capacity:
-        if self.tokens is None and self.requests is None and self.read_from is None:
+        if self.tokens is None and self.requests is None and not self.is_read:
             raise ValueError("bounds nothing; write tokens, requests or both, such as {tokens: 400k, requests: 160}")
         return self
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what is not written is read from the engine."""
+        return self.read_from is not None
+
+    def size(self, kv_tokens: int | None, max_running: int | None) -> tuple[int | None, int | None]:
+        """The (tokens, requests) of an engine that reports so much; None for what is not bounded, or not known."""
+        tokens, requests = self.tokens, self.requests
+        if self.is_read and tokens is None and kv_tokens is not None:
+            tokens = math.floor(self.fraction * kv_tokens)
+        if self.is_read and requests is None and max_running is not None:
+            requests = max_running + self.waiting  # not a part of them: whatever does not run at once is lost
+        return tokens, requests
+
+    def __str__(self) -> str:
+        sizes = (("tokens", self.tokens), ("requests", self.requests))
+        return (
+            "from the engine" if self.is_read else " and ".join(f"{n:,} {kind}" for kind, n in sizes if n is not None)
+        )

@@ -1,0 +1,345 @@
+"""The pool's file: every key of it, with its default and its purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, ClassVar
+
+from pydantic import ValidationInfo, field_validator
+
+from sidecar.apis import STANDARD_PATHS
+from sidecar.engines import ENGINES, Engine, NoEngine
+from sidecar.engines.base import Carrier
+from sidecar.policy import fields as of
+from sidecar.policy.capacity import Capacity
+from sidecar.policy.choices import (
+    Background,
+    Mode,
+    Order,
+    Source,
+    StoredTenants,
+    StoreLoss,
+    StreamUsage,
+    Unguarded,
+    Unsized,
+    UsageInTraces,
+)
+from sidecar.policy.declared import ReadAs, declared, key
+from sidecar.policy.endpoint import Cors, Endpoint, EndpointBody, endpoints_of
+from sidecar.policy.fleet import FleetPolicy, ModelPolicy
+from sidecar.policy.gateway import GatewayPolicy
+from sidecar.policy.identity import JwtPolicy
+from sidecar.policy.problems import printable
+from sidecar.policy.tenant import Tenant
+from sidecar.policy.tier import Aging, Tier, TierBody, Timeouts, ladder
+
+_ENGINES = {"type": "string", "enum": list(ENGINES)}
+DEFAULT_MAX_BODY = "8MiB"
+MAX_CHOICES = 8
+"""Choices times prompts. OpenAI's clients ask for a few; a request that starts a hundred takes a whole batch."""
+
+
+def _anonymous(level: int | None) -> Tenant | None:
+    return None if level is None else Tenant(name=of.ANONYMOUS, level=level, max_level=level)
+
+
+def _unread(is_stored: bool) -> StoredTenants:
+    return StoredTenants.UNREAD if is_stored else StoredTenants.NONE
+
+
+def _named_models(models: dict[str, ModelPolicy] | None) -> Mapping[str, ModelPolicy]:
+    return MappingProxyType(models or {})
+
+
+_Tiers = Annotated[
+    dict[of.NewTierName, Annotated[TierBody, of.DEFAULTS]], of.mapped("{high: {reserve: 20%}, normal: {}}")
+]
+_Models = Annotated[
+    dict[of.ModelName, Annotated[ModelPolicy, of.DEFAULTS]], of.mapped("{llama-70b: {engines: [a, b]}}")
+]
+_Endpoints = Annotated[dict[of.UrlPath, Annotated[EndpointBody, of.DEFAULTS]], of.mapped("{/v1/chat/completions: {}}")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+@declared
+class PoolFile:
+    """One pool: an engine deployment, the tiers that share it, and the sources of a request's tier."""
+
+    SCHEMA: ClassVar = {"anyOf": [{"required": ["capacity"]}, {"required": ["engines"]}]}
+
+    engine: Annotated[type[Engine], of.Reads(of.one_of(ENGINES, "engine"), _ENGINES)] = key(
+        ..., "The engine that serves the requests.", "tensorrt-llm"
+    )
+    carrier: Annotated[Carrier, of.Choice(Carrier, "carrier")] | None = key(
+        None, "How the priority travels to the engine. Default: the engine's own way.", "body", name="forward_priority"
+    )
+    capacity: Capacity | None = key(
+        None,
+        "What the engine holds at once. Required without `engines`, which have capacities of their own.",
+        {"tokens": "400k", "requests": 160},
+    )
+    engines: FleetPolicy | None = key(
+        None,
+        "Several engines for one pool. Default: one, the proxy's --upstream or the app itself.",
+        {"static": [{"name": "a", "url": "http://a:8000"}]},
+    )
+    models: Annotated[Mapping[str, ModelPolicy], ReadAs(_Models | None, _named_models)] = key(
+        None,
+        "A pool of its own for each model, chosen by the body's `model`. Default: one pool, whatever the model.",
+        {"llama-70b": {"engines": ["a", "b"]}},
+    )
+    aging: Aging | None = key(None, "How a waiting request rises. Default: it does not.")
+    tiers: Annotated[tuple[Tier, ...], ReadAs(_Tiers, ladder)] = key(
+        ..., "The tiers, most important first.", {"high": {"reserve": "20%"}, "normal": {}}
+    )
+    order: Annotated[Order, of.Choice(Order, "order")] = key(
+        "level",
+        "What orders the requests beyond their tiers' floors: `level`, or `gain`, which serves first what earns most "
+        "before its deadline, of the tiers with an `slo` of `ttft` and `tpot`.",
+        "gain",
+    )
+    fair: of.Share = key(
+        "25%",  # a quarter repairs the important tiers' worst waits, and costs one point in a hundred of the gain
+        "With `order: gain`, the part of each reserve that is filled in fair order: the tier's floor. With `level` the "
+        "whole reserve is.",
+        "50%",
+    )
+    default_level: Annotated[int, ReadAs(of.Level | None)] = key(
+        None,
+        'The tier of a request that names none. Default: "normal" where there is such a tier.',
+        name="default_tier",
+        is_always_read=True,
+    )
+    mode: Annotated[Mode, of.Choice(Mode, "mode")] = key(
+        "enforce",
+        "`observe` lets every request pass at once and untouched, and records what `enforce` would have done. "
+        "`pass` does no more than pass them, for when the sidecar itself is the problem.",
+        "observe",
+    )
+    max_preemptions: of.Count = key(
+        2,  # what was preempted twice has cost the engine two prefills: the third time it stays
+        "How often one request is preempted at most. For tiers that are preemptible.",
+    )
+    keep_alive_s: of.PositiveSeconds | None = key(
+        None,
+        "How often a streaming client that queues is sent a comment, so that no load balancer takes the "
+        "wait for an idle connection. Default: never.",
+        "15s",
+        name="keep_alive",
+    )
+    trace_waits_s: of.Seconds = key(
+        "30s",  # waits that are shorter are seen when they end; beyond, someone looks at the trace meanwhile
+        "How often a request that waits says so in its trace, as a span `admission.waiting`, so that a long wait is "
+        "seen before it ends, and also where the process is killed. `0s`: never.",
+        "5m",
+        name="trace_waits",
+    )
+    anonymous: Annotated[Tenant | None, ReadAs(of.AnonymousLevel | None, _anonymous)] = key(
+        "deny", "The tier, also the best one, of a request without a key; `deny` refuses it.", "low"
+    )
+    sources: of.SourceList = key(
+        ["body", "header", "endpoint", "key"], "Where a request's tier comes from: the first that answers wins."
+    )
+    engine_levels: Annotated[tuple[tuple[float, int], ...], ReadAs(of.Thresholds | None)] = key(
+        None,
+        "From which number on a client's own engine priority counts as a tier. For the source `engine`: with it, a "
+        "number in the body's `priority` is on the engine's own scale, and not from 0 to 1.",
+        {"high": 10, "normal": 5, "batch": 0},
+        is_always_read=True,
+    )
+    endpoints: Annotated[Mapping[str, Endpoint], ReadAs(_Endpoints, endpoints_of)] = key(
+        {path: {} for path in STANDARD_PATHS},
+        "The guarded paths; `unguarded` says what happens on all others. Default: the standard /v1 paths.",
+    )
+    unguarded: Annotated[Unguarded, of.Choice(Unguarded)] | None = key(
+        None,  # a proxy knows the engine's paths; an app has paths of its own, such as /login
+        "What happens on paths that are not guarded. `deny`: only reading (GET) and what the engine is "
+        "known to do harmlessly, such as tokenizing, passes; the rest is a 404. `generating`: only paths on which the "
+        "engine generates are a 404. `allow`: everything passes. Default: `deny` before an engine's server, "
+        "`generating` in an app.",
+        "deny",
+    )
+    usage: Annotated[StreamUsage, of.Choice(StreamUsage)] = key(
+        "ask",  # an event may hold any number of tokens: counted by its events, an answer can cost a tenth
+        "How the tokens of a stream are known whose client does not ask for its `usage`. `ask`: the engine is asked, "
+        "and the client does not see the answer. `as_sent`: the request is not changed, and the tokens are estimated "
+        "from the text. With `engine: none` nothing is asked.",
+        "as_sent",
+    )
+    usage_in_traces: Annotated[UsageInTraces, of.Choice(UsageInTraces)] = key(
+        "once",  # a backend that adds up what the spans of a trace used would count the same tokens twice
+        "Whether the `engine` span has what the request used (`gen_ai.usage`). `once`: unless a mounted app has traced "
+        "its own call of the model with it. `never`: something else traces it, such as the engine. Metrics have it in "
+        "any case.",
+        "never",
+    )
+    public: of.PathList | None = key(
+        None,  # load balancers ask whether the engine lives; nothing else is for who has no key
+        "With `unguarded: deny`, the paths that may be read without a key, where others need one (`anonymous: deny`). "
+        "The engine's metrics, documents and settings are shown only where they are named here. Default: the engine's "
+        "liveness page; with another `anonymous`, every path.",
+        ["/health", "/metrics"],
+    )
+    background: Annotated[Background, of.Choice(Background)] = key(
+        "refuse",  # such a response is answered at once and runs on: its request would hold nothing meanwhile
+        "What happens to `background: true` on responses. `refuse`: a 400. `hold`: the response is "
+        "followed at the engine until it ends, and holds its lease until then.",
+        "hold",
+    )
+    tenant_files: of.Text | None = key(
+        None,
+        "The tenants' files, relative to this one. Default: no tenants.",
+        "tenants/*.yaml",
+        name="tenants",
+        compare=False,
+    )
+    jwt: JwtPolicy | None = key(
+        None,
+        "Signed bearer tokens (JWTs) that name a tenant, beside the API keys. Default: API keys alone.",
+        {
+            "issuer": "https://id.example",
+            "audience": "llm",
+            "jwks": "https://id.example/keys",
+            "tenant_claim": "tenant",
+        },
+    )
+    gateway: GatewayPolicy | None = key(
+        None,
+        "A gateway that names the tenant in a header, which counts from its own addresses only. Default: none.",
+        {"tenant_header": "x-tenant", "addresses": ["10.0.0.0/8"]},
+    )
+    cors: Cors | None = key(
+        None,
+        "Which pages of other origins a browser lets use the API. Default: none, beside what the app says itself.",
+        {"origins": ["https://app.example"]},
+    )
+    tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
+    max_body_bytes: of.Bytes = key(DEFAULT_MAX_BODY, "The largest request body.", name="max_body")
+    max_upload_bytes: of.Bytes | None = key(
+        None,
+        "The largest upload to a path with `api: generic`, which is not read into memory. Default: `max_body`.",
+        "1GiB",
+        name="max_upload",
+    )
+    body_timeout_s: of.PositiveSeconds = key(
+        "30s", "The longest a request's body may take to arrive.", name="body_timeout"
+    )
+    timeouts: Annotated[Timeouts, of.DEFAULTS] = key(
+        {}, "How long the engine may take for a request. Tiers may have their own."
+    )
+    disconnect_grace_s: of.Seconds = key(
+        "2s",
+        "How long an app may go on after its client's disconnect before its request counts as ended. The "
+        "room stays held for `abort_latency`, too.",
+        name="disconnect_grace",
+    )
+    abort_latency_s: of.Seconds | None = key(
+        None,
+        "How long the engine may compute on for a request after its client's disconnect: so long it keeps "
+        "its room. Default: the engine's own.",
+        "4s",
+        name="abort_latency",
+    )
+    tokenizer: of.ExistingFile | None = key(
+        None, "A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4."
+    )
+    store: of.StoreAt | None = key(
+        None,
+        "Where many replicas keep one pool: redis://, rediss://, unix://, redis+sentinel:// or "
+        "redis+cluster://. SIDECAR_STORE in the environment goes before it, and is the better place for a password. "
+        "Default: leases live in this process.",
+        "redis://127.0.0.1:6379/0",
+    )
+    usage_days: of.UsageDays = key(
+        62,  # a whole month and the one before
+        "For how many days the use of the tenants is kept in the store, up to 400. 0 counts nothing. Without a store, "
+        "here or in SIDECAR_STORE, it does nothing.",
+        400,
+    )
+    stored_tenants: Annotated[StoredTenants, ReadAs(of.Flag, _unread)] = key(
+        False,  # else everyone who can write to the store could make a tenant
+        "Whether there are tenants in the store, too, which `sidecar tenants` and the admin port change while the "
+        "sidecars run. It needs a store, here or in SIDECAR_STORE.",
+    )
+    pool: of.PoolName = key(
+        "default",
+        "The pool's name in the store, where several pools share one. Without a store, here or in "
+        "SIDECAR_STORE, it does nothing.",
+        "chat-70b",
+    )
+    on_store_loss: Annotated[StoreLoss, of.Choice(StoreLoss)] = key(
+        "divide",  # the engine still works: a part of the pool for each replica is safe, and better than refusing all
+        "What a replica does while the store cannot be reached: `divide` goes on with its part of the "
+        "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
+        "closed",
+    )
+    replicas: of.PositiveCount = key(
+        1,  # its own part is then the whole pool: no request of a single replica waits for want of a number
+        "Into how many parts a replica divides the pool where it has not reached the store since its start, with "
+        "`on_store_loss: divide`. Later it knows how many replicas there are.",
+        3,
+    )
+    forward_key: of.Flag = key(
+        False,  # the engine has no use for it, and its log may show it
+        "Whether the API key that a client sent reaches the engine too. By default it is "
+        "removed, and the engine's own, SIDECAR_ENGINE_KEY in the environment, put in its place.",
+    )
+
+    max_choices: of.PositiveCount = key(
+        MAX_CHOICES,
+        "The most choices of a prompt (`n`, `best_of`) that one request may ask for. Prompts and inputs of a list do "
+        "not count here, because the engine queues them itself.",
+        16,
+    )
+    unsized: Annotated[Unsized, of.Choice(Unsized)] = key(
+        "refuse",  # to hold the most that a tier may be given makes one request as dear as all others together
+        "What becomes of a request whose prompt is not in its body, such as `previous_response_id`: "
+        "`refuse` answers 400, `hold` lets it hold its tier's `max_request_tokens`, or else the most that the tier "
+        "could ever be given.",
+        "hold",
+    )
+
+    @field_validator("capacity")
+    @classmethod
+    def _engine_reports_it(cls, capacity: Capacity | None, info: ValidationInfo) -> Capacity | None:
+        if capacity is not None and capacity.is_read and info.data.get("engine") is NoEngine:
+            raise ValueError("the engine none reports nothing; write tokens, requests or both")
+        return capacity
+
+    @field_validator("carrier")
+    @classmethod
+    def _engine_can_carry(cls, carrier: Carrier | None, info: ValidationInfo) -> Carrier | None:
+        engine = info.data.get("engine")
+        if carrier is not None and engine is not None:
+            engine.check_carrier(carrier)
+        return carrier
+
+    @field_validator("default_level")
+    @classmethod
+    def _default_tier_is_known(cls, level: int | None, info: ValidationInfo) -> int | None:
+        tiers = of.tier_names(info)
+        if level is None and "normal" in tiers:
+            return tiers.index("normal")
+        if level is None and tiers:
+            raise ValueError(
+                f"missing, and no tier is called normal; write one such as default_tier: {printable(tiers[0])}"
+            )
+        return level
+
+    @field_validator("engine_levels")
+    @classmethod
+    def _thresholds_fit(
+        cls, thresholds: dict[int, float] | None, info: ValidationInfo
+    ) -> tuple[tuple[float, int], ...]:
+        sources, engine, tiers = info.data.get("sources"), info.data.get("engine"), of.tier_names(info)
+        if sources is not None and engine is not None:
+            named = (
+                None if thresholds is None else {tiers[level]: least for level, least in thresholds.items() if tiers}
+            )
+            if Source.ENGINE in sources:
+                engine.check_thresholds(named, tiers)
+            elif thresholds is not None:
+                raise ValueError("only read for the source engine; add engine to sources, or remove this")
+        return tuple((least, level) for level, least in sorted((thresholds or {}).items()))

@@ -1,0 +1,100 @@
+"""Tenants of the policy, in a file of their own or in the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import ValidationInfo, field_validator
+
+from sidecar.policy import fields as of
+from sidecar.policy.declared import ReadAs, declared, key
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class Limits:
+    """A tenant's own limits; what is left out is unlimited."""
+
+    requests_per_minute: of.RateCount | None = key(None, "Requests per minute.", 600)
+    tokens_per_minute: of.RateCount | None = key(None, "Tokens per minute, prompts and answers.", "200k")
+    tokens_per_day: of.BudgetCount | None = key(
+        None, "Tokens per day, prompts and answers, from midnight to midnight in UTC. It needs a store.", "20M"
+    )
+    tokens_per_month: of.BudgetCount | None = key(None, "Tokens per calendar month, in UTC. It needs a store.", "400M")
+    concurrent_requests: of.PositiveCount | None = key(None, "Requests at once, waiting or running.", 32)
+    max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 8192)
+    burst_us: of.Burst = key(
+        "60s",  # what a client reads out of `x-ratelimit-limit-*`: that so many may come, at once too
+        "How much of its allowance may come at once: that of so long.",
+        "10s",
+        name="burst",
+    )
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether there is anything that a pool has to count. It counts no budgets."""
+        return (
+            self.requests_per_minute is not None
+            or self.tokens_per_minute is not None
+            or self.concurrent_requests is not None
+        )
+
+    @property
+    def have_budgets(self) -> bool:
+        """Whether the tenant has a budget of tokens for a day or a month, in UTC."""
+        return self.tokens_per_day is not None or self.tokens_per_month is not None
+
+
+NO_LIMITS = Limits()
+"""The limits of every tenant that has none."""
+
+
+def _bounds(limits: Limits | None) -> Limits:
+    return limits or NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+@declared
+class Tenant:
+    """One tenant: who it is, and what it may ask for."""
+
+    name: of.TenantName = key(..., "The tenant's name, unique in the pool.", "acme", name="tenant")
+    keys: of.KeyHashes | None = key(
+        None,
+        "Hashes of its API keys, from `sidecar keys new`. Never the keys themselves. May be left out where the pool's "
+        "file has `jwt` or `gateway`; `[]` where the app names the tenant.",
+        ["sha256:..."],
+        compare=False,
+    )
+    level: of.Level = key(..., "The tier of its requests that name none.", "normal", name="tier")
+    max_level: Annotated[int, ReadAs(of.Level | None)] = key(
+        None,
+        "The best tier it may ask for; more is clamped. Default: its tier.",
+        "high",
+        name="max_tier",
+        is_always_read=True,
+    )
+    weight: of.PositiveCount = key(1, "Its share against the other tenants of its tier.", 2)
+    limits: Annotated[Limits, ReadAs(Limits | None, _bounds)] = key(None, "Its own limits. Default: none.")
+    downgrade_level: of.OverLimit | None = key(
+        None, "What happens over a limit: `reject`, or {downgrade: TIER}. Default: reject.", name="over_limit"
+    )
+
+    @field_validator("max_level")
+    @classmethod
+    def _max_tier_covers_tier(cls, best: int | None, info: ValidationInfo) -> int:
+        tiers, level = of.tier_names(info), int(info.data.get("level", 0))
+        if best is not None and best > level and "level" in info.data:
+            raise ValueError(
+                f"less important than its tier {tiers[level]}; write {tiers[level]} or a more important one"
+            )
+        return level if best is None else best
+
+    @field_validator("downgrade_level")
+    @classmethod
+    def _downgrade_goes_down(cls, lower: int | None, info: ValidationInfo) -> int | None:
+        tiers, level = of.tier_names(info), info.data.get("level")
+        if lower is not None and level is not None and tiers and lower <= level:
+            raise ValueError(f"not less important than its tier {tiers[level]}; write a tier below it, or reject")
+        return lower

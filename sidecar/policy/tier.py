@@ -1,0 +1,225 @@
+"""Tiers of the policy: the keys of a tier, as its file has them and as the process uses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Annotated
+
+from pydantic import ValidationInfo, field_validator
+
+from sidecar.policy import fields as of
+from sidecar.policy.declared import ReadAs, declared, key, values
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class Aging:
+    """How a waiting request rises, so that old work is not overtaken forever."""
+
+    promote_after_us: of.PositiveMicroseconds = key(
+        ..., "A waiting request rises one tier each time this long has passed.", "5m", name="promote_after"
+    )
+    ceiling: of.Level = key(..., "No request rises past this tier.", "normal")
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class ServiceObjectives:
+    """The promises of a tier. Telemetry and alerts compare with it; admission does not depend on it."""
+
+    ttft_s: of.PositiveSeconds | None = key(None, "Time to the first token, in 99 of 100.", "500ms", name="ttft")
+    tpot_s: of.PositiveSeconds | None = key(
+        None,
+        "Time per output token after the first. With it and `ttft` the tier's service gain is measured: each token "
+        "against its deadline.",
+        "60ms",
+        name="tpot",
+    )
+    queue_wait_s: of.PositiveSeconds | None = key(
+        None, "The wait for admission, in 99 of 100.", "2s", name="queue_wait"
+    )
+    starvation_s: of.PositiveSeconds | None = key(
+        None, "The longest that any request may starve: wait after it was overtaken.", "30m", name="starvation"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class Gain:
+    """The worth of a tier's service, beside that of other tiers."""
+
+    weight: of.GainWeight = key(1, "The worth of an output token that comes in time, from 1 to 1000.", "4")
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class Queue:
+    """How much may wait."""
+
+    max_requests: of.Count | None = key(
+        None, "Requests that may wait in each process; one more is refused. Default: no bound.", "10k"
+    )
+    max_wait_s: of.Seconds | None = key(
+        None, "The longest a request waits before it is refused. Default: no bound.", "30m", name="max_wait"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class Timeouts:
+    """How long the engine may take. Then the request ends with `engine_timeout`, and is sent to no other engine."""
+
+    first_byte_s: of.PositiveSeconds = key(
+        "10m",  # a prompt of a million tokens is read in less; and OpenAI's and Anthropic's clients wait no longer
+        "From admission to the first byte of an answer that streams. Any other comes in one piece, at its end.",
+        "30s",
+        name="first_byte",
+    )
+    between_bytes_s: of.PositiveSeconds = key(
+        "10m",  # an engine may think, or write a tool's arguments, for minutes before it sends them; and see above
+        "The longest silence after the first byte.",
+        "60s",
+        name="between_bytes",
+    )
+    total_s: of.PositiveSeconds = key(
+        "4h",  # 128k tokens at 10 a second take 3.6 hours: no answer takes longer
+        "From admission to the last byte. Not of responses in the background.",
+        "30m",
+        name="total",
+    )
+
+    @property
+    def shortest_s(self) -> float:
+        """The shortest of them."""
+        return min(self.first_byte_s, self.between_bytes_s, self.total_s)
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class TierTimeouts:
+    """A tier's own timeouts of the engine. Default of each: the pool's."""
+
+    first_byte_s: of.PositiveSeconds | None = key(
+        None, "From admission to the first byte of a stream.", "30s", name="first_byte"
+    )
+    between_bytes_s: of.PositiveSeconds | None = key(
+        None, "The longest silence after the first byte.", "60s", name="between_bytes"
+    )
+    total_s: of.PositiveSeconds | None = key(None, "From admission to the last byte.", "30m", name="total")
+
+    def beside(self, pool: Timeouts) -> Timeouts:
+        """The tier's timeouts: those of the pool where it has none of its own."""
+        own = {name: most_s for name, most_s in values(self).items() if most_s is not None}
+        return replace(pool, **own)
+
+
+_NO_PROMISES, _NO_GAIN, _NO_BOUNDS = ServiceObjectives(), Gain(), Queue()
+
+
+def _promises(slo: ServiceObjectives | None) -> ServiceObjectives:
+    return slo or _NO_PROMISES
+
+
+def _worth(gain: Gain | None) -> Gain:
+    return gain or _NO_GAIN
+
+
+def _waiting(queue: Queue | None) -> Queue:
+    return queue or _NO_BOUNDS
+
+
+@dataclass(frozen=True, slots=True)
+@declared
+class TierBody:
+    """One tier's part of the pool."""
+
+    reserve: of.Share = key("0%", "The part of the pool this tier can always get back.", "20%")
+    lend: of.Share = key(
+        "100%",  # keeps nothing idle: holding capacity back is a price that an operator should choose to pay
+        "How much of the unused reserve less important tiers may use meanwhile.",
+        "50%",
+    )
+    limit: of.Share = key("100%", "The most of the pool this tier may ever hold.", "60%")
+    always_first: of.Flag = key(
+        False, "Goes before all others, whatever it holds. First tier only, with a limit below 100%."
+    )
+    preemptible: of.Flag = key(
+        False,
+        "Its running requests may be canceled and put back in the queue, while nothing of their answer has "
+        "gone out, where the tier holds more than its reserve and a more important one has waited too long.",
+    )
+    preempt_after_us: of.Microseconds | None = key(
+        None,
+        "A request of this tier that has waited so long takes room back from less important tiers that are "
+        "preemptible. Default: it waits its turn.",
+        "500ms",
+        name="preempt_after",
+    )
+    slo: Annotated[ServiceObjectives, ReadAs(ServiceObjectives | None, _promises)] = key(
+        None, "What this tier promises."
+    )
+    gain: Annotated[Gain, ReadAs(Gain | None, _worth)] = key(
+        None, "The worth of a token in time. Needs `slo` with `ttft` and `tpot`."
+    )
+    queue: Annotated[Queue, ReadAs(Queue | None, _waiting)] = key(
+        None, "How much may wait in this tier. Default: no bounds."
+    )
+    default_output_tokens: of.PositiveCount = key(
+        512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
+        "What a request without a maximum of its own is taken to produce, until usage says better.",
+    )
+    own_timeouts: TierTimeouts | None = key(
+        None,
+        "How long the engine may take for its requests. Default: the pool's `timeouts`.",
+        {"first_byte": "30s"},
+        name="timeouts",
+        compare=False,
+    )
+    max_request_tokens: of.PositiveCount | None = key(
+        None, "The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).", "32k"
+    )
+
+    @field_validator("gain")
+    @classmethod
+    def _gain_has_deadlines(cls, gain: Gain, info: ValidationInfo) -> Gain:
+        slo = info.data.get("slo", _NO_PROMISES)
+        if gain is not _NO_GAIN and (slo.ttft_s is None or slo.tpot_s is None):
+            raise ValueError(
+                "a tier's gain is that of tokens before their deadlines: give its `slo` a `ttft` and a `tpot`"
+            )
+        return gain
+
+    @field_validator("limit")
+    @classmethod
+    def _limit_covers_reserve(cls, limit: Fraction, info: ValidationInfo) -> Fraction:
+        reserve = info.data.get("reserve")
+        if limit == 0:
+            raise ValueError('"0%" admits nothing, ever; write a larger share, or remove the tier')
+        if reserve is not None and limit < reserve:
+            raise ValueError(f'below the reserve of {of.percent(reserve)}; write "{of.percent(reserve)}" or more')
+        return limit
+
+    @field_validator("always_first")
+    @classmethod
+    def _always_first_is_limited(cls, always_first: bool, info: ValidationInfo) -> bool:
+        if always_first and info.data.get("limit") == 1:
+            raise ValueError('would let this tier take the whole pool; write a limit below 100%, such as limit: "50%"')
+        return always_first
+
+
+@dataclass(frozen=True, slots=True)
+class Tier(TierBody):
+    """One tier of a pool. `level` is its rank, 0 the most important; `timeouts` are its own, or else the pool's.
+
+    Its shares as whole numbers are in `PoolRules.tiers[level]`.
+    """
+
+    name: str = ""
+    level: int = 0
+    timeouts: Timeouts = Timeouts()
+
+
+def ladder(bodies: dict[str, TierBody]) -> tuple[Tier, ...]:
+    """The tiers in their order, most important first."""
+    return tuple(Tier(**values(body), name=name, level=level) for level, (name, body) in enumerate(bodies.items()))
