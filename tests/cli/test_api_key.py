@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ import pytest
 from sidecar.cli import main
 from sidecar.policy.compiler import shipped_policies
 from tests.support.in_process import emulated_engine, ran, served_sidecar
+from tests.support.pages import serving_pages
 
 KEY, OTHER = "sk-demo-interactive", "sk-demo-research"
 POLICIES = str(shipped_policies())
@@ -91,25 +89,6 @@ def test_replay_takes_the_key_of_each_tier_from_its_file(tmp_path: Path, sidecar
     assert ran.returncode == 0, ran.stderr
 
 
-@contextmanager
-def _recorder() -> Iterator[tuple[str, set[str | None]]]:
-    """A server that answers nothing of use, and the keys that it was sent."""
-    seen: set[str | None] = set()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.add(self.headers["authorization"])
-            self.send_error(404)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", seen
-        server.shutdown()
-
-
 @pytest.mark.parametrize("name", ["doctor", "init"])
 def test_doctor_and_init_take_the_key_from_a_file_or_the_environment(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,11 +98,11 @@ def test_doctor_and_init_take_the_key_from_a_file_or_the_environment(
     both = ([], {"SIDECAR_API_KEY": KEY, "SIDECAR_ENGINE_KEY": OTHER})
     ways = [(*way, ours) for way in _ways(tmp_path)] + [([], {"SIDECAR_ENGINE_KEY": OTHER}, engines), ([], {}, None)]
     for arguments, variables, sent in [*ways, (*both, ours if name == "doctor" else engines)]:
-        with monkeypatch.context() as environment, _recorder() as (url, seen):
+        with monkeypatch.context() as environment, serving_pages({}) as server:
             for variable, value in variables.items():
                 environment.setenv(variable, value)
-            assert main([name, "--upstream", url, *arguments]) in (1, 2)
-            assert seen == {sent}
+            assert main([name, "--upstream", server.url, *arguments]) in (1, 2)
+            assert {headers["authorization"] for _, headers in server.asked} == {sent}
 
 
 @pytest.mark.parametrize(

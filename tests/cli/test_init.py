@@ -9,13 +9,11 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +32,7 @@ from sidecar.policy.model import Mode
 from sidecar.policy.warnings import warnings
 from tests.support.commands import address, command
 from tests.support.in_process import emulated_engine, ran, served_sidecar
+from tests.support.pages import Pages, serving_pages
 from tests.support.ports import free_ports
 
 DIALECTS = ("vllm", "tensorrt-llm", "sglang", "dynamo")
@@ -72,28 +71,10 @@ def asked(url: str, key: str) -> tuple[int, Mapping[str, str]]:
             return refused.code, dict(refused.headers)
 
 
-Pages = Mapping[str, tuple[int, str]]
-
-
 @contextmanager
 def pages(by_path: Pages) -> Iterator[str]:
-    """A server with these pages, and 404 for any other."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, text = by_path.get(self.path, (404, "not found"))
-            self.send_response(status)
-            self.send_header("content-length", str(len(text.encode())))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            """Says nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving_pages(by_path) as server:
+        yield server.url
 
 
 def owned_by(owner: str) -> tuple[int, str]:

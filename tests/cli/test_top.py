@@ -12,56 +12,26 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from sidecar.cli import main
-from sidecar.cluster.document import Overview
 from tests.cluster.views import overview
+from tests.support.pages import PageServer, serving_pages
 
 ENTERS, LEAVES = "\x1b[?1049h", "\x1b[?1049l"
 
 
-class Admin(ThreadingHTTPServer):
-    """An admin port with an overview that a test can change."""
-
-    daemon_threads = True
-    body = msgspec.json.encode(overview())
-    status = 200
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Admin
-
-    def do_GET(self) -> None:
-        is_found = self.path == "/overview" and self.server.status == 200
-        body = self.server.body if is_found else b"{}"
-        self.send_response(200 if is_found else 404)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def admin() -> Iterator[Admin]:
-    with Admin(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+def admin() -> Iterator[PageServer]:
+    """An admin port with an overview that a test can change."""
+    with serving_pages({"/overview": (200, msgspec.json.encode(overview()).decode())}) as server:
         yield server
-        server.shutdown()
 
 
 class Terminal:
@@ -118,13 +88,13 @@ def terminal(*arguments: str, **settings: object) -> Iterator[Terminal]:
         os.close(opened._slave)
 
 
-def test_it_draws_in_a_terminal_of_its_own_until_q(admin: Admin) -> None:
+def test_it_draws_in_a_terminal_of_its_own_until_q(admin: PageServer) -> None:
     with terminal("--admin", admin.url, "--interval", "200ms") as screen:
         drawn = screen.until("batch starves: its oldest request")
         assert ENTERS in drawn
         assert "\x1b[1;31m" in drawn  # the headline, in red
-        shown = msgspec.json.decode(admin.body, type=Overview)
-        admin.body = msgspec.json.encode(msgspec.structs.replace(shown, headline="No request waits.", starving=None))
+        calm = msgspec.structs.replace(overview(), headline="No request waits.", starving=None)
+        admin.by_path["/overview"] = (200, msgspec.json.encode(calm).decode())
         screen.until("No request waits.")
         screen.press(b"q")
         code, rest = screen.ends()
@@ -134,7 +104,9 @@ def test_it_draws_in_a_terminal_of_its_own_until_q(admin: Admin) -> None:
 @pytest.mark.parametrize(
     ("how", "code"), [(b"\x03", 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["ctrl-c", "kill", "hang-up"]
 )
-def test_however_it_is_ended_the_terminal_is_as_before(admin: Admin, how: bytes | signal.Signals, code: int) -> None:
+def test_however_it_is_ended_the_terminal_is_as_before(
+    admin: PageServer, how: bytes | signal.Signals, code: int
+) -> None:
     with terminal("--admin", admin.url, "--interval", "1m") as screen:
         screen.until("batch")
         if isinstance(how, bytes):
@@ -147,7 +119,7 @@ def test_however_it_is_ended_the_terminal_is_as_before(admin: Admin, how: bytes 
         assert "Traceback" not in rest
 
 
-def test_it_follows_the_windows_size_at_once_and_says_what_does_not_fit(admin: Admin) -> None:
+def test_it_follows_the_windows_size_at_once_and_says_what_does_not_fit(admin: PageServer) -> None:
     with terminal("--admin", admin.url, "--interval", "1m", rows=40, columns=140) as screen:
         assert "WAITS, 5 MIN" in screen.until("LAST REFUSALS")
         screen.resize(8, 60)
@@ -156,13 +128,13 @@ def test_it_follows_the_windows_size_at_once_and_says_what_does_not_fit(admin: A
         assert drawn.rpartition("\x1b[H")[2].count("\r\n") == 7
 
 
-def test_a_sidecar_that_goes_away_is_said_and_looked_for_again(admin: Admin) -> None:
+def test_a_sidecar_that_goes_away_is_said_and_looked_for_again(admin: PageServer) -> None:
     with terminal("--admin", admin.url, "--interval", "200ms") as screen:
         screen.until("batch starves")
-        admin.status = 404
+        page = admin.by_path.pop("/overview")
         drawn = screen.until("trying again")
         assert "batch starves" in drawn + screen.until("batch starves")  # the last that was seen stays
-        admin.status = 200
+        admin.by_path["/overview"] = page
         for _ in range(20):
             if "trying again" not in screen.until("LAST REFUSALS"):
                 break
@@ -173,7 +145,7 @@ def test_a_sidecar_that_goes_away_is_said_and_looked_for_again(admin: Admin) -> 
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_without_colors_it_has_none(admin: Admin, environment: dict[str, str]) -> None:
+def test_without_colors_it_has_none(admin: PageServer, environment: dict[str, str]) -> None:
     with terminal("--admin", admin.url, "--once", **environment) as screen:
         code, text = screen.ends()
         assert code == 0
@@ -181,7 +153,7 @@ def test_without_colors_it_has_none(admin: Admin, environment: dict[str, str]) -
         assert "\x1b" not in text
 
 
-def test_in_a_pipe_it_prints_one_plain_picture(admin: Admin, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_pipe_it_prints_one_plain_picture(admin: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--admin", admin.url]) == 0
     said = capsys.readouterr()
     assert "batch starves" in said.out
@@ -189,13 +161,13 @@ def test_in_a_pipe_it_prints_one_plain_picture(admin: Admin, capsys: pytest.Capt
     assert said.err == ""
 
 
-def test_json_is_the_overview_itself(admin: Admin, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_json_is_the_overview_itself(admin: PageServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["top", "--admin", f"{admin.url}/", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(admin.body)
+    assert json.loads(capsys.readouterr().out) == json.loads(admin.by_path["/overview"][1])
     path = tmp_path / "overview.json"
     assert main(["top", "--admin", admin.url, "--json", str(path)]) == 0
     assert "batch starves" in capsys.readouterr().out
-    assert json.loads(path.read_text()) == json.loads(admin.body)
+    assert json.loads(path.read_text()) == json.loads(admin.by_path["/overview"][1])
 
 
 @pytest.mark.parametrize(

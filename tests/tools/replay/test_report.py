@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from hypothesis import strategies as st
 from sidecar.tools.replay.report import BINS, MOST_DOTS, Axis, occupancy, report, shown
 from tests.support.browser import browser, opened
 from tests.support.devtools import headless, tab
+from tests.support.pages import serving_pages
 from tests.tools.replay.seen import TIERS, played, seen
 
 needs_browser = pytest.mark.skipif(browser() is None, reason="no browser; `sh .ci/browser` installs one as root")
@@ -43,31 +41,6 @@ def tags(page: str, name: str, kind: str = "") -> int:
     return len(re.findall(rf'<{name}\b[^>]*class="{kind}' if kind else rf"<{name}\b", page))
 
 
-@contextmanager
-def serving_page(page: str) -> Iterator[tuple[str, list[str]]]:
-    """A web server with one page. Gives its address, and the paths that were asked for."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(200)
-            self.send_header("content-type", "text/html; charset=utf-8")
-            self.end_headers()
-            self.wfile.write(page.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/report.html", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 @needs_browser
 @pytest.mark.parametrize("page", [two_runs, hostile])
 def test_a_browser_opens_it_from_a_file_with_nothing_to_complain_about(page: object, tmp_path: Path) -> None:
@@ -90,9 +63,9 @@ def test_a_browser_opens_it_from_a_file_with_nothing_to_complain_about(page: obj
 @needs_browser
 def test_it_asks_the_network_for_nothing_but_itself(tmp_path: Path) -> None:
     for page in (two_runs(), hostile()):
-        with serving_page(page) as (url, asked):
-            assert opened(url, tmp_path).console == []
-        assert asked == ["/report.html"]
+        with serving_pages({"/report.html": (200, page)}) as server:
+            assert opened(f"{server.url}/report.html", tmp_path).console == []
+        assert [path for path, _ in server.asked] == ["/report.html"]
 
 
 @needs_browser
