@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.leases import Admission, ThreadAdmission
@@ -25,6 +25,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE, store_address
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server import CannotServe
+from sidecar.server.app_lifespan import AppLifespan
 from sidecar.stores import store_of
 
 
@@ -71,23 +72,19 @@ def connect_threads(
 
 
 class _Connection:
-    """The lifespan of a middleware that serves nothing, in the event loop that calls `begin`."""
+    """A middleware that serves nothing, in the event loop that calls `begin`."""
 
     def __init__(self, middleware: AdmissionMiddleware) -> None:
         self.admission = middleware.admission
         self._controller = middleware.controller
-        self._to_app: asyncio.Queue[Message] = asyncio.Queue()
-        self._from_app: asyncio.Queue[Message] = asyncio.Queue()
-        self._app: ASGIApp = middleware
-        self._task: asyncio.Task[None] | None = None
+        self._lifespan = AppLifespan(middleware)
 
     async def begin(self) -> None:
         """Returns when the pool is there. Raises ValueError where it cannot be."""
-        scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": {}}
-        self._task = asyncio.ensure_future(self._run(scope))
-        answer = await self._say("lifespan.startup")
-        if answer["type"] == "lifespan.startup.failed":
-            raise ValueError(answer.get("message", "the pool could not be joined"))
+        try:
+            await self._lifespan.start()
+        except CannotServe as failure:
+            raise ValueError(str(failure)) from None
 
     async def end(self) -> None:
         """Gives everything back. Leases that wait are refused. Also where `begin` was canceled, or has failed."""
@@ -99,31 +96,10 @@ class _Connection:
             raise
 
     async def _leave(self) -> None:
-        assert self._task is not None
-        if self._task.done():
-            return
-        self._controller.drain()
-        self._controller.watchdog.give_up()
-        await self._say("lifespan.shutdown")
-        await self._task
-
-    async def _run(self, scope: Message) -> None:
-        try:
-            await self._app(scope, self._to_app.get, self._from_app.put)
-        except CannotServe:
-            return  # the message before says it
-
-    async def _say(self, kind: str) -> Message:
-        """The app's answer. Raises what the app raises in place of one."""
-        assert self._task is not None
-        await self._to_app.put({"type": kind})
-        answer = asyncio.ensure_future(self._from_app.get())
-        await asyncio.wait((answer, self._task), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            answer.cancel()
-            self._task.result()
-            raise RuntimeError(f"the pool gave no answer to {kind}")
-        return answer.result()
+        if self._lifespan.is_running:
+            self._controller.drain()
+            self._controller.watchdog.give_up()
+            await self._lifespan.end()
 
 
 def _middleware(store: str | None, given: str | Path | Policy | None, engine: str | None) -> AdmissionMiddleware:
