@@ -27,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import command
 from sidecar.telemetry import semconv
+from sidecar.telemetry.metrics.histograms import QUEUE_WAIT, STARVATION
 from tests.support.otlp import Received, otlp_over_http
 
 POLICY = """\
@@ -157,9 +158,9 @@ def from_otlp_metrics(received: Received) -> Sums:
     for metric in (metric for scope in scopes for metric in scope.metrics):
         for point in metric.histogram.data_points:
             labels = {pair.key: pair.value.string_value for pair in point.attributes}
-            if metric.name == semconv.QUEUE_WAIT:
+            if metric.name == QUEUE_WAIT.name:
                 sums[labels[semconv.ADMISSION_TIER]].queue_wait_s += point.sum
-            elif metric.name == semconv.STARVATION:
+            elif metric.name == STARVATION.name:
                 sums[labels[semconv.ADMISSION_TIER]].starvation_s += point.sum
     return dict(sums)
 

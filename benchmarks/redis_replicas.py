@@ -1,4 +1,4 @@
-"""What a hundred replicas of one pool cost one Redis: idle, under load, and if each read the reports of all others.
+"""What a hundred replicas of one pool cost one Redis: idle, and under load.
 
     python -m benchmarks.redis_replicas [--replicas N] [--rates R R] [--seconds S] [--note TEXT]
 
@@ -27,15 +27,11 @@ from typing import Any
 import uvloop
 
 from benchmarks.redis_setup import NORMAL, plain_client, replica, running_server, shipped_policy, version_of
-from sidecar.cluster.document import RefusalView, TenantView
-from sidecar.cluster.learned_lengths import LengthExchange
+from sidecar.cluster.document import OldestWaiter, TierWaits
 from sidecar.cluster.overview import SHARE_EVERY_S
-from sidecar.cluster.pool_report import PoolMerge
-from sidecar.cluster.report import ReplicaReport, TierReport
-from sidecar.lengths.buckets import LengthKey
-from sidecar.lengths.estimator import LengthEstimator
+from sidecar.cluster.report import EngineReport, ReplicaReport, pack
+from sidecar.engines.view import Amount
 from sidecar.pools import Ask, Pool
-from sidecar.telemetry.recent import BUCKET_S, BUCKETS, Bucket
 
 REPLICAS, RATES, SECONDS = 100, (1_000.0, 5_000.0), 12
 ASK = Ask(NORMAL, "acme", 1, 1_000, 1)
@@ -46,12 +42,6 @@ MOST_AT_ONCE = 1_500
 """Requests under way. Arrivals beyond them are dropped: the process is at its limit."""
 SLOW_US = 100
 """Runs of a script that take longer are in the server's own log."""
-EACH_READS_ALL = """
-redis.call('HSET', KEYS[1] .. ':control', ARGV[1], ARGV[2])
-return redis.call('HGETALL', KEYS[1] .. ':control')
-"""
-"""The control: replicas that leave their reports in the same way, and each reads those of all."""
-
 Sharing = Callable[[], Awaitable[None]]
 
 
@@ -79,42 +69,20 @@ class Counts:
         )
 
 
-def full_report(number: int) -> tuple[ReplicaReport, bytes]:
-    """A report of 5 busy tiers, 20 tenants, 20 refusals and the lengths of 80 tenants, and as it travels."""
+def full_report(number: int) -> bytes:
+    """A report of 5 tiers in which requests wait, and of 8 engines, as it travels."""
     chance = random.Random(number)
-    estimator = LengthEstimator()
-    for tenant in range(80):
-        for _ in range(60):
-            length = int(chance.lognormvariate(5, 1)) + 1
-            estimator.learn(
-                f"tenant-{tenant}", LengthKey("/v1/chat/completions", "m", "plain"), length, is_censored=False
-            )
-    now_s = time.time()
-    starts = [int(now_s) - BUCKET_S * back for back in range(BUCKETS)]
+    name, host = f"{chance.getrandbits(64):016x}", f"host-{number}"
     tiers = [
-        TierReport(
+        TierWaits(
             f"tier-{tier}",
-            None,
-            [
-                Bucket(start, chance.randrange(100), wait_sum_s=chance.random(), wait_max_s=chance.random())
-                for start in starts
-            ],
-            {},
+            Amount(chance.randrange(100_000), chance.randrange(100)),
+            OldestWaiter(chance.random(), chance.random(), {"tier-0": chance.randrange(100_000)}, name),
         )
         for tier in range(5)
     ]
-    tenants = [
-        TenantView(f"tenant-{tenant}", chance.randrange(100_000), chance.randrange(9), 3) for tenant in range(20)
-    ]
-    refusals = [
-        RefusalView(
-            now_s, "low", "tenant-1", "queue_full", 503, "no place " * 8, f"{chance.getrandbits(128):x}", 1.0, ""
-        )
-        for _ in range(20)
-    ]
-    name, host = f"{chance.getrandbits(64):016x}", f"host-{number}"
-    report = ReplicaReport(name, host, now_s, 3, 4, tiers, tenants, refusals, generation="g", mode="enforce")
-    return report, LengthExchange(estimator).packed(report)
+    engines = [EngineReport(f"engine-{at}", f"engine-{at}#1", "ready", chance.randrange(100)) for at in range(8)]
+    return pack(ReplicaReport(name, host, 3, 4, "g", "enforce", engines=engines, tiers=tiers))
 
 
 async def keep_sharing(share: Sharing, first_in_s: float) -> None:
@@ -185,36 +153,24 @@ class Bench:
         self._pools = pools
         self._seconds = seconds
         self._reports = [full_report(number) for number in range(len(pools))]
-        self.report_bytes = sum(len(packed) for _, packed in self._reports) / len(pools)
+        self.report_bytes = sum(map(len, self._reports)) / len(pools)
 
-    def merged(self) -> list[Sharing]:
+    def shares(self) -> list[Sharing]:
         """Each replica shares as it does."""
 
-        def of(pool: Pool, report: ReplicaReport, packed: bytes) -> Sharing:
+        def of(pool: Pool, packed: bytes) -> Sharing:
             async def share() -> None:
-                await pool.share(packed, PoolMerge(report))
+                await pool.share(packed)
 
             return share
 
-        return [of(pool, *report) for pool, report in zip(self._pools, self._reports, strict=True)]
-
-    async def each_reads_all(self) -> list[Sharing]:
-        """Each replica reads the reports of all."""
-        sha = await self._client.script_load(EACH_READS_ALL)
-
-        def of(name: str, packed: bytes) -> Sharing:
-            async def share() -> None:
-                await self._client.evalsha(sha, 1, "admission:{control}", name, packed)
-
-            return share
-
-        return [of(report.replica, packed) for report, packed in self._reports]
+        return [of(pool, packed) for pool, packed in zip(self._pools, self._reports, strict=True)]
 
     async def measure(self, name: str, shares: Sequence[Sharing], rate: float = 0) -> None:
         """Prints one row of figures."""
         load = Load(self._pools)
         async with sharing(shares):
-            await asyncio.sleep(2 * SHARE_EVERY_S + 0.5)  # all have shared, and one has merged
+            await asyncio.sleep(2 * SHARE_EVERY_S + 0.5)  # all have shared
             await self._client.execute_command("SLOWLOG", "RESET")
             before = await Counts.now(self._client)
             await (load.run(rate, self._seconds) if rate else asyncio.sleep(self._seconds))
@@ -250,10 +206,9 @@ async def measure(url: str, arguments: argparse.Namespace) -> None:
         bench = Bench(client, pools, arguments.seconds)
         print(f"{arguments.replicas} replicas; a report has {bench.report_bytes:,.0f} bytes", flush=True)
         await bench.measure("idle, without reports", [])
-        await bench.measure("idle", bench.merged())
+        await bench.measure("idle", bench.shares())
         for rate in arguments.rates:
-            await bench.measure("under load", bench.merged(), rate)
-        await bench.measure("the control, idle: each replica reads the reports of all", await bench.each_reads_all())
+            await bench.measure("under load", bench.shares(), rate)
 
 
 def main() -> int:

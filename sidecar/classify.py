@@ -65,9 +65,10 @@ said_by_app: ContextVar[SaidByApp] = ContextVar("admission_said_by_app", default
 
 
 class Fallback(str, Enum):
-    """Stands in for a source where none answers: the policy's `default_tier`."""
+    """Stands in for a source: the policy's `default_tier` where none answers, and the holder of a lease from Python."""
 
     DEFAULT = "default"
+    LEASE = "lease"
 
 
 class Asked(msgspec.Struct, frozen=True, gc=False):
@@ -258,30 +259,23 @@ class Classifier:
 
     def classify(self, asked: Asked, tenant: Tenant) -> Classification:
         """The level a request gets. Raises UnknownTier for a name that is no tier or a number out of range."""
-        won = self._winner(asked, tenant)
-        ignored = tuple([name for name in self.statements(asked) if name != won.statement])
-        return Classification(tenant, *self._granted(won, tenant), ignored)
-
-    def _granted(self, won: SourceAnswer, tenant: Tenant) -> tuple[int, Source | Fallback, int | None]:
-        """The level, its source, and the level that was asked for where the tenant may not have it."""
-        level, best = self._policy.default_level if won.level is None else won.level, tenant.max_level
-        return (best, won.source, level) if level < best else (level, won.source, None)
-
-    def _winner(self, asked: Asked, tenant: Tenant) -> SourceAnswer:
-        """The first source that answers, or the default."""
+        won = _DEFAULT
         for consult in self._consults:
             answer = consult(asked, tenant)
             if answer.refusal is not None:
                 raise answer.refusal
             if answer.level is not None:
-                return answer
-        return _DEFAULT
+                won = answer
+                break
+        level, best = self._policy.default_level if won.level is None else won.level, tenant.max_level
+        ignored = tuple([name for name in self._statements(asked) if name != won.statement])
+        return Classification(tenant, max(level, best), won.source, level if level < best else None, ignored)
 
     def answers(self, asked: Asked, tenant: Tenant) -> list[SourceAnswer]:
         """All sources' answers, in the policy's order, including those after the winner: for `sidecar explain`."""
         return [consult(asked, tenant) for consult in self._consults]
 
-    def statements(self, asked: Asked) -> list[str]:
+    def _statements(self, asked: Asked) -> list[str]:
         """Every field and header of a request that states a priority, the sidecar's or an engine's."""
         payload = asked.payload
         found = [] if payload.priority is None and payload.nvext is None else client_members(payload)

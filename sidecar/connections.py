@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from starlette.types import ASGIApp
@@ -46,12 +47,23 @@ async def connect(
     """
     # Outside of the loop: there a mistake is raised, and no file is read in between.
     middleware = await asyncio.to_thread(_middleware, store, policy, engine)
-    connection = _Connection(middleware)
+    lifespan = AppLifespan(middleware)
     try:
-        await connection.begin()
-        yield connection.admission
+        try:
+            await lifespan.start()
+        except CannotServe as failure:
+            raise ValueError(str(failure)) from None
+        yield middleware.admission
     finally:
-        await connection.end()
+        if lifespan.is_running:
+            middleware.controller.drain()
+            middleware.controller.watchdog.give_up()
+        ending = asyncio.ensure_future(lifespan.end())
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending  # once more would cut it off
+            raise
 
 
 def connect_threads(
@@ -61,45 +73,13 @@ def connect_threads(
 
     Connect in each process, after a fork. Where the process ends without either, the pool hears of it at its end.
     """
-    thread = LoopThread()
+    thread, connection = LoopThread(), connect(store, policy=policy, engine=engine)
     try:
-        connection = _Connection(_middleware(store, policy, engine))
-        thread.call(connection.begin)
+        admission = thread.call(connection.__aenter__)
     except BaseException:
         thread.stop()
         raise
-    return ThreadAdmission(connection.admission, thread, connection.end)
-
-
-class _Connection:
-    """A middleware that serves nothing, in the event loop that calls `begin`."""
-
-    def __init__(self, middleware: AdmissionMiddleware) -> None:
-        self.admission = middleware.admission
-        self._controller = middleware.controller
-        self._lifespan = AppLifespan(middleware)
-
-    async def begin(self) -> None:
-        """Returns when the pool is there. Raises ValueError where it cannot be."""
-        try:
-            await self._lifespan.start()
-        except CannotServe as failure:
-            raise ValueError(str(failure)) from None
-
-    async def end(self) -> None:
-        """Gives everything back. Leases that wait are refused. Also where `begin` was canceled, or has failed."""
-        leaving = asyncio.ensure_future(self._leave())
-        try:
-            await asyncio.shield(leaving)
-        except asyncio.CancelledError:
-            await leaving  # once more would cut it off
-            raise
-
-    async def _leave(self) -> None:
-        if self._lifespan.is_running:
-            self._controller.drain()
-            self._controller.watchdog.give_up()
-            await self._lifespan.end()
+    return ThreadAdmission(admission, thread, partial(connection.__aexit__, None, None, None))
 
 
 def _middleware(store: str | None, given: str | Path | Policy | None, engine: str | None) -> AdmissionMiddleware:

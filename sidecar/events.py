@@ -52,8 +52,8 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 class Expectation(msgspec.Struct, frozen=True, gc=False):
     """What a request was expected to use when it entered the pool, where output lengths are learned.
 
-    `output_tokens` is the assumed length of each of its `sequences`, `source` where that comes from: own, replicas,
-    tenants, hint or maximum (nothing is known: what the old rule holds). `samples` are the answers that its length
+    `output_tokens` is the assumed length of each of its `sequences`, `source` where that comes from: own, tenants
+    or maximum (nothing is known: what the old rule holds). `samples` are the answers that its length
     rests on and `quantile` the share of them that are no longer; 0 where there are none. `overlap` is the ratio by
     which its tokens were counted, `most_tokens` what it may use at most: its prompt and maximum output. `prompt_tokens`
     is that of all sequences; `bytes_per_token` is None where it was not text alone. `bucket` is the class of requests

@@ -21,7 +21,6 @@ from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
 
 CHAT = "/v1/chat/completions"
-SUMMARY_BYTES = 16_384
 
 
 class Running:
@@ -98,10 +97,6 @@ class Replica:
         if one.expected is not None:
             self.sizes.learn(one.expected, one, is_complete=True)
         one.lease.settle(one.asked.prompt + one.asked.output)
-
-    def hear(self, name: str, other: Replica) -> None:
-        """Takes another replica's summary, as JSON."""
-        self.estimator.hear(name, json.loads(json.dumps(other.estimator.summary(SUMMARY_BYTES))))
 
 
 @cache

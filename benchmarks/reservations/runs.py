@@ -29,8 +29,6 @@ COLD = 500
 """Answers after which the shares are measured. Preemptions count from the first request on."""
 READING_S = 1.0
 """Virtual seconds between two readings of the engine's counter of preemptions."""
-SUMMARY_S = 2.0
-"""Virtual seconds between two summaries, where there are two replicas."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class _Player:
         self._next = 0
         self._running: dict[object, tuple[Replica, Running]] = {}
         self._answers = 0
-        self._read_s = self._told_s = 0.0
+        self._read_s = 0.0
 
     def _now_us(self) -> int:
         return round(self._engine.now_s * 1e6)
@@ -171,12 +169,6 @@ class _Player:
         now_us = self._now_us()
         for replica in self._replicas:
             replica.sizes.preempted(None, self._engine.preemptions, now_us)
-        if len(self._replicas) > 1 and self._engine.now_s >= self._told_s:
-            self._told_s = self._engine.now_s + SUMMARY_S
-            for number, replica in enumerate(self._replicas):
-                for other_number, other in enumerate(self._replicas):
-                    if number != other_number:
-                        replica.hear(f"replica-{other_number}", other)
 
     def _point(self) -> Point:
         engine = self._engine

@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
 
 FRESH = {"cache-control": "no-store"}
 """Headers of an answer that no cache keeps."""
 _YES, _NO = frozenset(("true", "1", "yes", "")), frozenset(("false", "0", "no"))
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The answer of `GET /healthz`."""
+
+    status: Literal["alive"] = "alive"
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """The answer of `GET /readyz`. `reasons` say why it is not ready, `notices` what is out of order all the same."""
+
+    status: Literal["ready", "not ready"]
+    reasons: list[str]
+    notices: list[str]
+
+
+class ErrorDetails(msgspec.Struct, frozen=True):
+    """A stable `code`, and a sentence."""
+
+    code: str
+    message: str
+
+
+class Error(msgspec.Struct, frozen=True):
+    """An error as every page of the port answers it."""
+
+    error: ErrorDetails
 
 
 class RefusedByPage(Exception):
@@ -26,23 +53,8 @@ class RefusedByPage(Exception):
 
 def refused(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
     """An error as every page of the port answers it."""
-    error = {"error": {"code": code, "message": message}}
-    return JSONResponse(error, status, {**FRESH, **(headers or {})})
-
-
-def page(path: str, **handlers: Handler) -> Route:
-    """A route by method: `GET=...`. What a handler raises as `RefusedByPage` is answered.
-
-    All methods of a path have one route, so that the refusal of any other method names every one of them.
-    """
-
-    async def answered(request: Request) -> Response:
-        try:
-            return await handlers["GET" if request.method == "HEAD" else request.method](request)
-        except RefusedByPage as refusal:
-            return refusal.response
-
-    return Route(path, answered, methods=list(handlers))
+    answer = msgspec.json.encode(Error(ErrorDetails(code, message)))
+    return Response(answer, status, {**FRESH, **(headers or {})}, "application/json")
 
 
 def flag(request: Request, name: str) -> bool:

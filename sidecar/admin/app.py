@@ -8,11 +8,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from sidecar.admin import openapi
-from sidecar.admin.answers import refused
+from sidecar.admin.answers import Health, Readiness, json_answer, refused
+from sidecar.admin.operations import PATH, routes_for
 
 
 def admin_app(
@@ -30,13 +31,12 @@ def admin_app(
     """
 
     async def healthz(_: Request) -> Response:
-        return JSONResponse({"status": "alive"})
+        return json_answer(Health())
 
     async def readyz(_: Request) -> Response:
         reasons = list(readiness())
-        status = "not ready" if reasons else "ready"
-        answer = {"status": status, "reasons": reasons, "notices": list(notices())}
-        return JSONResponse(answer, status_code=503 if reasons else 200)
+        answer = Readiness("not ready" if reasons else "ready", reasons, list(notices()))
+        return json_answer(answer, 503 if reasons else 200)
 
     async def show_state(_: Request) -> Response:
         return JSONResponse(dict(state()))
@@ -44,23 +44,18 @@ def admin_app(
     async def description(_: Request) -> Response:
         return Response(openapi.text(), media_type="application/json")
 
-    own = [
-        Route("/healthz", healthz),
-        Route("/readyz", readyz),
-        Route("/state", show_state),
-        Route(openapi.PATH, description),
-    ]
+    own = routes_for({"health": healthz, "readiness": readyz, "state": show_state, "description": description})
     handlers = {404: _no_page, 405: _no_method}
     return Starlette(routes=[*own, *routes], exception_handlers=handlers)
 
 
 async def _no_page(request: Request, _: Exception) -> Response:
-    message = f"the admin port has no page {request.url.path!r}; GET {openapi.PATH} describes those that it has"
+    message = f"the admin port has no page {request.url.path!r}; GET {PATH} describes those that it has"
     return refused(404, "unknown_page", message)
 
 
 async def _no_method(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow", "")
-    message = f"{request.url.path} takes {allowed}, not {request.method}; GET {openapi.PATH} describes the pages"
+    message = f"{request.url.path} takes {allowed}, not {request.method}; GET {PATH} describes the pages"
     return refused(405, "method_not_allowed", message, {"allow": allowed})

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from sidecar.admin.answers import RefusedByPage, flag, json_answer, page
+from sidecar.admin.answers import RefusedByPage, flag, json_answer
+from sidecar.admin.operations import routes_for
 from sidecar.admin.stream import receive_disconnect
 from sidecar.durations import short_duration
 from sidecar.engines.view import DrainEnd, EngineDocument, EngineView
@@ -50,11 +51,7 @@ class EngineRoutes:
 
     def routes(self) -> Sequence[BaseRoute]:
         """See the module."""
-        return [
-            page("/engines", GET=self._list),
-            page("/engines/{name:path}/drain", POST=self._drain),
-            page("/engines/{name:path}/resume", POST=self._resume),
-        ]
+        return routes_for({"engines": self._list, "drainEngine": self._drain, "resumeEngine": self._resume})
 
     async def _list(self, _: Request) -> Response:
         return json_answer(Engines(list(self._engines().documents())))

@@ -6,7 +6,7 @@ Request ids, messages and the names of tiers, tenants and models come from clien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from urllib.parse import quote
@@ -14,17 +14,16 @@ from urllib.parse import quote
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
+from sidecar.admin.operations import routes_for
 from sidecar.admin.page_files import headers, text_of
-from sidecar.cluster.document import Overview, RefusalView, ReplicaView
-from sidecar.durations import exact_duration
+from sidecar.cluster.document import Overview, ReplicaView
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation, WaitDetails
 from sidecar.explain.steps import (
     GROUP_HEADS,
     ONE_HEADS,
-    Step,
     admitted_meanwhile,
     group_rows,
     one_row,
@@ -52,7 +51,7 @@ def request_routes(builder: ExplanationBuilder, overview: Callable[[], Overview]
         text = await run_in_threadpool(make)  # the first page imports Jinja2, which takes tens of milliseconds
         return HTMLResponse(text.encode("utf-8", "replace"), 404 if story is None else 200, HEADERS)
 
-    return [Route("/request", page)]
+    return routes_for({"requestPage": page})
 
 
 def json_link(wanted: str) -> str:
@@ -75,7 +74,6 @@ def story_page(story: Explanation) -> str:
         facts,
         story.conclusion,
         mood=_mood(story),
-        heading="What happened",
         steps=list(steps(story, _clock)),
         wait=None if story.wait is None else _went_ahead(story, story.wait),
         as_json=json_link(story.request_id),
@@ -84,7 +82,6 @@ def story_page(story: Explanation) -> str:
 
 def unknown_page(builder: ExplanationBuilder, overview: Overview, wanted: str) -> str:
     """The page of a request that is not known here: why that may be, and where to ask."""
-    refused = [one for one in overview.refusals if one.request_id == wanted]
     others = [one for one in overview.replicas if one.replica != overview.replica]
     title = wanted or "no id"
     facts = [f"pool {overview.pool}", f"as of {_calendar(overview.at_s)}"]
@@ -98,8 +95,6 @@ def unknown_page(builder: ExplanationBuilder, overview: Overview, wanted: str) -
         title,
         facts,
         said,
-        heading="Refused by another replica",
-        steps=_refused_elsewhere(refused[0], overview.replicas) if refused else [],
         others=[_name(one) for one in others] if is_elsewhere else None,
     )
 
@@ -112,19 +107,6 @@ def unknown_request(builder: ExplanationBuilder, wanted: str) -> str:
         f"for at most {minutes:g} minutes the last that ended, since it started"
     )
     return f"{sentence}; the pool is shared, so ask the other replicas, too" if builder.is_shared else sentence
-
-
-def _refused_elsewhere(refusal: RefusalView, replicas: Iterable[ReplicaView]) -> Sequence[Step]:
-    """A refusal that another replica has reported: this one knows no more of the request."""
-    by = next((_name(one) for one in replicas if one.replica == refusal.replica), refusal.replica)
-    status = "" if refusal.status is None else f"{refusal.status} "
-    asked = "not known" if refusal.tier is None else f"tenant {refusal.tenant}, tier {refusal.tier}"
-    return [
-        Step("replica", by),
-        Step("asked by", asked),
-        Step("refused", f"{_clock(refusal.at_s)}: {status}{refusal.code}: {refusal.message}"),
-        Step("waited", exact_duration(refusal.waited_s) if refusal.waited_s else "not at all"),
-    ]
 
 
 def _name(replica: ReplicaView) -> str:
@@ -149,7 +131,7 @@ def _went_ahead(story: Explanation, wait: WaitDetails) -> Mapping[str, object]:
 
 
 def _page(title: str, facts: Sequence[str], conclusion: str, **more: object) -> str:
-    plain = {"mood": "plain", "wait": None, "others": None, "as_json": None}
+    plain = {"mood": "plain", "steps": (), "wait": None, "others": None, "as_json": None}
     return render(
         "request.html",
         title=title,

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from sidecar.admin.answers import refused
+from sidecar.admin.answers import FRESH, json_answer, refused
+from sidecar.admin.operations import routes_for
 from sidecar.admin.page_files import headers, text_of
 from sidecar.admin.request_page import LONGEST_ID, request_routes, unknown_request
 from sidecar.admin.stream import OverviewStream
@@ -22,9 +23,6 @@ from sidecar.cluster.document import Overview
 from sidecar.cluster.overview import PoolOverview
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.telemetry.setup import MetricsEndpoint, MetricsUnavailable
-
-_encode = msgspec.json.Encoder().encode
-_FRESH = {"cache-control": "no-store"}
 
 
 class LivePages:
@@ -41,20 +39,16 @@ class LivePages:
             return Response(PAGE, media_type="text/html", headers=HEADERS)
 
         async def overview(_: Request) -> Response:
-            return Response(self._document(), media_type="application/json", headers=_FRESH)
+            return Response(self._document(), 200, FRESH, "application/json")
 
         async def observed(_: Request) -> Response:
-            return Response(_encode(self._live.observed()), media_type="application/json", headers=_FRESH)
+            return json_answer(self._live.observed())
 
-        return [
-            Route("/", page),
-            Route("/observed", observed),
-            Route("/overview", overview),
-            Route("/overview/stream", self.stream, methods=["GET"]),
-        ]
+        pages = routes_for({"livePage": page, "observed": observed, "overview": overview})
+        return [Route("/overview/stream", self.stream, methods=["GET"]), *pages]
 
     def _document(self) -> bytes:
-        return _encode(self._live.overview())
+        return msgspec.json.encode(self._live.overview())
 
 
 def metrics_routes(scrape: MetricsEndpoint) -> Sequence[BaseRoute]:
@@ -79,11 +73,10 @@ def story_routes(builder: ExplanationBuilder, overview: Callable[[], Overview]) 
         story = builder.explain(wanted)
         if story is None:
             return refused(404, "unknown_request", unknown_request(builder, wanted))
-        return Response(msgspec.json.encode(story), media_type="application/json")
+        return json_answer(story)
 
     # As a path: a client's own request id may hold slashes. As a parameter: a browser cannot ask for the path `..`.
-    as_json = [Route("/requests", explain), Route("/requests/{id:path}", explain)]
-    return [*as_json, *request_routes(builder, overview)]
+    return [*routes_for({"request": explain, "requestById": explain}), *request_routes(builder, overview)]
 
 
 _STYLE, _SCRIPT = text_of("page.css"), text_of("page.js")

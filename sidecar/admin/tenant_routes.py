@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from sidecar.admin.answers import RefusedByPage, flag, json_answer, page
+from sidecar.admin.answers import RefusedByPage, flag, json_answer
+from sidecar.admin.operations import routes_for
 from sidecar.policy.stored_tenants import MOST_RECORD_BYTES, InvalidTenant
 from sidecar.pools.base import StoreError
 from sidecar.tenants.records import Refused, RefusedChange
@@ -56,11 +57,9 @@ class TenantRoutes:
 
     def routes(self) -> Sequence[BaseRoute]:
         """See the module."""
-        return [
-            page("/tenants", GET=self._list, POST=self._put),
-            # As a path: another program may have written a name with slashes into the store.
-            page("/tenants/{name:path}", GET=self._show, DELETE=self._remove),
-        ]
+        return routes_for(
+            {"tenants": self._list, "putTenant": self._put, "tenant": self._show, "removeTenant": self._remove}
+        )
 
     async def _list(self, request: Request) -> Response:
         registry = self._known()

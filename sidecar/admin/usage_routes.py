@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute
 
-from sidecar.admin.answers import FRESH, RefusedByPage, page
+from sidecar.admin.answers import FRESH, RefusedByPage
+from sidecar.admin.operations import MOST_DAYS, routes_for
 from sidecar.pools.base import StoreError
 from sidecar.tenants.tenant_usage import TenantUsage
 from sidecar.tenants.usage_records import UsageFigures, UsageKey
 
-MOST_DAYS = 31
 _AT_ONCE = 2_000
 """Rows that are sorted, or written, in one go: milliseconds, in which no request is admitted."""
 NO_USAGE = (
@@ -56,7 +56,7 @@ class UsageRoutes:
 
     def routes(self) -> Sequence[BaseRoute]:
         """See the module."""
-        return [page("/usage", GET=self._show)]
+        return routes_for({"usage": self._show})
 
     async def _show(self, request: Request) -> Response:
         usage = self._usage

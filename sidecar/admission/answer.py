@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from contextvars import Token
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.types import Message, Scope, Send
@@ -17,15 +17,20 @@ from starlette.types import Message, Scope, Send
 from sidecar.admission.background import BackgroundRequest
 from sidecar.admission.client import ClientChannel
 from sidecar.admission.intake import SizedRequest
-from sidecar.admission.pending_aborts import EngineCall
-from sidecar.admission.request_gain import AnswerReader
+from sidecar.admission.pending_aborts import Held, PendingAbort, PendingAborts
+from sidecar.admission.request_gain import RequestGain
 from sidecar.admission.usage import UsageReader
 from sidecar.context import Granted, Holder, current
+from sidecar.errors import AdmissionError, EngineUnreachable
 from sidecar.events import AppTrace, Outcome
 from sidecar.handover import Write
 from sidecar.lengths.lease_size import LeaseSize
-from sidecar.lengths.output_ratios import OutputRatios
-from sidecar.policy.model import CostPlace
+from sidecar.policy.model import CostPlace, Policy
+from sidecar.tenants.tenant_usage import TenantUsage
+
+if TYPE_CHECKING:
+    from sidecar.admission.controller import AdmissionController
+    from sidecar.admission.engine_route import EngineHealth
 
 BODIES = frozenset(("http.response.body", "http.response.pathsend", "http.response.zerocopysend"))
 """The messages that are an answer's body: its bytes, or a file that the server reads (ASGI's extensions)."""
@@ -42,20 +47,31 @@ def without_files(scope: Scope) -> dict[str, Any]:
     return {name: value for name, value in (scope.get("extensions") or {}).items() if name not in BODIES}
 
 
-class AppCall(msgspec.Struct, eq=False, gc=False):
-    """One call of the app: between `current.set` and `returned` in the context of its task.
+class EngineCall(msgspec.Struct, eq=False):
+    """One call of the app for a request, and so of the engine: what is current while it runs, and how it ends.
 
-    `granted` is None from the request's end on. `trace` is the request's trace, where there is one.
+    The engine computes from the call on, until its response is complete; an error is a response, too. A proxy that
+    answers in the engine's place calls `failed` first, because its answer does not end the engine's work.
+
+    `engine_watch` knows whether the engine can be used. `may_run` says whether the engine may still compute for it.
+    `error` is the proxy's answer. `is_handed_back` says that the proxy could not connect, and left the request
+    unanswered: it waits again for the engine. `granted` is None before the app is called, and from the request's end
+    on. `trace` is the request's trace, where there is one. Both are current between `current.set` and `returned`.
     """
 
-    granted: Granted | None
-    _trace: AppTrace | None
+    _engine_watch: EngineHealth | None = None
+    may_run: bool = True
+    error: AdmissionError | None = None
+    is_handed_back: bool = False
+    granted: Granted | None = None
+    trace: AppTrace | None = None
+    _pending: PendingAbort | None = None
 
     def returned(self, token: Token[Holder | None]) -> None:
         """The app has returned."""
         current.reset(token)
-        if self._trace is not None:
-            self._trace.detach()
+        if self.trace is not None:
+            self.trace.detach()
 
     def send_last(self, send: Send, message: Message) -> Awaitable[None]:
         """Sends the last part of the answer.
@@ -64,7 +80,37 @@ class AppCall(msgspec.Struct, eq=False, gc=False):
         nothing of this request is in it (uvicorn, where the next one has come already).
         """
         self.granted = None
-        return send(message) if self._trace is None else self._trace.outside(send, message)
+        return send(message) if self.trace is None else self.trace.outside(send, message)
+
+    def answered(self) -> None:
+        """The response is complete."""
+        if self.error is None:
+            self.may_run = False
+
+    def failed(self, error: AdmissionError, *, was_sent: bool) -> bool:
+        """The proxy has an error for the request. Whether it answers with it: else the request waits again.
+
+        `was_sent`: the engine may have received the request. It waits again only while the engine is known to be away:
+        nothing would keep an engine that is not watched from failing it again and again.
+        """
+        self.may_run = was_sent
+        watch = self._engine_watch
+        if isinstance(error, EngineUnreachable) and not was_sent and watch is not None and not watch.is_usable:
+            self.is_handed_back = True
+            return False
+        self.error = error
+        return True
+
+    def engine_error(self) -> AdmissionError | None:
+        """The proxy's answer in place of the engine's, where the engine failed: no one is charged for it."""
+        return self.error if self.error is not None and self.error.status >= 500 else None
+
+    def when_aborted(self, release: Callable[[], object], aborts: PendingAborts, due_us: int, held: Held) -> None:
+        """Calls `release` at `due_us`. A second call replaces `release`; the due time stays."""
+        if self._pending is None:
+            self._pending = aborts.add(release, due_us=due_us, held=held)
+        else:
+            self._pending.then(release)
 
 
 _MOST_DIGITS = 12
@@ -113,7 +159,7 @@ class CostReader:
 
 
 class Answer(msgspec.Struct, eq=False):
-    """The answer to one attempt. `usage` reads its tokens and `size` grows its lease.
+    """The answer to one attempt. `usage` reads its tokens, `reader` what passes, and `size` grows its lease.
 
     `_at_head` may change its head, `_at_first_byte` gets the status, and `_at_end` how it ended.
     `status` is None until its head is there. `streams` is true from the first byte of a stream on, while chunks need
@@ -122,10 +168,9 @@ class Answer(msgspec.Struct, eq=False):
     """
 
     usage: UsageReader
-    _reader: AnswerReader
+    reader: UsageReader | RequestGain
     _client: ClientChannel
     _call: EngineCall
-    _app_call: AppCall
     _at_head: Callable[[Message], Message]
     _at_first_byte: Callable[[int | None], None]
     _at_end: Callable[[Outcome, str | None], None]
@@ -167,18 +212,21 @@ class Answer(msgspec.Struct, eq=False):
         """The request is over, or the attempt: no more of it is read."""
         self.is_over, self.streams = True, False
 
-    def used(self, request: SizedRequest, ratios: OutputRatios, *, is_failure: bool) -> tuple[int, int | None]:
+    def used(
+        self, request: SizedRequest, controller: AdmissionController, policy: Policy, *, is_complete: bool
+    ) -> tuple[int, int | None]:
         """The tokens that it cost, and those that its tenant is charged for: None for the estimate.
 
-        Call it after its end: the growth of its lease ends. `is_failure`: the engine gave no answer.
+        Call it after its end: the growth of its lease ends, and what it was like is learned. `policy` is the request's.
         """
-        usage = self.usage
+        usage, is_failure = self.usage, self._call.engine_error() is not None
         if self.cost is not None:
             self.cost.tell(usage)
-        usage.conclude(ratios, request.classification.tenant.name, request.payload.model)
+        usage.conclude(controller.output_ratios, request.classification.tenant.name, request.payload.model)
         tokens = 0 if is_failure else usage.used_tokens(request.prompt_tokens)
         if self.size is not None:
             self.size.ended(tokens)
+        learn(controller, request, policy, usage, self.status, is_complete=is_complete, is_failure=is_failure)
         return tokens, tokens if is_failure or usage.is_known(self.status) else None
 
     def _begun(self, message: Message) -> Message:
@@ -196,7 +244,7 @@ class Answer(msgspec.Struct, eq=False):
             self.background.feed(body)
 
     def _read_chunk(self, body: bytes) -> None:
-        if self._reader.feed(body) and self.size is not None:
+        if self.reader.feed(body) and self.size is not None:
             self.size.answer_read()
 
     async def _send_last(self, message: Message) -> None:
@@ -206,7 +254,7 @@ class Answer(msgspec.Struct, eq=False):
         # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
         has_left = self._client.disconnected_us is not None
         self._call.answered()
-        await self._app_call.send_last(self._client.send, message)
+        await self._call.send_last(self._client.send, message)
         self._end(Outcome.CLIENT_LEFT if has_left else Outcome.COMPLETED)
 
     async def _send_other(self, message: Message) -> None:
@@ -228,6 +276,41 @@ class Answer(msgspec.Struct, eq=False):
         """The answer is complete. It may be the proxy's, because the engine failed."""
         error = None if self._call.error is None else self._call.engine_error()
         self._at_end(outcome if error is None else Outcome.FAILED, None if error is None else error.code)
+
+
+def learn(  # names at the call would cost as much as the rest
+    controller: AdmissionController,
+    request: SizedRequest,
+    policy: Policy,
+    usage: UsageReader,
+    status: int | None,
+    *,
+    is_complete: bool,
+    is_failure: bool,
+) -> None:
+    """Learns from a request's answer, and counts what its tenant used. `is_failure`: the engine gave no answer."""
+    if request.expected is not None and not is_failure and (status or 0) < 400:
+        controller.lease_sizes.learn(request.expected, usage, is_complete)
+    if usage.input_tokens is not None:
+        controller.estimator.learn(request.payload, request.classification.tenant.name, usage.input_tokens)
+    if controller.usage is not None and not is_failure:
+        _count_use(controller.usage, request, policy, usage, status)
+
+
+def _count_use(
+    counted: TenantUsage, request: SizedRequest, policy: Policy, usage: UsageReader, status: int | None
+) -> None:
+    """Counts what a request used. `usage` is that of its response, `status` is None where there was none."""
+    tokens = usage.used_tokens(request.prompt_tokens)
+    if not usage.is_known(None):
+        if status is not None and status >= 400:
+            return  # the engine refused it, or failed
+        # An answer that says nothing of its tokens: it may be one that its client has cut off before its end.
+        tokens = request.most_tokens if usage.has_begun else tokens
+    classification = request.classification
+    input_tokens = min(tokens, request.prompt_tokens if usage.input_tokens is None else usage.input_tokens)
+    tenant, tier = classification.tenant.name, policy.tiers[classification.level].name
+    counted.add(tenant, tier, request.payload.model, input_tokens, tokens - input_tokens)
 
 
 async def _nothing() -> None:

@@ -264,12 +264,6 @@ class ClientChannel(msgspec.Struct, eq=False):
     _receiving: tuple[asyncio.Task[object] | None, ...] = ()
     _context: Context = msgspec.field(default_factory=copy_context)
 
-    async def comment(self, text: str, api: Api, headers: Headers) -> None:
-        """Sends a line that clients skip. The first one begins the response, with `headers`."""
-        if self.keepalive is None:
-            self.send = self.keepalive = SseKeepAlive(self.send, api, headers)
-        await self.keepalive.comment(text)
-
     def hide_usage(self) -> None:
         """From now on the client does not see the usage of a stream. Harmless when repeated."""
         if self.hider is None:
@@ -341,7 +335,7 @@ def unobserved(receive: Receive) -> Receive:
 
 
 class ClientComments(msgspec.Struct, frozen=True):
-    """Comments for a streaming client while it waits: see `turn.Comments`. `headers` begin the response."""
+    """Comments for a streaming client while it waits, one every `every_s` seconds. `headers` begin the response."""
 
     every_s: float
     _client: ClientChannel
@@ -349,8 +343,11 @@ class ClientComments(msgspec.Struct, frozen=True):
     _headers: Headers
 
     async def comment(self, text: str) -> None:
-        """Sends a line that the client skips."""
-        await self._client.comment(text, self._api, self._headers)
+        """Sends a line that the client skips. The first one begins the response."""
+        client = self._client
+        if client.keepalive is None:
+            client.send = client.keepalive = SseKeepAlive(client.send, self._api, self._headers)
+        await client.keepalive.comment(text)
 
     async def admitted(self, wait_s: float) -> None:
         """Says that the wait is over, where a comment was sent before."""

@@ -23,7 +23,6 @@ from sidecar.admission.intake import Appraise, SizedRequest
 from sidecar.admission.pending_aborts import PendingAborts
 from sidecar.admission.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
-from sidecar.admission.usage import UsageReader
 from sidecar.admission.watchdog import Watchdog
 from sidecar.engines.base import Engine
 from sidecar.engines.discovery import is_engine_server
@@ -316,39 +315,6 @@ class AdmissionController:
         state: Mapping[str, Any] = self.pool.state()
         replicas = state["store"].get("replicas") if "store" in state else None
         return Room(state["capacity"]["tokens"], state["capacity"]["requests"], replicas or 1)
-
-    def learn(  # noqa: PLR0917  # names at the call would cost as much as the rest
-        self,
-        request: SizedRequest,
-        policy: Policy,
-        usage: UsageReader,
-        status: int | None,
-        is_complete: bool,
-        is_failure: bool,
-    ) -> None:
-        """Learns from a request's answer, and counts what its tenant used. `is_failure`: the engine gave no answer."""
-        if request.expected is not None and not is_failure and (status or 0) < 400:
-            self.lease_sizes.learn(request.expected, usage, is_complete)
-        if usage.input_tokens is not None:
-            self.estimator.learn(request.payload, request.classification.tenant.name, usage.input_tokens)
-        if self.usage is not None and not is_failure:
-            self._count_use(self.usage, request, policy, usage, status)
-
-    @staticmethod
-    def _count_use(
-        counted: TenantUsage, request: SizedRequest, policy: Policy, usage: UsageReader, status: int | None
-    ) -> None:
-        """Counts what a request used. `usage` is that of its response, `status` is None where there was none."""
-        tokens = usage.used_tokens(request.prompt_tokens)
-        if not usage.is_known(None):
-            if status is not None and status >= 400:
-                return  # the engine refused it, or failed
-            # An answer that says nothing of its tokens: it may be one that its client has cut off before its end.
-            tokens = request.most_tokens if usage.has_begun else tokens
-        classification = request.classification
-        input_tokens = min(tokens, request.prompt_tokens if usage.input_tokens is None else usage.input_tokens)
-        tenant, tier = classification.tenant.name, policy.tiers[classification.level].name
-        counted.add(tenant, tier, request.payload.model, input_tokens, tokens - input_tokens)
 
     def drain(self, within_s: float | None = None) -> None:
         """Refuses every new request from now on; requests that wait or run are served to their end.

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Send
 
+from sidecar.admission.answer import EngineCall
 from sidecar.admission.intake import SizedRequest
-from sidecar.admission.pending_aborts import EngineCall
 from sidecar.admission.usage import UsageReader
 from sidecar.durations import short_duration
 from sidecar.engines.watch import EngineState

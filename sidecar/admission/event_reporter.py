@@ -1,7 +1,7 @@
 """Event reporter: tells an observer what happens to one request.
 
 An observer that follows requests is told each event as it comes. One that does not is told of failures only, and then
-with all that came before: of a request that ends well, no event is made.
+with all that came before.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from starlette.types import Scope
 
 from sidecar.admission.intake import SizedRequest
+from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.request_gain import RequestGain
 from sidecar.errors import AdmissionError
 from sidecar.events import (
@@ -24,7 +25,6 @@ from sidecar.events import (
     Event,
     FirstByte,
     Observation,
-    Observed,
     Observer,
     Obstacle,
     Outcome,
@@ -38,7 +38,7 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.lengths.lease_size import LeaseSize
-from sidecar.policy.model import Endpoint, Policy, Tenant
+from sidecar.policy.model import Tenant
 from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"
@@ -59,36 +59,47 @@ class Asker(Protocol):
 
 
 class EventReporter(msgspec.Struct, eq=False):
-    """Reports one request: see `reporter_of`.
+    """Reports one request: see `reporter_of`. Without arguments it reports nothing.
 
     `now_us` is the pool's clock in microseconds. `observation` is there from the beginning where an observer follows
-    the request. Where one is told of failures only, `_begin` makes it, and `_steps` are what it is told then.
+    the request. Where one is told of failures only, `_begin` makes it, and `_kept` are what it is told then.
 
     A request that was admitted once ends with `Settled`, even where it ends while it waits again. `asker` knows the
-    tenant and the tier of a request that ends before it is classified. `gain` is told of its
-    first byte and its end, whether an observer listens or not.
+    tenant and the tier of a request that ends before it is classified. `gain` is told of its first byte and its end,
+    whether an observer listens or not.
     """
 
-    _now_us: Callable[[], int]
-    _asker: Asker
+    _now_us: Callable[[], int] = lambda: 0
+    _asker: Asker | None = None
     observation: Observation | None = None
     _begin: Callable[[], Observation | None] | None = None
-    _steps: list[tuple[Callable[..., Event], tuple[Any, ...]]] = []
+    _kept: list[Event] = []
     _was_admitted: bool = False
     gain: RequestGain | None = None
 
-    def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
-        """The request was classified at `at_us`, and the pool has said now which tier it charges."""
-        self._step(_classified, request, endpoint, policy, at_us)
+    def classified(
+        self,
+        request: SizedRequest,
+        snapshot: PolicySnapshot,
+        at_us: int,
+        *,
+        api: str | None = None,
+        is_kept: bool = False,
+    ) -> None:
+        """The request was classified at `at_us`, and the pool has said now which tier it charges.
+
+        `api` is what stands for its API; None: its own. `is_kept`: it is never preempted, whatever its tier.
+        """
+        self.event(_classified(request, snapshot, at_us, api, is_kept))
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where there is an observer."""
         if self.observation is not None or self._begin is not None:
-            self._step(Queued, self._now_us(), *obstacle(), mark)
+            self.event(Queued(self._now_us(), *obstacle(), mark))
 
     def waited_for_store(self, since_us: int) -> None:
         """The pool's first answer admitted the request, but took so long that it counts as a wait."""
-        self._step(Queued, since_us, Obstacle.STORE, "the pool took a moment to answer")
+        self.event(Queued(since_us, Obstacle.STORE, "the pool took a moment to answer"))
 
     def admitted(self, grant: Grant, priority: int | float | None, *, is_dry_run: bool = False) -> None:
         """The request holds its lease, or none where it passes in a dry run.
@@ -96,27 +107,36 @@ class EventReporter(msgspec.Struct, eq=False):
         `priority` is the engine's, None where the engine gets none.
         """
         self._was_admitted = True
-        self._step(_admitted, grant, priority, is_dry_run)
+        self.event(
+            Admitted(
+                at_us=grant.at_us,
+                queue_wait_us=grant.queue_wait_us,
+                starvation_us=grant.starvation_us,
+                overtaken_at_us=grant.overtaken_at_us,
+                served_ahead=grant.served_ahead,
+                level=grant.level,
+                engine_priority=priority,
+                passed=grant.passed,
+                is_dry_run=is_dry_run,
+                engine=grant.engine,
+                placed=grant.placed,
+            )
+        )
 
     def event(self, event: Event) -> None:
-        """Reports an event that was made already."""
-        self._step(_as_it_is, event)
-
-    def passed(self, at_us: int, level: int) -> None:
-        """The request went to the app without a lease, as in the dry run, and did not wait."""
-        self.event(Admitted(at_us, 0, 0, None, {}, level, None, is_dry_run=True))
-
-    def observed(self, observed: Observed) -> None:
-        """The dry run knows what enforcing would have done."""
-        self.event(observed)
+        """Reports an event that does not end the request, or keeps it."""
+        if self.observation is not None:
+            self.observation.on_event(event)
+        elif self._begin is not None:
+            self._kept.append(event)
 
     def replayed(self, engine: str, reason: ReplayReason) -> None:
         """An engine, by its id, did not serve the request. `preempted` with `is_unreached` comes next."""
-        self._step(Replayed, self._now_us(), engine, reason)
+        self.event(Replayed(self._now_us(), engine, reason))
 
     def preempted(self, admitted_us: int, times: int, *, is_unreached: bool = False) -> None:
         """The request was preempted for the n-th time, or did not reach the engine, and waits again."""
-        self._step(Preempted, self._now_us(), admitted_us, times, is_unreached)
+        self.event(Preempted(self._now_us(), admitted_us, times, is_unreached))
 
     def refused(self, error: AdmissionError, wait: Grant | None) -> None:
         """The request was answered with an error, perhaps after a wait."""
@@ -138,7 +158,7 @@ class EventReporter(msgspec.Struct, eq=False):
         """The response's first byte goes out."""
         if self.gain is not None:
             self.gain.first_byte(status)
-        self._step(FirstByte, self._now_us(), status or 0)
+        self.event(FirstByte(self._now_us(), status or 0))
 
     def settled(  # noqa: PLR0917  # names at the call would cost as much as the rest
         self,
@@ -190,19 +210,12 @@ class EventReporter(msgspec.Struct, eq=False):
         waited = None if wait is None else refused
         self._end(Settled(self._now_us(), outcome, status, tokens, None, None, code, waited, gain=gain))
 
-    def _step(self, make: Callable[..., Event], *arguments: Any) -> None:
-        """Tells an event that does not end the request, or keeps what it is made of."""
-        if self.observation is not None:
-            self.observation.on_event(make(*arguments))
-        elif self._begin is not None:
-            self._steps.append((make, arguments))
-
     def _end(self, event: Refused | Settled) -> None:
         """Tells the event that ends the request, and before it what was kept."""
         if self._begin is not None:
             self.observation, self._begin = self._begin(), None
-            for make, arguments in self._steps:
-                self._step(make, *arguments)
+            for kept in self._kept:
+                self.event(kept)
         if self.observation is not None:
             self.observation.on_event(event)
 
@@ -226,12 +239,10 @@ def reporter_of(  # noqa: PLR0917
     return EventReporter(now_us, asker, _begin=partial(observer.received, received))
 
 
-def _as_it_is(event: Event) -> Event:
-    return event
-
-
-def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> Classified:
-    classification, payload, tiers = request.classification, request.payload, policy.tiers
+def _classified(
+    request: SizedRequest, snapshot: PolicySnapshot, at_us: int, api: str | None, is_kept: bool
+) -> Classified:
+    classification, payload, tiers = request.classification, request.payload, snapshot.policy.tiers
     clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
     return Classified(
         at_us=at_us,
@@ -239,41 +250,25 @@ def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us
         tenant=classification.tenant.name,
         source=classification.source._value_,  # `value` itself costs two calls
         clamped_from=None if clamped_from is None else tiers[clamped_from].name,
-        api=endpoint.api._value_,
+        api=api or request.api._value_,
         model=payload.model,
         max_output_tokens=payload.max_output_tokens,
         stream=payload.stream,
         tokens=request.tokens,
         requests=request.requests,
-        preemptible=policy.rules.is_preemptible(classification.level),
+        preemptible=not is_kept and snapshot.are_preemptible_by_rule[classification.level],
         downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
         expected=None if request.expected is None else request.expected.said(payload),
     )
 
 
-def _admitted(grant: Grant, priority: int | float | None, is_dry_run: bool) -> Admitted:
-    return Admitted(
-        at_us=grant.at_us,
-        queue_wait_us=grant.queue_wait_us,
-        starvation_us=grant.starvation_us,
-        overtaken_at_us=grant.overtaken_at_us,
-        served_ahead=grant.served_ahead,
-        level=grant.level,
-        engine_priority=priority,
-        passed=grant.passed,
-        is_dry_run=is_dry_run,
-        engine=grant.engine,
-        placed=grant.placed,
-    )
-
-
 def _refused(
-    end: tuple[int, str, str, int | None], wait: Grant | None, asker: Asker, gain: ServiceGain | None
+    end: tuple[int, str, str, int | None], wait: Grant | None, asker: Asker | None, gain: ServiceGain | None
 ) -> Refused:
-    tenant = None if asker.tenant is None else asker.tenant.name
+    tenant, tier = (None, None) if asker is None else (asker.tenant, asker.tier)
     waited = (
         (0, 0, None, {})
         if wait is None
         else (wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead)
     )
-    return Refused(*end, *waited, tenant, gain, asker.tier)
+    return Refused(*end, *waited, None if tenant is None else tenant.name, gain, tier)

@@ -153,7 +153,8 @@ class SizedRequest(msgspec.Struct, gc=False):
 
     def longest_wait_s(self, policy: Policy) -> float | None:
         """The longest wait in seconds: the tier's, or the client's where that is shorter. None: no limit."""
-        return _shorter(self.max_wait_s, policy.tiers[self.classification.level].queue.max_wait_s)
+        waits_s = (self.max_wait_s, policy.tiers[self.classification.level].queue.max_wait_s)
+        return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     @property
     def may_be_repeated(self) -> bool:
@@ -341,7 +342,7 @@ class RequestIntake(msgspec.Struct, eq=False):
             taken=taken,
             added=(*added, NOT_PACKED) if NOT_PACKED[0] in headers else added,
             output_cap=cap,
-            max_wait_s=longest_wait_s(headers, None),
+            max_wait_s=_asked_wait_s(headers),
         )
         if snapshot.objectives:
             request.objective = _objective(headers, snapshot, classification)
@@ -390,19 +391,13 @@ def _objective(
     return objective
 
 
-def longest_wait_s(headers: Mapping[bytes, bytes], of_tier_s: float | None) -> float | None:
-    """The tier's longest wait in seconds, or the client's where that is shorter. Raises InvalidHeader."""
+def _asked_wait_s(headers: Mapping[bytes, bytes]) -> float | None:
+    """The longest wait that the client allows, in seconds; None where it does not say. Raises InvalidHeader."""
     raw = headers.get(MAX_WAIT_HEADER)
-    if raw is None:
-        return of_tier_s
     try:
-        return _shorter(float(duration_s(raw.decode("latin-1").strip())), of_tier_s)
+        return None if raw is None else float(duration_s(raw.decode("latin-1").strip()))
     except ValueError as error:
         raise InvalidHeader(f"{MAX_WAIT_HEADER.decode()}: {error}") from None
-
-
-def _shorter(one_s: float | None, other_s: float | None) -> float | None:
-    return one_s if other_s is None else other_s if one_s is None else min(one_s, other_s)
 
 
 # -- the checks

@@ -10,14 +10,7 @@ import asyncio
 import heapq
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
-
-import msgspec
-
-from sidecar.errors import AdmissionError, EngineUnreachable
-
-if TYPE_CHECKING:
-    from sidecar.admission.engine_route import EngineHealth
+from typing import NamedTuple
 
 ARRIVES_WITHIN_US = 1_000_000
 """An engine does not count a request yet whose prompt it is still reading."""
@@ -149,50 +142,3 @@ class PendingAborts:
 
 def _largest(pending: Sequence[PendingAbort], most: int, dimension: int) -> Sequence[PendingAbort]:
     return heapq.nlargest(most, pending, key=lambda one: one.held[dimension])
-
-
-class EngineCall(msgspec.Struct, eq=False):
-    """One call of the app for a request: whether the engine may still compute for it.
-
-    The engine computes from the call on, until its response is complete; an error is a response, too. A proxy that
-    answers in the engine's place calls `failed` first, because its answer does not end the engine's work.
-
-    `engine_watch` knows whether the engine can be used. `error` is the proxy's answer. `is_handed_back` says that the
-    proxy could not connect, and left the request unanswered: it waits again for the engine.
-    """
-
-    _engine_watch: EngineHealth | None = None
-    may_run: bool = True
-    error: AdmissionError | None = None
-    is_handed_back: bool = False
-    _pending: PendingAbort | None = None
-
-    def answered(self) -> None:
-        """The response is complete."""
-        if self.error is None:
-            self.may_run = False
-
-    def failed(self, error: AdmissionError, *, was_sent: bool) -> bool:
-        """The proxy has an error for the request. Whether it answers with it: else the request waits again.
-
-        `was_sent`: the engine may have received the request. It waits again only while the engine is known to be away:
-        nothing would keep an engine that is not watched from failing it again and again.
-        """
-        self.may_run = was_sent
-        watch = self._engine_watch
-        if isinstance(error, EngineUnreachable) and not was_sent and watch is not None and not watch.is_usable:
-            self.is_handed_back = True
-            return False
-        self.error = error
-        return True
-
-    def engine_error(self) -> AdmissionError | None:
-        """The proxy's answer in place of the engine's, where the engine failed: no one is charged for it."""
-        return self.error if self.error is not None and self.error.status >= 500 else None
-
-    def when_aborted(self, release: Callable[[], object], aborts: PendingAborts, due_us: int, held: Held) -> None:
-        """Calls `release` at `due_us`. A second call replaces `release`; the due time stays."""
-        if self._pending is None:
-            self._pending = aborts.add(release, due_us=due_us, held=held)
-        else:
-            self._pending.then(release)

@@ -67,10 +67,11 @@ class PolicySnapshot:
 
     `endpoints` are those that are guarded, `named_endpoints` all of them, as `request_path.endpoint_of` takes them.
     `priorities` are the values that the engine gets, `tier_names` are header values. `are_preemptible` says whose
-    requests' room may be taken back before their first byte. `abort_latency` is how long the
-    engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
-    then no gain is measured. `is_observing` is `mode: observe`, `is_passing` is `mode: pass`, which guards no
-    endpoint. `asks_usage_of` is the engine that is asked for the usage of streams, None where no one asks.
+    requests' room may be taken back before their first byte, `are_preemptible_by_rule` whose might, if the app may be
+    called twice. `abort_latency` is how long the engine computes on after an aborted request. `objectives` are the
+    tiers' own; none at all where no tier has one: then no gain is measured. `is_observing` is `mode: observe`,
+    `is_passing` is `mode: pass`, which guards no endpoint. `asks_usage_of` is the engine that is asked for the usage of
+    streams, None where no one asks.
     """
 
     policy: Policy
@@ -82,6 +83,7 @@ class PolicySnapshot:
     priorities: tuple[int | float, ...]
     tier_names: tuple[bytes, ...]
     are_preemptible: tuple[bool, ...]
+    are_preemptible_by_rule: tuple[bool, ...]
     abort_latency: AbortLatency
     routes: Routes
     objectives: tuple[Objective | None, ...] = ()
@@ -118,6 +120,7 @@ def policy_snapshot(
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
         tier_names=tuple(tier.name.encode() for tier in policy.tiers),
         are_preemptible=tuple(repeats and policy.rules.is_preemptible(tier.level) for tier in policy.tiers),
+        are_preemptible_by_rule=tuple(policy.rules.is_preemptible(tier.level) for tier in policy.tiers),
         abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
         routes=policy.engine.routes,
         objectives=objectives if any(objectives) else (),

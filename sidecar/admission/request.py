@@ -12,7 +12,7 @@ from functools import partial
 
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.answer import Answer, AppCall, CostReader, without_files
+from sidecar.admission.answer import Answer, CostReader, EngineCall, without_files
 from sidecar.admission.attempt import EngineTime, PreemptibleAttempt, break_off, disconnects_before
 from sidecar.admission.background import BackgroundEnd, BackgroundRequest
 from sidecar.admission.client import ClientChannel, ClientDisconnected, UploadChannel, comments_for, read_body
@@ -21,7 +21,7 @@ from sidecar.admission.engine_route import EngineRoute
 from sidecar.admission.event_reporter import reporter_of
 from sidecar.admission.forwarding import ask_for_usage, granted_of, id_for_app, pass_read, request_for_app, show_outside
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
-from sidecar.admission.pending_aborts import EngineCall, Held
+from sidecar.admission.pending_aborts import Held
 from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
 from sidecar.admission.turn import Cause, Turn, TurnEnded, refusal_of
 from sidecar.admission.usage import UsageReader
@@ -67,7 +67,7 @@ class RequestHandler:
     """
 
     __slots__ = (
-        "_answer", "_app_call", "_attempt", "_body", "_call", "_client", "_controller", "_cut", "_endpoint",
+        "_answer", "_attempt", "_body", "_call", "_client", "_controller", "_cut", "_endpoint",
         "_engine_time", "_for_app", "_intake", "_is_read", "_lease", "_now_us", "_overdue",
         "_pairs", "_preempted_us", "_receive", "_received_us", "_reporter", "_request", "_request_id", "_route",
         "_scope", "_snapshot", "_task", "_timed_out", "_turn", "_upload", "stage",
@@ -76,7 +76,6 @@ class RequestHandler:
     _request: SizedRequest
     _turn: Turn
     _lease: Lease
-    _app_call: AppCall
 
     def __init__(
         self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
@@ -126,15 +125,15 @@ class RequestHandler:
                     await self._end_without_grant(end)
                     return
                 scope, receive, send = self._forward(grant)
-                app_call = self._app_call
-                token = current.set(app_call)
+                call = self._call
+                token = current.set(call)
                 try:
                     await self._controller.app(scope, receive, send)
                 except Exception as error:
                     if await self._has_failed(error):
                         raise
                 finally:
-                    app_call.returned(token)
+                    call.returned(token)
                 if (self.stage is Stage.OVER and self._overdue is None) or not await self._waits_again():
                     return
                 next_grant = self._wait_again
@@ -215,30 +214,26 @@ class RequestHandler:
         if controller.routing is not None:
             route = self._route = controller.routing.route(request)
             request.hits, self._call = route.hits, route.call()
-        pool, classification, entered_us = controller.pool, request.classification, None
+        pool, entered_us = controller.pool, None
         turn = self._turn = Turn(
             pool,
             snapshot.policy,
-            classification.tenant,
+            request,
             self._reporter,
             budgets=controller.usage,
-            max_wait_s=request.max_wait_s,
+            sizes=controller.lease_sizes,
             disconnect=self._client.disconnect,
             comments=partial(comments_for, self._client, request, snapshot, self._request_id),
             is_over=lambda: controller.is_passing,
         )
         try:
-            appraise = controller.appraiser(snapshot) if snapshot.policy.rules.is_by_gain else None
-            lease = self._lease = await turn.enter(sized_ask(pool, request, controller.lease_sizes, appraise))
-            entered_us = lease.entered_us
-            self.stage = Stage.WAITING
+            ask = sized_ask(pool, request, controller.lease_sizes, controller.appraiser(snapshot))
+            lease = self._lease = await turn.enter(ask)
+            entered_us, self.stage = lease.entered_us, Stage.WAITING
         finally:  # only now the charged tier is known
-            classification.note_charged(turn.level)
             self._classified(entered_us)
-        if snapshot.are_preemptible[classification.level] and request.may_be_repeated:
+        if snapshot.are_preemptible[request.classification.level] and request.may_be_repeated:
             lease.on_preempt = self._preempt
-        if lease.grant is None and request.expected is not None:
-            lease.size_now = partial(request.expect, controller.lease_sizes, pool)
         return await turn.granted()
 
     async def _end_without_grant(self, end: Exception) -> None:
@@ -277,7 +272,8 @@ class RequestHandler:
                 intake.check_time(self._now_us())  # raises BodyTimeout
             raise
         self._request, self._body, self._is_read = request, request.body, True
-        self._controller = self._controller.controller_of(request)
+        if self._controller.controllers:  # each model has its own
+            self._controller = self._controller.controller_of(request)
         if self._snapshot.estimator.counter is not None:
             await count_tokens(request, self._snapshot)
         return request
@@ -288,7 +284,7 @@ class RequestHandler:
         request, snapshot = self._request, self._snapshot
         if objectives := snapshot.objectives:
             self._reporter.gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)
-        self._reporter.classified(request, self._endpoint, snapshot.policy, at_us)
+        self._reporter.classified(request, snapshot, at_us)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         """Answers with an error. What is left of a body is read: a client that still sends would lose the answer."""
@@ -315,7 +311,7 @@ class RequestHandler:
         self._reporter.admitted(grant, priority if forward.is_sent else None)
         granted = granted_of(grant, request, snapshot.policy, priority, self._request_id)
         observation = self._reporter.observation
-        self._app_call = AppCall(granted, None if observation is None else observation.app_trace())
+        self._call.granted, self._call.trace = granted, None if observation is None else observation.app_trace()
         answer = self._answer = self._new_answer(grant)
         self.stage = Stage.RUNNING  # not before: a request that runs is settled by its answer
         receive: Receive = self._receive_for_app
@@ -325,7 +321,7 @@ class RequestHandler:
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
                 attempt.preempt()
-        elif snapshot.policy.rules.is_preemptible(lease.ask.tier):  # what cannot be given back must be no one's victim
+        elif snapshot.are_preemptible_by_rule[lease.ask.tier]:  # what cannot be given back must be no one's victim
             lease.keep()
         if self._route is not None:
             send = self._route.begin(lease, send)
@@ -335,8 +331,9 @@ class RequestHandler:
         request, gain, cost = self._request, self._reporter.gain, self._endpoint.cost
         usage = UsageReader() if self._route is None else self._route.usage
         reader = usage if gain is None else gain.sent(grant.engine, usage)
-        hooks = self._response_start, self._first_byte, self._settle
-        answer = Answer(usage, reader, self._client, self._call, self._app_call, *hooks)
+        first_byte = self._reporter.first_byte if self._route is None else self._first_byte
+        hooks = self._response_start, first_byte, self._settle
+        answer = Answer(usage, reader, self._client, self._call, *hooks)
         if cost is not None:
             answer.cost = CostReader(cost)
         if request.expected is not None:
@@ -447,8 +444,8 @@ class RequestHandler:
 
     def _first_byte(self, status: int | None) -> None:
         self._reporter.first_byte(status)
-        if self._route is not None:
-            self._route.first_byte()
+        assert self._route is not None
+        self._route.first_byte()
 
     # -- preemption
 
@@ -544,8 +541,9 @@ class RequestHandler:
         assert answer is not None
         usage, status = answer.usage, answer.status
         failure = None if call.error is None else call.engine_error()
-        self._app_call.granted = None
-        tokens, charged = answer.used(request, controller.output_ratios, is_failure=failure is not None)
+        call.granted = None
+        policy, is_complete = self._snapshot.policy, outcome is Outcome.COMPLETED
+        tokens, charged = answer.used(request, controller, policy, is_complete=is_complete)
         if call.may_run:
             if lease.on_preempt is not None:
                 lease.on_preempt = lambda: None  # nothing can free its room sooner
@@ -556,9 +554,6 @@ class RequestHandler:
             outcome, error = Outcome.CLIENT_LEFT, None  # the disconnect is why the app failed
         if self._route is not None:
             self._route.ended()
-        controller.learn(
-            request, self._snapshot.policy, usage, status, outcome is Outcome.COMPLETED, failure is not None
-        )
         used = tokens, usage.input_tokens, usage.output_tokens, usage.cached_tokens
         said = None if failure is None else failure.message
         self._reporter.settled(outcome, status, used, error, said, answer.size)

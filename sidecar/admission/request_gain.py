@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -66,13 +65,6 @@ def gain_of(objective: Objective, speed: Coefficients, uncached: int, tokens: in
         objective.ttft_us - speed.prefill_us(uncached),
         max(LEAST_SLACK_US, objective.tpot_us - speed.token_us),
     ).bounded()
-
-
-class AnswerReader(Protocol):
-    """What reads an answer as it passes: the usage reader, or what measures its tokens, too."""
-
-    def feed(self, body: bytes) -> bool:
-        """Takes the next bytes of the response, as they were sent. Returns whether the events so far were counted."""
 
 
 class GainDocument(msgspec.Struct, frozen=True):
@@ -181,7 +173,7 @@ class RequestGain:
         self._call: Call | None = None
         self._deadlines: TokenDeadlines | None = None
 
-    def sent(self, engine_id: str | None, usage: UsageReader) -> AnswerReader:
+    def sent(self, engine_id: str | None, usage: UsageReader) -> UsageReader | RequestGain:
         """The request is sent to an engine, by its id. Returns what reads the answer."""
         request, payload = self._request, self._request.payload
         name = None if engine_id is None else engine_id.partition("#")[0]

@@ -15,7 +15,7 @@ from sidecar.admission.request_path import exact_paths
 from sidecar.admission.responses import REQUEST_ID, request_id, send_error
 from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
 from sidecar.identity.issuer_keys import with_keys
-from sidecar.policy.model import Tenant
+from sidecar.policy.model import Limits, Tenant
 from sidecar.pools.base import TenantUse
 from sidecar.tenants.tenant_usage import BudgetView
 
@@ -43,13 +43,6 @@ class LimitsView(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_per_month: BudgetView | None = None
 
 
-class LeftView(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The limits by the minute, for one model: those of pools in a store count for each model apart."""
-
-    requests: LimitView | None = None
-    tokens: LimitView | None = None
-
-
 class UseView(msgspec.Struct, frozen=True):
     """The tenant's requests in this replica: how many wait and run, and the tokens that are held for them."""
 
@@ -70,7 +63,7 @@ class TierView(msgspec.Struct, frozen=True):
 
 
 class SelfView(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer. With several models each has tiers of its own, and in a store also its own part of `limits`."""
+    """The answer. With several models each has tiers of its own, and in a store also its own limits by the minute."""
 
     tenant: str
     tier: str
@@ -80,7 +73,7 @@ class SelfView(msgspec.Struct, frozen=True, omit_defaults=True):
     here: UseView
     tiers: list[TierView] = []
     models: dict[str, list[TierView]] = {}
-    limits_by_model: dict[str, LeftView] = {}
+    limits_by_model: dict[str, LimitsView] = {}
 
 
 def is_self_view(scope: Scope) -> bool:
@@ -141,11 +134,10 @@ async def _view(controller: AdmissionController, tenant: Tenant) -> SelfView:
 
 async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView:
     limits = tenant.limits
-    left = None if _count_apart(controller) else await _left(controller, tenant)
+    left = None if controller.counts_apart else await _left(controller, tenant)
     budgets = {} if controller.usage is None else controller.usage.budgets(tenant)
     return LimitsView(
-        _limit(limits.requests_per_minute, None if left is None else left.requests),
-        _limit(limits.tokens_per_minute, None if left is None else left.tokens),
+        *_by_minute(limits, left),
         limits.concurrent_requests,
         limits.max_output_tokens,
         _budget(budgets.get("day")),
@@ -153,22 +145,20 @@ async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView
     )
 
 
-async def _limits_by_model(controller: AdmissionController, tenant: Tenant) -> dict[str, LeftView]:
-    limits, found = tenant.limits, {}
-    if not _count_apart(controller) or limits.requests_per_minute is limits.tokens_per_minute is None:
+async def _limits_by_model(controller: AdmissionController, tenant: Tenant) -> dict[str, LimitsView]:
+    limits = tenant.limits
+    if not controller.counts_apart or limits.requests_per_minute is limits.tokens_per_minute is None:
         return {}
-    for name, one in controller.controllers.items():
-        left = await _left(one, tenant)
-        found[name] = LeftView(
-            _limit(limits.requests_per_minute, None if left is None else left.requests),
-            _limit(limits.tokens_per_minute, None if left is None else left.tokens),
-        )
-    return found
+    models = controller.controllers.items()
+    return {name: LimitsView(*_by_minute(limits, await _left(one, tenant))) for name, one in models}
 
 
-def _count_apart(controller: AdmissionController) -> bool:
-    """Whether each model's pool counts the tenants' limits by itself, and the front has none of them."""
-    return controller.counts_apart
+def _by_minute(limits: Limits, left: RemainingLimits | None) -> tuple[LimitView | None, LimitView | None]:
+    """The limits of requests and of tokens, with what is left of them; None: not known."""
+    return (
+        _limit(limits.requests_per_minute, None if left is None else left.requests),
+        _limit(limits.tokens_per_minute, None if left is None else left.tokens),
+    )
 
 
 async def _left(controller: AdmissionController, tenant: Tenant) -> RemainingLimits | None:

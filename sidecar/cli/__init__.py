@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sidecar.cli.environment import from_environment, options_of, variable_of
-from sidecar.cli.output import CommandFailed
+from sidecar.cli.output import CommandFailed, say
 from sidecar.version import version_line
 
 COMMANDS = {
@@ -106,7 +106,7 @@ def _run(arguments: list[str]) -> int:
         return command.run(args)
     except CommandFailed as end:
         several = "\n" if "\n" in str(end) else " "  # lines of their own, as a file's mistakes are read
-        print(f"sidecar {chosen}:{several}{end}", file=sys.stderr)
+        say(f"sidecar {chosen}:{several}{end}", sys.stderr)
         return end.code
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from sidecar.cli.arguments import add_policy, policy_path
 from sidecar.cli.check_engines import engines_figures, engines_text, pools, with_engine_list
-from sidecar.cli.output import show, write_json
+from sidecar.cli.output import say, show, write_json
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
-from sidecar.policy.model import CapacitySource, Learn, Limits, Mode, Policy, StoredTenants, Tenant, Unguarded
+from sidecar.policy.declared import figures as as_figures
+from sidecar.policy.model import CapacitySource, Learn, Mode, Policy, StoredTenants, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_certain_request, largest_request
 from sidecar.policy.size_limits import SizeLimits
@@ -43,9 +44,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         loaded, found = with_engine_list(load_files(policy_path(args.policy)))
     except PolicyError as refused:
-        print(refused, file=sys.stderr)
         count = len(refused.problems)
-        print(f"\n{count} mistake{'s' * (count != 1)}; the policy cannot be used", file=sys.stderr)
+        say(f"{refused}\n\n{count} mistake{'s' * (count != 1)}; the policy cannot be used", sys.stderr)
         write_json(args.json, {"ok": False, "errors": _listed(refused.problems)})
         return 1
     found = (*found, *warnings(loaded.policy, loaded.place), *_unbounded(loaded), *_without_store(loaded))
@@ -123,7 +123,7 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "background": policy.background.value,
         "usage": policy.usage.value,
         "tenants": sorted(policy.named),
-        "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
+        "limits": {name: as_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
         "silent_alerts": silent_alerts(policy),
         "warnings": _listed(found),
     }
@@ -160,19 +160,6 @@ def _tier_figures(policy: Policy, tier: TierRules) -> dict[str, Any]:
         "limit": _both(tier.limit_tokens, tier.limit_requests),
         "largest_request": _both(*_largest(policy, tier.level)),
         "largest_certain_request": _both(*_certain(policy, tier.level)),
-    }
-
-
-def _limit_figures(limits: Limits) -> dict[str, float | None]:
-    """A tenant's limits under the policy's own keys; None where there is none. `burst` is in seconds."""
-    return {
-        "requests_per_minute": limits.requests_per_minute,
-        "tokens_per_minute": limits.tokens_per_minute,
-        "tokens_per_day": limits.tokens_per_day,
-        "tokens_per_month": limits.tokens_per_month,
-        "concurrent_requests": limits.concurrent_requests,
-        "max_output_tokens": limits.max_output_tokens,
-        "burst": limits.burst_us / 1_000_000,
     }
 
 

@@ -11,8 +11,9 @@ from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.capacity import Capacity
 from sidecar.policy.compiler import Loaded, read_engine_list
+from sidecar.policy.declared import figures
 from sidecar.policy.fleet import Discovery, EngineAddress, FleetPolicy, pool_prefill
-from sidecar.policy.model import CapacitySource, Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.problems import Problem, dotted, printable
 from sidecar.policy.rules import UNLIMITED
 from sidecar.tools.text import table
@@ -137,45 +138,12 @@ def engines_figures(policy: Policy) -> dict[str, Any] | None:
     fleet = policy.engines
     if fleet is None:
         return None
-    return {
-        "from": fleet.discovery.value,
-        "file": fleet.file,
-        "dns": None if fleet.dns is None else {"name": str(fleet.dns), "refresh": fleet.dns.refresh_s},
-        "engines": [_engine_figures(engine) for engine in fleet.static],
-        "capacity": _capacity_figures(fleet.capacity),
-        "prefill": _number(fleet.prefill),
-        "affinity": {
-            "prefix": fleet.affinity.prefix,
-            "weight": fleet.affinity.weight_percent / 100,
-            "session": [name.decode() for name in fleet.affinity.session],
-        },
-        "health": {
-            "path": fleet.health.path,
-            "every": fleet.health.every_s,
-            "fail": fleet.health.fail,
-            "rise": fleet.health.rise,
-        },
-        "slow_start": fleet.slow_start_s,
-        "replay": {"before_first_byte": fleet.replay.before_first_byte, "budget": float(fleet.replay.budget)},
-        "drain_timeout": fleet.drain_timeout_s,
-    }
-
-
-def _engine_figures(engine: EngineAddress) -> dict[str, Any]:
-    return {
-        "name": engine.name,
-        "url": engine.url,
-        "capacity": _capacity_figures(engine.capacity),
-        "prefill": _number(engine.prefill),
-        "speed": engine.speed / 1000,
-    }
+    capacity = _capacity_figures(fleet.capacity)
+    engines = [{**figures(engine), "capacity": _capacity_figures(engine.capacity)} for engine in fleet.static]
+    dns = None if fleet.dns is None else {"name": str(fleet.dns), "refresh": fleet.dns.refresh_s}
+    found = {**figures(fleet), "from": fleet.discovery.value, "dns": dns, "engines": engines, "capacity": capacity}
+    return {key: figure for key, figure in found.items() if key not in ("static", "mounted")}
 
 
 def _capacity_figures(capacity: Capacity) -> dict[str, Any]:
-    tokens, requests = capacity.size(None, None)
-    is_read = capacity.is_read
-    return {"tokens": tokens, "requests": requests, "from": CapacitySource.ENGINE.value if is_read else None}
-
-
-def _number(amount: int) -> int | None:
-    return None if amount == UNLIMITED else amount
+    return {key: figure for key, figure in figures(capacity).items() if key in ("tokens", "requests", "from")}

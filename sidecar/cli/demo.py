@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from sidecar.cli.arguments import number, whole_number
-from sidecar.cli.output import CommandFailed, reporter, require_writable, write_json
+from sidecar.cli.output import CommandFailed, reporter, require_writable, say, write_json
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.store import store_address
 from sidecar.tools.demo.clients import BURST, arrivals
@@ -67,20 +67,19 @@ def _play(args: argparse.Namespace, runs: Sequence[Run], out: TextIO) -> int:
     with servers(runs, policy_path, has_page=not args.no_page) as places:
         page = places["admission"].page
         if page is not None:
-            print(f"Live page of the third run, while the demo runs: http://127.0.0.1:{page}/", file=out)
-        print(
+            say(f"Live page of the third run, while the demo runs: http://127.0.0.1:{page}/", out)
+        say(
             f"An emulated TensorRT-LLM runs {slots(policy)} requests at once. {len(requests)} arrive within "
             f"{args.seconds:g} s, the same in each of three runs: a third more than it can do, and a burst of {BURST} "
             f"urgent ones.\nTiers and tenants: {policy_path}",
-            file=out,
-            flush=True,
+            out,
         )
         figures: list[RunMeasurement] = []
         for run in runs:
             if page is not None and run.has_admission:
-                print(f"Now on the live page: http://127.0.0.1:{page}/", file=sys.stderr, flush=True)
+                say(f"Now on the live page: http://127.0.0.1:{page}/", sys.stderr)
             figures.append(play_run(run, places[run.name], requests, policy, reporter(run.title)))
-        print(f"\n{table(figures, runs)}\n\n{summary(figures)}", file=out, flush=True)
+        say(f"\n{table(figures, runs)}\n\n{summary(figures)}", out)
         written = write_json(args.json, {"runs": figures})
         if args.keep:
             _keep(places["admission"], out)
@@ -109,15 +108,14 @@ def _keep(place: RunServers, out: TextIO) -> None:
     port, *others = place.sidecars
     page = "" if place.page is None else f"\nThe live page: http://127.0.0.1:{place.page}/"
     beside = f" The other replicas are on the ports {', '.join(map(str, others))}." if others else ""
-    print(
+    say(
         f"""
 Still running, until you press Ctrl-C.{beside}{page}
 Try:
   curl -i http://127.0.0.1:{port}/v1/chat/completions -H 'content-type: application/json' \\
     -H 'authorization: Bearer sk-demo-interactive' \\
     -d '{{"model": "emulated", "max_tokens": 5, "messages": [{{"role": "user", "content": "hello"}}]}}'""",
-        file=out,
-        flush=True,
+        out,
     )
     with contextlib.suppress(KeyboardInterrupt):
         threading.Event().wait()

@@ -27,7 +27,7 @@ from typing import Any
 
 from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.arguments import OneEngine, duration_s, server_url, whole_number
-from sidecar.cli.output import CommandFailed, require_writable, write_json
+from sidecar.cli.output import CommandFailed, require_writable, say, write_json
 from sidecar.engines import ENGINES
 from sidecar.policy.compiler import load, read_engine_list
 from sidecar.policy.fleet import DnsService, EngineAddress, FleetPolicy
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     except (CannotLook, CommandFailed, ValueError) as error:
         raise CommandFailed(str(error), WRONG) from None
     if args.json != "-":
-        print(report(found))
+        say(report(found))
     return _CODES[found.state] if write_json(args.json, figures(found)) else WRONG
 
 
@@ -165,7 +165,7 @@ def _examine_each(args: argparse.Namespace, policy: Policy) -> int:
             options = _options(args, engine.url, policy.of_engines([engine]))
             seen = asyncio.run(examine(options, partial(_say, about=f"{title}: ")))
         except CannotLook as error:
-            print(f"sidecar doctor: {title}: {error}", file=sys.stderr)
+            say(f"sidecar doctor: {title}: {error}", sys.stderr)
             codes.append(WRONG)
             found.append({"name": engine.name, "upstream": engine.url, "verdict": None, "error": str(error)})
             engines.append(ExaminedEngine(engine, asyncio.run(places_of(engine.url)), None))
@@ -174,15 +174,15 @@ def _examine_each(args: argparse.Namespace, policy: Policy) -> int:
         engines.append(ExaminedEngine(engine, asyncio.run(places_of(engine.url)), seen))
         found.append({"name": engine.name, **figures(seen)})
         if args.json != "-":
-            print(f"{title}\n{report(seen)}\n")
+            say(f"{title}\n{report(seen)}\n")
     together = findings(policy, engines)
     seen_codes = [*codes, _CODES[State.BROKEN]] if any(one.is_broken for one in together) else codes
     worst = next((code for code in (_CODES[State.BROKEN], WRONG, UNSEEN) if code in seen_codes), 0)
     if args.json != "-":
-        print(f"{report_of_several(engines, together)}\n")
+        say(f"{report_of_several(engines, together)}\n")
         words = {code: state.value for state, code in _CODES.items()} | {WRONG: "not examined"}
         names = (engine.name for engine in policy.engines.static)
-        print(f"engines: {', '.join(f'{name} {words[code]}' for name, code in zip(names, codes, strict=True))}")
+        say(f"engines: {', '.join(f'{name} {words[code]}' for name, code in zip(names, codes, strict=True))}")
     return worst if write_json(args.json, _figures_of_several(found, engines, together)) else WRONG
 
 
@@ -213,7 +213,7 @@ def _options(args: argparse.Namespace, url: str, policy: Policy | None) -> Optio
 
 
 def _say(line: str, about: str = "") -> None:
-    print(f"sidecar doctor: {about}{line}", file=sys.stderr, flush=True)
+    say(f"sidecar doctor: {about}{line}", sys.stderr)
 
 
 def _header(text: str) -> tuple[str, str]:

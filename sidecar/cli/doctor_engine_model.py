@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sidecar.cli.output import STANDARD_OUTPUT, require_writable, write_json, write_text
+from sidecar.cli.output import STANDARD_OUTPUT, require_writable, say, write_json, write_text
 from sidecar.tools.doctor.examination import Options
 from sidecar.tools.doctor.speed_probe import measure
 from sidecar.tools.doctor.survey import CannotLook
@@ -15,7 +15,7 @@ from sidecar.tools.simulate.engine_model import shipped
 from sidecar.tools.simulate.model_fit import as_yaml, figures, fit, report
 
 
-def write_model(options: Options, file: str, json_target: str | None, say: Callable[[str], None]) -> bool:
+def write_model(options: Options, file: str, json_target: str | None, tell: Callable[[str], None]) -> bool:
     """Measures the engine, prints the fit, and writes the model to `file`. False where that cannot be written.
 
     Raises CannotLook where the engine cannot be measured, and CommandFailed, before anything is sent, where a file
@@ -26,7 +26,7 @@ def write_model(options: Options, file: str, json_target: str | None, say: Calla
     is_new = file != STANDARD_OUTPUT and not Path(file).exists()
     require_writable(file)
     try:
-        probe = asyncio.run(measure(options, say))
+        probe = asyncio.run(measure(options, tell))
         fitted = fit(probe)
     except BaseException:
         if is_new:
@@ -36,5 +36,5 @@ def write_model(options: Options, file: str, json_target: str | None, say: Calla
     if not write_text(file, lambda: text):
         return False
     if STANDARD_OUTPUT not in (file, json_target):
-        print(f"{report(fitted, probe)}\n\nwritten to {file}: sidecar simulate TRACE POLICY --engine-model {file}")
+        say(f"{report(fitted, probe)}\n\nwritten to {file}: sidecar simulate TRACE POLICY --engine-model {file}")
     return write_json(json_target, figures(fitted, probe))

@@ -14,10 +14,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from sidecar.cli.engines import COLUMNS as ENGINE_COLUMNS
 from sidecar.cluster.document import EngineRow, Overview, RefusalView, TierView
 from sidecar.cluster.phrases import STARVES_FROM_S, as_promised, count, lease_sizes, preempted
 from sidecar.durations import short_duration
-from sidecar.engines.view import EngineDocument
 from sidecar.events import StoreState
 from sidecar.telemetry.logs.formats import one_line
 
@@ -116,22 +116,28 @@ def _color(tier: TierView) -> str:
     return _COLORS[tier.level % len(_COLORS)]
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, dropped: Sequence[str] = ()) -> Table:
+def _table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    width: int,
+    dropped: Sequence[str] = (),
+    hidden: Collection[str] = (),
+) -> Table:
     """A table whose first column is folded; the columns `dropped` go, the first of them first, until it fits."""
     columns = dict(zip(heads, zip(*rows, strict=True), strict=True))
-    widths = {head: max(len(head), *(len(cell) for cell in cells)) for head, cells in columns.items()}
-    for head in (heads[0], _OVERTAKEN):
-        widths[head] = min(widths.get(head, 0), _FOLDED)
-    shown = [*heads]
+    widths = {head: max(len(head), *map(len, cells)) for head, cells in columns.items()}
+    for head in {heads[0], _OVERTAKEN} & {*heads}:
+        widths[head] = min(widths[head], _FOLDED)  # at least; it gets what is left
+    shown = [head for head in heads if head not in hidden]
     for head in dropped:
         if sum(widths[head] + 2 for head in shown) <= width + 2:
             break
-        shown.remove(head)
+        shown = [other for other in shown if other != head]
     table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head in shown:
         is_text = head in (heads[0], _WAITS, _OVERTAKEN)
-        is_folded = widths[head] <= _FOLDED and head in (heads[0], _OVERTAKEN)
-        table.add_column(_text(head), justify="left" if is_text else "right", no_wrap=not is_folded, overflow="fold")
+        is_whole = head not in (heads[0], _OVERTAKEN)
+        table.add_column(_text(head), justify="left" if is_text else "right", no_wrap=is_whole, overflow="fold")
     for cells in zip(*(columns[head] for head in shown), strict=True):
         table.add_row(*(cell if isinstance(cell, Text) else _text(cell) for cell in cells))
     return table
@@ -149,10 +155,8 @@ _HOLDS, _WAITS, _OVERTAKEN = "TOKENS / REQ", "WAITS, 5 MIN", "OVERTAKEN, 5 MIN"
 
 def _tiers(overview: Overview, console: Console) -> Table:
     heads = ("TIER", _HOLDS, "QUEUED", "OLDEST", "STARVED", _WAITS, _OVERTAKEN)
-    rows = [_tier(tier) for tier in overview.tiers]
-    table_of_all = [*heads] if console.encoding.startswith("utf") else [head for head in heads if head != _WAITS]
-    kept = [[cell for head, cell in zip(heads, row, strict=True) if head in table_of_all] for row in rows]
-    return _table(table_of_all, kept, console.width, [head for head in (_WAITS, _HOLDS) if head in table_of_all])
+    hidden = () if console.encoding.startswith("utf") else (_WAITS,)
+    return _table(heads, [_tier(tier) for tier in overview.tiers], console.width, (_WAITS, _HOLDS), hidden)
 
 
 def _tier(tier: TierView) -> Sequence[Cell]:
@@ -196,18 +200,9 @@ def _engines(engines: Sequence[EngineRow], width: int) -> Iterator[RenderableTyp
     """A line for each engine, and why it gets no requests; empty in a pool of one."""
     if not engines:
         return
-    heads = ("ENGINE", "STATE", "TOKENS", "REQUESTS", "UN-PREFILLED", "CLAIMS", "IN FLIGHT", "HITS")
-    rows = [
-        (
-            _text(one.id, "red" if one.state in _UNUSABLE else ""),
-            one.state,
-            held_of(one, "tokens"),
-            held_of(one, "requests"),
-            count(one.unprefilled_tokens),
-            count(one.claims),
-            count(one.in_flight),
-            hit_rate(one),
-        )
+    heads = ("ENGINE", *(name for name, _ in ENGINE_COLUMNS))
+    rows: list[Sequence[Cell]] = [
+        (_text(one.id, "red" if one.state in _UNUSABLE else ""), *(cell(one) for _, cell in ENGINE_COLUMNS))
         for one in engines
     ]
     dropped = ("UN-PREFILLED", "CLAIMS", "REQUESTS", "IN FLIGHT", "HITS", "TOKENS")
@@ -257,15 +252,3 @@ def _refusals(refusals: Collection[RefusalView]) -> Iterator[RenderableType]:
         gave_way = f", preempted {newest.preempted}x" if newest.preempted else ""
         yield _text(f"{_clock(newest.at_s)}  {who}  {newest.code}{often}{waited}{gave_way}: {newest.message}")
         yield Padding(_text(newest.request_id, "dim"), (0, 0, 0, 10))
-
-
-def hit_rate(row: EngineDocument | EngineRow) -> str:
-    """The part of its prompts that an engine had cached lately; with `~` where that is only predicted."""
-    return "-" if row.hit_rate is None else f"{'' if row.is_measured else '~'}{row.hit_rate:.0%}"
-
-
-def held_of(row: EngineDocument | EngineRow, name: str) -> str:
-    """What an engine holds of its capacity, in `tokens` or `requests`."""
-    held = count(getattr(row.held, name) or 0)
-    most = None if row.capacity is None else getattr(row.capacity, name)
-    return held if most is None else f"{held} of {count(most)}"

@@ -14,12 +14,11 @@ from urllib.parse import quote
 from sidecar.admin.engine_routes import Drained, Engines
 from sidecar.cli.admin_client import PATIENCE_S, add_admin, page_of
 from sidecar.cli.arguments import duration_s
-from sidecar.cli.drawing import held_of, hit_rate
 from sidecar.cli.output import CommandFailed, require_writable, show
+from sidecar.cluster.document import EngineRow
 from sidecar.cluster.phrases import count
 from sidecar.durations import short_duration
 from sidecar.engines.view import EngineDocument
-from sidecar.telemetry.logs.formats import one_line
 from sidecar.tools.text import table
 
 EXAMPLE = """  sidecar engines list
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         engines = page_of(args.admin, "/engines", Engines)
         return show(args.json, engines, lambda: lines(engines.engines))
     change = _change(args)
-    return show(args.json, change, lambda: [one_line(_said(change, args))])
+    return show(args.json, change, lambda: [_said(change, args)])
 
 
 def _mistake(args: argparse.Namespace) -> str | None:
@@ -84,22 +83,35 @@ def _said(answer: Drained, args: argparse.Namespace) -> str:
     return f"engine {engine.name} gets no new requests; it holds {held} now"
 
 
-_COLUMNS: Sequence[tuple[str, Callable[[EngineDocument], str]]] = (
+def hit_rate(row: EngineDocument | EngineRow) -> str:
+    """The part of its prompts that an engine had cached lately; with `~` where that is only predicted."""
+    return "-" if row.hit_rate is None else f"{'' if row.is_measured else '~'}{row.hit_rate:.0%}"
+
+
+def held_of(row: EngineDocument | EngineRow, name: str) -> str:
+    """What an engine holds of its capacity, in `tokens` or `requests`."""
+    held = count(getattr(row.held, name) or 0)
+    most = None if row.capacity is None else getattr(row.capacity, name)
+    return held if most is None else f"{held} of {count(most)}"
+
+
+COLUMNS: Sequence[tuple[str, Callable[[EngineDocument | EngineRow], str]]] = (
     ("STATE", lambda row: row.state),
     ("TOKENS", lambda row: held_of(row, "tokens")),
     ("REQUESTS", lambda row: held_of(row, "requests")),
     ("UN-PREFILLED", lambda row: count(row.unprefilled_tokens)),
-    ("CLAIMS", lambda row: f"{row.claims:,}"),
-    ("IN FLIGHT", lambda row: f"{row.in_flight:,}"),
+    ("CLAIMS", lambda row: count(row.claims)),
+    ("IN FLIGHT", lambda row: count(row.in_flight)),
     ("HITS", hit_rate),
 )
+"""Names and cells of an engine, here and in `sidecar top`."""
 
 
 def lines(engines: Sequence[EngineDocument]) -> list[str]:
     """The engines as a table, and under it why some get no requests."""
-    heads = ["ENGINE", *(name for name, _ in _COLUMNS)]
-    rows = [[row.id, *(cell(row) for _, cell in _COLUMNS)] for row in engines]
-    return [*table([heads, *rows]), *(one_line(_why(row)) for row in engines if row.reason is not None)]
+    heads = ["ENGINE", *(name for name, _ in COLUMNS)]
+    rows = [[row.id, *(cell(row) for _, cell in COLUMNS)] for row in engines]
+    return [*table([heads, *rows]), *(_why(row) for row in engines if row.reason is not None)]
 
 
 def _why(row: EngineDocument) -> str:

@@ -6,15 +6,17 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.request_path import endpoint_of
-from sidecar.admission.turn import Turn, TurnEnded, Unreported, no_room
+from sidecar.admission.turn import Turn, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, SourceAnswer, api_key
@@ -232,24 +234,17 @@ class RequestExplanation:
 
     async def _take_turn(self, request: SizedRequest, ask: Ask, pool: Pool) -> None:
         """Takes its turn in an empty pool. Raises the pool's refusal, or that of a wait that no grant would end."""
-        classification = request.classification
-        turn = Turn(pool, self._policy, classification.tenant, Unreported(), budgets=None, max_wait_s=0)
         try:
-            lease = await turn.enter(ask)
+            lease = await Turn(pool, self._policy, request, EventReporter()).enter(ask)
         finally:
-            classification.note_charged(turn.level)
-            self._found |= self._classification(classification)
-        tier = self._policy.tiers[turn.level]
+            self._found |= self._classification(request.classification)
+        tier = self._policy.tiers[request.classification.level]
         self._found["longest_wait_s"] = longest_s = request.longest_wait_s(self._policy)
         self._found["timeouts"] = {**asdict(tier.timeouts), "streams": request.payload.stream}
-        try:
-            await turn.granted()
-            lease.settle(0)
-        except TurnEnded:  # no engine is large enough, although all of them are idle
-            if longest_s is not None:
-                raise no_room(pool, tier, longest_s) from None
-        finally:
-            await pool.close()
+        is_granted = lease.grant is not None
+        await pool.close()
+        if not is_granted and longest_s is not None:  # no engine is large enough, although all of them are idle
+            raise no_room(pool, tier, longest_s)
 
     def _note_size(self, request: SizedRequest, ask: Ask, policy: Policy) -> None:
         level, sizes = request.classification.level, SizeLimits(policy)
@@ -295,25 +290,8 @@ def _text(found: Found) -> str:
             lines.append(f"   {where}: GET {_TREATED[way['reading']]}; POST {_TREATED[way['sending']]}")
         return "\n".join([f"{found['path']} is not guarded.", *lines, f"The policy guards {paths}."])
     lines = [f"POST {found['path']}, read as {found['api']}" + ("" if found["body_given"] else ", with a small body")]
-    if "tenant" in found:
-        lines += ["", "1. The tenant", *_who(found["tenant"])]
-    if "sources" in found:
-        lines += ["", "2. Which tier: the sources in the policy's order; the first that answers wins", *_which(found)]
-    if "holds" in found:
-        lines += ["", "3. How much it holds until it is answered", *_how_much(found)]
-    step = 4
-    if found.get("placement") is not None:
-        lines += ["", "4. Which engine it enters", *placement_lines(found["placement"])]
-        step = 5
-    if found.get("gain") is not None:
-        lines += [
-            "",
-            f"{step}. Its place among requests that wait (order: gain)",
-            *gain_lines(found["gain"], found["tier"]),
-        ]
-        step += 1
-    if "engine" in found:
-        lines += ["", f"{step}. The priority sent to the engine ({found['engine']['name']})", *_told(found)]
+    for number, (title, said) in enumerate(_steps(found), 1):
+        lines += ["", f"{number}. {title}", *said]
     if error := found.get("error"):
         lines += ["", f"Refused: {error['status']} {error['code']}", f"   {error['message']}"]
     else:
@@ -323,6 +301,22 @@ def _text(found: Found) -> str:
     if found["mode"] != Mode.ENFORCE.value:
         lines.append(f"mode: {found['mode']}: the request passes, and this is what enforcing would do.")
     return "\n".join(lines)
+
+
+def _steps(found: Found) -> Iterator[tuple[str, list[str]]]:
+    """A title and lines for each step that the request came to."""
+    if "tenant" in found:
+        yield "The tenant", _who(found["tenant"])
+    if "sources" in found:
+        yield "Which tier: the sources in the policy's order; the first that answers wins", _which(found)
+    if "holds" in found:
+        yield "How much it holds until it is answered", _how_much(found)
+    if found.get("placement") is not None:
+        yield "Which engine it enters", placement_lines(found["placement"])
+    if found.get("gain") is not None:
+        yield "Its place among requests that wait (order: gain)", gain_lines(found["gain"], found["tier"])
+    if "engine" in found:
+        yield f"The priority sent to the engine ({found['engine']['name']})", _told(found)
 
 
 _LISTS = "lists the models"

@@ -17,8 +17,7 @@ import re
 import shlex
 import socket
 import tempfile
-import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.arguments import ADMIN, ADMIN_PORT, CLIENTS_PORT, server_url, whole_number
 from sidecar.cli.init_engines import disagreement, engine_names, engines_of, models_of
 from sidecar.cli.init_files import DENY, pool_file, tenant_file, tier_by_tenant, tiers_for
-from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, write_json
+from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, say, write_json
 from sidecar.engines.base import Facts, Gauges
 from sidecar.engines.discovery import Identity
 from sidecar.engines.registry import BUILT_IN, ENGINES
@@ -42,8 +41,10 @@ from sidecar.policy.keys import new_key
 from sidecar.policy.problems import PolicyError, printable
 from sidecar.policy.warnings import warnings
 from sidecar.secrets import ENGINE_KEY_VARIABLE
+from sidecar.templates import render
 from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recommend
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
+from sidecar.tools.text import table
 
 EXAMPLE = """  sidecar init --upstream http://127.0.0.1:8000
   sidecar init policies/ --upstream http://127.0.0.1:8000 --requests 256 --tenants chat,tools=normal,nightly
@@ -54,6 +55,7 @@ EXAMPLE = """  sidecar init --upstream http://127.0.0.1:8000
   sidecar init --example             the annotated example that is shipped, with keys that everyone knows"""
 
 POOL_FILE, TENANTS = "policy.yaml", "tenants"
+_ENGINE_URL = "http://127.0.0.1:8000"
 EMULATED_REQUESTS = 8
 """What `sidecar emulate` runs at once unless it is asked otherwise."""
 MOST_REQUESTS = 1_000_000
@@ -67,17 +69,8 @@ _GIVE_REQUESTS = (
     "give the second with --requests N (vLLM: --max-num-seqs, SGLang: --max-running-requests, "
     "TensorRT-LLM: max_batch_size)"
 )
-_BEFORE_A_SIDECAR = (
-    "  WARNING: a sidecar answers there. A second one before it admits every request twice: give --upstream the "
-    "address of the engine"
-)
 _EXISTS = "{} exists, and no file is overwritten; move it away, or name another folder"
 _PORTS_TRIED = 20
-_SHOWN_ONCE = "keys for the clients, shown this once; the files hold their hashes"
-_WITHOUT_KEY = (
-    "requests without a key get 401 once it is enforced, as those with an unknown key; --anonymous TIER lets them in"
-)
-_WITH_TIER = "requests without a key get tier {}; an unknown key gets 401 once it is enforced"
 _KEYS = (ENGINE_KEY_VARIABLE, KEY_VARIABLE)
 
 
@@ -145,9 +138,7 @@ def _example(args: argparse.Namespace) -> dict[str, Any]:
     files = {str(path.relative_to(shipped)): path.read_text("utf-8") for path in paths}
     written = write_files(Path(args.dir), files, load_files)
     if args.json != STANDARD_OUTPUT:
-        print(
-            "\n".join([*(f"wrote {path}" for path in written), "", "its keys are for trying out: everyone knows them"])
-        )
+        say("\n".join([*(f"wrote {path}" for path in written), "", "its keys are for trying out: everyone knows them"]))
     return {"files": written, "tenants": []}
 
 
@@ -192,7 +183,7 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
         ],
     }
     if args.json != STANDARD_OUTPUT:
-        print(_text(args, origin, figures))
+        say(_text(args, origin, figures).rstrip())
     return figures
 
 
@@ -366,100 +357,43 @@ def _check(folder: Path) -> None:
 
 
 def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> str:
-    upstream, folder = shlex.quote((args.upstream or ["http://127.0.0.1:8000"])[0]), shlex.quote(args.dir)
-    serve = f"--policy {folder}" if figures["engines"] else f"--upstream {upstream} --policy {folder}"
+    """What was done, and the next steps."""
+    engine, folder = ENGINES[figures["engine"]], shlex.quote(args.dir)
     port, admin = free_port(CLIENTS_PORT, args.upstream), free_port(ADMIN_PORT, args.upstream)
+    upstream = "" if figures["engines"] else f"--upstream {shlex.quote((args.upstream or [_ENGINE_URL])[0])} "
     ports = f"{_option('--port', port, CLIENTS_PORT)}{_option('--admin-port', admin, ADMIN_PORT)}"
-    several = len(figures["engines"]) > 0
     with_key = "SIDECAR_ENGINE_KEY=... " if args.key or args.key_file else ""
-    runs = (
-        _mounted(args, figures["engine"], port, admin)
-        if args.mounted
-        else [
-            *_engine_first(args, figures["engine"]),
-            f"  {with_key}sidecar serve {serve}{ports}",
-            f"      mode: observe, so every request passes; send your traffic to port {port}",
-            *_or_mounted(args, figures),
-        ]
+    emulates = args.upstream is None and bool(engine.carriers) and engine in BUILT_IN
+    at_admin = f"http://127.0.0.1:{admin}"
+    # Of several models each has a pool, and a report, of its own.
+    pools = [f"{at_admin}/models/{model}" for model in figures["models"]] or [at_admin]
+    return render(
+        "init.txt",
+        origin=origin,
+        **figures,
+        folder=folder,
+        file=shlex.quote(str(Path(args.dir, POOL_FILE))),
+        keys=_keys(figures["tenants"]),
+        port=port,
+        admin=admin,
+        is_mounted=args.mounted,
+        can_be_emulated=bool(engine.carriers),
+        mounts=f"app.add_middleware(AdmissionMiddleware, policy={args.dir!r})",
+        emulates=_emulate(engine.name, args.requests or EMULATED_REQUESTS) if emulates else "",
+        is_chosen=args.engine is not None,
+        serves=f"{with_key}sidecar serve {upstream}--policy {folder}{ports}",
+        reports_at=["" if pool == ADMIN else f" --admin {shlex.quote(pool)}" for pool in pools],
+        at_admin="" if admin == ADMIN_PORT else f" --admin {at_admin}",
     )
-    at_admin = "" if admin == ADMIN_PORT else f" --admin http://127.0.0.1:{admin}"
-    lines = [
-        f"a policy for {origin}",
-        *([_BEFORE_A_SIDECAR] if figures["is_sidecar"] else []),
-        textwrap.indent(figures["capacity"]["yaml"], "  "),
-        f"    {figures['capacity']['reason']}",
-        f"  tiers: {', '.join(figures['tiers']['names'])}",
-        f"    {figures['tiers']['reason']}",
-        f"  anonymous: {args.anonymous}",
-        f"    {_WITHOUT_KEY if args.anonymous == DENY else _WITH_TIER.format(args.anonymous)}",
-        *(f"wrote {path}" for path in figures["files"]),
-        "",
-        *_keys(figures["tenants"]),
-        "",
-        "next",
-        *runs,
-        *_observed(figures["models"], admin),
-        "      what enforcing would have done",
-        f"  sed -i.bak 's/^mode: observe/mode: enforce/' {shlex.quote(str(Path(args.dir, POOL_FILE)))}",
-        f"      enforces it; the running {'app' if args.mounted else 'sidecar'} follows within a second",
-        *(
-            [
-                f"  sidecar engines list{at_admin}",
-                "      the engines, what each holds, and which of them get no requests",
-            ]
-            * several
-        ),
-    ]
-    return "\n".join(lines)
 
 
 def _option(name: str, value: int, default: int) -> str:
     return "" if value == default else f" {name} {value}"
 
 
-def _keys(tenants: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys, or where they are."""
-    width = max(len(one["tenant"]) for one in tenants)
-    are_filed = tenants[0]["key_file"] is not None
-    title = "keys for the clients, in files that you alone may read" if are_filed else _SHOWN_ONCE
-    shown = "key_file" if are_filed else "key"
-    return [title, *(f"  {one['tenant']:<{width}}  {one['tier']:<8}  {one[shown]}" for one in tenants)]
-
-
-def _mounted(args: argparse.Namespace, engine: str, port: int, admin: int) -> list[str]:
-    """What to write into the app, and how to run it."""
-    folder = shlex.quote(args.dir)
-    examined = [
-        f"  sidecar doctor --upstream http://127.0.0.1:8000 --policy {folder}",
-        f"      whether your {engine}, here on port 8000, serves by priority",
-    ]
-    return [
-        *examined * bool(ENGINES[engine].carriers),
-        f"  sidecar check {folder}",
-        "      what each tier gets back, may hold, and accepts as one request",
-        f"  {_line(args)}",
-        "      FastAPI and Starlette, after `from sidecar import AdmissionMiddleware`; others: docs/mounting.md",
-        f"  SIDECAR_ADMIN_PORT={admin} uvicorn main:app --port {port}",
-        f"      mode: observe, so every request passes; the live page is http://127.0.0.1:{admin}/",
-    ]
-
-
-def _line(args: argparse.Namespace) -> str:
-    return f"app.add_middleware(AdmissionMiddleware, policy={args.dir!r})"
-
-
-def _or_mounted(args: argparse.Namespace, figures: Mapping[str, Any]) -> list[str]:
-    """The other way to run the policy. An app of one's own is one engine: with several there is none."""
-    if figures["engines"]:
-        return []
-    return [f"  or, in an app of your own: {_line(args)}"]
-
-
-def _observed(models: Collection[str], port: int) -> list[str]:
-    """The command for the report: of several models each has a pool, and a report, of its own."""
-    admin = f"http://127.0.0.1:{port}"
-    pools = [f"{admin}/models/{model}" for model in models] or [admin]
-    return [f"  sidecar observed{'' if pool == ADMIN else f' --admin {shlex.quote(pool)}'}" for pool in pools]
+def _keys(tenants: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """Tenants with their tiers, and their keys, or where those are."""
+    return table([(one["tenant"], one["tier"], one["key_file"] or one["key"]) for one in tenants], range(3), "  ")
 
 
 def free_port(first: int, upstreams: Sequence[str] | None = None) -> int:
@@ -477,14 +411,6 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _engine_first(args: argparse.Namespace, engine: str) -> list[str]:
-    """The command for an emulated engine, where no engine is running yet and one of this kind can be emulated."""
-    if args.upstream is not None or not ENGINES[engine].carriers or ENGINES[engine] not in BUILT_IN:
-        return []
-    own = [] if args.engine is None else [f"      or your own {engine}, on port 8000"]
-    return [f"  {_emulate(engine, args.requests or EMULATED_REQUESTS)}", *own]
 
 
 def _tenants(text: str) -> Mapping[str, str | None]:

@@ -17,7 +17,6 @@ from sidecar.cli.output import require_writable, show
 from sidecar.cluster.dry_run import ObservedReport, ObservedRow
 from sidecar.cluster.phrases import count
 from sidecar.durations import short_duration
-from sidecar.telemetry.logs.formats import one_line
 from sidecar.tools.text import table, wrapped
 
 EXAMPLE = """  sidecar observed
@@ -100,11 +99,15 @@ def _replicas(number: int, verb: str | None = None) -> str:
     return f"{number} replicas {verb or 'observe'}"
 
 
+_SUMS = "the sums are in the metrics: sum by (admission_tier, admission_decision) (admission_observed_total)."
+
+
 def _left_out(report: ObservedReport) -> list[str]:
     if not report.left_out:
         return []
     names = ", ".join(report.left_out)
-    return [f"left out: {_replicas(len(report.left_out))} by another policy ({names})"]
+    many = f"{_replicas(len(report.left_out))}, too ({names})"
+    return wrapped(f"not counted: {many}. Each has a report of its own; {_SUMS}")
 
 
 def _rows(heading: str, rows: Sequence[ObservedRow]) -> list[str]:
@@ -128,7 +131,7 @@ def _details(report: ObservedReport) -> list[str]:
             lines.append(f"tokens that went ahead while {_name(row)} waited: {tokens}")
     if report.total.unknown:
         lines.append(f"not known what would have become of: {_counted(report.total.unknown)}")
-    return [one_line(line) for line in lines] + ([""] if lines else [])
+    return lines + ([""] if lines else [])
 
 
 def _time(seconds: float, *, is_least: bool = False) -> str:

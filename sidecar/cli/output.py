@@ -6,9 +6,11 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
+
+from sidecar.telemetry.logs.formats import one_line
 
 if TYPE_CHECKING:
     from sidecar.tools.loadgen import Progress
@@ -44,6 +46,14 @@ class CommandFailed(Exception):
         self.code = code
 
 
+def say(text: str, out: TextIO | None = None) -> None:
+    """Prints text for people. What is no end of a line, and does not print, is shown as its code.
+
+    Names come from clients, engines and traces: none is a command to the terminal.
+    """
+    print("\n".join(map(one_line, text.split("\n"))), file=out or sys.stdout, flush=True)
+
+
 def require_writable(path: str | None) -> None:
     """Raises CommandFailed where nothing could be written to `path`, before a minute is spent on what to write."""
     if path in (None, STANDARD_OUTPUT):
@@ -57,7 +67,7 @@ def require_writable(path: str | None) -> None:
 def show(json_target: str | None, figures: Any, lines: Callable[[], Sequence[str]]) -> int:
     """Prints the lines, unless standard output is for JSON, and writes the figures. Returns the exit code."""
     if json_target != STANDARD_OUTPUT:
-        print("\n".join(lines()))
+        say("\n".join(lines()))
     return 0 if write_json(json_target, figures) else 1
 
 
@@ -84,6 +94,6 @@ def write_text(target: str | None, write: Callable[[], str]) -> bool:
     try:
         Path(target).write_text(text, encoding="utf-8")
     except OSError as error:
-        print(f"{target}: cannot be written ({error.strerror})", file=sys.stderr)
+        say(f"{target}: cannot be written ({error.strerror})", sys.stderr)
         return False
     return True

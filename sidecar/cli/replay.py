@@ -18,7 +18,7 @@ from sidecar.admission.policy_snapshot import objective_of
 from sidecar.apis import Api
 from sidecar.cli.api_key import add_key, key_given
 from sidecar.cli.arguments import number, server_url, whole_number
-from sidecar.cli.output import CommandFailed, reporter, require_writable, write_json, write_text
+from sidecar.cli.output import CommandFailed, reporter, require_writable, say, write_json, write_text
 from sidecar.engines import ENGINES, Engine, NoEngine
 from sidecar.gain.token_deadlines import Objective
 from sidecar.open_files import raise_limit
@@ -100,7 +100,7 @@ class _Command:
         writer, timeout_s, objectives = self._writer(upstream), args.timeout, self._objectives()
         replay = Replay(trace, rows, row_tiers, tiers, writer, upstream, timeout_s, objectives)
         heading = _heading(replay, jitter_s)
-        print("\n".join(heading), file=self.out, flush=True)
+        say("\n".join(heading), self.out)
         played = [await play_run(one, replay, reporter(one.name)) for one in planned]
         return self._told(heading, replay, played)
 
@@ -168,9 +168,9 @@ class _Command:
         """Prints and writes what was found."""
         figures = [one.figures for one in played]
         compared = comparison(played)
-        print(f"\n{table(figures, compared)}", file=self.out)
+        say(f"\n{table(figures, compared)}", self.out)
         for line in advice(figures, replay.upstream.words):
-            print(f"\n{line}", file=self.out)
+            say(f"\n{line}", self.out)
         written = write_json(self.args.json, figures_as_json(replay, self.args.by.value, figures, compared))
         written &= write_text(self.args.requests, lambda: requests_as_jsonl(played, replay))
         title = f"Replay of {replay.trace.name}"

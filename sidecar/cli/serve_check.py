@@ -16,8 +16,8 @@ from sidecar.cli.doctor import of_upstream, with_engines
 from sidecar.policy.fleet import EngineAddress
 from sidecar.policy.model import Policy
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
-from sidecar.tools.doctor.conditions import State
 from sidecar.tools.doctor.examination import Examination, Options, examine
+from sidecar.tools.doctor.report import mistakes
 from sidecar.tools.doctor.several_engines import ExaminedEngine, findings, places_of
 from sidecar.tools.doctor.survey import CannotLook
 
@@ -80,9 +80,8 @@ async def _examined(policy: Policy, url: str) -> Examination | None:
 
 def _tell(title: str, seen: Examination) -> None:
     """Logs what is broken, and where policy and engine differ; one line where nothing is."""
-    fixes = [one.fix for one in seen.conditions if one.fix is not None and one.state is State.BROKEN]
-    mistakes = list(dict.fromkeys([*fixes, *(f"{one.text}: {one.fix}" for one in seen.findings)]))
-    for mistake in mistakes:
+    found = mistakes(seen)
+    for mistake in found:
         _log.warning("%s: %s", title, mistake, extra={"event": "check"})
-    if not mistakes:
+    if not found:
         _log.info("%s fits the policy, as far as its pages say", title, extra={"event": "check"})

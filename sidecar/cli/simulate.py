@@ -16,7 +16,7 @@ from typing import TextIO
 from msgspec.structs import replace
 
 from sidecar.cli.arguments import number, policy_path, whole_number
-from sidecar.cli.output import CommandFailed, require_writable, write_json, write_text
+from sidecar.cli.output import CommandFailed, require_writable, say, write_json, write_text
 from sidecar.cli.replay import mix
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.compiler import load_files
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandFailed(str(error), 2) from None
     out: TextIO = sys.stderr if "-" in (args.json, args.report) else sys.stdout
     heading = _heading(setting, candidates)
-    print("\n".join(heading), file=out, flush=True)
+    say("\n".join(heading), out)
     results: list[RunResult] = []
     rates: list[Rate] = []
     for candidate in candidates:
@@ -114,12 +114,12 @@ def run(args: argparse.Namespace) -> int:
             rates += find_rates(setting, candidate)
     runs = by_policy(results)
     for columns, rows in (policies(runs), tiers(runs)):
-        print("", *table([columns, *rows], left=(0, 1)), sep="\n", file=out)
+        say("\n".join(["", *table([columns, *rows], left=(0, 1))]), out)
     for line in _alike(candidates, results):
-        print(f"\n{line}", file=out)
+        say(f"\n{line}", out)
     if rates:
         columns, rows = highest_rates(rates)
-        print("", *table([columns, *rows]), sep="\n", file=out)
+        say("\n".join(["", *table([columns, *rows])]), out)
     figures = {"runs": results, **({"rates": rates} if args.find_rate else {})}
     written = write_json(args.json, figures)
     written &= write_text(args.report, lambda: report(heading, candidates, results, rates))

@@ -22,7 +22,6 @@ from sidecar.cli.output import CommandFailed, require_writable, show
 from sidecar.policy.keys import hash_line, new_key
 from sidecar.policy.source import read
 from sidecar.policy.units import Ambiguous
-from sidecar.telemetry.logs.formats import one_line
 from sidecar.tenants.registry import TenantRow
 from sidecar.tools.text import table
 
@@ -120,7 +119,7 @@ def _add(args: argparse.Namespace) -> tuple[Tenants, list[str]]:
 def _remove(args: argparse.Namespace) -> tuple[Removed, list[str]]:
     path = f"/tenants/{quote(args.name, safe='')}"
     answer = page_of(args.admin, path, Removed, method="DELETE", patience_s=_PATIENCE_S)
-    return answer, [one_line(f"tenant {answer.removed} is removed: its keys stop on every replica within a second")]
+    return answer, [f"tenant {answer.removed} is removed: its keys stop on every replica within a second"]
 
 
 _ACTIONS: Mapping[str, Callable[[argparse.Namespace], tuple[Tenants | Removed, list[str]]]] = {
@@ -140,7 +139,7 @@ def _record(args: argparse.Namespace) -> dict[str, Any]:
     if document.data is None or document.problems:
         raise CommandFailed("\n".join(map(str, document.problems)))
     if args.name is not None and document.data.get("tenant") != args.name:
-        raise CommandFailed(one_line(f"{args.file} is not the file of {args.name}; leave the name out"))
+        raise CommandFailed(f"{args.file} is not the file of {args.name}; leave the name out")
     return dict(document.data)
 
 
@@ -174,7 +173,7 @@ def lines(rows: Sequence[TenantRow]) -> list[str]:
     cells = [["TENANT", *(name for name, _ in _COLUMNS)]]
     cells += [[row.tenant, *(cell(row) for _, cell in _COLUMNS)] for row in rows]
     unused = [f"{row.tenant} of the store is not in force: {row.unused}" for row in rows if row.unused is not None]
-    return [*table(cells), *map(one_line, unused)]
+    return [*table(cells), *unused]
 
 
 def _limits(limits: object) -> str:

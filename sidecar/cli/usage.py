@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from urllib.parse import urlencode
 
-from sidecar.admin.usage_routes import MOST_DAYS, Usage, UsageRow
+from sidecar.admin.operations import MOST_DAYS
+from sidecar.admin.usage_routes import Usage, UsageRow
 from sidecar.cli.admin_client import CannotSee, add_admin, page_of
 from sidecar.cli.arguments import whole_number
-from sidecar.cli.output import CommandFailed, require_writable, show
+from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, require_writable, show, write_json
 from sidecar.policy.fields import MOST_USAGE_DAYS
 from sidecar.tools.text import table
 
@@ -56,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
         raise CommandFailed(f"--from {args.first} is after --to {args.last}", 2)
     require_writable(args.json)
     report = _report(args)
-    return show(args.json, report, lambda: csv_lines(report.rows) if args.csv else lines(report.rows, args.by))
+    if args.csv and args.json != STANDARD_OUTPUT:
+        print("\n".join(csv_lines(report.rows)))
+        return 0 if write_json(args.json, report) else 1
+    return show(args.json, report, lambda: lines(report.rows, args.by))
 
 
 def _report(args: argparse.Namespace) -> Usage:

@@ -6,61 +6,189 @@ JSON names are the field names. Times that end in `_s` are seconds; those called
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from sidecar.engines.speed import EngineSpeedDocument
+from sidecar.engines.view import Amount
+from sidecar.figures import SECONDS, TOKENS, Over, amounts, counter, gauge
+from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.telemetry.recent import Bucket, Overtakings
-
-
-class Amount(msgspec.Struct, frozen=True):
-    """A part of the pool, in its two dimensions."""
-
-    tokens: int | None = None
-    requests: int | None = None
 
 
 class OldestWaiter(msgspec.Struct, frozen=True):
     """How the oldest that waits in a tier has waited so far. `served_ahead`: tokens admitted meanwhile, by tier."""
 
-    wait_s: float
-    starvation_s: float
+    wait_s: Annotated[
+        float,
+        gauge(
+            "admission.queue.oldest_wait",
+            "How long the oldest request that waits in this process has waited.",
+            SECONDS,
+            missing=0.0,
+        ),
+    ]
+    starvation_s: Annotated[
+        float,
+        gauge(
+            "admission.queue.longest_starvation",
+            "How long ago the oldest request that waits in this process was first overtaken by a later one.",
+            SECONDS,
+            missing=0.0,
+        ),
+    ]
     served_ahead: dict[str, int]
     replica: str
+
+
+class TierWaits(msgspec.Struct, frozen=True):
+    """What one tier has waiting in one process."""
+
+    tier: str
+    queued: Annotated[
+        Amount,
+        amounts(
+            "admission.queue",
+            "Tokens of the requests that wait in this process.",
+            "Requests that wait in this process.",
+            Over.SUM,
+        ),
+    ]
+    oldest: OldestWaiter | None = None
 
 
 class Promised(msgspec.Struct, frozen=True):
     """The promises of a tier; None where there is none."""
 
-    ttft_s: float | None = None
-    queue_wait_s: float | None = None
-    starvation_s: float | None = None
+    ttft_s: Annotated[
+        float | None, gauge("admission.slo.ttft", "The time to first token that the policy promises.", SECONDS)
+    ] = None
+    queue_wait_s: Annotated[
+        float | None, gauge("admission.slo.queue_wait", "The queue wait that the policy promises.", SECONDS)
+    ] = None
+    starvation_s: Annotated[
+        float | None, gauge("admission.slo.starvation", "The longest starvation that the policy promises.", SECONDS)
+    ] = None
     tpot_s: float | None = None
 
 
-class TierView(msgspec.Struct, frozen=True):
-    """One tier. `recent` and `overtaken_by` are the last five minutes of all replicas.
+class TierShare(msgspec.Struct, frozen=True):
+    """What one tier holds of the pool, and may hold."""
+
+    tier: str
+    held: Annotated[Amount, amounts("admission.held", "Tokens held by leases.", "Requests held by leases.", Over.POOL)]
+    reserve: Annotated[
+        Amount,
+        amounts("admission.reserve", "Tokens reserved for the tier.", "Requests reserved for the tier.", Over.POOL),
+    ]
+    limit: Annotated[
+        Amount,
+        amounts(
+            "admission.limit", "The most tokens the tier may hold.", "The most requests the tier may hold.", Over.POOL
+        ),
+    ]
+    borrowed_tokens: Annotated[
+        int,
+        gauge(
+            "admission.borrowed.tokens",
+            "Tokens held above the tier's reserve, out of what other tiers have reserved.",
+            TOKENS,
+            Over.POOL,
+        ),
+    ]
+    lent_tokens: Annotated[
+        int, gauge("admission.lent.tokens", "Tokens of the tier's reserve that other tiers hold.", TOKENS, Over.POOL)
+    ]
+    slo: Promised
+
+
+class TierView(TierShare, frozen=True):
+    """One tier: what it holds and has waiting in the pool. `recent` and `overtaken_by` are this process's last five
+    minutes.
 
     `is_at_limit` where others pass its requests because it has all that its own `limit` allows: it does not starve.
     """
 
-    tier: str
     level: int
-    held: Amount
-    reserve: Amount
-    limit: Amount
     queued: Amount
-    borrowed_tokens: int
-    lent_tokens: int
     oldest: OldestWaiter | None
-    slo: Promised
     recent: list[Bucket]
     overtaken_by: dict[str, Overtakings]
     is_at_limit: bool = False
 
 
+class PoolFigures(msgspec.Struct, frozen=True):
+    """A pool and its policy, as metrics show them. None is unbounded, or not known here.
+
+    `replicas` and `generations` are None where the pool is not shared, `no_engine_fits_s` in a pool of one engine. The
+    counters count since the process began.
+    """
+
+    generation: Annotated[
+        str,
+        gauge(
+            "admission.policy.info",
+            "1, labeled with the digest of the policy in force.",
+            labels=("admission.policy.generation",),
+        ),
+    ]
+    capacity: Annotated[
+        Amount,
+        amounts("admission.capacity", "Tokens that the pool has.", "Requests that the pool has room for.", Over.POOL),
+    ]
+    aborting: Annotated[
+        Amount,
+        amounts(
+            "admission.aborting",
+            "Tokens held by these leases.",
+            "Requests held by leases of this process whose requests have ended before their answer, until the engine "
+            "has aborted them.",
+            Over.SUM,
+        ),
+    ] = Amount(0, 0)
+    replicas: Annotated[int | None, gauge("admission.replicas", "Processes that share the pool.", "{replica}")] = None
+    generations: Annotated[
+        int | None,
+        gauge(
+            "admission.policy.generations",
+            "Different policies that the pool's processes run: more than 1 in a roll-out, or where one stands still.",
+            "{policy}",
+        ),
+    ] = None
+    is_passing: Annotated[
+        bool, gauge("admission.passing", "1 while every request passes untouched (mode: pass), else 0.")
+    ] = False
+    engine_up: Annotated[
+        int | None,
+        gauge("admission.engine.up", "1 while the engine that the policy names answers, else 0.", "", Over.LEAST),
+    ] = None
+    policies_rejected: Annotated[
+        int,
+        counter(
+            "admission.policy.rejected",
+            "Changed policies that could not be used; the one before stayed in force.",
+            "{policy}",
+            Over.ONCE,
+        ),
+    ] = 0
+    no_engine_fits_s: Annotated[
+        float | None,
+        counter(
+            "admission.no_engine_fits",
+            "For how long a request waited that fitted the pool, because no engine that it wanted took it.",
+            SECONDS,
+            Over.ONCE,
+        ),
+    ] = None
+    loop_blocked_s: Annotated[
+        float,
+        counter("admission.event_loop.blocked", "For how long the event loop stood still under requests.", SECONDS),
+    ] = 0.0
+
+
 class TenantView(msgspec.Struct, frozen=True):
-    """A tenant by what it holds now."""
+    """A tenant by what it holds now in this process."""
 
     tenant: str
     tokens_held: int
@@ -69,7 +197,7 @@ class TenantView(msgspec.Struct, frozen=True):
 
 
 class RefusalView(msgspec.Struct, frozen=True):
-    """A request that was refused. `tier` and `tenant` are None where it was refused before they were known.
+    """A request that this process refused. `tier` and `tenant` are None where it was refused before they were known.
 
     `status` is None where the client had disconnected. `preempted` is how often it was admitted and lost its room.
     """
@@ -86,7 +214,7 @@ class RefusalView(msgspec.Struct, frozen=True):
     preempted: int = 0
 
 
-class EngineView(msgspec.Struct, frozen=True):
+class EngineStatus(msgspec.Struct, frozen=True):
     """The engine as one process sees it: `up`, `down`, or `mismatch` where another engine than the policy's answers.
 
     `reason` says why it cannot be used, and is empty while it is up. `for_s` is how long it has been so.
@@ -109,14 +237,14 @@ class ReplicaView(msgspec.Struct, frozen=True):
     waiting: int
     seen_s_ago: float
     generation: str = ""
-    engine: EngineView | None = None
+    engine: EngineStatus | None = None
 
 
 class EngineRow(msgspec.Struct, frozen=True):
     """One incarnation of an engine of a pool of several, as this process sees it; see `EngineDocument`.
 
-    `in_flight` and `hit_rate` are those of all replicas that have reported. `elsewhere` says which of them see the
-    engine otherwise; empty where none does.
+    `in_flight` are the requests of all replicas that have reported. `elsewhere` says which of them see the engine
+    otherwise; empty where none does.
     """
 
     name: str
@@ -133,45 +261,9 @@ class EngineRow(msgspec.Struct, frozen=True):
     elsewhere: str = ""
 
 
-class LeaseSizesRow(msgspec.Struct, frozen=True):
-    """The leases at one engine, of all replicas that have reported. `engine` is None in a pool of one engine.
-
-    `quantile`, `overlap` and `reason` are what is in force. The `running` leases hold `held_tokens`; their requests are
-    expected to use `expected_tokens`, as a plain sum, and use `used_tokens` now. `growths` and `preemptions` count
-    since the processes began; the latter are the engine's own, None where it does not say.
-    """
-
-    engine: str | None
-    quantile: float
-    overlap: float
-    reason: str
-    is_raised: bool
-    running: int
-    held_tokens: int
-    expected_tokens: int
-    used_tokens: int
-    growths: int = 0
-    preemptions: int | None = None
-
-
-class EngineSpeedRow(msgspec.Struct, frozen=True):
-    """The speed of one engine, of all replicas that have reported. `engine` is None in a pool of one engine.
-
-    `prefill_ns` and `output_ns` are its times for a token of a prompt and of an output, `token_us` is the time between
-    two tokens of an answer. The errors of predictions are parts, 0 to 1, None while the stated defaults predict.
-    """
-
-    engine: str | None
-    prefill_ns: int
-    output_ns: int
-    token_us: int
-    is_known: bool
-    first_error: float | None = None
-    token_error: float | None = None
-
-
 class Overview(msgspec.Struct, frozen=True):
-    """The whole pool as `replica` knows it. `mode` is `local` or `shared`.
+    """The pool as `replica` knows it: its sums, what waits in it now, and its replicas. `mode` is `local` or `shared`.
+    The tiers' last minutes, the tenants, the refusals, the leases and the speeds are this process's own.
 
     `starving` is the tier whose oldest request starves most, None where none does; `headline` says it in a sentence,
     unless `lacks_engine`: then it says which replicas cannot use their engine, and why. `engines` are those of a pool
@@ -198,5 +290,5 @@ class Overview(msgspec.Struct, frozen=True):
     notices: list[str]
     lacks_engine: bool = False
     engines: list[EngineRow] = []
-    lease_sizes: list[LeaseSizesRow] = []
-    engine_speeds: list[EngineSpeedRow] = []
+    lease_sizes: list[EngineSizesDocument] = []
+    engine_speeds: list[EngineSpeedDocument] = []

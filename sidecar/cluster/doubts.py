@@ -40,12 +40,12 @@ def doubts(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts], holds: Mapp
     """All doubts about these figures. `total` is the sum of `by_tier`."""
     if not holds and not total.unknown:
         return []
-    summed = added_up_holds(holds.values())
+    summed = _added_up(holds.values())
     of_all = [*_of_engine(summed), *_of_clients(summed), *_of_unknown(total)]
     return [*of_all, *_of_tiers(holds), *_of_tails(by_tier)]
 
 
-def added_up_holds(all_holds: Iterable[ShadowHolds]) -> ShadowHolds:
+def _added_up(all_holds: Iterable[ShadowHolds]) -> ShadowHolds:
     """The sum of all."""
     summed = ShadowHolds()
     for holds in all_holds:

@@ -1,5 +1,6 @@
-"""Dry-run report of all replicas: what enforcing the policy would have done. `/observed` and `sidecar observed` show
-it.
+"""Dry-run report of one process: what enforcing the policy would have done. `/observed` and `sidecar observed` show it.
+
+Those of several replicas are added up by Prometheus, from `admission.observed` and its histograms.
 
 JSON names are the field names. Times that end in `_s` are seconds; those called `at_s`, `since_s` and `until_s` are
 seconds since 1970. Quantiles cover the requests that would have been admitted, with those that would not have waited,
@@ -8,12 +9,11 @@ and those that would still wait, with their waits so far. They are right to 5%. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from sidecar.cluster.doubts import Doubt, added_up_holds, doubts
-from sidecar.cluster.merge import ReceivedReport
+from sidecar.cluster.doubts import Doubt, doubts
 from sidecar.durations import short_duration
 from sidecar.policy.model import Mode, Policy
 from sidecar.telemetry.dry_run import DryRunCounts, DryRunReport, added_up
@@ -52,10 +52,12 @@ class ObservedRow(msgspec.Struct, frozen=True):
 
 
 class ObservedReport(msgspec.Struct, frozen=True):
-    """All rows, by one policy. `since_s` is None where nothing was observed; `until_s` while observing goes on.
+    """All rows of one process, by one policy. `since_s` is None where nothing was observed; `until_s` while observing
+    goes on.
 
-    `replicas` are counted in; `left_out` are others that observe by another policy. `undecided` are the requests that
-    would still be waiting. `conclusion` says it in words, and `doubts` say why it is not to be trusted at this load.
+    `replicas` has the process that was counted; `left_out` are the other replicas of the pool that observe, too.
+    `undecided` are the requests that would still be waiting. `conclusion` says it in words, and `doubts` say why it is
+    not to be trusted at this load.
     """
 
     mode: str
@@ -73,67 +75,37 @@ class ObservedReport(msgspec.Struct, frozen=True):
     doubts: list[Doubt] = []
 
 
-def observed_report(policy: Policy, all_heard: Sequence[ReceivedReport], at_s: float) -> ObservedReport:
-    """The report by this policy at `at_s`; once it is enforced, the last period's. Our own report is the first heard.
+def observed_report(
+    policy: Policy, period: DryRunReport | None, replica: str, others: Sequence[str], at_s: float
+) -> ObservedReport:
+    """The report at `at_s` of a `replica` by this policy; once the policy is enforced, of the last `period`.
 
-    While observing, a replica's period counts as long as it goes on under the same policy. Afterwards, all that
-    observed by the policy of our own last period count.
+    `others` are the replicas that observe, too.
     """
-    is_observing = policy.mode is Mode.OBSERVE
-    own = next((one.report.observed for one in all_heard), None)
-    generation = own.generation if own is not None and not is_observing else policy.generation
-    counted = [one for one in all_heard if _counts(one.report.observed, generation, is_observing=is_observing)]
-    periods = [(one.report.observed, one.ahead_s) for one in counted if one.report.observed is not None]
-    by_tier = by_name(period.by_tier for period, _ in periods)
-    by_tenant = by_name(period.by_tenant for period, _ in periods)
-    holds = {
-        tier: added_up_holds(period.holds[tier] for period, _ in periods if tier in period.holds)
-        for tier in dict.fromkeys(tier for period, _ in periods for tier in period.holds)
-    }
+    if period is not None and policy.mode is Mode.OBSERVE and period.generation != policy.generation:
+        period = None
+    by_tier, by_tenant = ({}, {}) if period is None else (period.by_tier, period.by_tenant)
     total = added_up(by_tier.values())
-    found = doubts(total, by_tier, holds)
+    found = [] if period is None else doubts(total, by_tier, period.holds)
     doubted = {doubt.tier for doubt in found}
     ranks = {tier.name: tier.level for tier in policy.tiers}
     tiers = sorted(by_tier, key=lambda name: ranks.get(name, len(ranks)))
     tenants = sorted(by_tenant, key=lambda name: (-by_tenant[name].requests, name))
-    since_s = min((period.since_s - ahead_s for period, ahead_s in periods), default=None)
-    ends_s = [None if period.until_s is None else period.until_s - ahead_s for period, ahead_s in periods]
-    until_s = None if None in ends_s else max((end_s for end_s in ends_s if end_s is not None), default=None)
     return ObservedReport(
         mode=policy.mode.value,
-        generation=generation,
+        generation=policy.generation if period is None else period.generation,
         at_s=round(at_s, 3),
-        since_s=None if since_s is None else round(since_s, 3),
-        replicas=sorted(one.report.replica for one in counted if one.report.replica),
-        left_out=sorted(one.report.replica for one in all_heard[1:] if one not in counted and _observes(one)),
+        since_s=None if period is None else round(period.since_s, 3),
+        replicas=[] if period is None else [replica],
+        left_out=sorted(others),
         undecided=total.waiting,
         conclusion=conclusion(policy.mode, total, by_tier),
         total=_row("", total, is_trusted=not found),
         tiers=[_row(name, by_tier[name], is_trusted=not doubted & {"", name}) for name in tiers],
         tenants=[_row(name, by_tenant[name], is_trusted=not found) for name in tenants],
-        until_s=None if until_s is None else round(until_s, 3),
+        until_s=None if period is None or period.until_s is None else round(period.until_s, 3),
         doubts=found,
     )
-
-
-def _counts(period: DryRunReport | None, generation: str, *, is_observing: bool) -> bool:
-    """Whether a replica's period belongs to the report."""
-    if period is None or period.generation != generation:
-        return False
-    return period.until_s is None or not is_observing
-
-
-def _observes(one: ReceivedReport) -> bool:
-    return bool(one.report.replica) and one.report.observed is not None and one.report.observed.until_s is None
-
-
-def by_name(all_told: Iterable[dict[str, DryRunCounts]]) -> dict[str, DryRunCounts]:
-    """The sums of all, by name."""
-    summed: dict[str, DryRunCounts] = {}
-    for told in all_told:
-        for name, tally in told.items():
-            summed.setdefault(name, DryRunCounts()).add(tally)
-    return summed
 
 
 def _row(name: str, tally: DryRunCounts, *, is_trusted: bool) -> ObservedRow:

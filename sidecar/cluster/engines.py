@@ -1,13 +1,14 @@
-"""Engines of a pool of several as all its replicas see them: their rows, and replicas whose engine lists differ."""
+"""Engines of a pool of several: their rows, and the replicas that see or list them otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sidecar.cluster.document import Amount, EngineRow
-from sidecar.cluster.merge import ReceivedReport
+import msgspec
+
+from sidecar.cluster.document import EngineRow
 from sidecar.cluster.report import EngineReport, ReplicaReport
-from sidecar.engines.view import EngineAmount, EngineDocument
+from sidecar.engines.view import Amount, EngineDocument
 
 LASTING_S = 10.0
 """Replicas look discovery up at different moments, and report every two seconds."""
@@ -15,42 +16,36 @@ MOST_NAMED = 3
 _USABLE = frozenset(("ready", "starting", "capped", "draining"))
 
 
-def engine_rows(documents: Sequence[EngineDocument], others: Iterable[ReceivedReport]) -> list[EngineRow]:
-    """A row for each engine that this process knows, with what the other replicas have reported of it."""
-    reports = [one.report for one in others if one.report.engines is not None]
+def engine_reports(documents: Sequence[EngineDocument] | None) -> list[EngineReport] | None:
+    """The engines that this process lists, as it reports them."""
+    if documents is None:
+        return None
+    return [msgspec.convert(it, EngineReport, from_attributes=True) for it in documents if it.for_s is not None]
+
+
+def engine_rows(documents: Sequence[EngineDocument], others: Iterable[ReplicaReport]) -> list[EngineRow]:
+    """A row for each engine that this process knows, with the replicas that see it otherwise."""
+    reports = [report for report in others if report.engines is not None]
     return [_row(document, reports) for document in documents]
 
 
 def _row(document: EngineDocument, reports: Sequence[ReplicaReport]) -> EngineRow:
     theirs = [(report, _of(document.name, report)) for report in reports]
-    same = [found for _, found in theirs if found is not None and found.id == document.id]
-    hit_rate, is_measured = _hit_rate(document, same)
+    same = [seen for _, seen in theirs if seen is not None and seen.id == document.id]
     return EngineRow(
         name=document.name,
         id=document.id,
         state=same[0].state if document.mounted and same else document.state,
         reason=document.reason or "",
-        capacity=Amount() if document.capacity is None else _amount(document.capacity),
-        held=_amount(document.held),
+        capacity=document.capacity or Amount(),
+        held=document.held,
         unprefilled_tokens=document.unprefilled_tokens,
         claims=document.claims,
-        in_flight=document.in_flight + sum(found.in_flight for found in same),
-        hit_rate=hit_rate,
-        is_measured=is_measured,
+        in_flight=document.in_flight + sum(seen.in_flight for seen in same),
+        hit_rate=document.hit_rate,
+        is_measured=document.is_measured,
         elsewhere="" if document.url is None else _elsewhere(document, theirs),
     )
-
-
-def _hit_rate(document: EngineDocument, others: Sequence[EngineReport]) -> tuple[float | None, bool]:
-    """The rate over all replicas, by tokens; of measured ones alone where there are any."""
-    reported: list[EngineDocument | EngineReport] = [document, *others]
-    found = [(one.recent_tokens, one.hit_rate, one.is_measured) for one in reported if one.hit_rate is not None]
-    is_measured = any(measured for _, _, measured in found)
-    counted = [(tokens, rate) for tokens, rate, measured in found if measured or not is_measured]
-    whole = sum(tokens for tokens, _ in counted)
-    if not whole:
-        return None, is_measured
-    return round(sum(tokens * rate for tokens, rate in counted) / whole, 4), is_measured
 
 
 def _elsewhere(document: EngineDocument, theirs: Sequence[tuple[ReplicaReport, EngineReport | None]]) -> str:
@@ -76,10 +71,6 @@ def _who(report: ReplicaReport) -> str:
 def _named(names: Sequence[str]) -> str:
     shown = ", ".join(names[:MOST_NAMED])
     return shown if len(names) <= MOST_NAMED else f"{shown} and {len(names) - MOST_NAMED} more"
-
-
-def _amount(amount: EngineAmount) -> Amount:
-    return Amount(amount.tokens, amount.requests)
 
 
 class EngineLists:

@@ -1,4 +1,4 @@
-"""Overview builder: one document of the whole pool, from this process's figures and the other replicas' reports."""
+"""Overview builder: one document of the pool's sums, this process's figures, and what waits in all replicas."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sidecar.cluster import merge
-from sidecar.cluster.document import Amount, Overview, Promised, TierView
+from sidecar.cluster.document import Overview, RefusalView, TenantView, TierShare, TierView, TierWaits
 from sidecar.cluster.dry_run import ObservedReport, observed_report
-from sidecar.cluster.engine_speeds import engine_speed_rows
-from sidecar.cluster.engines import EngineLists, engine_rows
-from sidecar.cluster.learned_lengths import LengthExchange
-from sidecar.cluster.lease_sizes import lease_size_rows
-from sidecar.cluster.merge import ReceivedReport
+from sidecar.cluster.engines import EngineLists, engine_reports, engine_rows
 from sidecar.cluster.phrases import crowd, engine_headline, headline, said_of, starving, waits_at_its_limit
-from sidecar.cluster.pool_report import Heard, PoolMerge, heard
-from sidecar.cluster.report import ReplicaReport, Sources, own_report, pack
-from sidecar.events import StoreState
-from sidecar.policy.model import Learn, Mode, Policy
+from sidecar.cluster.report import Heard, ReceivedReport, ReplicaReport, heard, pack, replica_views
+from sidecar.cluster.sources import Sources
+from sidecar.cluster.tiers import tier_shares, tier_waits, waits_of
+from sidecar.engines.view import Amount
+from sidecar.events import Refused, StoreState
+from sidecar.policy.model import Mode
 from sidecar.pools import StoreError
 from sidecar.tasks import end, is_set_within
+from sidecar.telemetry.request_record import RequestRecord
 
 SHARE_EVERY_S = 2.0
 RETRY_S = 0.5
@@ -90,24 +88,23 @@ class Generations:
         return f"{who} {verb} policy generation {theirs}, this one {own}, for {for_s:.0f} s"
 
 
+MOST_TENANTS, MOST_REFUSALS, MOST_MESSAGE = 10, 20, 400
+MOST_OBSERVED_TENANTS = 20
+
+
 class PoolOverview:
     """Overview for the pages of the admin port. Use it from one event loop; it costs nothing per request.
 
     `open` begins to report to the other replicas every two seconds; `close` ends it. Without them
-    it still answers, for this process alone. `generations` gets the policies that the others run, and `lengths` what
-    they have learned of output lengths; `now_s` is the calendar's clock.
+    it still answers, for this process alone. `generations` gets the policies that the others run; `now_s` is the
+    calendar's clock.
     """
 
     def __init__(
-        self,
-        sources: Sources,
-        now_s: Callable[[], float] = time.time,
-        generations: Generations | None = None,
-        lengths: LengthExchange | None = None,
+        self, sources: Sources, now_s: Callable[[], float] = time.time, generations: Generations | None = None
     ) -> None:
         self._sources = sources
         self._generations = Generations() if generations is None else generations
-        self._lengths = lengths
         self._now_s = now_s
         self._news = asyncio.Event()
         self._engine_lists = EngineLists()
@@ -154,59 +151,105 @@ class PoolOverview:
         return self._made
 
     def observed(self) -> ObservedReport:
-        """The dry-run report of all replicas that have reported."""
+        """The dry-run report of this process."""
         at_s = self._now_s()
         report = self._own(self._sources.pool.state(), at_s)
-        return observed_report(self._sources.policy(), self._all_heard(report, at_s), at_s)
+        return self._observed(report.replica, self._others(at_s), at_s)
+
+    def _observed(self, replica: str, others: Iterable[ReceivedReport], at_s: float) -> ObservedReport:
+        period = self._sources.observed(MOST_OBSERVED_TENANTS)
+        not_counted = [it.report.replica for it in others if it.report.mode == Mode.OBSERVE.value]
+        return observed_report(self._sources.policy(), period, replica, not_counted, at_s)
 
     def _overview(self, at_s: float) -> Overview:
-        state: Mapping[str, Any] = self._sources.pool.state()
-        report = self._own(state, at_s)
+        sources, policy = self._sources, self._sources.policy()
+        state: Mapping[str, Any] = sources.pool.state()
+        own, mode = self._own(state, at_s), policy.mode
         # Without the store, `state` is this replica's own, and so is all the rest. The pool's notices say so.
+        others = [] if is_alone(state) else self._others(at_s)
         trouble = [self._trouble] if self._trouble and not is_alone(state) else []
-        all_heard = [ReceivedReport(report, 0.0)] if is_alone(state) else self._all_heard(report, at_s)
         unreadable = [] if is_alone(state) else [_unreadable(name) for name in self._heard.unreadable]
-        policy = self._sources.policy()
         # The waits of a replica that observes are those of shadow requests: they are not shown beside real ones.
-        alike = [one for one in all_heard if one.report.mode in ("", policy.mode.value)]
-        tiers = [_tier(policy, tier, alike, at_s) for tier in state["tiers"]]
-        tenants = merge.tenants(all_heard)
-        replicas = merge.replicas(all_heard)
-        without_engine = engine_headline(replicas, sum(tier.queued.requests or 0 for tier in tiers), policy.mode)
+        alike = [own, *(it.report for it in others if it.report.mode == mode.value)]
+        tiers = [self._tier(share, waits_of(share.tier, alike), at_s) for share in tier_shares(policy, state)]
+        tenants, replicas = self._tenants(), replica_views([ReceivedReport(own, 0.0), *others])
+        without_engine = engine_headline(replicas, sum(tier.queued.requests or 0 for tier in tiers), mode)
         capacity = Amount(**state["capacity"])
-        held = Amount(*(sum(tier["held"][name] for tier in state["tiers"]) for name in ("tokens", "requests")))
+        held = Amount(sum(it.held.tokens or 0 for it in tiers), sum(it.held.requests or 0 for it in tiers))
         return Overview(
-            replica=report.replica,
+            replica=own.replica,
             pool=policy.pool,
             engine=policy.engine.name,
             generation=policy.generation,
             at_s=round(at_s, 3),
             mode="shared" if "store" in state else "local",
             starving=starving(tiers),
-            headline=without_engine or said_of(policy.mode, headline(tiers) + crowd(tenants)),
+            headline=without_engine or said_of(mode, headline(tiers) + crowd(tenants, is_alone=not others)),
             lacks_engine=without_engine is not None,
             capacity=capacity,
             held=held,
             free=_free(capacity, held),
             tiers=tiers,
-            tenants=tenants,
-            refusals=merge.refusals(all_heard),
+            tenants=tenants[:MOST_TENANTS],
+            refusals=[_refusal(record, own.replica) for record in sources.refusals(MOST_REFUSALS)],
             replicas=replicas,
             store=dict(state["store"]) if "store" in state else None,
-            notices=[*self._sources.notices(), *_doubts(policy, all_heard, at_s), *trouble, *unreadable],
-            engines=engine_rows(self._sources.engines() or (), all_heard[1:]),
-            lease_sizes=lease_size_rows(one.report.lease_sizes for one in all_heard),
-            engine_speeds=engine_speed_rows(one.report.engine_speeds for one in all_heard),
+            notices=[*sources.notices(), *self._doubts(own.replica, others, at_s), *trouble, *unreadable],
+            engines=engine_rows(sources.engines() or (), [it.report for it in others]),
+            lease_sizes=list(sources.lease_sizes()),
+            engine_speeds=list(sources.engine_speeds()),
         )
 
     def _own(self, state: Mapping[str, Any], at_s: float) -> ReplicaReport:
+        """The report of this process; `state` is its pool's."""
+        sources, policy = self._sources, self._sources.policy()
         replica = state["store"]["replica"] if "store" in state else str(os.getpid())
-        return own_report(self._sources, state, replica, self._host, at_s)
+        counts = state["store"]["own"] if "store" in state else state
+        tiers = tier_waits(state, sources.oldest(), replica)
+        for waits in tiers:
+            if waits.oldest is not None:  # a wait shows in the tier's last minutes before it has ended
+                sources.recent.waits(waits.tier, at_s, waits.oldest.wait_s, waits.oldest.starvation_s)
+        return ReplicaReport(
+            replica,
+            self._host,
+            counts["leases"],
+            counts["waiting"],
+            generation=policy.generation,
+            mode=policy.mode.value,
+            engine=sources.engine(),
+            engines=engine_reports(sources.engines()),
+            tiers=[*tiers],
+        )
 
-    def _all_heard(self, own: ReplicaReport, at_s: float) -> list[ReceivedReport]:
-        """This replica's report first, and those of the others that are still there."""
-        others = self._heard.still_there(at_s, FORGET_AFTER_S)
-        return [ReceivedReport(self._heard.own(own) if others else own, 0.0), *others]
+    def _tier(self, share: TierShare, waits: TierWaits, at_s: float) -> TierView:
+        level = self._sources.policy().level_of(share.tier)
+        assert level is not None
+        lately = self._sources.recent.read(share.tier, at_s)
+        overtaken_by = dict(sorted(lately.overtaken_by.items(), key=lambda pair: -pair[1].requests))
+        return TierView(
+            **{name: getattr(share, name) for name in TierShare.__struct_fields__},
+            level=level,
+            queued=waits.queued,
+            oldest=waits.oldest,
+            recent=lately.buckets,
+            overtaken_by=overtaken_by,
+            is_at_limit=waits_at_its_limit(overtaken_by),
+        )
+
+    def _tenants(self) -> list[TenantView]:
+        """Those that hold most here, then those of whom most waits."""
+        found = [TenantView(name, *holding) for name, holding in self._sources.tenants().items()]
+        return sorted(found, key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))
+
+    def _doubts(self, replica: str, others: Iterable[ReceivedReport], at_s: float) -> list[str]:
+        """Why the figures of the dry run are not to be trusted; empty where they are, or where nothing is observed."""
+        if self._sources.policy().mode is not Mode.OBSERVE:
+            return []
+        report = self._observed(replica, others, at_s)
+        return [f"the dry run is not to be trusted at this load: {doubt.reason}" for doubt in report.doubts]
+
+    def _others(self, at_s: float) -> list[ReceivedReport]:
+        return self._heard.still_there(at_s, FORGET_AFTER_S)
 
     async def _keep_sharing(self) -> None:
         while True:
@@ -220,32 +263,22 @@ class PoolOverview:
     async def _share(self) -> bool:
         """Sends this replica's report and reads the others'. False where the store cannot be reached."""
         self._news.clear()
-        state: Mapping[str, Any] = self._sources.pool.state()
-        report = self._own(state, self._now_s())
+        report = self._own(self._sources.pool.state(), self._now_s())
         try:
-            packed = self._packed(report, is_heard="store" in state)
-            peers = await self._sources.pool.share(packed, PoolMerge(report))
+            peers = await self._sources.pool.share(pack(report))
         except StoreError as reason:
             is_said = is_alone(self._sources.pool.state())
-            self._trouble = None if is_said else f"the other replicas' waits and refusals are not shown: {reason}"
+            self._trouble = None if is_said else f"the other replicas are not shown: {reason}"
             self._hear(report)
             return False
-        self._heard, self._trouble = heard(peers, but=report.replica, at_s=self._now_s()), None
+        self._heard, self._trouble = heard(peers, self._now_s()), None
         self._hear(report)
-        if self._lengths is not None:  # not while the store is away: the others may be there all the same
-            self._lengths.hear((one.report for one in self._heard.received), has_own=self._heard.has_own)
         return True
-
-    def _packed(self, report: ReplicaReport, *, is_heard: bool) -> bytes:
-        """The report as it travels: with what was learned, where anyone hears it."""
-        if self._lengths is None or not is_heard or self._sources.policy().learn is Learn.OFF:
-            return pack(report)
-        return self._lengths.packed(report)
 
     def _hear(self, own: ReplicaReport) -> None:
         """Notes what the others run, those that are still there."""
         at_s = self._now_s()
-        reports = [one.report for one in self._heard.still_there(at_s, FORGET_AFTER_S)]
+        reports = [one.report for one in self._others(at_s)]
         self._generations.hear(reports, self._sources.policy().generation, at_s)
         self._engine_lists.hear(reports, own, at_s)
 
@@ -266,38 +299,31 @@ def is_alone(state: Mapping[str, Any]) -> bool:
     return "store" in state and state["store"]["state"] != StoreState.SHARED.value
 
 
-def _tier(policy: Policy, state: Mapping[str, Any], all_heard: list[ReceivedReport], at_s: float) -> TierView:
-    name: str = state["tier"]
-    level = policy.level_of(name)
-    assert level is not None
-    slo = policy.tiers[level].slo
-    overtaken_by = merge.overtaken_by(name, all_heard)
-    return TierView(
-        tier=name,
-        level=level,
-        held=Amount(**state["held"]),
-        reserve=Amount(**state["reserve"]),
-        limit=Amount(**state["limit"]),
-        queued=Amount(*merge.queued(name, all_heard)),
-        borrowed_tokens=state.get("borrowed", 0),
-        lent_tokens=state.get("lent", 0),
-        oldest=merge.oldest(name, all_heard),
-        slo=Promised(slo.ttft_s, slo.queue_wait_s, slo.starvation_s, slo.tpot_s),
-        recent=merge.recent(name, all_heard, at_s),
-        overtaken_by=overtaken_by,
-        is_at_limit=waits_at_its_limit(overtaken_by),
-    )
-
-
-def _doubts(policy: Policy, all_heard: list[ReceivedReport], at_s: float) -> list[str]:
-    """Why the figures of the dry run are not to be trusted; empty where they are, or where nothing is observed."""
-    if policy.mode is not Mode.OBSERVE:
-        return []
-    report = observed_report(policy, all_heard, at_s)
-    return [f"the dry run is not to be trusted at this load: {doubt.reason}" for doubt in report.doubts]
-
-
 def _free(capacity: Amount, held: Amount) -> Amount:
     """The free amount; a pool that shrank may hold more than it has."""
     pairs = ((capacity.tokens, held.tokens), (capacity.requests, held.requests))
     return Amount(*(None if most is None else max(0, most - (taken or 0)) for most, taken in pairs))
+
+
+def _refusal(record: RequestRecord, replica: str) -> RefusalView:
+    refused = record.refused or _failure(record)
+    return RefusalView(
+        at_s=record.wall_s(refused.at_us),
+        tier=record.tier,
+        tenant=record.tenant,
+        code=refused.code,
+        status=refused.status,
+        message=refused.message[:MOST_MESSAGE],
+        request_id=record.request_id,
+        waited_s=refused.queue_wait_us / 1e6,
+        replica=replica,
+        preempted=record.preemptions,
+    )
+
+
+def _failure(record: RequestRecord) -> Refused:
+    """The proxy's answer to a request that the engine failed, after its wait."""
+    settled, admitted = record.settled, record.admitted
+    assert settled is not None
+    wait_us = 0 if admitted is None else admitted.queue_wait_us
+    return Refused(settled.at_us, settled.error or "", settled.message or "", settled.status, wait_us)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sidecar.cluster.document import LeaseSizesRow, ReplicaView, TenantView, TierView
+from sidecar.cluster.document import ReplicaView, TenantView, TierView
 from sidecar.durations import short_duration
+from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.policy.model import Mode
 from sidecar.telemetry.ahead import in_words
 from sidecar.telemetry.recent import Overtakings
@@ -53,7 +54,7 @@ def as_promised(tiers: Sequence[TierView]) -> str:
     return "; ".join(said)
 
 
-def lease_sizes(rows: Sequence[LeaseSizesRow]) -> str:
+def lease_sizes(rows: Sequence[EngineSizesDocument]) -> str:
     """What leases hold and use at all engines, and what is in force; empty where no output length is learned."""
     if not rows:
         return ""
@@ -107,8 +108,10 @@ def headline(tiers: Sequence[TierView]) -> str:
     return f"No request waits.{_starved_before(tiers)}"
 
 
-def crowd(tenants: Sequence[TenantView]) -> str:
+def crowd(tenants: Sequence[TenantView], *, is_alone: bool = True) -> str:
     """The tenant whose requests are most of those that wait, as a sentence to follow the headline; empty for none.
+
+    The tenants are those of this process, which `is_alone` in its pool, or one of several replicas.
 
     Not where it is the only one that holds or waits: it is in no other tenant's way.
     """
@@ -116,7 +119,8 @@ def crowd(tenants: Sequence[TenantView]) -> str:
     most = max(tenants, key=lambda tenant: tenant.waiting, default=None)
     if most is None or len(tenants) < 2 or most.waiting < max(FLOODS_FROM, FLOODS_BY * waiting):
         return ""
-    return f" {most.waiting:,} of the {waiting:,} waiting requests are from tenant {most.tenant}."
+    here = "" if is_alone else " of this replica"
+    return f" {most.waiting:,} of the {waiting:,} waiting requests{here} are from tenant {most.tenant}."
 
 
 def engine_headline(replicas: Sequence[ReplicaView], waiting: int, mode: Mode) -> str | None:

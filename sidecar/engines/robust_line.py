@@ -24,7 +24,7 @@ RECENT = 512
 """Newest samples that a line is fitted to: an engine that slows down is learned also where its loads changed."""
 MOST_BETWEEN_FITS = 64
 """Samples. A fit costs some 100 microseconds, so the more is known the less often it is made: after an eighth more."""
-FAR_APART = 2.0
+FAR_APART = 1.5
 """Ratio of two sizes that show a slope. Between closer ones the noise of a step would be larger than the slope."""
 MOST_ERRORS = 2.2
 """Medians of all errors: 1.5 standard deviations, where a fit loses little with and without wrong samples."""
@@ -36,11 +36,15 @@ Point = tuple[float, float]
 
 
 class Line(NamedTuple):
-    """A fitted line. `late` is how many times as long as the line the slowest tenth took: 1 says that it is exact."""
+    """A fitted line. `late` is how many times as long as the line the slowest tenth took: 1 says that it is exact.
+
+    `is_slope_seen` is false where no two sizes were far enough apart to show one.
+    """
 
     base_us: float
     slope_us: float
     late: float = 1.0
+    is_slope_seen: bool = True
 
     def at(self, size: float) -> float:
         """The typical time for this size, at least a microsecond."""
@@ -48,7 +52,7 @@ class Line(NamedTuple):
 
     def scaled(self, factor: float) -> Line:
         """The line of an engine that takes so many times as long."""
-        return Line(self.base_us * factor, self.slope_us * factor, self.late)
+        return self._replace(base_us=self.base_us * factor, slope_us=self.slope_us * factor)
 
 
 def fitted(points: Sequence[Point], samples: Sequence[Point] | None = None, default: Line | None = None) -> Line:
@@ -65,14 +69,14 @@ def fitted(points: Sequence[Point], samples: Sequence[Point] | None = None, defa
     if slope is None and default is not None:
         line = default.scaled(median([took / default.at(size) for size, took in samples]))
     else:
-        slope = slope or 0.0
-        base = weighted_median([(took - slope * size, 1 / usual.at(size)) for size, took in samples])
-        line = Line(base, slope) if base >= 0 else Line(0.0, median([took / size for size, took in samples if size]))
+        rate = slope or 0.0
+        base = weighted_median([(took - rate * size, 1 / usual.at(size)) for size, took in samples])
+        line = Line(base, rate) if base >= 0 else Line(0.0, median([took / size for size, took in samples if size]))
         if line.base_us and line.slope_us:
             line = _refined(line, samples)
-    base, slope, _ = line
-    ratios = sorted([took / max(1.0, base + slope * size) for size, took in samples])
-    return line._replace(late=max(1.0, ratios[int(0.9 * (len(ratios) - 1))]))
+    ratios = sorted([took / line.at(size) for size, took in samples])
+    late = max(1.0, ratios[int(0.9 * (len(ratios) - 1))])
+    return line._replace(late=late, is_slope_seen=slope is not None)
 
 
 def _refined(line: Line, samples: Sequence[Point]) -> Line:

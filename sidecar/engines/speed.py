@@ -24,12 +24,13 @@ No I/O and no clock. Every method is O(1) in the requests that run.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 from zlib import crc32
 
 import msgspec
 
 from sidecar.engines.robust_line import Line, TimesBySize
+from sidecar.figures import SECONDS, gauge
 
 GROUPS = 16
 """Of tenants, by a hash of their names: a share of the vote for each, in bounded memory."""
@@ -86,15 +87,51 @@ class EngineSpeedDocument(msgspec.Struct, frozen=True):
     """
 
     engine: str | None
-    prefill_ns: int
-    output_ns: int
-    token_us: int
+    prefill_ns: Annotated[
+        int,
+        gauge(
+            "admission.engine.time.prefill_token",
+            "The engine's time for an uncached token of a prompt.",
+            SECONDS,
+            per_unit=10**9,
+        ),
+    ]
+    output_ns: Annotated[
+        int,
+        gauge(
+            "admission.engine.time.output_token",
+            "The engine's time for an output token, as one of all that run.",
+            SECONDS,
+            per_unit=10**9,
+        ),
+    ]
+    token_us: Annotated[
+        int,
+        gauge(
+            "admission.engine.time.between_tokens",
+            "The time between two tokens of an answer, at the present load.",
+            SECONDS,
+            per_unit=10**6,
+        ),
+    ]
     first_us: int
     is_known: bool
     first_samples: int
     token_samples: int
-    first_error: float | None
-    token_error: float | None
+    first_error: Annotated[
+        float | None,
+        gauge(
+            "admission.engine.prediction_error.first_token",
+            "Mean error of the predicted times to first tokens, in parts of the larger of both times.",
+        ),
+    ]
+    token_error: Annotated[
+        float | None,
+        gauge(
+            "admission.engine.prediction_error.between_tokens",
+            "Mean error of the predicted times between tokens, in parts of the larger of both times.",
+        ),
+    ]
 
 
 class Load(NamedTuple):
@@ -222,6 +259,7 @@ class EngineSpeed:
         self.generating = Concurrency()
         self.tokens_per_event = 1.0
         self._in_line: dict[Call, None] = {}
+        self._first_since_us = 0
         self._unseen: deque[tuple[int, Call]] = deque()
         self.first = VotedTimes(DEFAULT_FIRST, DEFAULT_PROMPT)
         self.token = VotedTimes(DEFAULT_TOKEN, DEFAULT_SEQUENCES)
@@ -273,12 +311,12 @@ class EngineSpeed:
         When the prompt of an answer that does not stream is computed cannot be seen: it counts for its predicted time.
         """
         self._advance(now_us)
-        # On average half of the first prompt in line is computed.
-        half = next(iter(self._in_line)).uncached / 2 if self._in_line else 0.0
-        backlog = self.unprefilled - half + uncached
+        backlog = self.unprefilled - self._computed(now_us) + uncached
         self.unprefilled += uncached
         self.running += sequences
         call = Call(tenant, uncached, sequences, now_us, backlog, round(self.first.line_or_default.at(backlog)))
+        if not self._in_line:
+            self._first_since_us = now_us
         self._in_line[call] = None
         if not streams:
             self._unseen.append((now_us + call.predicted_us, call))
@@ -327,9 +365,20 @@ class EngineSpeed:
         self.running -= call.sequences
         self.generating.change(-call.sequences, now_us)
 
+    def _computed(self, now_us: int) -> float:
+        """The tokens of the first prompt in line that should be computed: half of it, while its speed is not known."""
+        if not self._in_line:
+            return 0.0
+        tokens, line = next(iter(self._in_line)).uncached, self.first.line
+        if line is None or not line.slope_us:
+            return tokens / 2
+        return min(tokens, max(0, now_us - self._first_since_us) / line.slope_us)
+
     def _prefilled(self, call: Call, now_us: int) -> None:
         """The prompt is computed, and the answer begins."""
         call.is_prefilled = True
+        if call is next(iter(self._in_line)):
+            self._first_since_us = now_us
         del self._in_line[call]
         self.unprefilled -= call.uncached
         self.generating.change(call.sequences, now_us)

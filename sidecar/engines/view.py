@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
+from sidecar.figures import REQUESTS, TOKENS, Over, amounts, counter, gauge
 
-class EngineAmount(msgspec.Struct, frozen=True):
+STATES = ("ready", "starting", "capped", "suspect", "down", "draining", "gone", "unreachable")
+_REASON, _STATE = "admission.reason", "admission.engine.state"
+
+
+class Amount(msgspec.Struct, frozen=True):
     """Tokens and requests; None where there is no bound."""
 
     tokens: int | None = None
@@ -22,9 +27,9 @@ class EngineAmount(msgspec.Struct, frozen=True):
 class EngineDocument(msgspec.Struct, frozen=True):
     """One incarnation of an engine: `GET /engines` answers it. JSON names are the field names.
 
-    `state` is `ready`, `starting`, `capped`, `suspect`, `down`, `draining`, `gone` or `unreachable`; `reason` says why
-    it gets no requests, None where it does, or where the state says it all. `for_s` is for how long it has answered, or
-    has not, as far as this process knows; None where it has never asked it.
+    `state` is one of `STATES`; `reason` says why it gets no requests, None where it does, or where the state says it
+    all. `for_s` is for how long it has answered, or has not, as far as this process knows; None where it has never
+    asked it.
 
     `held`, `unprefilled_tokens` and `claims` are the pool's, of all its processes. `capacity` is None until the engine
     has said it; `effective` is what counts of it now: less in a slow start. `in_flight`, `ejections` (by cause),
@@ -40,24 +45,88 @@ class EngineDocument(msgspec.Struct, frozen=True):
     name: str
     id: str
     url: str | None
-    state: str
+    state: Annotated[
+        str,
+        gauge(
+            _STATE,
+            "1 for the state that the engine is in, as this process sees it, and 0 for each other.",
+            labels=(_STATE,),
+            values=STATES,
+        ),
+    ]
     reason: str | None
     for_s: float | None
     takes_new: bool
     draining: bool
-    capacity: EngineAmount | None
-    effective: EngineAmount
+    capacity: Annotated[
+        Amount | None,
+        amounts(
+            "admission.engine.capacity",
+            "Tokens of the engine, whole, also in a slow start.",
+            "Requests that the engine has room for.",
+        ),
+    ]
+    effective: Amount
     prefill: int | None
     speed: float
-    held: EngineAmount
-    unprefilled_tokens: int
-    claims: int
-    in_flight: int
-    ejections: dict[str, int] = {}
-    replays: dict[str, int] = {}
-    prompt_tokens: int = 0
-    predicted_tokens: int = 0
-    measured_tokens: int | None = None
+    held: Annotated[
+        Amount,
+        amounts(
+            "admission.engine.held",
+            "Tokens that leases hold on the engine.",
+            "Requests that leases hold on the engine.",
+        ),
+    ]
+    unprefilled_tokens: Annotated[
+        int,
+        gauge(
+            "admission.engine.unprefilled.tokens",
+            "Prompt tokens that were sent to the engine, and not answered with a first byte yet.",
+            TOKENS,
+        ),
+    ]
+    claims: Annotated[int, gauge("admission.engine.claims", "Requests in line for this engine.", REQUESTS)]
+    in_flight: Annotated[
+        int, gauge("admission.engine.in_flight", "Admitted requests of this process at the engine.", REQUESTS, Over.SUM)
+    ]
+    ejections: Annotated[
+        dict[str, int],
+        counter(
+            "admission.engine.ejections",
+            "How often this process stopped to use the engine, by what it found.",
+            "{ejection}",
+            labels=(_REASON,),
+        ),
+    ] = {}
+    replays: Annotated[
+        dict[str, int],
+        counter(
+            "admission.replays",
+            "Requests that left the engine before the first byte of their answer, and waited for one again, by the "
+            "reason.",
+            REQUESTS,
+            labels=(_REASON,),
+        ),
+    ] = {}
+    prompt_tokens: Annotated[
+        int, counter("admission.prompt.tokens", "Tokens of the prompts sent to the engine.", TOKENS)
+    ] = 0
+    predicted_tokens: Annotated[
+        int,
+        counter(
+            "admission.prefix.tokens.predicted",
+            "Tokens of these prompts that the engine was predicted to have cached.",
+            TOKENS,
+        ),
+    ] = 0
+    measured_tokens: Annotated[
+        int | None,
+        counter(
+            "admission.prefix.tokens.measured",
+            "Tokens of these prompts that the engine has reported as cached, where it reports them.",
+            TOKENS,
+        ),
+    ] = None
     recent_tokens: int = 0
     hit_rate: float | None = None
     is_measured: bool = False

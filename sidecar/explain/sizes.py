@@ -35,15 +35,11 @@ def _source(story: Explanation, asked: RequestFacts, size: SizeDetails) -> str:
     match size.source:
         case "own":
             return f"{part} of {answers} of {of}"
-        case "replicas":
-            return f"{part} of {answers} of {of}, together with those of other replicas"
         case "tenants":
             return (
                 f"{part} of the answers of the median tenant, of {answers} on {story.path}; "
                 f"too few are known of tenant {asked.tenant} itself, {_model(asked)}, bucket `{size.bucket}`"
             )
-        case "hint":
-            return f"its client's hint; {answers} of tenant {asked.tenant} showed how such hints hold"
         case "maximum":
             most = "its max_tokens" if asked.max_output_tokens is not None else "the most that the policy assumes"
             return f"{most}: too few answers are known of {of}"

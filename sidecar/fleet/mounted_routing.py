@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Send
 
+from sidecar.admission.answer import EngineCall
 from sidecar.admission.engine_route import EngineHealth
 from sidecar.admission.intake import SizedRequest
-from sidecar.admission.pending_aborts import EngineCall
 from sidecar.admission.usage import UsageReader
 from sidecar.engines.speed import EngineSpeed
 from sidecar.errors import Draining

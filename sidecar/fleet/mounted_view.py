@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from sidecar.engines.view import DrainEnd, EngineAmount, EngineDocument
+from sidecar.engines.view import Amount, DrainEnd, EngineDocument
 from sidecar.fleet.mounted_engine import LOOK_EVERY_S, MountedEngine
 from sidecar.pools.engines import EngineFigures, name_and_incarnation
 from sidecar.pools.stats import bounded
@@ -70,11 +70,11 @@ class MountedView:
             for_s=round(self._now_s() - self._since_s, 3),
             takes_new=engine.takes_new and not engine.is_draining,
             draining=engine.is_draining,
-            capacity=None if size is None else EngineAmount(*size),
-            effective=_effective(ledger) if ledger is not None and is_known else EngineAmount(0, 0),
+            capacity=None if size is None else Amount(*size),
+            effective=_effective(ledger) if ledger is not None and is_known else Amount(0, 0),
             prefill=bounded(engine.prefill),
             speed=1.0,
-            held=EngineAmount(0, 0) if ledger is None else EngineAmount(ledger.held_tokens, ledger.held_requests),
+            held=Amount(0, 0) if ledger is None else Amount(ledger.held_tokens, ledger.held_requests),
             unprefilled_tokens=0 if ledger is None else ledger.unprefilled_tokens,
             claims=0 if ledger is None else ledger.claims,
             in_flight=engine.in_flight,
@@ -95,11 +95,11 @@ def _other(ledger: EngineFigures) -> EngineDocument:
         for_s=None,
         takes_new=ledger.takes_new,
         draining=False,
-        capacity=EngineAmount(bounded(ledger.tokens), bounded(ledger.requests)) if ledger.takes_new else None,
-        effective=_effective(ledger) if ledger.takes_new else EngineAmount(0, 0),
+        capacity=Amount(bounded(ledger.tokens), bounded(ledger.requests)) if ledger.takes_new else None,
+        effective=_effective(ledger) if ledger.takes_new else Amount(0, 0),
         prefill=bounded(ledger.prefill),
         speed=1.0,
-        held=EngineAmount(ledger.held_tokens, ledger.held_requests),
+        held=Amount(ledger.held_tokens, ledger.held_requests),
         unprefilled_tokens=ledger.unprefilled_tokens,
         claims=ledger.claims,
         in_flight=0,
@@ -107,5 +107,5 @@ def _other(ledger: EngineFigures) -> EngineDocument:
     )
 
 
-def _effective(ledger: EngineFigures) -> EngineAmount:
-    return EngineAmount(bounded(ledger.effective_tokens), bounded(ledger.effective_requests))
+def _effective(ledger: EngineFigures) -> Amount:
+    return Amount(bounded(ledger.effective_tokens), bounded(ledger.effective_requests))

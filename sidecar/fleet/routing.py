@@ -23,8 +23,8 @@ from collections.abc import Awaitable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sidecar.admission.answer import EngineCall
 from sidecar.admission.intake import SizedRequest
-from sidecar.admission.pending_aborts import EngineCall
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.engines.speed import EngineSpeeds

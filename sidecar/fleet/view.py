@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sidecar.engines.view import DrainEnd, EngineAmount, EngineDocument
+from sidecar.engines.view import Amount, DrainEnd, EngineDocument
 from sidecar.engines.watch import Cause
 from sidecar.events import ReplayReason
 from sidecar.fleet.member import Member
@@ -122,7 +122,7 @@ class FleetView:
         is_measured = recent.counted > 0
         part, whole = (recent.measured, recent.counted) if is_measured else (recent.predicted, recent.sent)
         size = member.size
-        capacity = None if size is None else EngineAmount(*size)
+        capacity = None if size is None else Amount(*size)
         return EngineDocument(
             name=member.name,
             id=member.id,
@@ -175,7 +175,7 @@ def _of_ledger(ledger: EngineFigures) -> EngineDocument:
         for_s=None,
         takes_new=ledger.takes_new,
         draining=False,
-        capacity=EngineAmount(bounded(ledger.tokens), bounded(ledger.requests)) if ledger.takes_new else None,
+        capacity=Amount(bounded(ledger.tokens), bounded(ledger.requests)) if ledger.takes_new else None,
         effective=_effective(ledger),
         prefill=bounded(ledger.prefill),
         speed=1.0,
@@ -186,11 +186,11 @@ def _of_ledger(ledger: EngineFigures) -> EngineDocument:
     )
 
 
-def _effective(ledger: EngineFigures | None) -> EngineAmount:
+def _effective(ledger: EngineFigures | None) -> Amount:
     if ledger is None or not ledger.takes_new:
-        return EngineAmount(0, 0)
-    return EngineAmount(bounded(ledger.effective_tokens), bounded(ledger.effective_requests))
+        return Amount(0, 0)
+    return Amount(bounded(ledger.effective_tokens), bounded(ledger.effective_requests))
 
 
-def _held(ledger: EngineFigures | None) -> EngineAmount:
-    return EngineAmount(0, 0) if ledger is None else EngineAmount(ledger.held_tokens, ledger.held_requests)
+def _held(ledger: EngineFigures | None) -> Amount:
+    return Amount(0, 0) if ledger is None else Amount(ledger.held_tokens, ledger.held_requests)

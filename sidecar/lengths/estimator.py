@@ -3,10 +3,9 @@
 The first of these that has 50 complete samples answers, even where it can only say that it does not know:
 
 1. the tenant's own samples of the endpoint, model and bucket, on this replica;
-2. the same, together with the summaries of the other replicas;
-3. the upper median, over at least 3 tenants that have so many samples, of each tenant's own quantile for the endpoint,
+2. the upper median, over at least 3 tenants that have so many samples, of each tenant's own quantile for the endpoint,
    model and bucket;
-4. the same for everything on the endpoint.
+3. the same for everything on the endpoint.
 
 A tenant whose own answers were nearly all cut short is not sized by others: that its lengths are not known is what its
 samples say. Where no step answers, the old rule applies: a lease holds max_tokens.
@@ -16,19 +15,14 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import msgspec
 
-from sidecar.lengths import summary
 from sidecar.lengths.buckets import LengthKey
-from sidecar.lengths.hints import MARGIN, Hints
 from sidecar.lengths.histogram import LONGEST, LengthHistogram, Survival
 from sidecar.lengths.median import Evidence, Median
-from sidecar.lengths.summary import LONGEST_NAME, Summary
 
 ENOUGH = 50
 """Complete samples from which a distribution is used: the 0.95 quantile of fewer is nearly their longest."""
@@ -39,7 +33,8 @@ ENDPOINTS_REMEMBERED = 16
 TENANTS_REMEMBERED = 4096
 """Tenants come from the policy, so no client can add one. Which of them was learned from least recently is known from
 half as many on: before, none is soon forgotten."""
-REPLICAS_REMEMBERED = 64
+LONGEST_NAME = 256
+"""Characters of an endpoint or a model; nothing is learned for a longer one."""
 MOST_TOKENS_PER_CHUNK = 64.0
 CHUNK_LEARNING_RATE = 0.1
 """Weight of the newest answer's tokens per chunk."""
@@ -47,32 +42,27 @@ _ALL_UP_TO = 256
 """Samples of an endpoint up to which all are learned; of later answers every fourth is enough for newcomers."""
 _EVERY_OTHER = 3
 """A mask: what concerns newcomers alone is done at every fourth answer."""
-_LEAST_SUMMARY_BYTES = 64
-"""No entry of a summary is smaller."""
 
 
 class Source(str, Enum):
     """Where an estimate comes from.
 
-    The tenant's own samples; those with other replicas' summaries; the median over tenants; the client's hint.
+    The tenant's own samples; the median over tenants.
     """
 
     OWN = "own"
-    REPLICAS = "replicas"
     TENANTS = "tenants"
-    HINT = "hint"
 
 
 # Looked up once: an enumeration's attribute costs as much as a call.
-_OWN, _REPLICAS, _TENANTS, _HINT = Source.OWN, Source.REPLICAS, Source.TENANTS, Source.HINT
+_OWN, _TENANTS = Source.OWN, Source.TENANTS
 
 
 class Estimate(msgspec.Struct, frozen=True, gc=False):
     """The assumed output length of one sequence, in tokens, always more than it has generated already.
 
-    `samples` are the complete samples behind it: those that were known when it was made, at most an eighth of all ago,
-    and for a hint, the answers that showed how the tenant's hints hold. `quantile` is the share of answers that are not
-    longer.
+    `samples` are the complete samples behind it: those that were known when it was made, at most an eighth of all ago.
+    `quantile` is the share of answers that are not longer.
     """
 
     tokens: int
@@ -123,35 +113,23 @@ class LengthEstimator:
         self._is_crowded = False
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._medians: dict[LengthKey | str, Median] = {}
-        self._heard: dict[tuple[str, LengthKey], _Heard] = {}
-        self._replicas: OrderedDict[str, list[tuple[str, LengthKey]]] = OrderedDict()
 
-    def estimate(
-        self, tenant: str, key: LengthKey, quantile: float, generated: int = 0, hint: int | None = None
-    ) -> Estimate | None:
+    def estimate(self, tenant: str, key: LengthKey, quantile: float, generated: int = 0) -> Estimate | None:
         """See `estimate_at`."""
-        return self.estimate_at(Place(tenant, key), quantile, generated, hint)
+        return self.estimate_at(Place(tenant, key), quantile, generated)
 
-    def estimate_at(
-        self, place: Place, quantile: float, generated: int = 0, hint: int | None = None
-    ) -> Estimate | None:
+    def estimate_at(self, place: Place, quantile: float, generated: int = 0) -> Estimate | None:
         """The output length to assume of a sequence that has `generated` tokens already; None: nothing is known.
 
-        The caller bounds it by max_tokens. A hint, in tokens, raises an estimate. It stands in for one, twice as long
-        as it says, only where the tenant's hints have held so far.
+        The caller bounds it by max_tokens.
         """
         learned = place.learned
         if learned.endpoint is None:
             learned = self._look_up(place)
         kept = learned.kept
         if generated or quantile not in kept or learned.samples + learned.censored >= learned.stale_from:
-            found = self._made(place, quantile, generated)
-        else:
-            found = kept[quantile]
-        if hint is None or hint < 1:
-            return found
-        known = self._tenants.get(place.tenant)
-        return _with_hint(found, hint, generated, quantile, Hints() if known is None else known.hints)
+            return self._made(place, quantile, generated)
+        return kept[quantile]
 
     def _look_up(self, place: Place) -> _Learned:
         known = self._tenants.get(place.tenant)
@@ -159,7 +137,7 @@ class LengthEstimator:
         return learned
 
     def _made(self, place: Place, quantile: float, generated: int) -> Estimate | None:
-        """The estimate without a hint. That of a whole length is kept: every new request asks for one."""
+        """The estimate. That of a whole length is kept: every new request asks for one."""
         learned = place.learned
         if learned.samples < ENOUGH:
             return self._shared(place, learned, quantile, generated)
@@ -171,10 +149,6 @@ class LengthEstimator:
 
     def _shared(self, place: Place, own: LengthHistogram, quantile: float, generated: int) -> Estimate | None:
         key = place.key
-        heard = self._heard.get((place.tenant, key))
-        if heard is not None and heard.samples >= ENOUGH:
-            tokens = heard.quantile(quantile, generated)
-            return None if tokens is None else Estimate(tokens, _REPLICAS, heard.samples, quantile)
         if own.censored >= ENOUGH:
             return None
         for subject in (key, key.endpoint):
@@ -183,11 +157,6 @@ class LengthEstimator:
                 tokens, samples = median.quantile(quantile, generated)
                 return None if tokens is None else Estimate(tokens, _TENANTS, samples, quantile)
         return None
-
-    def trusts_hints(self, tenant: str) -> bool:
-        """Whether the tenant's hints have held so far."""
-        known = self._tenants.get(tenant)
-        return known is not None and known.hints.are_trusted
 
     def tokens_per_chunk(self, tenant: str, key: LengthKey) -> float:
         """See `tokens_per_chunk_at`."""
@@ -205,18 +174,15 @@ class LengthEstimator:
         tenant: str,
         key: LengthKey,
         length: int,
-        hint: int | None = None,
         chunks: int | None = None,
         *,
         is_censored: bool,
     ) -> None:
         """See `learn_at`. A negative length is none."""
         if length >= 0:
-            self.learn_at(Place(tenant, key), length, is_censored, hint, chunks)
+            self.learn_at(Place(tenant, key), length, is_censored, chunks)
 
-    def learn_at(
-        self, place: Place, length: int, is_censored: bool, hint: int | None = None, chunks: int | None = None
-    ) -> None:
+    def learn_at(self, place: Place, length: int, is_censored: bool, chunks: int | None = None) -> None:
         """Learns the output length of one sequence, in tokens.
 
         `is_censored` says that max_tokens or a disconnect cut it short. `chunks` is the number of its chunks where the
@@ -232,27 +198,20 @@ class LengthEstimator:
         if self._is_crowded:
             self._tenants.move_to_end(place.tenant)
         learned.add(length, is_censored)
-        if chunks or hint is not None:
-            self._note(place, min(length, LONGEST + 1), is_censored, hint, chunks)
+        if chunks and length:  # a length that no float holds would raise
+            learned.note_chunks(min(length, LONGEST + 1), chunks)
         if learned.is_new:
             self._tell_of_new(place, endpoint, length, is_censored)
         elif not turn & _EVERY_OTHER:
             endpoint.add(length, is_censored)
             self._tell_medians(place.key)
 
-    def _note(self, place: Place, length: int, is_censored: bool, hint: int | None, chunks: int | None) -> None:
-        """Learns how the tokens came, and how the hint held. A length that no float holds would raise."""
-        if chunks and length:
-            place.learned.note_chunks(length, chunks)
-        if hint is not None and hint >= 1:
-            self._tenants[place.tenant].hints.learn(hint, length, is_censored=is_censored)
-
     def _tell_of_new(self, place: Place, endpoint: _EndpointLengths, length: int, is_censored: bool) -> None:
         """An answer of a key or an endpoint that has few: it may decide whether they size other tenants' requests."""
         learned, tenant, key = place.learned, place.tenant, place.key
         is_turn = not self._turn & _EVERY_OTHER
         if learned.samples <= ENOUGH:
-            self._vote(tenant, key, self._evidence(tenant, key, learned))
+            self._vote(tenant, key, learned if learned.samples >= ENOUGH else None)
         if is_turn or endpoint.samples < _ALL_UP_TO:
             endpoint.add(length, is_censored)
             if endpoint.samples <= ENOUGH:
@@ -285,9 +244,6 @@ class LengthEstimator:
         learned.turn = endpoint.turn = self._turn + 1  # the newest of all, as it is about to be learned from
         if key not in known.keys:
             known.keys[key] = learned
-            heard = self._heard.get((tenant, key))
-            if heard is not None:
-                heard.own = learned
         self._forget_oldest(tenant, known)
         return learned, endpoint
 
@@ -297,7 +253,7 @@ class LengthEstimator:
         if len(keys) > KEYS_REMEMBERED:
             key = min(keys, key=lambda key: keys[key].turn)
             keys.pop(key).forget()
-            self._forget_key(tenant, key)
+            self._vote(tenant, key, None)
         if len(endpoints) > ENDPOINTS_REMEMBERED:
             endpoint = min(endpoints, key=lambda endpoint: endpoints[endpoint].turn)
             del endpoints[endpoint]
@@ -307,13 +263,6 @@ class LengthEstimator:
             self._vote(tenant, endpoint, None)
         if len(self._tenants) > TENANTS_REMEMBERED:
             self._forget_tenant()
-
-    def _evidence(self, tenant: str, key: LengthKey, own: LengthHistogram | None) -> Evidence | None:
-        """What a tenant votes by in the median of a key; None where it has not enough samples."""
-        if own is not None and own.samples >= ENOUGH:
-            return own
-        heard = self._heard.get((tenant, key))
-        return heard if heard is not None and heard.samples >= ENOUGH else None
 
     def _vote(self, tenant: str, subject: LengthKey | str, evidence: Evidence | None) -> None:
         median = self._medians.get(subject)
@@ -326,35 +275,13 @@ class LengthEstimator:
             if not len(median):
                 del self._medians[subject]
 
-    def _forget_key(self, tenant: str, key: LengthKey) -> None:
-        heard = self._heard.get((tenant, key))
-        if heard is not None:
-            heard.own = None
-        self._vote(tenant, key, self._evidence(tenant, key, None))
-
     def _forget_tenant(self) -> None:
         tenant, known = self._tenants.popitem(last=False)
         for key, learned in known.keys.items():
             learned.forget()
-            self._forget_key(tenant, key)
+            self._vote(tenant, key, None)
         for endpoint in known.endpoints:
             self._vote(tenant, endpoint, None)
-
-    def summary(self, most_bytes: int) -> dict[str, Any]:
-        """What this replica learned itself, for the others, in at most so many bytes of JSON.
-
-        `sidecar.lengths.summary` describes it. Every tenant's most used key comes first, then every tenant's second:
-        none can crowd out another.
-        """
-        return summary.write(self._most_used(most_bytes // _LEAST_SUMMARY_BYTES), most_bytes)
-
-    def _most_used(self, most: int) -> Iterator[tuple[str, LengthKey, LengthHistogram]]:
-        ranked = []
-        for tenant, known in heapq.nlargest(most, self._tenants.items(), key=_use_of_tenant):
-            keys = sorted(known.keys.items(), key=_use_of_key, reverse=True)
-            ranked += [(rank, -learned.samples, tenant, key, learned) for rank, (key, learned) in enumerate(keys)]
-        ranked.sort(key=lambda entry: entry[:2])
-        return ((tenant, key, lengths) for _, _, tenant, key, lengths in ranked)
 
     def most_learned(self, most: int, quantile: float) -> list[LearnedLengths]:
         """So many of what this replica learned from most answers, with their quantile."""
@@ -373,60 +300,10 @@ class LengthEstimator:
             for tenant, key, one in heapq.nlargest(most, every, key=lambda found: found[2].samples)
         ]
 
-    def hear(self, replica: str, document: object, *, has_own: bool = False) -> None:
-        """Takes another replica's summary in place of its last one. Never raises: it skips what has not the form.
-
-        With `has_own` it is that of a whole pool, with this replica's samples in it: they are not counted again.
-        """
-        entries = summary.read(document)
-        if entries is None:
-            return
-        self.forget(replica)
-        places = self._replicas[replica] = []
-        for tenant, key, told in entries:
-            place = (tenant, key)
-            heard = self._heard.get(place)
-            if heard is None:
-                heard = self._heard[place] = _Heard(self._own(tenant, key))
-            heard.put(replica, told, has_own=has_own)
-            places.append(place)
-            self._vote_anew(tenant, key, heard)
-        if len(self._replicas) > REPLICAS_REMEMBERED:
-            self.forget(next(iter(self._replicas)))
-
-    def forget(self, replica: str) -> None:
-        """Forgets what a replica told, if it told anything."""
-        for place in self._replicas.pop(replica, ()):
-            heard = self._heard.get(place)
-            if heard is not None:
-                heard.remove(replica)
-                if not heard.by_replica:
-                    del self._heard[place]
-                self._vote_anew(*place, heard)
-
-    def _vote_anew(self, tenant: str, key: LengthKey, heard: _Heard) -> None:
-        """Like `_vote`, where the evidence may be the same object and say something else."""
-        self._vote(tenant, key, self._evidence(tenant, key, heard.own))
-        median = self._medians.get(key)
-        if median is not None:
-            median.refresh()
-
-    def _own(self, tenant: str, key: LengthKey) -> LengthHistogram | None:
-        known = self._tenants.get(tenant)
-        return None if known is None else known.keys.get(key)
-
 
 def _is_plausible(key: LengthKey) -> bool:
     """No model and no endpoint has a name so long; memory must stay small."""
     return len(key.endpoint) <= LONGEST_NAME and (key.model is None or len(key.model) <= LONGEST_NAME)
-
-
-def _with_hint(found: Estimate | None, hint: int, generated: int, quantile: float, hints: Hints) -> Estimate | None:
-    if found is not None:
-        return found if found.tokens >= hint else Estimate(hint, _HINT, hints.answers, quantile)
-    if not hints.are_trusted or MARGIN * hint <= generated:
-        return None
-    return Estimate(MARGIN * hint, _HINT, hints.answers, quantile)
 
 
 class _EndpointLengths(LengthHistogram):
@@ -477,58 +354,10 @@ _NOTHING = _Learned()
 
 
 class _Tenant:
-    """What was learned from one tenant: by key, by endpoint, and how its hints held."""
+    """What was learned from one tenant: by key, and by endpoint."""
 
-    __slots__ = ("endpoints", "hints", "keys")
+    __slots__ = ("endpoints", "keys")
 
     def __init__(self) -> None:
         self.keys: dict[LengthKey, _Learned] = {}
         self.endpoints: dict[str, _EndpointLengths] = {}
-        self.hints = Hints()
-
-
-class _Heard:
-    """What other replicas told of one tenant and key, together with this replica's own samples.
-
-    `has_own`: what they told has those already.
-    """
-
-    def __init__(self, own: LengthHistogram | None) -> None:
-        self.own = own
-        self.by_replica: dict[str, Summary] = {}
-        self.has_own = False
-        self._samples = 0
-        self._survival: Survival | None = None
-        self._own_samples = 0
-
-    def put(self, replica: str, told: Summary, *, has_own: bool) -> None:
-        self.by_replica[replica] = told
-        self.has_own = has_own
-        self._changed()
-
-    def remove(self, replica: str) -> None:
-        self.by_replica.pop(replica, None)
-        self._changed()
-
-    def _changed(self) -> None:
-        self._samples = sum(told.samples for told in self.by_replica.values())
-        self._survival = None
-
-    @property
-    def samples(self) -> int:
-        return self._samples if self.own is None or self.has_own else self._samples + self.own.samples
-
-    def quantile(self, q: float, beyond: int = 0) -> int | None:
-        own_samples = 0 if self.own is None else self.own.samples + self.own.censored
-        if self._survival is None or own_samples != self._own_samples:
-            self._survival = summary.merged(None if self.has_own else self.own, self.by_replica.values())
-            self._own_samples = own_samples
-        return self._survival.quantile(q, beyond)
-
-
-def _use_of_tenant(item: tuple[str, _Tenant]) -> int:
-    return max((learned.samples for learned in item[1].keys.values()), default=0)
-
-
-def _use_of_key(item: tuple[LengthKey, _Learned]) -> int:
-    return item[1].samples

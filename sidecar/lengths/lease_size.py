@@ -19,7 +19,8 @@ import msgspec
 
 from sidecar.events import Expectation
 from sidecar.lengths.buckets import LengthKey, bucket_of
-from sidecar.lengths.estimator import Estimate, LearnedLengths, LengthEstimator, Place, Source
+from sidecar.lengths.documents import EngineSizesDocument, LeaseSizesDocument
+from sidecar.lengths.estimator import Estimate, LengthEstimator, Place, Source
 from sidecar.lengths.overlap import WHOLE, Overlap
 from sidecar.lengths.trust import Trust
 from sidecar.payload.decode import Payload
@@ -48,7 +49,7 @@ _MOST_PLACES = 4096
 _LONGEST_NAME = 256
 """Characters of a model whose places are kept: no model has a longer name, and memory must stay small."""
 # Looked up once: an enumeration's attribute costs as much as a call.
-_OWN, _REPLICAS, _HINT = Source.OWN, Source.REPLICAS, Source.HINT
+_OWN = Source.OWN
 
 _NEVER = 2**62
 _ENDED = _NEVER + 1
@@ -86,7 +87,6 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
     assumed: int
     longest: int
     shown: int
-    hint: int | None
     estimate: Estimate | None
     most: int
     quantile: float
@@ -141,36 +141,6 @@ class Answer(Protocol):
     @property
     def later_chunks(self) -> int:
         """The chunks since the engine's count, 0 where that is the last."""
-
-
-class EngineSizesDocument(msgspec.Struct, frozen=True):
-    """The leases of one process at one engine, for people and metrics. `engine` is None where the pool has one engine.
-
-    `quantile`, `overlap` and `reason` are what is in force. Its `running` leases hold `held_tokens` in the pool. They
-    are expected to use `expected_tokens`, as a plain sum, and use `used_tokens` now, as far as that is known: the
-    output of an answer that does not stream is not. `growths` counts how often one of its leases grew. `preemptions`
-    counts the engine's own since the first reading, None where it does not say.
-    """
-
-    engine: str | None
-    quantile: float
-    overlap: float
-    reason: str
-    is_raised: bool
-    running: int
-    held_tokens: int
-    expected_tokens: int
-    used_tokens: int
-    growths: int = 0
-    preemptions: int | None = None
-
-
-class LeaseSizesDocument(msgspec.Struct, frozen=True):
-    """The leases of one process at all engines, and what was learned most often: the admin port's `/state` has it."""
-
-    learn: str
-    engines: list[EngineSizesDocument] = []
-    learned: list[LearnedLengths] = []
 
 
 class EngineSizes:
@@ -308,8 +278,7 @@ class LeaseSizes:
         kind = tenant, path, payload.model, payload.traits, bound
         place = self._places.get(kind) or self._place(kind)
         quantile, ratio = self._at_base or self._entry()
-        hint = None if payload.nvext is None else payload.output_hint
-        estimate = self.estimate(place, quantile, 0, hint)
+        estimate = self.estimate(place, quantile)
         sequences = shown = 1
         prompt = prompt_tokens
         if payload.choices != 1 or payload.prompts != 1:
@@ -328,7 +297,7 @@ class LeaseSizes:
         if ratio < WHOLE:
             tokens = -(-tokens * ratio // WHOLE)
         return Expected(
-            place, prompt, sequences, bound, assumed, longest, shown, hint, estimate, most, quantile, tokens or 1,
+            place, prompt, sequences, bound, assumed, longest, shown, estimate, most, quantile, tokens or 1,
             ratio, plain,
         )  # fmt: skip
 
@@ -343,28 +312,20 @@ class LeaseSizes:
             self._places[kind] = place
         return place
 
-    def estimate(
-        self, place: LeasePlace, quantile: float, generated: int = 0, hint: int | None = None
-    ) -> Estimate | None:
+    def estimate(self, place: LeasePlace, quantile: float, generated: int = 0) -> Estimate | None:
         """What the estimator says, unless all it has are the first answers of a batch that still runs."""
-        found = self.estimator.estimate_at(place, quantile, generated, hint)
-        return found if place.is_known or found is None else self._counting(found, place, quantile, generated)
+        found = self.estimator.estimate_at(place, quantile, generated)
+        return found if place.is_known or found is None else self._counting(found, place)
 
-    def _counting(self, found: Estimate, asked: LeasePlace, quantile: float, generated: int) -> Estimate | None:
+    def _counting(self, found: Estimate, asked: LeasePlace) -> Estimate | None:
         """The estimate of a key that is not known yet, where it counts."""
         place = asked.tenant, asked.key
         if place in self._known:
             asked.is_known = True
             return found
-        if found.source is _HINT and place in self._unknown:
-            # Above such an estimate a hint says no more than alone: less than the maximum only where it is trusted.
-            bare = self.estimator.estimate_at(asked, quantile, generated)
-            if bare is None or self._is_enough(bare, asked):
-                return found
-            return found if self.estimator.trusts_hints(asked.tenant) else None
         if not self._is_enough(found, asked):
             return None
-        if found.source is not _OWN and found.source is not _REPLICAS:
+        if found.source is not _OWN:
             return found
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
@@ -375,7 +336,7 @@ class LeaseSizes:
 
     def _is_enough(self, found: Estimate, asked: LeasePlace) -> bool:
         """Whether the answers behind an estimate are more than the first ones of a batch."""
-        if found.source is not _OWN and found.source is not _REPLICAS:
+        if found.source is not _OWN:
             return True
         samples = asked.learned.samples if found.source is _OWN else found.samples
         return samples >= _SAMPLES_PER_RUNNING * self._unknown.get((asked.tenant, asked.key), 0)
@@ -428,7 +389,7 @@ class LeaseSizes:
             counted = None
             if chunks and said is not None and not answer.later_chunks:
                 counted = (chunks - answer.large_tokens) // expected.shown
-            self.estimator.learn_at(expected.place, length, is_censored, expected.hint, counted)
+            self.estimator.learn_at(expected.place, length, is_censored, counted)
 
     def generated(self, expected: Expected, answer: Answer) -> int:
         """Tokens of each sequence so far: the engine's count, and the events since by the tokens that one has."""
@@ -535,7 +496,7 @@ class LeaseSize(msgspec.Struct, eq=False):
         expected, sizes = self._expected, self._sizes
         generated = sizes.generated(expected, self._answer)
         quantile = self._engine.trust.quantile
-        estimate = sizes.estimate(expected.place, quantile, generated, expected.hint)
+        estimate = sizes.estimate(expected.place, quantile, generated)
         self.next_look = self._answer.chunks + self._chunks(EVERY_TOKENS)
         self.resize(generated, estimate)
 

@@ -53,10 +53,6 @@ class Median:
         if self._members.pop(tenant, None) is not None:
             self._kept.clear()
 
-    def refresh(self) -> None:
-        """Computes the medians anew: what a voter knows has changed at once."""
-        self._kept.clear()
-
     def learned(self, samples: int = 1) -> None:
         """Notes that voters learned so many samples."""
         self._news = news = self._news + samples

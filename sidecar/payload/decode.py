@@ -36,7 +36,6 @@ from sidecar.payload.traits import (
     effort_of_template,
     effort_of_thinking,
     is_given,
-    output_hint,
 )
 
 MEDIA_TOKENS = 1024
@@ -94,11 +93,6 @@ class Payload(msgspec.Struct, gc=False):
     def text(self) -> str:
         """The text that a tokenizer would count."""
         return "\n".join([part if isinstance(part, str) else text_of(part) for part in self.parts])
-
-    @property
-    def output_hint(self) -> int | None:
-        """The client's own guess of its output length in tokens, None where it has none."""
-        return None if self.nvext is None else output_hint(self.nvext)
 
     @property
     def sequences(self) -> int:

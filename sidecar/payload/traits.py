@@ -11,7 +11,6 @@ EFFORTS = frozenset(("none", "minimal", "low", "medium", "high", "xhigh", "other
 _CHOICES = frozenset(("none", "auto", "required"))
 _LOW_BUDGET, _MEDIUM_BUDGET = 2048, 8192
 """Tokens of a thinking budget up to which it counts as low and as medium effort. Anthropic's smallest is 1,024."""
-_LARGEST_HINT = 2**31 - 1
 _ABSENT = (b"", b"null")
 
 
@@ -49,20 +48,11 @@ class _ToolChoice(msgspec.Struct, gc=False):
     type: str | None = None
 
 
-class _Hints(msgspec.Struct, gc=False):
-    osl: int | None = None
-
-
-class _Nvext(msgspec.Struct, gc=False):
-    agent_hints: _Hints | None = None
-
-
 _string = msgspec.json.Decoder(str).decode
 _reasoning = msgspec.json.Decoder(_Reasoning).decode
 _thinking = msgspec.json.Decoder(_Thinking).decode
 _template_arguments = msgspec.json.Decoder(_TemplateArguments).decode
 _tool_choice = msgspec.json.Decoder(_ToolChoice).decode
-_nvext = msgspec.json.Decoder(_Nvext).decode
 
 
 def effort_of(said: bytes) -> str | None:
@@ -131,12 +121,3 @@ def choice_of(said: bytes) -> str | None:
 def is_given(said: bytes) -> bool:
     """Whether a field says anything: not where it is absent, null or empty."""
     return said not in _ABSENT and said not in (b"[]", b'""', b"{}")
-
-
-def output_hint(nvext: bytes) -> int | None:
-    """The client's own guess of its output length, `nvext.agent_hints.osl`; None where it is not 1 to 2**31 - 1."""
-    try:
-        hints = _nvext(nvext).agent_hints
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    return hints.osl if hints is not None and hints.osl is not None and 0 < hints.osl <= _LARGEST_HINT else None

@@ -7,12 +7,18 @@ the messages and the differences between two policies come from the same fields.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from enum import Enum
+from fractions import Fraction
+from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationInfo
+
+from sidecar.policy.rules import UNLIMITED
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -48,6 +54,13 @@ class ReadAs:
         return handler.generate_schema(self._kind)
 
 
+class OrDefault(ReadAs):
+    """Marks a mapping that may be left out: the record then has `default`, the mapping of which nothing is written."""
+
+    def __init__(self, default: object) -> None:
+        super().__init__(type(default) | None, lambda written: default if written is None else written)
+
+
 @dataclass(frozen=True, slots=True)
 class _Key:
     """A key before its record is made. `default` is in the operator's notation, `...` for a key that is required."""
@@ -56,11 +69,13 @@ class _Key:
     metadata: dict[str, Any]
     options: Mapping[str, Any]
 
-    def made(self, hint: Any) -> Any:
-        """The dataclass's field, whose default is read as one that an operator writes."""
+    def made(self, name: str, hint: Any) -> Any:
+        """The dataclass's field `name`, whose default is read as one that an operator writes."""
+        self.metadata.setdefault("alias", _without_unit(name))
         if self.default is ...:
             return field(metadata=self.metadata, **self.options)
-        default: Any = TypeAdapter[Any](hint).validate_python(self.default, context=_NO_FILE)
+        is_none = self.default is None and get_origin(hint) is not Annotated
+        default = None if is_none else TypeAdapter[Any](hint).validate_python(self.default, context=_NO_FILE)
         metadata = {**self.metadata, "json_schema_extra": {"default": self.default}}
         if type(default).__hash__ is None:
             return field(default_factory=lambda: default, metadata=metadata, **self.options)
@@ -74,13 +89,15 @@ def key(
     *,
     name: str | None = None,
     is_always_read: bool = False,
+    is_fixed: bool = False,
     **options: Any,
 ) -> Any:
-    """A key of a file. `name` is the key's own where the field has another; `options` are those of `field`.
+    """A key of a file. `name` is its own where it is not that of the field without a unit; `options` are `field`'s.
 
-    `is_always_read`: its validator sees the default, too, which depends on the rest of the file.
+    `is_always_read`: its validator sees the default, too, which depends on the rest of the file. `is_fixed`: a process
+    cannot change it while it runs.
     """
-    metadata: dict[str, Any] = {"description": description}
+    metadata: dict[str, Any] = {"description": description, "is_fixed": is_fixed}
     if example is not None:
         metadata["examples"] = [example]
     if name is not None:
@@ -97,8 +114,9 @@ def declared(cls: type[T]) -> type[T]:
         found, hint = cls.__dict__.get(name), hints[name]
         cls.__annotations__[name] = hint
         if isinstance(found, _Key):
-            setattr(cls, name, found.made(hint))
-    extra = getattr(cls, "SCHEMA", None)
+            setattr(cls, name, found.made(name, hint))
+    # Its purpose is written here, because pydantic 2.9 leaves out that of a dataclass.
+    extra = {"description": cleandoc(cls.__doc__ or ""), **getattr(cls, "SCHEMA", {})}
     cls.__pydantic_config__ = ConfigDict(  # type: ignore[attr-defined]
         extra="forbid", hide_input_in_errors=True, json_schema_extra=extra
     )
@@ -106,10 +124,36 @@ def declared(cls: type[T]) -> type[T]:
 
 
 def written_name(one: Field[Any]) -> str:
-    """The name of a record's field as a key of its file. One that is not declared may have its unit after its name."""
-    return str(one.metadata.get("alias") or one.name.removesuffix("_s"))
+    """The name of a record's field as a key of its file."""
+    return str(one.metadata.get("alias") or _without_unit(one.name))
+
+
+def _without_unit(name: str) -> str:
+    return re.sub("_(s|us|bytes|percent)$", "", name)
 
 
 def values(record: DataclassInstance) -> dict[str, Any]:
     """The fields of a record by their names: what a record that has more of them is made of."""
     return {one.name: getattr(record, one.name) for one in fields(record)}
+
+
+_PARTS = {"_us": 1_000_000, "_percent": 100, "speed": 1000}
+"""Endings of fields that count in parts of one, with the number of the parts."""
+
+
+def figures(value: Any, name: str = "") -> Any:
+    """A record as JSON types, under the keys of its file; durations are in seconds, None is no bound."""
+    parts = next((parts for ending, parts in _PARTS.items() if name.endswith(ending)), None)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {written_name(one): figures(getattr(value, one.name), one.name) for one in fields(value)}
+    if isinstance(value, tuple):
+        return [figures(one) for one in value]
+    if value is None or value == UNLIMITED:
+        return None
+    if parts is not None:
+        return value / parts
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, Enum):
+        return value.value
+    return float(value) if isinstance(value, Fraction) else value

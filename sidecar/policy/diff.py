@@ -207,26 +207,21 @@ def _discovery(fleet: FleetPolicy | None) -> str:
     return "none" if fleet is None else fleet.discovery.value
 
 
+_FIXED = [one for one in fields(Policy) if one.metadata.get("is_fixed")]
+"""Keys that a running process cannot change."""
+
+
 def needs_restart(running: Policy, changed: Policy) -> list[str]:
     """The keys, as the operator writes them, in which `changed` cannot replace `running`; none where it can.
 
     A running process has its engine's dialect, its pool and its store, and everything that waits or is held stands in a
     tier by its level; the source of the pool's size was decided when it was made.
     """
-    keys = {
-        "engine": running.engine is not changed.engine,
-        "forward_priority": running.carrier is not changed.carrier,
+    keys = {written_name(one): getattr(running, one.name) != getattr(changed, one.name) for one in _FIXED}
+    keys |= {
         **_of_capacity(running, changed),
         "models (their names)": set(running.models) != set(changed.models),
-        "order": running.order is not changed.order,
         "tiers (their names and order)": _tier_names(running) != _tier_names(changed),
-        "tokenizer": running.tokenizer != changed.tokenizer,
-        "store": running.store != changed.store,
-        "pool": running.pool != changed.pool,
-        "on_store_loss": running.on_store_loss is not changed.on_store_loss,
-        "replicas": running.replicas != changed.replicas,
-        "usage_days": running.usage_days != changed.usage_days,
-        "stored_tenants": running.stored_tenants is not changed.stored_tenants,
     }
     return [key for key, is_another in keys.items() if is_another]
 

@@ -45,7 +45,8 @@ _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # no digit first: a client ma
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no braces: it goes into a Redis hash tag
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+_ASKED_HEADER = re.compile(rf"(?!\*$){_HEADER_NAME.pattern}")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _MEMBER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _TAKEN_HEADERS = frozenset(
     ("authorization", "x-api-key", "api-key", "host", "content-length", "transfer-encoding", "connection")
@@ -58,12 +59,11 @@ _HOST = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?"
 _SERVICE = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
 _SRV = re.compile(rf"_[A-Za-z0-9-]{{1,62}}\._(tcp|udp)\.{_HOST}", re.ASCII)
 
-MOST_PER_MINUTE = 100_000_000
-MOST_BUDGETED = 10**13
 MOST_USAGE_DAYS = 400
 SHORTEST_PERIOD_S = Fraction(1, 10)
 """Of what is asked for again and again. More often costs an engine, or a name server, more than it can tell."""
 
+N = TypeVar("N", int, Fraction)
 V = TypeVar("V")
 
 
@@ -102,22 +102,100 @@ def _anonymous(value: object, info: ValidationInfo) -> int | None:
     return tiers.index(name) if tiers else 0
 
 
+def _named(what: str, pattern: re.Pattern[str], wanted: str, like: str) -> Callable[[object], str]:
+    """The reader of a name in one form. `wanted` says what would be right, `like` is an example."""
+
+    def read(value: object) -> str:
+        name = units.text(value, what, like)
+        if not pattern.fullmatch(name):
+            raise ValueError(f"{quoted(name)} is not {what}; {wanted}")
+        return name
+
+    return read
+
+
+def _at_most(reader: Callable[[object], N], most: float, said: str) -> Callable[[object], N]:
+    """The reader of a number that has a bound. `said` is the refusal of a larger one."""
+
+    def read(value: object) -> N:
+        found = reader(value)
+        if found > most:
+            raise ValueError(said.format(found))
+        return found
+
+    return read
+
+
+_tier_name = _named("a tier's name", _TIER_NAME, "write up to 40 of a-z, 0-9, - and _, a letter first", like="batch")
+_tenant_name = _named("a tenant's name", _TENANT_NAME, "write up to 100 of A-Z, a-z, 0-9 and . _ @ -", like="acme")
+_header_name = _named(
+    "a header's name", _HEADER_NAME, "write letters, digits and dashes, such as x-priority", like="x-priority"
+)
+_asked_header = _named(
+    "a header's name", _ASKED_HEADER, "leave `headers` out to allow every header", like="authorization"
+)
+_origin = _named(
+    "an origin as browsers send it",
+    _ORIGIN,
+    'write one such as "https://app.example" or "http://localhost:3000", without a path and in lower case, or "*" for '
+    "every origin",
+    like="https://app.example",
+)
+_member = _named(
+    "a member's name", _MEMBER_NAME, "write letters, digits, _ and -, such as total_tokens", like="total_tokens"
+)
+_pool = _named(
+    "a pool's name",
+    _POOL_NAME,
+    "write up to 100 of A-Z, a-z, 0-9 and . _ -, a letter or a digit first",
+    like="chat-70b",
+)
+engine_name = _named(
+    "an engine's name", _ENGINE_NAME, "write up to 63 of A-Z, a-z, 0-9 and . _ -, a letter or a digit first", like="a"
+)
+"""An engine's name as it was written. Raises ValueError where it is none."""
+_model_name = _named(
+    "a model's name",
+    _MODEL_NAME,
+    "write up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -, a letter or a digit first",
+    like="llama-70b",
+)
+_rate = _at_most(
+    units.positive_count,
+    10**8,  # so that what a bucket holds stays a whole number that a double has exactly
+    "{} is more than a limit can count; write 100M or less, or remove it for no limit",
+)
+_budget = _at_most(
+    units.positive_count,
+    10**13,  # so that sums of it stay whole numbers that a double has exactly
+    "{} is more than a budget can count; write 10000G or less, or remove it for no budget",
+)
+_usage_days = _at_most(
+    units.count, MOST_USAGE_DAYS, f"{{}} days are more than use can be kept for; write {MOST_USAGE_DAYS} or less"
+)
+_burst = _at_most(units.positive_duration_s, 60, "more than a minute's allowance at once; write 60s or less")
+_replays = _at_most(
+    units.count,
+    1,
+    "{} is too many: a request that broke two engines must not break a third; write 1 or 0",
+)
+_gain_weight = _at_most(
+    units.positive_count,
+    1000,  # products of it with tokens and microseconds stay whole numbers that every part can hold
+    "{} is too large; weights count beside each other: write 1 to 1000",
+)
+
+
 def _new_tier(value: object) -> str:
-    name = units.text(value, "a tier's name", "batch")
-    if name in {DENY, REJECT}:
-        raise ValueError(f"{quoted(name)} has a meaning of its own in this file; write another name")
-    if not _TIER_NAME.fullmatch(name):
-        raise ValueError(f"{quoted(name)} is not a tier's name; write up to 40 of a-z, 0-9, - and _, a letter first")
-    return name
+    if value in (DENY, REJECT):
+        raise ValueError(f'"{value}" has a meaning of its own in this file; write another name')
+    return _tier_name(value)
 
 
 def _tenant(value: object) -> str:
-    name = units.text(value, "a tenant's name", "acme")
-    if name == ANONYMOUS:
+    if value == ANONYMOUS:
         raise ValueError('"anonymous" stands for requests without a key; write another name')
-    if not _TENANT_NAME.fullmatch(name):
-        raise ValueError(f"{quoted(name)} is not a tenant's name; write up to 100 of A-Z, a-z, 0-9 and . _ @ -")
-    return name
+    return _tenant_name(value)
 
 
 def _over_limit(value: object, info: ValidationInfo) -> int | None:
@@ -170,42 +248,16 @@ def distinct(values: tuple[V, ...]) -> tuple[V, ...]:
 
 
 def _header(value: object) -> bytes:
-    name = units.text(value, "a header's name", "x-priority")
-    if not _HEADER_NAME.fullmatch(name):
-        raise ValueError(f"{quoted(name)} is not a header's name; write letters, digits and dashes, such as x-priority")
+    name = _header_name(value)
     if name.lower() in _TAKEN_HEADERS:
         raise ValueError(f"{quoted(name)} has a meaning of its own; write another name, such as x-priority")
     return name.lower().encode("ascii")
-
-
-def _asked_header(value: object) -> str:
-    name = units.text(value, "a header's name", "authorization")
-    if not _HEADER_NAME.fullmatch(name) or name == "*":
-        raise ValueError(f"{quoted(name)} is not a header's name; leave `headers` out to allow every header")
-    return name.lower()
-
-
-def _origin(value: object) -> str:
-    written = units.text(value, "an origin", "https://app.example")
-    if written != "*" and not _ORIGIN.fullmatch(written):
-        raise ValueError(
-            f'{quoted(written)} is not an origin as browsers send it; write one such as "https://app.example" or '
-            '"http://localhost:3000", without a path and in lower case, or "*" for every origin'
-        )
-    return written
 
 
 def _alone(origins: tuple[str, ...]) -> tuple[str, ...]:
     if "*" in origins and len(origins) > 1:
         raise ValueError('"*" is every origin: write it alone, or leave it out')
     return origins
-
-
-def _member(value: object) -> bytes:
-    name = units.text(value, "a member's name", "total_tokens")
-    if not _MEMBER_NAME.fullmatch(name):
-        raise ValueError(f"{quoted(name)} is not a member's name; write letters, digits, _ and -, such as total_tokens")
-    return name.encode()
 
 
 def _url_path(value: object) -> str:
@@ -232,55 +284,8 @@ def _store(value: object) -> StoreAddress:
     return store_address(value)
 
 
-def _rate(value: object) -> int:
-    """Amount per minute. Bounded, so that what a bucket holds stays a whole number that a double has exactly."""
-    count = units.positive_count(value)
-    if count > MOST_PER_MINUTE:
-        raise ValueError(f"{count} is more than a limit can count; write 100M or less, or remove it for no limit")
-    return count
-
-
-def _budget(value: object) -> int:
-    """Amount per day or month. Bounded, so that sums of it stay whole numbers that a double has exactly."""
-    count = units.positive_count(value)
-    if count > MOST_BUDGETED:
-        raise ValueError(f"{count} is more than a budget can count; write 10000G or less, or remove it for no budget")
-    return count
-
-
-def _usage_days(value: object) -> int:
-    count = units.count(value)
-    if count > MOST_USAGE_DAYS:
-        raise ValueError(f"{count} days are more than use can be kept for; write {MOST_USAGE_DAYS} or less")
-    return count
-
-
-def _burst(value: object) -> int:
-    """In microseconds."""
-    duration_s = units.positive_duration_s(value)
-    if duration_s > 60:
-        raise ValueError("more than a minute's allowance at once; write 60s or less")
-    return round(duration_s * 1_000_000)
-
-
-def _name(value: object, what: str, pattern: re.Pattern[str], allowed: str, *, like: str) -> str:
-    name = units.text(value, what, like)
-    if not pattern.fullmatch(name):
-        raise ValueError(f"{quoted(name)} is not {what}; write {allowed}, a letter or a digit first")
-    return name
-
-
-def _pool(value: object) -> str:
-    return _name(value, "a pool's name", _POOL_NAME, "up to 100 of A-Z, a-z, 0-9 and . _ -", like="chat-70b")
-
-
 def _text(value: object) -> str:
     return units.text(value, "a pattern", "tenants/*.yaml")
-
-
-def engine_name(value: object) -> str:
-    """An engine's name as it was written. Raises ValueError where it is none."""
-    return _name(value, "an engine's name", _ENGINE_NAME, "up to 63 of A-Z, a-z, 0-9 and . _ -", like="a")
 
 
 def _mounted(value: object) -> bool:
@@ -346,25 +351,6 @@ def _prefill(value: object) -> int:
     return UNLIMITED if value == UNBOUNDED else units.positive_count(value)
 
 
-def _session(value: object) -> bytes:
-    """A header's name in lower case, or `PROMPT_CACHE_KEY`."""
-    return _header(units.text(value, "a session's source", "x-session-id"))
-
-
-def _period(value: object) -> float:
-    duration_s = units.positive_duration_s(value)
-    if duration_s < SHORTEST_PERIOD_S:
-        raise ValueError(f'{quoted(str(value))} is too often; write "100ms" or more')
-    return float(duration_s)
-
-
-def _replays(value: object) -> int:
-    found = units.count(value)
-    if found > 1:
-        raise ValueError(f"{found} is too many: a request that broke two engines must not break a third; write 1 or 0")
-    return found
-
-
 def _engine_list(value: object, info: ValidationInfo) -> str:
     """The file is there, or not yet: it is read when its engines are asked for."""
     return str(context(info).folder / units.text(value, "a file", "engines.yaml"))
@@ -378,6 +364,13 @@ class ServiceName(NamedTuple):
 
     def __str__(self) -> str:
         return self.host if self.port is None else f"{self.host}:{self.port}"
+
+
+def _period(value: object) -> Fraction:
+    duration_s = units.positive_duration_s(value)
+    if duration_s < SHORTEST_PERIOD_S:
+        raise ValueError(f'{quoted(str(value))} is too often; write "100ms" or more')
+    return duration_s
 
 
 def _service(value: object) -> ServiceName:
@@ -395,10 +388,6 @@ def _service(value: object) -> ServiceName:
     raise ValueError(f"{quoted(written)} is not a name that DNS knows; write it like vllm.default.svc:8000")
 
 
-def _model_name(value: object) -> str:
-    return _name(value, "a model's name", _MODEL_NAME, "up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -", like="llama-70b")
-
-
 KIND = "x-kind"
 """The keyword of a schema that says in words what kind of value it is. Files' schemas do not have it."""
 
@@ -411,12 +400,16 @@ def schema(description: str, *, numbers: bool = False, **keywords: Any) -> Mappi
 
 
 class Reads:
-    """Marks a type whose values `reader` reads; `schema` is their JSON Schema, by default that of any text."""
+    """Marks a type whose values `reader` reads, and of which `make` makes the process's own."""
 
     def __init__(
-        self, reader: Callable[..., object], schema: Mapping[str, Any] = MappingProxyType({"type": "string"})
+        self,
+        reader: Callable[..., object],
+        schema: Mapping[str, Any] = MappingProxyType({"type": "string"}),
+        make: Callable[[Any], object] | None = None,
     ) -> None:
-        self._read_as = Annotated[Any, PlainValidator(reader), WithJsonSchema(dict(schema))]
+        read_as = Annotated[Any, PlainValidator(reader), WithJsonSchema(dict(schema))]
+        self._read_as: Any = read_as if make is None else Annotated[read_as, AfterValidator(make)]
 
     def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler.generate_schema(self._read_as)
@@ -430,6 +423,10 @@ class Choice(Reads):
         super().__init__(one_of(values, noun), {"type": "string", "enum": list(values)})
 
 
+def _microseconds(duration_s: Fraction) -> int:
+    return round(duration_s * 1_000_000)
+
+
 _DURATION = schema('A duration: "500ms", "2s", "5m", "1h".', pattern=r"^[0-9.]+ ?(us|ms|s|m|h)$")
 _COUNT = schema("A count: 160, 10k, 2M.", numbers=True, pattern=r"^[0-9.]+ ?[kKMG]?$", minimum=0)
 _NAME = schema("A header's name.")
@@ -441,20 +438,18 @@ _OVER_LIMIT = {
 }
 
 Share = Annotated[Fraction, Reads(units.share, schema('A share: "20%".', pattern=r"^[0-9.]+ ?%$"))]
-Seconds = Annotated[float, Reads(units.seconds, _DURATION)]
-PositiveSeconds = Annotated[float, Reads(units.positive_seconds, _DURATION)]
-Microseconds = Annotated[int, Reads(units.microseconds, _DURATION)]
-PositiveMicroseconds = Annotated[int, Reads(units.positive_microseconds, _DURATION)]
-Period = Annotated[float, Reads(_period, _DURATION)]
-Burst = Annotated[int, Reads(_burst, _DURATION)]
+Seconds = Annotated[float, Reads(units.duration_s, _DURATION, float)]
+PositiveSeconds = Annotated[float, Reads(units.positive_duration_s, _DURATION, float)]
+Microseconds = Annotated[int, Reads(units.duration_s, _DURATION, _microseconds)]
+PositiveMicroseconds = Annotated[int, Reads(units.positive_duration_s, _DURATION, _microseconds)]
+Period = Annotated[float, Reads(_period, _DURATION, float)]
+Burst = Annotated[int, Reads(_burst, _DURATION, _microseconds)]
 Count = Annotated[int, Reads(units.count, _COUNT)]
 PositiveCount = Annotated[int, Reads(units.positive_count, _COUNT)]
 RateCount = Annotated[int, Reads(_rate, _COUNT)]
 BudgetCount = Annotated[int, Reads(_budget, _COUNT)]
 UsageDays = Annotated[int, Reads(_usage_days, _COUNT)]
-GainWeight = Annotated[
-    int, Reads(units.gain_weight, schema("A weight: 4.", numbers=True, pattern="^[0-9]+$", minimum=1))
-]
+GainWeight = Annotated[int, Reads(_gain_weight, schema("A weight: 4.", numbers=True, pattern="^[0-9]+$", minimum=1))]
 Bytes = Annotated[
     int,
     Reads(units.size_bytes, schema('A size: "8MiB".', numbers=True, pattern=r"^[0-9.]+ ?(B|KiB|MiB|GiB)?$")),
@@ -483,7 +478,7 @@ UrlPath = Annotated[str, Reads(_url_path, schema("A path on the server.", patter
 EngineUrl = Annotated[str, Reads(engine_url, schema("An address: http://a:8000.", pattern="^https?://"))]
 Service = Annotated[ServiceName, Reads(_service, schema("A host and its port, or the name of SRV records."))]
 HeaderName = Annotated[bytes, Reads(_header, _NAME)]
-MemberName = Annotated[bytes, Reads(_member, schema("A member's name."))]
+MemberName = Annotated[bytes, Reads(_member, schema("A member's name."), str.encode)]
 ExistingFile = Annotated[str, Reads(_existing_file, schema("A file, relative to this one."))]
 EngineListAt = Annotated[str, Reads(_engine_list, schema("A file, relative to this one."))]
 StoreAt = Annotated[
@@ -496,7 +491,7 @@ LearnChoice = Annotated[
 OverLimit = Annotated[int | None, Reads(_over_limit, _OVER_LIMIT)]
 PathList = Annotated[tuple[UrlPath, ...], listed("[/health, /metrics]", or_empty=True), AfterValidator(distinct)]
 AskedHeaders = Annotated[
-    tuple[Annotated[str, Reads(_asked_header, _NAME)], ...],
+    tuple[Annotated[str, Reads(_asked_header, _NAME, str.lower)], ...],
     listed("[authorization, content-type]"),
     AfterValidator(distinct),
 ]
@@ -522,7 +517,7 @@ Thresholds = Annotated[
 ]
 EngineNames = Annotated[tuple[EngineName, ...], listed("[a, b]"), AfterValidator(distinct)]
 SessionSources = Annotated[
-    tuple[Annotated[bytes, Reads(_session, schema("A header's name, or `prompt_cache_key`."))], ...],
+    tuple[Annotated[bytes, Reads(_header, schema("A header's name, or `prompt_cache_key`."))], ...],
     listed("[x-session-id, prompt_cache_key]", or_empty=True),
     AfterValidator(distinct),
 ]

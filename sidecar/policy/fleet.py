@@ -88,7 +88,6 @@ class DnsService:
         "5s",  # the time to live that CoreDNS gives a service's records
         "How often the name is looked up.",
         "30s",
-        name="refresh",
     )
 
     @property
@@ -118,7 +117,6 @@ class Affinity:
         3,  # 2 loses more than a seventh of the hits of cache-aware routing on a real trace: benchmarks/fleet
         "How many waiting prompt tokens one predicted token outweighs. With 0 the caches are ignored.",
         1.5,
-        name="weight",
     )
     session: of.SessionSources = key(
         # The prompt's bytes show a hit. A session's name only claims one, and a false claim overfills an engine.
@@ -142,7 +140,6 @@ class HealthBody:
     every_s: of.Period = key(
         "2s",  # a health page costs milliseconds
         "How often it is read. An engine that is down is asked more often.",
-        name="every",
     )
     fail: of.PositiveCount = key(
         3,  # a busy engine may be slow to answer once; six seconds without a sign of life are another matter
@@ -222,13 +219,11 @@ class FleetPolicy:
     slow_start_s: of.Seconds = key(
         "60s",  # caches are empty, and the first requests of each shape compile kernels
         "How long an engine that comes back is given its capacity in ten steps. `0s`: all at once.",
-        name="slow_start",
     )
     replay: Annotated[Replay, of.DEFAULTS] = key({}, "Replays of requests whose engine broke.")
     drain_timeout_s: of.PositiveSeconds = key(
         "10m",  # 12,000 tokens at 20 a second, so longer than almost any answer
         "How long a drain waits for the engine's last request. None is cut: an answer that is longer goes on.",
-        name="drain_timeout",
     )
 
     @model_validator(mode="after")

@@ -159,7 +159,6 @@ class JwtPolicy:
         "30s",  # clocks that are set by NTP differ by less; more would let an expired token live on
         "How far the issuer's clock and this one may differ.",
         "10s",
-        name="clock_skew",
     )
     algorithms: _Algorithms = key(list(ALGORITHMS), "The signature algorithms that are accepted.", ["RS256"])
 

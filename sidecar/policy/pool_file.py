@@ -70,10 +70,14 @@ class PoolFile:
     SCHEMA: ClassVar = {"anyOf": [{"required": ["capacity"]}, {"required": ["engines"]}]}
 
     engine: Annotated[type[Engine], of.Reads(of.one_of(ENGINES, "engine"), _ENGINES)] = key(
-        ..., "The engine that serves the requests.", "tensorrt-llm"
+        ..., "The engine that serves the requests.", "tensorrt-llm", is_fixed=True
     )
     carrier: Annotated[Carrier, of.Choice(Carrier, "carrier")] | None = key(
-        None, "How the priority travels to the engine. Default: the engine's own way.", "body", name="forward_priority"
+        None,
+        "How the priority travels to the engine. Default: the engine's own way.",
+        "body",
+        name="forward_priority",
+        is_fixed=True,
     )
     capacity: Capacity | None = key(
         None,
@@ -99,6 +103,7 @@ class PoolFile:
         "What orders the requests beyond their tiers' floors: `level`, or `gain`, which serves first what earns most "
         "before its deadline, of the tiers with an `slo` of `ttft` and `tpot`.",
         "gain",
+        is_fixed=True,
     )
     fair: of.Share = key(
         "25%",  # a quarter repairs the important tiers' worst waits, and costs one point in a hundred of the gain
@@ -127,14 +132,12 @@ class PoolFile:
         "How often a streaming client that queues is sent a comment, so that no load balancer takes the "
         "wait for an idle connection. Default: never.",
         "15s",
-        name="keep_alive",
     )
     trace_waits_s: of.Seconds = key(
         "30s",  # waits that are shorter are seen when they end; beyond, someone looks at the trace meanwhile
         "How often a request that waits says so in its trace, as a span `admission.waiting`, so that a long wait is "
         "seen before it ends, and also where the process is killed. `0s`: never.",
         "5m",
-        name="trace_waits",
     )
     anonymous: Annotated[Tenant | None, ReadAs(of.AnonymousLevel | None, _anonymous)] = key(
         "deny", "The tier, also the best one, of a request without a key; `deny` refuses it.", "low"
@@ -216,16 +219,13 @@ class PoolFile:
         {"origins": ["https://app.example"]},
     )
     tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
-    max_body_bytes: of.Bytes = key(DEFAULT_MAX_BODY, "The largest request body.", name="max_body")
+    max_body_bytes: of.Bytes = key(DEFAULT_MAX_BODY, "The largest request body.")
     max_upload_bytes: of.Bytes | None = key(
         None,
         "The largest upload to a path with `api: generic`, which is not read into memory. Default: `max_body`.",
         "1GiB",
-        name="max_upload",
     )
-    body_timeout_s: of.PositiveSeconds = key(
-        "30s", "The longest a request's body may take to arrive.", name="body_timeout"
-    )
+    body_timeout_s: of.PositiveSeconds = key("30s", "The longest a request's body may take to arrive.")
     timeouts: Annotated[Timeouts, of.DEFAULTS] = key(
         {}, "How long the engine may take for a request. Tiers may have their own."
     )
@@ -233,17 +233,15 @@ class PoolFile:
         "2s",
         "How long an app may go on after its client's disconnect before its request counts as ended. The "
         "room stays held for `abort_latency`, too.",
-        name="disconnect_grace",
     )
     abort_latency_s: of.Seconds | None = key(
         None,
         "How long the engine may compute on for a request after its client's disconnect: so long it keeps "
         "its room. Default: the engine's own.",
         "4s",
-        name="abort_latency",
     )
     tokenizer: of.ExistingFile | None = key(
-        None, "A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4."
+        None, "A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4.", is_fixed=True
     )
     store: of.StoreAt | None = key(
         None,
@@ -251,35 +249,41 @@ class PoolFile:
         "redis+cluster://. SIDECAR_STORE in the environment goes before it, and is the better place for a password. "
         "Default: leases live in this process.",
         "redis://127.0.0.1:6379/0",
+        is_fixed=True,
     )
     usage_days: of.UsageDays = key(
         62,  # a whole month and the one before
         "For how many days the use of the tenants is kept in the store, up to 400. 0 counts nothing. Without a store, "
         "here or in SIDECAR_STORE, it does nothing.",
         400,
+        is_fixed=True,
     )
     stored_tenants: Annotated[StoredTenants, ReadAs(of.Flag, _unread)] = key(
         False,  # else everyone who can write to the store could make a tenant
         "Whether there are tenants in the store, too, which `sidecar tenants` and the admin port change while the "
         "sidecars run. It needs a store, here or in SIDECAR_STORE.",
+        is_fixed=True,
     )
     pool: of.PoolName = key(
         "default",
         "The pool's name in the store, where several pools share one. Without a store, here or in "
         "SIDECAR_STORE, it does nothing.",
         "chat-70b",
+        is_fixed=True,
     )
     on_store_loss: Annotated[StoreLoss, of.Choice(StoreLoss)] = key(
         "divide",  # the engine still works: a part of the pool for each replica is safe, and better than refusing all
         "What a replica does while the store cannot be reached: `divide` goes on with its part of the "
         "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
         "closed",
+        is_fixed=True,
     )
     replicas: of.PositiveCount = key(
         1,  # its own part is then the whole pool: no request of a single replica waits for want of a number
         "Into how many parts a replica divides the pool where it has not reached the store since its start, with "
         "`on_store_loss: divide`. Later it knows how many replicas there are.",
         3,
+        is_fixed=True,
     )
     forward_key: of.Flag = key(
         False,  # the engine has no use for it, and its log may show it

@@ -10,7 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from sidecar.policy.tier import Tier
 
 UNLIMITED = 2**53 - 1
 """Stands for a dimension the policy does not bound. The largest whole number that a double (so Lua) holds exactly."""
@@ -69,28 +72,9 @@ class PoolRules:
         return self.max_preemptions > 0 and self.tiers[level].preemptible
 
 
-class StatedShares(Protocol):
-    """One tier as an operator states it: exact fractions of the pool. See `tier.TierBody` and `Shares`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def reserve(self) -> Fraction: ...
-    @property
-    def lend(self) -> Fraction: ...
-    @property
-    def limit(self) -> Fraction: ...
-    @property
-    def always_first(self) -> bool: ...
-    @property
-    def preemptible(self) -> bool: ...
-    @property
-    def preempt_after_us(self) -> int | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The shares of one tier, and no more of it."""
+    """One tier as an operator states it: exact fractions of the pool."""
 
     name: str
     reserve: Fraction = Fraction(0)
@@ -99,6 +83,10 @@ class Shares:
     always_first: bool = False
     preemptible: bool = False
     preempt_after_us: int | None = None
+
+
+StatedShares: TypeAlias = "Shares | Tier"
+"""The shares of one tier, alone or with all else that its policy says of it."""
 
 
 def pool_rules(
@@ -197,25 +185,11 @@ def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
     others never leave. A tier without a reserve has no promise to keep. Where floors are a part of the reserves, the
     headroom of a more important tier may be more than its floor, and counts in its place.
     """
-    tokens, requests = largest_admissible(rules, level)
     own = rules.tiers[level]
-    kept = [_kept(tier, level) for tier in rules.tiers]
-    beside_tokens = _beside(rules.tokens, [each[0] for each in kept], level)
-    beside_requests = _beside(rules.requests, [each[1] for each in kept], level)
-    return min(tokens, max(own.reserve_tokens, beside_tokens)), min(
-        requests, max(own.reserve_requests, beside_requests)
-    )
-
-
-def largest_prefill(rules: PoolRules, level: int) -> int:
-    """The size limit of a tier in un-prefilled prompt tokens. No request is refused by it: a prompt counts for less."""
-    tier, above = rules.tiers[level], rules.tiers[: best_level(rules, level)]
-    beside = _beside(rules.prefill, [_kept(other, level)[2] for other in rules.tiers], level)
-    return min(
-        tier.limit_prefill,
-        rules.prefill - sum(other.headroom_prefill for other in above),
-        max(tier.reserve_prefill, beside),
-    )
+    tokens, requests = _beside(rules, [_kept(tier, level) for tier in rules.tiers], level)
+    beside = max(own.reserve_tokens, tokens), max(own.reserve_requests, requests)
+    tokens, requests = map(min, largest_admissible(rules, level), beside)
+    return tokens, requests
 
 
 def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:
@@ -228,13 +202,10 @@ def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:
         return 0, 0
     tokens, requests = largest_request(rules, level)
     floors = [
-        (tier.limit_tokens, tier.limit_requests)
-        if tier.always_first and tier.level != level
-        else _kept(tier, level)[:2]
+        (tier.limit_tokens, tier.limit_requests) if tier.always_first and tier.level != level else _kept(tier, level)
         for tier in rules.tiers
     ]
-    beside_tokens = _beside(rules.tokens, [floor[0] for floor in floors], level)
-    beside_requests = _beside(rules.requests, [floor[1] for floor in floors], level)
+    beside_tokens, beside_requests = _beside(rules, floors, level)
     return min(tokens, max(0, beside_tokens)), min(requests, max(0, beside_requests))
 
 
@@ -243,22 +214,19 @@ def has_reserve(tier: TierRules) -> bool:
     return min(tier.reserve_tokens, tier.reserve_requests) > 0
 
 
-def _kept(tier: TierRules, level: int) -> tuple[int, int, int]:
-    """The tokens, requests and un-prefilled tokens that a tier keeps from a ticket of a level."""
+def _kept(tier: TierRules, level: int) -> tuple[int, int]:
+    """The tokens and requests that a tier keeps from a ticket of a level."""
     if tier.level >= level:
-        return tier.reserve_tokens, tier.reserve_requests, tier.reserve_prefill
-    return (
-        max(tier.reserve_tokens, tier.headroom_tokens),
-        max(tier.reserve_requests, tier.headroom_requests),
-        max(tier.reserve_prefill, tier.headroom_prefill),
-    )
+        return tier.reserve_tokens, tier.reserve_requests
+    return max(tier.reserve_tokens, tier.headroom_tokens), max(tier.reserve_requests, tier.headroom_requests)
 
 
-def _beside(capacity: int, floors: list[int], level: int) -> int:
-    """The part of one dimension that the other tiers' floors leave.
-
-    Unlimited where it is, and for a tier without a floor.
+def _beside(rules: PoolRules, floors: list[tuple[int, int]], level: int) -> tuple[int, int]:
+    """The (tokens, requests) that the other tiers' floors leave: unlimited where a pool is, and for a tier without a
+    floor.
     """
-    if capacity == UNLIMITED or not floors[level]:
-        return UNLIMITED
-    return capacity - sum(floors) + floors[level]
+    left = []
+    for capacity, kept in zip((rules.tokens, rules.requests), zip(*floors, strict=True), strict=True):
+        is_free = capacity == UNLIMITED or not kept[level]
+        left.append(UNLIMITED if is_free else capacity - sum(kept) + kept[level])
+    return left[0], left[1]

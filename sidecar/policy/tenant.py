@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import ValidationInfo, field_validator
 
 from sidecar.policy import fields as of
-from sidecar.policy.declared import ReadAs, declared, key
+from sidecar.policy.declared import OrDefault, ReadAs, declared, key
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,6 @@ class Limits:
         "60s",  # what a client reads out of `x-ratelimit-limit-*`: that so many may come, at once too
         "How much of its allowance may come at once: that of so long.",
         "10s",
-        name="burst",
     )
 
     @property
@@ -48,10 +47,6 @@ class Limits:
 
 NO_LIMITS = Limits()
 """The limits of every tenant that has none."""
-
-
-def _bounds(limits: Limits | None) -> Limits:
-    return limits or NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +71,7 @@ class Tenant:
         is_always_read=True,
     )
     weight: of.PositiveCount = key(1, "Its share against the other tenants of its tier.", 2)
-    limits: Annotated[Limits, ReadAs(Limits | None, _bounds)] = key(None, "Its own limits. Default: none.")
+    limits: Annotated[Limits, OrDefault(NO_LIMITS)] = key(None, "Its own limits. Default: none.")
     downgrade_level: of.OverLimit | None = key(
         None, "What happens over a limit: `reject`, or {downgrade: TIER}. Default: reject.", name="over_limit"
     )

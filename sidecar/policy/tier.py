@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import ValidationInfo, field_validator
 
 from sidecar.policy import fields as of
-from sidecar.policy.declared import ReadAs, declared, key, values
+from sidecar.policy.declared import OrDefault, declared, key, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Aging:
     """How a waiting request rises, so that old work is not overtaken forever."""
 
     promote_after_us: of.PositiveMicroseconds = key(
-        ..., "A waiting request rises one tier each time this long has passed.", "5m", name="promote_after"
+        ..., "A waiting request rises one tier each time this long has passed.", "5m"
     )
     ceiling: of.Level = key(..., "No request rises past this tier.", "normal")
 
@@ -28,19 +28,16 @@ class Aging:
 class ServiceObjectives:
     """The promises of a tier. Telemetry and alerts compare with it; admission does not depend on it."""
 
-    ttft_s: of.PositiveSeconds | None = key(None, "Time to the first token, in 99 of 100.", "500ms", name="ttft")
+    ttft_s: of.PositiveSeconds | None = key(None, "Time to the first token, in 99 of 100.", "500ms")
     tpot_s: of.PositiveSeconds | None = key(
         None,
         "Time per output token after the first. With it and `ttft` the tier's service gain is measured: each token "
         "against its deadline.",
         "60ms",
-        name="tpot",
     )
-    queue_wait_s: of.PositiveSeconds | None = key(
-        None, "The wait for admission, in 99 of 100.", "2s", name="queue_wait"
-    )
+    queue_wait_s: of.PositiveSeconds | None = key(None, "The wait for admission, in 99 of 100.", "2s")
     starvation_s: of.PositiveSeconds | None = key(
-        None, "The longest that any request may starve: wait after it was overtaken.", "30m", name="starvation"
+        None, "The longest that any request may starve: wait after it was overtaken.", "30m"
     )
 
 
@@ -61,7 +58,7 @@ class Queue:
         None, "Requests that may wait in each process; one more is refused. Default: no bound.", "10k"
     )
     max_wait_s: of.Seconds | None = key(
-        None, "The longest a request waits before it is refused. Default: no bound.", "30m", name="max_wait"
+        None, "The longest a request waits before it is refused. Default: no bound.", "30m"
     )
 
 
@@ -74,19 +71,16 @@ class Timeouts:
         "10m",  # a prompt of a million tokens is read in less; and OpenAI's and Anthropic's clients wait no longer
         "From admission to the first byte of an answer that streams. Any other comes in one piece, at its end.",
         "30s",
-        name="first_byte",
     )
     between_bytes_s: of.PositiveSeconds = key(
         "10m",  # an engine may think, or write a tool's arguments, for minutes before it sends them; and see above
         "The longest silence after the first byte.",
         "60s",
-        name="between_bytes",
     )
     total_s: of.PositiveSeconds = key(
         "4h",  # 128k tokens at 10 a second take 3.6 hours: no answer takes longer
         "From admission to the last byte. Not of responses in the background.",
         "30m",
-        name="total",
     )
 
     @property
@@ -100,13 +94,9 @@ class Timeouts:
 class TierTimeouts:
     """A tier's own timeouts of the engine. Default of each: the pool's."""
 
-    first_byte_s: of.PositiveSeconds | None = key(
-        None, "From admission to the first byte of a stream.", "30s", name="first_byte"
-    )
-    between_bytes_s: of.PositiveSeconds | None = key(
-        None, "The longest silence after the first byte.", "60s", name="between_bytes"
-    )
-    total_s: of.PositiveSeconds | None = key(None, "From admission to the last byte.", "30m", name="total")
+    first_byte_s: of.PositiveSeconds | None = key(None, "From admission to the first byte of a stream.", "30s")
+    between_bytes_s: of.PositiveSeconds | None = key(None, "The longest silence after the first byte.", "60s")
+    total_s: of.PositiveSeconds | None = key(None, "From admission to the last byte.", "30m")
 
     def beside(self, pool: Timeouts) -> Timeouts:
         """The tier's timeouts: those of the pool where it has none of its own."""
@@ -115,18 +105,6 @@ class TierTimeouts:
 
 
 _NO_PROMISES, _NO_GAIN, _NO_BOUNDS = ServiceObjectives(), Gain(), Queue()
-
-
-def _promises(slo: ServiceObjectives | None) -> ServiceObjectives:
-    return slo or _NO_PROMISES
-
-
-def _worth(gain: Gain | None) -> Gain:
-    return gain or _NO_GAIN
-
-
-def _waiting(queue: Queue | None) -> Queue:
-    return queue or _NO_BOUNDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +132,12 @@ class TierBody:
         "A request of this tier that has waited so long takes room back from less important tiers that are "
         "preemptible. Default: it waits its turn.",
         "500ms",
-        name="preempt_after",
     )
-    slo: Annotated[ServiceObjectives, ReadAs(ServiceObjectives | None, _promises)] = key(
-        None, "What this tier promises."
-    )
-    gain: Annotated[Gain, ReadAs(Gain | None, _worth)] = key(
+    slo: Annotated[ServiceObjectives, OrDefault(_NO_PROMISES)] = key(None, "What this tier promises.")
+    gain: Annotated[Gain, OrDefault(_NO_GAIN)] = key(
         None, "The worth of a token in time. Needs `slo` with `ttft` and `tpot`."
     )
-    queue: Annotated[Queue, ReadAs(Queue | None, _waiting)] = key(
-        None, "How much may wait in this tier. Default: no bounds."
-    )
+    queue: Annotated[Queue, OrDefault(_NO_BOUNDS)] = key(None, "How much may wait in this tier. Default: no bounds.")
     default_output_tokens: of.PositiveCount = key(
         512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
         "What a request without a maximum of its own is taken to produce, until usage says better.",

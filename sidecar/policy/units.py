@@ -137,26 +137,6 @@ def positive_duration_s(value: object) -> Fraction:
     return found
 
 
-def seconds(value: object) -> float:
-    """A time in seconds, as the running process counts it."""
-    return float(duration_s(value))
-
-
-def positive_seconds(value: object) -> float:
-    """A time of a microsecond or more, in seconds."""
-    return float(positive_duration_s(value))
-
-
-def microseconds(value: object) -> int:
-    """A time in whole microseconds."""
-    return round(duration_s(value) * 1_000_000)
-
-
-def positive_microseconds(value: object) -> int:
-    """A time of a microsecond or more, in whole microseconds."""
-    return round(positive_duration_s(value) * 1_000_000)
-
-
 def count(value: object) -> int:
     """A whole number, 0 or more: 160, "400k", "1.5M"."""
     if type(value) is int and 0 <= value <= LARGEST_COUNT:  # what most files hold, and ten times faster
@@ -176,18 +156,6 @@ def positive_count(value: object) -> int:
     found = count(value)
     if found == 0:
         raise ValueError("0 leaves room for nothing; write 1 or more")
-    return found
-
-
-MOST_GAIN_WEIGHT = 1000
-"""Of a token in time: products of it with tokens and microseconds stay whole numbers that every part can hold."""
-
-
-def gain_weight(value: object) -> int:
-    """A whole number from 1 to 1000."""
-    found = positive_count(value)
-    if found > MOST_GAIN_WEIGHT:
-        raise ValueError(f"{found} is too large; weights count beside each other: write 1 to {MOST_GAIN_WEIGHT}")
     return found
 
 

@@ -1,6 +1,6 @@
 """The pools of leases: in one process, in a store that many share, or as large as the engine says."""
 
-from sidecar.pools.base import Ask, Grant, Lease, Merge, PeerReport, PeerReports, StoreError
+from sidecar.pools.base import Ask, Grant, Lease, PeerReport, StoreError
 from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.pool import Pool
 
@@ -9,9 +9,7 @@ __all__ = [
     "EngineSize",
     "Grant",
     "Lease",
-    "Merge",
     "PeerReport",
-    "PeerReports",
     "Pool",
     "StoreError",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MUCH = 8
 """Requests are sized anew for an eighth more or less than before: less is no reason for another call to the store."""
-MOST_REPORT_BYTES = 64 * 1024
+MOST_REPORT_BYTES = 8 * 1024
 """Of one replica, for the others: see `Pool.share`."""
 
 
@@ -124,20 +124,6 @@ class PeerReport(NamedTuple):
     age_s: float
     report: bytes
 
-
-class PeerReports(NamedTuple):
-    """What the other replicas have left: in a small pool each of their reports, by name.
-
-    In a larger one they are empty for all but the merger, and `merged` is the text that it made last of all reports,
-    with its age. It is None in a small pool, for the merger, and while no text was made in the last 10 seconds.
-    """
-
-    each: Mapping[str, PeerReport]
-    merged: PeerReport | None = None
-
-
-Merge = Callable[[Mapping[str, PeerReport]], Awaitable[bytes]]
-"""Makes one text of the reports of all replicas, by name. It has at most `MOST_REPORT_BYTES`."""
 
 WaitOutcome = asyncio.Future["Grant | None"]
 """How a wait ended that its caller gave up, as soon as the pool knows."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
-from sidecar.pools.base import Merge, PeerReports
+from sidecar.pools.base import PeerReport
 from sidecar.pools.calls import Call, Reply, WakeUp
 from sidecar.pools.clock import Clock
 from sidecar.pools.ledger import Ledger
@@ -45,7 +46,7 @@ class Link(Protocol):
     def send(self, call: Call, user: LinkUser) -> None:
         """Carries a call. `user` is told the reply or the loss, at once or later; another call may follow then."""
 
-    async def share(self, who: str, report: bytes, merge: Merge) -> PeerReports:
+    async def share(self, who: str, report: bytes) -> Mapping[str, PeerReport]:
         """See `Pool.share`."""
 
     async def close(self) -> None:
@@ -68,9 +69,9 @@ class LocalLink:
         assert self.near is not None
         user.answered(self.near.execute(call, self._clock())[0])
 
-    async def share(self, who: str, report: bytes, merge: Merge) -> PeerReports:  # noqa: ARG002
+    async def share(self, who: str, report: bytes) -> Mapping[str, PeerReport]:  # noqa: ARG002
         """See `Link.share`."""
-        return PeerReports({})
+        return {}
 
     async def close(self) -> None:
         """See `Link.close`."""

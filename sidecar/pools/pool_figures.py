@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from sidecar.events import Obstacle, StoreState
 from sidecar.policy.rules import PoolRules
 from sidecar.policy.size_limits import SizeLimits
-from sidecar.pools.base import Ask, Grant, Merge, PeerReports, QueueMark, QueueStanding, StoreError, TenantUse
+from sidecar.pools.base import Ask, Grant, PeerReport, QueueMark, QueueStanding, StoreError, TenantUse
 from sidecar.pools.clock import Clock
 from sidecar.pools.engine_reports import engine_obstacle, engine_state, engines_of
 from sidecar.pools.engine_size import EngineSize
@@ -147,15 +147,14 @@ class ReportedPool:
         queues = self._requests.queues()
         return rules, [TierUsage(*amount[:2], *waiting) for amount, waiting in zip(held, queues, strict=True)]
 
-    async def share(self, report: bytes, merge: Merge) -> PeerReports:
-        """Leaves `report` to the other replicas of this pool, and returns what they have left.
+    async def share(self, report: bytes) -> Mapping[str, PeerReport]:
+        """Leaves `report` to the other replicas of this pool, and returns what each of them has left, by name.
 
-        It has at most `MOST_REPORT_BYTES`; more raises StoreError. In a pool of more than 8 replicas one of them calls
-        `merge` for all: what they read grows with their number, not with its square.
+        It has at most `MOST_REPORT_BYTES`; more raises StoreError: each replica reads the reports of all.
 
         A replica without a report in the last 10 seconds is left out. A pool of one process has no others. Raises
         StoreError where the store cannot be reached. No request is ever admitted later for it.
         """
         if self._link.is_shared and self.status.state is not StoreState.SHARED:
             raise StoreError(f"the store is {self.status.state.value}: {self.status.reason}")
-        return await self._link.share(self.name, report, merge)
+        return await self._link.share(self.name, report)

@@ -1,4 +1,6 @@
-"""Every name that our spans and metrics use, in one place: ours, and those copied from OpenTelemetry's conventions.
+"""The names that our spans use, and the labels of metrics: ours, and those copied from OpenTelemetry's conventions.
+
+A metric's name is in its declaration (`sidecar.figures`).
 
 The GenAI names are copied from https://github.com/open-telemetry/semantic-conventions-genai (status Development, as
 published with opentelemetry-semantic-conventions 0.66b2, schema 1.44.0); they moved there in May 2026 and are marked
@@ -85,101 +87,9 @@ GENERATION: Final = "admission.policy.generation"
 ADMISSION_ROUTE: Final = "admission.route"
 ENGINE_STATE: Final = "admission.engine.state"
 
-# Metrics of requests.
-QUEUE_WAIT: Final = "admission.queue_wait"
-STARVATION: Final = "admission.starvation"
-TIME_TO_FIRST_TOKEN: Final = "admission.time_to_first_token"
-ADMITTED: Final = "admission.admitted"
-REFUSED: Final = "admission.refused"
-ABANDONED: Final = "admission.abandoned"
-SETTLED: Final = "admission.settled"
-FAILED: Final = "admission.failed"
-PREEMPTIONS: Final = "admission.preemptions"
-PREEMPTED_ENGINE_TIME: Final = "admission.preempted.engine_time"
-CLAMPED: Final = "admission.clamped"
-DOWNGRADED: Final = "admission.downgraded"
-OVERTAKEN: Final = "admission.overtaken"
-OVERTAKEN_TOKENS: Final = "admission.overtaken.tokens"
-TOKENS_ESTIMATED: Final = "admission.tokens.estimated"
-TOKENS_USED: Final = "admission.tokens.used"
-TOKENS_ESTIMATE_ERROR: Final = "admission.tokens.estimate_error"
-OUTPUT_ANSWERS: Final = "admission.output.answers"
-LEASE_GROWTHS: Final = "admission.lease.growths"
-UNGUARDED: Final = "admission.unguarded"
-OBSERVED: Final = "admission.observed"
-OBSERVED_QUEUE_WAIT: Final = "admission.observed.queue_wait"
-OBSERVED_STARVATION: Final = "admission.observed.starvation"
-TENANT_ADMITTED: Final = "admission.tenant.admitted"
-TENANT_REFUSED: Final = "admission.tenant.refused"
-TENANT_TOKENS_USED: Final = "admission.tenant.tokens_used"
-TENANT_TOKENS_HELD: Final = "admission.tenant.tokens_held"
-
-# Metrics of a pool as it stands.
-QUEUE_REQUESTS: Final = "admission.queue.requests"
-QUEUE_TOKENS: Final = "admission.queue.tokens"
-QUEUE_OLDEST_WAIT: Final = "admission.queue.oldest_wait"
-QUEUE_LONGEST_STARVATION: Final = "admission.queue.longest_starvation"
-HELD_TOKENS: Final = "admission.held.tokens"
-HELD_REQUESTS: Final = "admission.held.requests"
-RESERVE_TOKENS: Final = "admission.reserve.tokens"
-RESERVE_REQUESTS: Final = "admission.reserve.requests"
-LIMIT_TOKENS: Final = "admission.limit.tokens"
-LIMIT_REQUESTS: Final = "admission.limit.requests"
-BORROWED_TOKENS: Final = "admission.borrowed.tokens"
-LENT_TOKENS: Final = "admission.lent.tokens"
-CAPACITY_TOKENS: Final = "admission.capacity.tokens"
-CAPACITY_REQUESTS: Final = "admission.capacity.requests"
-SLO_TTFT: Final = "admission.slo.ttft"
-SLO_QUEUE_WAIT: Final = "admission.slo.queue_wait"
-SLO_STARVATION: Final = "admission.slo.starvation"
-POLICY_INFO: Final = "admission.policy.info"
-POLICY_REJECTED: Final = "admission.policy.rejected"
-ABORTING_REQUESTS: Final = "admission.aborting.requests"
-ABORTING_TOKENS: Final = "admission.aborting.tokens"
-REPLICAS: Final = "admission.replicas"
-GENERATIONS: Final = "admission.policy.generations"
-PASSING: Final = "admission.passing"
-ENGINE_UP: Final = "admission.engine.up"
-LOOP_BLOCKED: Final = "admission.event_loop.blocked"
-
-# Metrics of a pool of several engines; the gauge of their states is called as its label, `ENGINE_STATE`.
-ENGINE_CAPACITY_TOKENS: Final = "admission.engine.capacity.tokens"
-ENGINE_CAPACITY_REQUESTS: Final = "admission.engine.capacity.requests"
-ENGINE_HELD_TOKENS: Final = "admission.engine.held.tokens"
-ENGINE_HELD_REQUESTS: Final = "admission.engine.held.requests"
-ENGINE_UNPREFILLED: Final = "admission.engine.unprefilled.tokens"
-ENGINE_CLAIMS: Final = "admission.engine.claims"
-ENGINE_IN_FLIGHT: Final = "admission.engine.in_flight"
-ENGINE_EJECTIONS: Final = "admission.engine.ejections"
-REPLAYS: Final = "admission.replays"
-PROMPT_TOKENS: Final = "admission.prompt.tokens"
-PREFIX_PREDICTED: Final = "admission.prefix.tokens.predicted"
-PREFIX_MEASURED: Final = "admission.prefix.tokens.measured"
-NO_ENGINE_FITS: Final = "admission.no_engine_fits"
-
-# Metrics of the sizes of leases, where output lengths are learned.
-LEASE_HELD_TOKENS: Final = "admission.lease.held.tokens"
-LEASE_EXPECTED_TOKENS: Final = "admission.lease.expected.tokens"
-LEASE_USED_TOKENS: Final = "admission.lease.used.tokens"
-LEASE_OVERLAP: Final = "admission.lease.overlap"
-LEASE_QUANTILE: Final = "admission.lease.quantile"
-LEASE_QUANTILE_RAISED: Final = "admission.lease.quantile_raised"
-ENGINE_PREEMPTIONS: Final = "admission.engine.preemptions"
-
-# Metrics of service gain, where a tier has an objective. The first two are also attributes of spans.
+# Service gain: attributes of spans, and metrics.
 GAIN_EARNED: Final = "admission.gain.earned"
 GAIN_ATTAINABLE: Final = "admission.gain.attainable"
-SLO_REQUESTS: Final = "admission.slo.requests"
-ENGINE_PREFILL_TIME: Final = "admission.engine.time.prefill_token"
-ENGINE_OUTPUT_TIME: Final = "admission.engine.time.output_token"
-ENGINE_TOKEN_TIME: Final = "admission.engine.time.between_tokens"
-ENGINE_FIRST_ERROR: Final = "admission.engine.prediction_error.first_token"
-ENGINE_TOKEN_ERROR: Final = "admission.engine.prediction_error.between_tokens"
-
-# Metrics of a shared pool's store.
-STORE_AVAILABLE: Final = "admission.store.available"
-STORE_CHANGES: Final = "admission.store.changes"
-STORE_ROUND_TRIP: Final = "admission.store.round_trip"
 
 # OpenTelemetry's, GenAI.
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"

@@ -1,4 +1,4 @@
-"""Pages as Jinja2 templates. All values are escaped, and characters that do not print are shown as their codes.
+"""Pages and texts as Jinja2 templates. In a page all values are escaped, and what does not print is shown as its code.
 
 Jinja2 is imported with the first page: a server that shows none does not have it in memory.
 """
@@ -12,6 +12,7 @@ from sidecar.telemetry.logs.formats import one_line
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from jinja2.nodes import EvalContext
 
 
 def render(name: str, **values: object) -> str:
@@ -21,18 +22,18 @@ def render(name: str, **values: object) -> str:
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined, pass_eval_context, select_autoescape
 
     return Environment(
         loader=PackageLoader(__package__ or "", ""),
-        autoescape=True,
+        autoescape=select_autoescape(["html"]),
         undefined=StrictUndefined,
-        finalize=_printable,
+        finalize=pass_eval_context(_printable),
         trim_blocks=True,
         lstrip_blocks=True,
     )
 
 
-def _printable(value: object) -> object:
+def _printable(context: EvalContext, value: object) -> object:
     """Text that came from elsewhere, on one line; markup, which is a template's own, as it is."""
-    return one_line(value) if type(value) is str else value
+    return one_line(value) if context.autoescape and type(value) is str else value

@@ -20,45 +20,26 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from sidecar.cluster.sampler import FIGURES
+from sidecar.figures import Over
 from sidecar.telemetry import semconv
+from sidecar.telemetry.metrics.store import AVAILABLE
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 """Asked of the workers: the older format has no exemplars."""
 
 
-def _named(*names: str) -> frozenset[str]:
-    return frozenset(name.replace(".", "_") for name in names)
+def _in_prometheus(name: str) -> str:
+    return name.replace(".", "_")
 
 
-[_STORE_AVAILABLE], [_POOL] = _named(semconv.STORE_AVAILABLE), _named(semconv.POOL)
-OWN = _named(
-    semconv.QUEUE_REQUESTS,
-    semconv.QUEUE_TOKENS,
-    semconv.ABORTING_REQUESTS,
-    semconv.ABORTING_TOKENS,
-    semconv.TENANT_TOKENS_HELD,
-    semconv.ENGINE_IN_FLIGHT,
-    semconv.LEASE_HELD_TOKENS,
-    semconv.LEASE_EXPECTED_TOKENS,
-    semconv.LEASE_USED_TOKENS,
-)
-"""Gauges of what one process holds or has waiting: their sum is that of all."""
-WORST = _named(semconv.STORE_AVAILABLE, semconv.ENGINE_UP)
-"""1 where all is well: one worker for which it is not must show."""
-PARTS = _named(
-    semconv.HELD_TOKENS,
-    semconv.HELD_REQUESTS,
-    semconv.RESERVE_TOKENS,
-    semconv.RESERVE_REQUESTS,
-    semconv.LIMIT_TOKENS,
-    semconv.LIMIT_REQUESTS,
-    semconv.BORROWED_TOKENS,
-    semconv.LENT_TOKENS,
-    semconv.CAPACITY_TOKENS,
-    semconv.CAPACITY_REQUESTS,
-)
-"""Gauges of the pool, which are a process's part of it while the store is lost."""
-SEEN = _named(semconv.ENGINE_PREEMPTIONS, semconv.NO_ENGINE_FITS, semconv.POLICY_REJECTED)
+def _gauges(over: Over) -> frozenset[str]:
+    return frozenset(_in_prometheus(it.name) for it in FIGURES if it.over is over and not it.is_counter)
+
+
+_STORE_AVAILABLE, _POOL = _in_prometheus(AVAILABLE.name), _in_prometheus(semconv.POOL)
+OWN, WORST, PARTS = _gauges(Over.SUM), _gauges(Over.LEAST), _gauges(Over.POOL)
+SEEN = frozenset(_in_prometheus(it.name) for it in FIGURES if it.over is Over.ONCE)
 """Counters of what every process sees: of the engine, the pool, the policy's files. A unit's suffix may follow."""
 
 

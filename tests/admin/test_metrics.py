@@ -23,8 +23,9 @@ from prometheus_client.samples import Sample
 
 from sidecar.admin.app import admin_app
 from sidecar.admin.routes import metrics_routes
+from sidecar.cluster.document import PoolFigures, TierShare
+from sidecar.cluster.sampler import KINDS, PoolSampler
 from sidecar.engines import Vllm
-from sidecar.observability import PoolSampler
 from sidecar.policy.compiler import load
 from sidecar.pools import Pool
 from sidecar.proxy.proxy import ReverseProxy
@@ -36,6 +37,7 @@ from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
+from tests.cluster.test_overview import sources_of
 from tests.support.middleware import TestedMiddleware
 from tests.support.serving import serving
 from tests.telemetry.span_stories import begin, received
@@ -111,9 +113,9 @@ async def stacked(folder: Path, step_s: float = 0.001) -> AsyncIterator[Stack]:
     tracers.add_span_processor(SimpleSpanProcessor(spans))
     scrape.open(reader)
     pool = Pool(policy)
-    sampler = PoolSampler(pool, lambda: policy, lambda: 3)
+    sampler = PoolSampler(sources_of(pool, policy, policies_rejected=lambda: 3))
     requests = RequestMetrics(policy.pool, meter_provider=meters)
-    kept = [PoolMetrics(policy.pool, sampler, meters)]
+    kept = [PoolMetrics(policy.pool, sampler, KINDS, meters)]
     emulator = Emulator(EmulatorConfig(engine=Vllm, steps=StepModel(max_num_seqs=4, step_s=step_s)))
     async with serving(emulator.app) as engine, aiohttp.ClientSession() as session:
         sidecar = TestedMiddleware(
@@ -253,7 +255,7 @@ async def test_a_loop_that_has_no_time_costs_an_exporter_half_a_second_and_the_l
 def test_a_pool_whose_loop_has_ended_is_sampled_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY)
     policy = load(tmp_path)
-    sampler = PoolSampler(Pool(policy), lambda: policy)
+    sampler = PoolSampler(sources_of(Pool(policy), policy))
 
     async def live() -> None:
         begin(sampler, received())
@@ -262,5 +264,6 @@ def test_a_pool_whose_loop_has_ended_is_sampled_where_it_is(tmp_path: Path) -> N
     sample = sampler()
 
     assert sample is not None
-    assert [tier.tier for tier in sample.tiers] == ["high", "batch"]
-    assert (sample.replicas, sample.generation) == (None, policy.generation)
+    assert [it.tier for _, it in sample if isinstance(it, TierShare)] == ["high", "batch"]
+    (pool,) = [it for _, it in sample if isinstance(it, PoolFigures)]
+    assert (pool.replicas, pool.generation) == (None, policy.generation)

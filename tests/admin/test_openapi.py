@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from sidecar import AdmissionMiddleware
 from sidecar.admin import openapi
 from sidecar.admin.app import admin_app
+from sidecar.admin.operations import PATH
 from tests.admin.test_model_routes import TWO
 from tests.admission.models import served_models
 from tests.support.middleware import App, write_policy
@@ -59,7 +60,7 @@ async def test_where_models_have_pools_each_has_the_pages_below_its_name(tmp_pat
     of_a_pool = {path for path, found in document["paths"].items() if "servers" in found}
     assert document["paths"]["/overview"]["servers"][1]["url"] == "/models/{model}"
     async with served_models(tmp_path, TWO, 3) as sidecar:
-        assert (await sidecar.page(openapi.PATH))[1]["paths"].keys() == document["paths"].keys()
+        assert (await sidecar.page(PATH))[1]["paths"].keys() == document["paths"].keys()
         for path in [*sorted(one for one in of_a_pool if "{" not in one), "/models", "/tenants"]:
             if path == "/overview/stream":
                 continue  # without end

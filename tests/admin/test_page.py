@@ -18,7 +18,9 @@ from starlette.routing import Route
 
 from sidecar.admin.routes import HEADERS, PAGE
 from sidecar.admin.stream import OverviewStream
-from sidecar.cluster.document import Amount, EngineSpeedRow, Promised, RefusalView, ReplicaView, TenantView
+from sidecar.cluster.document import Promised, RefusalView, ReplicaView, TenantView
+from sidecar.engines.speed import EngineSpeedDocument
+from sidecar.engines.view import Amount
 from sidecar.telemetry.recent import Bucket
 from tests.cluster.replicas import Replica, overload, replicas
 from tests.cluster.views import engine, engines, gave_way, overview, sizes, starved, tier
@@ -199,11 +201,13 @@ async def test_lease_sizes_are_shown_where_lengths_are_learned(tools: str) -> No
 async def test_the_speed_of_the_engines_is_shown_where_tokens_have_deadlines(tools: str) -> None:
     async with shown(tools) as (page, server):
         assert await page.evaluate("document.getElementById('speeds-section').hidden")
-        known = EngineSpeedRow(None, 41_250, 1_815_796, 11_733, True, 0.204, 0.0196)
+        known = EngineSpeedDocument(None, 41_250, 1_815_796, 11_733, 0, True, 1, 1, 0.204, 0.0196)
         server.overview = overview(engine_speeds=[known])
         await page.until("document.getElementById('speed-rows').children.length === 1")
         assert await cells(page, 0, "speed-rows") == ["vllm", "measured", "41 µs", "1.8 ms", "12 ms", "20%", "2%"]
-        server.overview = overview(engine_speeds=[EngineSpeedRow(HOSTILE, 125_000, 250_000, 25_000, False)])
+        server.overview = overview(
+            engine_speeds=[EngineSpeedDocument(HOSTILE, 125_000, 250_000, 25_000, 0, False, 0, 0, None, None)]
+        )
         await page.until("document.querySelector('#speed-rows .soft') !== null")
         row = await cells(page, 0, "speed-rows")
         assert row == [HOSTILE, "stated defaults, in part", "125 µs", "250 µs", "25 ms", "\u2013", "\u2013"]
@@ -300,7 +304,7 @@ async def test_nothing_is_cut_off_at_any_width_by_day_or_night(tools: str) -> No
         starved(long),
         *(tier(f"tier-{n}", n) for n in range(6)),
         tenants=[TenantView("t" * 80, 1, 1, 1)],
-        engine_speeds=[EngineSpeedRow("e" * 64, 10**12, 10**12, 10**9, True, 1.0, 1.0)],
+        engine_speeds=[EngineSpeedDocument("e" * 64, 10**12, 10**12, 10**9, 0, True, 1, 1, 1.0, 1.0)],
         lease_sizes=[sizes("e" * 64, reason=RAISED, is_raised=True, preemptions=123_456), sizes("b")],
     )
     async with shown(tools, wide) as (page, _):

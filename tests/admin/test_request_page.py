@@ -18,7 +18,7 @@ from yarl import URL
 
 from sidecar.admin.auth import Access, AdminGuard
 from sidecar.admin.request_page import HEADERS, request_routes, story_page, unknown_page
-from sidecar.cluster.document import RefusalView, ReplicaView
+from sidecar.cluster.document import ReplicaView
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import (
     AdmissionDetails,
@@ -78,9 +78,8 @@ def builder(*, is_shared: bool = True) -> ExplanationBuilder:
 
 
 def elsewhere(name: str) -> Any:
-    """What this replica has heard of a request that another one refused."""
-    refusal = RefusalView(5.0, name, name, name, 503, name, name, 2.0, "two")
-    return overview(refusals=[refusal], replicas=[ReplicaView("two", name, 1, 1, 0.0)])
+    """A pool with another replica, which may have the request."""
+    return overview(replicas=[ReplicaView("two", name, 1, 1, 0.0)])
 
 
 def test_everything_that_was_written_elsewhere_is_text() -> None:
@@ -225,9 +224,9 @@ async def test_an_id_that_is_not_known_has_a_page_that_says_so(sidecar: Replica,
     assert len(page) < 40_000
 
 
-async def test_a_request_of_another_replica_is_shown_as_far_as_it_is_known_here() -> None:
-    page = unknown_page(builder(), elsewhere("id-7"), "id-7")
-    assert "Refused by another replica" in page
+async def test_of_a_request_that_is_not_known_here_the_other_replicas_are_named() -> None:
+    page = unknown_page(builder(), elsewhere("gpu-2"), "id-7")
+    assert "<li>gpu-2 two</li>" in page
     assert "ask the other replicas, too" in page
     alone = unknown_page(builder(is_shared=False), overview(), "id-7")
     assert "other replicas" not in alone

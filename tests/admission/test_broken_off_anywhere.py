@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.admission.pending_aborts import EngineCall
+from sidecar.admission.answer import EngineCall
 from sidecar.admission.request import RequestHandler
 from sidecar.admission.usage import UsageReader
 from sidecar.events import Event, Received

@@ -13,7 +13,7 @@ from sidecar.admission.usage import LARGEST_EVENT, UsageReader
 from sidecar.lengths.lease_size import EVERY_TOKENS, Expected, LeaseSize
 from sidecar.policy.model import Learn
 from sidecar.pools.base import Ask, Lease
-from tests.admission.test_lease_size import LIMIT, Stand
+from tests.admission.test_lease_size import Stand
 from tests.support.examples import examples
 
 pytestmark = pytest.mark.anyio
@@ -87,7 +87,6 @@ async def attacked(
     *,
     n: int = 1,
     best_of: int | None = None,
-    hint: int | None = None,
     learn: Learn = Learn.CAUTIOUS,
     is_learned: bool = True,
 ) -> Attack:
@@ -99,7 +98,7 @@ async def attacked(
             short.feed(EMPTY * 40 * n + usage(40 * n))
             short.read()
             stand.sizes.learn(stand.expect(most=most, n=n, best_of=best_of), short, is_complete=True)
-    expected = stand.expect(PROMPT, most, n=n, best_of=best_of, hint=hint)
+    expected = stand.expect(PROMPT, most, n=n, best_of=best_of)
     lease = await stand.pool.enter(Ask(0, "a", 1, expected.tokens, expected.sequences, most=expected.most))
     waiting = await stand.pool.enter(Ask(0, "b", 1, 100_000, 1))
     return Attack(stand, expected, lease, waiting)
@@ -188,15 +187,13 @@ async def test_a_count_that_no_background_response_has_is_not_taken(count: int) 
     assert (attack.reader.input_tokens, attack.reader.output_tokens) == (None, None)
 
 
-@pytest.mark.parametrize("hint", [49, 60, 1000])
-async def test_a_hint_that_was_never_confirmed_does_not_stand_in_for_the_maximum(hint: int) -> None:
-    """While a batch runs, its first answers are the short ones: a hint above them makes them no better."""
+async def test_the_first_answers_of_a_batch_that_runs_do_not_stand_for_it() -> None:
+    """They are the short ones."""
     stand = Stand()
     for _ in range(100):
         stand.sizes.began(stand.expect())
     stand.learn(*[40] * 60)
     assert stand.expect().tokens == PROMPT + MOST
-    assert stand.expect(hint=hint).tokens == PROMPT + MOST
 
 
 def test_engines_that_come_and_go_leave_no_trace() -> None:
@@ -247,13 +244,6 @@ async def test_a_count_with_each_event_is_exact() -> None:
         assert attack.reader.used_tokens(PROMPT) == PROMPT + generated
     attack.feed(b"data: [DONE]\n\n")
     assert attack.end() == PROMPT + 2997
-
-
-@pytest.mark.parametrize("hint", [LIMIT, 10**9])
-async def test_a_hint_without_a_maximum_never_holds_more_than_the_tier_admits(hint: int) -> None:
-    attack = await attacked(None, hint=hint)
-    attack.feed(*[EMPTY] * 500)
-    assert attack.stand.held() == LIMIT
 
 
 async def test_what_stays_at_the_engine_is_as_long_as_what_the_answer_has() -> None:
@@ -309,14 +299,13 @@ pieces = st.one_of(
     bodies=st.lists(st.tuples(pieces, st.integers(1, 40)), max_size=20),
     most=st.sampled_from([None, 1, 64, MOST]),
     choices=st.sampled_from([(1, None), (8, None), (1, 8), (8, 8)]),
-    hint=st.sampled_from([None, 1, 10**9]),
     learn=st.sampled_from([Learn.CAUTIOUS, Learn.FULL]),
 )
 def test_whatever_an_engine_sends_costs_its_own_tenant_and_no_more_than_the_request_may_use(
-    bodies: list[tuple[bytes, int]], most: int | None, choices: tuple[int, int | None], hint: int | None, learn: Learn
+    bodies: list[tuple[bytes, int]], most: int | None, choices: tuple[int, int | None], learn: Learn
 ) -> None:
     async def run() -> None:
-        attack = await attacked(most, n=choices[0], best_of=choices[1], hint=hint, learn=learn)
+        attack = await attacked(most, n=choices[0], best_of=choices[1], learn=learn)
         bound = max(attack.expected.most_used, attack.expected.tokens)
         for body, times in bodies:
             attack.feed(*[body] * times)

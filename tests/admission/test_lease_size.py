@@ -62,15 +62,12 @@ class Stand:
         tenant: str = "a",
         n: int = 1,
         best_of: int | None = None,
-        hint: int | None = None,
     ) -> Expected:
         fields: dict[str, object] = {"messages": [{"role": "user", "content": "x"}], "stream": True, "n": n}
         if best_of is not None:
             fields["best_of"] = best_of
         if most is not None:
             fields["max_tokens"] = most
-        if hint is not None:
-            fields["nvext"] = {"agent_hints": {"osl": hint}}
         payload = decode(Api.CHAT, json.dumps(fields).encode())
         assumed = 512 if most is None else most
         expected = self.sizes.expect(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from tests.support.middleware import App, chat, guarding, write_policy
-from tests.support.shared_pools import begun_store
 
 pytestmark = pytest.mark.anyio
 
@@ -65,31 +63,3 @@ async def test_a_request_that_a_limit_moved_to_another_tier_has_no_gain_there(tm
     own = "authorization: Bearer sk-acme"
     found = await served(policy, ["x-name: paid", own], ["x-name: over", own], ["x-name: without a key"])
     assert found == ["paid", "without a key", "over"]
-
-
-async def test_the_order_is_the_same_in_a_store(tmp_path: Path) -> None:
-    with begun_store(tmp_path) as server:
-        policy = by("gain", tmp_path, f"store: {server.url}\n")
-        found = await served(
-            policy,
-            ["x-name: bulk", "authorization: Bearer sk-nightly"],
-            ["x-name: patient", "x-slo-ttft-ms: 60000"],
-            ["x-name: urgent"],
-        )
-    assert found == ["patient", "urgent", "bulk"]
-
-
-async def test_a_client_that_leaves_is_forgotten(tmp_path: Path) -> None:
-    app = App(is_held=True)
-    async with guarding(app, by("gain", tmp_path)) as guarded:
-        first = asyncio.ensure_future(guarded.ask(chat(), "x-name: running"))
-        await guarded.until(leases=1)
-        leaving = asyncio.ensure_future(guarded.ask(chat(), "x-name: leaves"))
-        await guarded.until(waiting=1)
-        leaving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await leaving
-        await guarded.until(waiting=0)
-        app.release()
-        assert (await first).status == 200
-    assert came(app) == ["running"]

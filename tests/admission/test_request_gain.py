@@ -212,12 +212,6 @@ async def test_a_client_that_leaves_in_the_middle_has_earned_what_came_in_time()
     assert guarded.gain() == ServiceGain(12, 40, "abandoned")
 
 
-async def test_what_is_preempted_leaves_the_engines_count_and_nothing_stays_behind() -> None:
-    guarded = await streamed(0.1, usage=1)
-    speed = guarded.sidecar.gain.speeds.engine(None)
-    assert (speed.running, speed.generating.now, speed.unprefilled) == (0, 0, 0)
-
-
 async def test_a_policy_without_an_objective_follows_nothing() -> None:
     guarded: Clocked = Clocked(streaming(lambda: guarded, 0.1), max_wait="30s}, slo: {ttft: 1s")
     await Caller(guarded.sidecar, STREAM).run()

@@ -196,16 +196,6 @@ async def test_messages_that_are_no_body_pass() -> None:
     assert caller.sent[-1]["headers"] == [(b"x-t", b"1")]
 
 
-async def test_the_openai_client_streams_through_it() -> None:
-    from openai import AsyncOpenAI
-
-    async with guarding(streaming(4)) as guarded:
-        async with AsyncOpenAI(api_key="sk-acme", base_url=f"http://127.0.0.1:{guarded.port}/v1") as client:
-            stream = await client.chat.completions.create(**chat(), stream=True)
-            assert [part.choices[0].delta.content async for part in stream] == ["x"] * 4
-        assert guarded.recorder.stories[0].one(Settled).outcome is Outcome.COMPLETED
-
-
 COUNTED = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":500}}\n\ndata: [DONE]\n\n'
 SLO = "30s}, slo: {ttft: 1s, tpot: 100ms}, gain: {weight: 4"
 PREEMPTIBLE = "1000}, preemptible: true, slo: {ttft: 1s"

@@ -57,15 +57,6 @@ def test_what_is_broken_is_a_one_and_standard_output_is_nothing_but_json() -> No
     assert found["bursts"] == []
 
 
-@pytest.mark.long
-def test_what_could_not_be_seen_is_a_three() -> None:
-    with emulated_engine("--engine", "vllm", *FAST) as url:
-        ended = doctor("--upstream", url, "--read-only")
-    assert ended.returncode == 3
-    assert ended.stdout.startswith(f"UNKNOWN: vllm 0.33.0 at {url}: nothing was sent\n")
-    assert ended.stderr == ""
-
-
 def test_no_server_there_is_a_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--upstream", "http://127.0.0.1:9"]) == 2
     assert capsys.readouterr().err.startswith("sidecar doctor: cannot reach http://127.0.0.1:9: ")
@@ -246,17 +237,6 @@ def test_engines_that_fit_together_are_a_zero_and_their_capacity_is_one_line(tmp
     line = "capacity: {from: engine, fraction: 95%, waiting: 2, requests: 6}"
     assert f"capacity of each, for `engines` of the policy {line} engines: one works, two works" in text
     assert found["capacity"]["yaml"] == line
-
-
-def test_two_names_for_one_server_are_broken(tmp_path: Path) -> None:
-    with emulated_engine("--engine", "vllm", *FAST, "--enable-prefix-caching") as one:
-        other = one.replace("127.0.0.1", "localhost")
-        code, text, found = together(tmp_path, FLEET.format(one=one, two=other), "--read-only")
-        port = one.rpartition(":")[2]
-    assert code == 1
-    assert [finding["is_broken"] for finding in found["findings"]] == [True]
-    assert f"the engines one and two are one server, 127.0.0.1 port {port}: its capacity counts twice" in text
-    assert "leave one of them out" in text
 
 
 @pytest.mark.long

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from sidecar.cli.drawing import draw
-from sidecar.cluster.document import Amount, Overview, RefusalView, ReplicaView, TenantView
+from sidecar.cluster.document import Overview, RefusalView, ReplicaView, TenantView
+from sidecar.engines.view import Amount
 from sidecar.telemetry.recent import Bucket
 from tests.cluster.views import engine, engines, gave_way, overview, sizes, starved, tier
 

@@ -290,8 +290,7 @@ def test_keys_are_written_to_files_and_not_printed(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert KEY.search(printed) is None
     assert (
-        f"keys for the clients, in files that you alone may read\n  chat     high      {tmp_path}/k/chat.key\n"
-        in printed
+        f"keys for the clients, in files that you alone may read\n  chat     high   {tmp_path}/k/chat.key\n" in printed
     )
 
 

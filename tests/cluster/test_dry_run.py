@@ -10,13 +10,12 @@ import msgspec
 import pytest
 
 from sidecar.admission.dry_run.shadow import WaitingShadow
-from sidecar.cli.observed import WIDTH, table
+from sidecar.cli.observed import lines as table
 from sidecar.cluster.dry_run import ObservedReport, observed_report
-from sidecar.cluster.merge import ReceivedReport
-from sidecar.cluster.report import ReplicaReport, pack, unpack
 from sidecar.events import Observed, ShadowHolds, Verdict
 from sidecar.policy.model import Mode
-from sidecar.telemetry.dry_run import DryRunStats
+from sidecar.telemetry.dry_run import DryRunReport, DryRunStats
+from sidecar.tools.text import WIDTH
 from tests.support.middleware import policy
 
 POLICY = replace(policy(), mode=Mode.OBSERVE)
@@ -38,16 +37,14 @@ class Clock:
 
 def heard(
     *all_told: Observed,
-    replica: str = "a",
     waiting_s: Sequence[float] = (),
     since_s: float = 60,
-    ahead_s: float = 0,
     until_s: float | None = None,
     holds: Mapping[str, ShadowHolds] = {},
-) -> ReceivedReport:
-    """What a replica tells, as it arrives; its calendar is ahead of ours. `since_s` and `until_s` are so long ago."""
+) -> DryRunReport | None:
+    """The period of this process. `since_s` and `until_s` are so long ago."""
     generation = all_told[0].generation if all_told else ""
-    clock = Clock(AT_S + ahead_s - since_s)
+    clock = Clock(AT_S - since_s)
     waiting = [WaitingShadow(generation, "batch", "acme", round(one_s * 1e6)) for one_s in waiting_s]
     tallies = DryRunStats(clock, lambda: waiting, lambda: holds)
     if all_told:
@@ -55,11 +52,9 @@ def heard(
     for one in all_told:
         tallies.note(one)
     if until_s is not None:
-        clock.now_s = AT_S + ahead_s - until_s
+        clock.now_s = AT_S - until_s
         tallies.end()
-    told_of = {"generation": generation, "observed": tallies.read(20)}
-    report = ReplicaReport(replica, f"host-{replica}", AT_S + ahead_s, 1, 0, [], [], [], **told_of)  # type: ignore[arg-type]
-    return ReceivedReport(unpack(pack(report)), 0.0, ahead_s)
+    return tallies.read(20)
 
 
 ROLLOUT = [
@@ -72,8 +67,8 @@ ROLLOUT = [
 ]
 
 
-def report_of(*all_heard: ReceivedReport, mode: Mode = Mode.OBSERVE) -> ObservedReport:
-    return observed_report(replace(POLICY, mode=mode), all_heard, AT_S)
+def report_of(period: DryRunReport | None, others: Sequence[str] = (), mode: Mode = Mode.OBSERVE) -> ObservedReport:
+    return observed_report(replace(POLICY, mode=mode), period, "a", others, AT_S)
 
 
 def test_it_says_in_a_sentence_what_enforcing_would_have_done() -> None:
@@ -117,7 +112,7 @@ def test_those_that_still_wait_are_in_the_quantiles_and_the_longest_as_the_least
 
 def test_clients_that_ask_for_more_than_they_may_have_are_named() -> None:
     clamped = [told(clamped_from="high")] * 3 + [told(clamped_from="critical", tenant="globex")]
-    report = report_of(heard(told(), *clamped), heard(told(clamped_from="high"), replica="b"))
+    report = report_of(heard(told(), *clamped, told(clamped_from="high")))
     assert report.tiers[0].clamped == {"high": 4, "critical": 1}
     text = "\n".join(table(report))
     assert "clamped to what tier batch may have: 4 that asked for high\n" in text
@@ -127,7 +122,7 @@ def test_clients_that_ask_for_more_than_they_may_have_are_named() -> None:
 def test_a_report_of_an_ended_period_says_that_it_is_over() -> None:
     enforcing = replace(POLICY, mode=Mode.ENFORCE, generation="enforced")
     ended = heard(told(), told(Verdict.REFUSED, "queue_full"), waiting_s=(3,), until_s=20)
-    report = observed_report(enforcing, [ended], AT_S)
+    report = observed_report(enforcing, ended, "a", [], AT_S)
     assert (report.mode, report.generation) == ("enforce", POLICY.generation)
     assert (report.since_s, report.until_s) == (AT_S - 60, AT_S - 20)
     assert (report.replicas, report.left_out, report.undecided) == (["a"], [], 1)
@@ -137,19 +132,12 @@ def test_a_report_of_an_ended_period_says_that_it_is_over() -> None:
     assert "1 replica observed" in " ".join(text.split())
 
 
-def test_an_ended_period_is_not_added_to_one_that_goes_on() -> None:
-    going_on, ended = heard(told(), replica="a"), heard(told(), replica="b", until_s=5)
-    report = report_of(going_on, ended)
-    assert (report.replicas, report.left_out, report.total.requests) == (["a"], [], 1)
-    assert report.until_s is None
-
-
-def test_the_process_itself_is_never_left_out() -> None:
+def test_a_period_by_another_policy_is_not_shown_while_observing() -> None:
+    report = report_of(heard(told(generation="x"), until_s=5))
+    assert (report.generation, report.replicas, report.total.requests) == (POLICY.generation, [], 0)
     enforcing = replace(POLICY, mode=Mode.ENFORCE, generation="enforced")
-    report = observed_report(enforcing, [heard(told(), until_s=5), heard(told(generation="x"), replica="b")], AT_S)
-    assert report.left_out == ["b"]
-    report = observed_report(enforcing, [heard(), heard(told(generation="x"), replica="b")], AT_S)
-    assert (report.left_out, report.replicas) == (["b"], [])
+    report = observed_report(enforcing, heard(told(generation="x"), until_s=5), "a", [], AT_S)
+    assert (report.generation, report.replicas, report.total.requests) == ("x", ["a"], 1)
 
 
 def test_a_doubt_marks_the_rows_that_it_concerns() -> None:
@@ -177,25 +165,13 @@ def test_rows_are_in_the_policys_order_and_tenants_by_size() -> None:
     assert report.since_s == AT_S - 60
 
 
-def test_replicas_are_added_up_by_our_calendar_and_those_with_another_policy_are_named() -> None:
-    report = report_of(
-        heard(told(), replica="a"),
-        heard(told(), told(wait_s=2), replica="b", since_s=600, ahead_s=3600, waiting_s=(1, 1)),
-        heard(told(generation="other"), replica="c"),
-        heard(replica="d"),
-    )
-    assert (report.replicas, report.left_out, report.undecided) == (["a", "b"], ["c"], 2)
-    assert (report.total.requests, report.total.wait_max_s) == (3, 2.0)
-    assert report.since_s == AT_S - 600
-
-
 def test_a_stranger_can_read_the_table() -> None:
-    lines = table(report_of(heard(*ROLLOUT), heard(told(generation="other"), replica="c")))
+    lines = table(report_of(heard(*ROLLOUT), ["c"]))
     text = "\n".join(lines)
     assert max(map(len, lines)) <= WIDTH
     assert lines[0].startswith("mode: observe, policy ")
     assert "since 2027-01-15 07:59:00 UTC (1 m 00 s), 1 replica observes" in " ".join(text.split())
-    assert "left out: 1 replica observes by another policy (c)" in text
+    assert "not counted: 1 replica observes, too (c). Each has a report of its own" in text
     assert "Enforcing would have refused 12 of 4,310 requests (0.3%)" in text
     (heading,) = (line for line in lines if line.startswith("TIER"))
     (high,) = (line for line in lines if line.startswith("high "))
@@ -219,9 +195,3 @@ def test_a_name_cannot_command_the_terminal() -> None:
 def test_the_document_is_what_the_command_reads() -> None:
     report = report_of(heard(*ROLLOUT))
     assert msgspec.json.decode(msgspec.json.encode(report), type=ObservedReport) == report
-
-
-def test_a_report_of_an_older_replica_has_nothing_observed() -> None:
-    fields = {name: getattr(heard().report, name) for name in ReplicaReport.__struct_fields__ if name != "observed"}
-    older = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=ReplicaReport)
-    assert older.observed is None

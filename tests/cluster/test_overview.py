@@ -14,12 +14,14 @@ import pytest
 from sidecar.admin.app import admin_app
 from sidecar.admin.routes import LivePages
 from sidecar.cluster import overview as module
-from sidecar.cluster.document import Amount, Overview, Promised, TenantView
+from sidecar.cluster.document import OldestWaiter, Overview, Promised, TenantView
 from sidecar.cluster.overview import PoolOverview
-from sidecar.cluster.report import ReplicaReport, Sources, pack
+from sidecar.cluster.report import ReplicaReport, TierWaits, pack
+from sidecar.cluster.sources import Sources
+from sidecar.engines.view import Amount
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
 from sidecar.policy.model import Policy, ServiceObjectives
-from sidecar.pools import Merge, PeerReport, PeerReports, Pool, StoreError
+from sidecar.pools import PeerReport, Pool, StoreError
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.recent import Recent
@@ -38,11 +40,11 @@ class Telling(Pool):
     trouble: str | None = None
     reported = b""
 
-    async def share(self, report: bytes, merge: Merge) -> PeerReports:
+    async def share(self, report: bytes) -> Mapping[str, PeerReport]:
         if self.trouble is not None:
             raise StoreError(self.trouble)
         self.reported = report
-        return PeerReports(self.others)
+        return self.others
 
 
 def sources_of(pool: Pool, policy: Policy, **more: Any) -> Sources:
@@ -51,6 +53,7 @@ def sources_of(pool: Pool, policy: Policy, **more: Any) -> Sources:
         "tenants": dict,
         "refusals": Journal().refusals,
         "notices": list,
+        "oldest": pool.oldest,
     }
     return Sources(policy=lambda: policy, pool=pool, **{**plain, **more})
 
@@ -136,7 +139,7 @@ async def test_an_unbounded_pool_is_shown_without_bounds() -> None:
 
 
 def other(name: str, **more: Any) -> ReplicaReport:
-    plain: dict[str, Any] = {"at_s": NOW_S, "leases": 5, "waiting": 6, "tiers": [], "tenants": [], "refusals": []}
+    plain: dict[str, Any] = {"leases": 5, "waiting": 6, "mode": "enforce"}
     return ReplicaReport(name, f"host-{name}", **{**plain, **more})
 
 
@@ -159,10 +162,28 @@ async def test_other_replicas_are_shown_until_they_are_silent_for_too_long(monke
     times[0] += 3
     shown = live.overview()
     assert [one.seen_s_ago for one in shown.replicas if one.replica == "two"] == [4.5]
-    assert "the other replicas' waits and refusals are not shown: the store is divided: gone" in shown.notices
+    assert "the other replicas are not shown: the store is divided: gone" in shown.notices
     times[0] += module.FORGET_AFTER_S
     assert [one.replica for one in live.overview().replicas] == [live.overview().replica]
     await live.close()
+
+
+async def test_what_waits_in_any_replica_of_the_same_mode_is_the_pools() -> None:
+    policy = policy_of()
+    pool = Telling(policy)
+    longest = OldestWaiter(40.0, 30.0, {"high": 700}, "two")
+    waits = [TierWaits("batch", Amount(500, 5), longest)]
+    shadows = [TierWaits("batch", Amount(9, 9), OldestWaiter(99.0, 99.0, {}, "three"))]
+    pool.others = {
+        "two": PeerReport(1.0, pack(other("two", tiers=waits))),
+        "three": PeerReport(1.0, pack(other("three", tiers=shadows, mode="observe"))),
+    }
+    live = PoolOverview(sources_of(pool, policy), lambda: NOW_S)
+    await live._share()
+    shown = live.overview()
+    assert (shown.tiers[1].queued, shown.tiers[1].oldest) == (Amount(500, 5), longest)
+    assert shown.headline.startswith("batch starves: its oldest request has waited 40 s and starved 30 s.")
+    assert [it.recent[-1].wait_max_s for it in shown.tiers] == [0.0, 0.0], "the last minutes are this process's own"
 
 
 async def test_a_defect_in_sharing_is_reported_and_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +192,11 @@ async def test_a_defect_in_sharing_is_reported_and_does_not_end_it(monkeypatch: 
     policy = policy_of()
     pool = Telling(policy)
     pool.others = 7  # type: ignore[assignment]
-    live = PoolOverview(sources_of(pool, policy, tenants=lambda: 1 / 0))
+    live = PoolOverview(sources_of(pool, policy, oldest=lambda: 1 / 0))
     await live.open()
     await asyncio.sleep(0.03)
     live._sources = sources_of(pool, policy)
-    pool.others = {"two": PeerReport(0.0, pack(other("two", at_s=live._now_s())))}
+    pool.others = {"two": PeerReport(0.0, pack(other("two")))}
     await asyncio.sleep(0.05)
     assert len(live.overview().replicas) == 2
     await live.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sidecar.cluster.document import EngineView, OldestWaiter, ReplicaView, TenantView
+from sidecar.cluster.document import EngineStatus, OldestWaiter, ReplicaView, TenantView
 from sidecar.cluster.phrases import count, crowd, engine_headline, headline, said_of, starving, waits_at_its_limit
 from sidecar.durations import short_duration
 from sidecar.policy.model import Mode
@@ -118,13 +118,13 @@ def test_a_tenant_that_floods_the_queue_is_named(waiting: dict[str, int], said: 
 # -- without an engine
 
 
-def replica(name: str, engine: EngineView | None) -> ReplicaView:
+def replica(name: str, engine: EngineStatus | None) -> ReplicaView:
     return ReplicaView(name, f"host-{name}", 0, 0, 0.0, "abc", engine)
 
 
-REFUSED = EngineView("down", "connection refused by http://e:8000", 12.0)
-OTHER = EngineView("mismatch", "http://e:8000 is vLLM, but the policy says engine: sglang", 12.0)
-UP = EngineView("up", "", 100.0)
+REFUSED = EngineStatus("down", "connection refused by http://e:8000", 12.0)
+OTHER = EngineStatus("mismatch", "http://e:8000 is vLLM, but the policy says engine: sglang", 12.0)
+UP = EngineStatus("up", "", 100.0)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ UP = EngineView("up", "", 100.0)
     ],
 )
 def test_the_first_sentence_is_about_an_engine_that_cannot_be_used(
-    engines: list[EngineView | None], waiting: int, mode: Mode, said: str | None
+    engines: list[EngineStatus | None], waiting: int, mode: Mode, said: str | None
 ) -> None:
     views = [replica(str(number), engine) for number, engine in enumerate(engines)]
     assert engine_headline(views, waiting, mode) == said

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sidecar.cluster.document import (
-    Amount,
     EngineRow,
-    LeaseSizesRow,
     OldestWaiter,
     Overview,
     Promised,
@@ -17,6 +15,8 @@ from sidecar.cluster.document import (
     TierView,
 )
 from sidecar.cluster.phrases import headline, starving
+from sidecar.engines.view import Amount
+from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.telemetry.recent import Bucket, Overtakings
 
 AT_S = 1_700_000_003.0
@@ -64,7 +64,7 @@ def gave_way(name: str = "batch", level: int = 1) -> TierView:
     return tier(name, level, recent=[*recent, *lost])
 
 
-def sizes(engine_name: str | None = None, **more: Any) -> LeaseSizesRow:
+def sizes(engine_name: str | None = None, **more: Any) -> EngineSizesDocument:
     """The leases at an engine; `more` replaces what they have."""
     plain: dict[str, Any] = {
         "quantile": 0.95,
@@ -78,7 +78,7 @@ def sizes(engine_name: str | None = None, **more: Any) -> LeaseSizesRow:
         "growths": 12,
         "preemptions": None,
     }
-    return LeaseSizesRow(engine=engine_name, **{**plain, **more})
+    return EngineSizesDocument(engine=engine_name, **{**plain, **more})
 
 
 def engine(name: str, **more: Any) -> EngineRow:

@@ -37,7 +37,7 @@ def drawn(seed: int, count: int, base_us: float, slope_us: float) -> list[Point]
 
 def test_a_line_is_found_exactly() -> None:
     line = line_of([(size, 20_000 + 90 * size) for size in range(10, 8000, 37)])
-    assert line == (pytest.approx(20_000, rel=0.01), pytest.approx(90), pytest.approx(1, abs=0.01))
+    assert line == (pytest.approx(20_000, rel=0.01), pytest.approx(90), pytest.approx(1, abs=0.01), True)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -80,8 +80,8 @@ def test_nothing_is_fitted_to_a_few_samples_and_what_they_took_is_known_all_the_
 
 
 def test_one_size_shows_no_slope_it_scales_what_is_usual() -> None:
-    assert line_of([(10, 5)] * ENOUGH, None) == (5, 0, 1)
-    assert line_of([(1000, 290_000)] * ENOUGH) == (pytest.approx(40_000), pytest.approx(250), 1)
+    assert line_of([(10, 5)] * ENOUGH, None) == (5, 0, 1, False)
+    assert line_of([(1000, 290_000)] * ENOUGH) == (pytest.approx(40_000), pytest.approx(250), 1, False)
 
 
 def test_what_gets_faster_with_its_size_has_no_slope() -> None:

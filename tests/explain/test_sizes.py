@@ -52,15 +52,10 @@ def test_the_sentence_of_the_tenants_own_answers() -> None:
 @each(
     ("changes", "said"),
     [
-        ({"source": "replicas"}, f"output 243 (95% of 1,532 answers {OF}, together with those of other replicas);"),
         (
             {"source": "tenants", "quantile": 0.9875},
             "output 243 (98.75% of the answers of the median tenant, of 1,532 answers on /v1/chat/completions; too few "
             "are known of tenant acme itself, model m, bucket `tools, max 4k`);",
-        ),
-        (
-            {"source": "hint", "samples": 20},
-            "(its client's hint; 20 answers of tenant acme showed how such hints hold);",
         ),
         ({"source": "a newer one"}, f"output 243 (a newer one, 1,532 answers {OF});"),
         ({"bytes_per_token": None}, "prompt 1,000, output 243 "),

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sidecar.engines import watch as engine_watch
-from sidecar.engines.view import DrainEnd, EngineAmount
+from sidecar.engines.view import Amount, DrainEnd
 from sidecar.fleet import view as fleet_view
 from sidecar.fleet.view import Prompts, RecentPrompts
 from tests.fleet.engines import listed
@@ -29,11 +29,11 @@ async def test_a_row_joins_the_member_and_its_ledger() -> None:
         a, b = seen.view.documents()
         assert (a.name, a.id, a.state, a.takes_new, a.reason) == ("a", "a#1", "ready", True, None)
         assert a.url == f"http://127.0.0.1:{seen.engines[0].port}"
-        assert (a.capacity, a.effective) == (EngineAmount(1000, 8), EngineAmount(1000, 8))
-        assert (a.held, a.unprefilled_tokens, a.in_flight) == (EngineAmount(30, 1), 20, 0)
-        assert (b.held, b.unprefilled_tokens, b.hit_rate) == (EngineAmount(0, 0), 0, None)
+        assert (a.capacity, a.effective) == (Amount(1000, 8), Amount(1000, 8))
+        assert (a.held, a.unprefilled_tokens, a.in_flight) == (Amount(30, 1), 20, 0)
+        assert (b.held, b.unprefilled_tokens, b.hit_rate) == (Amount(0, 0), 0, None)
         lease.settle()
-        assert seen.view.documents()[0].held == EngineAmount(0, 0)
+        assert seen.view.documents()[0].held == Amount(0, 0)
 
 
 async def test_a_drain_ends_when_the_last_lease_of_the_engine_has_ended() -> None:
@@ -45,7 +45,7 @@ async def test_a_drain_ends_when_the_last_lease_of_the_engine_has_ended() -> Non
         drained = asyncio.create_task(seen.view.drained("a", 60))
         await until(lambda: not seen.pool.engines()[0].takes_new)
         row = seen.view.documents()[0]
-        assert (row.state, row.takes_new, row.effective) == ("draining", False, EngineAmount(0, 0))
+        assert (row.state, row.takes_new, row.effective) == ("draining", False, Amount(0, 0))
         newer = [await lease_of(seen.pool) for _ in range(3)]
         assert {lease.grant.engine for lease in newer if lease.grant} == {"b#1"}
         for lease in held:

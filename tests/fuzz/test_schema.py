@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from sidecar.admin import openapi
+from sidecar.admin.operations import PATH
 from tests.fuzz.scale import cases, tried
 from tests.security.behind import Behind, standing
 from tests.support.shared_pools import begun_store
@@ -138,7 +139,7 @@ def name_what_is_there(case: Any, label: str) -> None:
 
 
 def test_the_port_serves_what_was_tried(whole: Behind) -> None:
-    assert shown(whole, openapi.PATH) == json.loads(json.dumps(openapi.document()))
+    assert shown(whole, PATH) == json.loads(json.dumps(openapi.document()))
 
 
 def under_way(behind: Behind) -> int:

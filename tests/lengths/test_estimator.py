@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -320,7 +319,7 @@ def test_asking_takes_no_memory() -> None:
     teach(estimator, "acme", 100)
     for number in range(1000):
         assert tokens(estimator, f"t{number}", CHAT._replace(model=f"m{number}")) is None
-    assert (len(estimator._tenants), len(estimator._medians), len(estimator._heard)) == (1, 2, 0)
+    assert (len(estimator._tenants), len(estimator._medians)) == (1, 2)
 
 
 def test_a_tenant_that_forgot_its_key_has_no_vote() -> None:
@@ -357,10 +356,9 @@ def test_a_name_that_nothing_has_is_not_learned(key: LengthKey) -> None:
 def test_no_report_makes_the_estimate_fail(reports: list[tuple[int, bool, int | None]]) -> None:
     estimator = LengthEstimator()
     for length, is_censored, other in reports:
-        estimator.learn("acme", CHAT, length, is_censored=is_censored, hint=other, chunks=other)
-    for hint in (None, -1, 0, 1, 10**400):
-        found = estimator.estimate("acme", CHAT, 0.95, generated=100, hint=hint)
-        assert found is None or found.tokens > 100
+        estimator.learn("acme", CHAT, length, is_censored=is_censored, chunks=other)
+    found = estimator.estimate("acme", CHAT, 0.95, generated=100)
+    assert found is None or found.tokens > 100
     assert 1.0 <= estimator.tokens_per_chunk("acme", CHAT) <= 64.0
 
 
@@ -369,61 +367,6 @@ def test_only_so_many_tenants_vote() -> None:
     for number in range(MOST_VOTERS + 20):
         teach(estimator, f"t{number}", 320 if number < MOST_VOTERS else 640)
     assert estimator.estimate("new", CHAT, 0.9) == Estimate(320, Source.TENANTS, MOST_VOTERS * ENOUGH, 0.9)
-
-
-# Hints
-
-
-def hinted(estimator: LengthEstimator, hint: int, length: int, times: int, cut: bool = False) -> None:
-    for _ in range(times):
-        estimator.learn("acme", OTHER, length, is_censored=cut, hint=hint)
-
-
-def test_a_hint_raises_the_estimate_of_any_tenant() -> None:
-    estimator = LengthEstimator()
-    teach(estimator, "acme", 100)
-    assert estimator.estimate("acme", CHAT, 0.9, hint=1000) == Estimate(1000, Source.HINT, 0, 0.9)
-    assert estimator.estimate("acme", CHAT, 0.9, hint=10) == Estimate(111, Source.OWN, ENOUGH, 0.9)
-
-
-def test_a_hint_stands_in_for_samples_only_where_it_held_twenty_times() -> None:
-    estimator = LengthEstimator()
-    hinted(estimator, 100, 150, 19)
-    assert estimator.estimate("acme", CHAT, 0.9, hint=100) is None
-    hinted(estimator, 100, 150, 1)
-    assert estimator.estimate("acme", CHAT, 0.9, hint=100) == Estimate(200, Source.HINT, 20, 0.9)
-    assert estimator.estimate("acme", CHAT, 0.9, hint=100, generated=200) is None
-    assert estimator.estimate("other", CHAT, 0.9, hint=100) is None
-
-
-def test_hints_that_lie_lose_their_trust_and_honest_ones_win_it_back() -> None:
-    estimator = LengthEstimator()
-    hinted(estimator, 100, 100, 1000)
-    lies = 0
-    while estimator.estimate("acme", CHAT, 0.9, hint=100):
-        hinted(estimator, 100, 201, 1)
-        lies += 1
-    assert lies <= 20
-    hinted(estimator, 100, 200, 300)
-    assert estimator.estimate("acme", CHAT, 0.9, hint=100)
-
-
-def test_a_tenth_of_lies_is_never_trusted() -> None:
-    estimator = LengthEstimator()
-    hinted(estimator, 100, 300, 1)
-    for _ in range(200):
-        hinted(estimator, 100, 100, 9)
-        hinted(estimator, 100, 300, 1)
-        assert estimator.estimate("acme", CHAT, 0.9, hint=100) is None
-
-
-def test_answers_cut_short_show_nothing_of_a_hint_until_they_are_twice_as_long() -> None:
-    estimator = LengthEstimator()
-    hinted(estimator, 100, 10, 100, cut=True)
-    assert estimator.estimate("acme", CHAT, 0.9, hint=100) is None
-    hinted(estimator, 100, 100, 50)
-    hinted(estimator, 100, 201, 5, cut=True)
-    assert estimator.estimate("acme", CHAT, 0.9, hint=100) is None
 
 
 # Tokens per chunk
@@ -482,7 +425,6 @@ def test_what_a_tenant_takes_is_bounded() -> None:
     (known,) = estimator._tenants.values()
     sizes = [sys.getsizeof(learned._complete) for learned in known.keys.values()]
     assert 2 * sum(sizes) < 1_300_000
-    assert len(json.dumps(estimator.summary(10_000))) < 11_000
 
 
 def test_what_was_learned_most_is_listed_with_its_quantile() -> None:

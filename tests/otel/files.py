@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from sidecar.cluster.sampler import FIGURES
 from sidecar.telemetry import semconv
+from sidecar.telemetry.metrics.histograms import DURATIONS
 
 ROOT = Path(__file__).parents[2]
 OTEL = ROOT / "otel"
@@ -20,6 +22,7 @@ DASHBOARD = OTEL / "grafana" / "admission.json"
 ALERTS_GUIDE = ROOT / "docs" / "alerts.md"
 
 NAMES = {value for value in vars(semconv).values() if isinstance(value, str) and value.startswith("admission.")}
+NAMES |= {figure.name for figure in (*FIGURES, *DURATIONS)}
 IN_PROMETHEUS = {name.replace(".", "_") for name in NAMES}
 """Names of metrics and of labels alike: Prometheus keeps no record of which is which."""
 OF_SIZES = re.compile(r"admission_(lease_|output_|engine_preemptions)")

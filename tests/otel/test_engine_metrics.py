@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
-from sidecar.telemetry import semconv
-from sidecar.telemetry.metrics.engines import STATES
+from sidecar.engines.view import STATES
 from tests.fleet.served import ServedFleet, served_fleet
 from tests.otel.files import RULES, queries, rules
 from tests.otel.overload import KNOWN_AFTER_S, hurried
@@ -117,7 +116,7 @@ def test_the_metrics_are_those_of_the_readme_with_their_labels(scraped: Scraped)
     for sample in scraped.server.query(selector, scraped.at_s):
         if OF_ENGINES.search(sample.labels["__name__"]):
             found.setdefault(sample.labels["__name__"], set()).update(set(sample.labels) - EVERYWHERE)
-    measured = semconv.PREFIX_MEASURED.replace(".", "_") + "_total"
+    measured = "admission_prefix_tokens_measured_total"
     listed = {name: {label.replace(".", "_") for label in of.labels} for name, of in ENGINE_METRICS.items()}
     assert found == {name: labels for name, labels in listed.items() if name != measured or name in found}
 

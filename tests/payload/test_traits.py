@@ -79,22 +79,3 @@ def test_a_plain_request_has_no_traits_and_unknown_fields_change_none() -> None:
     assert traits_of(Api.CHAT) is NO_TRAITS
     assert traits_of(Api.CHAT, temperature=0.5, user="u") is NO_TRAITS
     assert traits_of(Api.CHAT, field_of_tomorrow=[1, 2], reasoning_effort="low").effort == "low"
-
-
-@each(
-    ("nvext", "hint"),
-    [
-        ({"agent_hints": {"osl": 700}}, 700),
-        ({"agent_hints": {"osl": 0}}, None),
-        ({"agent_hints": {"osl": -5}}, None),
-        ({"agent_hints": {"osl": 10**40}}, None),
-        ({"agent_hints": {"osl": "700"}}, None),
-        ({"agent_hints": None}, None),
-        ({"agent_hints": []}, None),
-        ({}, None),
-        (None, None),
-    ],
-)
-def test_the_clients_own_guess_is_read_and_nonsense_is_none(nvext: object, hint: int | None) -> None:
-    body = json.dumps({"model": "m", "messages": MESSAGES, "nvext": nvext}).encode()
-    assert decode(Api.CHAT, body).output_hint == hint

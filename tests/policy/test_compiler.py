@@ -11,7 +11,7 @@ from sidecar.apis import Api
 from sidecar.engines import Vllm
 from sidecar.engines.base import Carrier
 from sidecar.policy.compiler import load, load_files
-from sidecar.policy.model import Learn, Limits, Queue, Source, Tenant, Timeouts
+from sidecar.policy.model import Learn, Limits, Queue, Tenant, Timeouts
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import Shares, pool_rules
 from tests.policy.files import SMALL, mistakes, pool, tenant
@@ -54,27 +54,6 @@ def test_the_documented_demo_keys_open_the_shipped_tenants(key: str, name: str) 
 
 def test_a_folder_and_its_file_are_the_same_policy() -> None:
     assert load(SHIPPED) == load(SHIPPED / "policy.yaml")
-
-
-def test_what_is_left_out_has_its_documented_default(tmp_path: Path) -> None:
-    policy = load(pool(tmp_path))
-    assert policy.sources == (Source.BODY, Source.HEADER, Source.ENDPOINT, Source.KEY)
-    assert [endpoint.api for endpoint in policy.endpoints.values()] == [
-        Api.CHAT,
-        Api.COMPLETIONS,
-        Api.RESPONSES,
-        Api.RESPONSES,
-        Api.MESSAGES,
-        Api.EMBEDDINGS,
-    ]
-    assert (
-        policy.anonymous,
-        policy.carrier,
-        policy.default_level,
-        policy.tier_header,
-    ) == (None, None, 1, b"x-priority")
-    assert (policy.max_body_bytes, policy.body_timeout_s, policy.disconnect_grace_s) == (8 * 2**20, 30.0, 2.0)
-    assert (policy.rules.promote_after_us, policy.rules.tiers[2].limit_tokens) == (None, 1000)
 
 
 def test_a_tiers_own_timeouts_count_before_the_pools(tmp_path: Path) -> None:

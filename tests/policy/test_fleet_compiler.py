@@ -103,15 +103,6 @@ def test_a_mapping_with_nothing_in_it_has_its_defaults(tmp_path: Path, key: str)
     assert loaded(tmp_path, f"{engines}  {key}:\n").engines == loaded(tmp_path, engines).engines
 
 
-def test_the_defaults_are_those_of_the_specification_but_for_sessions(tmp_path: Path) -> None:
-    fleet = loaded(tmp_path, "engines: {static: [{name: a, url: http://a:8000}]}\n").engines
-    assert fleet is not None
-    assert fleet.affinity == Affinity(True, 300, ())
-    assert fleet.capacity == READ
-    assert (fleet.prefill, fleet.slow_start_s, fleet.drain_timeout_s) == (8000, 60.0, 600.0)
-    assert (fleet.health, fleet.replay) == (Health("/health", 2.0, 3, 2), Replay(1, Fraction(1, 10)))
-
-
 @each("name", [name for name in ENGINES if name != "none"])
 def test_an_engine_is_probed_at_its_own_page(tmp_path: Path, name: str) -> None:
     fleet = loaded(tmp_path, WRITTEN, TIERS.replace("vllm", name)).engines

@@ -6,9 +6,13 @@ from typing import Any
 
 import pydantic
 import pytest
+import yaml
 
+from sidecar.policy.compiler import load
+from sidecar.policy.pool_file import PoolFile
 from sidecar.policy.reference import reference_text
 from sidecar.policy.schema import SCHEMAS, schema_document, schema_text
+from tests.policy.files import pool
 from tests.support.each import each
 
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -33,6 +37,18 @@ def _mappings(kind: type) -> list[dict[str, Any]]:
     return [part["properties"] for part in (document, *document.get("$defs", {}).values())]
 
 
+def test_the_examples_of_the_reference_are_read(tmp_path: Path) -> None:
+    keys = schema_document(PoolFile)["properties"]
+    written = {name: key["examples"][0] for name, key in keys.items() if "examples" in key}
+    del written["tenants"]  # no file is there
+    written |= {"engine": "vllm", "sources": ["engine", "body"], "engine_levels": {"high": 5, "normal": 10}}
+    written |= {"default_tier": "normal", "anonymous": "normal", "aging": {"promote_after": "5m", "ceiling": "normal"}}
+    written["models"] = {"llama-70b": {"engines": ["a"]}}
+    for without in (("engines", "models"), ("capacity",)):
+        text = yaml.safe_dump({name: value for name, value in written.items() if name not in without}, sort_keys=False)
+        load(pool(tmp_path, text))
+
+
 @each("path", [POLICIES / "policy.yaml", *sorted((POLICIES / "tenants").glob("*.yaml"))], ids=str)
 def test_a_shipped_file_names_its_schema_for_editors(path: Path) -> None:
     first = path.read_text(encoding="utf-8").splitlines()[0]
@@ -40,6 +56,7 @@ def test_a_shipped_file_names_its_schema_for_editors(path: Path) -> None:
     assert (path.parent / named).resolve().is_file()
 
 
+@pytest.mark.skipif(OLD_PYDANTIC, reason="it writes the keys of an example in another order")
 def test_the_reference_in_docs_is_current() -> None:
     written = (POLICIES.parent / "docs" / "policy.md").read_text(encoding="utf-8")
     assert reference_text() == written, "run: python -m sidecar.policy.reference"

@@ -227,19 +227,6 @@ def test_a_password_whose_end_no_one_can_tell_is_refused_with_how_to_write_it(te
     assert "hunter2" not in str(refused.value)
 
 
-def test_every_option_is_read_somewhere_and_only_where_it_has_a_meaning() -> None:
-    assert {*TLS, *SENTINEL} == {
-        "ssl_ca_certs",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "ssl_cert_reqs",
-        "ssl_check_hostname",
-        "sentinel_username",
-        "sentinel_password",
-    }
-    assert {"db"} == set(SOCKET)
-
-
 def outcome(text: str) -> str:
     """What is shown of an address, or said of its mistake. Subclasses of ValueError are the library's own words."""
     try:

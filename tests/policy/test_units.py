@@ -49,6 +49,13 @@ def test_a_number_without_a_unit_is_not_a_duration() -> None:
         units.duration_s(30)
 
 
+@each("written", ["0.4us", "0.0004ms"])
+def test_a_time_that_would_be_rounded_to_nothing_is_refused(written: str) -> None:
+    said = f'"{written}" is less than a microsecond, and times are counted in those; write "1us"'
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        units.duration_s(written)
+
+
 @each(("written", "expected"), [("10k", 10_000), ("2M", 2_000_000), ("1.5k", 1500), (160, 160)])
 def test_a_count_is_a_whole_number(written: object, expected: int) -> None:
     assert expected == units.count(written)

@@ -25,7 +25,6 @@ def pool_of(policy: Policy, *clock: Clock) -> Pool:
 def fleet(*offers: EngineOffer, clock: Clock | None = None) -> Pool:
     shares = (Shares("high"), Shares("low"))
     policy = policy_of(pool_rules(tokens=None, requests=None, tiers=shares))
-    object.__setattr__(policy, "shares", shares)
     pool = pool_of(policy, clock or Clock())
     if offers:
         pool.set_engines(offers)

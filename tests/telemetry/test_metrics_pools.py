@@ -2,46 +2,43 @@
 
 import gc
 import time
-from dataclasses import replace
 
 import pytest
 
-from sidecar.telemetry.metrics import PoolMetrics, PoolSample, TierSample
+from sidecar.cluster.document import OldestWaiter, PoolFigures, Promised, TierShare, TierWaits
+from sidecar.cluster.sampler import KINDS
+from sidecar.engines.view import Amount
+from sidecar.lengths.documents import EngineSizesDocument
+from sidecar.telemetry.metrics import PoolMetrics
 from sidecar.telemetry.metrics.instruments import FRESH_S
-from sidecar.telemetry.metrics.lease_sizes import LeaseSizeSample
 from tests.telemetry.measuring import Measuring
 
-HIGH = TierSample(
-    tier="high",
-    queued_requests=3,
-    queued_tokens=300,
-    oldest_wait_s=12.5,
-    longest_starvation_s=2.25,
-    held_tokens=4000,
-    held_requests=5,
-    reserve_tokens=6000,
-    reserve_requests=7,
-    limit_tokens=8000,
-    limit_requests=9,
-    borrowed_tokens=10,
-    lent_tokens=11,
-    slo_ttft_s=0.5,
-    slo_queue_wait_s=2.0,
-    slo_starvation_s=1800.0,
-)
-BOUNDED = PoolSample(
-    [HIGH],
-    "abc123",
-    capacity_tokens=100_000,
-    capacity_requests=64,
-    replicas=3,
-    policies_rejected=2,
-    passing=1,
-    loop_blocked_s=3.5,
-    aborting_requests=12,
-    aborting_tokens=1300,
-)
-UNBOUNDED = PoolSample([TierSample("high")], "abc123")
+HIGH = {"admission.tier": "high"}
+NONE = Amount(0, 0)
+BOUNDED = [
+    (
+        HIGH,
+        TierShare("high", Amount(4000, 5), Amount(6000, 7), Amount(8000, 9), 10, 11, Promised(0.5, 2.0, 1800.0)),
+    ),
+    (HIGH, TierWaits("high", Amount(300, 3), OldestWaiter(12.5, 2.25, {}, "one"))),
+    (
+        {},
+        PoolFigures(
+            "abc123",
+            Amount(100_000, 64),
+            aborting=Amount(1300, 12),
+            replicas=3,
+            is_passing=True,
+            policies_rejected=2,
+            loop_blocked_s=3.5,
+        ),
+    ),
+]
+UNBOUNDED = [
+    (HIGH, TierShare("high", NONE, Amount(), Amount(), 0, 0, Promised())),
+    (HIGH, TierWaits("high", NONE)),
+    ({}, PoolFigures("abc123", Amount())),
+]
 
 OF_TIERS = {
     "queue.requests": 3,
@@ -88,7 +85,7 @@ def measuring():
 
 
 def watch(measuring, sample, pool="default"):
-    return PoolMetrics(pool, sample if callable(sample) else lambda: sample, measuring.provider)
+    return PoolMetrics(pool, sample if callable(sample) else lambda: sample, KINDS, measuring.provider)
 
 
 def test_every_figure_is_reported_under_its_name(measuring):
@@ -107,8 +104,9 @@ def test_every_figure_is_reported_under_its_name(measuring):
 
 
 def test_the_sizes_of_leases_are_those_of_each_engine(measuring):
-    first = LeaseSizeSample("a", 100, 200, 50, 0.5, 0.9, 0, preemptions=3)
-    kept = watch(measuring, replace(UNBOUNDED, lease_sizes=[first, LeaseSizeSample(None, 1, 2, 3, 1.0, 0.95, 1)]))
+    first = EngineSizesDocument("a", 0.9, 0.5, "", False, 1, 100, 200, 50, preemptions=3)
+    other = EngineSizesDocument(None, 0.95, 1.0, "", True, 1, 1, 2, 3)
+    kept = watch(measuring, [({"admission.engine": "a"}, first), ({}, other)])
     found = {name: measuring.values(f"admission.{name}") for name in OF_SIZES}
     assert kept is not None
     assert found == {name: {("a", "default"): of_a, ("default",): of_one} for name, (of_a, of_one) in OF_SIZES.items()}
@@ -169,6 +167,6 @@ def test_an_sdk_that_cannot_be_used_is_logged(caplog):
         def get_meter(self, *arguments, **named):
             raise RuntimeError("no meter today")
 
-    PoolMetrics("default", lambda: BOUNDED, Broken())
+    PoolMetrics("default", lambda: BOUNDED, KINDS, Broken())
 
     assert "the metrics of pool default failed" in caplog.text

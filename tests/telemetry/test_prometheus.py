@@ -12,7 +12,10 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
-from sidecar.telemetry.metrics import PoolMetrics, PoolSample, RequestMetrics, TierSample
+from sidecar.cluster.document import OldestWaiter, PoolFigures, Promised, TierShare, TierWaits
+from sidecar.cluster.sampler import KINDS
+from sidecar.engines.view import Amount
+from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
 from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
 from sidecar.telemetry.metrics.prometheus import MOST_EXEMPLAR_CHARACTERS, PrometheusReader
 from sidecar.telemetry.metrics.views import views
@@ -174,8 +177,13 @@ def everything():
     scraped.play(classified("high"), queued(), waited, first_byte(3_000_000), settled(4_000_000), trace=SAMPLED)
     scraped.play(classified(), queued(), refused("queue_timeout", 503, queue_wait_us=9))
     scraped.play(classified(), refused("client_left", None))
-    tier = TierSample("high", *(1,) * 15)
-    pool = PoolMetrics("default", lambda: PoolSample([tier], "abc", 100, 10, 2, 1), scraped.provider)
+    one, high = Amount(1, 1), {"admission.tier": "high"}
+    sample = [
+        (high, TierShare("high", one, one, one, 1, 1, Promised(1, 1, 1))),
+        (high, TierWaits("high", one, OldestWaiter(1, 1, {}, ""))),
+        ({}, PoolFigures("abc", one, replicas=2, policies_rejected=1)),
+    ]
+    pool = PoolMetrics("default", lambda: sample, KINDS, scraped.provider)
     return scraped, pool
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from sidecar.cluster.sampler import KINDS
+from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.events import Outcome, Refused, ServiceGain, Settled
-from sidecar.telemetry.metrics import PoolMetrics, PoolSample
-from sidecar.telemetry.metrics.engine_speeds import EngineSpeedSample
+from sidecar.telemetry.metrics import PoolMetrics
 from sidecar.telemetry.recent import Recent
 from tests.telemetry.measuring import Measuring
 from tests.telemetry.span_stories import (
@@ -105,9 +106,12 @@ def _played(story: tuple[object, ...]) -> list[object]:  # the spans of one requ
 
 def test_the_speeds_are_those_of_each_engine_and_an_error_that_is_not_known_is_left_out() -> None:
     measuring = Measuring()
-    speeds = [EngineSpeedSample("a", 0.0001, 0.0002, 0.03, 0.1, 0.2), EngineSpeedSample("b", 0.001, 0.002, 0.3)]
-    sample = PoolSample(tiers=[], generation="abc", engine_speeds=speeds)
-    kept = PoolMetrics("default", lambda: sample, measuring.provider)
+    speeds = [
+        EngineSpeedDocument("a", 100_000, 200_000, 30_000, 0, True, 1, 1, 0.1, 0.2),
+        EngineSpeedDocument("b", 1_000_000, 2_000_000, 300_000, 0, False, 0, 0, None, None),
+    ]
+    sample = [({"admission.engine": str(speed.engine)}, speed) for speed in speeds]
+    kept = PoolMetrics("default", lambda: sample, KINDS, measuring.provider)
     assert kept is not None
     assert measuring.values("admission.engine.time.between_tokens") == {("a", "default"): 0.03, ("b", "default"): 0.3}
     assert measuring.values("admission.engine.prediction_error.first_token") == {("a", "default"): 0.1}

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 
+from sidecar.cluster.sampler import FIGURES
+from sidecar.figures import Over
 from sidecar.server import CannotServe
-from sidecar.telemetry import semconv
-from sidecar.telemetry.metrics.engine_speeds import ENGINE_SPEED_GAUGES
-from sidecar.telemetry.metrics.engines import ENGINE_COUNTERS, ENGINE_GAUGES
-from sidecar.telemetry.metrics.instruments import NO_ENGINE_FITS, POLICY_REJECTED, POOL_GAUGES, TIER_GAUGES
-from sidecar.telemetry.metrics.lease_sizes import ENGINE_PREEMPTIONS, LEASE_SIZE_GAUGES
 from sidecar.workers import supervisor
 from sidecar.workers.crew import environment_of
 from sidecar.workers.documents import merged_engines, merged_pool, merged_state
-from sidecar.workers.metrics import OWN, PARTS, SEEN, WORST, WorkersMetrics
+from sidecar.workers.metrics import OWN, WorkersMetrics
 from sidecar.workers.restarts import PAUSES_S, STEADY_S, Restarts, how_it_ended
 
 SHARED = """\
@@ -121,22 +118,11 @@ def test_of_the_exemplars_the_newest_is_shown() -> None:
     assert b"older" not in text
 
 
-def test_every_metric_of_a_process_is_known_as_one() -> None:
-    """A gauge that says "this process" is added up, or a maximum makes sense of it; see its description."""
-    gauges = [*TIER_GAUGES, *POOL_GAUGES, *ENGINE_GAUGES, *LEASE_SIZE_GAUGES, *ENGINE_SPEED_GAUGES]
-    longest = {semconv.QUEUE_OLDEST_WAIT, semconv.QUEUE_LONGEST_STARVATION}
-    own = {gauge.name for gauge in gauges if "this process" in gauge.description or "these" in gauge.description}
-    written = {name.replace(".", "_") for name in own - longest}
-    missing = {semconv.TENANT_TOKENS_HELD.replace(".", "_")}  # the only other, in `Instruments`
-    assert written | missing == OWN
-    assert {gauge.name.replace(".", "_") for gauge in TIER_GAUGES if "slo" not in gauge.name} >= PARTS - {
-        semconv.CAPACITY_TOKENS.replace(".", "_"),
-        semconv.CAPACITY_REQUESTS.replace(".", "_"),
-    }
-    of_all = {one.name.replace(".", "_") for one in (POLICY_REJECTED, NO_ENGINE_FITS, ENGINE_PREEMPTIONS)}
-    assert of_all == SEEN
-    assert not {one.name.replace(".", "_") for one in ENGINE_COUNTERS} & SEEN
-    assert len(WORST) == 2
+def test_a_gauge_of_this_process_is_added_up_or_a_maximum_makes_sense_of_it() -> None:
+    own = {it.name for it in FIGURES if not it.is_counter and ("this process" in it.help or "these" in it.help)}
+    most = {"admission.queue.oldest_wait", "admission.queue.longest_starvation", "admission.engine.state"}
+    assert {name.replace(".", "_") for name in own - most} == OWN
+    assert {it.over for it in FIGURES if it.is_counter} == {Over.SUM, Over.ONCE}
 
 
 def pool(state: str, leases: int, own: int, tokens: int) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """Times in two engines: the real one, which runs everything, and the one that enforcing would leave to the pool.
 
-The real engine is known from what passes: what was sent and has not ended, which prompts have no first byte yet, and
-how many streams generate. `service_time` learns from it. The other engine is computed, for the shadow requests:
+The real engine is known from what passes, and `engines.speed` learns from it: first bytes of requests that came while
+no more was under way than the pool has room for, and times per token by how many generate. The other engine is
+computed, for the shadow requests:
 
 - A shadow's first byte comes when its prompt has had its turn, and then as late as it does unloaded. Prompts are
   processed one after the other, at the learned time per token: chunked prefill shares one budget among all prompts,
   the oldest first.
 - An engine may run less than the pool admits: a shadow then waits in the engine, and may be preempted there. As many
   run as were ever seen to generate at once: the real engine had at least as much to do.
-- It generates for as long as its request did, corrected by how many generate in either engine.
+- It generates for as long as its request did, corrected by how many generate in either engine. Where a shadow ends
+  before its request has, its length is drawn from the newest ones of the same tier.
 - A request's own times are kept where the load did not lengthen them. Before a line is learned, the first byte of a
   request that came to a crowded engine is taken to be the fastest that was seen. The report says so (`doubts`).
 
@@ -18,16 +20,32 @@ No I/O. Times are arguments, in microseconds of the pool's clock.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from sidecar.admission.dry_run.arrivals import Arrivals
-from sidecar.admission.dry_run.service_time import MOST_MODELS, UNLOADED_MORE_US, UNLOADED_TIMES, ModelTimes
 from sidecar.admission.intake import SizedRequest
+from sidecar.engines.robust_line import TimesBySize
+from sidecar.engines.speed import Call, Concurrency, EngineSpeed, Load
 from sidecar.events import ShadowHolds
 
 ROOM_FOR_US = 1_000_000
 """How long the pool's size is taken to be the same: it changes with a policy, or with the engine's own answer."""
+UNLOADED_TIMES = 1.5
+"""A first byte that comes later than so many times the slowest tenth of the unloaded ones was delayed by the load.
+
+Where more was under way than the pool has room for, it need not be so many times as late.
+"""
+UNLOADED_MORE_US = 20_000
+"""And by at least so much: the event loop of a busy process is as late."""
+HARDLY_LONGER = 2.0
+"""A prompt up to so many times as long has its first byte within so many times the same time."""
+SAME = 0.1
+"""Two times per token that differ by less are the same: medians of few samples differ by as much."""
+LENGTHS_KEPT = 128
+"""Newest output lengths of a tier."""
 
 
 class Room(NamedTuple):
@@ -43,82 +61,65 @@ class SentRequest:
 
     `first_us` and `end_us` are None until then. `is_crowded` says that more was under way than the pool has room for
     when it was sent; `is_lost` that the engine refused it, failed, or lost its client before the first byte, so that
-    its own times say nothing. `guessed_us` is how long it was taken to generate where that was not known in time.
+    its own times say nothing. `did_generate` sequences generated on average while this one did, and in the engine of
+    the shadows `would_generate`. `guessed_us` is how long it was taken to generate where that was not known in time.
     """
 
     __slots__ = (
-        "end_us", "first_us", "generated_us", "guessed_us", "is_crowded", "is_lost", "is_running", "is_stream", "level",
-        "model", "most_output", "output_tokens", "prompt_tokens", "queued_prompt", "sent_us", "sequences",
-        "shadow_sum_us", "shadow_us", "tokens", "would_generate",
+        "call", "did_generate", "end_us", "first_us", "guessed_us", "is_crowded", "is_lost", "is_running", "is_stream",
+        "level", "most_output", "output_tokens", "shadow_since", "since", "tokens", "would_generate",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        level: int,
-        model: ModelTimes,
-        *,
-        prompt_tokens: int,
-        most_output: int | None,
-        sequences: int,
-        tokens: int,
-        is_stream: bool,
-        sent_us: int,
-    ) -> None:
-        self.level = level
-        self.model = model
-        self.prompt_tokens = prompt_tokens
-        self.most_output = most_output
-        self.sequences = sequences
-        self.tokens = tokens
-        self.is_stream = is_stream
-        self.sent_us = sent_us
-        self.queued_prompt = 0.0
-        self.generated_us = 0.0
-        self.would_generate = self.shadow_sum_us = 0.0
-        self.shadow_us = 0
+    def __init__(self, asked: SizedRequest, call: Call, *, is_crowded: bool) -> None:
+        self.call = call
+        self.level = asked.classification.level
+        self.most_output = asked.payload.max_output_tokens
+        self.tokens = asked.tokens
+        self.is_stream = asked.payload.stream
+        self.is_crowded = is_crowded
+        self.since: Load | None = None
+        self.did_generate = self.would_generate = 0.0
+        self.shadow_since = Load(0, 0)
         self.output_tokens: float | None = None
         self.first_us: int | None = None
         self.end_us: int | None = None
         self.guessed_us: float | None = None
-        self.is_crowded = self.is_lost = self.is_running = False
+        self.is_lost = self.is_running = False
 
-    def generating_meanwhile(self) -> float:
-        """How many sequences generated on average while this one did."""
-        if self.first_us is None or self.end_us is None:
-            return 0.0
-        return self.generated_us / max(1, self.end_us - self.first_us)
+    @property
+    def sent_us(self) -> int:
+        """When it was sent."""
+        return self.call.sent_us
 
+    @property
+    def sequences(self) -> int:
+        """The sequences of its answer."""
+        return self.call.sequences
 
-class _Generating:
-    """How many sequences generate at once, and the sum of that over time, in microseconds."""
-
-    __slots__ = ("_since_us", "now", "sum_us")
-
-    def __init__(self) -> None:
-        self.now = self._since_us = 0
-        self.sum_us = 0.0
-
-    def change(self, more: int, now_us: int) -> None:
-        """So many more, or fewer, from now on."""
-        self.sum_us += self.now * (now_us - self._since_us)
-        self.now += more
-        self._since_us = now_us
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of its prompt."""
+        return self.call.uncached
 
 
 class EngineTimes:
-    """The times of one process. `room` is the pool's size now."""
+    """The times of one process. `room` is the pool's size now, `speed` what is learned of the real engine.
+
+    Of answers that are not streamed, `wholes` has the time by output tokens, without the known time of the prompt.
+    """
 
     def __init__(self, room: Callable[[], Room]) -> None:
         self._read_room = room
         self._room = Room(None, None)
         self._room_until_us = -1
-        self.models: dict[str, ModelTimes] = {}
-        self._tokens = self._requests = 0
-        self._without_first_byte: dict[SentRequest, None] = {}
-        self._prompts_waiting = 0
-        self._real, self._shadows = _Generating(), _Generating()
+        self.speed = EngineSpeed()
+        self.wholes = TimesBySize()
+        self._lengths: dict[int, deque[tuple[float, int | None]]] = {}
+        self._luck = random.Random(14)  # the same draws in every process
+        self._fastest: tuple[float, Call, bool] | None = None
+        self._tokens = self._most_running = 0
+        self._shadows = Concurrency()
         self._prompts_done_us = 0.0
-        self._wholes = self._most_running = 0
         self._shadows_running = 0
         self._shadows_in_line: dict[SentRequest, asyncio.Future[None]] = {}
         self._holds: dict[int, ShadowHolds] = {}
@@ -130,33 +131,14 @@ class EngineTimes:
 
     def sent(self, asked: SizedRequest, now_us: int) -> SentRequest:
         """A request goes to the engine."""
-        payload, level = asked.payload, asked.classification.level
-        request = SentRequest(
-            level,
-            self._model(payload.model or ""),
-            prompt_tokens=asked.prompt_tokens,
-            most_output=payload.max_output_tokens,
-            sequences=asked.requests,
-            tokens=asked.tokens,
-            is_stream=payload.stream,
-            sent_us=now_us,
+        payload, classification = asked.payload, asked.classification
+        call = self.speed.sent(
+            classification.tenant.name, asked.prompt_tokens, now_us, sequences=asked.requests, streams=payload.stream
         )
-        self._requests += request.sequences
-        self._tokens += request.tokens
-        request.is_crowded = self._is_crowded(now_us)
-        arrivals = self._arrivals.get(level)
-        if arrivals is None:
-            arrivals = self._arrivals[level] = Arrivals()
+        self._tokens += asked.tokens
+        request = SentRequest(asked, call, is_crowded=self._is_crowded(now_us))
+        arrivals = self._arrivals.setdefault(request.level, Arrivals())
         arrivals.arrived(now_us, is_crowded=request.is_crowded)
-        if request.is_stream:
-            # On average half of the first prompt in line is done.
-            first = next(iter(self._without_first_byte), None)
-            half = 0.0 if first is None else first.prompt_tokens / 2
-            request.queued_prompt = request.prompt_tokens + self._prompts_waiting - half
-            self._without_first_byte[request] = None
-            self._prompts_waiting += request.prompt_tokens
-        else:
-            self._wholes += request.sequences
         return request
 
     def first_byte(self, request: SentRequest, now_us: int, *, is_served: bool) -> None:
@@ -164,49 +146,39 @@ class EngineTimes:
         if request.first_us is not None:
             return
         request.first_us = now_us
-        self._prompt_done(request)
         if not request.is_stream:
             return
-        if is_served:
-            delay_us = now_us - request.sent_us
-            request.model.saw_first_byte(request.queued_prompt, delay_us, is_crowded=request.is_crowded)
-        if is_served and not request.is_crowded:
-            is_alone = request.queued_prompt == request.prompt_tokens
-            request.model.learn_first_byte(request.queued_prompt, now_us - request.sent_us, is_alone=is_alone)
-        self._count_generating(request.sequences, now_us)
-        request.generated_us = -self._real.sum_us
+        call, is_crowded = request.call, request.is_crowded
+        if is_served and (self._fastest is None or now_us - call.sent_us < self._fastest[0]):
+            self._fastest = float(now_us - call.sent_us), call, is_crowded
+        request.since = self.speed.first_token(call, now_us, is_sample=is_served and not is_crowded)
+        if self.speed.generating.now > self._most_running:
+            self._most_running = self.speed.generating.now
+            self._fill()
 
     def ended(self, request: SentRequest, now_us: int, output_tokens: int | None, *, is_complete: bool) -> None:
         """The request is over. Only from a complete response something is learned."""
         if request.end_us is not None:
             return
         request.end_us = now_us
-        self._requests -= request.sequences
         self._tokens -= request.tokens
-        self._prompt_done(request)
         if (arrivals := self._arrivals.get(request.level)) is not None:
             arrivals.ended(now_us)
-        if request.is_stream and request.first_us is not None:
-            self._count_generating(-request.sequences, now_us)
-            request.generated_us += self._real.sum_us
-        elif not request.is_stream:
-            self._wholes -= request.sequences
+        until = self.speed.load(now_us)
+        self.speed.ended(request.call, now_us)
+        if request.since is not None:
+            request.did_generate = until.mean_since(request.since)
         if is_complete and output_tokens is not None and request.first_us is not None:
-            self._learn(request, output_tokens / request.sequences)
+            self._learn(request, until, output_tokens / request.sequences)
 
-    def _learn(self, request: SentRequest, output_tokens: float) -> None:
-        if request.first_us is None or request.end_us is None:
-            return
+    def _learn(self, request: SentRequest, until: Load, output_tokens: float) -> None:
         request.output_tokens = output_tokens
-        model = request.model
-        most = request.most_output
-        model.lengths_of(request.level).learn(round(output_tokens), most)
-        if not request.is_stream:
-            if not request.is_crowded:
-                model.wholes.learn(request.prompt_tokens, output_tokens, request.end_us - request.sent_us)
-        elif output_tokens >= 2:
-            per_token_us = (request.end_us - request.first_us) / (output_tokens - 1)
-            model.tokens.learn(request.generating_meanwhile(), per_token_us)
+        lengths = self._lengths.setdefault(request.level, deque(maxlen=LENGTHS_KEPT))
+        lengths.append((output_tokens, request.most_output))
+        if request.since is not None:
+            self.speed.tokens_came(request.call, request.since, until, output_tokens - 1)
+        elif not request.is_crowded:
+            self.wholes.learn(output_tokens, until.at_us - request.sent_us - self._prompt_us(request))
         if request.guessed_us is not None:
             holds = self._holds_of(request)
             holds.guessed_and_known += 1
@@ -216,31 +188,14 @@ class EngineTimes:
             self._learned.set_result(None)
             self._learned = None
 
-    def _prompt_done(self, request: SentRequest) -> None:
-        if request in self._without_first_byte:
-            del self._without_first_byte[request]
-            self._prompts_waiting -= request.prompt_tokens
-
-    def _count_generating(self, more: int, now_us: int) -> None:
-        self._real.change(more, now_us)
-        if self._real.now + self._wholes > self._most_running:
-            self._most_running = self._real.now + self._wholes
-            self._fill()
-
     def _is_crowded(self, now_us: int) -> bool:
         """Whether more is under way than the pool has room for. The other replicas are taken to have as much each."""
         if now_us >= self._room_until_us:
             self._room, self._room_until_us = self._read_room(), now_us + ROOM_FOR_US
         tokens, requests, replicas = self._room
         return (tokens is not None and self._tokens * replicas > tokens) or (
-            requests is not None and self._requests * replicas > requests
+            requests is not None and self.speed.running * replicas > requests
         )
-
-    def _model(self, name: str) -> ModelTimes:
-        model = self.models.get(name)
-        if model is None:
-            model = self.models.setdefault(name if len(self.models) < MOST_MODELS else "", ModelTimes())
-        return model
 
     # -- the engine that the pool would leave
 
@@ -277,11 +232,10 @@ class EngineTimes:
 
     def prompt_begins_us(self, request: SentRequest, granted_us: int) -> float:
         """When the prompt of a shadow that is granted now has its turn."""
-        line = request.model.first_byte
-        if line is None:
-            return granted_us
         begins_us = max(float(granted_us), self._prompts_done_us)
-        self._prompts_done_us = begins_us + line.per_token_us * request.prompt_tokens * self._room.replicas
+        if self.speed.first.line is None:
+            return granted_us
+        self._prompts_done_us = begins_us + self._prompt_us(request) * self._room.replicas
         return begins_us
 
     def unloaded_until_us(self, request: SentRequest) -> float | None:
@@ -289,8 +243,8 @@ class EngineTimes:
         typical_us = self._typical(request)
         if not typical_us:
             return None
-        line = request.model.first_byte
-        late = request.model.wholes.late if not request.is_stream else 1.0 if line is None else line.late
+        line = self.speed.first.line if request.is_stream else self.wholes.line
+        late = 1.0 if line is None else line.late
         times = 1.0 if request.is_crowded else UNLOADED_TIMES
         return request.sent_us + times * late * typical_us + UNLOADED_MORE_US
 
@@ -310,13 +264,13 @@ class EngineTimes:
         """A shadow begins to generate: as many beside it are expected as do now."""
         self._shadows.change(request.sequences, now_us)
         request.would_generate = self._shadows.now
-        request.shadow_us, request.shadow_sum_us = now_us, self._shadows.sum_us
+        request.shadow_since = Load(now_us, self._shadows.until(now_us))
 
     def generated(self, request: SentRequest, now_us: int) -> None:
         """It ends: so many did on average."""
+        if now_us > request.shadow_since.at_us:
+            request.would_generate = Load(now_us, self._shadows.until(now_us)).mean_since(request.shadow_since)
         self._shadows.change(-request.sequences, now_us)
-        if now_us > request.shadow_us:
-            request.would_generate = (self._shadows.sum_us - request.shadow_sum_us) / (now_us - request.shadow_us)
 
     def generating_us(self, request: SentRequest) -> float | None:
         """How long the shadow generates: corrected from the request's own time, or else guessed. None: not known."""
@@ -324,7 +278,7 @@ class EngineTimes:
             return 0.0
         if request.end_us is not None and request.first_us is not None and not request.is_lost:
             return self._own_generating_us(request)
-        per_token_us = request.model.tokens.at(request.would_generate)
+        per_token_us = self.speed.token.at(request.would_generate)
         output_tokens = self._output(request)
         if per_token_us is None or output_tokens is None:
             return None
@@ -342,42 +296,63 @@ class EngineTimes:
 
     def is_stretched(self, request: SentRequest, now_us: int) -> bool:
         """Whether a request that generates does so more slowly than its shadow, as more generate beside it."""
-        if request.first_us is None or request.end_us is not None or not request.would_generate:
+        if request.since is None or request.end_us is not None or not request.would_generate:
             return False
-        self._count_generating(0, now_us)
-        did = (request.generated_us + self._real.sum_us) / max(1, now_us - request.first_us)
-        return request.model.tokens.stretch(request.would_generate, did) < 1
+        return self._stretch(request.would_generate, self.speed.load(now_us).mean_since(request.since)) < 1
+
+    def _stretch(self, would: float, did: float) -> float:
+        """The factor that corrects a time among `did` sequences to one among `would`."""
+        here, there = self.speed.token.at(did), self.speed.token.at(would)
+        if not would or not here or not there or abs(there / here - 1) < SAME:
+            return 1.0
+        return there / here
 
     def _own_generating_us(self, request: SentRequest) -> float:
         if request.first_us is None or request.end_us is None:
             return 0.0
-        did, would = request.generating_meanwhile(), request.would_generate
-        factor = request.model.tokens.stretch(would, did) if would else 1.0
+        factor = self._stretch(request.would_generate, request.did_generate)
         return (request.end_us - request.first_us) * factor
+
+    def _prompt_us(self, request: SentRequest) -> float:
+        """The time that the engine computes the prompt itself, as far as it is known."""
+        line = self.speed.first.line
+        return line.slope_us * request.prompt_tokens if line is not None and line.is_slope_seen else 0.0
 
     def _typical(self, request: SentRequest) -> float:
         """The typical time to the first byte, which is the whole time without a stream; 0 where it is not known."""
-        model, prompt = request.model, request.prompt_tokens
-        line = model.first_byte
+        line, prompt = self.speed.first.line, request.prompt_tokens
         if request.is_stream:
             if line is not None:
                 return line.at(prompt)
+            if not request.is_crowded or self._fastest is None:
+                return 0.0
             # Its own first byte was delayed by the load. The fastest that was seen is nearer, until more is learned.
-            return model.fastest_us(prompt) if request.is_crowded else 0.0
+            fastest_us, call, _ = self._fastest
+            return fastest_us * max(1.0, prompt / max(1.0, call.backlog))
         output_tokens = self._output(request)
         if output_tokens is None:
             return 0.0
-        whole_us = model.wholes.at(prompt, output_tokens)
-        if whole_us is not None:
-            return whole_us
-        per_token_us = model.tokens.at(self._shadows.now + request.sequences)
+        if self.wholes.line is not None:
+            return self.wholes.line.at(output_tokens) + self._prompt_us(request)
+        per_token_us = self.speed.token.at(self._shadows.now + request.sequences)
         return 0.0 if line is None or per_token_us is None else line.at(prompt) + output_tokens * per_token_us
 
     def _output(self, request: SentRequest) -> float | None:
-        """The output tokens of each sequence: known, or drawn once."""
+        """The output tokens of each sequence: known, or drawn once, where one such was seen."""
         if request.output_tokens is None:
-            request.output_tokens = request.model.drawn_length(request.level, request.most_output)
+            own = self._lengths.get(request.level, ())
+            for lengths in (own, *self._lengths.values()):
+                if drawn := self._as_long(lengths, request.most_output):
+                    request.output_tokens = self._luck.choice(drawn)
+                    break
         return request.output_tokens
+
+    @staticmethod
+    def _as_long(lengths: Iterable[tuple[float, int | None]], most: int | None) -> list[float]:
+        """Lengths that were seen: as shares of the maximum where the client set one, else in tokens."""
+        if most:
+            return [most * min(1.0, length / its_most) for length, its_most in lengths if its_most]
+        return [length for length, its_most in lengths if not its_most]
 
     # -- what the report says of it
 
@@ -388,12 +363,22 @@ class EngineTimes:
         holds.guessed += is_guessed
         holds.left += is_left
         holds.lost += request.is_lost and not is_left
-        model, prompt = request.model, request.prompt_tokens
-        is_known = model.knows_first_byte(prompt) if request.is_stream else self._typical(request) > 0
-        did = request.generating_meanwhile()
-        would = request.would_generate
-        is_stretched = would > 0 and did > 1.5 * would and not request.model.tokens.knows(would)
+        is_known = self._knows_first_byte(request) if request.is_stream else self._typical(request) > 0
+        did, would = request.did_generate, request.would_generate
+        is_stretched = would > 0 and did > 1.5 * would and not self._knows_times_of(would)
         holds.unlearned += (request.is_crowded and not is_known) or is_stretched
+
+    def _knows_first_byte(self, request: SentRequest) -> bool:
+        """Whether it was learned how long a prompt takes unloaded, or seen of one that is hardly shorter."""
+        if self.speed.first.line is not None or self._fastest is None:
+            return self.speed.first.line is not None
+        _, call, is_crowded = self._fastest
+        return not is_crowded and request.prompt_tokens <= HARDLY_LONGER * call.backlog
+
+    def _knows_times_of(self, generating: float) -> bool:
+        """Whether about so few were ever seen to generate."""
+        chosen = self.speed.token.chosen
+        return chosen is not None and chosen.points[0][0] <= 2 * generating
 
     def begin_period(self, now_us: int) -> None:
         """The counts begin anew, with the requests that come from now on; what was learned stays."""
@@ -409,7 +394,4 @@ class EngineTimes:
     def _holds_of(self, request: SentRequest) -> ShadowHolds:
         if request.sent_us < self._period_us:
             return ShadowHolds()  # of an earlier period: not counted
-        holds = self._holds.get(request.level)
-        if holds is None:
-            holds = self._holds[request.level] = ShadowHolds()
-        return holds
+        return self._holds.setdefault(request.level, ShadowHolds())

@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import msgspec
 
-from sidecar.pools.base import Merge, PeerReports, StoreError
+from sidecar.pools.base import PeerReport, StoreError
 from sidecar.pools.calls import HEARTBEAT_US, Call, Reply, WakeUp
 from sidecar.pools.clock import Clock
 from sidecar.pools.ledger_link import LinkUser
@@ -98,11 +98,11 @@ class RedisLink:
             self._task = loop.create_task(self._run(self._wanted), name="sidecar store")
         self._wanted.set()
 
-    async def share(self, who: str, report: bytes, merge: Merge) -> PeerReports:
+    async def share(self, who: str, report: bytes) -> Mapping[str, PeerReport]:
         """See `Link.share`."""
         if self._gossip is None:
             self._gossip = Gossip(who, self._root, self._connect, self._reach)
-        return await self._gossip.share(report, merge)
+        return await self._gossip.share(report)
 
     async def close(self) -> None:
         """See `Link.close`."""

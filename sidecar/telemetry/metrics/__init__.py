@@ -1,6 +1,6 @@
 """Metrics of requests and of pools, made through the OpenTelemetry API: nearly free without an SDK, never raising."""
 
-from sidecar.telemetry.metrics.instruments import PoolMetrics, PoolSample, TierSample
+from sidecar.telemetry.metrics.instruments import PoolMetrics, PoolSample
 from sidecar.telemetry.metrics.requests import RequestMetrics
 
-__all__ = ["PoolMetrics", "PoolSample", "RequestMetrics", "TierSample"]
+__all__ = ["PoolMetrics", "PoolSample", "RequestMetrics"]

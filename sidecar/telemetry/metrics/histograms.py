@@ -15,7 +15,6 @@ from opentelemetry.metrics import Histogram as ApiHistogram
 from opentelemetry.metrics import Meter, MeterProvider, get_meter
 from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
-from sidecar.telemetry import semconv
 from sidecar.telemetry.request_record import RequestRecord
 from sidecar.version import __version__
 
@@ -42,23 +41,25 @@ class DurationMetric(NamedTuple):
 
 
 QUEUE_WAIT: Final = DurationMetric(
-    semconv.QUEUE_WAIT, WAITS, "From a request's arrival to its lease, or to the end of its wait without one."
+    "admission.queue_wait", WAITS, "From a request's arrival to its lease, or to the end of its wait without one."
 )
 STARVATION: Final = DurationMetric(
-    semconv.STARVATION,
+    "admission.starvation",
     WAITS,
     "From when a later request first went ahead to the end of the wait, of those that starved.",
 )
 TIME_TO_FIRST_TOKEN: Final = DurationMetric(
-    semconv.TIME_TO_FIRST_TOKEN, WAITS, "From a request's arrival to the first byte of its streamed answer."
+    "admission.time_to_first_token", WAITS, "From a request's arrival to the first byte of its streamed answer."
 )
 OBSERVED_QUEUE_WAIT: Final = DurationMetric(
-    semconv.OBSERVED_QUEUE_WAIT, WAITS, "How long a request that passed would have waited if it had been held."
+    "admission.observed.queue_wait", WAITS, "How long a request that passed would have waited if it had been held."
 )
 OBSERVED_STARVATION: Final = DurationMetric(
-    semconv.OBSERVED_STARVATION, WAITS, "How long of that it would have starved, of those that would have."
+    "admission.observed.starvation", WAITS, "How long of that it would have starved, of those that would have."
 )
-STORE_ROUND_TRIP: Final = DurationMetric(semconv.STORE_ROUND_TRIP, ROUND_TRIPS, "One call to the shared pool's store.")
+STORE_ROUND_TRIP: Final = DurationMetric(
+    "admission.store.round_trip", ROUND_TRIPS, "One call to the shared pool's store."
+)
 
 DURATIONS: Final = (
     QUEUE_WAIT, STARVATION, TIME_TO_FIRST_TOKEN, OBSERVED_QUEUE_WAIT, OBSERVED_STARVATION, STORE_ROUND_TRIP

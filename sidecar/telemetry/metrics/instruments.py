@@ -1,4 +1,4 @@
-"""The OpenTelemetry instruments: the counters and gauges with the plain figures that each of them reports.
+"""The OpenTelemetry instruments: the counters of requests, and the figures of documents that pools are sampled in.
 
 Every provider has one set of instruments, which all pools of the process share.
 
@@ -13,35 +13,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Annotated
 from weakref import ref
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
 from sidecar.events import Outcome
+from sidecar.figures import REQUESTS, SECONDS, TOKENS, Figure, Over, Reading, counter, readings
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics import histograms
 from sidecar.telemetry.metrics.counts import Counted, nothing_counted
-from sidecar.telemetry.metrics.engine_speeds import (
-    ENGINE_SPEED_GAUGES,
-    EngineSpeedSample,
-)
-from sidecar.telemetry.metrics.engines import (
-    ENGINE_COUNTERS,
-    ENGINE_GAUGES,
-    MOST_SHOWN,
-    EngineSample,
-    engine_values,
-    state_values,
-)
 from sidecar.telemetry.metrics.histograms import DurationHistogram
-from sidecar.telemetry.metrics.lease_sizes import (
-    ENGINE_PREEMPTIONS,
-    LEASE_SIZE_GAUGES,
-    LeaseSizeSample,
-)
-from sidecar.telemetry.metrics.tenants import TenantHoldings, TenantLabels
+from sidecar.telemetry.metrics.tenants import TenantCounts, TenantHoldings, TenantLabels
 from sidecar.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -51,8 +35,6 @@ FRESH_S = 0.02
 
 Observations = Iterable[Observation]
 
-REQUESTS, TOKENS, SECONDS = "{request}", "{token}", "s"
-
 TIER, REASON = semconv.ADMISSION_TIER, semconv.ADMISSION_REASON
 OVER, UNDER = "over", "under"
 SLO_OUTCOMES = ("met", "ttft", "tpot", "refused", "abandoned")
@@ -61,29 +43,179 @@ _OVERTAKING = (TIER, semconv.BY, semconv.ADMISSION_RULE)
 
 @dataclass(eq=False)
 class Counters:
-    """The sums of the requests to one pool. Its attributes are those that `COUNTERS` names."""
+    """The sums of the requests to one pool: each field is a metric, with the labels by which it counts."""
 
     tenants: TenantLabels
-    admitted: Counted = field(default_factory=nothing_counted)
-    refused: Counted = field(default_factory=nothing_counted)
-    abandoned: Counted = field(default_factory=nothing_counted)
-    settled: Counted = field(default_factory=nothing_counted)
-    failed: Counted = field(default_factory=nothing_counted)
-    preemptions: Counted = field(default_factory=nothing_counted)
-    preempted_engine_us: Counted = field(default_factory=nothing_counted)
-    clamped: Counted = field(default_factory=nothing_counted)
-    observed: Counted = field(default_factory=nothing_counted)
-    unguarded: Counted = field(default_factory=nothing_counted)
-    downgraded: Counted = field(default_factory=nothing_counted)
-    overtaken: Counted = field(default_factory=nothing_counted)
-    overtaken_tokens: Counted = field(default_factory=nothing_counted)
-    tokens_estimated: Counted = field(default_factory=nothing_counted)
-    tokens_used: Counted = field(default_factory=nothing_counted)
-    estimate_errors: Counted = field(default_factory=nothing_counted)
-    growths: Counted = field(default_factory=nothing_counted)
-    gain_earned: Counted = field(default_factory=nothing_counted)
-    gain_attainable: Counted = field(default_factory=nothing_counted)
-    slo_requests: Counted = field(default_factory=nothing_counted)
+    admitted: Annotated[
+        Counted, counter("admission.admitted", "Requests that got their lease.", REQUESTS, labels=(TIER,))
+    ] = field(default_factory=nothing_counted)
+    refused: Annotated[
+        Counted,
+        counter(
+            "admission.refused",
+            "Requests answered with an error instead of a lease, by its code. Without a tier where that was not known "
+            "yet.",
+            REQUESTS,
+            labels=(TIER, REASON),
+        ),
+    ] = field(default_factory=nothing_counted)
+    abandoned: Annotated[
+        Counted,
+        counter(
+            "admission.abandoned",
+            "Requests abandoned before they got a lease: the client disconnected, or the server stopped.",
+            REQUESTS,
+            labels=(TIER, REASON),
+        ),
+    ] = field(default_factory=nothing_counted)
+    settled: Annotated[
+        Counted,
+        counter(
+            "admission.settled",
+            "Leases that were given back, by how the request ended.",
+            REQUESTS,
+            labels=(TIER, semconv.ADMISSION_OUTCOME),
+        ),
+    ] = field(default_factory=nothing_counted)
+    failed: Annotated[
+        Counted,
+        counter(
+            "admission.failed",
+            "Admitted requests that failed, by what failed them: engine_unreachable, engine_timeout, or an exception.",
+            REQUESTS,
+            labels=(TIER, semconv.ERROR_TYPE),
+        ),
+    ] = field(default_factory=nothing_counted)
+    preemptions: Annotated[
+        Counted,
+        counter(
+            "admission.preemptions",
+            "How often a request of the tier gave its room to a more important one, and waited again.",
+            "{preemption}",
+            labels=(TIER,),
+        ),
+    ] = field(default_factory=nothing_counted)
+    preempted_engine_us: Annotated[
+        Counted,
+        counter(
+            "admission.preempted.engine_time",
+            "For how long the engine had worked on requests that were preempted: what it did is lost.",
+            SECONDS,
+            labels=(TIER,),
+            per_unit=1_000_000,
+        ),
+    ] = field(default_factory=nothing_counted)
+    clamped: Annotated[
+        Counted,
+        counter(
+            "admission.clamped",
+            "Requests that asked for a tier above their tenant's best, and got that one instead.",
+            REQUESTS,
+            labels=(semconv.ADMISSION_CLAMPED_FROM, TIER),
+        ),
+    ] = field(default_factory=nothing_counted)
+    observed: Annotated[
+        Counted,
+        counter(
+            "admission.observed",
+            "Requests that passed in `mode: observe`, by what enforcing would have done to them.",
+            REQUESTS,
+            labels=(TIER, semconv.ADMISSION_DECISION, REASON),
+        ),
+    ] = field(default_factory=nothing_counted)
+    unguarded: Annotated[
+        Counted,
+        counter(
+            "admission.unguarded",
+            "Requests on paths that the policy does not guard, other than those that only read: passed, or refused.",
+            REQUESTS,
+            labels=(semconv.ADMISSION_ROUTE, semconv.ADMISSION_DECISION, REASON),
+        ),
+    ] = field(default_factory=nothing_counted)
+    downgraded: Annotated[
+        Counted,
+        counter(
+            "admission.downgraded",
+            "Requests that were over their tenant's limits, and went to a lower tier instead.",
+            REQUESTS,
+            labels=(semconv.ADMISSION_DOWNGRADED_FROM, TIER),
+        ),
+    ] = field(default_factory=nothing_counted)
+    overtaken: Annotated[
+        Counted,
+        counter(
+            "admission.overtaken",
+            "How often the first in line of a tier was overtaken by a later request of another tier, by the rule.",
+            REQUESTS,
+            labels=_OVERTAKING,
+        ),
+    ] = field(default_factory=nothing_counted)
+    overtaken_tokens: Annotated[
+        Counted,
+        counter(
+            "admission.overtaken.tokens",
+            "The same in tokens of the requests that went ahead.",
+            TOKENS,
+            labels=_OVERTAKING,
+        ),
+    ] = field(default_factory=nothing_counted)
+    tokens_estimated: Annotated[
+        Counted, counter("admission.tokens.estimated", "Tokens held for the requests admitted.", TOKENS, labels=(TIER,))
+    ] = field(default_factory=nothing_counted)
+    tokens_used: Annotated[
+        Counted,
+        counter(
+            "admission.tokens.used",
+            "Tokens that settled requests used: the engine's count, or else an estimate.",
+            TOKENS,
+            labels=(TIER,),
+        ),
+    ] = field(default_factory=nothing_counted)
+    estimate_errors: Annotated[
+        Counted,
+        counter(
+            "admission.tokens.estimate_error",
+            "By how many tokens completed requests were estimated over or under what the engine counted.",
+            TOKENS,
+            labels=(TIER, semconv.DIRECTION),
+        ),
+    ] = field(default_factory=nothing_counted)
+    growths: Annotated[
+        Counted,
+        counter(
+            "admission.lease.growths",
+            "How often a lease grew while its answer streamed, because it became longer than expected.",
+            "{growth}",
+            labels=(TIER,),
+        ),
+    ] = field(default_factory=nothing_counted)
+    gain_earned: Annotated[
+        Counted,
+        counter(
+            semconv.GAIN_EARNED,
+            "Output tokens that were forwarded before their deadlines, each by the weight of its tier.",
+            TOKENS,
+            labels=(TIER,),
+        ),
+    ] = field(default_factory=nothing_counted)
+    gain_attainable: Annotated[
+        Counted,
+        counter(
+            semconv.GAIN_ATTAINABLE,
+            "All output tokens of the requests that were offered, each by the weight of its tier.",
+            TOKENS,
+            labels=(TIER,),
+        ),
+    ] = field(default_factory=nothing_counted)
+    slo_requests: Annotated[
+        Counted,
+        counter(
+            "admission.slo.requests",
+            "Offered requests of tiers with an objective, by whether they met it.",
+            REQUESTS,
+            labels=(TIER, semconv.ADMISSION_SLO),
+        ),
+    ] = field(default_factory=nothing_counted)
 
     def know(self, tier: str) -> None:
         """Reports every series of a tier from the start: where one begins at 1, Prometheus does not see the 1."""
@@ -103,299 +235,19 @@ class Counters:
             self.slo_requests[tier, outcome] += 0
 
 
-class Counter(NamedTuple):
-    """One metric. `counted` is the attribute of `Counters`, or of `TenantCounts`; `labels` leaves out the pool's.
-
-    `per_unit` of what is counted are one of the unit.
-    """
-
-    name: str
-    counted: str
-    labels: tuple[str, ...]
-    description: str
-    unit: str = REQUESTS
-    per_unit: int = 1
-
-
-COUNTERS = (
-    Counter(semconv.ADMITTED, "admitted", (TIER,), "Requests that got their lease."),
-    Counter(
-        semconv.REFUSED,
-        "refused",
-        (TIER, REASON),
-        "Requests answered with an error instead of a lease, by its code. Without a tier where that was not known yet.",
-    ),
-    Counter(
-        semconv.ABANDONED,
-        "abandoned",
-        (TIER, REASON),
-        "Requests abandoned before they got a lease: the client disconnected, or the server stopped.",
-    ),
-    Counter(
-        semconv.SETTLED,
-        "settled",
-        (TIER, semconv.ADMISSION_OUTCOME),
-        "Leases that were given back, by how the request ended.",
-    ),
-    Counter(
-        semconv.FAILED,
-        "failed",
-        (TIER, semconv.ERROR_TYPE),
-        "Admitted requests that failed, by what failed them: engine_unreachable, engine_timeout, or an exception.",
-    ),
-    Counter(
-        semconv.PREEMPTIONS,
-        "preemptions",
-        (TIER,),
-        "How often a request of the tier gave its room to a more important one, and waited again.",
-        "{preemption}",
-    ),
-    Counter(
-        semconv.PREEMPTED_ENGINE_TIME,
-        "preempted_engine_us",
-        (TIER,),
-        "For how long the engine had worked on requests that were preempted: what it did is lost.",
-        SECONDS,
-        per_unit=1_000_000,
-    ),
-    Counter(
-        semconv.CLAMPED,
-        "clamped",
-        (semconv.ADMISSION_CLAMPED_FROM, TIER),
-        "Requests that asked for a tier above their tenant's best, and got that one instead.",
-    ),
-    Counter(
-        semconv.DOWNGRADED,
-        "downgraded",
-        (semconv.ADMISSION_DOWNGRADED_FROM, TIER),
-        "Requests that were over their tenant's limits, and went to a lower tier instead.",
-    ),
-    Counter(
-        semconv.OVERTAKEN,
-        "overtaken",
-        _OVERTAKING,
-        "How often the first in line of a tier was overtaken by a later request of another tier, by the rule.",
-    ),
-    Counter(
-        semconv.OVERTAKEN_TOKENS,
-        "overtaken_tokens",
-        _OVERTAKING,
-        "The same in tokens of the requests that went ahead.",
-        TOKENS,
-    ),
-    Counter(
-        semconv.OBSERVED,
-        "observed",
-        (TIER, semconv.ADMISSION_DECISION, REASON),
-        "Requests that passed in `mode: observe`, by what enforcing would have done to them.",
-    ),
-    Counter(
-        semconv.UNGUARDED,
-        "unguarded",
-        (semconv.ADMISSION_ROUTE, semconv.ADMISSION_DECISION, REASON),
-        "Requests on paths that the policy does not guard, other than those that only read: passed, or refused.",
-    ),
-    Counter(semconv.TOKENS_ESTIMATED, "tokens_estimated", (TIER,), "Tokens held for the requests admitted.", TOKENS),
-    Counter(
-        semconv.TOKENS_USED,
-        "tokens_used",
-        (TIER,),
-        "Tokens that settled requests used: the engine's count, or else an estimate.",
-        TOKENS,
-    ),
-    Counter(
-        semconv.TOKENS_ESTIMATE_ERROR,
-        "estimate_errors",
-        (TIER, semconv.DIRECTION),
-        "By how many tokens completed requests were estimated over or under what the engine counted.",
-        TOKENS,
-    ),
-    Counter(
-        semconv.LEASE_GROWTHS,
-        "growths",
-        (TIER,),
-        "How often a lease grew while its answer streamed, because it became longer than expected.",
-        "{growth}",
-    ),
-    Counter(
-        semconv.GAIN_EARNED,
-        "gain_earned",
-        (TIER,),
-        "Output tokens that were forwarded before their deadlines, each by the weight of its tier.",
-        TOKENS,
-    ),
-    Counter(
-        semconv.GAIN_ATTAINABLE,
-        "gain_attainable",
-        (TIER,),
-        "All output tokens of the requests that were offered, each by the weight of its tier.",
-        TOKENS,
-    ),
-    Counter(
-        semconv.SLO_REQUESTS,
-        "slo_requests",
-        (TIER, semconv.ADMISSION_SLO),
-        "Offered requests of tiers with an objective, by whether they met it.",
-    ),
+TENANT_TOKENS_HELD = Figure(
+    "admission.tenant.tokens_held",
+    "Tokens held by leases of this process, of the largest tenants and of all others together.",
+    TOKENS,
+    Over.SUM,
+    (semconv.ADMISSION_TENANT,),
 )
 
-TENANT_COUNTERS = (
-    Counter(
-        semconv.TENANT_ADMITTED,
-        "admitted",
-        (semconv.ADMISSION_TENANT,),
-        "Requests that got their lease, of the largest tenants and of all others together.",
-    ),
-    Counter(
-        semconv.TENANT_REFUSED,
-        "refused",
-        (semconv.ADMISSION_TENANT,),
-        "Requests answered with an error instead of a lease, of the largest tenants and of all others together.",
-    ),
-    Counter(
-        semconv.TENANT_TOKENS_USED,
-        "tokens_used",
-        (semconv.ADMISSION_TENANT,),
-        "Tokens that settled requests used, of the largest tenants and of all others together.",
-        TOKENS,
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class TierSample:
-    """One tier. None is unbounded, or not promised; the waits are those of this process, 0 where none waits."""
-
-    tier: str
-    queued_requests: int = 0
-    queued_tokens: int = 0
-    oldest_wait_s: float = 0.0
-    longest_starvation_s: float = 0.0
-    held_tokens: int = 0
-    held_requests: int = 0
-    reserve_tokens: int | None = None
-    reserve_requests: int | None = None
-    limit_tokens: int | None = None
-    limit_requests: int | None = None
-    borrowed_tokens: int = 0
-    lent_tokens: int = 0
-    slo_ttft_s: float | None = None
-    slo_queue_wait_s: float | None = None
-    slo_starvation_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSample:
-    """The whole pool. `replicas`, and how many policy `generations` they run, are None where it is not shared.
-
-    `policies_rejected` counts since the process began. `passing` is 1 in `mode: pass`. `aborting` is what this process
-    holds for requests that have ended. `loop_blocked_s` sums up since the process began.
-    `engine_up` is 1 where this process can use the engine, 0 where it cannot, None where that is not looked at.
-    `engines` are those of a pool of several; `no_engine_fits_s` sums up since the process began for how long a request
-    fitted such a pool and waited for an engine, None where that is not counted. `lease_sizes` are there where output
-    lengths are learned, `engine_speeds` where service gain is measured.
-    """
-
-    tiers: Sequence[TierSample]
-    generation: str
-    capacity_tokens: int | None = None
-    capacity_requests: int | None = None
-    replicas: int | None = None
-    policies_rejected: int = 0
-    passing: int = 0
-    loop_blocked_s: float = 0.0
-    generations: int | None = None
-    aborting_requests: int = 0
-    aborting_tokens: int = 0
-    engine_up: int | None = None
-    engines: Sequence[EngineSample] = ()
-    no_engine_fits_s: float | None = None
-    lease_sizes: Sequence[LeaseSizeSample] = ()
-    engine_speeds: Sequence[EngineSpeedSample] = ()
-
-
+PoolSample = Sequence[tuple[Mapping[str, str], object]]
+"""Documents of a pool that have figures, each with the labels of its series but the pool's."""
 Sample = Callable[[], PoolSample | None]
 """Takes a sample of a pool, or None where that is not possible now. Called in any thread."""
-
-
-class Gauge(NamedTuple):
-    """One metric. `value` is the attribute of `TierSample` or `PoolSample` that it reports, unless that is None."""
-
-    name: str
-    value: str
-    description: str
-    unit: str = REQUESTS
-
-
-TIER_GAUGES = (
-    Gauge(semconv.QUEUE_REQUESTS, "queued_requests", "Requests that wait in this process."),
-    Gauge(semconv.QUEUE_TOKENS, "queued_tokens", "Tokens of the requests that wait in this process.", TOKENS),
-    Gauge(
-        semconv.QUEUE_OLDEST_WAIT,
-        "oldest_wait_s",
-        "How long the oldest request that waits in this process has waited.",
-        SECONDS,
-    ),
-    Gauge(
-        semconv.QUEUE_LONGEST_STARVATION,
-        "longest_starvation_s",
-        "How long ago the oldest request that waits in this process was first overtaken by a later one.",
-        SECONDS,
-    ),
-    Gauge(semconv.HELD_TOKENS, "held_tokens", "Tokens held by leases.", TOKENS),
-    Gauge(semconv.HELD_REQUESTS, "held_requests", "Requests held by leases."),
-    Gauge(semconv.RESERVE_TOKENS, "reserve_tokens", "Tokens reserved for the tier.", TOKENS),
-    Gauge(semconv.RESERVE_REQUESTS, "reserve_requests", "Requests reserved for the tier."),
-    Gauge(semconv.LIMIT_TOKENS, "limit_tokens", "The most tokens the tier may hold.", TOKENS),
-    Gauge(semconv.LIMIT_REQUESTS, "limit_requests", "The most requests the tier may hold."),
-    Gauge(
-        semconv.BORROWED_TOKENS,
-        "borrowed_tokens",
-        "Tokens held above the tier's reserve, out of what other tiers have reserved.",
-        TOKENS,
-    ),
-    Gauge(semconv.LENT_TOKENS, "lent_tokens", "Tokens of the tier's reserve that other tiers hold.", TOKENS),
-    Gauge(semconv.SLO_TTFT, "slo_ttft_s", "The time to first token that the policy promises.", SECONDS),
-    Gauge(semconv.SLO_QUEUE_WAIT, "slo_queue_wait_s", "The queue wait that the policy promises.", SECONDS),
-    Gauge(semconv.SLO_STARVATION, "slo_starvation_s", "The longest starvation that the policy promises.", SECONDS),
-)
-
-POOL_GAUGES = (
-    Gauge(semconv.CAPACITY_TOKENS, "capacity_tokens", "Tokens that the pool has.", TOKENS),
-    Gauge(semconv.CAPACITY_REQUESTS, "capacity_requests", "Requests that the pool has room for."),
-    Gauge(
-        semconv.ABORTING_REQUESTS,
-        "aborting_requests",
-        "Requests held by leases of this process whose requests have ended before their answer, until the engine has "
-        "aborted them.",
-    ),
-    Gauge(semconv.ABORTING_TOKENS, "aborting_tokens", "Tokens held by these leases.", TOKENS),
-    Gauge(semconv.REPLICAS, "replicas", "Processes that share the pool.", "{replica}"),
-    Gauge(
-        semconv.GENERATIONS,
-        "generations",
-        "Different policies that the pool's processes run: more than 1 in a roll-out, or where one stands still.",
-        "{policy}",
-    ),
-    Gauge(semconv.PASSING, "passing", "1 while every request passes untouched (mode: pass), else 0.", ""),
-    Gauge(semconv.ENGINE_UP, "engine_up", "1 while the engine that the policy names answers, else 0.", ""),
-)
-POLICY_REJECTED = Gauge(
-    semconv.POLICY_REJECTED,
-    "policies_rejected",
-    "Changed policies that could not be used; the one before stayed in force.",
-    "{policy}",
-)
-
-NO_ENGINE_FITS = Gauge(
-    semconv.NO_ENGINE_FITS,
-    "no_engine_fits_s",
-    "For how long a request waited that fitted the pool, because no engine that it wanted took it.",
-    SECONDS,
-)
-LOOP_BLOCKED = Gauge(
-    semconv.LOOP_BLOCKED, "loop_blocked_s", "For how long the event loop stood still under requests.", SECONDS
-)
+Read = Callable[[CallbackOptions], Observations]
 
 
 class Instruments:
@@ -415,18 +267,12 @@ class Instruments:
         self.time_to_first_token = DurationHistogram(histograms.TIME_TO_FIRST_TOKEN, meter_provider)
         self.observed_queue_wait = DurationHistogram(histograms.OBSERVED_QUEUE_WAIT, meter_provider)
         self.observed_starvation = DurationHistogram(histograms.OBSERVED_STARVATION, meter_provider)
-        for counters, read in ((COUNTERS, self._counted), (TENANT_COUNTERS, self._counted_of_tenants)):
-            for counter in counters:
-                meter.create_observable_counter(
-                    counter.name, [partial(read, counter)], counter.unit, counter.description
-                )
-        meter.create_observable_counter(
-            semconv.OUTPUT_ANSWERS,
-            [self._counted_answers],
-            "{answer}",
-            "Complete answers of a learned length, by their length in parts of what was expected: up to so much.",
-        )
-        self._create_gauges(meter)
+        self._meter, self._kinds = meter, set[type]()
+        for reading in readings(Counters):
+            self._create(reading.figure, partial(self._counted, reading))
+        for reading in readings(TenantCounts):
+            self._create(reading.figure, partial(self._counted_of_tenants, reading))
+        self._create(TENANT_TOKENS_HELD, self._read_tenants)
 
     def counters(self, pool: str, tenants_shown: int) -> Counters:
         """Those of the pool of this name: two middlewares on it in one process both add to them."""
@@ -439,72 +285,33 @@ class Instruments:
     def watch(self, gauged: PoolMetrics) -> None:
         """Looks at this pool. Of two of one name the later is reported."""
         self._gauged = (*(watched for watched in self._gauged if watched() is not None), ref(gauged))
+        for kind in gauged.kinds:
+            if kind not in self._kinds:
+                self._kinds.add(kind)
+                for reading in readings(kind):
+                    self._create(reading.figure, partial(self._read, kind, reading))
 
     def watch_tenants(self, pool: str, holdings: TenantHoldings) -> None:
         """Reports one middleware's holdings for as long as they live; of two middlewares on one pool, their sum."""
         self._held = (*(watched for watched in self._held if watched[1]() is not None), (pool, ref(holdings)))
 
-    def _create_gauges(self, meter: metrics.Meter) -> None:
-        observe = meter.create_observable_gauge
-        for gauges, read in ((TIER_GAUGES, self._read_tiers), (POOL_GAUGES, self._read_pools)):
-            for gauge in gauges:
-                observe(gauge.name, [partial(read, gauge)], gauge.unit, gauge.description)
-        observe(
-            semconv.POLICY_INFO, [self._read_policies], description="1, labeled with the digest of the policy in force."
-        )
-        observe(
-            semconv.TENANT_TOKENS_HELD,
-            [self._read_tenants],
-            "{token}",
-            "Tokens held by leases of this process, of the largest tenants and of all others together.",
-        )
-        for gauge in (POLICY_REJECTED, NO_ENGINE_FITS, LOOP_BLOCKED):
-            reading = [partial(self._read_pools, gauge)]
-            meter.create_observable_counter(gauge.name, reading, gauge.unit, gauge.description)
-        self._create_engine_metrics(meter)
-        for size in LEASE_SIZE_GAUGES:
-            observe(size.name, [partial(self._read_by_engine, "lease_sizes", size.value)], size.unit, size.description)
-        for speed in ENGINE_SPEED_GAUGES:
-            observe(
-                speed.name, [partial(self._read_by_engine, "engine_speeds", speed.value)], speed.unit, speed.description
-            )
-        preemptions = ENGINE_PREEMPTIONS
-        read_preemptions = [partial(self._read_by_engine, "lease_sizes", preemptions.value)]
-        meter.create_observable_counter(preemptions.name, read_preemptions, preemptions.unit, preemptions.description)
-
-    def _create_engine_metrics(self, meter: metrics.Meter) -> None:
-        said = "1 for the state that the engine is in, as this process sees it, and 0 for each other."
-        meter.create_observable_gauge(
-            semconv.ENGINE_STATE, [partial(self._read_engines, state_values)], description=said
-        )
-        for metric in ENGINE_GAUGES:
-            reading = [partial(self._read_engines, partial(engine_values, metric))]
-            meter.create_observable_gauge(metric.name, reading, metric.unit, metric.description)
-        for metric in ENGINE_COUNTERS:
-            reading = [partial(self._read_engines, partial(engine_values, metric))]
-            meter.create_observable_counter(metric.name, reading, metric.unit, metric.description)
+    def _create(self, figure: Figure, read: Read) -> None:
+        meter = self._meter
+        create = meter.create_observable_counter if figure.is_counter else meter.create_observable_gauge
+        create(figure.name, [read], figure.unit, figure.help)
 
     # -- counters
 
-    def _counted(self, counter: Counter, _: CallbackOptions) -> Observations:
+    def _counted(self, reading: Reading, _: CallbackOptions) -> Observations:
         for pool, counters in self._counters.items():
-            counted = getattr(counters, counter.counted)
-            for values, count in list(counted.items()):
-                value = count if counter.per_unit == 1 else count / counter.per_unit
-                yield Observation(value, {semconv.POOL: pool, **dict(zip(counter.labels, values, strict=True))})
+            for value, labels in reading.series(counters):
+                yield Observation(value, {semconv.POOL: pool, **labels})
 
-    def _counted_of_tenants(self, counter: Counter, _: CallbackOptions) -> Observations:
+    def _counted_of_tenants(self, reading: Reading, _: CallbackOptions) -> Observations:
         for pool, counters in self._counters.items():
             for tenant, counts in counters.tenants.series().items():
-                labels = {semconv.POOL: pool, semconv.ADMISSION_TENANT: tenant}
-                yield Observation(getattr(counts, counter.counted), labels)
-
-    def _counted_answers(self, _: CallbackOptions) -> Observations:
-        for pool, counters in self._counters.items():
-            for tenant, counts in counters.tenants.series().items():
-                for (tier, ratio), answers in list(counts.answers.items()):
-                    labels = {semconv.POOL: pool, TIER: tier, semconv.ADMISSION_TENANT: tenant}
-                    yield Observation(answers, {**labels, semconv.OUTPUT_RATIO: ratio})
+                for value, labels in reading.series(counts):
+                    yield Observation(value, {semconv.POOL: pool, semconv.ADMISSION_TENANT: tenant, **labels})
 
     # -- gauges
 
@@ -527,39 +334,12 @@ class Instruments:
                 )
             return None
 
-    def _read_tiers(self, gauge: Gauge, _: CallbackOptions) -> Observations:
+    def _read(self, kind: type, reading: Reading, _: CallbackOptions) -> Observations:
         for pool, sample in self._sampled().items():
-            for tier in sample.tiers:
-                value = getattr(tier, gauge.value)
-                if value is not None:
-                    yield Observation(value, {semconv.POOL: pool, semconv.ADMISSION_TIER: tier.tier})
-
-    def _read_pools(self, gauge: Gauge, _: CallbackOptions) -> Observations:
-        for pool, sample in self._sampled().items():
-            value = getattr(sample, gauge.value)
-            if value is not None:
-                yield Observation(value, {semconv.POOL: pool})
-
-    def _read_engines(
-        self, values: Callable[[EngineSample], Sequence[tuple[int, dict[str, str]]]], _: CallbackOptions
-    ) -> Observations:
-        for pool, sample in self._sampled().items():
-            for engine in sample.engines[:MOST_SHOWN]:
-                for value, labels in values(engine):
-                    yield Observation(value, {semconv.POOL: pool, **labels})
-
-    def _read_by_engine(self, samples: str, attribute: str, _: CallbackOptions) -> Observations:
-        """An attribute of those samples that are of one engine each: of a pool of one without a label of its own."""
-        for pool, sample in self._sampled().items():
-            for of_engine in getattr(sample, samples)[:MOST_SHOWN]:
-                value = getattr(of_engine, attribute)
-                labels = {} if of_engine.engine is None else {semconv.ADMISSION_ENGINE: of_engine.engine}
-                if value is not None:
-                    yield Observation(value, {semconv.POOL: pool, **labels})
-
-    def _read_policies(self, _: CallbackOptions) -> Observations:
-        for pool, sample in self._sampled().items():
-            yield Observation(1, {semconv.POOL: pool, semconv.GENERATION: sample.generation})
+            for labels, document in sample:
+                if type(document) is kind:
+                    for value, own in reading.series(document):
+                        yield Observation(value, {semconv.POOL: pool, **labels, **own})
 
     def _read_tenants(self, _: CallbackOptions) -> Observations:
         for pool, counters in self._counters.items():
@@ -582,12 +362,14 @@ def instruments_of(meter_provider: metrics.MeterProvider | None) -> Instruments:
 class PoolMetrics:
     """Has the gauges report a pool for as long as this lives. Costs nothing until they are read.
 
-    `sample` is called in the thread that reads the metrics. `meter_provider` None means the global one. Nothing here
-    raises.
+    `sample` is called in the thread that reads the metrics; `kinds` are those of its documents. `meter_provider` None
+    means the global one. Nothing here raises.
     """
 
-    def __init__(self, pool: str, sample: Sample, meter_provider: MeterProvider | None = None) -> None:
-        self.pool, self.sample = pool, sample
+    def __init__(
+        self, pool: str, sample: Sample, kinds: Sequence[type], meter_provider: MeterProvider | None = None
+    ) -> None:
+        self.pool, self.sample, self.kinds = pool, sample, kinds
         try:
             instruments_of(meter_provider).watch(self)
         except Exception:

@@ -13,12 +13,23 @@ from weakref import ref
 from opentelemetry import metrics
 
 from sidecar.events import StoreChanged, StoreState
+from sidecar.figures import Figure, Over
 from sidecar.telemetry.failures import FirstFailure
 from sidecar.telemetry.metrics.histograms import STORE_ROUND_TRIP, DurationHistogram
-from sidecar.telemetry.semconv import POOL, STORE_AVAILABLE, STORE_CHANGES, STORE_STATE
+from sidecar.telemetry.semconv import POOL, STORE_STATE
 from sidecar.version import __version__
 
 logger = logging.getLogger(__name__)
+
+
+AVAILABLE = Figure("admission.store.available", "1 while the shared pool's store decides, else 0.", over=Over.LEAST)
+CHANGES = Figure(
+    "admission.store.changes",
+    "How often the store was reached, lost or back, by the state that followed.",
+    over=Over.SUM,
+    labels=(STORE_STATE,),
+    is_counter=True,
+)
 
 
 class StoreMetrics:
@@ -64,13 +75,9 @@ class _Instruments:
         # Replaced, never changed: the exporter's thread reads it.
         self._watched: tuple[ref[StoreMetrics], ...] = ()
         meter = metrics.get_meter("sidecar", __version__, meter_provider)
-        self.changes = meter.create_counter(
-            STORE_CHANGES, description="How often the store was reached, lost or back, by the state that followed."
-        )
+        self.changes = meter.create_counter(CHANGES.name, description=CHANGES.help)
         self.round_trip = DurationHistogram(STORE_ROUND_TRIP, meter_provider)
-        meter.create_observable_gauge(
-            STORE_AVAILABLE, [self._observe], description="1 while the shared pool's store decides, else 0."
-        )
+        meter.create_observable_gauge(AVAILABLE.name, [self._observe], description=AVAILABLE.help)
 
     def watch(self, store: StoreMetrics) -> None:
         """Look at this pool's store, for as long as it lives."""

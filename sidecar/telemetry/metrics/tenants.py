@@ -11,9 +11,11 @@ next look: a reader in between has read its last value.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from sidecar.figures import REQUESTS, TOKENS, counter
 from sidecar.telemetry.metrics.counts import Counted, nothing_counted
+from sidecar.telemetry.semconv import ADMISSION_TIER, OUTPUT_RATIO
 
 OTHER = "other"
 SHOWN = 20
@@ -29,10 +31,43 @@ class TenantCounts:
     """One series of each tenant metric. Only grows. `answers` counts by tier and by the class of their length."""
 
     __slots__ = ("admitted", "answers", "refused", "tokens_used")
+    admitted: Annotated[
+        int,
+        counter(
+            "admission.tenant.admitted",
+            "Requests that got their lease, of the largest tenants and of all others together.",
+            REQUESTS,
+        ),
+    ]
+    refused: Annotated[
+        int,
+        counter(
+            "admission.tenant.refused",
+            "Requests answered with an error instead of a lease, of the largest tenants and of all others together.",
+            REQUESTS,
+        ),
+    ]
+    tokens_used: Annotated[
+        int,
+        counter(
+            "admission.tenant.tokens_used",
+            "Tokens that settled requests used, of the largest tenants and of all others together.",
+            TOKENS,
+        ),
+    ]
+    answers: Annotated[
+        Counted,
+        counter(
+            "admission.output.answers",
+            "Complete answers of a learned length, by their length in parts of what was expected: up to so much.",
+            "{answer}",
+            labels=(ADMISSION_TIER, OUTPUT_RATIO),
+        ),
+    ]
 
     def __init__(self) -> None:
         self.admitted = self.refused = self.tokens_used = 0
-        self.answers: Counted = nothing_counted()
+        self.answers = nothing_counted()
 
 
 class TenantSeries:

@@ -49,10 +49,15 @@ def headline(examination: Examination) -> str:
             return f"UNKNOWN: {who}: {why}"
 
 
+def mistakes(examination: Examination) -> Sequence[str]:
+    """What is broken, and where policy and engine differ, each with what to change."""
+    broken = [one.fix for one in examination.conditions if one.fix is not None and one.state is State.BROKEN]
+    return list(dict.fromkeys([*broken, *(f"{one.text}: {one.fix}" for one in examination.findings)]))
+
+
 def steps(examination: Examination) -> Sequence[str]:
     """Changes to make, most urgent first, each once."""
-    fixes = [one.fix for one in examination.conditions if one.fix is not None and one.state is State.BROKEN]
-    fixes += [f"{one.text}: {one.fix}" for one in examination.findings]
+    fixes = [*mistakes(examination)]
     fixes += [one.fix for one in examination.conditions if one.fix is not None and one.state is State.UNKNOWN]
     if examination.kept_from is not None:
         fixes.append(examination.kept_from)

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from sidecar.telemetry.logs.formats import one_line
 from sidecar.tools.loadgen import Correlation, Distribution
 from sidecar.tools.replay.comparison import Comparison, TierComparison, verdict
 from sidecar.tools.replay.figures import RunFigures, TierFigures, TtftOfAll
@@ -43,7 +42,7 @@ def table(runs: Sequence[RunFigures], compared: Comparison | None = None) -> str
         rows = [(f"  {tier}", *compared_cells(found)) for tier, found in compared.tiers.items()]
         lines += aligned([labels(COMPARED_GROUPS, COMPARED_COLUMNS, once=True), *rows])
         lines += ["", *verdict(compared)]
-    return "\n".join(map(one_line, lines))
+    return "\n".join(lines)
 
 
 SIDE_BY_SIDE = "Side by side, over all requests; a failed one never has its first token:"

@@ -7,21 +7,19 @@ The first is fitted to batches, by the sequences that ran on average while an an
 to prompts that were alone; `steps` is the prompt in chunks, rounded up. `outside` is the time of the network and of the
 engine's API server, which no step has: it is reported, and not a part of the model.
 
-Slopes are medians of the slopes between all pairs of points, weighted by the distance of the two (Theil and Sen;
-Jaeckel, "Estimating regression coefficients by minimizing the dispersion of the residuals", 1972). Up to 29% of the
-points may be wrong by any amount. A coefficient below zero is zero.
+Both lines are fitted as those of `engines.speed` are (`robust_line`).
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import NamedTuple
 
 from sidecar.engines.base import Gauges
+from sidecar.engines.robust_line import Line, fitted
 from sidecar.tools.doctor.speed_probe import FEWEST_TOKENS, SpeedProbe
 from sidecar.tools.loadgen import Seen
 from sidecar.tools.loadgen.statistics import quantile
@@ -48,7 +46,7 @@ _WRITE = "a default: write what the engine runs with"
 _DEFAULT = EngineModel(name="", step_us=0.0, kv_tokens=TOKENS_PER_SEQUENCE)
 
 
-class Coefficients(NamedTuple):
+class StepTimes(NamedTuple):
     """The fitted figures, in microseconds but for `chunk_tokens`; `is_chunk_seen` is false where that is the default.
 
     `outside_us` is in no step.
@@ -89,7 +87,7 @@ class FittedModel:
 
 def fit(probe: SpeedProbe) -> FittedModel:
     """The model of a probe that has enough measurements, as `speed_probe.measure` returns it."""
-    found = coefficients(probe.lone, probe.batches)
+    found = step_times(probe.lone, probe.batches)
     gauges = probe.survey.gauges
     sequences, by_sequences = max_sequences(gauges, probe.batches)
     kv_tokens, by_kv_tokens = sequences * TOKENS_PER_SEQUENCE, f"not reported: {TOKENS_PER_SEQUENCE:,} a sequence"
@@ -114,36 +112,30 @@ def fit(probe: SpeedProbe) -> FittedModel:
         "max_sequences": by_sequences,
         "chunk_tokens": by_chunk,
     }
-    outside_s, alone, batches = found.outside_us / 1e6, [[one] for one in probe.lone], probe.batches
+    alone = [[one] for one in probe.lone]
+    ttft_batch, tpot = errors(model, probe.batches)
     return FittedModel(
         model,
         found.outside_us,
         reasons,
-        ttft=ttft_errors(model, alone),
-        ttft_outside=ttft_errors(model, alone, outside_s),
-        ttft_batch=ttft_errors(model, batches),
-        tpot=tpot_errors(model, batches),
+        ttft=errors(model, alone)[0],
+        ttft_outside=errors(model, alone, found.outside_us / 1e6)[0],
+        ttft_batch=ttft_batch,
+        tpot=tpot,
     )
 
 
-# -- coefficients
+# -- the two lines
 
 
-def coefficients(lone: Sequence[Seen], batches: Sequence[Sequence[Seen]]) -> Coefficients:
+def step_times(lone: Sequence[Seen], batches: Sequence[Sequence[Seen]]) -> StepTimes:
     """Fits both times. Raises statistics.StatisticsError without a prompt that was alone, or without a batch."""
-    fitted: dict[int, tuple[Coefficients, float]] = {}
-    for chunk in CHUNKS:
-        step_us = per_sequence_us = per_prefill_us = outside_us = 0.0
-        for _ in range(_PASSES):
-            step_us, per_sequence_us = _of_tokens(batches, per_prefill_us)
-            per_prefill_us, outside_us = _of_prompts(lone, step_us + per_sequence_us, chunk)
-        found = Coefficients(step_us, per_sequence_us, per_prefill_us, outside_us, chunk, is_chunk_seen=True)
-        fitted[chunk] = found, min(_misfit(lone, step_us + per_sequence_us, chunk, dearer) for dearer in DEARER)
+    fits = {chunk: _with_chunk(lone, batches, chunk) for chunk in CHUNKS}
     longest = max(_computed(one) for one in lone)
     # All chunks that are longer than every prompt are alike: the shortest of them stands for them.
-    known = {chunk: one for chunk, one in fitted.items() if chunk // 2 < longest}
-    standard, error = fitted[_DEFAULT.chunk_tokens]
-    best, least = min(known.values(), key=lambda one: one[1])
+    known = {chunk: fit for chunk, fit in fits.items() if chunk // 2 < longest}
+    standard, error = fits[_DEFAULT.chunk_tokens]
+    best, least = min(known.values(), key=lambda fit: fit[1])
     if best.chunk_tokens == _DEFAULT.chunk_tokens:
         others = [other for chunk, (_, other) in known.items() if chunk != best.chunk_tokens]
         is_clear = bool(others) and best.chunk_tokens < longest and least <= CLEARER * min(others)
@@ -153,73 +145,47 @@ def coefficients(lone: Sequence[Seen], batches: Sequence[Sequence[Seen]]) -> Coe
     return standard._replace(is_chunk_seen=False)
 
 
-def _of_tokens(batches: Sequence[Sequence[Seen]], per_prefill_us: float) -> tuple[float, float]:
-    """The time of a step, and of each sequence in it, in microseconds. One point for each batch: its medians."""
-    points = []
-    for batch in batches:
-        found = [_decoding(one, batch, per_prefill_us) for one in batch if _has_tpot(one)]
-        if found:
-            points.append((statistics.median(x for x, _ in found), statistics.median(y for _, y in found)))
-    slope = max(0.0, _slope(points, least_apart=0.5))
-    return max(0.0, statistics.median(y - slope * x for x, y in points)), slope
+def _with_chunk(lone: Sequence[Seen], batches: Sequence[Sequence[Seen]], chunk: int) -> tuple[StepTimes, float]:
+    """The fit with prompts in such chunks, and its error. The two lines use each other's result."""
+    step, prompt = Line(0.0, 0.0), Line(0.0, 0.0)
+    for _ in range(_PASSES):
+        step = fitted([_decoding(batch, prompt.slope_us) for batch in batches if any(map(_has_tpot, batch))])
+        prompt = _of_prompts(lone, step.at(1), chunk)
+    found = StepTimes(step.base_us, step.slope_us, prompt.slope_us, prompt.base_us, chunk, is_chunk_seen=True)
+    return found, min(_misfit(lone, step.at(1) * dearer, chunk) for dearer in DEARER)
 
 
-def _decoding(one: Seen, batch: Sequence[Seen], per_prefill_us: float) -> tuple[float, float]:
-    """The sequences that ran on average from an answer's first token to its end, and its time per token.
+def _decoding(batch: Sequence[Seen], per_prefill_us: float) -> tuple[float, float]:
+    """The medians of a batch: the sequences that ran on average while an answer was generated, and its time per token.
 
     Without the time for the prompts that were computed meanwhile.
     """
-    assert one.first_token_s is not None
-    assert one.tpot_s is not None
-    took_s, shared_s, prefilled = one.end_s - one.first_token_s, 0.0, 0
-    for other in batch:
-        assert other.first_token_s is not None
-        shared_s += max(0.0, min(one.end_s, other.end_s) - max(one.first_token_s, other.first_token_s))
-        prefilled += _computed(other) if one.first_token_s < other.first_token_s < one.end_s else 0
-    return shared_s / took_s, one.tpot_s * 1e6 - per_prefill_us * prefilled / (one.output_tokens - 1)
+    points = []
+    for one in filter(_has_tpot, batch):
+        began_s, took_s = one.first_token_s or 0.0, one.end_s - (one.first_token_s or 0.0)
+        shared_s, prefilled = 0.0, 0
+        for other in batch:
+            first_s = other.first_token_s or 0.0
+            shared_s += max(0.0, min(one.end_s, other.end_s) - max(began_s, first_s))
+            prefilled += _computed(other) if began_s < first_s < one.end_s else 0
+        token_us = (one.tpot_s or 0.0) * 1e6 - per_prefill_us * prefilled / (one.output_tokens - 1)
+        points.append((shared_s / took_s, token_us))
+    return statistics.median(x for x, _ in points), statistics.median(y for _, y in points)
 
 
-def _of_prompts(lone: Sequence[Seen], step_us: float, chunk: int) -> tuple[float, float]:
-    """The time of a prompt token, and the time in no step, in microseconds.
-
-    A line below zero at its beginning is one that bends upwards, as with attention over long prompts. The line through
-    zero that replaces it is right for prompts of the middle lengths.
-    """
-    points = [(float(_computed(one)), (one.ttft_s or 0.0) * 1e6 - _steps(one, chunk) * step_us) for one in lone]
-    slope = max(0.0, _slope(points, least_apart=32))
-    outside_us = statistics.median(y - slope * x for x, y in points)
-    if outside_us < 0:
-        return max(0.0, statistics.median(y / x for x, y in points)), 0.0
-    return slope, outside_us
+def _of_prompts(lone: Sequence[Seen], step_us: float, chunk: int) -> Line:
+    """The time of a prompt without its steps: its slope is that of a token, and its base the time in no step."""
+    return fitted([(float(_computed(one)), (one.ttft_s or 0.0) * 1e6 - _steps(one, chunk) * step_us) for one in lone])
 
 
-def _misfit(lone: Sequence[Seen], step_us: float, chunk: int, dearer: float) -> float:
-    """The mean difference of fitted and measured times to a first token, in microseconds. Of a length its median.
-
-    A step that computes a prompt takes `dearer` times as long as others, beside the time of its tokens.
-    """
-    step_us *= dearer
-    per_prefill_us, outside_us = _of_prompts(lone, step_us, chunk)
+def _misfit(lone: Sequence[Seen], step_us: float, chunk: int) -> float:
+    """The mean difference of fitted and measured times to a first token, in microseconds. Of a length its median."""
+    line = _of_prompts(lone, step_us, chunk)
     by_length: dict[str, list[float]] = {}
     for one in lone:
-        fitted_us = outside_us + _steps(one, chunk) * step_us + per_prefill_us * _computed(one)
+        fitted_us = line.base_us + _steps(one, chunk) * step_us + line.slope_us * _computed(one)
         by_length.setdefault(one.planned.label, []).append((one.ttft_s or 0.0) * 1e6 - fitted_us)
     return statistics.fmean(abs(statistics.median(errors)) for errors in by_length.values())
-
-
-def _slope(points: Sequence[tuple[float, float]], least_apart: float) -> float:
-    """The weighted median of the slopes between points that are so far apart; 0 where no two are."""
-    slopes = sorted(
-        ((y2 - y1) / (x2 - x1), abs(x2 - x1))
-        for (x1, y1), (x2, y2) in combinations(points, 2)
-        if abs(x2 - x1) >= least_apart
-    )
-    half, passed = sum(weight for _, weight in slopes) / 2, 0.0
-    for slope, weight in slopes:
-        passed += weight
-        if passed >= half:
-            return slope
-    return 0.0
 
 
 def _computed(one: Seen) -> int:
@@ -303,33 +269,19 @@ def _times(request: Request) -> tuple[float | None, float | None]:
     return ttft_s, rest_s / (request.output - 1) if request.output > 1 else None
 
 
-def ttft_errors(model: EngineModel, groups: Sequence[Sequence[Seen]], outside_s: float = 0.0) -> Errors:
-    """Of times to first token, with `outside_s` added to each. Each group was sent to an idle engine."""
-    return _errors(
-        [
-            abs((first_s + outside_s) / one.ttft_s - 1)
-            for one, (first_s, _) in _predictions(model, groups)
-            if first_s is not None and one.ttft_s
-        ]
-    )
+def errors(model: EngineModel, groups: Sequence[Sequence[Seen]], outside_s: float = 0.0) -> tuple[Errors, Errors]:
+    """Of times to first token, with `outside_s` added to each, and of times per token.
 
-
-def tpot_errors(model: EngineModel, groups: Sequence[Sequence[Seen]]) -> Errors:
-    """Of times per token. Each group was sent to an idle engine."""
-    return _errors(
-        [
-            abs(token_s / one.tpot_s - 1)
-            for one, (_, token_s) in _predictions(model, groups)
-            if token_s is not None and one.tpot_s and _has_tpot(one)
-        ]
-    )
-
-
-def _predictions(
-    model: EngineModel, groups: Sequence[Sequence[Seen]]
-) -> Iterator[tuple[Seen, tuple[float | None, float | None]]]:
+    Each group was sent to an idle engine.
+    """
+    firsts, tokens = [], []
     for group in groups:
-        yield from zip(group, predicted(model, group), strict=True)
+        for one, (first_s, token_s) in zip(group, predicted(model, group), strict=True):
+            if first_s is not None and one.ttft_s:
+                firsts.append(abs((first_s + outside_s) / one.ttft_s - 1))
+            if token_s is not None and one.tpot_s and _has_tpot(one):
+                tokens.append(abs(token_s / one.tpot_s - 1))
+    return _errors(firsts), _errors(tokens)
 
 
 def _errors(values: Sequence[float]) -> Errors:

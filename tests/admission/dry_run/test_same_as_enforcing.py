@@ -138,10 +138,12 @@ async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | No
     assert len(sidecar.shadows) == 0
     assert (sidecar.pool.state()["leases"], sidecar.pool.state()["waiting"]) == (0, 0)
     if plan[0].is_stream and with_policy.mode is Mode.OBSERVE:
-        (learned,) = sidecar.engine_times.models.values()
-        assert learned.first_byte is not None  # else the request's own times would be all there is
-        assert learned.first_byte.base_us == pytest.approx(FIRST_BYTE_US, abs=TOLERANCE_US)
-        assert learned.tokens.at(3) == pytest.approx(TOKEN_US, abs=TOLERANCE_US)
+        learned = sidecar.engine_times.speed
+        assert learned.first.chosen is not None
+        assert learned.first.line is not None  # else the request's own times would be all there is
+        for prompt, _ in learned.first.chosen.points:
+            assert learned.first.line.at(prompt) == pytest.approx(FIRST_BYTE_US, abs=TOLERANCE_US)
+        assert learned.token.at(3) == pytest.approx(TOKEN_US, abs=TOLERANCE_US)
     became = {}
     if with_policy.mode is Mode.OBSERVE:
         became = {one.request_id: Became(one.code, one.queue_wait_us, one.starvation_us) for one in found}
@@ -209,10 +211,3 @@ def test_so_it_is_where_the_engines_times_were_learned(seed: int, tmp_path: Path
     ]
     enforced, _ = alike(tmp_path, plan)
     assert {one.code for one in enforced} == {None, "queue_full", "queue_timeout", "client_left"}
-
-
-def test_an_engine_without_a_load_shows_no_wait_in_either(tmp_path: Path) -> None:
-    plan = [replace(planned, at_us=number * 1_000_000, patience_us=None) for number, planned in enumerate(load(1, 20))]
-    for mode in (Mode.OBSERVE, Mode.ENFORCE):
-        became = run_virtually(play(policies(tmp_path)[mode], plan))
-        assert became == [Became(None, 0, 0)] * len(plan)

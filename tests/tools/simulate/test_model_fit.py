@@ -17,7 +17,7 @@ from sidecar.tools.doctor.survey import Survey
 from sidecar.tools.doctor.target import ExaminedServer
 from sidecar.tools.loadgen import Planned, Seen
 from sidecar.tools.simulate.engine_model import EngineModel, load_model, shipped
-from sidecar.tools.simulate.model_fit import as_yaml, at_once, coefficients, fit, max_sequences, predicted, report
+from sidecar.tools.simulate.model_fit import as_yaml, at_once, fit, max_sequences, predicted, report, step_times
 
 OUTSIDE_S = 0.003
 TRUE = EngineModel(
@@ -59,7 +59,7 @@ def probe(model: EngineModel, gauges: Gauges) -> SpeedProbe:
 
 
 def test_a_known_model_is_found_again() -> None:
-    found = coefficients(prompts(TRUE), batches(TRUE))
+    found = step_times(prompts(TRUE), batches(TRUE))
     assert found.step_us == pytest.approx(9_000, rel=0.02)
     assert found.step_us_per_sequence == pytest.approx(90, rel=0.05)
     assert found.step_us_per_prefill_token == pytest.approx(30, rel=0.02)
@@ -70,7 +70,7 @@ def test_a_known_model_is_found_again() -> None:
 @pytest.mark.parametrize("name", shipped())
 def test_models_that_ship_are_found_again(name: str) -> None:
     model = load_model(name)
-    found = coefficients(prompts(model), batches(model))
+    found = step_times(prompts(model), batches(model))
     assert found.step_us == pytest.approx(model.step_us, rel=0.03)
     assert found.step_us_per_prefill_token == pytest.approx(model.step_us_per_prefill_token, rel=0.05)
 
@@ -78,19 +78,19 @@ def test_models_that_ship_are_found_again(name: str) -> None:
 @pytest.mark.parametrize("chunk", [512, 1_024, 2_048])
 def test_the_chunk_is_seen_in_the_times_of_long_prompts(chunk: int) -> None:
     model = EngineModel(name="m", step_us=9_000.0, step_us_per_prefill_token=30.0, kv_tokens=9_999, chunk_tokens=chunk)
-    found = coefficients(prompts(model), batches(model))
+    found = step_times(prompts(model), batches(model))
     assert (found.chunk_tokens, found.is_chunk_seen) == (chunk, True)
 
 
 def test_a_chunk_is_seen_where_steps_with_prompts_are_dearer() -> None:
     dear = [seen(length, 2, length, 0.005 + -(-length // 512) * 0.017 + length * 2e-5) for length in PROMPTS * 3]
-    found = coefficients(dear, batches(EngineModel(name="m", step_us=6_000.0, kv_tokens=200_000)))
+    found = step_times(dear, batches(EngineModel(name="m", step_us=6_000.0, kv_tokens=200_000)))
     assert (found.chunk_tokens, found.is_chunk_seen) == (512, True)
 
 
 def test_no_chunk_is_claimed_where_every_prompt_took_one_step() -> None:
     model = EngineModel(name="m", step_us=9_000.0, step_us_per_prefill_token=30.0, kv_tokens=9_999, chunk_tokens=8_192)
-    found = coefficients(prompts(model), batches(model))
+    found = step_times(prompts(model), batches(model))
     assert (found.chunk_tokens, found.is_chunk_seen) == (4_096, False)
     assert found.step_us_per_prefill_token == pytest.approx(30, rel=0.02)
 
@@ -102,7 +102,7 @@ def test_the_default_chunk_stays_where_a_step_costs_too_little_to_see_it() -> No
         seen(one.prompt_tokens or 0, 2, int(one.planned.label), (one.ttft_s or 0) + noise.uniform(0, 0.002))
         for one in prompts(model)
     ]
-    found = coefficients(noisy, batches(model))
+    found = step_times(noisy, batches(model))
     assert (found.chunk_tokens, found.is_chunk_seen) == (2_048, False)
 
 
@@ -112,7 +112,7 @@ def test_one_measurement_in_five_may_be_wrong_by_any_amount() -> None:
     for index in wrong.sample(range(len(lone)), len(lone) // 5):
         lone[index] = seen(lone[index].prompt_tokens or 0, 2, int(lone[index].planned.label), 9.0)
     sent[1] = [seen(32, 32, 4, 0.02, 1.5)] * 4
-    found = coefficients(lone, sent)
+    found = step_times(lone, sent)
     assert found.step_us == pytest.approx(9_000, rel=0.1)
     assert found.step_us_per_prefill_token == pytest.approx(30, rel=0.15)
 
@@ -120,7 +120,7 @@ def test_one_measurement_in_five_may_be_wrong_by_any_amount() -> None:
 def test_of_an_engine_with_costly_attention_prompts_of_the_middle_lengths_are_right() -> None:
     bent = [seen(length, 2, length, 0.009 + length * 5e-5 + length**2 * 1e-8) for length in PROMPTS * 3]
     flat = EngineModel(name="m", step_us=9_000.0, kv_tokens=200_000)
-    found = coefficients(bent, batches(flat, 0.0))
+    found = step_times(bent, batches(flat, 0.0))
     assert found.outside_us == 0
     for one in bent:
         if 400 < (one.prompt_tokens or 0) < 2_048:
@@ -131,12 +131,12 @@ def test_of_an_engine_with_costly_attention_prompts_of_the_middle_lengths_are_ri
 def test_no_coefficient_is_negative() -> None:
     shrinking = [seen(length, 2, length, 1 - length / 10_000) for length in PROMPTS]
     faster = [[seen(32, 32, size, 0.01, 0.05 / size)] * size for size in BATCHES]
-    found = coefficients(shrinking, faster)
+    found = step_times(shrinking, faster)
     assert min(found[:4]) >= 0
 
 
 def test_a_batch_of_one_size_gives_a_step_and_no_time_per_sequence() -> None:
-    found = coefficients(prompts(TRUE), batches(TRUE)[:1])
+    found = step_times(prompts(TRUE), batches(TRUE)[:1])
     assert found.step_us == pytest.approx(9_090, rel=0.01)
     assert found.step_us_per_sequence == 0
 
@@ -147,7 +147,7 @@ def test_cached_tokens_cost_nothing() -> None:
         for one in prompts(TRUE)
         if one.prompt_tokens is not None
     ]
-    assert coefficients(cached, batches(TRUE)) == coefficients(prompts(TRUE), batches(TRUE))
+    assert step_times(cached, batches(TRUE)) == step_times(prompts(TRUE), batches(TRUE))
 
 
 def test_sizes_are_the_engines_own_then_what_ran_at_once_then_a_stated_default() -> None:

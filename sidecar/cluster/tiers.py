@@ -1,0 +1,53 @@
+"""Tiers of a pool as documents: what each holds, and what it has waiting in one process and in all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sidecar.cluster.document import OldestWaiter, Promised, TierShare, TierWaits
+from sidecar.cluster.report import ReplicaReport
+from sidecar.engines.view import Amount
+from sidecar.policy.model import Policy
+from sidecar.pools import Grant
+
+
+def tier_shares(policy: Policy, state: Mapping[str, Any]) -> Sequence[TierShare]:
+    """What each tier holds of the pool and may hold; `state` is the pool's."""
+    return [
+        TierShare(
+            tier.name,
+            held=Amount(**of["held"]),
+            reserve=Amount(**of["reserve"]),
+            limit=Amount(**of["limit"]),
+            borrowed_tokens=of.get("borrowed", 0),
+            lent_tokens=of.get("lent", 0),
+            slo=Promised(tier.slo.ttft_s, tier.slo.queue_wait_s, tier.slo.starvation_s, tier.slo.tpot_s),
+        )
+        for tier, of in zip(policy.tiers, state["tiers"], strict=True)
+    ]
+
+
+def tier_waits(state: Mapping[str, Any], oldest: Sequence[Grant | None], replica: str = "") -> Sequence[TierWaits]:
+    """What each tier has waiting in this process, `replica`."""
+    return [
+        TierWaits(tier["tier"], Amount(**tier["queued"]), _oldest_waiter(grant, replica))
+        for tier, grant in zip(state["tiers"], oldest, strict=True)
+    ]
+
+
+def _oldest_waiter(grant: Grant | None, replica: str) -> OldestWaiter | None:
+    if grant is None:
+        return None
+    return OldestWaiter(grant.queue_wait_us / 1e6, grant.starvation_us / 1e6, dict(grant.served_ahead), replica)
+
+
+def waits_of(tier: str, reports: Iterable[ReplicaReport]) -> TierWaits:
+    """What a tier has waiting in all replicas, and the one that has waited longest."""
+    found = [waits for report in reports for waits in report.tiers if waits.tier == tier]
+    oldest = [waits.oldest for waits in found if waits.oldest is not None]
+    return TierWaits(
+        tier,
+        Amount(sum(it.queued.tokens or 0 for it in found), sum(it.queued.requests or 0 for it in found)),
+        max(oldest, key=lambda waiter: waiter.wait_s, default=None),
+    )
