@@ -131,11 +131,8 @@ async def served(policy: Path) -> Walk:
         ready, end = asyncio.Event(), End()
         with listening("127.0.0.1", 0) as clients, listening("127.0.0.1", 0) as admin:
             running = asyncio.ensure_future(
-                serve_on(
-                    serving.middleware, clients, serving.pages, admin,
-                    end=end, drain=serving.drain, drained=serving.drained, grace_s=0, on_ready=ready.set,
-                )
-            )  # fmt: skip
+                serve_on(serving.served, clients, admin, end=end, grace_s=0, on_ready=ready.set)
+            )
             await wait_first(ready.wait(), running)
             walk = await shortest(clients.getsockname()[1], engine.send_chunk, engine.end_stream)
             end.first.set()

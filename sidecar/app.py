@@ -35,7 +35,8 @@ from sidecar.pools.limits_pool import LimitsPool
 from sidecar.proxy import EngineProxy
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
-from sidecar.server.mounted import FailedStart, MountedLifespan, check_processes
+from sidecar.server.mounted import FailedStart
+from sidecar.server.workers import check_processes
 from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of
 from sidecar.tasks import is_in_event_loop
 from sidecar.tenants.tenant_usage import TenantUsage
@@ -289,13 +290,10 @@ def _composed(
         return Composed(controller, observability, with_lifespan(parts, is_shared=is_shared))
     telemetry = MountedTelemetry(observability, environment, is_by_name=is_by_name)
     started, ended = [telemetry.begin_after_app], [telemetry.flush_hosts]
-    lifespan = MountedLifespan(
-        with_lifespan(parts, is_shared=is_shared, started=started, ended=ended),
-        partial(mounted_services, controller, observability, telemetry, environment),
-        is_shared=is_shared or policy.is_bare,
-        environment=environment,
-        is_engine=policy.engines is not None,
+    services = partial(
+        mounted_services, controller, observability, telemetry, environment, is_shared=is_shared or policy.is_bare
     )
+    lifespan = with_lifespan(parts, services, is_shared=is_shared, started=started, ended=ended)
     return Composed(controller, observability, lifespan)
 
 

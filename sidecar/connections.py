@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.leases import Admission, ThreadAdmission
@@ -26,6 +26,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.store import STORE_VARIABLE, store_address
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server import CannotServe
+from sidecar.server.app_lifespan import AppLifespan
 from sidecar.stores import store_of
 
 
@@ -46,45 +47,23 @@ async def connect(
     """
     # Outside of the loop: there a mistake is raised, and no file is read in between.
     middleware = await asyncio.to_thread(_middleware, store, policy, engine)
-    started: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-    may_end = asyncio.Event()
-    serving = asyncio.ensure_future(_serve(middleware, started, may_end))
+    lifespan = AppLifespan(middleware)
     try:
-        await asyncio.wait((started, serving), return_when=asyncio.FIRST_COMPLETED)
-        if not started.done():
-            serving.result()
-            raise RuntimeError("the pool gave no answer when it was joined")
-        if started.result()["type"] == "lifespan.startup.failed":
-            raise ValueError(started.result().get("message", "the pool could not be joined"))
+        try:
+            await lifespan.start()
+        except CannotServe as failure:
+            raise ValueError(str(failure)) from None
         yield middleware.admission
     finally:
-        if not serving.done():
+        if lifespan.is_running:
             middleware.controller.drain()
             middleware.controller.watchdog.give_up()
-            may_end.set()
+        ending = asyncio.ensure_future(lifespan.end())
         try:
-            await asyncio.shield(serving)
+            await asyncio.shield(ending)
         except asyncio.CancelledError:
-            await serving  # once more would cut it off
+            await ending  # once more would cut it off
             raise
-
-
-async def _serve(app: ASGIApp, started: asyncio.Future[Message], may_end: asyncio.Event) -> None:
-    """The lifespan of an app that serves nothing. The first answer is for `started`."""
-    kinds = ["lifespan.shutdown", "lifespan.startup"]
-
-    async def receive() -> Message:
-        if len(kinds) == 1:
-            await may_end.wait()
-        return {"type": kinds.pop()}
-
-    async def send(message: Message) -> None:
-        if not started.done():
-            started.set_result(message)
-
-    with suppress(CannotServe):  # the message before says it
-        scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": {}}
-        await app(scope, receive, send)
 
 
 def connect_threads(

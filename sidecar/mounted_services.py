@@ -17,8 +17,9 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.engines.watch import ENGINE_CHECK_VARIABLE, EngineState
 from sidecar.observability import Observability
 from sidecar.server import CannotServe
-from sidecar.server.mounted import Lifespan, Step
-from sidecar.server.workers import ServerProcesses
+from sidecar.server.mounted import Lifespan, Services, Step
+from sidecar.server.own_limits import report_own_limit
+from sidecar.server.workers import ServerProcesses, check_processes
 from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import TelemetryError, flush_providers, prepare_from_environment
 
@@ -83,13 +84,21 @@ async def mounted_services(
     observability: Observability,
     telemetry: MountedTelemetry,
     environment: Mapping[str, str],
-    processes: ServerProcesses,
+    scope: Scope,
+    *,
+    is_shared: bool,
 ) -> AsyncIterator[None]:
-    """Logs, telemetry and admin pages by the environment, while the block runs."""
+    """Logs, telemetry and admin pages by the environment, while the block runs. `scope` is the server's lifespan's.
+
+    Raises CannotServe and ValueError, also for a server of several processes without a store (`is_shared`).
+    """
+    is_engine = controller.policy.engines is not None
+    processes = check_processes(scope, environment, is_shared=is_shared, is_engine=is_engine)
     with mounted_logging(environment):
         telemetry.prepare_before_app()
         try:
             async with _pages(controller, observability, environment, processes):
+                report_own_limit()
                 yield
         finally:
             await telemetry.end()
@@ -114,10 +123,15 @@ def _pages(
 
 
 def with_lifespan(
-    parts: Sequence[Part], *, is_shared: bool, started: Sequence[Step] = (), ended: Sequence[Step] = ()
+    parts: Sequence[Part],
+    services: Services = lambda _: nullcontext(),
+    *,
+    is_shared: bool,
+    started: Sequence[Step] = (),
+    ended: Sequence[Step] = (),
 ) -> ASGIApp:
-    """The app, with the steps of the server's start and end. `started` are further ones after the app's own start,
-    `ended` after all others of the end.
+    """The app, with `services` and the steps of the server's start and end. `started` are further ones after the app's
+    own start, `ended` after all others of the end.
     """
     controllers = [part.controller for part in parts]
 
@@ -146,6 +160,6 @@ def with_lifespan(
     closing = [end_leases, *(one.close for one in observing), *(one.pool.close for one in controllers), *ended]
     if controllers[0].policy.engine_capacity is not None:
         asking = [*started, look_at_engines, *open_pools, *ask]
-        return Lifespan(app, opening=open_pages, asking=asking, closing=closing)
+        return Lifespan(app, services, opening=open_pages, asking=asking, closing=closing)
     asking = [*started, look_at_engines, *ask]
-    return Lifespan(app, opening=[*open_pools, *open_pages], asking=asking, closing=closing)
+    return Lifespan(app, services, opening=[*open_pools, *open_pages], asking=asking, closing=closing)

@@ -11,12 +11,14 @@ import msgspec
 from starlette.types import ASGIApp
 
 from sidecar.admin.app import admin_app
+from sidecar.admin.auth import Access, AdminGuard
 from sidecar.app import AdmissionMiddleware
 from sidecar.policy.model import Mode, Policy
 from sidecar.policy.passing import load_or_pass
 from sidecar.policy.reload import files_of
 from sidecar.policy.warnings import warnings
 from sidecar.proxy.proxy import ReverseProxy
+from sidecar.server.server import Served
 from sidecar.telemetry.logs.request_log import ACCESS_VARIABLE
 from sidecar.telemetry.setup import configure_from_environment
 
@@ -58,9 +60,12 @@ def load_policy(path: str) -> Policy:
 
 
 class Serving:
-    """One process's parts. Raises ValueError for a policy or an environment that cannot be, and TelemetryError."""
+    """One process's parts: what is `served`, and whether it is ready. `access` guards the admin pages.
 
-    def __init__(self, settings: ServeSettings, policy: Policy) -> None:
+    Raises ValueError for a policy or an environment that cannot be, and TelemetryError.
+    """
+
+    def __init__(self, settings: ServeSettings, policy: Policy, access: Access | None = None) -> None:
         self._grace_s, self._is_open = settings.grace_s, False
         self.middleware = AdmissionMiddleware(
             proxy_of(settings.upstream, policy),
@@ -72,27 +77,29 @@ class Serving:
         )
         self._controller, observability = self.middleware.controller, self.middleware.observability
         self._end_telemetry = configure_from_environment(scrape=observability.scrape)
-        self.readiness, self.drained, self.reload = (
-            self._controller.readiness,
-            self._controller.drained,
-            observability.reload,
-        )
-        self.pages = admin_app(
+        self.readiness = self._controller.readiness
+        pages = admin_app(
             state=self._controller.state,
             readiness=self._reasons,
             notices=self._controller.notices,
             routes=observability.routes,
         )
+        self.served = Served(
+            self.middleware,
+            pages if access is None else AdminGuard(pages, access),
+            opened=self._note_opened,
+            drain=self._drain,
+            drained=self._controller.drained,
+            reload=observability.reload,
+        )
 
-    def opened(self) -> None:
-        """Clients are served from now on."""
+    def _note_opened(self) -> None:
         self._is_open = True
 
     def _reasons(self) -> Sequence[str]:
         return self.readiness() or (() if self._is_open else (_STARTING,))
 
-    def drain(self) -> None:
-        """Refuses new requests from now on, and logs it."""
+    def _drain(self) -> None:
         controller = self._controller
         controller.drain(within_s=self._grace_s)
         new_ones = "pass until the port closes" if controller.passes_all else "are refused"

@@ -20,13 +20,13 @@ async def test_it_is_not_ready_before_clients_are_served(tmp_path: Path) -> None
     settings = ServeSettings("http://127.0.0.1:9", str(policy), "127.0.0.1", 0, "127.0.0.1", 0, grace_s=1.0)
     parts = Serving(settings, load_policy(str(policy)))
     try:
-        async with serving(parts.pages) as admin, aiohttp.ClientSession(admin.url) as client:
+        async with serving(parts.served.pages) as admin, aiohttp.ClientSession(admin.url) as client:
             async with client.get("/readyz") as answer:
                 assert (answer.status, (await answer.json())["reasons"]) == (
                     503,
                     ["this process is starting: clients are not served yet"],
                 )
-            parts.opened()
+            parts.served.opened()
             async with client.get("/readyz") as answer:
                 assert (answer.status, (await answer.json())["reasons"]) == (200, [])
     finally:

@@ -5,7 +5,6 @@ python -m benchmarks.peers.proxy_alone URL
 
 from __future__ import annotations
 
-import asyncio
 import sys
 
 from starlette.types import Receive, Scope, Send
@@ -23,20 +22,9 @@ async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
 
 def main() -> None:
     """Serves until SIGTERM, and prints its addresses as `sidecar serve` does."""
-    server.run(
-        server.serve(
-            ReverseProxy(sys.argv[1]),
-            host="127.0.0.1",
-            port=0,
-            admin=_nothing,
-            admin_host="127.0.0.1",
-            admin_port=0,
-            drain=lambda: None,
-            drained=lambda: asyncio.sleep(0),
-            grace_s=0.0,
-            announce=lambda line: print(line, flush=True),
-        )
-    )
+    own = ("127.0.0.1", 0)
+    served = server.Served(ReverseProxy(sys.argv[1]), _nothing)
+    server.run(server.serve(served, address=own, admin=own, grace_s=0.0, announce=lambda line: print(line, flush=True)))
 
 
 if __name__ == "__main__":

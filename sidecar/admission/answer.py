@@ -20,10 +20,10 @@ from sidecar.admission.intake import SizedRequest
 from sidecar.admission.pending_aborts import Held, PendingAbort, PendingAborts
 from sidecar.admission.request_gain import RequestGain
 from sidecar.admission.usage import UsageReader
-from sidecar.chunks import Write
 from sidecar.context import Granted, Holder, current
 from sidecar.errors import AdmissionError, EngineUnreachable
 from sidecar.events import AppTrace, Outcome
+from sidecar.handover import Write
 from sidecar.lengths.lease_size import LeaseSize
 from sidecar.policy.model import CostPlace, Policy
 from sidecar.tenants.tenant_usage import TenantUsage

@@ -12,12 +12,11 @@ from starlette.types import ASGIApp, Message, Scope
 
 from sidecar.engines.pages import NoAnswer, NotConnected, Page, TooSlow, Unread
 from sidecar.errors import AdmissionError, EngineUnreachable
+from sidecar.handover import INTERNAL_REQUEST
 
 ANSWER_WITHIN_S = 2.0
 """Timeout of a page. A page takes milliseconds, even while the engine is busy."""
 MOST_BYTES = 8 * 2**20
-INTERNAL_REQUEST = "sidecar.own"
-"""Marks the middleware's own requests, in the scope's `extensions`: the caller reports their errors itself."""
 _UNREACHABLE = frozenset((502, 504))
 
 

@@ -16,10 +16,6 @@ ARRIVES_WITHIN_US = 1_000_000
 """An engine does not count a request yet whose prompt it is still reading."""
 CLOSE_WITHIN_S = 5.0
 """A little more than the longest abort latency of a known engine."""
-CALL_KEY = "sidecar.engine_call"
-"""The key of the scope under which a reverse proxy finds the `EngineCall`."""
-ENGINE_ID_KEY = "sidecar.engine_id"
-"""The key of the scope that names the engine of the request's grant, `name#incarnation`, where the pool has several."""
 _SHORTEST_S = 0.001
 
 

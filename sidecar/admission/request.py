@@ -21,16 +21,16 @@ from sidecar.admission.engine_route import EngineRoute
 from sidecar.admission.event_reporter import reporter_of
 from sidecar.admission.forwarding import ask_for_usage, granted_of, id_for_app, pass_read, request_for_app, show_outside
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
-from sidecar.admission.pending_aborts import CALL_KEY, ENGINE_ID_KEY, Held
+from sidecar.admission.pending_aborts import Held
 from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
 from sidecar.admission.turn import Cause, Turn, TurnEnded, refusal_of
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
-from sidecar.chunks import with_write, write_of
 from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, EngineUnreachable
 from sidecar.events import Outcome
+from sidecar.handover import CALL_KEY, ENGINE_ID_KEY, with_write, write_of
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant, Lease

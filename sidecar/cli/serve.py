@@ -169,7 +169,6 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
 
 def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_checked: bool) -> Exception | None:
     """Serves in this process. Returns why it could not begin."""
-    from sidecar.admin.auth import AdminGuard
     from sidecar.policy.model import Mode
     from sidecar.server import CannotServe, server
     from sidecar.server.certificate import certificate_of
@@ -180,24 +179,16 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_check
         policy = load_policy(settings.policy)
         if is_checked and policy.mode is not Mode.PASS:
             _check(policy, settings)
-        access = _access(settings)
         certificate = certificate_of(settings.tls_cert, settings.tls_key)
-        serving = Serving(settings, policy)
+        serving = Serving(settings, policy, _access(settings))
         server.run(
             server.serve(
-                serving.middleware,
-                host=settings.host,
-                port=settings.port,
-                admin=AdminGuard(serving.pages, access),
-                admin_host=settings.admin_host,
-                admin_port=settings.admin_port,
-                drain=serving.drain,
-                drained=serving.drained,
-                reload=serving.reload,
+                serving.served,
+                address=(settings.host, settings.port),
+                admin=(settings.admin_host, settings.admin_port),
                 upstreams=upstreams(settings.upstream, policy),
                 grace_s=settings.grace_s,
                 announce=announce,
-                opened=serving.opened,
                 certificate=certificate,
             )
         )

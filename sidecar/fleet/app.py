@@ -8,12 +8,10 @@ from collections.abc import Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from sidecar.admission.engine_pages import INTERNAL_REQUEST
-from sidecar.admission.pending_aborts import CALL_KEY, ENGINE_ID_KEY
-from sidecar.admission.responses import send_error, speaks_anthropic
 from sidecar.errors import EngineUnreachable
 from sidecar.fleet.fleet import Fleet
-from sidecar.proxy.proxy import SOON_S
+from sidecar.handover import ENGINE_ID_KEY, is_internal
+from sidecar.proxy.proxy import SOON_S, answer_failure
 
 
 class FleetApp:
@@ -42,7 +40,7 @@ class FleetApp:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         engine_id = scope.get(ENGINE_ID_KEY)
         if engine_id is None:
-            member = self.fleet.usable(is_client=not _is_internal(scope))
+            member = self.fleet.usable(is_client=not is_internal(scope))
         else:
             member = self.fleet.member(engine_id)
         if member is not None:
@@ -86,15 +84,7 @@ async def serve_lifespan(receive: Receive, send: Send, fleets: Sequence[Fleet]) 
 
 
 async def _fail(reason: str, trouble: str, scope: Scope, send: Send) -> None:
-    """Ends a request that was sent to no engine: to the sidecar itself by an error, as `ReverseProxy` does."""
+    """Ends a request that was sent to no engine."""
     message, retry_after_s = f"the engine could not be reached: {reason}", SOON_S * random.uniform(1, 2)
     error = EngineUnreachable(message, trouble=trouble, is_connected=False, retry_after_s=retry_after_s)
-    if _is_internal(scope):
-        raise error
-    call = scope.get(CALL_KEY)
-    if call is None or call.failed(error, was_sent=False):
-        await send_error(send, error, anthropic=speaks_anthropic(scope["path"]))
-
-
-def _is_internal(scope: Scope) -> bool:
-    return INTERNAL_REQUEST in scope.get("extensions", {})
+    await answer_failure(error, scope, send, was_sent=False)

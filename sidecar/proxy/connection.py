@@ -14,9 +14,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import aiohttp
 import httptools
+from yarl import URL
 
-from sidecar.chunks import Write
+from sidecar.handover import Write
+from sidecar.unix_address import connector_to, url_of
 
 MOST_HEAD_BYTES = 128 * 1024
 """Of a response's head, of its trailers, and of what frames a chunk. uvicorn and axum write a few hundred bytes."""
@@ -338,6 +341,99 @@ class EngineConnection(asyncio.Protocol):
             self._upload.cancel()
             self._upload = None
         self.resume_writing()
+
+
+class EngineConnections:
+    """The connections to one address. aiohttp's connector makes them, and knows how many there are."""
+
+    def __init__(self, url: str, timeout: aiohttp.ClientTimeout, *, keepalive_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        # No limit here: the admission controller decides how many requests run at once.
+        self._connector = connector_to(url)
+        self._address = aiohttp.ClientRequest("GET", URL(url_of(url), encoded=True), loop=self._loop)
+        self._timeout = timeout
+        self._keepalive_s = keepalive_s
+        self._free: list[EngineConnection] = []
+        self._made: dict[EngineConnection, aiohttp.connector.Connection] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    async def request(
+        self, head: bytes, body: bytes | AsyncIterator[bytes], length: int | None, *, is_head: bool, is_again: bool
+    ) -> Response:
+        """Sends a request, and returns at the response's headers. See `Upstream.request`."""
+        kept = self._take() if isinstance(body, bytes) and not is_again else None
+        connection = kept or await self._new()
+        response = connection.send(head, body, length, is_head=is_head)
+        try:
+            await response.head()
+        except BaseException:
+            response.close()
+            raise
+        return response
+
+    async def close(self) -> None:
+        """Ends all of them."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection, made in self._made.items():
+            made.close()  # or the connector would wait for it
+            connection.abort()
+        await self._connector.close()
+
+    def _take(self) -> EngineConnection | None:
+        """The connection that was used last, where one can be used again."""
+        oldest_s = self._loop.time() - self._keepalive_s
+        while self._free:
+            connection = self._free.pop()
+            if connection.free_since_s >= oldest_s and connection.can_be_used():
+                return connection
+            connection.abort()
+        return None
+
+    async def _new(self) -> EngineConnection:
+        """Another connection. Raises aiohttp's exceptions."""
+        try:
+            made = await self._connector.connect(self._address, [], self._timeout)
+        except asyncio.TimeoutError:
+            raise aiohttp.ConnectionTimeoutError("it took too long to connect") from None
+        transport, protocol = made.transport, made.protocol
+        if transport is None or transport.is_closing() or protocol is None or protocol.should_close:
+            made.close()
+            raise aiohttp.ServerDisconnectedError("the engine closed the connection, or spoke first")
+        connection = EngineConnection(self._loop, transport, on_free=self._put_back, on_lost=self._forget)
+        transport.set_protocol(connection)
+        self._made[connection] = made
+        return connection
+
+    def _put_back(self, connection: EngineConnection) -> None:
+        if self._is_closed:
+            connection.abort()
+            return
+        connection.free_since_s = self._loop.time()
+        self._free.append(connection)
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._keepalive_s, self._close_idle)
+
+    def _close_idle(self) -> None:
+        """Closes what was not used for so long, before the engine does."""
+        self._timer = None
+        oldest_s = self._loop.time() - self._keepalive_s
+        kept = [connection for connection in self._free if connection.free_since_s > oldest_s]
+        for connection in self._free:
+            if connection.free_since_s <= oldest_s:
+                connection.abort()
+        self._free = kept
+        if kept:
+            self._timer = self._loop.call_at(kept[0].free_since_s + self._keepalive_s, self._close_idle)
+
+    def _forget(self, connection: EngineConnection) -> None:
+        if connection in self._free:
+            self._free.remove(connection)
+        made = self._made.pop(connection, None)
+        if made is not None:
+            made.close()
 
 
 def _size(headers: list[tuple[bytes, bytes]]) -> int:

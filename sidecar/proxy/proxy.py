@@ -16,30 +16,29 @@ import asyncio
 import logging
 import random
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.engine_pages import INTERNAL_REQUEST
-from sidecar.admission.pending_aborts import CALL_KEY
 from sidecar.admission.responses import send_error, speaks_anthropic
-from sidecar.chunks import write_of
 from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader, ResponseCut
 from sidecar.events import Headers
+from sidecar.handover import CALL_KEY, call_of, is_internal, write_of
 from sidecar.proxy import EngineProxy
 from sidecar.proxy.connection import FAILURES, ConnectionBroke, NotHttp, Response
-from sidecar.proxy.hop_headers import can_be_written, declared_length, forwarded_headers, returned_headers, target
 from sidecar.proxy.upstream import (
     CONNECT_TIMEOUT_S,
     KEEPALIVE_S,
     Traffic,
     Upstream,
+    can_be_written,
     connect_trouble,
     said,
 )
-from sidecar.via import OWN_VIA
+from sidecar.via import OWN_VIA, refuse_loop
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +46,18 @@ WATCH_AFTER_S = 0.1
 """Before it no task waits for the client's disconnect: a client that leaves so early costs its engine no more."""
 SOON_S = 1.0
 """When a client may come again whose request the engine failed, at the earliest: it waits then for the engine."""
+
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
+)
+# Written anew for the engine. The sidecar's server answers `expect` itself, when the body is first read.
+_REPLACED = frozenset([b"host", b"content-length", b"expect"])
+_LONGEST_LENGTH = 18
+"""Digits of a Content-Length: an exabyte."""
+_ADDRESSES = (b"location", b"content-location")
+_OWN_VIA = OWN_VIA.encode("ascii")
+_NOT_FORWARDED = _HOP_BY_HOP | _REPLACED
 
 
 class ReverseProxy(EngineProxy):
@@ -103,6 +114,18 @@ class ReverseProxy(EngineProxy):
         await send({"type": "lifespan.shutdown.complete"})
 
 
+async def answer_failure(error: AdmissionError, scope: Scope, send: Send, *, was_sent: bool) -> None:
+    """Ends a request that failed. `was_sent`: the engine may have received it.
+
+    A request of the sidecar itself raises the error, with words that no client sees.
+    """
+    if is_internal(scope):
+        raise error
+    call = call_of(scope)
+    if call is None or call.failed(error, was_sent=was_sent):
+        await send_error(send, error, anthropic=speaks_anthropic(scope["path"]))
+
+
 class _Forwarding:
     """One request. It runs in the server's own task. A second, small one waits for a disconnect."""
 
@@ -124,12 +147,7 @@ class _Forwarding:
             await self._forward()
         except AdmissionError as error:
             self._stop_watching()
-            if self._is_internal():  # for the caller, with words that no client sees
-                raise
-            call = self._scope.get(CALL_KEY)
-            if call is not None and not call.failed(error, was_sent=self._was_sent):
-                return
-            await send_error(self._send, error, anthropic=speaks_anthropic(self._scope["path"]))
+            await answer_failure(error, self._scope, self._send, was_sent=self._was_sent)
         except asyncio.CancelledError:
             if not self._is_our_own_cancellation():
                 raise
@@ -199,10 +217,11 @@ class _Forwarding:
         headers = returned_headers(response.status, response.headers, self._proxy.for_client)
         if not can_be_written(headers):
             raise self._unreachable("its answer's headers are not HTTP", None)
-        if CALL_KEY not in self._scope:  # an admitted request's response has headers of the admission controller
-            headers.append((b"via", OWN_VIA.encode()))
+        is_admitted = CALL_KEY in self._scope
+        if not is_admitted:  # an admitted request's response has headers of the admission controller
+            headers.append((b"via", _OWN_VIA))
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
-        if response.status < 500 and CALL_KEY in self._scope:
+        if response.status < 500 and is_admitted:
             self._proxy.traffic.began(response)
         write, is_last = write_of(self._scope), False
         while not is_last:
@@ -265,7 +284,7 @@ class _Forwarding:
     def _unreachable(self, reason: str, error: Exception | None, trouble: str | None = None) -> EngineUnreachable:
         """`trouble` says why there is no connection; None where there was one."""
         url = self._proxy.upstream.url
-        if not self._is_internal():
+        if not is_internal(self._scope):
             # The address is only for the log: the client must not see it.
             logger.warning("engine %s: %s (%s)", url, reason, said(error), extra={"event": "engine_unreachable"})
             self._proxy.on_failure(trouble)
@@ -274,6 +293,75 @@ class _Forwarding:
         retry_after_s = SOON_S * random.uniform(1, 2)
         return EngineUnreachable(message, trouble=shown, is_connected=trouble is None, retry_after_s=retry_after_s)
 
-    def _is_internal(self) -> bool:
-        """Whether the sidecar itself asks."""
-        return INTERNAL_REQUEST in self._scope.get("extensions", {})
+
+def target(scope: Scope) -> bytes:
+    """The request's target as the client wrote it. Raises InvalidHeader where it is no path."""
+    raw_path: bytes = scope.get("raw_path") or quote(scope["path"]).encode("ascii")
+    if not raw_path.startswith(b"/") or scope["method"] == "CONNECT":
+        raise InvalidHeader("the request's target must be a path")
+    query: bytes = scope.get("query_string", b"")
+    return raw_path + b"?" + query if query else raw_path
+
+
+def forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """The client's headers for the engine: without this hop's, without a length, with `via` and `x-forwarded-*`.
+
+    Raises LoopDetected for a request that this process has sent.
+    """
+    received: Headers = scope["headers"]
+    first = dict(reversed(received))
+    dropped = _NOT_FORWARDED | _named_by_connection(received) if b"connection" in first else _NOT_FORWARDED
+    headers = [pair for pair in received if pair[0] not in dropped]
+    if client := scope.get("client"):
+        _append(headers, first, b"x-forwarded-for", client[0].encode())
+    if b"via" in first:
+        refuse_loop(b", ".join([value for name, value in headers if name == b"via"]))
+    _append(headers, first, b"via", _OWN_VIA)
+    if b"x-forwarded-proto" not in first:
+        headers.append((b"x-forwarded-proto", scope.get("scheme", "http").encode()))
+    if b"x-forwarded-host" not in first and b"host" in first:
+        headers.append((b"x-forwarded-host", first[b"host"]))
+    return headers
+
+
+def returned_headers(
+    status: int, raw_headers: Headers, for_client: Callable[[bytes], bytes]
+) -> list[tuple[bytes, bytes]]:
+    """The engine's headers for the client, in ASGI's lower case: without this hop's; duplicates and order stay.
+
+    `for_client` writes an address of the engine's as the client must write it: else a redirect would lead past here.
+    """
+    received = [(name.lower(), value) for name, value in raw_headers]
+    present, dropped = dict(received), _HOP_BY_HOP
+    if b"location" in present or b"content-location" in present:
+        received = [(name, for_client(value)) if name in _ADDRESSES else (name, value) for name, value in received]
+    if b"connection" in present:
+        dropped |= _named_by_connection(received)
+    # Beside chunks a length has no meaning and is how responses are smuggled; 204 and 304 have no body.
+    if status in {204, 304} or b"transfer-encoding" in present:
+        dropped |= {b"content-length"}
+    return [header for header in received if header[0] not in dropped]
+
+
+def declared_length(headers: Headers) -> int | None:
+    """The length of a body that is streamed; None where it comes in chunks. Raises InvalidHeader for two lengths."""
+    lengths = {value for name, value in headers if name == b"content-length"}
+    if any(name == b"transfer-encoding" for name, _ in headers) or not lengths:
+        return None
+    length = lengths.pop()
+    if lengths or not length.isdigit() or len(length) > _LONGEST_LENGTH:
+        raise InvalidHeader("content-length must be one whole number")
+    return int(length)  # written without leading zeros, which some servers read as octal
+
+
+def _named_by_connection(headers: Headers) -> frozenset[bytes]:
+    values = [value for name, value in headers if name == b"connection"]
+    return frozenset(token.strip().lower() for value in values for token in value.split(b","))
+
+
+def _append(headers: list[tuple[bytes, bytes]], received: Container[bytes], name: bytes, value: bytes) -> None:
+    """Adds a value to those that `headers` have of that name, in one line."""
+    if name in received:
+        value = b", ".join([*(before for found, before in headers if found == name), value])
+        headers[:] = [pair for pair in headers if pair[0] != name]
+    headers.append((name, value))

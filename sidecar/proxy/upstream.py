@@ -1,24 +1,22 @@
-"""Connections to the engine: its address, the pool of those that are kept, and what is said of those that fail."""
+"""The engine's address: the heads of requests to it, its spellings, and what is said of connections that fail."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
 import ssl
+import string
 from collections.abc import AsyncIterator
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
-from yarl import URL
 
 from sidecar.engines.pages import REFUSED
 from sidecar.errors import InvalidHeader
 from sidecar.events import Headers
-from sidecar.proxy.connection import EngineConnection, Response
-from sidecar.proxy.hop_headers import can_be_written
-from sidecar.unix_address import connector_to, path_of, url_of
+from sidecar.proxy.connection import EngineConnections, Response
+from sidecar.unix_address import path_of, url_of
 
 # Below the 5 s after which uvicorn, and so trtllm-serve, vLLM and SGLang, closes an idle connection.
 KEEPALIVE_S = 4.0
@@ -28,6 +26,8 @@ CONNECT_TIMEOUT_S = 5.0
 _TARGET = re.compile(rb"[!-~]*")
 _WITHOUT_BODY = frozenset(("GET", "HEAD", "OPTIONS", "TRACE"))
 """Methods whose requests need not say that they have no body."""
+_OF_NAMES = (string.ascii_letters + string.digits + "!#$%&'*+-.^_`|~").encode("ascii")
+_IN_NO_VALUE = bytes(byte for byte in range(0x20) if byte != ord("\t")) + b"\x7f"
 _PORTS = {"http": 80, "https": 443}
 _LOCATION = re.compile(rb"(?:(?:https?:)?//(?:[^/\\?#]*@)?([^/\\?#]*))?(.*)", re.IGNORECASE | re.DOTALL)
 _AUTHORITY = re.compile(rb"(.*?)\.?(?::([0-9]*))?", re.DOTALL)
@@ -48,7 +48,7 @@ class Upstream:
         self._name, self._ports = _spellings(self._host, parts)
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s)
         self._keepalive_s = keepalive_s
-        self._pool: _Pool | None = None
+        self._connections: EngineConnections | None = None
 
     async def request(
         self,
@@ -68,21 +68,13 @@ class Upstream:
         be made, one of FAILURES afterwards, and InvalidHeader before.
         """
         head = self._head(method, target, headers, length)
-        if self._pool is None:
-            self._pool = _Pool(self.url, self._timeout, keepalive_s=self._keepalive_s)
-        kept = self._pool.free() if isinstance(body, bytes) and not is_again else None
-        connection = kept or await self._pool.new()
-        response = connection.send(head, body, length, is_head=method == "HEAD")
-        try:
-            await response.head()
-        except BaseException:
-            response.close()
-            raise
-        return response
+        if self._connections is None:
+            self._connections = EngineConnections(self.url, self._timeout, keepalive_s=self._keepalive_s)
+        return await self._connections.request(head, body, length, is_head=method == "HEAD", is_again=is_again)
 
     async def close(self) -> None:
         """Closes the connections. A request that comes later opens new ones."""
-        pool, self._pool = self._pool, None
+        pool, self._connections = self._connections, None
         if pool is not None:
             await pool.close()
 
@@ -116,82 +108,15 @@ class Upstream:
         return b"\r\n".join([*lines, b"", b""])
 
 
-class _Pool:
-    """The connections to one address. aiohttp's connector makes them, and knows how many there are."""
-
-    def __init__(self, url: str, timeout: aiohttp.ClientTimeout, *, keepalive_s: float) -> None:
-        self._loop = asyncio.get_running_loop()
-        # No limit here: the admission controller decides how many requests run at once.
-        self._connector = connector_to(url)
-        self._address = aiohttp.ClientRequest("GET", URL(url_of(url), encoded=True), loop=self._loop)
-        self._timeout = timeout
-        self._keepalive_s = keepalive_s
-        self._free: list[EngineConnection] = []
-        self._made: dict[EngineConnection, aiohttp.connector.Connection] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_closed = False
-
-    def free(self) -> EngineConnection | None:
-        """The connection that was used last, where one can be used again."""
-        oldest_s = self._loop.time() - self._keepalive_s
-        while self._free:
-            connection = self._free.pop()
-            if connection.free_since_s >= oldest_s and connection.can_be_used():
-                return connection
-            connection.abort()
-        return None
-
-    async def new(self) -> EngineConnection:
-        """Another connection. Raises aiohttp's exceptions."""
-        try:
-            made = await self._connector.connect(self._address, [], self._timeout)
-        except asyncio.TimeoutError:
-            raise aiohttp.ConnectionTimeoutError("it took too long to connect") from None
-        transport, protocol = made.transport, made.protocol
-        if transport is None or transport.is_closing() or protocol is None or protocol.should_close:
-            made.close()
-            raise aiohttp.ServerDisconnectedError("the engine closed the connection, or spoke first")
-        connection = EngineConnection(self._loop, transport, on_free=self._put_back, on_lost=self._forget)
-        transport.set_protocol(connection)
-        self._made[connection] = made
-        return connection
-
-    async def close(self) -> None:
-        self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-        for connection, made in self._made.items():
-            made.close()  # or the connector would wait for it
-            connection.abort()
-        await self._connector.close()
-
-    def _put_back(self, connection: EngineConnection) -> None:
-        if self._is_closed:
-            connection.abort()
-            return
-        connection.free_since_s = self._loop.time()
-        self._free.append(connection)
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._keepalive_s, self._close_idle)
-
-    def _close_idle(self) -> None:
-        """Closes what was not used for so long, before the engine does."""
-        self._timer = None
-        oldest_s = self._loop.time() - self._keepalive_s
-        kept = [connection for connection in self._free if connection.free_since_s > oldest_s]
-        for connection in self._free:
-            if connection.free_since_s <= oldest_s:
-                connection.abort()
-        self._free = kept
-        if kept:
-            self._timer = self._loop.call_at(kept[0].free_since_s + self._keepalive_s, self._close_idle)
-
-    def _forget(self, connection: EngineConnection) -> None:
-        if connection in self._free:
-            self._free.remove(connection)
-        made = self._made.pop(connection, None)
-        if made is not None:
-            made.close()
+def can_be_written(headers: Headers) -> bool:
+    """Whether they can be written: a parser reads more than HTTP allows, and a server would raise midway."""
+    if not headers:
+        return True
+    names, values = zip(*headers, strict=True)
+    if b"" in names or b"".join(names).translate(None, _OF_NAMES):
+        return False
+    text = b"".join(values)
+    return text == text.translate(None, _IN_NO_VALUE)
 
 
 def connect_trouble(url: str, error: aiohttp.ClientError, within_s: float) -> str:

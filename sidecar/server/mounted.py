@@ -1,151 +1,65 @@
-"""Lifespan of a mounted middleware: steps at the server's start and end, a start that fails, services.
+"""Lifespan of a middleware: services and steps at the server's start and end, a start that fails.
 
-A server gives the middleware its app and its lifespan, and nothing else. So telemetry and the admin pages start and end
-with the lifespan, and a mistake in the environment fails the server's start. Each process of such a server has a queue
-of its own, unless they share one pool in a store.
+A server gives a mounted middleware its app and its lifespan, and nothing else. So telemetry and the admin pages start
+and end with the lifespan, and a mistake in the environment fails the server's start.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.admission.responses import send_error, speaks_anthropic
 from sidecar.errors import NotStarted
 from sidecar.server import CannotServe
-from sidecar.server.workers import (
-    ServerProcesses,
-    refuse_separate_pools,
-    refuse_shared_engine,
-    server_processes,
-)
 
 _log = logging.getLogger("sidecar.mounted")
 _NOT_STARTED = (
     "the admission control of this server could not start: no request is served, and the server's log says why"
 )
-_LAST_MESSAGES = frozenset(("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed"))
+Step = Callable[[], Awaitable[None]]
+Services = Callable[[Scope], AbstractAsyncContextManager[None]]
 
 
-class MountedLifespan:
-    """Runs `services` around an app's lifespan. `is_shared` says that the pool is in a store, `is_engine` that each
-    process is an engine of it.
+class Lifespan:
+    """Runs services and steps around an app's lifespan.
 
-    `services` gets the server's processes, and raises CannotServe or ValueError where it cannot start. So does a server
-    of several processes without a store. Several lifespans at once have the same services, from the start of the first
-    to the end of the last.
+    `services` run from the server's start, before the app hears of it, to its end. They get the lifespan's scope, and
+    raise CannotServe or ValueError where they cannot start: then the server's start fails. The steps of `opening` run
+    after their start, those of `asking` when the app has started: they may ask the app about its engine. The steps of
+    `closing` run before the app hears of the server's end, after its last request. A part that is not ready reports
+    that itself, in its responses and on `/readyz`. Only a step of `asking` may raise, and only CannotServe: then the
+    server's start fails, after the steps of `closing`.
+
+    All of it also runs where the app has no lifespan. Of several lifespans at once, the first to start begins it, and
+    the last to end ends it, whichever way; the steps of `closing` do not run where the server cancels that.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        services: Callable[[ServerProcesses], AbstractAsyncContextManager[None]],
+        services: Services = lambda _: nullcontext(),
         *,
-        is_shared: bool,
-        environment: Mapping[str, str],
-        is_engine: bool = False,
+        opening: Sequence[Step] = (),
+        asking: Sequence[Step] = (),
+        closing: Sequence[Step] = (),
     ) -> None:
         self.app = app
         self._services = services
-        self._is_shared = is_shared
-        self._is_engine = is_engine
-        self._environment = environment
-        self._open = 0
-        self._started = AsyncExitStack()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a lifespan's scope."""
-        pending: list[Message] = [await receive()]  # lifespan.startup: for the app, when the services have started
-        is_open = False
-
-        async def received() -> Message:
-            return pending.pop() if pending else await receive()
-
-        async def sent(message: Message) -> None:
-            if message["type"] in _LAST_MESSAGES:  # after these the server may end the loop at once
-                await end()
-            await send(message)
-
-        async def end() -> None:
-            nonlocal is_open
-            if is_open:
-                is_open = False
-                await self._end()
-
-        try:
-            processes = check_processes(scope, self._environment, is_shared=self._is_shared, is_engine=self._is_engine)
-            await self._begin(processes)
-        except (CannotServe, ValueError) as mistake:
-            await send(startup_failed(mistake))
-            raise
-        is_open = True
-        try:
-            await self.app(scope, received, sent)
-        finally:
-            await end()
-
-    async def _begin(self, processes: ServerProcesses) -> None:
-        self._open += 1
-        try:
-            if self._open == 1:
-                from sidecar.server.own_limits import report_own_limit
-
-                await self._started.enter_async_context(self._services(processes))
-                report_own_limit()
-        except BaseException:
-            self._open -= 1
-            raise
-
-    async def _end(self) -> None:
-        self._open -= 1
-        if not self._open:
-            await self._started.aclose()
-
-
-def check_processes(
-    scope: Scope, environment: Mapping[str, str], *, is_shared: bool, is_engine: bool = False
-) -> ServerProcesses:
-    """The server's processes, by its first scope.
-
-    Raises ValueError where each would have a pool of its own, or (`is_engine`) offer a pool the one engine of all.
-    """
-    processes = server_processes(scope, environment)
-    if is_engine:
-        refuse_shared_engine(processes)
-    elif not is_shared:
-        refuse_separate_pools(processes)
-    return processes
-
-
-Step = Callable[[], Awaitable[None]]
-
-
-class Lifespan:
-    """Runs steps around an app's lifespan.
-
-    The steps of `opening` run before the app hears of the server's start, those of `asking` when the app has started:
-    they may ask the app about its engine. The steps of `closing` run before the app hears of the server's end, after
-    its last request. A part that is not ready reports that itself, in its responses and on `/readyz`. Only a step of
-    `asking` may raise, and only CannotServe: then the server's start fails, after the steps of `closing`. The steps
-    also run where the app has no lifespan. Of several lifespans at once, the first to start runs `opening` and
-    `asking`, and the last to end `closing`: whichever way it ends, but for a server that cancels it.
-    """
-
-    def __init__(
-        self, app: ASGIApp, *, opening: Sequence[Step] = (), asking: Sequence[Step] = (), closing: Sequence[Step] = ()
-    ) -> None:
-        self.app = app
         self._opening, self._asking, self._closing = opening, asking, closing
         self._open = 0
+        self._running = AsyncExitStack()
+        self._is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a lifespan's scope."""
         heard: list[str] = []
-        has_failed = is_first = is_open = False
+        failure: Exception | None = None
+        is_first = is_open = False
 
         async def received() -> Message:
             nonlocal is_first, is_open
@@ -154,31 +68,37 @@ class Lifespan:
             if message["type"] == "lifespan.startup":
                 self._open += 1
                 is_first, is_open = self._open == 1, True
-                await _run(self._opening if is_first else ())
+                if is_first:
+                    await begin(self._begin(scope))
             else:
                 await close()
             return message
 
-        async def close() -> None:
+        async def begin(steps: Awaitable[None]) -> None:
+            nonlocal failure
+            try:
+                await steps
+            except (CannotServe, ValueError) as mistake:
+                failure = mistake
+                heard.append("lifespan.startup.failed")
+                await close()
+                await send(startup_failed(mistake))
+                raise
+
+        async def close(*, is_canceled: bool = False) -> None:
             nonlocal is_open
             if is_open:
                 is_open = False
                 self._open -= 1
-                await _run(() if self._open else self._closing)
+                if not self._open:
+                    await self._end(is_canceled=is_canceled)
 
         async def sent(message: Message) -> None:
-            nonlocal has_failed
-            if has_failed:  # the server has heard why, and takes no other message
+            if failure is not None:  # the server has heard why, and takes no other message
                 return
             heard.append(message["type"])
-            try:
-                if message["type"] == "lifespan.startup.complete" and is_first:
-                    await _run(self._asking)
-            except CannotServe as mistake:
-                has_failed = True
-                await close()
-                await send(startup_failed(mistake))
-                raise
+            if message["type"] == "lifespan.startup.complete" and is_first:
+                await begin(_run(self._asking))
             if message["type"] == "lifespan.startup.failed":
                 await close()
             await send(message)
@@ -186,12 +106,25 @@ class Lifespan:
         try:
             await self._serve_app(scope, received, sent, heard)
         except asyncio.CancelledError:
-            self._open -= is_open
+            await close(is_canceled=True)
             raise
-        except BaseException:
+        finally:
             await close()
-            raise
-        await close()
+        if failure is not None:  # the app has caught it
+            raise failure
+
+    async def _begin(self, scope: Scope) -> None:
+        await self._running.enter_async_context(self._services(scope))
+        self._is_begun = True
+        await _run(self._opening)
+
+    async def _end(self, *, is_canceled: bool) -> None:
+        is_begun, self._is_begun = self._is_begun, False
+        try:
+            if is_begun and not is_canceled:
+                await _run(self._closing)
+        finally:
+            await self._running.aclose()
 
     async def _serve_app(self, scope: Scope, received: Receive, sent: Send, heard: list[str]) -> None:
         try:

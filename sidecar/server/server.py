@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -24,6 +25,7 @@ from sidecar.errors import Draining, ResponseCut
 from sidecar.open_files import most_clients
 from sidecar.server import CannotServe
 from sidecar.server.acceptor import Acceptor
+from sidecar.server.app_lifespan import AppLifespan
 from sidecar.server.certificate import Certificate
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from sidecar.server.listeners import address_of, listening
@@ -44,47 +46,55 @@ _STOPPED = Draining("this server stopped before the request was served; send it 
 _log = logging.getLogger("sidecar.serve")
 
 
+async def _at_once() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a process serves: `app` to its clients, and admin `pages`.
+
+    `opened` is called when both answer, and `drain` at the first signal: the port closes when `drained` returns. SIGHUP
+    calls `reload`, where there is one: then a terminal that closes does not end the server.
+    """
+
+    app: ASGIApp
+    pages: ASGIApp
+    opened: Callable[[], None] = lambda: None
+    drain: Callable[[], None] = lambda: None
+    drained: Callable[[], Awaitable[None]] = _at_once
+    reload: Callable[[], None] | None = None
+
+
 async def serve(
-    app: ASGIApp,
+    served: Served,
     *,
-    host: str,
-    port: int,
-    admin: ASGIApp,
-    admin_host: str,
-    admin_port: int,
-    drain: Callable[[], None],
-    drained: Callable[[], Awaitable[None]],
+    address: tuple[str, int],
+    admin: tuple[str, int],
     grace_s: float,
-    reload: Callable[[], None] | None = None,
     upstreams: Sequence[str] = (),
     announce: Callable[[str], None] = print,
-    opened: Callable[[], None] = lambda: None,
     certificate: Certificate | None = None,
 ) -> None:
-    """Serves `app` and `admin` until SIGTERM or SIGINT; returns when both have ended. Call it in the main thread.
+    """Serves until SIGTERM or SIGINT; returns when both servers have ended. Call it in the main thread.
 
-    SIGHUP calls `reload`, where there is one: then a terminal that closes does not end the server. As soon as both
-    answer, `opened` is called, and `announce` gets one line per address, with the port that was chosen for port 0. With
-    a `certificate` `app` is served by TLS alone. `upstreams` are where `app` sends requests. Raises CannotServe, also
-    where one of those is one of the server's own addresses.
+    As soon as both answer, `announce` gets one line per address, with the port that was chosen for port 0. With a
+    `certificate` clients are served by TLS alone. `upstreams` are where the app sends requests. Raises CannotServe,
+    also where one of those is one of the server's own addresses.
     """
-    signals = Signals(reload)
-    with listening(host, port) as client_socket, listening(admin_host, admin_port) as admin_socket, signals.caught():
+    signals = Signals(served.reload)
+    with listening(*address) as client_socket, listening(*admin) as admin_socket, signals.caught():
         refuse_own_addresses(upstreams, (client_socket, admin_socket))
 
         def announce_both() -> None:
-            opened()
             announce(f"sidecar: proxy on {address_of(client_socket, has_tls=certificate is not None)}")
             announce(f"sidecar: admin on {address_of(admin_socket)}")
 
         await serve_on(
-            app,
+            served,
             client_socket,
-            admin,
             admin_socket,
             end=signals,
-            drain=drain,
-            drained=drained,
             grace_s=grace_s,
             on_ready=announce_both,
             certificate=certificate,
@@ -92,67 +102,50 @@ async def serve(
 
 
 async def serve_on(
-    app: ASGIApp,
+    served: Served,
     client_socket: socket.socket,
-    admin: ASGIApp,
     admin_socket: socket.socket,
     *,
     end: End,
-    drain: Callable[[], None],
-    drained: Callable[[], Awaitable[None]],
     grace_s: float,
-    on_ready: Callable[[], None],
-    before_listening: Callable[[], Awaitable[None]] | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+    before_listening: Callable[[], Awaitable[None]] = _at_once,
     certificate: Certificate | None = None,
 ) -> None:
     """As `serve`, on sockets that are bound already, until `end`. `on_ready` is called when both addresses answer.
 
     `before_listening` is awaited when the app has started.
     """
-    servers = [
-        Server(
-            app,
-            client_socket,
-            lifespan="on",
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            most=most_clients(),
-            certificate=certificate,
-            before_listening=before_listening,
-        ),
-        Server(admin, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),
-    ]
-    running = [asyncio.ensure_future(server.serve(sockets=[server.socket])) for server in servers]
-    await wait_first(_all_ready(servers), *running)
-    if running[0].done():
-        # A port that is still open keeps uvloop from closing, and the process from its end.
-        await _end_at_once(servers[1], running[1])
-        raise CannotServe(servers[0].failure or "the app failed to start")
-    on_ready()
-    await wait_first(end.first.wait(), *running)
-    deadline_s = asyncio.get_running_loop().time() + grace_s
-    drain()
-    await wait_first(drained(), end.second.wait(), timeout_s=grace_s)
-    for server, task in zip(servers, running, strict=True):
-        await server.end(task, deadline_s, end.second)
+    lifespan = AppLifespan(served.app)
+    pages = Server(served.pages, admin_socket, timeout_keep_alive=_ADMIN_KEEP_ALIVE_S)
+    async with pages.running(end):
+        try:
+            await lifespan.start()
+            await before_listening()
+            clients = Server(
+                served.app,
+                client_socket,
+                state=lifespan.state,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                most=most_clients(),
+                certificate=certificate,
+            )
+            async with clients.running(end) as running:
+                served.opened()
+                on_ready()
+                await wait_first(end.first.wait(), running)
+                end.deadline_s = asyncio.get_running_loop().time() + grace_s
+                served.drain()
+                await wait_first(served.drained(), end.second.wait(), timeout_s=grace_s)
+        finally:
+            await lifespan.end()
 
 
 @contextlib.asynccontextmanager
 async def serving_pages(pages: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     """Serves admin pages alone while the block runs."""
-    server = Server(pages, listener, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S)
-    running = asyncio.ensure_future(server.serve(sockets=[listener]))
-    try:
-        await wait_first(server.ready.wait(), running)
+    async with Server(pages, listener, timeout_keep_alive=_ADMIN_KEEP_ALIVE_S).running(End()):
         yield
-    finally:
-        await _end_at_once(server, running)
-
-
-async def _end_at_once(server: Server, running: asyncio.Task[None]) -> None:
-    at_once = asyncio.Event()
-    at_once.set()
-    await wait_first(server.ready.wait(), running)
-    await server.end(running, 0.0, at_once)
 
 
 def refuse_own_addresses(upstreams: Sequence[str], listeners: Sequence[socket.socket]) -> None:
@@ -174,11 +167,6 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 def _counted(requests: int) -> str:
     return "1 request was" if requests == 1 else f"{requests} requests were"
-
-
-async def _all_ready(servers: list[Server]) -> None:
-    for server in servers:
-        await server.ready.wait()
 
 
 async def wait_first(*awaitables: Awaitable[Any], timeout_s: float | None = None) -> None:
@@ -205,17 +193,16 @@ class Server(uvicorn.Server):
         app: ASGIApp,
         listener: socket.socket,
         *,
-        lifespan: Any,
         timeout_keep_alive: int,
+        state: dict[str, Any] | None = None,
         most: int = sys.maxsize,
         certificate: Certificate | None = None,
-        before_listening: Callable[[], Awaitable[None]] | None = None,
     ):
         config = uvicorn.Config(
             app,
             # uvicorn would take a bound method for an app of an older interface.
             interface="asgi3",
-            lifespan=lifespan,
+            lifespan="off",  # it is started before, and ended after
             timeout_keep_alive=timeout_keep_alive,
             http=BoundedHttpProtocol,
             ws="none",
@@ -235,24 +222,23 @@ class Server(uvicorn.Server):
         self.socket = listener
         self._most = most
         self._certificate = certificate
-        self._before_listening = before_listening
-        self.ready = asyncio.Event()
-        self.failure: str | None = None
+        self._state = {} if state is None else state
+        self._ready = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def running(self, end: End) -> AsyncIterator[asyncio.Task[None]]:
+        """Serves while the block runs. What runs at its end has until `end.deadline_s`, or until `end.second`."""
+        serving = asyncio.ensure_future(self.serve(sockets=[self.socket]))
+        await wait_first(self._ready.wait(), serving)
+        try:
+            yield serving
+        finally:
+            await self._end(serving, end.deadline_s, end.second)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002  # it has its own
-        log = logging.getLogger("uvicorn.error")
-        log.addFilter(self._note_failure)
-        try:
-            await super().startup([])  # without a server of the event loop's
-        except SystemExit:  # so uvicorn says that the app failed to start
-            self.should_exit = True
-        finally:
-            log.removeFilter(self._note_failure)
-        if self.started:
-            if self._before_listening is not None:
-                await self._before_listening()
-            self._accept()
-            self.ready.set()
+        await super().startup([])  # without a server of the event loop's
+        self._accept()
+        self._ready.set()
 
     def _accept(self) -> None:
         self.socket.listen(self.config.backlog)
@@ -261,16 +247,9 @@ class Server(uvicorn.Server):
         self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn closes them, and waits for that
 
     def _protocol(self) -> BoundedHttpProtocol:
-        return BoundedHttpProtocol(self.config, self.server_state, self.lifespan.state)
+        return BoundedHttpProtocol(self.config, self.server_state, self._state)
 
-    def _note_failure(self, record: logging.LogRecord) -> bool:
-        """Takes the reason of a failed start, which `serve` raises, out of uvicorn's log. A traceback stays there."""
-        if record.levelno < logging.ERROR or record.exc_info:
-            return True
-        self.failure = self.failure or record.getMessage()
-        return False
-
-    async def end(self, serving: asyncio.Task[None], deadline_s: float, at_once: asyncio.Event) -> None:
+    async def _end(self, serving: asyncio.Task[None], deadline_s: float, at_once: asyncio.Event) -> None:
         """Closes the port. Requests are cut off that run at the loop's time `deadline_s`, or when `at_once` is set.
 
         `serving` is the task that runs this server.
@@ -323,11 +302,15 @@ class Server(uvicorn.Server):
 
 
 class End:
-    """The end of a server: `first` asks for a graceful one, `second` for one at once."""
+    """The end of a server.
+
+    `first` asks for a graceful one, which ends at the loop's time `deadline_s`, and `second` for one at once.
+    """
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self.deadline_s = 0.0
 
 
 class Signals(End):

@@ -50,6 +50,22 @@ def server_processes(scope: Scope, environment: Mapping[str, str]) -> ServerProc
     return supervised._replace(number=int(written))
 
 
+def check_processes(
+    scope: Scope, environment: Mapping[str, str], *, is_shared: bool, is_engine: bool
+) -> ServerProcesses:
+    """The server's processes, by its first scope.
+
+    Raises ValueError where each would have a pool of its own (not `is_shared`), or offer a pool the one engine of all
+    (`is_engine`).
+    """
+    processes = server_processes(scope, environment)
+    if is_engine:
+        refuse_shared_engine(processes)
+    elif not is_shared:
+        refuse_separate_pools(processes)
+    return processes
+
+
 def refuse_separate_pools(processes: ServerProcesses) -> None:
     """Raises ValueError for several processes; call it where there is no store."""
     _refuse_several(

@@ -66,15 +66,20 @@ class WorkerProcess:
     async def run(self, begin: Begin, listener: socket.socket, environment: Mapping[str, str]) -> Ending:
         """Starts a process, and returns when it has ended. The process alone has the `listener` then."""
         ours, theirs = socket.socketpair()
-        with theirs, listener:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _PROGRAM, str(theirs.fileno()), msgspec.json.encode(begin).decode()),
-                *sys.path,
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), begin.listener),
-                start_new_session=True,  # a terminal's Ctrl-C and end are for the supervisor alone
-            )
+        try:
+            with theirs, listener:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-c", _PROGRAM, str(theirs.fileno()), msgspec.json.encode(begin).decode()),
+                    *sys.path,
+                    env=environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), begin.listener),
+                    start_new_session=True,  # a terminal's Ctrl-C and end are for the supervisor alone
+                )
+        except OSError as error:
+            ours.close()
+            self.reason = f"its process cannot be started: {error.strerror}"
+            return Ending(0.0, None)
         self._change(WorkerState.STARTING)
         reader, channel = await asyncio.open_unix_connection(sock=ours)
         failed = await self._follow(reader)

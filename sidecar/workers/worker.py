@@ -24,7 +24,7 @@ from sidecar.policy.passing import load_or_pass
 from sidecar.policy.problems import PolicyError
 from sidecar.server import CannotServe
 from sidecar.server.certificate import certificate_of
-from sidecar.server.server import End, run, serve_on
+from sidecar.server.server import End, Served, run, serve_on
 from sidecar.serving import Serving
 from sidecar.tasks import is_set_within
 from sidecar.telemetry.logs.setup import own_logging
@@ -80,22 +80,15 @@ async def _serve_shared(begin: Begin, serving: Serving, channel: socket.socket) 
         while begin.waits and not end.first.is_set() and serving.readiness():
             await is_set_within(end.first, READY_LOOK_S)
 
-    def opened() -> None:
-        serving.opened()
-        end.report(WorkerState.SERVING)
-
-    with socket.socket(fileno=begin.listener) as clients, _bound_to(begin.pages) as pages, end.followed(serving):
+    with socket.socket(fileno=begin.listener) as clients, _bound_to(begin.pages) as pages, end.followed(serving.served):
         await serve_on(
-            serving.middleware,
+            serving.served,
             clients,
-            serving.pages,
             pages,
             end=end,
-            drain=serving.drain,
-            drained=serving.drained,
             grace_s=begin.settings.grace_s,
             before_listening=until_ready,
-            on_ready=opened,
+            on_ready=lambda: end.report(WorkerState.SERVING),
             certificate=certificate_of(begin.settings.tls_cert, begin.settings.tls_key),
         )
 
@@ -122,13 +115,14 @@ class _Supervised(End):
             self._channel.sendall(Report(state).line())
 
     @contextlib.contextmanager
-    def followed(self, serving: Serving) -> Iterator[None]:
+    def followed(self, served: Served) -> Iterator[None]:
         """Follows the supervisor and the signals while the block runs."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.first.set)
         loop.add_signal_handler(CUT, self._cut)
-        loop.add_signal_handler(signal.SIGHUP, serving.reload)
+        if (reload := served.reload) is not None:
+            loop.add_signal_handler(signal.SIGHUP, reload)
         loop.add_reader(self._channel, self._end_alone)  # nothing is sent to this end: it can be read when it closes
         try:
             yield

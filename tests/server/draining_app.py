@@ -10,7 +10,7 @@ from sidecar.admin.app import admin_app
 from sidecar.admission.responses import send_error
 from sidecar.errors import Draining
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.server.server import CannotServe, run, serve
+from sidecar.server.server import CannotServe, Served, run, serve
 
 
 class Sidecar:
@@ -51,14 +51,14 @@ if __name__ == "__main__":
     try:
         run(
             serve(
-                sidecar.app,
-                host="127.0.0.1",
-                port=int(port),
-                admin=admin_app(state=dict, readiness=sidecar.readiness),
-                admin_host="127.0.0.1",
-                admin_port=0,
-                drain=sidecar.drain,
-                drained=sidecar.drained,
+                Served(
+                    sidecar.app,
+                    admin_app(state=dict, readiness=sidecar.readiness),
+                    drain=sidecar.drain,
+                    drained=sidecar.drained,
+                ),
+                address=("127.0.0.1", int(port)),
+                admin=("127.0.0.1", 0),
                 grace_s=float(grace_s),
                 announce=lambda line: print(line, flush=True),  # noqa: T201 - what the test waits for
             )

@@ -20,7 +20,7 @@ from sidecar import open_files
 from sidecar.server import acceptor, http_protocol
 from sidecar.server.certificate import Certificate, certificate_of
 from sidecar.server.listeners import listening
-from sidecar.server.server import Server, run, wait_first
+from sidecar.server.server import End, Server, run
 from tests.support.certificates import needs_openssl, self_signed
 from tests.support.each import each
 from tests.support.waiting import until
@@ -44,15 +44,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 async def served(**settings: Any) -> AsyncIterator[int]:
     """A server's port."""
     with listening("127.0.0.1", 0) as listener:
-        server = Server(app, listener, lifespan="off", timeout_keep_alive=60, **settings)
-        running = asyncio.ensure_future(server.serve(sockets=[listener]))
-        await wait_first(server.ready.wait(), running)
-        at_once = asyncio.Event()
-        at_once.set()
-        try:
+        async with Server(app, listener, timeout_keep_alive=60, **settings).running(End()):
             yield listener.getsockname()[1]
-        finally:
-            await server.end(running, 0.0, at_once)
 
 
 async def asked(port: int, request: bytes = get("/"), **more: Any) -> bytes:

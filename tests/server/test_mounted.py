@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
+import uvicorn
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 
@@ -28,6 +30,7 @@ from tests.support.middleware import SMALL, Caller, write_policy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import free_port
 from tests.support.serving import serving
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -128,9 +131,12 @@ async def test_a_server_of_two_processes_fails_the_start() -> None:
 
 
 async def test_a_limit_of_the_servers_own_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    for settings in ({}, {"limit_concurrency": 7}):
-        async with serving(guarded(), **settings):
-            pass
+    for most in (None, 7):
+        server = uvicorn.Server(uvicorn.Config(guarded(), port=0, limit_concurrency=most, log_config=None))
+        running = asyncio.ensure_future(server.serve())
+        await until(partial(getattr, server, "started"))
+        server.should_exit = True
+        await running
     (line,) = (record.getMessage() for record in caplog.records if "own limit" in record.getMessage())
     assert "(limit_concurrency=7) acts before admission and knows no tier" in line
     assert "beyond 7 connections or requests uvicorn answers 503" in line

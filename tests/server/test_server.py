@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.server.server import CannotServe, run, serve
+from sidecar.server.server import CannotServe, Served, run, serve
 from tests.support.engine import Connection, RawEngine, Script, answering, raw_engine
 from tests.support.process import Running, python
 from tests.support.redis_servers import free_port
@@ -115,12 +115,8 @@ def test_an_app_that_fails_to_start_ends_it_with_its_reason_and_leaves_no_port_o
         await receive()
         await send({"type": "lifespan.startup.failed", "message": "no policy"})
 
-    async def drained() -> None:
-        """Never awaited."""
-
     admin_port = free_port()
-    ports = {"host": "127.0.0.1", "port": 0, "admin_host": "127.0.0.1", "admin_port": admin_port}
     with pytest.raises(CannotServe, match=r"^no policy$"):
-        run(serve(app, admin=app, drain=lambda: None, drained=drained, grace_s=1, **ports))
+        run(serve(Served(app, app), address=("127.0.0.1", 0), admin=("127.0.0.1", admin_port), grace_s=1))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", admin_port))

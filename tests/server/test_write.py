@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.chunks import Write, write_of
+from sidecar.handover import Write, write_of
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.support.serving import Served, serving
 from tests.support.wire import connected, exchange, get, post

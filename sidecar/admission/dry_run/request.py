@@ -55,10 +55,10 @@ from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.intake import RequestIntake, SizedRequest
 from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
-from sidecar.chunks import with_write
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import Observed, Outcome, Verdict
+from sidecar.handover import with_write
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant
 

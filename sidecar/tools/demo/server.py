@@ -104,28 +104,21 @@ def admin_pages(middleware: AdmissionMiddleware, *, has_page: bool) -> ASGIApp:
 
 async def serve(app: ASGIApp, admin: ASGIApp, middleware: AdmissionMiddleware | None) -> None:
     """Serves both on free ports until it is terminated. Prints the ports, that of `app` first."""
-    await server.serve(
-        app,
-        host=HOST,
-        port=0,
-        admin=admin,
-        admin_host=HOST,
-        admin_port=0,
-        drain=(lambda: None) if middleware is None else middleware.controller.drain,
-        drained=_at_once if middleware is None else middleware.controller.drained,
-        grace_s=GRACE_S,
-        announce=lambda line: say(line.rpartition(":")[2]),
-    )
+    controller = None if middleware is None else middleware.controller
+    served = server.Served(app, admin)
+    if controller is not None:
+        served = replace(served, drain=controller.drain, drained=controller.drained)
+    await server.serve(served, address=(HOST, 0), admin=(HOST, 0), grace_s=GRACE_S, announce=_say_port)
+
+
+def _say_port(line: str) -> None:
+    say(line.rpartition(":")[2])
 
 
 def say(line: str) -> None:
     """A line for the demo, which reads it at once."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-async def _at_once() -> None:
-    pass
 
 
 def main(kind: str, policy_path: str) -> None:

@@ -1,0 +1,66 @@
+"""What our server, the middleware and our proxy hand one another in a request's scope, beyond ASGI.
+
+Each works without the others: a scope has only what the one around put there.
+
+- `write`, from server to proxy: the short way of a stream's chunk. A chunk that is sent by ASGI's `send` wakes a task,
+  which awaits a coroutine, and that costs more than all the rest. So the proxy calls `write` where it reads a chunk.
+  Middleware that wraps `send` puts a `write` of its own there, or takes it out: no chunk passes it unseen.
+- The `Call` of an admitted request, from middleware to proxy, which reports a failure to it before it answers.
+- The engine of a request's grant, from middleware to fleet, where the pool has several.
+- The mark of a request of the sidecar's own, to proxy and fleet: its caller reports its errors itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from starlette.types import Scope
+
+from sidecar.errors import AdmissionError
+
+CALL_KEY = "sidecar.engine_call"
+ENGINE_ID_KEY = "sidecar.engine_id"
+"""`name#incarnation`."""
+INTERNAL_REQUEST = "sidecar.own"
+"""In the scope's `extensions`, as is `write`."""
+_WRITE = "admission_sidecar.write"
+Write = Callable[[bytes], bool]
+"""Writes bytes of a body, never none and never the last, at once. False where it has not: then they have to be sent. So
+it is before the head is out, where the body does not go in chunks, and while the client does not read."""
+
+
+class Call(Protocol):
+    """An admitted request's call of the app."""
+
+    def failed(self, error: AdmissionError, *, was_sent: bool) -> bool:
+        """The proxy has an error for the request. Whether it answers with it: else the request waits again.
+
+        `was_sent`: the engine may have received the request.
+        """
+
+
+def call_of(scope: Scope) -> Call | None:
+    """The call of an admitted request; None for any other request."""
+    call: Call | None = scope.get(CALL_KEY)
+    return call
+
+
+def is_internal(scope: Scope) -> bool:
+    """Whether the sidecar itself asks."""
+    return INTERNAL_REQUEST in scope.get("extensions", {})
+
+
+def write_of(scope: Scope) -> Write | None:
+    """The `write` of a request's response; None where there is none."""
+    write: Write | None = (scope.get("extensions") or {}).get(_WRITE)
+    return write
+
+
+def with_write(scope: Scope, write: Write | None) -> None:
+    """Puts a `write` into the scope, or takes the one out that is there."""
+    extensions = scope.get("extensions") or {}
+    if write is not None:
+        scope["extensions"] = {**extensions, _WRITE: write}
+    elif _WRITE in extensions:
+        scope["extensions"] = {name: value for name, value in extensions.items() if name != _WRITE}
