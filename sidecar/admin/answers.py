@@ -16,7 +16,7 @@ _YES, _NO = frozenset(("true", "1", "yes", "")), frozenset(("false", "0", "no"))
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Health(msgspec.Struct, frozen=True):
+class Liveness(msgspec.Struct, frozen=True):
     """The answer of `GET /healthz`."""
 
     status: Literal["alive"] = "alive"

@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from sidecar.admin import openapi
-from sidecar.admin.answers import Health, Readiness, json_answer, refused
+from sidecar.admin.answers import Liveness, Readiness, json_answer, refused
 from sidecar.admin.operations import PATH, routes_for
 
 
@@ -31,7 +31,7 @@ def admin_app(
     """
 
     async def healthz(_: Request) -> Response:
-        return json_answer(Health())
+        return json_answer(Liveness())
 
     async def readyz(_: Request) -> Response:
         reasons = list(readiness())

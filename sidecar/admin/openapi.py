@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from sidecar.admin.answers import Error, Health, Readiness
+from sidecar.admin.answers import Error, Liveness, Readiness
 from sidecar.admin.engine_routes import Drained, Engines
 from sidecar.admin.model_routes import Pools
-from sidecar.admin.operations import OPERATIONS, TEXT, Answer, Operation, Refusal, Schema, of_class
+from sidecar.admin.operations import OPERATIONS, TEXT, Operation, PageAnswer, Refusal, Schema, of_class
 from sidecar.admin.tenant_routes import Removed, Tenants
 from sidecar.admin.usage_routes import Usage
 from sidecar.cluster.document import Overview
@@ -30,7 +30,7 @@ from sidecar.version import __version__
 
 _SCHEMAS = "#/components/schemas/"
 _DOCUMENTS = (
-    *(Drained, Engines, Error, Explanation, Health, ObservedReport, Overview),
+    *(Drained, Engines, Error, Explanation, Liveness, ObservedReport, Overview),
     *(Pools, Readiness, Removed, Tenants, Usage),
 )
 _ABOUT = (
@@ -113,7 +113,7 @@ def _described(operation: Operation) -> dict[str, Any]:
     answers = {status: _response(answer) for status, answer in of_page.items()}
     for status, refusal in _BEFORE_ANY_PAGE.items():
         own = of_page.get(status)
-        if isinstance(own, Answer) or (operation.is_open and status in (401, 403, 503)):
+        if isinstance(own, PageAnswer) or (operation.is_open and status in (401, 403, 503)):
             continue
         answers[status] = {"$ref": f"#/components/responses/{status}"} if own is None else _response((*own, *refusal))
     return {
@@ -126,8 +126,8 @@ def _described(operation: Operation) -> dict[str, Any]:
     }
 
 
-def _response(answer: Answer | Refusal) -> dict[str, Any]:
-    if isinstance(answer, Answer):
+def _response(answer: PageAnswer | Refusal) -> dict[str, Any]:
+    if isinstance(answer, PageAnswer):
         return {"description": answer.says, **_content(answer.body)}
     codes = {"enum": sorted({said.partition(":")[0] for said in answer})}
     error = {"properties": {"error": {"properties": {"code": codes}}}}

@@ -22,7 +22,7 @@ MOST_DAYS = 31
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PageAnswer:
     """One answer. `body` is a schema of JSON, or a media type, or None where there is no body to speak of."""
 
     says: str
@@ -44,7 +44,7 @@ class Operation:
     path: str
     name: str
     summary: str
-    answers: Mapping[int, Answer | Refusal]
+    answers: Mapping[int, PageAnswer | Refusal]
     parameters: Sequence[Schema] = ()
     body: Schema | None = None
     is_open: bool = False
@@ -56,12 +56,12 @@ def of_class(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _json(name: str, says: str) -> Answer:
-    return Answer(says, of_class(name))
+def _json(name: str, says: str) -> PageAnswer:
+    return PageAnswer(says, of_class(name))
 
 
-def _page(says: str, media_type: str = "text/html") -> Answer:
-    return Answer(says, media_type)
+def _page(says: str, media_type: str = "text/html") -> PageAnswer:
+    return PageAnswer(says, media_type)
 
 
 def _in_path(name: str, description: str) -> Schema:
@@ -96,7 +96,7 @@ _ONE_OF_MODELS: Refusal = (
 
 OPERATIONS = (
     Operation(
-        "GET", "/healthz", "health", "Whether the process lives.", {200: _json("Health", "It lives.")}, is_open=True
+        "GET", "/healthz", "health", "Whether the process lives.", {200: _json("Liveness", "It lives.")}, is_open=True
     ),
     Operation(
         "GET",
@@ -106,7 +106,7 @@ OPERATIONS = (
         {200: _json("Readiness", "They should."), 503: _json("Readiness", "They should not.")},
         is_open=True,
     ),
-    Operation("GET", PATH, "description", "This document.", {200: Answer("OpenAPI 3.1.", _DESCRIPTION)}),
+    Operation("GET", PATH, "description", "This document.", {200: PageAnswer("OpenAPI 3.1.", _DESCRIPTION)}),
     Operation("GET", "/state", "state", "The process and its pool.", {200: _json("State", "At this moment.")}),
     Operation(
         "GET",
@@ -123,7 +123,7 @@ OPERATIONS = (
         "The live page; where models have pools of their own, the list of them.",
         {
             200: _page("A page."),
-            303: Answer("With `?token=TOKEN`: a cookie is set, and the page is at its own address.", None),
+            303: PageAnswer("With `?token=TOKEN`: a cookie is set, and the page is at its own address.", None),
         },
         [_in_query("token", "The admin token, once, in a browser.", TEXT)],
         is_of_a_pool=True,
