@@ -65,9 +65,10 @@ said_by_app: ContextVar[SaidByApp] = ContextVar("admission_said_by_app", default
 
 
 class Fallback(str, Enum):
-    """Stands in for a source where none answers: the policy's `default_tier`."""
+    """Stands in for a source: the policy's `default_tier` where none answers, and the holder of a lease from Python."""
 
     DEFAULT = "default"
+    LEASE = "lease"
 
 
 class Asked(msgspec.Struct, frozen=True, gc=False):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from starlette.types import ASGIApp, Message
@@ -45,12 +46,45 @@ async def connect(
     """
     # Outside of the loop: there a mistake is raised, and no file is read in between.
     middleware = await asyncio.to_thread(_middleware, store, policy, engine)
-    connection = _Connection(middleware)
+    started: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    may_end = asyncio.Event()
+    serving = asyncio.ensure_future(_serve(middleware, started, may_end))
     try:
-        await connection.begin()
-        yield connection.admission
+        await asyncio.wait((started, serving), return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            serving.result()
+            raise RuntimeError("the pool gave no answer when it was joined")
+        if started.result()["type"] == "lifespan.startup.failed":
+            raise ValueError(started.result().get("message", "the pool could not be joined"))
+        yield middleware.admission
     finally:
-        await connection.end()
+        if not serving.done():
+            middleware.controller.drain()
+            middleware.controller.watchdog.give_up()
+            may_end.set()
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            await serving  # once more would cut it off
+            raise
+
+
+async def _serve(app: ASGIApp, started: asyncio.Future[Message], may_end: asyncio.Event) -> None:
+    """The lifespan of an app that serves nothing. The first answer is for `started`."""
+    kinds = ["lifespan.shutdown", "lifespan.startup"]
+
+    async def receive() -> Message:
+        if len(kinds) == 1:
+            await may_end.wait()
+        return {"type": kinds.pop()}
+
+    async def send(message: Message) -> None:
+        if not started.done():
+            started.set_result(message)
+
+    with suppress(CannotServe):  # the message before says it
+        scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": {}}
+        await app(scope, receive, send)
 
 
 def connect_threads(
@@ -60,70 +94,13 @@ def connect_threads(
 
     Connect in each process, after a fork. Where the process ends without either, the pool hears of it at its end.
     """
-    thread = LoopThread()
+    thread, connection = LoopThread(), connect(store, policy=policy, engine=engine)
     try:
-        connection = _Connection(_middleware(store, policy, engine))
-        thread.call(connection.begin)
+        admission = thread.call(connection.__aenter__)
     except BaseException:
         thread.stop()
         raise
-    return ThreadAdmission(connection.admission, thread, connection.end)
-
-
-class _Connection:
-    """The lifespan of a middleware that serves nothing, in the event loop that calls `begin`."""
-
-    def __init__(self, middleware: AdmissionMiddleware) -> None:
-        self.admission = middleware.admission
-        self._controller = middleware.controller
-        self._to_app: asyncio.Queue[Message] = asyncio.Queue()
-        self._from_app: asyncio.Queue[Message] = asyncio.Queue()
-        self._app: ASGIApp = middleware
-        self._task: asyncio.Task[None] | None = None
-
-    async def begin(self) -> None:
-        """Returns when the pool is there. Raises ValueError where it cannot be."""
-        scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": {}}
-        self._task = asyncio.ensure_future(self._run(scope))
-        answer = await self._say("lifespan.startup")
-        if answer["type"] == "lifespan.startup.failed":
-            raise ValueError(answer.get("message", "the pool could not be joined"))
-
-    async def end(self) -> None:
-        """Gives everything back. Leases that wait are refused. Also where `begin` was canceled, or has failed."""
-        leaving = asyncio.ensure_future(self._leave())
-        try:
-            await asyncio.shield(leaving)
-        except asyncio.CancelledError:
-            await leaving  # once more would cut it off
-            raise
-
-    async def _leave(self) -> None:
-        assert self._task is not None
-        if self._task.done():
-            return
-        self._controller.drain()
-        self._controller.watchdog.give_up()
-        await self._say("lifespan.shutdown")
-        await self._task
-
-    async def _run(self, scope: Message) -> None:
-        try:
-            await self._app(scope, self._to_app.get, self._from_app.put)
-        except CannotServe:
-            return  # the message before says it
-
-    async def _say(self, kind: str) -> Message:
-        """The app's answer. Raises what the app raises in place of one."""
-        assert self._task is not None
-        await self._to_app.put({"type": kind})
-        answer = asyncio.ensure_future(self._from_app.get())
-        await asyncio.wait((answer, self._task), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            answer.cancel()
-            self._task.result()
-            raise RuntimeError(f"the pool gave no answer to {kind}")
-        return answer.result()
+    return ThreadAdmission(admission, thread, partial(connection.__aexit__, None, None, None))
 
 
 def _middleware(store: str | None, given: str | Path | Policy | None, engine: str | None) -> AdmissionMiddleware:

@@ -159,7 +159,7 @@ class CostReader:
 
 
 class Answer(msgspec.Struct, eq=False):
-    """The answer to one attempt. `usage` reads its tokens and `size` grows its lease.
+    """The answer to one attempt. `usage` reads its tokens, `reader` what passes, and `size` grows its lease.
 
     `_at_head` may change its head, `_at_first_byte` gets the status, and `_at_end` how it ended.
     `status` is None until its head is there. `streams` is true from the first byte of a stream on, while chunks need
@@ -168,7 +168,7 @@ class Answer(msgspec.Struct, eq=False):
     """
 
     usage: UsageReader
-    _reader: UsageReader | RequestGain
+    reader: UsageReader | RequestGain
     _client: ClientChannel
     _call: EngineCall
     _at_head: Callable[[Message], Message]
@@ -244,7 +244,7 @@ class Answer(msgspec.Struct, eq=False):
             self.background.feed(body)
 
     def _read_chunk(self, body: bytes) -> None:
-        if self._reader.feed(body) and self.size is not None:
+        if self.reader.feed(body) and self.size is not None:
             self.size.answer_read()
 
     async def _send_last(self, message: Message) -> None:

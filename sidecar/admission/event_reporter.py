@@ -38,7 +38,7 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.lengths.lease_size import LeaseSize
-from sidecar.policy.model import Endpoint, Tenant
+from sidecar.policy.model import Tenant
 from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"
@@ -77,9 +77,20 @@ class EventReporter(msgspec.Struct, eq=False):
     _was_admitted: bool = False
     gain: RequestGain | None = None
 
-    def classified(self, request: SizedRequest, endpoint: Endpoint, snapshot: PolicySnapshot, at_us: int) -> None:
-        """The request was classified at `at_us`, and the pool has said now which tier it charges."""
-        self.event(_classified(request, endpoint, snapshot, at_us))
+    def classified(
+        self,
+        request: SizedRequest,
+        snapshot: PolicySnapshot,
+        at_us: int,
+        *,
+        api: str | None = None,
+        is_kept: bool = False,
+    ) -> None:
+        """The request was classified at `at_us`, and the pool has said now which tier it charges.
+
+        `api` is what stands for its API; None: its own. `is_kept`: it is never preempted, whatever its tier.
+        """
+        self.event(_classified(request, snapshot, at_us, api, is_kept))
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]], mark: tuple[int, int] | None = None) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where there is an observer."""
@@ -118,10 +129,6 @@ class EventReporter(msgspec.Struct, eq=False):
             self.observation.on_event(event)
         elif self._begin is not None:
             self._kept.append(event)
-
-    def passed(self, at_us: int, level: int) -> None:
-        """The request went to the app without a lease, as in the dry run, and did not wait."""
-        self.event(Admitted(at_us, 0, 0, None, {}, level, None, is_dry_run=True))
 
     def replayed(self, engine: str, reason: ReplayReason) -> None:
         """An engine, by its id, did not serve the request. `preempted` with `is_unreached` comes next."""
@@ -232,7 +239,9 @@ def reporter_of(  # noqa: PLR0917
     return EventReporter(now_us, asker, _begin=partial(observer.received, received))
 
 
-def _classified(request: SizedRequest, endpoint: Endpoint, snapshot: PolicySnapshot, at_us: int) -> Classified:
+def _classified(
+    request: SizedRequest, snapshot: PolicySnapshot, at_us: int, api: str | None, is_kept: bool
+) -> Classified:
     classification, payload, tiers = request.classification, request.payload, snapshot.policy.tiers
     clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
     return Classified(
@@ -241,13 +250,13 @@ def _classified(request: SizedRequest, endpoint: Endpoint, snapshot: PolicySnaps
         tenant=classification.tenant.name,
         source=classification.source._value_,  # `value` itself costs two calls
         clamped_from=None if clamped_from is None else tiers[clamped_from].name,
-        api=endpoint.api._value_,
+        api=api or request.api._value_,
         model=payload.model,
         max_output_tokens=payload.max_output_tokens,
         stream=payload.stream,
         tokens=request.tokens,
         requests=request.requests,
-        preemptible=snapshot.are_preemptible_by_rule[classification.level],
+        preemptible=not is_kept and snapshot.are_preemptible_by_rule[classification.level],
         downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
         expected=None if request.expected is None else request.expected.said(payload),
     )

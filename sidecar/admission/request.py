@@ -214,30 +214,26 @@ class RequestHandler:
         if controller.routing is not None:
             route = self._route = controller.routing.route(request)
             request.hits, self._call = route.hits, route.call()
-        pool, classification, entered_us = controller.pool, request.classification, None
+        pool, entered_us = controller.pool, None
         turn = self._turn = Turn(
             pool,
             snapshot.policy,
-            classification.tenant,
+            request,
             self._reporter,
             budgets=controller.usage,
-            max_wait_s=request.max_wait_s,
+            sizes=controller.lease_sizes,
             disconnect=self._client.disconnect,
             comments=partial(comments_for, self._client, request, snapshot, self._request_id),
             is_over=lambda: controller.is_passing,
         )
         try:
-            appraise = controller.appraiser(snapshot) if snapshot.policy.rules.is_by_gain else None
-            lease = self._lease = await turn.enter(sized_ask(pool, request, controller.lease_sizes, appraise))
-            entered_us = lease.entered_us
-            self.stage = Stage.WAITING
+            ask = sized_ask(pool, request, controller.lease_sizes, controller.appraiser(snapshot))
+            lease = self._lease = await turn.enter(ask)
+            entered_us, self.stage = lease.entered_us, Stage.WAITING
         finally:  # only now the charged tier is known
-            classification.note_charged(turn.level)
             self._classified(entered_us)
-        if snapshot.are_preemptible[classification.level] and request.may_be_repeated:
+        if snapshot.are_preemptible[request.classification.level] and request.may_be_repeated:
             lease.on_preempt = self._preempt
-        if lease.grant is None and request.expected is not None:
-            lease.size_now = partial(request.expect, controller.lease_sizes, pool)
         return await turn.granted()
 
     async def _end_without_grant(self, end: Exception) -> None:
@@ -288,7 +284,7 @@ class RequestHandler:
         request, snapshot = self._request, self._snapshot
         if objectives := snapshot.objectives:
             self._reporter.gain = self._controller.gain.follow(request, objectives, snapshot.tier_names, at_us)
-        self._reporter.classified(request, self._endpoint, snapshot, at_us)
+        self._reporter.classified(request, snapshot, at_us)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         """Answers with an error. What is left of a body is read: a client that still sends would lose the answer."""

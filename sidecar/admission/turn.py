@@ -13,11 +13,13 @@ import asyncio
 import math
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from sidecar.admission.client import ClientComments
 from sidecar.admission.engine_route import EngineHealth, no_engine
 from sidecar.admission.event_reporter import EventReporter
+from sidecar.admission.intake import SizedRequest
 from sidecar.durations import short_duration
 from sidecar.errors import (
     AdmissionError,
@@ -27,7 +29,8 @@ from sidecar.errors import (
     TenantLimit,
 )
 from sidecar.events import Obstacle
-from sidecar.policy.model import Policy, Tenant, Tier
+from sidecar.lengths.lease_size import LeaseSizes
+from sidecar.policy.model import Policy, Tier
 from sidecar.pools import Ask, Grant, Lease, Pool
 from sidecar.pools.base import QueueStanding, WaitGivenUp
 from sidecar.tenants.tenant_usage import TenantUsage
@@ -62,20 +65,20 @@ class TurnEnded(Exception):
 
 
 class Turn:
-    """The turn of one request of `tenant`, by the policy under which it came. Call `enter` first, then `granted`.
+    """The turn of one request, by the policy under which it came. Call `enter` first, then `granted`.
 
-    `max_wait_s` is the longest wait that the client allows, None where it does not say; its tier may allow less. Where
-    neither has a limit, a wait ends after `unlimited_s`, None for never.
+    `sizes` know while it waits what it is expected to use; None where it holds what it asked for.
+    Where neither the client nor the tier limits a wait, it ends after `unlimited_s`, None for never.
     `disconnect` gives the future that is done when the client has left, None where there is no client. `comments` gives
     what a waiting client is told about its lease, None for nothing; it is called when a wait begins. `is_over` says
-    that nothing waits any more, because every request passes. `level` is the level that is charged, or whose queue is
-    full; `lease` is there once the pool has taken the request. `preemptions` and `hand_backs` count how often it waited
-    again, because a more important request needed the room, and because no engine took it.
+    that nothing waits any more, because every request passes. `lease` is there once the pool has taken the request.
+    `preemptions` and `hand_backs` count how often it waited again, because a more important request needed the room,
+    and because no engine took it.
     """
 
     __slots__ = (
-        "_budgets", "_comments", "_disconnect", "_ends_us", "_is_over", "_max_wait_s", "_most_s", "_policy", "_pool",
-        "_reports", "_tenant", "_unlimited_s", "hand_backs", "lease", "level", "preemptions",
+        "_budgets", "_comments", "_disconnect", "_ends_us", "_is_over", "_most_s", "_policy", "_pool", "_reports",
+        "_request", "_sizes", "_unlimited_s", "hand_backs", "lease", "preemptions",
     )  # fmt: skip
 
     lease: Lease
@@ -84,11 +87,11 @@ class Turn:
         self,
         pool: Pool,
         policy: Policy,
-        tenant: Tenant,
+        request: SizedRequest,
         reports: EventReporter,
         *,
-        budgets: TenantUsage | None,
-        max_wait_s: float | None,
+        budgets: TenantUsage | None = None,
+        sizes: LeaseSizes | None = None,
         disconnect: Callable[[], asyncio.Future[Any]] | None = None,
         unlimited_s: float | None = None,
         comments: Callable[[Lease], ClientComments | None] = lambda _: None,
@@ -96,35 +99,39 @@ class Turn:
     ) -> None:
         self._pool = pool
         self._policy = policy
-        self._tenant = tenant
+        self._request = request
         self._reports = reports
         self._budgets = budgets
-        self._max_wait_s = max_wait_s
+        self._sizes = sizes
         self._disconnect = disconnect
         self._unlimited_s = unlimited_s
         self._comments = comments
         self._is_over = is_over
         self._ends_us: int | None = None
         self._most_s: float | None = None
-        self.level = tenant.level
         self.preemptions = self.hand_backs = 0
 
     async def enter(self, ask: Ask) -> Lease:
         """Enters the pool, at the level that the tenant's budgets and limits leave it.
 
-        Raises what `Pool.enter` raises, and TenantLimit where a budget is used up. Nothing is left in the pool then.
+        The request's classification is told the level that is charged, or whose queue is full. Raises what `Pool.enter`
+        raises, and TenantLimit where a budget is used up. Nothing is left in the pool then.
         """
-        self.level = ask.tier
-        if self._budgets is not None and self._tenant.limits.have_budgets:
-            ask = self._budgets.within(ask, self._tenant, self._pool)
-            self.level = ask.tier
+        classification, level = self._request.classification, ask.tier
         try:
-            self.lease = await self._pool.enter(ask)
+            if self._budgets is not None and classification.tenant.limits.have_budgets:
+                ask = self._budgets.within(ask, classification.tenant, self._pool)
+                level = ask.tier
+            self.lease = lease = await self._pool.enter(ask)
+            level = lease.tier
+            if lease.grant is None and self._sizes is not None and self._request.expected is not None:
+                lease.size_now = partial(self._request.expect, self._sizes, self._pool)
         except QueueFull as full:
-            self.level = self.level if full.level is None else full.level
+            level = level if full.level is None else full.level
             raise
-        self.level = self.lease.ask.tier
-        return self.lease
+        finally:
+            classification.note_charged(level)
+        return lease
 
     async def granted(self) -> Grant:
         """The first grant. Raises TurnEnded where the wait ends without one, and RequestTooLarge and StoreUnavailable.
@@ -136,7 +143,7 @@ class Turn:
             if lease.grant.queue_wait_us:
                 self._reports.waited_for_store(lease.grant.at_us - lease.grant.queue_wait_us)
             return lease.grant
-        self._limit_wait(lease.entered_us, self._longest_wait_s())
+        self._limit_wait(lease.entered_us, self._request.longest_wait_s(self._policy))
         self._reports.queued(self._obstacle, self._pool.mark(lease.tier))
         return await self._wait(lease.wait())
 
@@ -146,7 +153,7 @@ class Turn:
         The tier's longest wait is kept already: from now on only the client limits the wait. Raises as `granted` does.
         """
         self.report_preempted()
-        self._limit_wait(self._pool.now_us(), self._max_wait_s)
+        self._limit_wait(self._pool.now_us(), self._request.max_wait_s)
         return await self._wait(self.lease.requeue())
 
     async def hand_back(self, barred: tuple[str, ...] = (), *, others_answer: bool) -> Grant:
@@ -160,7 +167,7 @@ class Turn:
         self._reports.preempted(grant.at_us, self.hand_backs, is_unreached=True)
         self._reports.queued(lambda: _UNANSWERED if others_answer else self._obstacle())
         if not self.preemptions and self._ends_us is None:
-            self._limit_wait(self.lease.entered_us, self._longest_wait_s())
+            self._limit_wait(self.lease.entered_us, self._request.longest_wait_s(self._policy))
         if self._ends_us is not None:
             self._ends_us += max(0, self._pool.now_us() - grant.at_us)
         return await self._wait(self.lease.hand_back(barred))
@@ -191,10 +198,6 @@ class Turn:
         assert self.lease.grant is not None
         return self.lease.grant
 
-    def _longest_wait_s(self) -> float | None:
-        limits = (self._max_wait_s, self._policy.tiers[self.lease.tier].queue.max_wait_s)
-        return min((limit_s for limit_s in limits if limit_s is not None), default=None)
-
     def _limit_wait(self, since_us: int, most_s: float | None) -> None:
         self._most_s, within_s = most_s, self._unlimited_s if most_s is None else most_s
         self._ends_us = None if within_s is None else since_us + round(within_s * 1e6)
@@ -220,7 +223,7 @@ class Turn:
         if comments is not None:
             await comments.admitted(grant.queue_wait_us / 1e6)
         if self._budgets is not None and not self.preemptions and not self.hand_backs:
-            over = self._budgets.used_up(self._tenant)
+            over = self._budgets.used_up(self._request.classification.tenant)
             if over is not None:
                 raise TurnEnded(Cause.BUDGET, await self._left(), over)
         return grant

@@ -16,7 +16,7 @@ from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, 
 from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.request_path import endpoint_of
-from sidecar.admission.turn import Turn, TurnEnded, no_room
+from sidecar.admission.turn import Turn, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, SourceAnswer, api_key
@@ -234,24 +234,17 @@ class RequestExplanation:
 
     async def _take_turn(self, request: SizedRequest, ask: Ask, pool: Pool) -> None:
         """Takes its turn in an empty pool. Raises the pool's refusal, or that of a wait that no grant would end."""
-        classification = request.classification
-        turn = Turn(pool, self._policy, classification.tenant, EventReporter(), budgets=None, max_wait_s=0)
         try:
-            lease = await turn.enter(ask)
+            lease = await Turn(pool, self._policy, request, EventReporter()).enter(ask)
         finally:
-            classification.note_charged(turn.level)
-            self._found |= self._classification(classification)
-        tier = self._policy.tiers[turn.level]
+            self._found |= self._classification(request.classification)
+        tier = self._policy.tiers[request.classification.level]
         self._found["longest_wait_s"] = longest_s = request.longest_wait_s(self._policy)
         self._found["timeouts"] = {**asdict(tier.timeouts), "streams": request.payload.stream}
-        try:
-            await turn.granted()
-            lease.settle(0)
-        except TurnEnded:  # no engine is large enough, although all of them are idle
-            if longest_s is not None:
-                raise no_room(pool, tier, longest_s) from None
-        finally:
-            await pool.close()
+        is_granted = lease.grant is not None
+        await pool.close()
+        if not is_granted and longest_s is not None:  # no engine is large enough, although all of them are idle
+            raise no_room(pool, tier, longest_s)
 
     def _note_size(self, request: SizedRequest, ask: Ask, policy: Policy) -> None:
         level, sizes = request.classification.level, SizeLimits(policy)

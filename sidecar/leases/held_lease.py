@@ -6,23 +6,24 @@ Everything here runs in the event loop of the pool. `admission` gives it to coro
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from uuid import uuid4
 
 import msgspec
 
+from sidecar.admission.answer import learn
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.turn import Cause, Turn, TurnEnded, refusal_of
 from sidecar.errors import AdmissionError, Draining
-from sidecar.events import Classified, Outcome, Received
-from sidecar.leases.lease_request import LeaseRequest, refuse_other_counts
+from sidecar.events import Outcome, Received
+from sidecar.leases.lease_request import PATH, LeaseRequest, refuse_other_counts
 from sidecar.policy.model import Tenant
 from sidecar.pools import Grant, Lease
 
-METHOD, PATH, API = "LEASE", "/python", "lease"
-"""In place of an HTTP request's, in traces, metrics and pages."""
 _CANCELED, _PREEMPTED = "canceled", "preempted"
 _LOST = "its block ended, because a more important request needed its room"
 
@@ -37,48 +38,50 @@ class LeasePreempted(Exception):
 class _Asker(msgspec.Struct):
     """The tenant of a lease and its tier, for reports."""
 
-    tenant: Tenant | None
-    tier: str | None
+    tenant: Tenant
+    tier: str
 
 
 class HeldLease:
     """A lease that is held, or waits again. `Admission.lease` makes it.
 
-    `is_preempted` says that a more important request waits for its room: whoever holds it should end soon.
+    `is_preempted` says that a more important request waits for its room: whoever holds it should end soon. Any thread
+    may use it: what it says then reaches the pool in a moment.
     """
 
-    def __init__(self, controller: AdmissionController, request: LeaseRequest) -> None:
+    def __init__(self, controller: AdmissionController, asked: LeaseRequest) -> None:
         self.is_preempted = False
-        self._controller = controller
-        self._request = request
-        self._policy = controller.policy
-        self._snapshot = controller.snapshot
-        self._ask, self._tenant = request.ask(self._policy)
-        self._asker = _Asker(self._tenant, self._policy.tiers[self._ask.tier].name)
+        self._controller, self._snapshot = controller, controller.snapshot
+        self._asked = asked
+        self._request = request = asked.sized(self._snapshot.policy)
+        self._tokens = request.tokens
+        self._asker = _Asker(request.classification.tenant, self.tier)
         self._reporter = EventReporter(controller.pool.now_us, self._asker)
         self._turn: Turn | None = None
         self._lease: Lease | None = None
         self._grant: Grant | None = None
         self._used: int | None = None
         self._when_preempted: Callable[[], None] | None = None
-        self._is_over = self._was_admitted = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        self._is_over = False
 
     # -- what the holder reads
 
     @property
     def tier(self) -> str:
         """The tier that is charged: a lower one than was asked for where the tenant is over its limits."""
-        return self._policy.tiers[self._level].name
+        return self._snapshot.policy.tiers[self._request.classification.level].name
 
     @property
     def tenant(self) -> str:
         """The tenant that it counts for."""
-        return self._tenant.name
+        return self._request.classification.tenant.name
 
     @property
     def tokens(self) -> int:
         """The tokens that it holds."""
-        return self._ask.tokens if self._lease is None else self._lease.ask.tokens
+        return self._tokens
 
     @property
     def level(self) -> int:
@@ -130,15 +133,31 @@ class HeldLease:
         until the leases fit the pool again.
         """
         refuse_other_counts("tokens", tokens, at_least=1)
-        lease = self._lease
-        if lease is not None and lease.resize(tokens):
-            lease.charge_tenant(tokens - lease.paid_tokens)
+        if self._lease is not None and not self._is_over:
+            self._tokens = tokens
+            self._in_loop(self._resize)
 
     def keep(self) -> None:
         """The engine's first output is there: from now on the lease is never preempted.
 
         Too late where it is preempted already: then its holder is being canceled, and its room is needed.
         """
+        if self._lease is not None:
+            self._in_loop(self._keep)
+
+    def _in_loop(self, do: Callable[[], None]) -> None:
+        if threading.get_ident() == self._thread:
+            do()
+        elif self._loop is not None:
+            with suppress(RuntimeError):  # it has ended, and its leases with it
+                self._loop.call_soon_threadsafe(do)
+
+    def _resize(self) -> None:
+        lease = self._lease
+        if lease is not None and lease.resize(self._tokens):
+            lease.charge_tenant(self._tokens - lease.paid_tokens)
+
+    def _keep(self) -> None:
         if self._lease is not None and not self.is_preempted:
             self._lease.keep()
             self._lease.prefilled()
@@ -148,24 +167,21 @@ class HeldLease:
             raise RuntimeError("the lease was not admitted: use it inside of its block")
         return self._grant
 
-    @property
-    def _level(self) -> int:
-        return self._ask.tier if self._lease is None else self._lease.tier
-
     # -- its life
 
     async def acquire(self, when_preempted: Callable[[], None] | None) -> None:
         """Waits until it is held. Raises AdmissionError where it is refused.
 
-        `when_preempted` is called once, in the event loop, where the room is needed before `keep`; None: it is kept at
-        once. Where that is so before the holder has the lease, it waits again instead. Raises RuntimeError in another
+        `when_preempted` is called once, in the event loop, where the room of a preemptible lease is needed before
+        `keep`. Where that is so before the holder has the lease, it waits again instead. Raises RuntimeError in another
         event loop than its pool's.
         """
         self._refuse_other_loops()
         self._when_preempted = when_preempted
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         observer, now_us = self._controller.observer, self._controller.pool.now_us
         if observer is not None and observer.listens():
-            received = Received(now_us(), time.time_ns(), METHOD, PATH, (), uuid4().hex)
+            received = Received(now_us(), time.time_ns(), "LEASE", PATH, (), uuid4().hex)
             self._reporter = EventReporter(now_us, self._asker, observer.received(received))
         self._controller.watchdog.add(self)
         await self._hold(self._enter)
@@ -180,15 +196,15 @@ class HeldLease:
 
     async def _hold(self, granted: Callable[[], Awaitable[Grant]]) -> None:
         """Holds the lease by the next grant. Raises AdmissionError where there is none; nothing is left then."""
+        controller, policy = self._controller, self._snapshot.policy
         try:
             grant = await granted()
         except TurnEnded as end:
-            if end.cause is Cause.GIVEN_UP and self._controller.is_passing:
-                self._lease, grant = None, end.wait or Grant(self._now_us(), 0, 0, None, {}, self._level)
+            level = self._request.classification.level
+            if end.cause is Cause.GIVEN_UP and controller.is_passing:
+                self._lease, grant = None, end.wait or self._passing(self._now_us())
             else:
-                error = refusal_of(
-                    self._controller.engine_watch, self._controller.pool, self._policy, end, level=self._level
-                )
+                error = refusal_of(controller.engine_watch, controller.pool, policy, end, level=level)
                 self._refused(error, end.wait)
                 raise error from None
         except AdmissionError as error:
@@ -197,20 +213,21 @@ class HeldLease:
         except BaseException:
             self._withdraw()
             raise
-        self._admitted(grant)
+        self._grant, passes = grant, self._lease is None
+        self._reporter.admitted(grant, None if passes else self.priority, is_dry_run=passes)
 
     def release(self, error: BaseException | None = None) -> None:
         """Gives the lease back. `error` is what ended its block."""
-        if self._is_over or not self._was_admitted:
+        if self._is_over or self._grant is None:
             return
         is_lost = self.is_preempted and error is not None
         if is_lost and self._used is None:
             self._used = 0  # its tenant does not pay for what others needed
-        tokens = self._ask.tokens if self._used is None else self._used
         if self._lease is not None:
             self._lease.settle(self._used)
-        if self._controller.usage is not None:
-            self._controller.usage.add(self.tenant, self.tier, self._request.model, *self._request.split(tokens))
+        usage, policy = self._asked.usage(self._used), self._snapshot.policy
+        learn(self._controller, self._request, policy, usage, None, is_complete=error is None, is_failure=False)
+        tokens = self._request.tokens if self._used is None else self._used
         if is_lost:
             self._lost(tokens)
         else:
@@ -228,35 +245,30 @@ class HeldLease:
     async def _enter(self) -> Grant:
         """The first grant."""
         controller, at_us = self._controller, self._now_us()
-        if controller.passes_all:
-            return self._passed()
+        if controller.passes_all:  # it holds nothing
+            self._classified(at_us)
+            return self._passing(at_us)
         if controller.is_draining:
             raise Draining("this process is shutting down and takes no new lease", retry_after_s=1)
         if controller.routing is not None:
             controller.routing.wake()
         turn = self._turn = Turn(
             controller.pool,
-            self._policy,
-            self._tenant,
+            self._snapshot.policy,
+            self._request,
             self._reporter,
             budgets=controller.usage,
-            max_wait_s=self._request.max_wait_s,
             is_over=lambda: controller.is_passing,
         )
         try:
-            lease = self._lease = await turn.enter(self._ask)
+            lease = self._lease = await turn.enter(self._request.ask())
         finally:
-            self._classified(at_us, turn.level)
-        if self._when_preempted is None or not self._request.is_preemptible:
-            lease.on_preempt = None
-        else:
-            lease.on_preempt = self._preempt
+            self._classified(at_us)
+        lease.on_preempt = self._preempt if self._asked.is_preemptible else None
         return await turn.granted()
 
-    def _passed(self) -> Grant:
-        """Where every request passes, a lease holds nothing."""
-        self._classified(self._now_us(), self._ask.tier)
-        return Grant(self._now_us(), 0, 0, None, {}, self._ask.tier)
+    def _passing(self, at_us: int) -> Grant:
+        return Grant(at_us, 0, 0, None, {}, self._request.classification.level)
 
     def _preempt(self) -> None:
         self.is_preempted = True
@@ -283,31 +295,9 @@ class HeldLease:
 
     # -- what is reported of it
 
-    def _admitted(self, grant: Grant) -> None:
-        self._grant, self._was_admitted = grant, True
-        passes = self._lease is None
-        self._reporter.admitted(grant, None if passes else self.priority, is_dry_run=passes)
-
-    def _classified(self, at_us: int, level: int) -> None:
-        ask, tiers = self._ask, self._policy.tiers
-        self._asker.tier = tiers[level].name
-        self._reporter.event(
-            Classified(
-                at_us=at_us,
-                tier=tiers[level].name,
-                tenant=ask.tenant,
-                source="key" if self._request.tier is None else "lease",
-                clamped_from=None,
-                api=API,
-                model=self._request.model,
-                max_output_tokens=None,
-                stream=False,
-                tokens=ask.tokens,
-                requests=ask.requests,
-                preemptible=self._request.is_preemptible and self._policy.rules.is_preemptible(level),
-                downgraded_from=None if level == ask.tier else tiers[ask.tier].name,
-            )
-        )
+    def _classified(self, at_us: int) -> None:
+        self._asker.tier, is_kept = self.tier, not self._asked.is_preemptible
+        self._reporter.classified(self._request, self._snapshot, at_us, api="lease", is_kept=is_kept)
 
     def _settled(self, tokens: int, error: BaseException | None) -> None:
         if error is None:
@@ -328,9 +318,8 @@ class HeldLease:
 
     def _refused(self, error: AdmissionError, wait: Grant | None) -> None:
         """It ended without a grant."""
-        if not self._is_over:
-            self._reporter.refused(error, wait)
-            self._end()
+        self._reporter.refused(error, wait)
+        self._end()
 
     def _report_canceled(self, wait: Grant | None) -> None:
         self._reporter.ended(_CANCELED, "the holder was canceled before it was admitted", None, wait)

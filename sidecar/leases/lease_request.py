@@ -6,11 +6,16 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import NamedTuple
 
+from sidecar.admission.intake import SizedRequest
+from sidecar.admission.usage import UsageReader
+from sidecar.apis import Api
+from sidecar.classify import Classification, Fallback
 from sidecar.errors import TenantsUnavailable
-from sidecar.payload.decode import LARGEST_COUNT
-from sidecar.policy.model import Policy, StoredTenants, Tenant
-from sidecar.pools import Ask
+from sidecar.payload.decode import LARGEST_COUNT, Payload
+from sidecar.policy.model import Policy, Source, StoredTenants, Tenant
 
+PATH = "/python"
+"""In place of an HTTP request's, in traces, metrics and pages."""
 INTERNAL = "internal"
 """The tenant of a lease that names none: the operator's own work, in any tier, without limits."""
 
@@ -27,8 +32,8 @@ class LeaseRequest(NamedTuple):
     is_preemptible: bool
     model: str | None
 
-    def ask(self, policy: Policy) -> tuple[Ask, Tenant]:
-        """What it asks of a pool with this policy, and for which tenant.
+    def sized(self, policy: Policy) -> SizedRequest:
+        """The request of a pool with this policy, as the intake makes it of a body.
 
         Raises ValueError for what cannot be, and TenantsUnavailable where the tenants in the store were not read yet.
         """
@@ -39,25 +44,29 @@ class LeaseRequest(NamedTuple):
             raise ValueError(f"max_wait_s: {self.max_wait_s!r} is no number of seconds; write 0 or more, or None")
         if self.model is not None and not isinstance(self.model, str):
             raise ValueError(f"model: {self.model!r} is no name; write a text, or None")
-        tenant = self._tenant(policy)
-        is_counted = tenant.limits.are_counted
-        ask = Ask(
-            self._level(policy, tenant),
-            tenant.name,
-            tenant.weight,
-            self.tokens,
-            self.requests,
-            limits=tenant.limits if is_counted else None,
-            downgrade=tenant.downgrade_level if is_counted else None,
-            prompt=min(self.prompt_tokens, self.tokens),
-            most=self.tokens,
+        tenant, source = self._tenant(policy), Source.KEY if self.tier is None else Fallback.LEASE
+        return SizedRequest(
+            body=b"",
+            headers={},
+            payload=Payload(self.model, stream=False),
+            classification=Classification(tenant, self._level(policy, tenant), source, None, ()),
+            api=Api.GENERIC,
+            path=PATH,
+            prompt_tokens=self.prompt_tokens,
+            tokens=self.tokens,
+            assumed_output=max(0, self.tokens - self.prompt_tokens),
+            requests=self.requests,
+            max_wait_s=self.max_wait_s,
+            hits=(),
         )
-        return ask, tenant
 
-    def split(self, tokens: int) -> tuple[int, int]:
-        """So many tokens that it has used, as tokens of the prompt and of the answer."""
-        of_prompt = min(self.prompt_tokens, tokens)
-        return of_prompt, tokens - of_prompt
+    def usage(self, tokens: int | None) -> UsageReader:
+        """The usage of an answer that says so many tokens of prompt and output; None: it says nothing."""
+        usage = UsageReader(has_begun=True)
+        if tokens is not None:
+            of_prompt = min(self.prompt_tokens, tokens)
+            usage.counted(of_prompt, tokens - of_prompt)
+        return usage
 
     def _tenant(self, policy: Policy) -> Tenant:
         if self.tenant is None:

@@ -95,7 +95,9 @@ class ThreadAdmission:
     heartbeat.
     """
 
-    def __init__(self, admission: Admission, thread: LoopThread, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, admission: Admission, thread: LoopThread, end: Callable[[], Coroutine[Any, Any, object]]
+    ) -> None:
         self._admission = admission
         self._thread = thread
         self._end = end
@@ -141,43 +143,6 @@ class ThreadAdmission:
         return ThreadLeaseBlock(self._admission.held_lease(request), self._thread, when_preempted)
 
 
-class ThreadLease:
-    """`HeldLease` for the thread that holds it; see there."""
-
-    def __init__(self, held: HeldLease, thread: LoopThread) -> None:
-        self.tier, self.tenant, self.level, self.priority = held.tier, held.tenant, held.level, held.priority
-        self.queue_wait_s, self.starvation_s = held.queue_wait_s, held.starvation_s
-        self.engine, self.engine_url = held.engine, held.engine_url
-        self._held = held
-        self._thread = thread
-
-    @property
-    def tokens(self) -> int:
-        """See `HeldLease.tokens`."""
-        return self._held.tokens
-
-    @property
-    def is_preempted(self) -> bool:
-        """See `HeldLease`."""
-        return self._held.is_preempted
-
-    def used(self, tokens: int) -> None:
-        """See `HeldLease.used`."""
-        self._held.used(tokens)
-
-    def resize(self, tokens: int) -> None:
-        """See `HeldLease.resize`."""
-
-        async def resize() -> None:
-            self._held.resize(tokens)
-
-        self._thread.call(resize)
-
-    def keep(self) -> None:
-        """See `HeldLease.keep`."""
-        self._thread.say(self._held.keep)
-
-
 class ThreadLeaseBlock:
     """The block in which a thread holds a lease. It is used once."""
 
@@ -187,17 +152,13 @@ class ThreadLeaseBlock:
         self._when_preempted = when_preempted
         self._uses = count()  # two threads never get the same number
 
-    def __enter__(self) -> ThreadLease:
+    def __enter__(self) -> HeldLease:
         if next(self._uses):
             raise RuntimeError("the lease was used already: make one for each block")
         preempted = None if self._when_preempted is None else self._preempted
-
-        async def acquire() -> ThreadLease:
-            await self._held.acquire(preempted)
-            return ThreadLease(self._held, self._thread)
-
         try:
-            return self._thread.call(acquire)
+            self._thread.call(partial(self._held.acquire, preempted))
+            return self._held
         except BaseException as error:  # it may have been admitted in the moment of an interruption
             self._thread.say(partial(self._held.release, error))
             raise

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from fractions import Fraction
+from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationInfo
 
@@ -73,7 +74,8 @@ class _Key:
         self.metadata.setdefault("alias", _without_unit(name))
         if self.default is ...:
             return field(metadata=self.metadata, **self.options)
-        default: Any = TypeAdapter[Any](hint).validate_python(self.default, context=_NO_FILE)
+        is_none = self.default is None and get_origin(hint) is not Annotated
+        default = None if is_none else TypeAdapter[Any](hint).validate_python(self.default, context=_NO_FILE)
         metadata = {**self.metadata, "json_schema_extra": {"default": self.default}}
         if type(default).__hash__ is None:
             return field(default_factory=lambda: default, metadata=metadata, **self.options)
@@ -113,7 +115,8 @@ def declared(cls: type[T]) -> type[T]:
         cls.__annotations__[name] = hint
         if isinstance(found, _Key):
             setattr(cls, name, found.made(name, hint))
-    extra = getattr(cls, "SCHEMA", None)
+    # Its purpose is written here, because pydantic 2.9 leaves out that of a dataclass.
+    extra = {"description": cleandoc(cls.__doc__ or ""), **getattr(cls, "SCHEMA", {})}
     cls.__pydantic_config__ = ConfigDict(  # type: ignore[attr-defined]
         extra="forbid", hide_input_in_errors=True, json_schema_extra=extra
     )

@@ -10,7 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from sidecar.policy.tier import Tier
 
 UNLIMITED = 2**53 - 1
 """Stands for a dimension the policy does not bound. The largest whole number that a double (so Lua) holds exactly."""
@@ -69,28 +72,9 @@ class PoolRules:
         return self.max_preemptions > 0 and self.tiers[level].preemptible
 
 
-class StatedShares(Protocol):
-    """One tier as an operator states it: exact fractions of the pool. See `tier.TierBody` and `Shares`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def reserve(self) -> Fraction: ...
-    @property
-    def lend(self) -> Fraction: ...
-    @property
-    def limit(self) -> Fraction: ...
-    @property
-    def always_first(self) -> bool: ...
-    @property
-    def preemptible(self) -> bool: ...
-    @property
-    def preempt_after_us(self) -> int | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The shares of one tier, and no more of it."""
+    """One tier as an operator states it: exact fractions of the pool."""
 
     name: str
     reserve: Fraction = Fraction(0)
@@ -99,6 +83,10 @@ class Shares:
     always_first: bool = False
     preemptible: bool = False
     preempt_after_us: int | None = None
+
+
+StatedShares: TypeAlias = "Shares | Tier"
+"""The shares of one tier, alone or with all else that its policy says of it."""
 
 
 def pool_rules(

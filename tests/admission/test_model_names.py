@@ -19,7 +19,7 @@ from tests.support.middleware import policy
 
 
 def names(**models: tuple[str, ...]) -> ModelNames:
-    found = {name: ModelPolicy(name, None, aliases) for name, aliases in models.items()}
+    found = {name: ModelPolicy(None, aliases) for name, aliases in models.items()}
     return ModelNames(replace(policy(), models=MappingProxyType(found)))
 
 

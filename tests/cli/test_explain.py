@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from sidecar.cli import main
-from sidecar.payload.decode import MEDIA_TOKENS
 from tests.support.each import each
 
 KEY = "sk-very-secret"
@@ -115,14 +114,6 @@ def test_a_list_holds_a_request_for_each_item_up_to_what_its_tier_accepts(
     code, found = explained(policy, "--path", "/v1/embeddings", "--body", str(body))
     assert (code, found["holds"]["requests"], found["largest"]["requests"]) == (0, 5, 5)
     assert f"5 of the pool's requests: {said}\n" in capsys.readouterr().out
-
-
-def test_a_picture_is_explained_as_a_medium_in_a_part_without_a_type(policy: Path, tmp_path: Path) -> None:
-    body = tmp_path / "body.json"
-    part = {"image_url": "data:image/png;base64," + "A" * 400_000}
-    body.write_text(json.dumps({"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}))
-    _, found = explained(policy, "--path", "/v1/chat/completions", "--body", str(body))
-    assert MEDIA_TOKENS <= found["holds"]["prompt_tokens"] < MEDIA_TOKENS + 20
 
 
 def test_an_endpoint_that_names_a_tier_and_a_path(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:

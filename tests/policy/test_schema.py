@@ -37,22 +37,16 @@ def _mappings(kind: type) -> list[dict[str, Any]]:
     return [part["properties"] for part in (document, *document.get("$defs", {}).values())]
 
 
-EXAMPLES = {
-    kind: {name: key["examples"][0] for name, key in schema_document(kind)["properties"].items() if "examples" in key}
-    for kind in SCHEMAS.values()
-}
-
-
 def test_the_examples_of_the_reference_are_read(tmp_path: Path) -> None:
-    one = {name: example for name, example in EXAMPLES[PoolFile].items() if name != "tenants"}
-    one |= {"engine": "vllm", "sources": ["engine", "body"], "engine_levels": {"high": 5, "normal": 10}}
-    one |= {"default_tier": "normal", "anonymous": "normal", "aging": {"promote_after": "5m", "ceiling": "normal"}}
-    one["jwt"] = {**one["jwt"], "jwks": "https://id.example/keys"}
-    for left_out in (("engines", "models"), ("capacity",)):
-        written = {name: example for name, example in one.items() if name not in left_out}
-        if "engines" in written:
-            written["models"] = {"llama-70b": {"engines": ["a"]}}
-        load(pool(tmp_path, yaml.safe_dump(written, sort_keys=False)))
+    keys = schema_document(PoolFile)["properties"]
+    written = {name: key["examples"][0] for name, key in keys.items() if "examples" in key}
+    del written["tenants"]  # no file is there
+    written |= {"engine": "vllm", "sources": ["engine", "body"], "engine_levels": {"high": 5, "normal": 10}}
+    written |= {"default_tier": "normal", "anonymous": "normal", "aging": {"promote_after": "5m", "ceiling": "normal"}}
+    written["models"] = {"llama-70b": {"engines": ["a"]}}
+    for without in (("engines", "models"), ("capacity",)):
+        text = yaml.safe_dump({name: value for name, value in written.items() if name not in without}, sort_keys=False)
+        load(pool(tmp_path, text))
 
 
 @each("path", [POLICIES / "policy.yaml", *sorted((POLICIES / "tenants").glob("*.yaml"))], ids=str)
@@ -62,6 +56,7 @@ def test_a_shipped_file_names_its_schema_for_editors(path: Path) -> None:
     assert (path.parent / named).resolve().is_file()
 
 
+@pytest.mark.skipif(OLD_PYDANTIC, reason="it writes the keys of an example in another order")
 def test_the_reference_in_docs_is_current() -> None:
     written = (POLICIES.parent / "docs" / "policy.md").read_text(encoding="utf-8")
     assert reference_text() == written, "run: python -m sidecar.policy.reference"

@@ -41,34 +41,29 @@ Limits of the dry run. The report says where it finds one of the first four (`si
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.admission.answer import BODIES, CostReader, EngineCall, body_of, learn
+from sidecar.admission.answer import Answer, CostReader, EngineCall
+from sidecar.admission.client import ClientChannel
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.dry_run.engine_times import SentRequest
-from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowResult
+from sidecar.admission.dry_run.shadow import CLIENT_LEFT, ShadowRequest
 from sidecar.admission.event_reporter import reporter_of
 from sidecar.admission.forwarding import call_app, forwarded_scope
 from sidecar.admission.intake import RequestIntake, SizedRequest
-from sidecar.admission.request_gain import RequestGain
 from sidecar.admission.responses import differences, id_headers, request_id
 from sidecar.admission.usage import UsageReader
 from sidecar.chunks import with_write
 from sidecar.context import current
 from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
-from sidecar.events import AppTrace, Headers, Observed, Outcome, Verdict
+from sidecar.events import Observed, Outcome, Verdict
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant
 
-Shown = TypeVar("Shown")
 UNREAD, TOO_MANY = "body_unread", "too_many_shadows"
-_REFUSED_BY_ENGINE = frozenset((429, 502, 503, 504, 529))
-"""Statuses by which an engine, or the proxy before it, says that it cannot take a request now."""
 _MODE = (b"x-admission-mode", b"observe")
-_NO_WAIT = Grant(0, 0, 0, None, {}, 0)
 
 
 class DryRunRequest:
@@ -79,7 +74,8 @@ class DryRunRequest:
     """
 
     __slots__ = (
-        "_call", "_controller", "_endpoint", "_front", "_receive", "_received_us", "_scope", "_send", "_watcher",
+        "_client", "_client_error", "_controller", "_endpoint", "_front", "_is_out", "_received_us", "_scope", "_send",
+        "_watcher",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917  # the three of ASGI, and what they belong to
@@ -97,25 +93,26 @@ class DryRunRequest:
         self._controller = controller
         self._endpoint = endpoint
         self._scope = scope
-        self._receive = receive
         self._send = send
+        self._client = ClientChannel(receive, self._pass, controller.pool.now_us)
+        self._client_error: Exception | None = None
+        self._is_out = False
         self._watcher: RequestWatcher | None = None
-        self._call: EngineCall | None = None
 
     async def run(self) -> None:
         """Calls the app. Raises only what the app raises."""
-        self._controller.watchdog.add(self)
+        scope, controller, call = self._scope, self._controller, EngineCall()
+        controller.watchdog.add(self)
         raised: BaseException | None = None
         try:
-            scope, controller = self._scope, self._controller
-            try:
-                self._watcher = RequestWatcher(self._front, controller, self._endpoint, scope, self._received_us)
-            except Exception as defect:
-                controller.shadows.report(defect)
+            with self._watching():
+                watcher = RequestWatcher(
+                    self._front, controller, self._endpoint, scope, self._client, self._received_us
+                )
+                self._watcher, call = watcher, watcher.call
             with_write(scope, None)  # every message is watched
             if self._endpoint.forward_to is not None:
                 scope = forwarded_scope(scope, self._endpoint, scope["headers"])
-            call = self._call = EngineCall(trace=None if self._watcher is None else self._watcher.app_trace())
             token = current.set(call)
             try:
                 await call_app(controller, self._scope, scope, self._receive_for_app, self._send_for_app)
@@ -125,8 +122,10 @@ class DryRunRequest:
             raised = error
             raise
         finally:
-            self._watch(lambda watcher: watcher.on_end(raised, is_complete=False))
-            self._controller.watchdog.discard(self)
+            if self._watcher is not None:
+                with self._watching():
+                    self._watcher.app_ended(raised)
+            controller.watchdog.discard(self)
 
     def check(self) -> None:
         """See `Watched`. The dry run ends no request, so there is nothing to check."""
@@ -135,35 +134,42 @@ class DryRunRequest:
         """Nothing: the request does not wait."""
 
     async def _receive_for_app(self) -> Message:
-        message = await self._receive()
-        self._watch(lambda watcher: watcher.on_request(message))
+        message = await self._client.receive()
+        if self._watcher is not None:
+            with self._watching():
+                self._watcher.asked(message)
         return message
 
     async def _send_for_app(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = [*message.get("headers", ())]  # the app's own value may be an iterator
-            added = self._watch(lambda watcher: watcher.headers(headers))
-            message = {**message, "headers": [*headers, *(added or ())]}
-        self._watch(lambda watcher: watcher.on_response(message))
-        if message["type"] not in BODIES or message.get("more_body", False):
+        if message["type"] == "http.response.start":  # the app's own headers may be an iterator
+            message = {**message, "headers": [*message.get("headers", ())]}
+        self._is_out = False
+        if self._watcher is not None:
+            with self._watching():
+                await self._watcher.answer.send(message)
+        if not self._is_out:
             await self._send(message)
-            return
-        assert self._call is not None
-        await self._call.send_last(self._send, message)
-        self._watch(lambda watcher: watcher.on_end(None, is_complete=True))
 
-    def _watch(self, show: Callable[[RequestWatcher], Shown]) -> Shown | None:
-        """Shows the watcher something. None after a defect in the dry run: the request goes on, unwatched."""
-        watcher = self._watcher
-        if watcher is None:
-            return None
+    async def _pass(self, message: Message) -> None:
+        self._is_out = True
         try:
-            return show(watcher)
+            await self._send(message)
+        except Exception as error:
+            self._client_error = error
+            raise
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """After a defect of the dry run the request goes on, unwatched. What the server raises is none."""
+        try:
+            yield
         except Exception as defect:
-            self._watcher = None
+            if defect is self._client_error:
+                raise
+            watcher, self._watcher = self._watcher, None
             self._controller.shadows.report(defect)
-            watcher.release()
-            return None
+            if watcher is not None:
+                watcher.release()
 
 
 class RequestWatcher:
@@ -174,220 +180,170 @@ class RequestWatcher:
     """
 
     __slots__ = (
-        "_client", "_controller", "_cost", "_disconnected", "_endpoint", "_found", "_front", "_intake", "_is_answered",
-        "_is_over", "_reader", "_received_us", "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status",
-        "_usage",
+        "_client", "_controller", "_endpoint", "_found", "_front", "_intake", "_is_over", "_received_us",
+        "_reporter", "_request_id", "_scope", "_shadow", "_snapshot", "_usage", "answer", "call",
     )  # fmt: skip
 
-    def __init__(
+    def __init__(  # noqa: PLR0917
         self,
         front: AdmissionController,
         controller: AdmissionController,
         endpoint: Endpoint,
         scope: Scope,
+        client: ClientChannel,
         received_us: int,
     ) -> None:
-        headers = dict(scope["headers"])
-        client = scope.get("client")
-        self._client: str | None = client[0] if client else None
+        headers, now_us = dict(scope["headers"]), controller.pool.now_us
+        self._scope, self._client = scope, client
         self._front, self._controller = front, controller
         self._snapshot = front.snapshot
         self._endpoint = endpoint
         self._request_id = request_id(headers)
         self._received_us = received_us
-        now_us = controller.pool.now_us
         self._intake = intake = RequestIntake(self._snapshot, endpoint, headers, received_us)
         self._reporter = reporter_of(controller.observer, scope, self._request_id, received_us, now_us, intake)
-        self._usage = UsageReader()
-        self._cost = None if endpoint.cost is None else CostReader(endpoint.cost)
-        self._reader: UsageReader | RequestGain = self._usage
+        self._usage = usage = UsageReader()
+        observation = self._reporter.observation
+        self.call = EngineCall(trace=None if observation is None else observation.app_trace())
+        hooks = self._response_start, self._first_byte, self._settle
+        self.answer = Answer(usage, usage, client, self.call, *hooks)
+        if endpoint.cost is not None:
+            self.answer.cost = CostReader(endpoint.cost)
         self._shadow: ShadowRequest | None = None
-        self._sent: SentRequest | None = None
-        self._status: int | None = None
-        self._disconnected = self._is_answered = self._is_over = False
+        self._is_over = False
         self._found: SizedRequest | AdmissionError | None = None
         try:
-            self._intake.check_head(scope["headers"], scope)
+            intake.check_head(scope["headers"], scope)
         except (IssuerUnavailable, TenantsUnavailable) as missing:  # enforcing would have waited, or said so
             self._found = missing
-            self._report(ShadowResult(Verdict.UNKNOWN, missing.code, None))
+            self._report(Verdict.UNKNOWN, missing.code)
         except AdmissionError as refusal:
             self._refuse(refusal)
 
-    def app_trace(self) -> AppTrace | None:
-        """See `Observation.app_trace`: the request is admitted while the app runs, so it is that of `admission`."""
-        observation = self._reporter.observation
-        return None if observation is None else observation.app_trace()
-
-    def on_request(self, message: Message) -> None:
-        """The app is about to get this message."""
-        if message["type"] == "http.disconnect":
-            self._disconnected = True
-        elif self._found is None and message["type"] == "http.request":
-            try:
-                request = self._intake.feed(message, self._now_us())
-                if request is not None:
-                    self._controller = self._front.controller_of(request)
-            except AdmissionError as refusal:
-                self._refuse(refusal)
-            else:
-                if request is not None:
-                    self._begin_shadow(request)
-
-    def on_response(self, message: Message) -> None:
-        """The client is about to get this message."""
-        if self._cost is not None:
-            self._cost.feed(message)
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-        elif message["type"] in BODIES:
-            if (body := body_of(message)) is not None:
-                if not self._usage.has_begun:
-                    self._usage.has_begun = True
-                    self._reporter.first_byte(self._status)
-                    self._first_byte()
-                self._reader.feed(body)
-            # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
-            self._is_answered = not message.get("more_body", False) and not self._disconnected
-
-    def headers(self, of_app: Headers) -> Headers:
-        """The headers that are added to the app's own."""
-        named = id_headers(self._request_id, of_app, self._endpoint.api)
-        if not isinstance(self._found, SizedRequest):
-            return (_MODE, *named)
-        tiers = self._snapshot.tier_names
-        tier = (b"x-admission-tier", tiers[self._found.classification.level])
-        return (_MODE, tier, *differences(self._found, tiers), *named)
-
-    def on_end(self, error: BaseException | None, *, is_complete: bool) -> None:
-        """The app has returned, or the last byte is out. `error` is what the app raised."""
-        if self._is_over:
+    def asked(self, message: Message) -> None:
+        """The app is about to get this message of the client."""
+        if self._found is not None or message["type"] != "http.request":
             return
-        self._is_over = True
-        if self._found is None:
-            self._report_unread_body()
-        outcome, code = self._outcome(error, is_complete=is_complete)
-        usage, prompt_tokens, charged = self._usage, 0, None
-        usage.read()
-        if self._cost is not None:
-            self._cost.tell(usage)
-        if isinstance(self._found, SizedRequest):
-            tenant, payload = self._found.classification.tenant.name, self._found.payload
-            usage.conclude(self._controller.output_ratios, tenant, payload.model)
-            prompt_tokens = self._found.prompt_tokens
-            charged = usage.charged_tokens(prompt_tokens, self._status)
-        if self._sent is not None:
-            self._end_sent(self._sent, outcome, charged)
-        if isinstance(self._found, SizedRequest):
-            is_complete = outcome is Outcome.COMPLETED
-            policy, status = self._snapshot.policy, self._status
-            learn(self._controller, self._found, policy, usage, status, is_complete=is_complete, is_failure=False)
-        used = usage.used_tokens(prompt_tokens), usage.input_tokens, usage.output_tokens, usage.cached_tokens
-        self._reporter.settled(outcome, status=self._status, used=used, error=code)
+        try:
+            request = self._intake.feed(message, self._now_us())
+            if request is not None:
+                self._controller = self._front.controller_of(request)
+        except AdmissionError as refusal:
+            self._refuse(refusal)
+        else:
+            if request is not None:
+                self._begin_shadow(request)
+
+    def app_ended(self, error: BaseException | None) -> None:
+        """The app has returned, or has raised an error. Its answer may not be complete."""
+        if isinstance(error, asyncio.CancelledError) and self._controller.is_stopping(error):
+            self._settle(Outcome.FAILED, type(error).__name__)
+        elif self._client.disconnected_us is not None or isinstance(error, asyncio.CancelledError):
+            self._settle(Outcome.CLIENT_LEFT)  # even where the app made something else of it
+        else:
+            self._settle(Outcome.FAILED, "incomplete_response" if error is None else type(error).__name__)
 
     def release(self) -> None:
         """After a defect: the shadow ends, and holds nothing more than its request would."""
         if self._reporter.gain is not None:
             self._reporter.gain.taken_back()
-        if self._sent is not None:
-            self._controller.engine_times.ended(self._sent, self._now_us(), None, is_complete=False)
         if self._shadow is not None:
-            self._shadow.ended()
+            self._shadow.unwatched()
 
-    # -- the request at the engine
+    # -- the answer
 
-    def _first_byte(self) -> None:
-        status, sent = self._status or 0, self._sent
-        if sent is None or status in _REFUSED_BY_ENGINE:
-            return
-        self._controller.engine_times.first_byte(sent, self._now_us(), is_served=status < 400)
+    def _response_start(self, message: Message) -> Message:
+        """The response's start, with the headers that are added to the app's own."""
+        found, tiers, of_app = self._found, self._snapshot.tier_names, message["headers"]
+        added = [_MODE]
+        if isinstance(found, SizedRequest):
+            tier = (b"x-admission-tier", tiers[found.classification.level])
+            added += [tier, *differences(found, tiers)]
+        named = id_headers(self._request_id, of_app, self._endpoint.api)
+        return {**message, "headers": [*of_app, *added, *named]}
+
+    def _first_byte(self, status: int | None) -> None:
+        self._reporter.first_byte(status)
         if self._shadow is not None:
-            self._shadow.begun()
+            self._shadow.first_byte(status)
 
-    def _end_sent(self, sent: SentRequest, outcome: Outcome, charged: int | None) -> None:
-        """The request has left the engine: its times are known, or say nothing."""
-        times, usage, status, now_us = self._controller.engine_times, self._usage, self._status or 0, self._now_us()
-        is_complete = outcome is Outcome.COMPLETED
-        if is_complete and sent.first_us is None and status not in _REFUSED_BY_ENGINE:
-            times.first_byte(sent, now_us, is_served=False)  # a response without a body
-        sent.is_lost = sent.first_us is None
-        output_tokens = usage.output_tokens
-        if output_tokens is None and usage.chunks:
-            output_tokens = usage.chunks - 1  # the last one is `[DONE]`
-        times.ended(sent, now_us, output_tokens, is_complete=is_complete and 0 < status < 400)
-        if self._shadow is None:
+    def _settle(self, outcome: Outcome, error: str | None = None) -> None:
+        """The request is over. Only the first call counts."""
+        if self._is_over:
             return
-        if outcome is Outcome.CLIENT_LEFT and sent.first_us is None:
-            self._shadow.disconnected()
+        self._is_over = True
+        answer, usage, request = self.answer, self._usage, self._found
+        if isinstance(request, SizedRequest):
+            policy, is_complete = self._snapshot.policy, outcome is Outcome.COMPLETED
+            tokens, charged = answer.used(request, self._controller, policy, is_complete=is_complete)
+            if self._shadow is not None:
+                self._shadow.ended(outcome, answer.status, usage, charged)
         else:
-            self._shadow.ended(charged)
+            usage.read()
+            tokens = usage.used_tokens(0)
+        if self._found is None:
+            self._report_unread_body()
+        used = tokens, usage.input_tokens, usage.output_tokens, usage.cached_tokens
+        self._reporter.settled(outcome, answer.status, used, error)
 
     # -- what enforcing would do
 
     def _refuse(self, refusal: AdmissionError) -> None:
         self._found = refusal
-        self._report(ShadowResult(Verdict.REFUSED, refusal.code, None))
+        self._report(Verdict.REFUSED, refusal.code)
 
     def _begin_shadow(self, request: SizedRequest) -> None:
         """The body is complete. Called once."""
         self._found, controller = request, self._controller
         if controller.routing is not None:
             request.hits = ()  # its prompt counts at an engine; nothing is predicted, as the request passes to any
-        shadow = ShadowRequest(controller, self._snapshot, request, self._report)
-        self._sent = shadow.sent
+        shadow = self._shadow = ShadowRequest(controller, self._snapshot, request, self._report)
         if not self._usage.has_begun:  # an app may answer before it has read the body
-            self._reporter.classified(request, self._endpoint, self._snapshot, self._now_us())
-            self._reporter.passed(self._now_us(), request.classification.level)
+            now_us, level = self._now_us(), request.classification.level
+            self._reporter.classified(request, self._snapshot, now_us)
+            self._reporter.admitted(Grant(now_us, 0, 0, None, {}, level), None, is_dry_run=True)
             self._measure_gain(request)
-        if controller.shadows.follow(shadow):
-            self._shadow = shadow
-        else:
-            self._report(ShadowResult(Verdict.UNKNOWN, TOO_MANY, None))
+        if not controller.shadows.follow(shadow):
+            shadow.give_up(TOO_MANY)
 
     def _measure_gain(self, request: SizedRequest) -> None:
         """The gain as it really is, without the admission of the policy."""
         objectives, names = self._snapshot.objectives, self._snapshot.tier_names
         gain = self._controller.gain.follow(request, objectives, names, self._now_us()) if objectives else None
         if gain is not None:
-            self._reporter.gain, self._reader = gain, gain.sent(None, self._usage)
+            self._reporter.gain, self.answer.reader = gain, gain.sent(None, self._usage)
 
     def _report_unread_body(self) -> None:
         """The request is over before its body was complete."""
         try:
             self._intake.check_time(self._now_us())
         except AdmissionError as refusal:
-            self._report(ShadowResult(Verdict.REFUSED, refusal.code, None))
+            self._report(Verdict.REFUSED, refusal.code)
             return
-        verdict, code = (Verdict.ABANDONED, CLIENT_LEFT) if self._disconnected else (Verdict.UNKNOWN, UNREAD)
-        self._report(ShadowResult(verdict, code, None))
+        has_left = self._client.disconnected_us is not None
+        verdict, code = (Verdict.ABANDONED, CLIENT_LEFT) if has_left else (Verdict.UNKNOWN, UNREAD)
+        self._report(verdict, code)
 
-    def _outcome(self, error: BaseException | None, *, is_complete: bool) -> tuple[Outcome, str | None]:
-        if is_complete and self._is_answered:
-            return Outcome.COMPLETED, None
-        if isinstance(error, asyncio.CancelledError) and self._controller.is_stopping(error):
-            return Outcome.FAILED, type(error).__name__
-        if self._disconnected or isinstance(error, asyncio.CancelledError):
-            return Outcome.CLIENT_LEFT, None  # even where the app made something else of it
-        return Outcome.FAILED, "incomplete_response" if error is None else type(error).__name__
-
-    def _report(self, result: ShadowResult) -> None:
+    def _report(self, verdict: Verdict, code: str | None, wait: Grant | None = None) -> None:
+        """Reports what enforcing would have done. `wait` is there where it would have waited, or was admitted."""
         found, intake, policy = self._found, self._intake, self._snapshot.policy
         clamped_from = found.classification.clamped_from if isinstance(found, SizedRequest) else None
-        wait = result.wait or _NO_WAIT
+        now_us, client = self._now_us(), self._scope.get("client")
+        wait = wait or Grant(now_us, 0, 0, None, {}, 0)
         observed = Observed(
-            at_us=self._now_us() if result.wait is None else wait.at_us,
+            at_us=wait.at_us,
             request_id=self._request_id,
             generation=policy.generation,
-            verdict=result.verdict,
+            verdict=verdict,
             received_us=self._received_us,
-            code=result.code,
-            tier=policy.tiers[found.classification.level].name if isinstance(found, SizedRequest) else intake.tier,
+            code=code,
+            tier=intake.tier,
             tenant=None if intake.tenant is None else intake.tenant.name,
             queue_wait_us=wait.queue_wait_us,
             starvation_us=wait.starvation_us,
             served_ahead=wait.served_ahead,
             path=self._endpoint.path,
-            client=self._client,
+            client=client[0] if client else None,
             clamped_from=None if clamped_from is None else policy.tiers[clamped_from].name,
         )
         if not self._is_over:

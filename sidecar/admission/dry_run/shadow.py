@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -22,9 +21,10 @@ from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.turn import Cause, Turn, TurnEnded
+from sidecar.admission.usage import UsageReader
 from sidecar.errors import AdmissionError, QueueTimeout
-from sidecar.events import Verdict
-from sidecar.pools import Ask, Grant
+from sidecar.events import Outcome, Verdict
+from sidecar.pools import Ask, Grant, Lease
 
 if TYPE_CHECKING:
     from sidecar.admission.controller import AdmissionController
@@ -32,16 +32,14 @@ if TYPE_CHECKING:
 LONGEST_WAIT_S = 3600.0
 """The longest wait of a shadow where its tier has none."""
 CLIENT_LEFT, WAITED_TOO_LONG = "client_left", "waited_too_long"
+_REFUSED_BY_ENGINE = frozenset((429, 502, 503, 504, 529))
+"""Statuses by which an engine, or the proxy before it, says that it cannot take a request now."""
 SLIGHTLY = 0.1
 """A request that is later than its shadow by this part of the time that it generates is waited for."""
 
 
-class ShadowResult(NamedTuple):
-    """The result of a shadow request. `code` is None where it was admitted; `wait` where it never waited."""
-
-    verdict: Verdict
-    code: str | None
-    wait: Grant | None
+Report = Callable[[Verdict, str | None, Grant | None], None]
+"""Gets the result of a shadow request: a code where it was not admitted, and how it waited."""
 
 
 class WaitingShadow(NamedTuple):
@@ -56,13 +54,13 @@ class WaitingShadow(NamedTuple):
 class ShadowRequest:
     """The shadow of one request. `report` is called once, with the result.
 
-    Its request calls `begun` with the first byte of the response, then `lost`, `disconnected` or `ended`, each after
-    `EngineTimes` knows of it. `sent` is the request at the engine. `run` is called once, in a task of its own.
+    Its request calls `first_byte`, then `ended` or `unwatched`. `sent` is the request at the engine. `run` is called
+    once, in a task of its own.
     """
 
     __slots__ = (
-        "_ask", "_began_us", "_begun", "_controller", "_disconnected", "_ended", "_follows", "_holds", "_pool",
-        "_preempted", "_report", "_request", "_snapshot", "_times", "_turn", "_used", "_waits", "sent",
+        "_ask", "_began_us", "_begun", "_controller", "_disconnected", "_ended", "_follows", "_lease", "_pool",
+        "_preempted", "_report", "_request", "_snapshot", "_times", "_used", "sent",
     )  # fmt: skip
 
     def __init__(
@@ -70,13 +68,13 @@ class ShadowRequest:
         controller: AdmissionController,
         snapshot: PolicySnapshot,
         request: SizedRequest,
-        report: Callable[[ShadowResult], None],
+        report: Report,
     ) -> None:
         self._controller = controller
         self._pool, self._times = controller.pool, controller.engine_times
         self._snapshot = snapshot
         self._request = request
-        self._report: Callable[[ShadowResult], None] | None = report
+        self._report: Report | None = report
         self._ask = None if snapshot.estimator.counter is not None else self._sized()
         self._used: int | None = None
         self._began_us = self._pool.now_us()
@@ -86,47 +84,53 @@ class ShadowRequest:
         self._disconnected: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
         self._preempted: asyncio.Future[None] = loop.create_future()
-        self._holds = self._waits = self._follows = False
-        self._turn = Turn(
-            self._pool,
-            snapshot.policy,
-            request.classification.tenant,
-            EventReporter(),
-            budgets=controller.usage,
-            max_wait_s=request.max_wait_s,
-            disconnect=lambda: self._disconnected,
-            unlimited_s=LONGEST_WAIT_S,
-        )
+        self._lease: Lease | None = None
+        self._follows = False
 
     @property
     def is_real(self) -> bool:
         """Whether it holds room that its request uses at the engine at this moment."""
-        return self._holds and self.sent.end_us is None
+        return self._lease is not None and self._lease.grant is not None and self.sent.end_us is None
 
     def waiting(self) -> WaitingShadow | None:
         """How it waits; None where it does not."""
-        if not self._waits:
+        if self._lease is None or self._lease.grant is not None:
             return None
         policy, classification = self._snapshot.policy, self._request.classification
         tier, waited_us = policy.tiers[classification.level].name, self._pool.now_us() - self._began_us
         return WaitingShadow(policy.generation, tier, classification.tenant.name, waited_us)
 
-    def begun(self) -> None:
+    def first_byte(self, status: int | None) -> None:
         """The first byte of the response goes out."""
-        if not self._begun.done():
-            self._begun.set_result(None)
+        if (status or 0) not in _REFUSED_BY_ENGINE:
+            self._times.first_byte(self.sent, self._pool.now_us(), is_served=(status or 0) < 400)
+            _set(self._begun)
 
-    def disconnected(self) -> None:
-        """The client disconnected before the first byte."""
-        if not self._disconnected.done():
-            self._disconnected.set_result(None)
+    def ended(self, outcome: Outcome, status: int | None, usage: UsageReader, charged: int | None) -> None:
+        """The request is over: its times are known, or say nothing. `charged` corrects its tenant's charge."""
+        times, sent, now_us, code = self._times, self.sent, self._pool.now_us(), status or 0
+        is_complete = outcome is Outcome.COMPLETED
+        if is_complete and sent.first_us is None and code not in _REFUSED_BY_ENGINE:
+            times.first_byte(sent, now_us, is_served=False)  # a response without a body
+        sent.is_lost = sent.first_us is None
+        output_tokens = usage.output_tokens
+        if output_tokens is None and usage.chunks:
+            output_tokens = usage.chunks - 1  # the last one is `[DONE]`
+        times.ended(sent, now_us, output_tokens, is_complete=is_complete and 0 < code < 400)
+        if outcome is Outcome.CLIENT_LEFT and sent.is_lost:
+            _set(self._disconnected)
+        else:
+            self._request_over(charged)
 
-    def ended(self, used_tokens: int | None = None) -> None:
-        """The request is over. `used_tokens` corrects its tenant's charge."""
-        self.begun()
-        self._used = used_tokens if self._used is None else self._used
-        if not self._ended.done():
-            self._ended.set_result(None)
+    def unwatched(self) -> None:
+        """The request goes on, and nothing is known of it any more."""
+        self._times.ended(self.sent, self._pool.now_us(), None, is_complete=False)
+        self._request_over(None)
+
+    def _request_over(self, charged: int | None) -> None:
+        self._used = charged if self._used is None else self._used
+        _set(self._begun)
+        _set(self._ended)
 
     def follow_request(self) -> None:
         """Real requests wait now: the shadow holds its room until its request ends."""
@@ -157,21 +161,24 @@ class ShadowRequest:
         self._end(Verdict.UNKNOWN, code, None)
 
     async def _pass_through(self, ask: Ask) -> None:
-        request, classification = self._request, self._request.classification
-        turn = self._turn
+        controller, request = self._controller, self._request
+        turn = Turn(
+            self._pool,
+            self._snapshot.policy,
+            request,
+            EventReporter(),
+            budgets=controller.usage,
+            sizes=controller.lease_sizes,
+            disconnect=lambda: self._disconnected,
+            unlimited_s=LONGEST_WAIT_S,
+        )
+        lease = self._lease = await turn.enter(ask)
         try:
-            lease = await turn.enter(ask)
-        finally:
-            classification.note_charged(turn.level)
-        try:
-            is_preemptible = self._snapshot.are_preemptible[classification.level] and request.may_be_repeated
+            is_preemptible = self._snapshot.are_preemptible[request.classification.level] and request.may_be_repeated
             if is_preemptible:
                 lease.on_preempt = self._preempt
-            if request.expected is not None:
-                lease.size_now = partial(request.expect, self._controller.lease_sizes, self._pool)
-            grant = await self._wait(turn.granted)
+            grant = await turn.granted()
             while True:
-                self._holds = True
                 if not is_preemptible:
                     self._end(Verdict.ADMITTED, None, grant)
                 first_us = await self._first_byte(grant)
@@ -180,8 +187,8 @@ class ShadowRequest:
                 if first_us is not None or not self._preempted.done() or self._disconnected.done():
                     break
                 self._times.leave(self.sent)
-                self._holds, self._preempted = False, asyncio.get_running_loop().create_future()
-                grant = await self._wait(turn.requeue)
+                self._preempted = asyncio.get_running_loop().create_future()
+                grant = await turn.requeue()
             if is_preemptible:
                 lease.keep()
             self._end(Verdict.ADMITTED, None, grant)
@@ -191,17 +198,9 @@ class ShadowRequest:
             if not lease.settle(self._used):
                 lease.leave()
 
-    async def _wait(self, granted: Callable[[], Awaitable[Grant]]) -> Grant:
-        self._waits = True
-        try:
-            return await granted()
-        finally:
-            self._waits = False
-
     def _preempt(self) -> None:
         """Called by the pool: a more important request needs the room."""
-        if not self._preempted.done():
-            self._preempted.set_result(None)
+        _set(self._preempted)
 
     async def _first_byte(self, grant: Grant) -> float | None:
         """Returns at the shadow's first byte, with its moment. None where it was preempted, or its client left, before.
@@ -214,22 +213,12 @@ class ShadowRequest:
             granted_us = runs_us
         begins_us = times.prompt_begins_us(sent, runs_us)
         if not self._begun.done():
-            latest_us = times.unloaded_until_us(sent)
-            timeout_s = None if latest_us is None else self._left_s(latest_us)
-            waits_for = (self._begun, self._preempted, self._disconnected)
-            await asyncio.wait(waits_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if self._preempted.done():
+            await self._until(times.unloaded_until_us(sent), self._begun, self._preempted, self._disconnected)
+        if self._preempted.done() or (first_us := times.first_byte_us(sent, granted_us, begins_us)) is None:
             return None
-        first_us = times.first_byte_us(sent, granted_us, begins_us)
-        if first_us is None or (self._disconnected.done() and first_us > self._pool.now_us()):
-            return None
-        if left_s := self._left_s(first_us):
-            await asyncio.wait(
-                (self._preempted, self._disconnected), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if self._left_s(first_us) and (self._preempted.done() or self._disconnected.done()):
-                return None
-        return None if self._preempted.done() else first_us
+        await self._until(first_us, self._preempted, self._disconnected)
+        has_left = self._disconnected.done() and self._left_s(first_us) > 0
+        return None if self._preempted.done() or has_left else first_us
 
     async def _enter_engine(self, grant: Grant) -> int:
         """Returns when the shadow runs in the engine, with the moment; or when it was preempted or left before."""
@@ -269,9 +258,9 @@ class ShadowRequest:
             # Its own end may be far off: the engine does what the pool would not have admitted yet.
             await self._until(None, times.learned(), *ends)
         if guess_us is not None:
-            if not self._generates_now() and not sent.is_lost and not self._disconnected.done():
+            if sent.first_us is None and not sent.is_lost and not self._disconnected.done():
                 await self._until(first_us + guess_us * SLIGHTLY, self._begun)
-            was_late = not self._generates_now()
+            was_late = sent.first_us is None
             times.guessed(sent, guess_us)
             if not sent.is_lost:
                 await self._until(first_us + guess_us, self._ended)
@@ -289,13 +278,11 @@ class ShadowRequest:
         """How long it generates, where its request does not say; None where nothing is known of it."""
         return None if self._ended.done() and not self.sent.is_lost else self._times.generating_us(self.sent)
 
-    def _generates_now(self) -> bool:
-        """Whether the response's first byte has come."""
-        return self.sent.first_us is not None
-
     async def _until(self, at_us: float | None, *events: asyncio.Future[None]) -> None:
         """Waits until the first of `events`, but not after `at_us`."""
         left_s = None if at_us is None else self._left_s(at_us)
+        if left_s == 0 or any(event.done() for event in events):
+            return
         if events:
             await asyncio.wait(events, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         elif left_s:
@@ -308,7 +295,12 @@ class ShadowRequest:
     def _end(self, verdict: Verdict, code: str | None, wait: Grant | None) -> None:
         report, self._report = self._report, None
         if report is not None:
-            report(ShadowResult(verdict, code, wait))
+            report(verdict, code, wait)
+
+
+def _set(event: asyncio.Future[None]) -> None:
+    if not event.done():
+        event.set_result(None)
 
 
 def _verdict(end: TurnEnded) -> tuple[Verdict, str]:

@@ -17,11 +17,12 @@ from functools import partial
 from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, sized_ask
 from sidecar.admission.policy_snapshot import objective_of
-from sidecar.admission.request_gain import gain_of
+from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.turn import Cause, Turn, TurnEnded
+from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.classify import Classification, Fallback
-from sidecar.engines.speed import Coefficients
+from sidecar.engines.speed import Coefficients, EngineSpeeds
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.lengths.lease_size import LeaseSize, LeaseSizes
@@ -36,17 +37,6 @@ from sidecar.tools.simulate.play import ABANDONED, Stage
 CHAT = "/v1/chat/completions"
 _MOST_HITS = 8
 _PAYLOAD = decode(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "user"}], "stream": True}).encode())
-
-
-class _Answer:
-    """What `LeaseSizes` reads of a request's answer: one token an event."""
-
-    __slots__ = ("chunks", "large_tokens", "later_chunks", "later_tokens", "output_tokens")
-
-    def __init__(self) -> None:
-        self.chunks = self.large_tokens = self.later_chunks = 0
-        self.output_tokens: int | None = None
-        self.later_tokens: int | None = None
 
 
 class _Held:
@@ -65,8 +55,26 @@ class _Held:
         self.left = left
         self.turn: Turn
         self.removed: asyncio.Future[bool]
-        self.answer = _Answer()
+        self.answer = UsageReader()
         self.size: LeaseSize | None = None
+
+
+class _TrueSpeeds(EngineSpeeds):
+    """The speed of a run's engines as it is, in place of what is learned of them."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def typical(self) -> Coefficients:
+        model, engines = self._stage.model, self._stage.engines
+        step_us = model.duration_us(sum(len(engine.running()) for engine in engines) // len(engines), 0)
+        return Coefficients(
+            round(model.step_us_per_prefill_token * 1000),
+            round(model.cost_us_per_output_token * 1000),
+            step_us,
+            step_us,
+        )
 
 
 class ProductAdmission:
@@ -77,22 +85,19 @@ class ProductAdmission:
         self._objectives = [objective_of(tier) if policy.rules.is_by_gain else None for tier in policy.tiers]
         self._pool = _pool(policy, stage, lambda: stage.loop.now_us)
         self._sizes = LeaseSizes(policy.learn, self._pool.now_us, LengthEstimator())
+        self._gain = GainMeter(self._pool.now_us, self._sizes)
+        self._gain.speeds = _TrueSpeeds(stage)
+        self._names = [tier.name.encode() for tier in policy.tiers]
         self._held: dict[Request, _Held] = {}
         self._came = 0
 
     def arrives(self, request: Request) -> None:
         """See `Admission`."""
         self._came += 1
-        loop, tenant = self._stage.loop, Tenant(name=request.tenant, level=request.tier, max_level=0)
-        held = self._held[request] = _Held(request, self._sized(request, tenant), self._came, loop.create_future())
+        loop, sized = self._stage.loop, self._sized(request)
+        held = self._held[request] = _Held(request, sized, self._came, loop.create_future())
         held.turn = Turn(
-            self._pool,
-            self._policy,
-            tenant,
-            EventReporter(),
-            budgets=None,
-            max_wait_s=None,
-            disconnect=lambda: held.left,
+            self._pool, self._policy, sized, EventReporter(), sizes=self._sizes, disconnect=lambda: held.left
         )
         loop.create_task(self._serve(held)).add_done_callback(_raise_defect)
 
@@ -119,7 +124,8 @@ class ProductAdmission:
     def finished(self, request: Request) -> None:
         """See `Admission`."""
         held = self._held.pop(request)
-        held.answer.chunks = held.answer.output_tokens = request.output
+        held.answer.chunks = request.output
+        held.answer.counted(None, request.output)
         if held.size is not None:
             held.size.ended()
         if held.sized.expected is not None:
@@ -142,7 +148,7 @@ class ProductAdmission:
         """Takes the request's turn in the pool, as often as it is preempted."""
         request, turn, granted = held.request, held.turn, held.turn.granted
         try:
-            lease = await turn.enter(sized_ask(self._pool, held.sized, self._sizes, partial(self._appraise, request)))
+            lease = await turn.enter(sized_ask(self._pool, held.sized, self._sizes, self._appraise))
             lease.on_preempt = partial(self._stage.abort, request)
             waits_again = True
             while waits_again:
@@ -159,8 +165,9 @@ class ProductAdmission:
         except AdmissionError as error:
             self._end(request, error.code)
 
-    def _sized(self, request: Request, tenant: Tenant) -> SizedRequest:
+    def _sized(self, request: Request) -> SizedRequest:
         """The request, as the intake would have read it from a body that says no maximum of its output."""
+        tenant = Tenant(name=request.tenant, level=request.tier, max_level=0)
         output = self._policy.tiers[request.tier].default_output_tokens
         return SizedRequest(
             body=b"",
@@ -173,7 +180,11 @@ class ProductAdmission:
             tokens=tokens_to_hold(_PAYLOAD, request.prompt, output),
             assumed_output=output,
             hits=self._hits(request),
+            objective=self._objectives[request.tier],
         )
+
+    def _appraise(self, sized: SizedRequest) -> None:
+        self._gain.appraise(sized, self._names)
 
     def _hits(self, request: Request) -> tuple[tuple[str, int], ...]:
         if not request.blocks or len(self._stage.engines) == 1:
@@ -183,27 +194,6 @@ class ProductAdmission:
             for number, engine in enumerate(self._stage.engines)
         ]
         return tuple(sorted((one for one in found if one[1]), key=lambda one: -one[1])[:_MOST_HITS])
-
-    def _appraise(self, request: Request, sized: SizedRequest) -> None:
-        """What the product estimates of its gain, with the engine's true coefficients in place of learned ones."""
-        objective = self._objectives[request.tier]
-        if objective is None:
-            return
-        expected, assumed = sized.expected, sized.assumed_output
-        hit = max((hit for _, hit in sized.hits or ()), default=0)
-        tokens, model = assumed, self._stage.model
-        if expected is not None:
-            found = self._sizes.estimate(expected.place, 0.5)
-            tokens = assumed if found is None else min(found.tokens, expected.longest)
-        engines = self._stage.engines
-        step_us = model.duration_us(sum(len(engine.running()) for engine in engines) // len(engines), 0)
-        speed = Coefficients(
-            round(model.step_us_per_prefill_token * 1000),
-            round(model.cost_us_per_output_token * 1000),
-            step_us,
-            step_us,
-        )
-        sized.gain = gain_of(objective, speed, request.prompt - hit, tokens)
 
     def _look(self, held: _Held) -> None:
         request = held.request

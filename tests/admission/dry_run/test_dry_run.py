@@ -152,18 +152,6 @@ async def test_a_body_passes_piece_by_piece_and_is_understood_all_the_same() -> 
         assert (await sidecar.until_found(1))[0].tier == "normal"
 
 
-async def test_a_body_that_never_comes_whole_would_have_been_refused() -> None:
-    app = App()
-    async with observing(app, policy(body_timeout="50ms")) as sidecar, connected(sidecar.port) as (reader, writer):
-        writer.write(post(CHAT, SMALL)[:-5])
-        await asyncio.sleep(0.1)
-        writer.write(SMALL[-5:])
-        assert (await reader.read()).startswith(b"HTTP/1.1 200")
-        await sidecar.until_found(1)
-        assert sidecar.verdicts() == [(Verdict.REFUSED, "body_timeout")]
-    assert app.seen[0].body == SMALL
-
-
 async def test_an_answer_streams_chunk_by_chunk() -> None:
     go_on = asyncio.Event()
 
@@ -206,33 +194,6 @@ async def test_a_client_that_hangs_up_is_noticed_by_the_app_as_ever(has_begun: b
         assert await asyncio.wait_for(said.get(), 60) == "http.disconnect"
     (story,) = sidecar.recorder.stories
     assert story.one(Settled).outcome is Outcome.CLIENT_LEFT
-
-
-async def test_a_client_that_hangs_up_before_its_first_byte_leaves_the_queue_as_it_would() -> None:
-    go_on = asyncio.Event()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            return
-        await whole_body(receive)
-        endings = [asyncio.ensure_future(receive()), asyncio.ensure_future(go_on.wait())]
-        await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-        if not endings[0].done():
-            endings[0].cancel()
-            await answer(send, b"{}")
-        endings[1].cancel()
-
-    async with observing(app, policy(requests="1"), lifespan="off") as sidecar:
-        running = asyncio.create_task(sidecar.ask())
-        await sidecar.until(leases=1)
-        async with connected(sidecar.port) as (_, writer):
-            writer.write(post(CHAT, SMALL))
-            await sidecar.until(waiting=1)
-        await sidecar.until(leases=1, waiting=0)  # the other still runs
-        assert sidecar.verdicts()[1] == (Verdict.ABANDONED, "client_left")
-        assert sidecar.found[1].queue_wait_us > 0
-        go_on.set()
-        assert (await running).status == 200
 
 
 async def test_what_the_app_raises_reaches_the_server() -> None:
@@ -365,35 +326,6 @@ async def test_a_shadow_keeps_no_body() -> None:
 
 
 # Beginning and end
-
-
-@pytest.mark.parametrize("began_in", [Mode.OBSERVE, Mode.ENFORCE])
-async def test_a_request_keeps_the_mode_it_began_with(began_in: Mode) -> None:
-    app = App(is_held=True)
-    sidecar = DryRun(app, policy(requests="1"))
-    modes = {
-        mode: replace(
-            sidecar.sidecar.snapshot,
-            policy=replace(sidecar.sidecar.policy, mode=mode),
-            is_observing=mode is Mode.OBSERVE,
-        )
-        for mode in (Mode.OBSERVE, Mode.ENFORCE)
-    }
-    other = next(mode for mode in modes if mode is not began_in)
-    async with serving(sidecar.sidecar) as sidecar.served:
-        sidecar.sidecar.snapshot = modes[began_in]
-        first = asyncio.create_task(sidecar.ask())
-        await sidecar.until(leases=1)
-        sidecar.sidecar.snapshot = modes[other]
-        second = asyncio.create_task(sidecar.ask())
-        await sidecar.until(waiting=1)
-        app.release()
-        says = [((await first).headers.get("x-admission-mode")), None]
-        await sidecar.until(waiting=0)
-        app.release()
-        says[1] = (await second).headers.get("x-admission-mode")
-        await sidecar.until(leases=0)
-    assert says == (["observe", None] if began_in is Mode.OBSERVE else [None, "observe"])
 
 
 async def test_once_it_enforces_no_one_waits_for_a_shadow_whose_request_is_over() -> None:

@@ -211,10 +211,3 @@ def test_so_it_is_where_the_engines_times_were_learned(seed: int, tmp_path: Path
     ]
     enforced, _ = alike(tmp_path, plan)
     assert {one.code for one in enforced} == {None, "queue_full", "queue_timeout", "client_left"}
-
-
-def test_an_engine_without_a_load_shows_no_wait_in_either(tmp_path: Path) -> None:
-    plan = [replace(planned, at_us=number * 1_000_000, patience_us=None) for number, planned in enumerate(load(1, 20))]
-    for mode in (Mode.OBSERVE, Mode.ENFORCE):
-        became = run_virtually(play(policies(tmp_path)[mode], plan))
-        assert became == [Became(None, 0, 0)] * len(plan)
