@@ -16,7 +16,7 @@ from typing import Any
 
 from sidecar.cli.arguments import add_policy, policy_path
 from sidecar.cli.check_engines import engines_figures, engines_text, pools, with_engine_list
-from sidecar.cli.output import say, show, write_json
+from sidecar.cli.output import bounded, say, show, write_json
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
@@ -164,10 +164,7 @@ def _tier_figures(policy: Policy, tier: TierRules) -> dict[str, Any]:
 
 
 def _both(tokens: int, requests: int) -> dict[str, int | None]:
-    return {
-        "tokens": None if tokens >= UNLIMITED else tokens,
-        "requests": None if requests >= UNLIMITED else requests,
-    }
+    return {"tokens": bounded(tokens), "requests": bounded(requests)}
 
 
 def _largest(policy: Policy, level: int) -> tuple[int, int]:

@@ -10,11 +10,12 @@ from typing import Any
 from sidecar.admission.intake import SizedRequest
 from sidecar.admission.policy_snapshot import objective_of
 from sidecar.admission.request_gain import gain_of
+from sidecar.cli.output import bounded
 from sidecar.durations import exact_duration, policy_duration
 from sidecar.engines.speed import DEFAULTS, Coefficients
 from sidecar.gain.token_deadlines import Objective, asked_slo
 from sidecar.policy.model import Policy
-from sidecar.policy.rules import UNLIMITED, TierRules
+from sidecar.policy.rules import TierRules
 from sidecar.scheduling.tickets import Gain
 from sidecar.telemetry.ahead import counted
 
@@ -64,8 +65,8 @@ def _floor(policy: Policy, request: SizedRequest, rules: TierRules) -> Found:
         "reserve": float(share.reserve),
         "lend": float(share.lend),
         "part": float(part),
-        "tokens": _bounded(tokens),
-        "requests": _bounded(requests),
+        "tokens": bounded(tokens),
+        "requests": bounded(requests),
         "fits": request.tokens <= tokens and request.requests <= requests and bool(part),
     }
 
@@ -98,10 +99,6 @@ def _density(objective: Objective | None, request: SizedRequest) -> int | None:
         return None
     output = request.assumed_output * request.payload.shown_sequences
     return gain_of(objective, DEFAULTS, request.prompt_tokens, output).earned_after(0)
-
-
-def _bounded(amount: int) -> int | None:
-    return None if amount >= UNLIMITED else amount
 
 
 def gain_lines(found: Found, tier: str) -> list[str]:

@@ -24,7 +24,7 @@ from sidecar.cli.api_key import KEY_VARIABLE, key_given
 from sidecar.cli.check_engines import with_engine_list
 from sidecar.cli.explain_gain import gain, gain_lines
 from sidecar.cli.explain_placement import empty_pool, of_model, placement, placement_lines
-from sidecar.cli.output import CommandFailed, show
+from sidecar.cli.output import CommandFailed, bounded, show
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.errors import AdmissionError
@@ -263,7 +263,7 @@ class RequestExplanation:
             "counted_by": "bytes" if self._snapshot.estimator.counter is None else "tokenizer",
             "learn": policy.learn.value,
         }
-        self._found["largest"] = {"tokens": _bounded(tokens), "requests": _bounded(requests)}
+        self._found["largest"] = {"tokens": bounded(tokens), "requests": bounded(requests)}
         self._found["largest_by"] = {
             "tokens": sizes.reason(level, tokens) if tokens < UNLIMITED else None,
             "requests": sizes.reason(level, requests, tokens=False) if requests < UNLIMITED else None,
@@ -442,7 +442,3 @@ def _size_limit(largest: Found, by: Found) -> str:
         return f"{limit}: {by['tokens']}"
     reasons = "; ".join(f"{dimension}: {reason}" for dimension, reason in by.items() if reason is not None)
     return f"{limit} ({reasons})" if reasons else limit
-
-
-def _bounded(amount: int) -> int | None:
-    return None if amount >= UNLIMITED else amount

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
+from sidecar.policy.rules import UNLIMITED
 from sidecar.telemetry.logs.formats import one_line
 
 if TYPE_CHECKING:
@@ -97,3 +98,8 @@ def write_text(target: str | None, write: Callable[[], str]) -> bool:
         say(f"{target}: cannot be written ({error.strerror})", sys.stderr)
         return False
     return True
+
+
+def bounded(amount: int) -> int | None:
+    """An amount as JSON has it: None where there is no bound."""
+    return None if amount >= UNLIMITED else amount
