@@ -28,20 +28,20 @@ from tests.support.middleware import Caller, TestedMiddleware
 from tests.support.virtual_time import run_virtually, virtual_now_us
 
 ENGINES_BY_NAME = {
-    "one step for everything": StepModel(max_num_seqs=8, step_s=0.05, prefill_tokens_per_step=512),
+    "one step for everything": StepModel(max_sequences=8, step_us=50_000, chunk_tokens=512),
     "a GPU": StepModel(
-        max_num_seqs=64,
-        step_s=0.009,
-        step_s_per_seq=9e-5,
-        step_s_per_prefill_token=3e-5,
-        prefill_tokens_per_step=2048,
+        max_sequences=64,
+        step_us=9_000,
+        step_us_per_sequence=90,
+        step_us_per_prefill_token=30,
+        chunk_tokens=2048,
     ),
     "slower with each sequence": StepModel(
-        max_num_seqs=16,
-        step_s=0.03,
-        step_s_per_seq=0.003,
-        step_s_per_prefill_token=2e-4,
-        prefill_tokens_per_step=1024,
+        max_sequences=16,
+        step_us=30_000,
+        step_us_per_sequence=3_000,
+        step_us_per_prefill_token=200,
+        chunk_tokens=1024,
     ),
 }
 LOADS = {"low": (0.15,), "overload": (2.0,), "changing": (0.2, 2.0, 0.2)}
@@ -69,24 +69,24 @@ class Truth(NamedTuple):
 
     def alone(self, prompt: int) -> float:
         """To the first token of a prompt that is alone."""
-        count = -(-prompt // self.steps.prefill_tokens_per_step)
-        return 1e6 * (count * self.steps.duration_s(1, 0) + prompt * self.steps.step_s_per_prefill_token)
+        count = -(-prompt // self.steps.chunk_tokens)
+        return count * self.steps.duration_us(1, 0) + prompt * self.steps.step_us_per_prefill_token
 
     def token(self, running: float) -> float:
         """For a token of each sequence, with no prompt in the steps."""
-        return 1e6 * (self.steps.step_s + self.steps.step_s_per_seq * running)
+        return self.steps.step_us + self.steps.step_us_per_sequence * running
 
     @property
     def prompt_token(self) -> float:
         """For a prompt token, in full steps."""
-        return 1e6 * (self.steps.step_s_per_prefill_token + self.steps.step_s / self.steps.prefill_tokens_per_step)
+        return self.steps.step_us_per_prefill_token + self.steps.step_us / self.steps.chunk_tokens
 
 
 def plan(steps: StepModel, load: str) -> list[Planned]:
     luck, planned, at_s = random.Random(load), list[Planned](), 0.0
     truth = Truth(steps)
     output, prompt = sum(OUTPUTS) / 2, sum(PROMPTS) / len(PROMPTS)
-    service_s = (output * truth.token(0) / steps.max_num_seqs + prompt * truth.prompt_token) / 1e6
+    service_s = (output * truth.token(0) / steps.max_sequences + prompt * truth.prompt_token) / 1e6
     for part in LOADS[load]:
         ends_s = at_s + REQUESTS * service_s / part
         planned += [
@@ -99,7 +99,7 @@ def plan(steps: StepModel, load: str) -> list[Planned]:
 
 def played(steps: StepModel, load: str, folder: Path, mode: str) -> tuple[TestedMiddleware, Sequence[Sequence[float]]]:
     """A load in one mode. Returns what learned, and the moments at which each answer's chunks came."""
-    room = steps.max_num_seqs
+    room = steps.max_sequences
     (folder / "policy.yaml").write_text(POLICY.format(mode=mode, room=room))
     policy = compiler.load(folder)
 
@@ -184,7 +184,7 @@ def test_the_probe_of_the_doctor_gets_the_steps(name: str) -> None:
     batches = [
         [seen(1, 32, truth.token(size), truth.token(size), label=size)] * size
         for size in (1, 4, 16, 64)
-        if size <= steps.max_num_seqs
+        if size <= steps.max_sequences
     ]
     found = step_times(lone * 3, batches)
     assert found.step_us == pytest.approx(steps.step_s * 1e6, rel=0.02)
