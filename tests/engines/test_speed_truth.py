@@ -187,10 +187,10 @@ def test_the_probe_of_the_doctor_gets_the_steps(name: str) -> None:
         if size <= steps.max_sequences
     ]
     found = step_times(lone * 3, batches)
-    assert found.step_us == pytest.approx(steps.step_s * 1e6, rel=0.02)
-    assert found.step_us_per_sequence == pytest.approx(steps.step_s_per_seq * 1e6, rel=0.05, abs=1)
-    assert found.step_us_per_prefill_token == pytest.approx(steps.step_s_per_prefill_token * 1e6, rel=0.05, abs=1)
-    assert found.chunk_tokens == steps.prefill_tokens_per_step
+    assert found.step_us == pytest.approx(steps.step_us, rel=0.02)
+    assert found.step_us_per_sequence == pytest.approx(steps.step_us_per_sequence, rel=0.05, abs=1)
+    assert found.step_us_per_prefill_token == pytest.approx(steps.step_us_per_prefill_token, rel=0.05, abs=1)
+    assert found.chunk_tokens == steps.chunk_tokens
 
 
 def seen(prompt: int, output: int, first_us: float, token_us: float, label: int | None = None) -> Seen:
