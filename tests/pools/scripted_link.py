@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sidecar.policy.model import Policy
 from sidecar.pools import Pool
-from sidecar.pools.base import Merge, PeerReports
+from sidecar.pools.base import PeerReport
 from sidecar.pools.calls import HEARTBEAT_US, Call
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.ledger_link import LinkUser
@@ -40,8 +40,8 @@ class ScriptedLink:
         else:
             user.answered(reply)
 
-    async def share(self, who: str, report: bytes, merge: Merge) -> PeerReports:
-        return PeerReports({})
+    async def share(self, who: str, report: bytes) -> Mapping[str, PeerReport]:
+        return {}
 
     async def close(self) -> None:
         pass
