@@ -101,7 +101,10 @@ class Watchdog:
         self._note_lateness()
         self._arm()
         for watched in tuple(self._watched):
-            watched.check()
+            try:
+                watched.check()
+            except Exception:  # the others are checked all the same
+                _log.exception("the check of a request failed", extra={"event": "check_failed"})
 
     def _note_lateness(self) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -11,6 +11,7 @@ import pytest
 from sidecar.admission import watchdog
 from sidecar.admission.watchdog import Watchdog
 from sidecar.app import AdmissionMiddleware
+from sidecar.cluster.document import PoolFigures
 from tests.support.middleware import SMALL, App, Caller, policy
 from tests.support.waiting import until
 
@@ -43,6 +44,21 @@ async def test_every_waiter_for_the_end_is_woken() -> None:
     await asyncio.wait_for(asyncio.gather(*waiting), 60)
 
 
+async def test_a_check_that_fails_keeps_no_other_from_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Visitor):
+        def check(self) -> None:
+            super().check()
+            raise RuntimeError("a fault in a check")
+
+    rounds, visitors = Watchdog(0.01), [Broken(), Visitor(), Broken(), Visitor()]
+    for visitor in visitors:
+        rounds.add(visitor)
+    await until(lambda: all(visitor.visits >= 2 for visitor in visitors))
+    for visitor in visitors:
+        rounds.discard(visitor)
+    assert {str(record.exc_info[1]) for record in caplog.records if record.exc_info} == {"a fault in a check"}
+
+
 async def test_a_call_that_blocks_the_loop_is_counted_and_said_once_a_minute(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -63,7 +79,7 @@ async def test_a_call_that_blocks_the_loop_is_counted_and_said_once_a_minute(
         assert caller.status == 200
     sample = sidecar.observability._gauges.sample()
     assert sample is not None
-    assert sample.loop_blocked_s > 0.8
+    assert [figures.loop_blocked_s > 0.8 for _, figures in sample if isinstance(figures, PoolFigures)] == [True]
     (line,) = [record.getMessage() for record in caplog.records if record.name == "sidecar.watchdog"]
     assert "stood still for 0." in line
     assert "with 1 requests under way" in line
