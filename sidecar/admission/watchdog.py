@@ -103,7 +103,7 @@ class Watchdog:
         for watched in tuple(self._watched):
             try:
                 watched.check()
-            except Exception:  # the others are checked all the same
+            except Exception:  # noqa: PERF203  # the others are checked all the same
                 _log.exception("the check of a request failed", extra={"event": "check_failed"})
 
     def _note_lateness(self) -> None:
