@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.tools.doctor.conditions import State
+from sidecar.tools.doctor.conditions import ConditionState
 from sidecar.tools.doctor.examination import Examination, Options, examine
 from sidecar.tools.doctor.report import report, steps
 from sidecar.tools.doctor.speed_probe import measure
@@ -18,7 +18,7 @@ from tests.tools.doctor.between import Edit, between, drops_header, negates_ever
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 
-W, B, U = State.WORKS, State.BROKEN, State.UNKNOWN
+W, B, U = ConditionState.WORKS, ConditionState.BROKEN, ConditionState.UNKNOWN
 
 
 class Lab:
@@ -53,7 +53,7 @@ async def examined(url: str, **options: Any) -> Examination:
     return await examine(Options(url=url, headers={}, **options), lambda line: None)
 
 
-def states(found: Examination) -> tuple[State, ...]:
+def states(found: Examination) -> tuple[ConditionState, ...]:
     return tuple(condition.state for condition in found.conditions)
 
 
