@@ -66,7 +66,9 @@ def states(found: Examination) -> tuple[ConditionState, ...]:
         ("dynamo without a queue", (U, B, W, U), "--router-mode kv"),
     ],
 )
-async def test_an_engine_is_seen_through(name: str, expected: tuple[State, ...], fix: str | None, lab: Lab) -> None:
+async def test_an_engine_is_seen_through(
+    name: str, expected: tuple[ConditionState, ...], fix: str | None, lab: Lab
+) -> None:
     found = await examined(lab.url(name))
     assert states(found) == expected, report(found)
     assert found.state is (W if fix is None else B)
@@ -87,7 +89,7 @@ async def test_an_engine_is_seen_through(name: str, expected: tuple[State, ...],
     ],
 )
 async def test_a_proxy_in_between_is_found_out(
-    name: str, edit: Edit, expected: tuple[State, ...], fix: str, lab: Lab
+    name: str, edit: Edit, expected: tuple[ConditionState, ...], fix: str, lab: Lab
 ) -> None:
     async with between(lab.url(name), edit=edit) as url:
         found = await examined(url)
