@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import model_validator
 
@@ -185,7 +185,7 @@ class FleetPolicy:
     One of `static`, `file`, `dns` and `mounted` says where they are. The pool's capacity is the sum of theirs.
     """
 
-    SCHEMA: ClassVar = {"oneOf": [{"required": [source]} for source in SOURCES]}
+    SCHEMA: ClassVar[dict[str, Any]] = {"oneOf": [{"required": [source]} for source in SOURCES]}
 
     static: Annotated[tuple[EngineAddress, ...], ReadAs(_Listed | None, _engines)] = key(
         None, "The engines, one by one.", [{"name": "a", "url": "http://a:8000"}]

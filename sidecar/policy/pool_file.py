@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ValidationInfo, field_validator
 
@@ -67,7 +67,7 @@ _Endpoints = Annotated[dict[of.UrlPath, Annotated[EndpointBody, of.DEFAULTS]], o
 class PoolFile:
     """One pool: an engine deployment, the tiers that share it, and the sources of a request's tier."""
 
-    SCHEMA: ClassVar = {"anyOf": [{"required": ["capacity"]}, {"required": ["engines"]}]}
+    SCHEMA: ClassVar[dict[str, Any]] = {"anyOf": [{"required": ["capacity"]}, {"required": ["engines"]}]}
 
     engine: Annotated[type[Engine], of.Reads(of.one_of(ENGINES, "engine"), _ENGINES)] = key(
         ..., "The engine that serves the requests.", "tensorrt-llm", is_fixed=True
