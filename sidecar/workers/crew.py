@@ -18,7 +18,7 @@ from sidecar.stores import TAKE_OVER_VARIABLE
 from sidecar.tasks import is_set_within
 from sidecar.telemetry.logs.setup import LogSettings
 from sidecar.workers.channel import CUT, Begin, WorkerState
-from sidecar.workers.process import Ending, WorkerProcess
+from sidecar.workers.process import ProcessEnd, WorkerProcess
 
 OVERDUE_S = 25.0
 """After the grace. A worker's telemetry may wait twice ten seconds for a Collector that does not answer."""
@@ -116,7 +116,7 @@ class Crew:
             environment.pop(TAKE_OVER_VARIABLE, None)
             await is_set_within(self.ending, pause_s)
 
-    def _pause_s(self, worker: WorkerProcess, ending: Ending) -> float | None:
+    def _pause_s(self, worker: WorkerProcess, ending: ProcessEnd) -> float | None:
         """How long to wait before the worker's next start; None where there is none."""
         if ending.failed and not self.all_serving.is_set():
             self.fail(ending.failed.reason)  # the first start says what one process would say

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sidecar.apis import Api
 from sidecar.tools.replay.prompts import PATHS
-from sidecar.tools.replay.server import Server
+from sidecar.tools.replay.server import AskedServer
 
 
 class NotNeutral(ValueError):
@@ -38,7 +38,7 @@ async def require_neutral(control: Control, api: Api) -> None:
     """
     option = "--control-upstream" if control.is_named else "--control"
     for url in control.urls:
-        async with Server(url, control.api_key) as server:
+        async with AskedServer(url, control.api_key) as server:
             if await server.enforces(PATHS[api]):
                 raise NotNeutral(
                     f"{option}: {url} enforces admission control: a control there is under one tier's limits, and "
