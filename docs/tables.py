@@ -5,10 +5,20 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from sidecar import errors
 from sidecar.admin.operations import OPERATIONS, Operation, PageAnswer
+from sidecar.cluster.document import PoolFigures, TierShare, TierWaits
+from sidecar.engines.speed import EngineSpeedDocument
+from sidecar.engines.view import EngineDocument
+from sidecar.figures import Figure, readings
+from sidecar.lengths.documents import EngineSizesDocument
+from sidecar.telemetry.metrics.histograms import DURATIONS
+from sidecar.telemetry.metrics.instruments import TENANT_TOKENS_HELD, Counters
+from sidecar.telemetry.metrics.store import AVAILABLE, CHANGES
+from sidecar.telemetry.metrics.tenants import TenantCounts
 
 DOCS = Path(__file__).parent
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -48,8 +58,59 @@ def _refusals(operation: Operation) -> Iterator[str]:
             yield f"{status} " + " or ".join(f"`{code}`" for code in named)
 
 
-TABLES: Mapping[str, Callable[[], Iterable[str]]] = {"errors": error_rows, "routes": route_rows}
-PAGES = (DOCS / "http.md",)
+OF_DOCUMENTS: Mapping[type, tuple[str, ...]] = {
+    Counters: (),
+    TenantCounts: ("admission.tenant",),
+    TierWaits: ("admission.tier",),
+    TierShare: ("admission.tier",),
+    PoolFigures: (),
+    EngineDocument: ("admission.engine",),
+    EngineSizesDocument: ("admission.engine",),
+    EngineSpeedDocument: ("admission.engine",),
+}
+"""Documents with figures, each with the labels that its series have beside those of the figures."""
+TOPICS = {
+    "sizes": re.compile(r"admission\.(lease|output|engine\.preemptions)"),
+    "gain": re.compile(r"admission\.(gain|slo\.requests|engine\.(time|prediction_error))"),
+    "engines": re.compile(r"admission\.(engine\.(?!up)|replays|prompt|prefix|no_engine_fits)"),
+    "others": re.compile(r"admission\.(observed|unguarded)"),
+    "metrics": re.compile(""),
+}
+"""Which table has a metric: the first that fits its name."""
+
+
+def metric_rows(topic: str) -> Iterator[str]:
+    """The metrics of one topic."""
+    yield "| metric | kind | labels | meaning |"
+    yield "|---|---|---|---|"
+    for name, kind, labels, meaning in _metrics():
+        if next(one for one, names in TOPICS.items() if names.match(name)) == topic:
+            listed = ", ".join(f"`{label}`" for label in labels)
+            yield f"| `{name}` | {kind} | {listed} | {meaning.removesuffix('.')} |"
+
+
+def _metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    for duration in DURATIONS:
+        yield duration.name, "histogram, s", duration.labels, duration.description
+    for document, labels in OF_DOCUMENTS.items():
+        for reading in readings(document):
+            yield _row(reading.figure, labels)
+    for figure in (TENANT_TOKENS_HELD, AVAILABLE, CHANGES):
+        yield _row(figure, ())
+
+
+def _row(figure: Figure, labels: tuple[str, ...]) -> tuple[str, str, tuple[str, ...], str]:
+    kind = "counter" if figure.is_counter else "gauge"
+    unit = figure.unit.strip("{}")
+    return figure.name, f"{kind}, {unit}" if unit else kind, (*labels, *figure.labels), figure.help
+
+
+TABLES: Mapping[str, Callable[[], Iterable[str]]] = {
+    "errors": error_rows,
+    "routes": route_rows,
+    **{topic: partial(metric_rows, topic) for topic in TOPICS},
+}
+PAGES = (DOCS / "http.md", DOCS / "telemetry.md")
 
 
 def current(page: Path) -> str:
