@@ -106,7 +106,9 @@ OPERATIONS = (
         {200: _json("Readiness", "They should."), 503: _json("Readiness", "They should not.")},
         is_open=True,
     ),
-    Operation("GET", PATH, "description", "This document.", {200: PageAnswer("OpenAPI 3.1.", _DESCRIPTION)}),
+    Operation(
+        "GET", PATH, "description", "The description of this port.", {200: PageAnswer("OpenAPI 3.1.", _DESCRIPTION)}
+    ),
     Operation("GET", "/state", "state", "The process and its pool.", {200: _json("State", "At this moment.")}),
     Operation(
         "GET",
