@@ -141,10 +141,10 @@ def test_the_picture_of_a_pool_is_that_of_the_shipped_policy() -> None:
     assert (DOCS / "pictures" / "pool.svg").read_text(encoding="utf-8") == drawn
 
 
-def test_the_tables_of_the_reference_are_those_of_the_declarations() -> None:
-    script = runpy.run_path(str(DOCS / "tables.py"))
+def test_the_lists_of_the_reference_are_those_of_the_declarations() -> None:
+    script = runpy.run_path(str(DOCS / "lists.py"))
     for page in script["PAGES"]:
-        assert script["current"](page) == page.read_text(encoding="utf-8"), "run: python docs/tables.py"
+        assert script["current"](page) == page.read_text(encoding="utf-8"), "run: python docs/lists.py"
 
 
 def test_the_page_has_every_header_that_the_middleware_reads_or_writes() -> None:

@@ -12,7 +12,7 @@ from tests.support.nesting import refused_by_nesting
 
 PAGE = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
 CODE = [module.read_text(encoding="utf-8") for module in sorted((ROOT / "sidecar").rglob("*.py"))]
-ROW = re.compile(r"^\| `(admission\.[\w.]+)` \| (counter|gauge|histogram)(?:, (\w+))? \| (.*?) \| .+ \|$", re.MULTILINE)
+ROW = re.compile(r"^- `(admission\.[\w.]+)` \((counter|gauge|histogram)(?:, (\w+))?((?:, `[\w.]+`)*)\): ", re.MULTILINE)
 EVERYWHERE = {"__name__", "job", "instance", "le", semconv.POOL.replace(".", "_")}
 
 
@@ -29,9 +29,9 @@ def in_prometheus(name: str, kind: str, unit: str) -> str:
     return name.replace(".", "_") + ("_seconds" if unit == "s" else "") + suffix
 
 
-def listed(table: str) -> dict[str, Listed]:
-    """The metrics of a table, by the names of their series."""
-    text = PAGE.split(f"<!-- table: {table} -->", 1)[1].split("<!-- end -->", 1)[0]
+def listed(topic: str) -> dict[str, Listed]:
+    """The metrics of a list, by the names of their series."""
+    text = PAGE.split(f"<!-- list: {topic} -->", 1)[1].split("<!-- end -->", 1)[0]
     return {
         in_prometheus(name, kind, unit): Listed(kind, frozenset(re.findall(r"`([\w.]+)`", labels)))
         for name, kind, unit, labels in ROW.findall(text)
@@ -64,8 +64,8 @@ def test_every_event_of_the_log_is_listed_and_every_one_listed_is_logged() -> No
     written = {event for text in CODE for event in re.findall(r'"event": [^,}]*?"(\w+)"', text)}
     written |= {event for text in CODE for event in re.findall(r'"event": "\w+" if [^,}]* else "(\w+)"', text)}
     written |= {f"store_{state.value}" for state in StoreState if state is not StoreState.CONNECTING}
-    table = PAGE.partition("## The log\n")[2].partition("### The access log")[0]
-    named = re.findall(r"^\| (`[^|]+`) \|", table, re.MULTILINE)
+    section = PAGE.partition("## The log\n")[2].partition("### The access log")[0]
+    named = re.findall(r"^- ((?:`\w+`(?:, )?)+): ", section, re.MULTILINE)
     assert {event for cell in named for event in re.findall(r"`(\w+)`", cell)} == written
 
 

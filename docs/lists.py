@@ -1,4 +1,4 @@
-"""Writes the tables of docs/http.md and docs/telemetry.md from the declarations: `python docs/tables.py`."""
+"""Writes the lists of docs/http.md and docs/telemetry.md from the declarations: `python docs/lists.py`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from sidecar import errors
-from sidecar.admin.operations import OPERATIONS, Operation, PageAnswer
+from sidecar.admin.operations import OPERATIONS
 from sidecar.cluster.document import PoolFigures, TierShare, TierWaits
 from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.engines.view import EngineDocument
-from sidecar.figures import Figure, readings
+from sidecar.figures import SECONDS, Figure, readings
 from sidecar.lengths.documents import EngineSizesDocument
 from sidecar.telemetry.metrics.histograms import DURATIONS
 from sidecar.telemetry.metrics.instruments import TENANT_TOKENS_HELD, Counters
@@ -21,16 +21,14 @@ from sidecar.telemetry.metrics.store import AVAILABLE, CHANGES
 from sidecar.telemetry.metrics.tenants import TenantCounts
 
 DOCS = Path(__file__).parent
-_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_LIST = re.compile(r"(<!-- list: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def error_rows() -> Iterator[str]:
     """Every error: the first paragraph of its docstring says what happened."""
-    yield "| status | code | what happened |"
-    yield "|---|---|---|"
     for kind in sorted(_kinds(), key=lambda kind: (kind.status, kind.code)):
         happened = (inspect.getdoc(kind) or "").partition("\n\n")[0]
-        yield f"| {kind.status} | `{kind.code}` | {' '.join(happened.split())} |"
+        yield f"- {kind.status} `{kind.code}`: {' '.join(happened.split())}"
 
 
 def _kinds(of: type[errors.AdmissionError] = errors.AdmissionError) -> Iterator[type[errors.AdmissionError]]:
@@ -41,21 +39,10 @@ def _kinds(of: type[errors.AdmissionError] = errors.AdmissionError) -> Iterator[
 
 
 def route_rows() -> Iterator[str]:
-    """Every route of the admin port, with the errors of its own."""
-    yield "| route | answer | errors |"
-    yield "|---|---|---|"
+    """Every route of the admin port."""
     for operation in OPERATIONS:
         mark = ("*" if operation.is_of_a_pool else "") + (" (open)" if operation.is_open else "")
-        refusals = ", ".join(_refusals(operation))
-        yield f"| `{operation.method} {operation.path}`{mark} | {operation.summary} | {refusals} |"
-
-
-def _refusals(operation: Operation) -> Iterator[str]:
-    for status, answer in operation.answers.items():
-        codes = () if isinstance(answer, PageAnswer) else (refusal.partition(":")[0] for refusal in answer)
-        named = dict.fromkeys(code for code in codes if code != "unknown_page")
-        if named:
-            yield f"{status} " + " or ".join(f"`{code}`" for code in named)
+        yield f"- `{operation.method} {operation.path}`{mark}: {operation.summary}"
 
 
 OF_DOCUMENTS: Mapping[type, tuple[str, ...]] = {
@@ -76,17 +63,15 @@ TOPICS = {
     "others": re.compile(r"admission\.(observed|unguarded)"),
     "metrics": re.compile(""),
 }
-"""Which table has a metric: the first that fits its name."""
+"""Which list has a metric: the first that fits its name."""
 
 
 def metric_rows(topic: str) -> Iterator[str]:
     """The metrics of one topic."""
-    yield "| metric | kind | labels | meaning |"
-    yield "|---|---|---|---|"
     for name, kind, labels, meaning in _metrics():
         if next(one for one, names in TOPICS.items() if names.match(name)) == topic:
-            listed = ", ".join(f"`{label}`" for label in labels)
-            yield f"| `{name}` | {kind} | {listed} | {meaning.removesuffix('.')} |"
+            listed = "".join(f", `{label}`" for label in labels)
+            yield f"- `{name}` ({kind}{listed}): {meaning}"
 
 
 def _metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
@@ -101,11 +86,10 @@ def _metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
 
 def _row(figure: Figure, labels: tuple[str, ...]) -> tuple[str, str, tuple[str, ...], str]:
     kind = "counter" if figure.is_counter else "gauge"
-    unit = figure.unit.strip("{}")
-    return figure.name, f"{kind}, {unit}" if unit else kind, (*labels, *figure.labels), figure.help
+    return figure.name, f"{kind}, s" if figure.unit == SECONDS else kind, (*labels, *figure.labels), figure.help
 
 
-TABLES: Mapping[str, Callable[[], Iterable[str]]] = {
+LISTS: Mapping[str, Callable[[], Iterable[str]]] = {
     "errors": error_rows,
     "routes": route_rows,
     **{topic: partial(metric_rows, topic) for topic in TOPICS},
@@ -114,9 +98,9 @@ PAGES = (DOCS / "http.md", DOCS / "telemetry.md")
 
 
 def current(page: Path) -> str:
-    """The page with its tables as the declarations have them."""
+    """The page with its lists as the declarations have them."""
     text = page.read_text(encoding="utf-8")
-    return _TABLE.sub(lambda found: found[1] + "\n".join([*TABLES[found[2]](), found[3]]), text)
+    return _LIST.sub(lambda found: found[1] + "\n".join([*LISTS[found[2]](), found[3]]), text)
 
 
 if __name__ == "__main__":
