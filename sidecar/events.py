@@ -363,10 +363,10 @@ class Observer(Protocol):
     """Makes an `Observation` for a request, or None where this one is not observed."""
 
     def listens(self) -> bool:
-        """Whether requests are observed now: where they are not, `received` returns None."""
+        """True if requests are observed now: where they are not, `received` returns None."""
 
     def follows(self) -> bool:
-        """Whether each event of a request is to be told as it comes. Else it is told of those that fail, at their end.
+        """True if each event of a request is to be told as it comes. Else it is told of those that fail, at their end.
 
         `received` is called then, and after it come all events that there were.
         """

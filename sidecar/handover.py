@@ -47,7 +47,7 @@ def call_of(scope: Scope) -> AppCall | None:
 
 
 def is_internal(scope: Scope) -> bool:
-    """Whether the sidecar itself asks."""
+    """True if the sidecar itself asks."""
     return INTERNAL_REQUEST in scope.get("extensions", {})
 
 

@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 def has_admin_port(environment: Mapping[str, str]) -> bool:
-    """Whether the environment asks for the admin pages."""
+    """True if the environment asks for the admin pages."""
     return bool(environment.get(PORT_VARIABLE, "").strip())
 
 

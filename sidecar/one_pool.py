@@ -55,7 +55,7 @@ class PolicySource(NamedTuple):
     options: tuple[object, ...]
 
     def is_same(self, other: PolicySource) -> bool:
-        """Whether both are the same file, be it by another path, or equal policies."""
+        """True if both are the same file, be it by another path, or equal policies."""
         if self.options != other.options:
             return False
         if self.path is None or other.path is None:
@@ -160,22 +160,22 @@ class OnePool:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several middlewares have it."""
+        """True if several middlewares have it."""
         return len(self.members) > 1
 
     def may_be_joined(self) -> bool:
-        """Whether a middleware that is constructed now is another of the same app: nothing was served yet, or it is
+        """True if a middleware that is constructed now is another of the same app: nothing was served yet, or it is
         served in this very event loop. Else it is one of an app made anew.
         """
         is_in_use = bool(self.members) and not self._has_ended
         return is_in_use and (self._loop is None or self._loop is _running_loop())
 
     def serves_here(self) -> bool:
-        """Whether a lifespan is open in the running event loop: whatever else serves there is of the same app."""
+        """True if a lifespan is open in the running event loop: whatever else serves there is of the same app."""
         return self.has_lifespan and self._loop is _running_loop()
 
     def is_elsewhere(self) -> bool:
-        """Whether an event loop that runs in another thread is served."""
+        """True if an event loop that runs in another thread is served."""
         return self._loop is not None and self._loop is not _running_loop() and self._loop.is_running()
 
     def join(self, member: PoolMiddleware) -> None:
@@ -192,7 +192,7 @@ class OnePool:
 
     @property
     def has_lifespan(self) -> bool:
-        """Whether a lifespan has reached one of its middlewares, and has not ended."""
+        """True if a lifespan has reached one of its middlewares, and has not ended."""
         return self._lifespans > 0
 
     def begin_serving(self) -> None:

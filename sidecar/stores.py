@@ -26,7 +26,7 @@ def store_of(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | N
 
 
 def takes_over_a_store(environment: Mapping[str, str], store: StoreAddress | None, *, takes_over: bool) -> bool:
-    """Whether the command line or the environment says so. Raises ValueError where there is no store."""
+    """True if the command line or the environment says so. Raises ValueError where there is no store."""
     written = environment.get(TAKE_OVER_VARIABLE, "")
     if written not in ("", "0", "1"):
         raise ValueError(f"{TAKE_OVER_VARIABLE}: {written!r} is neither 1 nor 0")

@@ -48,7 +48,7 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Whether every caller on the network has access."""
+        """True if every caller on the network has access."""
         return self.token is None and not self.is_local
 
 
@@ -66,7 +66,7 @@ def open_port(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """True if only this machine reaches the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -154,7 +154,7 @@ def _cookie_name(request: Request) -> str:
 
 
 def _is_own(request: Request) -> bool:
-    """Whether no browser sends it, or one whose user is on a page of this port. Old browsers send `Origin` alone."""
+    """True if no browser sends it, or one whose user is on a page of this port. Old browsers send `Origin` alone."""
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     if site is not None:
         return site == "same-origin"
@@ -162,7 +162,7 @@ def _is_own(request: Request) -> bool:
 
 
 def _names_this_machine(host: str | None) -> bool:
-    """Whether a `Host` is an address or localhost. An attacker controls what another name points to."""
+    """True if a `Host` is an address or localhost. An attacker controls what another name points to."""
     if host is None:  # HTTP/1.0; every browser sends one
         return True
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() and not host.endswith("]") else host

@@ -81,7 +81,7 @@ def _with_tenants(tenant_of: TenantOf, controller: AdmissionController, serve: A
 
 
 def _counts(controller: AdmissionController, scope: Scope) -> bool:
-    """Whether anything depends on the tenant of a request."""
+    """True if anything depends on the tenant of a request."""
     if scope["type"] not in ("http", "websocket"):
         return False
     if controller.is_passing:  # only who gets the engine's key

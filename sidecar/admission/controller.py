@@ -205,17 +205,17 @@ class AdmissionController:
 
     @property
     def is_observing(self) -> bool:
-        """Whether new requests pass, and the pool shows what enforcing would do with them (`mode: observe`)."""
+        """True if new requests pass, and the pool shows what enforcing would do with them (`mode: observe`)."""
         return self.snapshot.is_observing
 
     @property
     def is_passing(self) -> bool:
-        """Whether new requests pass, and those that wait leave the queue and pass, too (`mode: pass`)."""
+        """True if new requests pass, and those that wait leave the queue and pass, too (`mode: pass`)."""
         return self.snapshot.is_passing
 
     @property
     def passes_all(self) -> bool:
-        """Whether new requests pass, whatever the policy would do with them."""
+        """True if new requests pass, whatever the policy would do with them."""
         return self.snapshot.policy.mode is not Mode.ENFORCE
 
     def change_policy(self, policy: Policy) -> None:
@@ -333,7 +333,7 @@ class AdmissionController:
         self.pool.pause(None if watch.is_usable else f"no request can be sent to the engine: {watch.reason}")
 
     def is_stopping(self, canceled: asyncio.CancelledError) -> bool:
-        """Whether a request was canceled because the server stops, and not by an app around the middleware.
+        """True if a request was canceled because the server stops, and not by an app around the middleware.
 
         A server that is not ours ends its lifespan before its last requests, or cancels both, or says what it does.
         Python 3.10 does not report that a task is being canceled: there the answer is no, and the server answers 500.

@@ -44,7 +44,7 @@ class EngineHealth(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests may be sent. True while nothing is known."""
+        """True if requests may be sent. True while nothing is known."""
 
     @property
     def up(self) -> int | None:
@@ -100,7 +100,7 @@ class EngineRoute(Protocol):
         """The app raised an error. Whether the request may wait again: nothing of a response was passed on."""
 
     async def waits_again(self) -> bool:
-        """Whether the failed attempt is repeated. Call it once, before the lease is handed back.
+        """True if the failed attempt is repeated. Call it once, before the lease is handed back.
 
         False: the call's `error` is the request's answer.
         """

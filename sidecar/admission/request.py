@@ -353,7 +353,7 @@ class RequestHandler:
         return True
 
     async def _waits_again(self) -> bool:
-        """Whether the request waits again: it was preempted before its first byte, or could not be sent."""
+        """True if the request waits again: it was preempted before its first byte, or could not be sent."""
         attempt, route = self._attempt, self._route
         if self._overdue is not None:
             await self._answer_overdue(self._overdue)
@@ -384,7 +384,7 @@ class RequestHandler:
         await send_error(self._answer.send, error, anthropic=self._endpoint.api is Api.MESSAGES)
 
     async def _leaves(self, route: EngineRoute) -> bool:
-        """Whether a request that got nothing of an answer waits for another engine. Else it gets the error."""
+        """True if a request that got nothing of an answer waits for another engine. Else it gets the error."""
         if await route.waits_again():
             if self._call.may_run:  # the connection broke, but the engine lives: it computes on for a moment
                 await self._disconnects_before_abort()

@@ -299,7 +299,7 @@ class RequestGain:
         deadlines.read(now_us, events)
 
     def _is_opening(self, events: int) -> bool:
-        """Whether the answer has no token yet."""
+        """True if the answer has no token yet."""
         body = bytes(self._last_bodies[1])  # Starlette lets apps send a memoryview
         if self._request.api in _TOKENS_LATER:
             return _DELTA not in body

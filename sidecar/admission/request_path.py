@@ -129,7 +129,7 @@ def _joined(prefix: str, path: str) -> str:
 
 
 def _begins_with(path: str, prefix: str) -> bool:
-    """Whether a path begins with a prefix of whole segments."""
+    """True if a path begins with a prefix of whole segments."""
     return bool(prefix) and f"{path}/".startswith(f"{prefix}/")
 
 

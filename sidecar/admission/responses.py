@@ -238,7 +238,7 @@ async def _read_to_end(receive: Receive) -> None:
 
 
 def speaks_anthropic(path: str) -> bool:
-    """Whether the clients of `path` expect errors in Anthropic's shape."""
+    """True if the clients of `path` expect errors in Anthropic's shape."""
     return path.endswith("/v1/messages") or "/v1/messages/" in path
 
 

@@ -77,7 +77,7 @@ class SelfView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def is_self_view(scope: Scope) -> bool:
-    """Whether a request asks for this page."""
+    """True if a request asks for this page."""
     return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and PATH in exact_paths(scope)
 
 

@@ -65,7 +65,7 @@ def placement(policy: Policy, pool: Policy, holds: Found) -> Found | None:
 
 
 def _holds(engine: EngineAddress, holds: Found) -> bool:
-    """Whether an engine that is empty has room, as far as the policy says it."""
+    """True if an engine that is empty has room, as far as the policy says it."""
     tokens, requests = engine.capacity.size(None, None)
     return (tokens is None or holds["tokens"] <= tokens) and (requests is None or holds["requests"] <= requests)
 

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_refused_everywhere(found: Found) -> bool:
-    """Whether a POST to an unguarded path is refused, wherever the middleware runs."""
+    """True if a POST to an unguarded path is refused, wherever the middleware runs."""
     return not found["guarded"] and all(way["sending"] == "refused" for way in found["unguarded"])
 
 

@@ -76,7 +76,7 @@ def _console(width: int) -> Console:
 
 
 def _can_watch() -> bool:
-    """Whether standard output is a terminal that can be drawn on, and standard input its keys."""
+    """True if standard output is a terminal that can be drawn on, and standard input its keys."""
     has_keys = sys.stdin.isatty() and sys.platform != "win32"
     return has_keys and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 

@@ -80,7 +80,7 @@ def _of_engine(holds: ShadowHolds) -> Iterator[Doubt]:
 
 
 def _agrees(holds: ShadowHolds) -> bool:
-    """Whether the drawn times are right on average, as far as they are known since."""
+    """True if the drawn times are right on average, as far as they are known since."""
     is_known = holds.guessed_and_known >= max(FEWEST, holds.guessed // 4)
     return is_known and abs(holds.guessed_s - holds.known_s) <= MOST_APART * holds.known_s
 

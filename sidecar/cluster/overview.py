@@ -295,7 +295,7 @@ def _unreadable(replica: str) -> str:
 
 
 def is_alone(state: Mapping[str, Any]) -> bool:
-    """Whether a pool's state is this replica's alone: the pool is shared, and its store does not decide."""
+    """True if a pool's state is this replica's alone: the pool is shared, and its store does not decide."""
     return "store" in state and state["store"]["state"] != StoreState.SHARED.value
 
 

@@ -85,7 +85,7 @@ def main_overtaking(overtaken_by: Mapping[str, Overtakings]) -> tuple[str, str] 
 
 
 def waits_at_its_limit(overtaken_by: Mapping[str, Overtakings]) -> bool:
-    """Whether a tier waits for room of its own: others pass it because it has all that its `limit` allows."""
+    """True if a tier waits for room of its own: others pass it because it has all that its `limit` allows."""
     found = main_overtaking(overtaken_by)
     return found is not None and found[1] == "limit"
 

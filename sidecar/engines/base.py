@@ -44,7 +44,7 @@ class Forward:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the engine gets a priority at all."""
+        """True if the engine gets a priority at all."""
         return bool(self.headers) or self.member is not None or self.is_handed_over
 
 
@@ -248,7 +248,7 @@ OPENAPI = "/openapi.json"
 
 
 def has_priority(openapi: object) -> bool | None:
-    """Whether `ChatCompletionRequest` has a `priority`; None where the document does not describe that request."""
+    """True if `ChatCompletionRequest` has a `priority`; None where the document does not describe that request."""
     schemas = mapping(mapping(mapping(openapi).get("components")).get("schemas"))
     request = mapping(schemas.get("ChatCompletionRequest"))
     return "priority" in mapping(request.get("properties")) if request else None
@@ -470,12 +470,12 @@ class Engine:
 
     @classmethod
     def is_recognizable(cls) -> bool:
-        """Whether the engine has any mark by which its pages show it."""
+        """True if the engine has any mark by which its pages show it."""
         return cls.fingerprint != Fingerprint()
 
     @classmethod
     def may_be(cls, found: type[Engine]) -> bool:
-        """Whether a server that was recognized as `found` may be this engine: it is, or one is a kind of the other."""
+        """True if a server that was recognized as `found` may be this engine: it is, or one is a kind of the other."""
         return not cls.is_recognizable() or issubclass(cls, found) or issubclass(found, cls)
 
     @classmethod

@@ -95,14 +95,14 @@ async def _by_pages(pages: Pages, *, reads_metrics: bool) -> tuple[type[Engine] 
 
 
 def serves_models(app: object) -> bool:
-    """Whether an app in this process has a route for `/v1/models`, or one for every path: else it need not be asked."""
+    """True if an app in this process has a route for `/v1/models`, or one for every path: else it need not be asked."""
     return any(
         path == _MODELS or (path.startswith("/{") and path.endswith(":path}")) for path, _ in _routes(app, set())
     )
 
 
 def is_engine_server(app: object) -> bool:
-    """Whether most of an app's routes are handled by functions of an engine's package.
+    """True if most of an app's routes are handled by functions of an engine's package.
 
     `vllm serve --middleware` constructs the middleware with the next app alone: only the routes show where it is
     mounted. An app with routes of its own that includes an engine's router among them is an app.

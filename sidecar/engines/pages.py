@@ -150,7 +150,7 @@ class Metrics:
         return any(True for _ in self._samples(name))
 
     def has_prefix(self, prefix: str) -> bool:
-        """Whether the name of any metric begins like this."""
+        """True if the name of any metric begins like this."""
         return any(line.startswith(prefix) for line in self._lines)
 
     def samples(self, name: str) -> Sequence[Sample]:

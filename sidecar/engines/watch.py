@@ -92,7 +92,7 @@ class KnownState:
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests may be sent. True while nothing is known."""
+        """True if requests may be sent. True while nothing is known."""
         return self.state is EngineState.UP or self.state is EngineState.UNKNOWN
 
     @property
@@ -246,7 +246,7 @@ class EngineWatch(KnownState):
     # -- liveness
 
     def _is_following(self) -> bool:
-        """Whether the engine is watched in this event loop: one that has ended watches no more."""
+        """True if the engine is watched in this event loop: one that has ended watches no more."""
         return self._following is not None and self._following.get_loop() is asyncio.get_running_loop()
 
     async def _follow(self) -> None:

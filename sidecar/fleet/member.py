@@ -80,7 +80,7 @@ class MemberOwner(Protocol):
         """The member is a new incarnation: what was known of the engine's prefix cache is over."""
 
     def may_eject_slow(self, member: EngineMember) -> bool:
-        """Whether a slow engine may go out of use."""
+        """True if a slow engine may go out of use."""
 
     def crowded(self, member: EngineMember, for_s: float) -> None:
         """Too many requests wait inside the engine: it is to get none for so many seconds beyond what it runs."""
@@ -161,12 +161,12 @@ class EngineMember:
 
     @property
     def is_up(self) -> bool:
-        """Whether the engine can be used, as far as its answers say."""
+        """True if the engine can be used, as far as its answers say."""
         return self._is_up and self.watch.is_usable
 
     @property
     def takes_new(self) -> bool:
-        """Whether the pool may place requests here."""
+        """True if the pool may place requests here."""
         return self.is_up and self.size is not None and not self.is_draining and not self.is_gone
 
     @property
@@ -451,7 +451,7 @@ class EngineMember:
         self._owner.changed(self)
 
     def _has_restarted(self) -> bool:
-        """Whether the engine that answers now may be another process than the one before."""
+        """True if the engine that answers now may be another process than the one before."""
         before, self._started_s = self._started_s, self.pages.started_s or self._started_s
         if not self._was_up:
             return False

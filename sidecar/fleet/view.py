@@ -111,7 +111,7 @@ class FleetView:
         raise KeyError(name)
 
     def _is_empty(self, member: EngineMember, engine_id: str) -> bool:
-        """Whether the pool places nothing there any more, nothing is held there, and nothing is under way."""
+        """True if the pool places nothing there any more, nothing is held there, and nothing is under way."""
         ledgers = [ledger for ledger in self.pool.engines() if ledger.id == engine_id]
         is_idle = member.id != engine_id or not member.open_requests
         return is_idle and not any(ledger.takes_new or ledger.held_requests for ledger in ledgers)

@@ -133,7 +133,7 @@ class IssuerKeys:
         return next(iter(self._keys.values())) if len(self._keys) == 1 else None
 
     def _may_wait(self) -> bool:
-        """Whether a fetch is under way, which may have been started just now."""
+        """True if a fetch is under way, which may have been started just now."""
         if self._task is None or self._task.done():
             self._start()
         return self._task is not None and not self._task.done()

@@ -35,7 +35,7 @@ class Claims(NamedTuple):
 
 
 def is_token(key: bytes) -> bool:
-    """Whether a bearer token has the form of a JWT: three parts, with dots between."""
+    """True if a bearer token has the form of a JWT: three parts, with dots between."""
     return key.count(b".") == 2
 
 

@@ -335,7 +335,7 @@ class LeaseSizes:
         return found
 
     def _is_enough(self, found: Estimate, asked: LeasePlace) -> bool:
-        """Whether the answers behind an estimate are more than the first ones of a batch."""
+        """True if the answers behind an estimate are more than the first ones of a batch."""
         if found.source is not _OWN:
             return True
         samples = asked.learned.samples if found.source is _OWN else found.samples

@@ -302,7 +302,7 @@ def text_of(part: bytes) -> str:
 
 
 def is_plain(part: bytes) -> bool:
-    """Whether its size is the text's size: no escapes of six bytes a character, and no content parts."""
+    """True if its size is the text's size: no escapes of six bytes a character, and no content parts."""
     # Few conversations have a backslash, or a bracket after the first byte, and one byte is found many times as fast as
     # two. `in` tries bytes as a number.
     return (

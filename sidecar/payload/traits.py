@@ -119,5 +119,5 @@ def choice_of(said: bytes) -> str | None:
 
 
 def is_given(said: bytes) -> bool:
-    """Whether a field says anything: not where it is absent, null or empty."""
+    """True if a field says anything: not where it is absent, null or empty."""
     return said not in _ABSENT and said not in (b"[]", b'""', b"{}")

@@ -166,7 +166,7 @@ def _changed(about: str, before: str, after: str) -> Iterator[str]:
 
 
 def _are_one_kind(before: object, after: object) -> bool:
-    """Whether both are mappings of a file whose keys are compared one by one."""
+    """True if both are mappings of a file whose keys are compared one by one."""
     if type(before) is not type(after) or not is_dataclass(before) or isinstance(before, (Aging, StoreAddress, Tenant)):
         return False
     return not isinstance(before, Capacity) or before.is_read is getattr(after, "is_read", None)

@@ -58,7 +58,7 @@ class FollowedFiles(Generic[R]):
 
     @property
     def is_changing(self) -> bool:
-        """Whether the files differ from those reported last; another look soon will say more."""
+        """True if the files differ from those reported last; another look soon will say more."""
         return self._change is not None
 
     def pause_s(self, every_s: float) -> float:

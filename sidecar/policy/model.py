@@ -71,7 +71,7 @@ BARE = "bare"
 
 
 def is_forced(environment: Mapping[str, str]) -> bool:
-    """Whether the environment asks for it. Raises ValueError for another mode."""
+    """True if the environment asks for it. Raises ValueError for another mode."""
     written = environment.get(MODE_VARIABLE, "")
     if written not in ("", Mode.PASS.value):
         raise ValueError(
@@ -99,7 +99,7 @@ class Policy(PoolFile):
 
     @property
     def is_bare(self) -> bool:
-        """Whether it has no more than `mode: pass` needs."""
+        """True if it has no more than `mode: pass` needs."""
         return self.generation == BARE
 
     @property
@@ -160,7 +160,7 @@ class Policy(PoolFile):
 
     @property
     def reads_capacity(self) -> bool:
-        """Whether a part of the pool's size is read from the engines, or depends on how many are found."""
+        """True if a part of the pool's size is read from the engines, or depends on how many are found."""
         if self.engines is None:
             return self.engine_capacity is not None
         return not self.engines.static or any(engine.capacity.is_read for engine in self.engines.static)
@@ -189,7 +189,7 @@ class Policy(PoolFile):
 
     @property
     def is_sized(self) -> bool:
-        """Whether the pool's size stands in the policy, in one dimension at least. It may still be the engine's."""
+        """True if the pool's size stands in the policy, in one dimension at least. It may still be the engine's."""
         return min(self.rules.tokens, self.rules.requests) < UNLIMITED
 
     def level_of(self, name: str) -> int | None:

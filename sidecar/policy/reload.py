@@ -166,7 +166,7 @@ class FilesReading:
     says_pass: bool
 
     def says_as(self, other: FilesReading | None) -> bool:
-        """Whether both say the same: the same contents, or the same mistake."""
+        """True if both say the same: the same contents, or the same mistake."""
         said = self.generation, self.problem, self.says_pass
         return other is not None and said == (other.generation, other.problem, other.says_pass)
 
@@ -261,7 +261,7 @@ def _is_free(hangup: signal.Signals) -> bool:
 
 
 def _has_terminal() -> bool:
-    """Whether the process has a terminal, whose end the same signal reports."""
+    """True if the process has a terminal, whose end the same signal reports."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:

@@ -68,7 +68,7 @@ class PoolRules:
     is_by_gain: bool = False
 
     def is_preemptible(self, level: int) -> bool:
-        """Whether the room of a request at this level may be taken back before its first byte."""
+        """True if the room of a request at this level may be taken back before its first byte."""
         return self.max_preemptions > 0 and self.tiers[level].preemptible
 
 
@@ -210,7 +210,7 @@ def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:
 
 
 def has_reserve(tier: TierRules) -> bool:
-    """Whether a tier has a floor. In a dimension that the policy does not bound every tier has one."""
+    """True if a tier has a floor. In a dimension that the policy does not bound every tier has one."""
     return min(tier.reserve_tokens, tier.reserve_requests) > 0
 
 

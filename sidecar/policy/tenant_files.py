@@ -21,7 +21,7 @@ def tenant_files(pattern: str, folder: Path) -> list[str]:
 
 
 def _is_meant(name: str) -> bool:
-    """Whether a name that the pattern matches is to be read: no folder, device or pipe."""
+    """True if a name that the pattern matches is to be read: no folder, device or pipe."""
     try:
         return stat.S_ISREG(os.stat(name).st_mode)
     except FileNotFoundError:

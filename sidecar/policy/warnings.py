@@ -182,7 +182,7 @@ def _engines_numbers(policy: Policy) -> Found:
 
 
 def takes_whole_numbers(engine: type[Engine]) -> bool:
-    """Whether clients of the engine itself send whole numbers in a body's `priority`."""
+    """True if clients of the engine itself send whole numbers in a body's `priority`."""
     return Carrier.BODY in engine.carriers and engine.priority_range is None
 
 
@@ -332,7 +332,7 @@ def _starving(tier: TierRules, rules: PoolRules) -> Found:
 
 
 def _can_fill(tiers: tuple[TierRules, ...], rules: PoolRules) -> bool:
-    """Whether the tiers' limits together reach the pool, in either of the dimensions that it bounds."""
+    """True if the tiers' limits together reach the pool, in either of the dimensions that it bounds."""
     tokens = sum(tier.limit_tokens for tier in tiers) >= rules.tokens != UNLIMITED
     return tokens or sum(tier.limit_requests for tier in tiers) >= rules.requests != UNLIMITED
 

@@ -188,7 +188,7 @@ class Lease(msgspec.Struct, eq=False):
 
     @property
     def is_entering(self) -> bool:
-        """Whether the pool has not looked at the request yet."""
+        """True if the pool has not looked at the request yet."""
         return self._answered is not None and not self._answered.done()
 
     def wait(self) -> asyncio.Future[Grant]:

@@ -99,7 +99,7 @@ class EngineReader:
             await end(following)
 
     def is_following(self) -> bool:
-        """Whether the engine is being read in this event loop: one that has ended reads no more."""
+        """True if the engine is being read in this event loop: one that has ended reads no more."""
         return self._following is not None and self._following.get_loop() is asyncio.get_running_loop()
 
     @property

@@ -66,7 +66,7 @@ class EngineSize:
 
     @property
     def is_held_back(self) -> bool:
-        """Whether too many requests wait inside the engine."""
+        """True if too many requests wait inside the engine."""
         return self.reader.is_held_back
 
     def state(self) -> Mapping[str, object]:

@@ -230,7 +230,7 @@ class Ledger:
         self._combine_views()
 
     def _is_next(self, call: Call, member: _Member | None) -> bool:
-        """Whether the replica has stated in this epoch, and no call before this one is missing."""
+        """True if the replica has stated in this epoch, and no call before this one is missing."""
         return member is not None and member.stated == self._held().epoch and call.number == member.number + 1
 
     def _is_accepted(self, call: Call, member: _Member | None) -> bool:

@@ -258,7 +258,7 @@ class Member:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a call is on its way."""
+        """True if a call is on its way."""
         return self._in_flight is not None
 
     def own(self) -> dict[str, Amount]:
@@ -283,7 +283,7 @@ class Member:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether its ledger is in this process, and there is nothing to tell it at any time."""
+        """True if its ledger is in this process, and there is nothing to tell it at any time."""
         return self._near is not None and (self._due_us is None or self._due_us >= UNBOUNDED)
 
     def due_us(self) -> int | None:

@@ -27,7 +27,7 @@ class MemberMode(Enum):
 
 
 class Entered(NamedTuple):
-    """A ticket got an engine: it is a lease. `found` and `passed`: see `calls.Granted`."""
+    """A ticket got an engine: it is a lease. `found` and `passed`: see `calls.BidGranted`."""
 
     lease: ScheduledLease
     found: Found

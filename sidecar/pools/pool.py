@@ -279,7 +279,7 @@ class Pool(ReportedPool):
         return lease
 
     def _enters(self, lease: Lease, now_us: int) -> bool:
-        """Whether a request enters at once, without a call to the ledger in this process. Most find the pool idle."""
+        """True if a request enters at once, without a call to the ledger in this process. Most find the pool idle."""
         if self._requests.waiting or (held := self._member.enter(lease.ticket, now_us)) is None:
             return False
         grant = self._requests.entered(lease, held, now_us)

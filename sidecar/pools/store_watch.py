@@ -40,7 +40,7 @@ class _Outlook:
         self._rules = policy.rules_of(*_size(self._engines)) if state is StoreState.DIVIDED else None
 
     def has_room_for(self, ask: Ask) -> bool:
-        """Whether engines of these sizes could ever run the request."""
+        """True if engines of these sizes could ever run the request."""
         if self._rules is None:
             return True
         tokens, requests = largest_admissible(self._rules, ask.tier)
@@ -141,7 +141,7 @@ class StoreWatch:
 
     @property
     def is_away(self) -> bool:
-        """Whether the ledger looks at no request for now: none may wait for it to be let in or to be refused."""
+        """True if the ledger looks at no request for now: none may wait for it to be let in or to be refused."""
         return self.status.state in (StoreState.WAITING, StoreState.DIVIDED, StoreState.CLOSED)
 
     def judged(

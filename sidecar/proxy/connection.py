@@ -180,7 +180,7 @@ class EngineConnection(asyncio.Protocol):
             self._fail(ConnectionBroke("given up"))
 
     def can_be_used(self) -> bool:
-        """Whether another request may be sent."""
+        """True if another request may be sent."""
         return not self._transport.is_closing()
 
     def abort(self) -> None:
@@ -297,7 +297,7 @@ class EngineConnection(asyncio.Protocol):
             response.fail(failure)
 
     def _ends_here(self, response: Response) -> bool:
-        """Whether the end of the connection is the end of the response (RFC 9112, section 6.3)."""
+        """True if the end of the connection is the end of the response (RFC 9112, section 6.3)."""
         if response.status == _UNKNOWN or response.status in _WITHOUT_BODY:
             return False
         codings = [value for name, value in response.headers if name.lower() == b"transfer-encoding"]

@@ -270,7 +270,7 @@ class _Forwarding:
             self._task.cancel()
 
     def _is_our_own_cancellation(self) -> bool:
-        """Whether only the client's disconnect canceled this task; the server may have done so, too."""
+        """True if only the client's disconnect canceled this task; the server may have done so, too."""
         if sys.version_info >= (3, 11) and self._disconnected and self._task is not None:
             return self._task.uncancel() == 0
         return self._disconnected

@@ -109,7 +109,7 @@ class Upstream:
 
 
 def can_be_written(headers: Headers) -> bool:
-    """Whether they can be written: a parser reads more than HTTP allows, and a server would raise midway."""
+    """True if they can be written: a parser reads more than HTTP allows, and a server would raise midway."""
     if not headers:
         return True
     names, values = zip(*headers, strict=True)
@@ -152,7 +152,7 @@ class Traffic:
         self._read.pop(response, None)
 
     def has_flowed(self) -> bool:
-        """Whether a response has begun, or more of one was read, since the last call."""
+        """True if a response has begun, or more of one was read, since the last call."""
         has_flowed, self._begun_before = self._begun != self._begun_before, self._begun
         for response, before in self._read.items():
             has_flowed |= response.reads > before

@@ -103,7 +103,7 @@ class ScheduledEngine:
         self.cap_requests, self.cap_until_us = requests, until_us
 
     def could_take(self, ticket: Ticket, now_us: int) -> bool:
-        """Whether it is ready, not barred, large enough, and its cap is not reached by the ticket."""
+        """True if it is ready, not barred, large enough, and its cap is not reached by the ticket."""
         return (
             self.is_ready
             and ticket.tokens <= self.tokens
@@ -114,7 +114,7 @@ class ScheduledEngine:
         )
 
     def is_full(self, now_us: int) -> bool:
-        """Whether it has room for nothing."""
+        """True if it has room for nothing."""
         if not self.is_ready:
             return True
         tokens, requests, _ = self.size(now_us)

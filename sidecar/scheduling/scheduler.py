@@ -181,7 +181,7 @@ class Scheduler:
 
     @property
     def runs_out(self) -> bool:
-        """Whether the next may be one that waits elsewhere."""
+        """True if the next may be one that waits elsewhere."""
         return any(tier.queue.runs_out for tier in self.tiers)
 
     def enter(self, ticket: Ticket, now_us: int) -> tuple[str, int] | None:
@@ -405,7 +405,7 @@ class Scheduler:
         return needed
 
     def holds(self, ticket: Ticket, order_class: OrderClass) -> bool:
-        """Whether it holds its place though it does not fit, so that nothing after it is admitted."""
+        """True if it holds its place though it does not fit, so that nothing after it is admitted."""
         if order_class == FIRST:
             return True
         kept, above = self.need(ticket), self._tiers_above(ticket)
@@ -419,26 +419,26 @@ class Scheduler:
         return within(kept, self._figures.capacity)
 
     def is_within_limit(self, ticket: Ticket, others: Amount = NOTHING) -> bool:
-        """Whether its tier may hold it beside what that holds, and beside `others`."""
+        """True if its tier may hold it beside what that holds, and beside `others`."""
         more = others if ticket.is_for_floor else plus(others, self.need(ticket))
         return within(plus(self.tiers[ticket.tier].used, more), self._figures.limit[ticket.tier])
 
     # -- rule 7: what may be taken back (`preemption`)
 
     def could_come_back(self, ticket: Ticket) -> bool:
-        """Whether its tokens and requests would be let in again."""
+        """True if its tokens and requests would be let in again."""
         tokens, requests, _ = self._figures.returnable[ticket.tier]
         return ticket.tokens <= tokens and ticket.requests <= requests
 
     def would_be_below_floor(self, level: int, taken: Amount, gone: Gone) -> bool:
-        """Whether it would be `U < R` in all dimensions without leases that were `taken`, none for its floor."""
+        """True if it would be `U < R` in all dimensions without leases that were `taken`, none for its floor."""
         left = self.on_floor(level)
         if not self.rules.by_gain:  # by gain what fills a floor is not taken
             left = minus(minus(left, gone.of(level)), taken)
         return below(left, self._figures.reserve[level])
 
     def may_preempt(self) -> bool:
-        """Whether something that may be served so waits."""
+        """True if something that may be served so waits."""
         return self.rules.max_preemptions > 0 and any(
             tier.preempt_after_us is not None and (state.lined or state.queue)
             for tier, state in zip(self.rules.tiers, self.tiers, strict=True)
@@ -469,7 +469,7 @@ class Scheduler:
         return [wanted, *ids]
 
     def _is_late(self, ticket: Ticket) -> bool:
-        """Whether one in line takes any engine now."""
+        """True if one in line takes any engine now."""
         return self._now >= ticket.in_line_since_us + PATIENCE_US
 
     def _best(self, ticket: Ticket, engines: Sequence[ScheduledEngine]) -> str | None:

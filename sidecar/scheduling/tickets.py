@@ -87,7 +87,7 @@ class Ticket(msgspec.Struct, eq=False):
 
     @property
     def is_for_floor(self) -> bool:
-        """Whether it stands in line for its tier's floor (rule 6), so that its tier holds it already."""
+        """True if it stands in line for its tier's floor (rule 6), so that its tier holds it already."""
         return self.is_in_line and self.admission > 0
 
     @property

@@ -14,7 +14,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def leads_to(url: str, listeners: Sequence[socket.socket]) -> bool:
-    """Whether a request to `url` would reach one of `listeners`.
+    """True if a request to `url` would reach one of `listeners`.
 
     A name is resolved only where its port is one of theirs. A name that cannot be resolved, and another machine's
     address that leads back here, are not noticed: there the `via` header shows the loop.
@@ -48,7 +48,7 @@ def _is_reached(address: str, listens: str) -> bool:
 
 
 def _is_local(address: str) -> bool:
-    """Whether this machine has the address: only then a socket can be bound to it."""
+    """True if this machine has the address: only then a socket can be bound to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

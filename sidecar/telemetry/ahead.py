@@ -150,7 +150,7 @@ def rule_of(ahead: RequestRecord, waiter: RequestRecord) -> str:
 
 
 def _stood_in_line(waiter: RequestRecord, at_us: int) -> bool:
-    """Whether it stood in line for an engine then. Not known before it is admitted."""
+    """True if it stood in line for an engine then. Not known before it is admitted."""
     admitted = waiter.admitted
     if admitted is None or admitted.placed is None or not admitted.placed.claimed_us:
         return False

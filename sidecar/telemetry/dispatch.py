@@ -58,11 +58,11 @@ class EventDispatcher:
         self._handlers_of_failures = {} if failure_log is None else _handlers_of([failure_log])
 
     def listens(self) -> bool:
-        """Whether anything looks at requests."""
+        """True if anything looks at requests."""
         return self.failure_log is not None or bool(self.listeners) or self.tracer.is_active()
 
     def follows(self) -> bool:
-        """Whether more than a failure may be told of a request: at the level DEBUG, the log has each."""
+        """True if more than a failure may be told of a request: at the level DEBUG, the log has each."""
         log = self.failure_log
         return log is None or log.writes(log.success_level) or not (self.tracer.is_global and none_is_set())
 

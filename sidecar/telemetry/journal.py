@@ -111,7 +111,7 @@ class Journal:
         return [*islice((record for record in looked_at if record.arrived_us > arrived_us), most)]
 
     def looks_at_all(self, waiter: Waiter) -> bool:
-        """Whether `overtook` looks at all that were admitted since the overtaking."""
+        """True if `overtook` looks at all that were admitted since the overtaking."""
         first, last = self._overtaking(waiter)
         return last - first <= MOST_LOOKED_AT
 
@@ -215,7 +215,7 @@ def _admitted_us(record: RequestRecord) -> int:
 
 
 def _broke_off(record: RequestRecord) -> bool:
-    """Whether the engine failed, or the client disconnected before it was admitted."""
+    """True if the engine failed, or the client disconnected before it was admitted."""
     if record.settled is not None:
         return record.settled.outcome is _FAILED
     return record.refused is not None and record.refused.status is None
@@ -227,7 +227,7 @@ def _overtaken_us(waiter: Waiter) -> int | None:
 
 
 def _may_have_been_overtaken(waiter: Waiter) -> bool:
-    """Whether it was overtaken, or still waits: then only the admissions can say."""
+    """True if it was overtaken, or still waits: then only the admissions can say."""
     is_waiting = isinstance(waiter, RequestRecord) and waiter.waited is None
     return is_waiting or _overtaken_us(waiter) is not None
 

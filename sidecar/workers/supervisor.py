@@ -88,7 +88,7 @@ async def supervise(plan: WorkersPlan, announce: Callable[[str], None]) -> None:
 
 
 def _check(plan: WorkersPlan) -> bool:
-    """Whether the settings name a store. Raises ValueError for settings that no worker could begin with."""
+    """True if the settings name a store. Raises ValueError for settings that no worker could begin with."""
     proxy_of(plan.settings.upstream, plan.policy)
     certificate_of(plan.settings.tls_cert, plan.settings.tls_key)
     store = store_of(plan.policy, os.environ)

@@ -189,7 +189,7 @@ class EngineTimes:
             self._learned = None
 
     def _is_crowded(self, now_us: int) -> bool:
-        """Whether more is under way than the pool has room for. The other replicas are taken to have as much each."""
+        """True if more is under way than the pool has room for. The other replicas are taken to have as much each."""
         if now_us >= self._room_until_us:
             self._room, self._room_until_us = self._read_room(), now_us + ROOM_FOR_US
         tokens, requests, replicas = self._room
@@ -297,7 +297,7 @@ class EngineTimes:
         request.guessed_us = generating_us if request.is_stream else self._typical(request)
 
     def is_stretched(self, request: SentRequest, now_us: int) -> bool:
-        """Whether a request that generates does so more slowly than its shadow, as more generate beside it."""
+        """True if a request that generates does so more slowly than its shadow, as more generate beside it."""
         if request.since is None or request.end_us is not None or not request.would_generate:
             return False
         return self._stretch(request.would_generate, self.speed.load(now_us).mean_since(request.since)) < 1
@@ -371,14 +371,14 @@ class EngineTimes:
         holds.unlearned += (request.is_crowded and not is_known) or is_stretched
 
     def _knows_first_byte(self, request: SentRequest) -> bool:
-        """Whether it was learned how long a prompt takes unloaded, or seen of one that is hardly shorter."""
+        """True if it was learned how long a prompt takes unloaded, or seen of one that is hardly shorter."""
         if self.speed.first.line is not None or self._fastest is None:
             return self.speed.first.line is not None
         _, call, is_crowded = self._fastest
         return not is_crowded and request.prompt_tokens <= HARDLY_LONGER * call.backlog
 
     def _knows_times_of(self, generating: float) -> bool:
-        """Whether about so few were ever seen to generate."""
+        """True if about so few were ever seen to generate."""
         chosen = self.speed.token.chosen
         return chosen is not None and chosen.points[0][0] <= 2 * generating
 

@@ -89,7 +89,7 @@ class ShadowRequest:
 
     @property
     def is_real(self) -> bool:
-        """Whether it holds room that its request uses at the engine at this moment."""
+        """True if it holds room that its request uses at the engine at this moment."""
         return self._lease is not None and self._lease.grant is not None and self.sent.end_us is None
 
     def waiting(self) -> WaitingShadow | None:

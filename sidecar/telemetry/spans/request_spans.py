@@ -424,7 +424,7 @@ def _of_refusal(event: Refused, classified: Classified | None) -> Attributes:
 
 
 def _is_servers_failure(event: Refused) -> bool:
-    """Whether the request ended as it did through the server: an answer of 500 and above, or none."""
+    """True if the request ended as it did through the server: an answer of 500 and above, or none."""
     return event.code == CANCELED if event.status is None else event.status >= 500
 
 

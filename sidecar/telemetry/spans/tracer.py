@@ -77,7 +77,7 @@ class RequestTracer:
         self._provider = None
 
     def is_active(self) -> bool:
-        """Whether there is an SDK that may record, as one may that failed now: the next request asks it again."""
+        """True if there is an SDK that may record, as one may that failed now: the next request asks it again."""
         try:
             return self._current() is not None
         except Exception:

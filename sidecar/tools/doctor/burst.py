@@ -90,7 +90,7 @@ class Burst:
 
     @property
     def is_cut(self) -> bool:
-        """Whether requests were still waiting when it was cut short."""
+        """True if requests were still waiting when it was cut short."""
         return any(map(self._is_cut, self.seen))
 
     @property
@@ -100,11 +100,11 @@ class Burst:
 
     @property
     def is_refused(self) -> bool:
-        """Whether most of its requests were."""
+        """True if most of its requests were."""
         return 2 * len(self.refused) > len(self.seen)
 
     def is_answered_by(self, status: int) -> bool:
-        """Whether any of its requests was refused with this status."""
+        """True if any of its requests was refused with this status."""
         return any(one.status == status for one in self.refused)
 
     @property
@@ -176,7 +176,7 @@ class Burst:
         return one.first_token_s > self.first_completion_s
 
     def _is_cut(self, one: Seen) -> bool:
-        """Whether it was still waiting when the burst was cut short."""
+        """True if it was still waiting when the burst was cut short."""
         return one.first_token_s is None and one.end_s - one.sent_s >= self.allowed_s - CUT_WITHIN_S
 
 
@@ -238,7 +238,7 @@ def queueing(burst: Burst, control: Burst | None, engine: type[Engine], max_runn
 
 
 def seems_switched_off(burst: Burst, engine: type[Engine]) -> bool:
-    """Whether the engine shows no queue: requests beyond its size are refused, and none waits."""
+    """True if the engine shows no queue: requests beyond its size are refused, and none waits."""
     status = engine.overload_status
     return status is not None and burst.is_answered_by(status) and burst.waiting_inside == 0
 

@@ -71,7 +71,7 @@ class Examination:
 
     @property
     def reports_cached_tokens(self) -> bool | None:
-        """Whether answers say how much of a prompt was cached. SGLang's pages say it, of vLLM only its answers."""
+        """True if answers say how much of a prompt was cached. SGLang's pages say it, of vLLM only its answers."""
         reported = self.survey.facts.reports_cached_tokens
         if reported is None and self.probed is not None and self.probed.alone.prompt_tokens is not None:
             return self.probed.alone.cached_tokens is not None

@@ -53,7 +53,7 @@ class GeneratedChoice(Job):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every token was generated."""
+        """True if every token was generated."""
         return self.generated == self.output
 
     @property

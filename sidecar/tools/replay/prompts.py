@@ -50,7 +50,7 @@ class Words:
 
     @property
     def is_exact(self) -> bool:
-        """Whether prompts have the very number of tokens that was asked for."""
+        """True if prompts have the very number of tokens that was asked for."""
         return bool(self.singles)
 
     def text(self, tokens: int, rng: random.Random, blocks: Sequence[str] = (), block: int = 0) -> str:

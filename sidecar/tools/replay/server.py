@@ -93,7 +93,7 @@ class AskedServer(AbstractAsyncContextManager["AskedServer"]):
             return None
 
     async def enforces(self, path: str) -> bool:
-        """Whether admission control answers here, by its refusal of an empty body. Raises ServerNoAnswer."""
+        """True if admission control answers here, by its refusal of an empty body. Raises ServerNoAnswer."""
         status, headers, body = await self._exchange("POST", path, {})
         try:
             code = msgspec.json.decode(body, type=_Refusal).error.code

@@ -181,7 +181,7 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d
 
 
 def is_head(line: str) -> bool:
-    """Whether this is the first line of such a file."""
+    """True if this is the first line of such a file."""
     return [name.strip().strip('"').lower() for name in line.split(",")] == HEAD.lower().split(",")
 
 

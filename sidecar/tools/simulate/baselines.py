@@ -104,7 +104,7 @@ class VtcQueue:
 
 
 class BaselineAdmission:
-    """See `play.Admission`."""
+    """See `play.SimulatedAdmission`."""
 
     def __init__(self, name: str, policy: Policy, objectives: Mapping[int, Objective], stage: SimulatedEngines) -> None:
         self._policy, self._stage, self._objectives = policy, stage, objectives

@@ -228,7 +228,7 @@ def at_once(seen: Sequence[Seen]) -> int:
 
 
 class _SendsAtOnce:
-    """See `play.Admission`: there is none, every request goes to the engine as it comes."""
+    """See `play.SimulatedAdmission`: there is none, every request goes to the engine as it comes."""
 
     def __init__(self, stage: SimulatedEngines) -> None:
         self._stage = stage

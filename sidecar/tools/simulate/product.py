@@ -78,7 +78,7 @@ class _TrueSpeeds(EngineSpeeds):
 
 
 class ProductAdmission:
-    """See `play.Admission`. The pool is as large as the engines are."""
+    """See `play.SimulatedAdmission`. The pool is as large as the engines are."""
 
     def __init__(self, policy: Policy, stage: SimulatedEngines) -> None:
         self._policy, self._stage = policy, stage

@@ -93,7 +93,7 @@ class KvCache:
         return len(self._holders) + len(self._idle)
 
     def fits(self, tokens: int) -> bool:
-        """Whether a sequence that holds `tokens` could ever run."""
+        """True if a sequence that holds `tokens` could ever run."""
         return self._blocks_for(tokens) <= self.blocks
 
     def hit_length(self, prompt: Sequence[BlockHash], prompt_tokens: int) -> int:
