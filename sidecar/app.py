@@ -224,7 +224,7 @@ class AdmissionMiddleware:
         return self._serve(scope, receive, send)
 
     def _failed(self, mistake: Exception) -> FailedStart:
-        """The same for as long as the mistake is: it is logged once."""
+        """One object for as long as the mistake lasts: it is logged once."""
         if self._failure is None or str(self._failure.mistake) != str(mistake):
             self._failure = FailedStart(mistake)
         return self._failure
@@ -298,7 +298,7 @@ def _composed(
 
 
 class _Setup(NamedTuple):
-    """What a process is made with besides its policy. `dialect` is None where the policy says it.
+    """Settings of a process besides its policy. `dialect` is None where the policy says it.
 
     `repeats` says that the app's handlers may run twice for one request, `is_shown` that the caller serves the pages.
     """

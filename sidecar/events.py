@@ -50,7 +50,7 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Expectation(msgspec.Struct, frozen=True, gc=False):
-    """What a request was expected to use when it entered the pool, where output lengths are learned.
+    """Expected use of a request when it entered the pool, where output lengths are learned.
 
     `output_tokens` is the assumed length of each of its `sequences`, `source` where that comes from: own, tenants
     or maximum (nothing is known: what the old rule holds). `samples` are the answers that its length
@@ -208,7 +208,7 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
 
 
 class ServiceGain(msgspec.Struct, frozen=True, gc=False):
-    """What a request earned, in weighted tokens that came before their deadlines, of what it could have earned.
+    """Gain of a request, in weighted tokens that came before their deadlines, of what it could have earned.
 
     `slo` is its outcome by its tier's objective: met, ttft, tpot, refused or abandoned.
     """

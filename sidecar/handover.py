@@ -1,4 +1,4 @@
-"""What our server, the middleware and our proxy hand one another in a request's scope, beyond ASGI.
+"""Fields of a request's scope, beyond ASGI, that our server, the middleware and our proxy hand one another.
 
 Each works without the others: a scope has only what the one around put there.
 

@@ -1,5 +1,5 @@
-"""What runs beside an app as long as its server does: its pool and its watches, and mounted also logs, telemetry and
-admin pages, by the environment.
+"""Services that run beside an app as long as its server does: its pool and its watches, and mounted also logs,
+telemetry and admin pages, by the environment.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class Observability:
 
 
 def _notices(controller: AdmissionController) -> Sequence[str]:
-    """Those of the live page, whose first sentence is about the engine already."""
+    """Notices of the live page, whose first sentence is about the engine already."""
     of_engine = controller.engine_watch.readiness()
     return [notice for notice in (*controller.readiness(), *controller.notices()) if notice not in of_engine]
 

@@ -46,8 +46,8 @@ _log = logging.getLogger("sidecar.app")
 
 
 class PolicySource(NamedTuple):
-    """What makes two middlewares one: the policy's file, or the loaded policy where it was given so, and the options
-    of their construction.
+    """Identity of the pool that two middlewares share: the policy's file, or the loaded policy where it was given so,
+    and the options of their construction.
     """
 
     path: Path | None

@@ -30,7 +30,7 @@ _log = logging.getLogger("sidecar.serve")
 
 
 class ServeSettings(msgspec.Struct, frozen=True):
-    """What the command line says. `policy` is a path; `upstream` is None where the policy names its engines.
+    """Settings of the command line. `policy` is a path; `upstream` is None where the policy names its engines.
 
     `access_log` is None where the environment says it.
     `host` may be a Unix socket's address; `port` says nothing then. The files of a certificate are None without TLS.

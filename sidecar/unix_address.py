@@ -30,7 +30,7 @@ def path_of(address: str) -> str | None:
 
 
 def url_of(address: str) -> str:
-    """What an HTTP client is given for `address`, beside `connector_to`."""
+    """URL that an HTTP client is given for `address`, beside `connector_to`."""
     return address if path_of(address) is None else BASE
 
 

@@ -55,7 +55,7 @@ def request_routes(builder: ExplanationBuilder, overview: Callable[[], Overview]
 
 
 def json_link(wanted: str) -> str:
-    """The same as JSON, relative to the page."""
+    """Link to the same document as JSON, relative to the page."""
     return f"requests?id={quote(wanted, safe='')}"
 
 

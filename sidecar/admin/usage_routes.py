@@ -30,7 +30,7 @@ NO_USAGE = (
 
 
 class UsageRow(msgspec.Struct, frozen=True):
-    """What one tenant used of one model in one tier, in a day by UTC. `model` is empty where requests named none."""
+    """Use by one tenant of one model in one tier, in a day by UTC. `model` is empty where requests named none."""
 
     day: str
     tenant: str

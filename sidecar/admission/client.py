@@ -196,7 +196,7 @@ class UsageHider:
         return {**message, "headers": [pair for pair in headers if pair[0].lower() != b"content-length"]}
 
     def _shown(self, body: bytes, *, is_last: bool = False) -> bytes:
-        """What the client sees of the stream's next bytes, and of those held before."""
+        """The part that the client sees of the stream's next bytes, and of those held before."""
         window = self._held + body
         shown, since = [], 0
         for end in _END.finditer(window):

@@ -198,7 +198,7 @@ class AdmissionController:
         return self
 
     def appraiser(self, snapshot: PolicySnapshot) -> Appraise | None:
-        """What gives requests the figures of their gain. None where the policy orders by level."""
+        """Scores a request for `order: gain`; None for the order by level."""
         if not snapshot.policy.rules.is_by_gain:
             return None
         return lambda request: self.gain.appraise(request, snapshot.tier_names)

@@ -27,7 +27,7 @@ SOONEST_S, LATEST_S = 1.0, 60.0
 
 
 class EngineHealth(Protocol):
-    """Whether requests can be sent to the engine, or to any of several. `EngineWatch` is that of one engine.
+    """Health of the engine, or of several: can requests be sent? `EngineWatch` is that of one engine.
 
     `on_change` are called after each change of the state, in the event loop.
     """
@@ -64,7 +64,7 @@ class EngineHealth(Protocol):
         """Reasons why no request can be sent; empty where there is none."""
 
     def notices(self) -> Sequence[str]:
-        """What the operator should know besides."""
+        """Further sentences for the operator."""
 
     def document(self) -> Mapping[str, object]:
         """The state, for people and dashboards: JSON types only."""

@@ -250,7 +250,7 @@ def _for_app(controller: AdmissionController, scope: Scope) -> Scope:
 def pass_read(
     controller: AdmissionController, scope: Scope, request: SizedRequest, receive: Receive, client: ClientChannel
 ) -> Awaitable[None]:
-    """The same of a `request` that was read, and may have waited. `receive` begins with its body again."""
+    """Passes a `request` that was read, and may have waited. `receive` begins with its body again."""
     for_app = {**scope}
     with_write(for_app, None)  # the client may have got comments before
     taken, added = [], []

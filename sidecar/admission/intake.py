@@ -132,7 +132,7 @@ class SizedRequest(msgspec.Struct, gc=False):
         return self.tokens
 
     def ask(self) -> Ask:
-        """What it asks of the pool."""
+        """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
         is_counted = tenant.limits.are_counted
         return Ask(

@@ -134,9 +134,9 @@ def _begins_with(path: str, prefix: str) -> bool:
 
 
 def at_own_root(app: ASGIApp, serve: ASGIApp) -> ASGIApp:
-    """What serves the requests to `app`. FastAPI and Django may have a `root_path` of their own, which goes before the
-    scope's, so that the router reads the path below it: around such an app, and around the middlewares that it is in,
-    it is written before. Not that of others: Quart calls the folder of its code so.
+    """App that serves the requests to `app`. FastAPI and Django may have a `root_path` of their own, which goes before
+    the scope's, so that the router reads the path below it: around such an app, and around the middlewares that it is
+    in, it is written before. Not that of others: Quart calls the folder of its code so.
     """
     root = _own_root(app)
     if not root:

@@ -1,4 +1,4 @@
-"""What a tenant may see of itself: `GET /v1/admission/self`, with its own key.
+"""A tenant's view of itself: `GET /v1/admission/self`, with its own key.
 
 Its tiers, its limits with what is left of them, its requests here, and how long a request would wait now. Nothing of
 other tenants is in it but how many requests wait in the tiers that this one may ask for.

@@ -199,7 +199,7 @@ def _reading(policy: Policy, routes: Routes, scope: Scope) -> Treatment:
 
 
 def _first(find: Callable[[str], str | None], paths: Iterable[str]) -> str | None:
-    """What `find` says of the first path of which it says something."""
+    """First answer of `find` that is not None, in the order of the paths."""
     return next((found for found in map(find, paths) if found is not None), None)
 
 

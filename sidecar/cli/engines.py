@@ -89,7 +89,7 @@ def hit_rate(row: EngineDocument | EngineRow) -> str:
 
 
 def held_of(row: EngineDocument | EngineRow, name: str) -> str:
-    """What an engine holds of its capacity, in `tokens` or `requests`."""
+    """The part of its capacity that an engine holds, in `tokens` or `requests`."""
     held = count(getattr(row.held, name) or 0)
     most = None if row.capacity is None else getattr(row.capacity, name)
     return held if most is None else f"{held} of {count(most)}"

@@ -102,7 +102,7 @@ def _density(objective: Objective | None, request: SizedRequest) -> int | None:
 
 
 def gain_lines(found: Found, tier: str) -> list[str]:
-    """The same for people: what it earns, then its place, from the first to the last."""
+    """Lines for people: what it earns, then its place, from the first to the last."""
     if found["always_first"]:
         return [f"   tier {tier} is always first: before all that is ordered by gain   (rule always_first)"]
     rows = [("floor", _floor_said(found["floor"], tier))]

@@ -79,7 +79,7 @@ def _affinity(affinity: Affinity) -> Found:
 
 
 def placement_lines(found: Found) -> list[str]:
-    """The same for people."""
+    """Lines for people on the placement."""
     if found["discovery"] == Discovery.MOUNTED.value:
         return ["   that of the process which got the request: no other can run it", *_bound(found)]
     lines = [] if found["model"] is None else [f"   the pool of model {found['model']}"]

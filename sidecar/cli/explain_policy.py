@@ -176,7 +176,7 @@ class RequestExplanation:
         self._found["engine"] = self._engine(endpoint.api, request.classification.level)
 
     def _note_sources(self, asked: Asked, tenant: Tenant) -> None:
-        """What each source says of the tier. The first that answers wins, unless one before it is refused."""
+        """Notes each source's answer for the tier. The first that answers wins, unless one before it is refused."""
         answers = self._snapshot.classifier.answers(asked, tenant)
         first = next((answer for answer in answers if answer.refusal is not None or answer.level is not None), None)
         self._found["sources"] = [
@@ -184,7 +184,7 @@ class RequestExplanation:
         ]
 
     def _named_by(self, headers: dict[bytes, bytes], key: bytes | None) -> str:
-        """What has named the tenant of a request."""
+        """The source that named the tenant of a request."""
         gateway = self._policy.gateway
         if gateway is not None and gateway.tenant_header in headers and gateway.sent(self._client, ()):
             return f"the gateway's {gateway.tenant_header.decode('ascii')}"

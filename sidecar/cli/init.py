@@ -232,7 +232,7 @@ def _unasked(args: argparse.Namespace) -> Survey:
 
 
 def _origin(args: argparse.Namespace, read: Survey, at_once: int | None, *, is_sidecar: bool) -> str:
-    """What the policy is written for, printable, whatever the engine's pages hold."""
+    """Origin of the policy, printable, whatever the engine's pages hold."""
     if args.mounted:
         of_kind = f" of {read.engine.title}" if read.engine.carriers else ""
         return f"the middleware in an app of your own, whose engine{of_kind} runs {at_once:,} requests at once"
@@ -314,7 +314,7 @@ def written_keys(folder: str | None, keys: Mapping[str, str]) -> Iterator[Mappin
 
 @contextmanager
 def _all_or_none(folder: Path) -> Iterator[list[Path]]:
-    """What the block makes, and adds to the list, is gone again where it raises. An OSError becomes CannotWrite."""
+    """Removes the files that the block adds to the list, if it raises. An OSError becomes CannotWrite."""
     made: list[Path] = []
     try:
         yield made
@@ -357,7 +357,7 @@ def _check(folder: Path) -> None:
 
 
 def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> str:
-    """What was done, and the next steps."""
+    """Summary of the files written, and the next steps."""
     engine, folder = ENGINES[figures["engine"]], shlex.quote(args.dir)
     port, admin = free_port(CLIENTS_PORT, args.upstream), free_port(ADMIN_PORT, args.upstream)
     upstream = "" if figures["engines"] else f"--upstream {shlex.quote((args.upstream or [_ENGINE_URL])[0])} "

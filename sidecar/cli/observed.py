@@ -93,7 +93,7 @@ def _moment(at_s: float) -> str:
 
 
 def _replicas(number: int, verb: str | None = None) -> str:
-    """So many replicas, and what they do or did."""
+    """The number of replicas with its noun, and the verb that agrees with it."""
     if number == 1:
         return f"1 replica {verb or 'observes'}"
     return f"{number} replicas {verb or 'observe'}"

@@ -1,4 +1,4 @@
-"""What `sidecar serve` looks at before it begins: whether the policy and the engines fit together.
+"""Checks before `sidecar serve` begins: fit of the policy and the engines.
 
 It is `sidecar doctor --read-only`, for a few seconds at most. Nothing is sent that generates. What is found goes into
 the log, and never keeps the command from serving: an engine may begin later than its sidecar.

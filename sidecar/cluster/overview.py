@@ -237,7 +237,7 @@ class PoolOverview:
         )
 
     def _tenants(self) -> list[TenantView]:
-        """Those that hold most here, then those of whom most waits."""
+        """Tenants that hold most here, then those with most waiting."""
         found = [TenantView(name, *holding) for name, holding in self._sources.tenants().items()]
         return sorted(found, key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))
 

@@ -55,7 +55,7 @@ def as_promised(tiers: Sequence[TierView]) -> str:
 
 
 def lease_sizes(rows: Sequence[EngineSizesDocument]) -> str:
-    """What leases hold and use at all engines, and what is in force; empty where no output length is learned."""
+    """Sentence on lease sizes at all engines, and on the quantile in force; empty where no output length is learned."""
     if not rows:
         return ""
     held, used = sum(row.held_tokens for row in rows), sum(row.used_tokens for row in rows)
@@ -164,7 +164,9 @@ def _starves(tier: TierView) -> str:
 
 
 def overtaker(overtaken_by: Mapping[str, Overtakings], tier: str) -> str:
-    """What overtook a tier most often in the last five minutes and why, as a sentence; empty where nothing did."""
+    """The tier that overtook this one most often in the last five minutes and why, as a sentence; empty where nothing
+    did.
+    """
     found = main_overtaking(overtaken_by)
     if found is None:
         return ""

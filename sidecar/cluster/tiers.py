@@ -13,7 +13,7 @@ from sidecar.pools import Grant
 
 
 def tier_shares(policy: Policy, state: Mapping[str, Any]) -> Sequence[TierShare]:
-    """What each tier holds of the pool and may hold; `state` is the pool's."""
+    """Room of the pool that each tier holds and may hold; `state` is the pool's."""
     return [
         TierShare(
             tier.name,
@@ -29,7 +29,7 @@ def tier_shares(policy: Policy, state: Mapping[str, Any]) -> Sequence[TierShare]
 
 
 def tier_waits(state: Mapping[str, Any], oldest: Sequence[Grant | None], replica: str = "") -> Sequence[TierWaits]:
-    """What each tier has waiting in this process, `replica`."""
+    """Requests of each tier that wait in this process, `replica`."""
     return [
         TierWaits(tier["tier"], Amount(**tier["queued"]), _oldest_waiter(grant, replica))
         for tier, grant in zip(state["tiers"], oldest, strict=True)
@@ -43,7 +43,7 @@ def _oldest_waiter(grant: Grant | None, replica: str) -> OldestWaiter | None:
 
 
 def waits_of(tier: str, reports: Iterable[ReplicaReport]) -> TierWaits:
-    """What a tier has waiting in all replicas, and the one that has waited longest."""
+    """Requests of a tier that wait in all replicas, and the one that has waited longest."""
     found = [waits for report in reports for waits in report.tiers if waits.tier == tier]
     oldest = [waits.oldest for waits in found if waits.oldest is not None]
     return TierWaits(

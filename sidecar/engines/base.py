@@ -485,7 +485,7 @@ class Engine:
 
     @classmethod
     def followed(cls, pages: Pages) -> Pages:
-        """The same pages for a reader that comes again and again: those in `asked_once` are read once."""
+        """Pages for a reader that comes again and again: those in `asked_once` are read once."""
         return AskedOnce(pages, cls.asked_once) if cls.asked_once else pages
 
     @classmethod
@@ -495,7 +495,7 @@ class Engine:
 
     @classmethod
     async def facts(cls, pages: Pages) -> Facts:
-        """What the engine says of itself. Raises Unread."""
+        """Facts on the engine's own pages. Raises Unread."""
         version = (await find_json(pages, "/version")).get("version")
         return facts_from(
             version=("/version", version if isinstance(version, str) else None),

@@ -46,7 +46,7 @@ async def identify(pages: Pages, *, reads_metrics: bool = True) -> Identity:
 
 
 async def identify_by_models(pages: Pages) -> Identity:
-    """The same by `/v1/models` alone."""
+    """Identity by `/v1/models` alone."""
     cards = mappings((await find_json(pages, _MODELS)).get("data"))
     card = next(iter(cards), {})
     model, context = card.get("id"), card.get("max_model_len")

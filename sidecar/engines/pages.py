@@ -163,7 +163,7 @@ class Metrics:
         return sum(sample.value for sample in samples) if samples else None
 
     def count(self, name: str) -> int | None:
-        """The same as a whole number that is not negative."""
+        """The value as a whole number that is not negative."""
         value = self.sum(name)
         return None if value is None or not 0 <= value < math.inf else round(value)
 

@@ -48,7 +48,7 @@ def _without_wait(story: Explanation) -> str:
 
 
 def _enforcing(dry_run: DryRunDetails, story: Explanation) -> str:
-    """What enforcing would have done to a request that passed."""
+    """Sentence on what enforcing would have done to a request that passed."""
     starved = f", of which {exact_duration(dry_run.starvation_s)} starved" if dry_run.starvation_s else ""
     waited = f"after a wait of {exact_duration(dry_run.queue_wait_s)}{starved}" if dry_run.queue_wait_s else "at once"
     match dry_run.verdict:

@@ -198,7 +198,7 @@ class EngineMember:
         return self.watch.reason or "it has not answered yet"
 
     def offer(self) -> EngineOffer | None:
-        """What the pool may place here; None while the engine's size is not known."""
+        """Offer of this engine to the pool; None while the engine's size is not known."""
         if self.size is None:
             return None
         tokens, requests = map(offered, self.size)
@@ -263,7 +263,7 @@ class EngineMember:
     # -- what others know and want
 
     def change_address(self, address: EngineAddress) -> None:
-        """The same engine at the same address has another capacity, bound or speed."""
+        """Takes over another capacity, bound or speed of the same engine at the same address."""
         before, self.address = self.address.capacity, address
         if address.capacity.is_read and self.reader is not None:
             self.reader.change_capacity(address.capacity)

@@ -149,7 +149,7 @@ class MountedEngine:
         return () if reason is None else (f"engine {self.name}, of this process: {reason}",)
 
     def notices(self) -> Sequence[str]:
-        """What the operator should know besides."""
+        """Further sentences for the operator."""
         return () if self.reader is None or self.reader.notice is None else (self.reader.notice,)
 
     def follow(

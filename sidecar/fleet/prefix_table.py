@@ -288,7 +288,7 @@ def _common(run: BlockRun, hashes: Sequence[int], start: int, most: int) -> int:
 
 
 class Sent(NamedTuple):
-    """What a table predicted for a request when it was sent: the first blocks that it had, and had or had evicted.
+    """Prediction of a table for a request when it was sent: the first blocks that it had, and had or had evicted.
 
     `is_settled` says that the last one that it had was used long enough ago to be computed, if the engine has it.
     """

@@ -34,7 +34,7 @@ class Prompts(NamedTuple):
     measured: int = 0
 
     def since(self, before: Prompts) -> Prompts:
-        """What came after an earlier sum."""
+        """Difference to an earlier sum."""
         return Prompts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
@@ -45,7 +45,7 @@ class RecentPrompts:
         self._noted: deque[tuple[float, Prompts]] = deque()
 
     def note(self, now_s: float, sums: Prompts) -> Prompts:
-        """What came in the last five minutes, up to these sums."""
+        """Sums of the last five minutes, up to these sums."""
         noted = self._noted
         while len(noted) > 1 and noted[1][0] <= now_s - RECENT_S:
             noted.popleft()

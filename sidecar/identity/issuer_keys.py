@@ -46,7 +46,7 @@ class KeysNeeded(IssuerUnavailable):
 
 
 async def with_keys(check: Callable[[], Checked]) -> Checked:
-    """What `check` returns, after the keys of a token's issuer have come where it needs them. Raises as it does."""
+    """Result of `check`, after the keys of a token's issuer have come where it needs them. Raises as it does."""
     try:
         return check()
     except KeysNeeded as needed:
@@ -151,7 +151,7 @@ class IssuerKeys:
         return await self._key_page(self.place, FETCH_TIMEOUT_S)
 
     def problem(self) -> str | None:
-        """What went wrong with the last fetch, and what follows; None where nothing did."""
+        """Failure of the last fetch, and its effect; None where nothing did."""
         if self.failure is None:
             return None
         kept = "the old ones stay in use" if self._keys else "no token can be checked"

@@ -50,7 +50,7 @@ class TokenVerifier:
         self._key_changes = keys.changes
 
     def claims(self, token: bytes, digest: bytes) -> Claims:
-        """What a token says; `digest` is its hash. Raises InvalidToken, KeysNeeded or IssuerUnavailable."""
+        """Claims of a token; `digest` is its hash. Raises InvalidToken, KeysNeeded or IssuerUnavailable."""
         if self._key_changes != self._keys.changes:  # a key that is gone must not speak through what it signed
             self._key_changes = self._keys.changes
             self._kept.clear()

@@ -90,7 +90,7 @@ class HeldLease:
 
     @property
     def priority(self) -> int | float:
-        """What the engine should get as the request's priority, in its own range and direction."""
+        """Priority of the request for the engine, in its own range and direction."""
         return self._snapshot.priorities[self._granted().level]
 
     @property

@@ -1,4 +1,4 @@
-"""What a lease from Python asks for, checked against the policy."""
+"""Request of a lease from Python, checked against the policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTERNAL = "internal"
 
 
 class LeaseRequest(NamedTuple):
-    """What the caller of `Admission.lease` wrote, see there."""
+    """Arguments of `Admission.lease`, see there."""
 
     tier: str | None
     tokens: int

@@ -43,7 +43,7 @@ def _named(tools: str, effort: str | None, has_format: bool, has_stop: bool, siz
 
 
 class LengthKey(NamedTuple):
-    """What output lengths are learned for, beside the tenant: the endpoint's path, the model, and the bucket."""
+    """Key under which output lengths are learned, beside the tenant: the endpoint's path, the model, and the bucket."""
 
     endpoint: str
     model: str | None

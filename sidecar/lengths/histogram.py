@@ -96,7 +96,7 @@ class Survival:
         return edges[found] if found < len(edges) else None
 
     def length(self, q: float, beyond: int = 0) -> int | None:
-        """The same inside its bin, as if the answers were spread evenly there: its upper edge holds 8 tokens too much.
+        """Quantile inside its bin, as if the answers were spread evenly there: its upper edge holds 8 tokens too much.
 
         More than `beyond`, and never above `quantile`. None where that is None.
         """

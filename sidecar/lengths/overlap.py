@@ -25,7 +25,7 @@ def peak(pairs: Iterable[tuple[int, int]]) -> int:
 
 
 def peak_of(running: Iterable[tuple[int, int, int]]) -> int:
-    """The same from (used, remaining, sequences): each of the sequences has so many tokens to come."""
+    """Peak from (used, remaining, sequences): each of the sequences has `remaining` tokens to come."""
     used_so_far = sequences_so_far = most = 0
     for used, remaining, sequences in sorted(running, key=_REMAINING, reverse=True):
         used_so_far += used

@@ -109,7 +109,7 @@ class Payload(msgspec.Struct, gc=False):
 
     @property
     def shown_sequences(self) -> int:
-        """Those of them that the answer has."""
+        """Sequences that the answer has."""
         return self.prompts * (self.choices - self.hidden_choices)
 
 
@@ -214,7 +214,7 @@ _ends_in_half_a_pair = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}.{,5}\Z", re.D
 
 
 def _defect(error: msgspec.DecodeError, body: bytes) -> str:
-    """What is wrong with malformed JSON. msgspec takes half of a surrogate pair near the end for an early end."""
+    """Defect of malformed JSON, in words. msgspec takes half of a surrogate pair near the end for an early end."""
     said = str(error).removeprefix("JSON is malformed: ")
     if said != _TRUNCATED:
         return said

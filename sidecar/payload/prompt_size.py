@@ -377,7 +377,7 @@ def _media(item: dict[str, object], place: _Place) -> Set[str]:
 
 
 def _given(item: dict[str, object], names: Set[str]) -> Set[str]:
-    """Those of its members. A null is one only beside the `uuid` of a medium that the engine has seen before."""
+    """Members that are given. A null is one only beside the `uuid` of a medium that the engine has seen before."""
     found = item.keys() & names
     if found and item.get("uuid") is None:
         return {name for name in found if item[name] is not None}

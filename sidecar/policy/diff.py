@@ -40,7 +40,7 @@ def differences(before: Policy, after: Policy) -> list[str]:
 
 
 def describe_changes(before: Policy, after: Policy) -> str:
-    """The same in one line, of bounded length."""
+    """The changes in one line, of bounded length."""
     found = differences(before, after)
     if not found:
         return "nothing that counts is different"

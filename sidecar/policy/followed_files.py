@@ -22,7 +22,9 @@ R = TypeVar("R")
 
 
 def stamp(name: str) -> Stamp | None:
-    """What changes with a file and its content, also where a symbolic link leads to it; None where there is none."""
+    """A stamp that changes with a file and its content, also where a symbolic link leads to it; None where there is
+    none.
+    """
     try:
         status = os.stat(name)
     except OSError:

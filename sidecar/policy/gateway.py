@@ -1,4 +1,4 @@
-"""What the policy says of a gateway that stands before the sidecar and names the tenant of a request in a header."""
+"""The policy's keys for a gateway that stands before the sidecar and names the tenant of a request in a header."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the policy says of identities that are not API keys: signed tokens (JWTs) of an issuer."""
+"""The policy's keys for identities that are not API keys: signed tokens (JWTs) of an issuer."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class Policy(PoolFile):
         return not self.engines.static or any(engine.capacity.is_read for engine in self.engines.static)
 
     def rules_of(self, tokens: int | None, requests: int | None, prefill: int | None = None) -> PoolRules:
-        """The same tiers' rules in a pool of another size. None is unbounded."""
+        """Rules of the same tiers in a pool of another size. None is unbounded."""
         rules = self.rules
         return pool_rules(
             tokens=tokens,
@@ -181,7 +181,7 @@ class Policy(PoolFile):
         )
 
     def ordered_by(self, order: Order) -> Policy:
-        """The same policy with another order."""
+        """Copy of the policy with another order."""
         rules = replace(self.rules, is_by_gain=order is Order.GAIN)
         sizes = (None if size == UNLIMITED else size for size in (rules.tokens, rules.requests, rules.prefill))
         ordered = replace(self, order=order, rules=rules)

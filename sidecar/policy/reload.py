@@ -194,7 +194,7 @@ class PolicyFiles:
         return "" if document.data is None or "engine" not in document.data else f" ({document.place(('engine',))})"
 
     def look(self, *, at_once: bool = False) -> FilesReading | None:
-        """What the files say now, where it is something else than before; see `FollowedFiles.look`."""
+        """New reading of the files, None where nothing has changed; see `FollowedFiles.look`."""
         found = self._files.look(at_once=at_once)
         if found is None:
             return None

@@ -91,7 +91,7 @@ def _open_paths(policy: Policy) -> Found:
 
 
 def _pools(policy: Policy) -> Found:
-    """What depends on the pool's size: of the one pool, or of each model's."""
+    """Warnings that depend on the pool's size: of the one pool, or of each model's."""
     if not policy.models:
         yield from _sizes(policy)
         return

@@ -222,7 +222,7 @@ class Bids:
             queue.finish[tenant] = finish + shown.get(tenant, 0.0)
 
     def _uncharged(self, tier: _Tier) -> dict[str, float]:
-        """What each tenant will be charged for its bids. Those in line were charged."""
+        """The charge of each tenant for its bids. Those in line were charged."""
         found: dict[str, float] = {}
         for bid, ticket in tier.shown.items():
             if self._is_tagged(bid, ticket):

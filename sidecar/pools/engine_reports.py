@@ -1,4 +1,4 @@
-"""What a pool of several engines says of them: the sizes that bind, why a request waits, why it got its engine."""
+"""Reports of a pool of several engines: the sizes that bind, why a request waits, why it got its engine."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class EngineSize:
         self.is_known = False
 
     def follow(self, change_rules: Callable[[PoolRules], None], cap: Callable[[float, int], None]) -> None:
-        """What sets the pool's size, and the `cap_engine` of its engine."""
+        """Sets the functions that change the pool's size, and the `cap_engine` of its engine."""
         self._change_rules, self._cap = change_rules, cap
 
     async def open(self) -> None:

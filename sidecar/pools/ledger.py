@@ -54,7 +54,7 @@ class _Member:
 
 
 class LedgerState:
-    """What is lost with the store."""
+    """State of the ledger, lost with the store."""
 
     def __init__(self, now: int, layout: int, offset: int, limiter: RateLimiter) -> None:
         self.layout, self.last_call, self.offset = layout, now, offset
@@ -124,7 +124,7 @@ class Ledger:
         return None if state.hold_until else state.scheduler.enter(ticket, state.last_call)
 
     def execute(self, call: Call, server_us: int) -> tuple[Reply, list[WakeUp]]:
-        """What `call` is answered, and what is published to others. `server_us` may go back."""
+        """Answers `call`, and returns what is published to others. `server_us` may go back."""
         self._wake_ups = []
         if self.state is None:
             self._create(server_us, call.layout, 0)

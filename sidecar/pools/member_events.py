@@ -1,4 +1,4 @@
-"""What happens to the requests of a replica, and its relation to its pool."""
+"""Events of a replica's requests, and its relation to its pool."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Meter:
 
 
 def _part(asked: Metered, replicas: int) -> Metered:
-    """The same by one of so many equal parts of the limits, at least one of each."""
+    """The question by one of `replicas` equal parts of the limits, at least one of each."""
     if replicas == 1:
         return asked
     requests, tokens, concurrent = (

@@ -517,7 +517,7 @@ class Pool(ReportedPool):
         self._run()
 
     def _tell_requests(self, now_us: int) -> int:
-        """What the ledger decided, to those whom it concerns. Returns how many were admitted."""
+        """Reports the ledger's decisions to the requests that they concern. Returns how many were admitted."""
         admitted, are_others, verdicts = 0, False, list[Judged]()
         for event in self._member.take_events():
             if isinstance(event, Entered):
@@ -578,7 +578,7 @@ class Pool(ReportedPool):
         return lease.granted(grant)
 
     async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
-        """What is left of a tenant's limits, in all processes that share the pool. None where that is not known now."""
+        """Rest of a tenant's limits, in all processes that share the pool. None where that is not known now."""
         self._run()
         if self._member.mode is not MemberMode.SHARED:
             return None

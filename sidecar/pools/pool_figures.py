@@ -65,7 +65,7 @@ class ReportedPool:
         return QueueStanding(ahead, wait_s if wait_s <= LONGEST_EXPECTED_S else None)
 
     def use_of(self, tenant: str) -> TenantUse:
-        """What a tenant's requests of this process use now. Costs as much as this process has requests."""
+        """Present use by a tenant's requests of this process. Costs as much as this process has requests."""
         return self._requests.use_of(tenant)
 
     def oldest(self) -> Sequence[Grant | None]:

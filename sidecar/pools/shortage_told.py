@@ -11,7 +11,7 @@ from sidecar.scheduling.tickets import Ticket
 
 
 def gone_of(cells: Iterable[Cell], levels: Mapping[str, int]) -> Gone:
-    """What leases that are taken back hold, of the tiers that are known."""
+    """Amounts of leases that are taken back, of the tiers that are known."""
     gone = Gone()
     for cell in cells:
         if cell.tier in levels:

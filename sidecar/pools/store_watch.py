@@ -1,4 +1,4 @@
-"""What a replica says of its pool's store, by how its member stands with the ledger, and what it refuses meanwhile."""
+"""Notices on a pool's store, by how the replica stands with the ledger, and the refusals meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OTHER_LAYOUT = f"the pool is kept in another layout than {LAYOUT} until the last
 
 
 class _Outlook:
-    """What requests can hope for while the store does not decide, in one loss, one state and by one policy.
+    """Prospects of requests while the store does not decide, in one loss, one state and by one policy.
 
     The engines are this replica's parts of them when the others have died; they count where the pool is divided.
     """
@@ -201,7 +201,7 @@ class StoreWatch:
     def state(
         self, member: Member, own: Mapping[str, int], usage: Sequence[TierUsage], round_trips: int
     ) -> Mapping[str, object]:
-        """What it adds to the pool's state, for people and dashboards: JSON types only."""
+        """Its part of the pool's state, for people and dashboards: JSON types only."""
         part, reply = self.part(member), member.pool.reply
         found: dict[str, object] = {}
         if self.status.state is StoreState.SHARED:
@@ -238,7 +238,7 @@ def _size(engines: Sequence[EngineView]) -> tuple[int | None, int | None]:
 
 
 class Elsewhere:
-    """What other replicas have seen of the engines, told to this process's own engines where it has changed."""
+    """Findings of other replicas on the engines, passed to this process's own engines when they change."""
 
     def __init__(self) -> None:
         self.on_incarnation: Callable[[str, int, bool], None] = lambda _, __, ___: None

@@ -52,7 +52,7 @@ class TakenBack:
             call.leaving, self.is_new = cells_of(self._names, self._leaving.values()), False
 
     def choose(self, reply: Reply, ahead_us: int, pool: Scheduler, now_us: int) -> list[ScheduledLease]:
-        """Those that give their room for what the ledger is short of, by the sums of its reply."""
+        """Leases that give their room for what the ledger is short of, by the sums of its reply."""
         if reply.shortage is None:
             return []
         levels = {name: level for level, name in enumerate(self._names)}

@@ -78,7 +78,7 @@ class Response:
             await self._more()
 
     async def read(self, write: Write | None = None) -> bytes:
-        """What has come of the body, together; else what comes next. Nothing where the body has ended.
+        """The bytes of the body that have come, together; else those that come next. Nothing where the body has ended.
 
         What comes while this waits goes to `write`, where it is read: this returns only what that has not taken, and
         the end. Raises one of FAILURES.

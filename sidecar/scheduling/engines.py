@@ -10,7 +10,9 @@ from sidecar.scheduling.tickets import Ticket
 
 @dataclass(frozen=True)
 class Freed:
-    """What leases give free on one engine if they are taken back: in the pool, and of the prompts that it was sent."""
+    """Room that leases give free on one engine if they are taken back: in the pool, and of the prompts that it was
+    sent.
+    """
 
     amount: Amount = NOTHING
     sent: int = 0
@@ -20,7 +22,7 @@ NOTHING_FREED = Freed()
 
 
 class Gone:
-    """What is as good as given free: sums of leases that are taken back, by tier and by engine."""
+    """Room that is as good as free: sums of leases that are taken back, by tier and by engine."""
 
     def __init__(self) -> None:
         self.total = NOTHING
@@ -82,7 +84,7 @@ class ScheduledEngine:
         return self.is_known and self.takes_new
 
     def size(self, now_us: int) -> Amount:
-        """What it may hold now: in slow start so many tenths, at least one request."""
+        """Amount that it may hold now: in slow start a number of tenths, at least one request."""
         if self.ramp_us:
             tenths = 1 + max(0, now_us - self.since_us) * 10 // self.ramp_us
             if tenths < 10:

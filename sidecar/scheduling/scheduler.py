@@ -61,7 +61,7 @@ class EngineGrant(NamedTuple):
 
 @dataclass
 class TierState:
-    """What one tier holds, owes and had.
+    """Amounts that one tier holds, owes and had.
 
     `on_engines` and `in_line` (for the floor) are U together. `on_floor` and `in_line_on_floor`: the part of them that
     was let in for the floor (rule 9). `latest`: the number of its last admission. `served`: tokens granted so far.
@@ -348,7 +348,9 @@ class Scheduler:
         return TURN if below(held, reserve) and not self._owes(ticket.tier) else OTHER
 
     def place(self, ticket: Ticket, order_class: OrderClass) -> Place:
-        """What the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged level."""
+        """Key that the order compares. Turns: whose last admission is longest ago. Ties and the others: by aged
+        level.
+        """
         before, key = 0, self.aged_level(ticket)
         if order_class == LINE:
             before = ticket.admission
@@ -391,7 +393,9 @@ class Scheduler:
         return within(self._with(ticket, NOTHING_GONE), self._figures.capacity)
 
     def lacking(self, ticket: Ticket, before: Amount, gone: Gone) -> Amount:
-        """What it is too much for that, as if `gone` had ended and `before` had entered before the ticket."""
+        """The amount that is lacking for the ticket, as if `gone` had ended and `before` had entered before the
+        ticket.
+        """
         needed = plus(self._with(ticket, gone), minus(before, gone.total))
         return larger(NOTHING, minus(needed, self._figures.capacity))
 
@@ -546,7 +550,7 @@ class Scheduler:
         ticket.engine = wanted
 
     def _choose_again(self) -> None:
-        """Those in line for an engine that can take them no more."""
+        """Chooses again for tickets in line for an engine that can take them no more."""
         gone = [t for t in self.line if t.engine is None or not self.engines[t.engine].could_take(t, self._now)]
         for ticket in gone:
             before = ticket.engine

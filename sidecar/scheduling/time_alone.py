@@ -1,4 +1,4 @@
-"""What time alone changes in a pool: when a decision may be another than now though nothing happened."""
+"""Changes of a pool by time alone: when a decision may be another than now though nothing happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an upstream's address is one that this process itself listens on."""
+"""Test for an upstream's address that this process itself listens on."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ async def _at_once() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a process serves: `app` to its clients, and admin `pages`.
+    """Apps that a process serves: `app` to its clients, and admin `pages`.
 
     `opened` is called when both answer, and `drain` at the first signal: the port closes when `drained` returns. SIGHUP
     calls `reload`, where there is one: then a terminal that closes does not end the server.

@@ -83,7 +83,9 @@ def reasons(of_tier: Sequence[AheadGroup]) -> str:
 
 
 def groups_of(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Sequence[str]) -> list[AheadGroup]:
-    """Those that overtook first, and among them the larger first. `tiers` are the policy's, most important first."""
+    """Groups of requests that went ahead: those that overtook first, and among them the larger first. `tiers` are the
+    policy's, most important first.
+    """
     arrived_us, waiting_tier = waiter.arrived_us, waiter.tier or ""
     alike: dict[tuple[str, bool, str, int], list[RequestRecord]] = {}
     for record in ahead:
@@ -108,7 +110,7 @@ def groups_of(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Sequ
 
 
 def without_own_runs(ahead: Iterable[RequestRecord], record: RequestRecord) -> list[RequestRecord]:
-    """Those ahead that were not admitted while the request itself ran, in an attempt that was taken back."""
+    """Requests ahead that were not admitted while the request itself ran, in an attempt that was taken back."""
     if not record.lost:
         return [*ahead]
     return [each for each in ahead if each.admitted is None or not record.ran_at(each.admitted.at_us)]

@@ -247,7 +247,7 @@ def _record_of(tenant: Tenant, tiers: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _read_all(texts: Mapping[str, bytes], known: _Found, policy: Policy) -> _Found:
-    """What each text says. One that is known is not read again: a process keeps its tiers."""
+    """Records by their texts. One that is known is not read again: a process keeps its tiers."""
     found: dict[str, tuple[bytes, StoredTenant | InvalidTenant]] = {}
     for name, text in texts.items():
         if name in known and known[name][0] == text:
@@ -268,7 +268,7 @@ def _one_line(invalid: InvalidTenant) -> str:
 
 
 def _changes(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:
-    """What has changed, in one line of bounded length; empty where nothing has."""
+    """The changes, in one line of bounded length; empty where nothing has."""
     names = {
         "added": [name for name in after if name not in before],
         "changed": [name for name in after if name in before and before[name] != after[name]],

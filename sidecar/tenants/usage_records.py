@@ -10,7 +10,9 @@ MOST_AT_ONCE = 128
 
 
 class UsageKey(NamedTuple):
-    """What use is counted by. `day` is a date in UTC, such as 2026-11-24; `model` is empty where none was named."""
+    """Key by which use is counted. `day` is a date in UTC, such as 2026-11-24; `model` is empty where none was
+    named.
+    """
 
     day: str
     tenant: str

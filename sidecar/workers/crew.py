@@ -62,7 +62,7 @@ class Crew:
         self._tasks = [loop.create_task(self._keep(each), name=f"worker {each.number}") for each in self.workers]
 
     def serving(self) -> Sequence[WorkerProcess]:
-        """Those that listen."""
+        """Workers that listen."""
         return [worker for worker in self.workers if worker.is_serving]
 
     def reload(self) -> None:

@@ -31,7 +31,7 @@ _LONGEST_NAME = "worker-64.sock"
 
 
 class WorkersPlan(NamedTuple):
-    """What to serve, by how many `workers`. `access` is that of the admin port."""
+    """App to serve, and the number of `workers`. `access` is that of the admin port."""
 
     settings: ServeSettings
     workers: int

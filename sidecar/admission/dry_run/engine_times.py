@@ -222,7 +222,7 @@ class EngineTimes:
         self._fill()
 
     def _fill(self) -> None:
-        """Those in line run, as far as the engine is known to run so many."""
+        """Starts shadows in line, as far as the engine is known to run so many."""
         while self._shadows_in_line:
             request = next(iter(self._shadows_in_line))
             most, running = self._most_running, self._shadows_running

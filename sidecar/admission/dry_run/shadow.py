@@ -149,7 +149,7 @@ class ShadowRequest:
             self._end(*_verdict(end), end.wait)
 
     def _sized(self) -> Ask:
-        """What the request asks of the pool. Its body is not kept."""
+        """The request's ask of the pool. Its body is not kept."""
         controller, request = self._controller, self._request
         ask = sized_ask(self._pool, request, controller.lease_sizes, controller.appraiser(self._snapshot))
         ask = msgspec.structs.replace(ask, request=hash(request))

@@ -155,7 +155,9 @@ class StoreConnection:
 
 
 class StoreReach:
-    """Whether the pool's own calls reach a store now. While they do not, nothing else in the process connects to it."""
+    """Tells if the pool's own calls reach a store now. While they do not, nothing else in the process connects to
+    it.
+    """
 
     lost_because: str | None = None
 

@@ -228,7 +228,7 @@ class Counters:
             self.estimate_errors[tier, direction] += 0
 
     def know_objective(self, tier: str) -> None:
-        """The same of the series that a tier has if its service gain is measured."""
+        """Begins the series that a tier has if its service gain is measured."""
         self.gain_earned[tier,] += 0
         self.gain_attainable[tier,] += 0
         for outcome in SLO_OUTCOMES:
@@ -275,7 +275,7 @@ class Instruments:
         self._create(TENANT_TOKENS_HELD, self._read_tenants)
 
     def counters(self, pool: str, tenants_shown: int) -> Counters:
-        """Those of the pool of this name: two middlewares on it in one process both add to them."""
+        """Counters of the pool of this name: two middlewares on it in one process both add to them."""
         counters = self._counters.get(pool)
         if counters is None:
             counters = Counters(TenantLabels(tenants_shown))

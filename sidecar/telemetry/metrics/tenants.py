@@ -177,7 +177,7 @@ class TenantHoldings:
         return {tenant: TenantHolding(*holding) for tenant, holding in self._tenants.copy().items()}
 
     def add(self, tenant: str, tokens: int = 0, leases: int = 0, waiting: int = 0) -> None:
-        """So much more of each; less where it is negative."""
+        """Adds to each; subtracts where the figure is negative."""
         held_tokens, held_leases, were_waiting = self._tenants.get(tenant, _NOTHING_HELD)
         leases += held_leases
         waiting += were_waiting

@@ -40,7 +40,7 @@ def _exemplars() -> dict[str, Any]:
             super().offer(value, time_unix_nano, _with_id(attributes, context), context)
 
     class OfScales(sdk.SimpleFixedSizeExemplarReservoir):
-        """The same for some measurements of an exponential histogram, which an exporter may prefer."""
+        """Aggregation for some measurements of an exponential histogram, which an exporter may prefer."""
 
         def offer(self, value: float, time_unix_nano: int, attributes: Any, context: Any) -> None:
             super().offer(value, time_unix_nano, _with_id(attributes, context), context)

@@ -1,4 +1,5 @@
-"""What the spans of a wait say of others: who went ahead, in words and figures, and links to their `admission` spans.
+"""Information of a wait's spans on other requests: who went ahead, in words and figures, and links to their `admission`
+spans.
 
 A link leads from one trace into another. `admission.starved` links to the first that overtook it, `admission.queued` to
 the first that were admitted before it in their turn. Only requests of this process are known, and only those whose

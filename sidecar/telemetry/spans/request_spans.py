@@ -372,7 +372,7 @@ def _of_classification(event: Classified) -> Attributes:
 
 
 def _write_expectation(attributes: Attributes, expected: Expectation) -> None:
-    """What it was expected to use, as far as that is not what it holds without learning."""
+    """Expected use, as far as that is not what it holds without learning."""
     attributes[semconv.ADMISSION_OUTPUT_SOURCE] = expected.source
     if expected.quantile:
         attributes[semconv.ADMISSION_OUTPUT_EXPECTED] = expected.output_tokens
@@ -472,7 +472,7 @@ def _of_settlement(event: Settled) -> Attributes:
 
 
 def _of_gain(gain: ServiceGain) -> Attributes:
-    """What it earned, in weighted tokens, and whether its tier's objective was met."""
+    """Gain in weighted tokens, and whether its tier's objective was met."""
     return {
         semconv.GAIN_EARNED: gain.earned,
         semconv.GAIN_ATTAINABLE: gain.attainable,

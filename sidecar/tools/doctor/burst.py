@@ -141,7 +141,7 @@ class Burst:
 
     @property
     def mean_at_once(self) -> float:
-        """The same on average, while any ran; 0 where none did."""
+        """Requests at once on average, while any ran; 0 where none did."""
         stays = [(one.first_token_s, one.end_s) for one in self.seen if one.first_token_s is not None]
         busy_s = max((end_s for _, end_s in stays), default=0.0) - min((first_s for first_s, _ in stays), default=0.0)
         return sum(end_s - first_s for first_s, end_s in stays) / busy_s if busy_s > 0 else 0.0
@@ -244,5 +244,5 @@ def seems_switched_off(burst: Burst, engine: type[Engine]) -> bool:
 
 
 def queueing_at_sidecar(burst: Burst) -> Queueing:
-    """The same for one of our own sidecars, which says of each request how long it held it."""
+    """Queueing at one of our own sidecars, which says of each request how long it held it."""
     return Queueing.INSIDE if burst.held_at_sidecar >= FEWEST else Queueing.TOO_LITTLE

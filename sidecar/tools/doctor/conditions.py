@@ -112,7 +112,7 @@ def _shows_nothing(survey: Survey, probed: Probed) -> bool:
 
 
 def _makes_no_difference(survey: Survey, probed: Probed) -> bool:
-    """The same, of an engine that says that it uses priority."""
+    """True if priority shows no effect at an engine that says that it uses priority."""
     return bool(survey.facts.by_priority) and not probed.is_sidecar and _shows_nothing(survey, probed)
 
 

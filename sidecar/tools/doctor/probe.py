@@ -59,7 +59,7 @@ class Probed:
         return self.mixed[-1].judgment.effect if self.mixed else None
 
     def queueing(self, survey: Survey) -> Queueing:
-        """Whether requests had to wait inside the engine."""
+        """Sign that requests had to wait inside the engine."""
         if not self.mixed:
             return Queueing.TOO_LITTLE
         if self.is_sidecar:

@@ -172,7 +172,7 @@ class TraceRow:
     priority: str | float | None = None
 
     def at(self, at_s: float | None) -> TraceRow:
-        """The same request at another time."""
+        """Copy of the row at another time."""
         return replace(self, at_s=at_s)
 
 

@@ -33,7 +33,9 @@ _T = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all runs have in common. Clients leave after `patience_s` without a first token; None: none leaves."""
+    """Settings that all runs have in common. Clients leave after `patience_s` without a first token; None: none
+    leaves.
+    """
 
     trace: Trace
     model: EngineModel

@@ -313,7 +313,7 @@ def as_yaml(fitted: FittedModel, probe: SpeedProbe, date: str) -> str:
 
 
 def report(fitted: FittedModel, probe: SpeedProbe) -> str:
-    """The same for people, without a line's end at its end."""
+    """Report for people, without a line's end at its end."""
     model = fitted.model
     said = {key: f"{getattr(model, key):,}" for key in fitted.reasons}
     rows: list[tuple[str, str, str]] = [

@@ -41,7 +41,9 @@ class PrefixObserver(Protocol):
 
 
 class Holding:
-    """What one running sequence holds. `cached_tokens` were found when it was admitted, so nothing computes them."""
+    """Blocks that one running sequence holds. `cached_tokens` were found when it was admitted, so nothing computes
+    them.
+    """
 
     __slots__ = ("_blocks", "_private", "_published", "_shared", "cached_tokens")
 
