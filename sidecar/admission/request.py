@@ -293,7 +293,7 @@ class RequestHandler:
         await refuse(
             self._client.send,
             error,
-            self._receive if upload is None or isinstance(error, BodyTooLarge) else upload.receive,
+            self._receive if upload is None or isinstance(error, BodyTooLarge) else upload.receive_rest,
             self._snapshot.policy.body_timeout_s,
             is_body_left=is_unread and not self._intake.is_whole,
             anthropic=self._endpoint.api is Api.MESSAGES,

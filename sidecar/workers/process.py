@@ -81,7 +81,8 @@ class WorkerProcess:
             self.reason = f"its process cannot be started: {error.strerror}"
             return ProcessEnd(0.0, None)
         self._change(WorkerState.STARTING)
-        reader, channel = await asyncio.open_unix_connection(sock=ours)
+        # A line may be long: the mistakes of a policy are as many as it has lines.
+        reader, channel = await asyncio.open_unix_connection(sock=ours, limit=sys.maxsize)
         failed = await self._follow(reader)
         code = await self._process.wait()
         channel.close()

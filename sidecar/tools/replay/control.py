@@ -43,7 +43,7 @@ async def require_neutral(control: Control, api: Api) -> None:
                 raise NotNeutral(
                     f"{option}: {url} enforces admission control: a control there is under one tier's limits, and "
                     "refuses requests that the other run serves; write --control-upstream URL with the address of "
-                    "the engine itself (docs/replay.md says what to do where it has none)"
+                    "the engine itself (docs/tools.md#replay says what to do where it has none)"
                 )
             if control.is_named:
                 await server.model()

@@ -1,4 +1,4 @@
-"""Figures of a run, over all requests that were offered: docs/simulate.md has the definitions.
+"""Figures of a run, over all requests that were offered: docs/tools.md#simulate has the definitions.
 
 TDG is the weight of the tokens that came before their deadlines, divided by the weight of all tokens of all requests
 that were offered, also of those that were refused or abandoned: their lengths are in the trace. A request met its
