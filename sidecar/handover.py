@@ -40,7 +40,7 @@ class AppCall(Protocol):
         """
 
 
-def call_of(scope: Scope) -> AppCall | None:
+def find_call(scope: Scope) -> AppCall | None:
     """The call of an admitted request; None for any other request."""
     call: AppCall | None = scope.get(CALL_KEY)
     return call
@@ -51,7 +51,7 @@ def is_internal(scope: Scope) -> bool:
     return INTERNAL_REQUEST in scope.get("extensions", {})
 
 
-def write_of(scope: Scope) -> Write | None:
+def find_write(scope: Scope) -> Write | None:
     """The `write` of a request's response; None where there is none."""
     write: Write | None = (scope.get("extensions") or {}).get(_WRITE)
     return write

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sidecar.admission.controller import AdmissionController
-from sidecar.admission.policy_snapshot import objective_of
+from sidecar.admission.policy_snapshot import objective_for
 from sidecar.cluster.document import EngineStatus
 from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.sampler import KINDS, PoolSampler
@@ -252,7 +252,7 @@ def _place(pool: Pool, tiers: Sequence[str], record: RequestRecord) -> int | Non
 
 def _measured(policy: Policy) -> Sequence[str]:
     """The tiers whose service gain is measured."""
-    return [tier.name for tier in policy.tiers if objective_of(tier) is not None]
+    return [tier.name for tier in policy.tiers if objective_for(tier) is not None]
 
 
 def _engine_speeds(controller: AdmissionController) -> Sequence[EngineSpeedDocument]:

@@ -73,21 +73,21 @@ def _is_same_file(path: Path, other: Path) -> bool:
         return os.path.abspath(files[0]) == os.path.abspath(files[1])
 
 
-def source_of(
+def new_source(
     given: str | Path | Policy | None, files: PolicyFiles | None, options: tuple[object, ...]
 ) -> PolicySource:
     """The source of a middleware that was given so."""
     if isinstance(given, Policy):
         return PolicySource(None if files is None else files.path, given, options)
-    path = _path_of(given)
+    path = _policy_path(given)
     return PolicySource(Path(path) if path else None, None, options)
 
 
-def _path_of(given: str | Path | None) -> str | Path:
+def _policy_path(given: str | Path | None) -> str | Path:
     return given or os.environ.get(POLICY_VARIABLE, "")
 
 
-def policy_of(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | None]:
+def load_given(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | None]:
     """The policy, and its files where it was not loaded before. Without a path SIDECAR_POLICY says where it is.
 
     Raises ValueError where there is none, PolicyError for its mistakes.
@@ -95,12 +95,12 @@ def policy_of(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | 
     if isinstance(given, Policy):
         return given, None
     from sidecar.policy.passing import load_or_pass
-    from sidecar.policy.reload import files_of
+    from sidecar.policy.reload import files_for
 
-    path = _path_of(given)
+    path = _policy_path(given)
     if not path and not is_forced(os.environ):
         raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
-    return load_or_pass(path, os.environ).policy, files_of(path, os.environ)
+    return load_or_pass(path, os.environ).policy, files_for(path, os.environ)
 
 
 class PoolMiddleware(Protocol):
@@ -291,7 +291,7 @@ _pools: WeakSet[OnePool] = WeakSet()
 """Those of this process, but for what a caller keeps for itself."""
 
 
-def pool_of(source: PolicySource) -> OnePool | None:
+def find_pool(source: PolicySource) -> OnePool | None:
     """The pool that a further middleware of `source` joins; None where it is the first."""
     return next((pool for pool in tuple(_pools) if pool.may_be_joined() and pool.source.is_same(source)), None)
 

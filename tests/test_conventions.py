@@ -104,6 +104,23 @@ def test_a_docstring_without_a_subject_is_found() -> None:
     ]
 
 
+def nameless_makers(text: str) -> list[str]:
+    """Functions whose name has no verb: `ticket_of` is `new_ticket`, `objective_of` is `objective_for`."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    names = [node.name.strip("_") for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    return [name for name in names if name.endswith("_of") and name != "one_of"]
+
+
+def test_functions_say_what_they_do() -> None:
+    found = {str(path.relative_to(ROOT)): nameless_makers(path.read_text(encoding="utf-8")) for path in MODULES}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_a_function_without_a_verb_is_found() -> None:
+    """A negative control."""
+    assert nameless_makers("def _ticket_of(): ...\ndef _one_of(): ...") == ["ticket_of"]
+
+
 def shared_names(texts: Mapping[str, str]) -> dict[str, list[str]]:
     """Public classes that several of the modules define, each with its modules."""
     modules = defaultdict(list)

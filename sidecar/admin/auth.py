@@ -52,7 +52,7 @@ class Access:
         return self.token is None and not self.is_local
 
 
-def access_of(environment: Mapping[str, str], host: str) -> Access:
+def read_access(environment: Mapping[str, str], host: str) -> Access:
     """How a port on `host` is guarded by the environment. Raises ValueError for a token that cannot be one."""
     return Access(admin_token(environment), is_loopback(host))
 
@@ -103,7 +103,7 @@ class AdminGuard:
     def _answer(self, request: Request) -> Response | None:
         """None where the pages are to be shown."""
         headers = request.headers
-        if request.method not in _SAFE and (refusal := self._refusal_of_change(request)) is not None:
+        if request.method not in _SAFE and (refusal := self._change_refusal(request)) is not None:
             return refusal
         if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             return refused(403, "cross_site", "a page of another site asked for this; open the admin port itself")
@@ -115,7 +115,7 @@ class AdminGuard:
             return self._welcome(request)
         return _unauthorized(_WRONG_TOKEN if "authorization" in headers else _NEEDS_TOKEN)
 
-    def _refusal_of_change(self, request: Request) -> Response | None:
+    def _change_refusal(self, request: Request) -> Response | None:
         """Of a request that changes something, beyond what is asked of every request."""
         if not _is_own(request):
             return refused(

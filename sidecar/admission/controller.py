@@ -167,7 +167,7 @@ class AdmissionController:
         self.dialect: Final = services.dialect
         self.estimator: Final = services.estimator
         self.output_ratios: Final = OutputRatios()
-        self.snapshot = self._snapshot_of(policy)
+        self.snapshot = self._new_snapshot(policy)
         self.lease_sizes: Final = LeaseSizes(
             policy.learn, pool.now_us, LengthEstimator(), lambda: self._room().replicas
         )
@@ -193,7 +193,7 @@ class AdmissionController:
         """The policy of new requests."""
         return self.snapshot.policy
 
-    def controller_of(self, request: SizedRequest) -> AdmissionController:  # noqa: ARG002  # a front of models asks it
+    def controller_for(self, request: SizedRequest) -> AdmissionController:  # noqa: ARG002  # a front of models asks it
         """The controller of the pool that a request enters: this one."""
         return self
 
@@ -225,7 +225,7 @@ class AdmissionController:
         cannot; but `mode: pass` is in force in any case.
         """
         was_observing, was_passing = (self.is_observing, self.policy.generation), self.is_passing
-        snapshot = self._snapshot_of(policy)
+        snapshot = self._new_snapshot(policy)
         if snapshot.is_passing:  # first, so that nothing that fails here keeps requests from passing
             self.snapshot = snapshot
             self.watchdog.give_up()
@@ -285,7 +285,7 @@ class AdmissionController:
         host = None if self.pages is None else self.pages.host
         if self._unpreempted() and is_engine_server(host):
             self._repeats = True
-            self.snapshot = self._snapshot_of(self.policy)
+            self.snapshot = self._new_snapshot(self.policy)
         names, reported = self._unpreempted(), self._reported_unpreempted
         self._reported_unpreempted = names
         if names and names != reported and not self.is_passing:
@@ -298,7 +298,7 @@ class AdmissionController:
     def _observer(self, monitor: Monitor) -> Observer | None:
         return monitor.observer
 
-    def _snapshot_of(self, policy: Policy) -> PolicySnapshot:
+    def _new_snapshot(self, policy: Policy) -> PolicySnapshot:
         tokens = self.identities.verifier(policy.jwt)
         return policy_snapshot(
             policy,

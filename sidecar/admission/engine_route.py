@@ -124,7 +124,7 @@ class EngineRouting(Protocol):
     def wake(self) -> None:
         """A lease of a request without a route enters the pool next. Raises Draining as `route` does."""
 
-    def url_of(self, engine_id: str) -> str | None:
+    def url_for(self, engine_id: str) -> str | None:
         """The address of an engine, by its id; None where it runs in this process, or is gone."""
 
 

@@ -129,7 +129,7 @@ def _capped_body(request: SizedRequest) -> bytes:
     return insert(body, MAXIMUM_FIELDS[request.api][0], b"%d" % cap)
 
 
-def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:
+def new_granted(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:
     """The grant for an app in the same process."""
     classification = request.classification
     tier, tenant = policy.tiers[classification.level].name, classification.tenant.name

@@ -23,7 +23,7 @@ _MOST_AROUND = 32
 
 
 def by_path(endpoints: Mapping[str, Endpoint]) -> Mapping[str, Endpoint]:
-    """A policy's endpoints by their paths, as the policy spells them and as `plain_path` does: see `endpoint_of`."""
+    """A policy's endpoints by their paths, as the policy spells them and as `plain_path` does: see `find_endpoint`."""
     return {**{plain_path(path): found for path, found in endpoints.items()}, **endpoints}
 
 
@@ -31,10 +31,10 @@ def guarded_endpoint(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoin
     """The endpoint (`by_path`) that guards a request; None where none does."""
     if scope["type"] != "http" or scope["method"].upper() != "POST":
         return None
-    return endpoint_of(endpoints, scope)
+    return find_endpoint(endpoints, scope)
 
 
-def endpoint_of(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoint | None:
+def find_endpoint(endpoints: Mapping[str, Endpoint], scope: Scope) -> Endpoint | None:
     """The endpoint (`by_path`) that guards the path of a scope, in any reading; None where none does."""
     path, root = scope["path"], scope.get("root_path")
     exact = _first(endpoints, (route_path(scope), path, root + path)) if root else endpoints.get(path)

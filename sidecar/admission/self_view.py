@@ -182,7 +182,7 @@ def _limit(per_minute: int | None, left: RemainingLimit | None) -> LimitView | N
 
 def _here(controller: AdmissionController, tenant: Tenant) -> UseView:
     found = controller.controllers.values() or [controller]
-    uses = [one.pool.use_of(tenant.name) for one in found]
+    uses = [one.pool.tenant_use(tenant.name) for one in found]
     return UseView(*map(sum, zip(*uses, strict=True))) if uses else UseView(*TenantUse(0, 0, 0))
 
 

@@ -26,7 +26,7 @@ from sidecar.admission.controller import AdmissionController
 from sidecar.admission.forwarding import call_app, forwarded_headers
 from sidecar.admission.intake import refuse_two_keys
 from sidecar.admission.policy_snapshot import PolicySnapshot
-from sidecar.admission.request_path import endpoint_of, exact_paths, readings, route_path
+from sidecar.admission.request_path import exact_paths, find_endpoint, readings, route_path
 from sidecar.admission.responses import request_id, send_error, speaks_anthropic
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
 from sidecar.classify import api_key, said_by_app
@@ -247,7 +247,7 @@ def _has_body(scope: Scope) -> bool:
 
 
 def _is_guarded(snapshot: PolicySnapshot, scope: Scope) -> bool:
-    return endpoint_of(snapshot.named_endpoints, scope) is not None
+    return find_endpoint(snapshot.named_endpoints, scope) is not None
 
 
 def _offers_websocket(snapshot: PolicySnapshot, scope: Scope) -> bool:

@@ -18,7 +18,7 @@ Found = dict[str, Any]
 
 def of_model(policy: Policy, model: str | None, body: bytes) -> Policy:
     """The policy of the pool that serves a request for a model. Raises InvalidBody or ModelNotFound where none does."""
-    return policy.of_model(ModelNames(policy).model_of(model, body)) if policy.models else policy
+    return policy.of_model(ModelNames(policy).model_for(model, body)) if policy.models else policy
 
 
 def empty_pool(policy: Policy) -> Pool:

@@ -15,7 +15,7 @@ from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import KEY_HEADERS, policy_snapshot
 from sidecar.admission.request_gain import GainMeter
-from sidecar.admission.request_path import endpoint_of
+from sidecar.admission.request_path import find_endpoint
 from sidecar.admission.turn import Turn, no_room
 from sidecar.admission.unguarded import treatment
 from sidecar.apis import Api
@@ -110,7 +110,7 @@ class RequestExplanation:
         """All that can be said of a request to a path, perhaps with a query, as JSON types."""
         path, _, said = target.partition("?")
         query = said.encode("utf-8", "surrogateescape")
-        endpoint = endpoint_of(self._snapshot.endpoints, {"path": path})
+        endpoint = find_endpoint(self._snapshot.endpoints, {"path": path})
         self._found = {"path": path, "guarded": endpoint is not None, "mode": self._policy.mode.value}
         if endpoint is None:
             self._found["guarded_paths"] = sorted(self._policy.endpoints)

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.arguments import ADMIN, ADMIN_PORT, CLIENTS_PORT, server_url, whole_number
-from sidecar.cli.init_engines import disagreement, engine_names, engines_of, models_of
+from sidecar.cli.init_engines import disagreement, engine_names, engines_by_model, recommended_engines
 from sidecar.cli.init_files import DENY, pool_file, tenant_file, tier_by_tenant, tiers_for
 from sidecar.cli.output import STANDARD_OUTPUT, CommandFailed, say, write_json
 from sidecar.engines.base import Facts, Gauges
@@ -155,8 +155,8 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
         capacity = _capacity(read, given)
     else:
         names = engine_names(args.upstream)
-        models = dict(models_of(names, reads))
-        capacity = engines_of(args.upstream, names, [_capacity(one, given) for one in reads], models)
+        models = dict(engines_by_model(names, reads))
+        capacity = recommended_engines(args.upstream, names, [_capacity(one, given) for one in reads], models)
     who = "the engine runs" if len(reads) == 1 else "the engines together run"
     tiers = tiers_for(args.tiers, at_once, who, preempts=not args.mounted)  # no app expects a request twice
     by_tenant = tier_by_tenant(args.tenants, tiers.bodies)

@@ -147,7 +147,7 @@ def engine_headline(replicas: Sequence[ReplicaView], waiting: int, mode: Mode) -
     return f"{sentence} {waits}."
 
 
-def said_of(mode: Mode, sentence: str) -> str:
+def sentence_for(mode: Mode, sentence: str) -> str:
     """The sentence for that mode: in `observe`, it is about the requests that would be held; `pass` decides nothing."""
     if mode is Mode.PASS:
         return "Every request passes untouched (mode: pass). Nothing is checked, held, counted or limited."

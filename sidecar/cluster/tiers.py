@@ -42,7 +42,7 @@ def _oldest_waiter(grant: Grant | None, replica: str) -> OldestWaiter | None:
     return OldestWaiter(grant.queue_wait_us / 1e6, grant.starvation_us / 1e6, dict(grant.served_ahead), replica)
 
 
-def waits_of(tier: str, reports: Iterable[ReplicaReport]) -> TierWaits:
+def sum_waits(tier: str, reports: Iterable[ReplicaReport]) -> TierWaits:
     """Requests of a tier that wait in all replicas, and the one that has waited longest."""
     found = [waits for report in reports for waits in report.tiers if waits.tier == tier]
     oldest = [waits.oldest for waits in found if waits.oldest is not None]

@@ -391,10 +391,10 @@ class Engine:
     def __init__(self, carrier: Carrier | None = None) -> None:
         """`carrier` is the policy's choice, None for the engine's own default."""
         chosen = carrier if carrier is not None else next(iter(self.carriers), None)
-        self._carriers = {api: self._carrier_of(api, chosen) for api in Api}
+        self._carriers = {api: self._carrier_for(api, chosen) for api in Api}
         self._forwards: dict[tuple[Api, Priority], Forward] = {}
 
-    def _carrier_of(self, api: Api, chosen: Carrier | None) -> Carrier | None:
+    def _carrier_for(self, api: Api, chosen: Carrier | None) -> Carrier | None:
         """The chosen carrier where this API has it, or else the other one."""
         has_member = api in self.member_apis and api is not Api.GENERIC  # whose bodies may be of any shape
         has = {Carrier.HEADER: api in self.header_apis, Carrier.BODY: has_member}

@@ -51,7 +51,7 @@ async def identify_by_models(pages: Pages) -> Identity:
     card = next(iter(cards), {})
     model, context = card.get("id"), card.get("max_model_len")
     return Identity(
-        engine_of_owner(card.get("owned_by")),
+        engine_by_owner(card.get("owned_by")),
         _MODELS,
         model if isinstance(model, str) else None,
         context if isinstance(context, int) and context > 0 else None,
@@ -68,7 +68,7 @@ def identify_by_routes(app: object) -> Identity | None:
     return Identity(found, "its routes", None)
 
 
-def engine_of_owner(owner: object) -> type[Engine] | None:
+def engine_by_owner(owner: object) -> type[Engine] | None:
     """The engine that writes this `owned_by` into its model cards; None for any other."""
     named = str(owner).lower()
     return next((engine for engine in ENGINES.values() if engine.fingerprint.owner == named), None)

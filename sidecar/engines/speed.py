@@ -202,7 +202,7 @@ class VotedTimes:
     def learn(self, tenant: str, size: float, took_us: float) -> bool:
         """Takes a sample of a tenant. Whether the predictions may have changed."""
         turn = self.samples = self.samples + 1
-        group = group_of(tenant)
+        group = group_for(tenant)
         times = self._groups.get(group)
         if times is None:
             times = self._groups[group] = TimesBySize(self.default)
@@ -427,7 +427,7 @@ class EngineSpeeds:
         return sorted(found, key=lambda it: it.output_ns)[(len(found) - 1) // 2]
 
 
-def group_of(tenant: str) -> int:
+def group_for(tenant: str) -> int:
     """The group that a tenant's samples belong to: the same in every process."""
     return crc32(tenant.encode("utf-8", "surrogatepass")) % GROUPS
 

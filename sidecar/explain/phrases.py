@@ -113,8 +113,8 @@ def chosen(choice: EngineChoice) -> str:
     """Why it got its engine: the room there, the predicted hits, and the wait for it."""
     parts = [choice.engine]
     if choice.held_tokens is not None and choice.held_requests is not None:
-        tokens = _of(choice.held_tokens, choice.capacity_tokens, "tokens")
-        requests = _of(choice.held_requests, choice.capacity_requests, "requests")
+        tokens = _part(choice.held_tokens, choice.capacity_tokens, "tokens")
+        requests = _part(choice.held_requests, choice.capacity_requests, "requests")
         sent = f", {choice.unprefilled_tokens:,} of them not prefilled" if choice.unprefilled_tokens else ""
         parts.append(f"it held {tokens}{sent}, and {requests}")
         parts.append(_hits(choice))
@@ -131,7 +131,7 @@ def _hits(choice: EngineChoice) -> str:
     return f"it was predicted to have {choice.hit:,} of the prompt's {choice.prompt_tokens:,} tokens{beside}"
 
 
-def _of(held: int, most: int | None, noun: str) -> str:
+def _part(held: int, most: int | None, noun: str) -> str:
     return f"{held:,} {noun}" if most is None else f"{held:,} of {most:,} {noun}"
 
 

@@ -94,7 +94,7 @@ class FleetRouting:
     def wake(self) -> None:
         """See `EngineRouting`: nothing sleeps here."""
 
-    def url_of(self, engine_id: str) -> str | None:
+    def url_for(self, engine_id: str) -> str | None:
         """See `EngineRouting`."""
         member = self.fleet.member(engine_id)
         return None if member is None else member.address.url

@@ -83,7 +83,7 @@ class LeaseRequest(NamedTuple):
     def _level(self, policy: Policy, tenant: Tenant) -> int:
         if self.tier is None:
             return tenant.level
-        level = policy.level_of(self.tier)
+        level = policy.level_for(self.tier)
         names = [tier.name for tier in policy.tiers]
         if level is None:
             raise ValueError(f"tier: the policy has no {self.tier!r}; {_one_of(names)}")

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from sidecar.events import Expectation
-from sidecar.lengths.buckets import LengthKey, bucket_of
+from sidecar.lengths.buckets import LengthKey, bucket_for
 from sidecar.lengths.documents import EngineSizesDocument, LeaseSizesDocument
 from sidecar.lengths.estimator import Estimate, EstimateSource, KnownLengths, LengthEstimator
 from sidecar.lengths.overlap import WHOLE, Overlap
@@ -304,7 +304,7 @@ class LeaseSizes:
     def _place(self, kind: _Kind) -> LeasePlace:
         """The place of a kind of requests that was not seen lately."""
         tenant, path, model, traits, bound = kind
-        key = LengthKey(path, model, bucket_of(traits, bound))
+        key = LengthKey(path, model, bucket_for(traits, bound))
         place = LeasePlace(tenant, key, is_known=(tenant, key) in self._known)
         if model is None or len(model) <= _LONGEST_NAME:
             if len(self._places) >= _MOST_PLACES:

@@ -294,7 +294,7 @@ def json_bytes(part: bytes) -> int:
     return len(part) if b"\\u" not in part else len(msgspec.json.encode(_decode(part)))
 
 
-def text_of(part: bytes) -> str:
+def part_text(part: bytes) -> str:
     """The text that a tokenizer would count in a part that is `measured`."""
     if is_plain(part):
         return part.decode("utf-8", "replace")

@@ -219,14 +219,14 @@ def needs_restart(running: Policy, changed: Policy) -> list[str]:
     """
     keys = {written_name(one): getattr(running, one.name) != getattr(changed, one.name) for one in _FIXED}
     keys |= {
-        **_of_capacity(running, changed),
+        **_capacity_changes(running, changed),
         "models (their names)": set(running.models) != set(changed.models),
         "tiers (their names and order)": _tier_names(running) != _tier_names(changed),
     }
     return [key for key, is_another in keys.items() if is_another]
 
 
-def _of_capacity(running: Policy, changed: Policy) -> dict[str, bool]:
+def _capacity_changes(running: Policy, changed: Policy) -> dict[str, bool]:
     """Where the pool's engines, and its size, come from."""
     before, after = running.engines, changed.engines
     if before is None and after is None:

@@ -220,7 +220,7 @@ def _is_broken(found: FilesReading) -> bool:
     return found.problem is not None and not found.says_pass
 
 
-def files_of(path: str | Path, environment: Mapping[str, str]) -> PolicyFiles | None:
+def files_for(path: str | Path, environment: Mapping[str, str]) -> PolicyFiles | None:
     """The files that a process follows: none where its environment says that every request passes."""
     return None if is_forced(environment) else PolicyFiles(path)
 

@@ -128,7 +128,7 @@ def _empty_limits(policy: Policy) -> Found:
 
 def _unsized(policy: Policy) -> Found:
     """`unsized: hold` in tiers where nothing but the size limit bounds what such a request holds."""
-    rules = policy.rules_of(NOMINAL, None) if policy.rules.tokens == UNLIMITED else policy.rules
+    rules = policy.rules_for(NOMINAL, None) if policy.rules.tokens == UNLIMITED else policy.rules
     if policy.unsized is not Unsized.HOLD or (not policy.reads_capacity and policy.rules.tokens == UNLIMITED):
         return
     unbounded = [tier for tier in policy.tiers if tier.max_request_tokens is None]
@@ -311,7 +311,7 @@ def _preemption(tier: TierRules, rules: PoolRules) -> Found:
 
 def nominal_rules(policy: Policy) -> PoolRules:
     """The policy's rules; those of a pool of `NOMINAL` requests where only the engine knows the size."""
-    return policy.rules if policy.is_sized else policy.rules_of(None, NOMINAL)
+    return policy.rules if policy.is_sized else policy.rules_for(None, NOMINAL)
 
 
 def _starving(tier: TierRules, rules: PoolRules) -> Found:

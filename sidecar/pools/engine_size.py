@@ -62,7 +62,7 @@ class EngineSize:
         self._policy, self._capacity = policy, policy.engine_capacity
         self.reader.change_capacity(self._capacity)
         size = self.reader.size
-        return policy if size is None else replace(policy, rules=policy.rules_of(*size))
+        return policy if size is None else replace(policy, rules=policy.rules_for(*size))
 
     @property
     def is_held_back(self) -> bool:
@@ -100,7 +100,7 @@ class EngineSize:
         size = self.reader.size
         assert size is not None
         self.is_known = True
-        self._change_rules(self._policy.rules_of(*size))
+        self._change_rules(self._policy.rules_for(*size))
         if before is None:
             warn_of_unbounded(self._policy.engine, size)
 

@@ -13,8 +13,8 @@ from functools import partial
 from sidecar.pools import calls
 from sidecar.pools import ledger_limits as limits
 from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, BidGranted, Call, Cell, Drain, EngineView, Reply, WakeUp
-from sidecar.pools.row import Sides, added, cells_of
-from sidecar.pools.shortage_told import gone_of, told_of
+from sidecar.pools.row import Sides, added, sum_cells
+from sidecar.pools.shortage_told import new_gone, report_shortage
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 from sidecar.scheduling.engines import Gone, ScheduledEngine
 from sidecar.scheduling.figures import Rules
@@ -298,7 +298,7 @@ class Ledger:
                 tier.queue.virtual, tier.owes_until_us, tier.latest = old.queue.virtual, old.owes_until_us, old.latest
                 tier.served = old.served
         for member in state.members.values():
-            row = member.row.values() if self._near is None else cells_of(names, self._near.values())
+            row = member.row.values() if self._near is None else sum_cells(names, self._near.values())
             self._hold([*row, *member.outbox.values()], 1)
 
     def _take_changes(self, call: Call, member: _Member, last_number: int) -> None:
@@ -456,7 +456,7 @@ class Ledger:
     def _gone(self) -> Gone:
         state = self._held()
         cells = (cell for member in state.members.values() for cell in member.leaving)
-        return gone_of(cells, state.levels)
+        return new_gone(cells, state.levels)
 
     def _shortage_for(self, call: Call) -> Shortage | None:
         """The room that the caller is to take back. Another one, which has more to take from, is woken instead.
@@ -554,7 +554,7 @@ class Ledger:
             member.outbox.clear()
         reply.leaving = [cell for _, other in sorted(state.members.items()) for cell in other.leaving]
         if (found := self._shortage_for(call)) is not None:
-            reply.shortage = told_of(found, state.names)
+            reply.shortage = report_shortage(found, state.names)
         if member.seen != state.version:
             member.seen = state.version
             reply.config = [

@@ -21,4 +21,4 @@ class LimitsPool(Pool):
 
 
 def _unbounded(policy: Policy) -> Policy:
-    return replace(policy, rules=policy.rules_of(None, None))
+    return replace(policy, rules=policy.rules_for(None, None))

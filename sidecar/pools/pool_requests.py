@@ -166,7 +166,7 @@ class PoolRequests:
         oldest = [self._waits.oldest(tier) for tier in range(len(self._tenants))]
         return [None if lease is None else self.so_far(lease, now_us) for lease in oldest]
 
-    def use_of(self, tenant: str) -> TenantUse:
+    def tenant_use(self, tenant: str) -> TenantUse:
         """Use by a tenant's requests."""
         mine = [lease for lease in self._all.values() if lease.ask.tenant == tenant]
         running = [lease for lease in mine if lease.grant is not None]

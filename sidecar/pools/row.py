@@ -63,7 +63,7 @@ class Row:
         return found
 
 
-def cells_of(tiers: Sequence[str], leases: Iterable[ScheduledLease]) -> list[Cell]:
+def sum_cells(tiers: Sequence[str], leases: Iterable[ScheduledLease]) -> list[Cell]:
     """The sums of some leases."""
     part = Row(tiers)
     for lease in leases:

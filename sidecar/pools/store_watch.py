@@ -14,7 +14,7 @@ from sidecar.policy.rules import largest_admissible
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.calls import ALONE_US, DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT, EngineView, Reply
 from sidecar.pools.clock import Clock
-from sidecar.pools.engines import EngineOffer, name_and_incarnation, sum_of
+from sidecar.pools.engines import EngineOffer, name_and_incarnation, sum_figures
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import MemberMode
 from sidecar.pools.stats import TierUsage
@@ -37,7 +37,7 @@ class _Outlook:
         self.is_known_to_all = False
         """Whether all that wait have been judged by it."""
         _, state, policy, self._engines = of
-        self._rules = policy.rules_of(*_size(self._engines)) if state is StoreState.DIVIDED else None
+        self._rules = policy.rules_for(*_size(self._engines)) if state is StoreState.DIVIDED else None
 
     def has_room_for(self, ask: Ask) -> bool:
         """True if engines of these sizes could ever run the request."""
@@ -153,7 +153,7 @@ class StoreWatch:
         All that are `waiting` are among them when they have hoped for the store for as long as other replicas may be
         alive, and again when their outlook has changed since.
         """
-        outlook = self._outlook_of(policy, member)
+        outlook = self._new_outlook(policy, member)
         leases, self._entering = [lease for _, lease in self._entering], []
         is_hopeless = member.first_failure_us is not None and self._clock() >= member.first_failure_us + DEAD_US
         leases += [lease for lease in unjudged if outlook.is_new or lease.is_entering]
@@ -165,9 +165,9 @@ class StoreWatch:
 
     def refusal(self, ask: Ask, policy: Policy, member: Member) -> StoreUnavailable | None:
         """Why a request cannot be admitted as things are; None where it may wait."""
-        return self._refusal_by(self._outlook_of(policy, member), ask, member) if self.is_away else None
+        return self._refusal_by(self._new_outlook(policy, member), ask, member) if self.is_away else None
 
-    def _outlook_of(self, policy: Policy, member: Member) -> _Outlook:
+    def _new_outlook(self, policy: Policy, member: Member) -> _Outlook:
         state = self.status.state
         engines = member.parts(UNBOUNDED) if state is StoreState.DIVIDED else []
         now = member.first_failure_us, state, policy, engines
@@ -234,7 +234,7 @@ def _unavailable(why: str) -> StoreUnavailable:
 
 def _size(engines: Sequence[EngineView]) -> tuple[int | None, int | None]:
     """Of all together."""
-    return sum_of([it.tokens for it in engines]), sum_of([it.requests for it in engines])
+    return sum_figures([it.tokens for it in engines]), sum_figures([it.requests for it in engines])
 
 
 class Elsewhere:

@@ -19,7 +19,7 @@ import httptools
 from yarl import URL
 
 from sidecar.handover import Write
-from sidecar.unix_address import connector_to, url_of
+from sidecar.unix_address import connector_to, url_for
 
 MOST_HEAD_BYTES = 128 * 1024
 """Of a response's head, of its trailers, and of what frames a chunk. uvicorn and axum write a few hundred bytes."""
@@ -350,7 +350,7 @@ class EngineConnections:
         self._loop = asyncio.get_running_loop()
         # No limit here: the admission controller decides how many requests run at once.
         self._connector = connector_to(url)
-        self._address = aiohttp.ClientRequest("GET", URL(url_of(url), encoded=True), loop=self._loop)
+        self._address = aiohttp.ClientRequest("GET", URL(url_for(url), encoded=True), loop=self._loop)
         self._timeout = timeout
         self._keepalive_s = keepalive_s
         self._free: list[EngineConnection] = []

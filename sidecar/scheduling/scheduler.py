@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
 from sidecar.scheduling.engines import NOTHING_GONE, Gone, ScheduledEngine
-from sidecar.scheduling.figures import Rules, figures_of
+from sidecar.scheduling.figures import Rules, figures_for
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.reach import Reach
 from sidecar.scheduling.reports import Found, Rule, passed
@@ -237,7 +237,7 @@ class Scheduler:
         self._take_figures(smaller(capacity, (UNBOUNDED, UNBOUNDED, UNBOUNDED)))
 
     def _take_figures(self, capacity: Amount) -> None:
-        self._figures = figures_of(self.rules, capacity)
+        self._figures = figures_for(self.rules, capacity)
         self._most_prompt = [min(self._largest_prefill, prompt) for _, _, prompt in self._figures.size_limit]
 
     @property
@@ -303,7 +303,7 @@ class Scheduler:
         for ticket in candidates:
             level = ticket.tier
             if ticket.is_for_floor or not self._is_limited[level] or self.is_within_limit(ticket):
-                order_class = self.class_of(ticket, fronts.get(level), heads[level])
+                order_class = self.class_for(ticket, fronts.get(level), heads[level])
                 found.append(Candidate(self.place(ticket, order_class), ticket, order_class))
         return sorted(found, key=lambda candidate: candidate.place)
 
@@ -318,7 +318,7 @@ class Scheduler:
             heads.append(small)
         return heads + self._reach.heads_elsewhere(queue, heads) if self._reach.is_divided else heads
 
-    def class_of(self, ticket: Ticket, front: Ticket | None, heads: Sequence[Ticket]) -> OrderClass:
+    def class_for(self, ticket: Ticket, front: Ticket | None, heads: Sequence[Ticket]) -> OrderClass:
         """A floor is for its tier's front; while the tier owes, also for what is small beside a front that is not.
 
         `front` is the one in line, None where the heads are.

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from sidecar.unix_address import path_of
+from sidecar.unix_address import socket_path
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -20,7 +20,7 @@ def leads_to(url: str, listeners: Sequence[socket.socket]) -> bool:
     address that leads back here, are not noticed: there the `via` header shows the loop.
     """
     names = [listener.getsockname() for listener in listeners]
-    if (path := path_of(url)) is not None:
+    if (path := socket_path(url)) is not None:
         return any(isinstance(name, str) and _is_same(path, name) for name in names)
     parts = urlsplit(url)
     port = parts.port or _PORTS.get(parts.scheme)

@@ -82,7 +82,7 @@ def reasons(of_tier: Sequence[AheadGroup]) -> str:
     return ", ".join(f"{group.requests:,} because {group.because}" for group in of_tier)
 
 
-def groups_of(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Sequence[str]) -> list[AheadGroup]:
+def new_groups(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Sequence[str]) -> list[AheadGroup]:
     """Groups of requests that went ahead: those that overtook first, and among them the larger first. `tiers` are the
     policy's, most important first.
     """
@@ -98,7 +98,7 @@ def groups_of(ahead: Iterable[RequestRecord], waiter: RequestRecord, tiers: Sequ
         elif classified.tier != waiting_tier:
             rule = admitted.passed.get(waiting_tier, BEHIND)
         else:
-            rule = rule_of(record, waiter)  # which says the same of the others, at three times the cost
+            rule = rule_for(record, waiter)  # which says the same of the others, at three times the cost
         key = classified.tier, came_later, rule, admitted.level if rule == "level" else 0
         alike.setdefault(key, []).append(record)
     worded: dict[tuple[str, bool, str, str], list[RequestRecord]] = {}
@@ -136,7 +136,7 @@ def unseen(
     return [UnknownAhead(tier, tokens, where) for tier, tokens in missing.items() if tokens > 0]
 
 
-def rule_of(ahead: RequestRecord, waiter: RequestRecord) -> str:
+def rule_for(ahead: RequestRecord, waiter: RequestRecord) -> str:
     """The rule by which `ahead` was admitted before `waiter`: one of the scheduler's, or one of the three here.
 
     The scheduler reports no rule within one tier. There its tenants take turns; but of several engines a request that

@@ -75,9 +75,9 @@ class Journal:
 
     def find(self, request_or_trace_id: str) -> RequestRecord | None:
         """The newest request of this id, None where none is kept."""
-        return next(iter(self.all_of(request_or_trace_id)), None)
+        return next(iter(self.all_for(request_or_trace_id)), None)
 
-    def all_of(self, request_or_trace_id: str) -> Sequence[RequestRecord]:
+    def all_for(self, request_or_trace_id: str) -> Sequence[RequestRecord]:
         """Every request that is kept of this id, newest first: clients may repeat an id, and a trace have several."""
         self._drop_old()
         trace_id = _trace_id(request_or_trace_id)
@@ -92,7 +92,7 @@ class Journal:
         }
         return sorted(found, key=lambda record: record.at_us, reverse=True)
 
-    def ahead_of(self, waiter: Waiter, most: int = MOST_ADMISSIONS) -> Sequence[RequestRecord]:
+    def find_ahead(self, waiter: Waiter, most: int = MOST_ADMISSIONS) -> Sequence[RequestRecord]:
         """The first `most` that were admitted while it waited, or has waited so far, in order; itself is left out.
 
         Those are among them that were admitted while it ran, and was preempted then: the pool counts them, too. One

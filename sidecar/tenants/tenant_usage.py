@@ -266,9 +266,9 @@ class TenantUsage:
         if day == self.today():
             self._sums.update(recorded.sums)
 
-    async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
+    async def use_on(self, day: str) -> Mapping[UsageKey, UsageFigures]:
         """Use of a day, as all replicas have added it up. Raises StoreError."""
-        return await self._records.of_day(day)
+        return await self._records.use_on(day)
 
     def _asked(self) -> list[str]:
         """The tenants whose sums are read: those with budgets that had requests lately."""

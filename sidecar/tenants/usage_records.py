@@ -57,7 +57,7 @@ class UsageRecords(Protocol):
         `entries` and `tenants` are `MOST_AT_ONCE` at most; the sums are those of `day` and its month.
         """
 
-    async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
+    async def use_on(self, day: str) -> Mapping[UsageKey, UsageFigures]:
         """All that was counted of a day."""
 
     async def close(self) -> None:

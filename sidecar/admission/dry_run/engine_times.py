@@ -180,7 +180,7 @@ class EngineTimes:
         elif not request.is_crowded:
             self.wholes.learn(output_tokens, until.at_us - request.sent_us - self._prompt_us(request))
         if request.guessed_us is not None:
-            holds = self._holds_of(request)
+            holds = self._holds_for(request)
             holds.guessed_and_known += 1
             holds.guessed_s += request.guessed_us / 1e6
             holds.known_s += (self._own_generating_us(request) if request.is_stream else self._typical(request)) / 1e6
@@ -360,14 +360,14 @@ class EngineTimes:
 
     def held(self, request: SentRequest, *, is_guessed: bool, is_left: bool) -> None:
         """A shadow has ended: what its time was taken from is counted."""
-        holds = self._holds_of(request)
+        holds = self._holds_for(request)
         holds.shadows += 1
         holds.guessed += is_guessed
         holds.left += is_left
         holds.lost += request.is_lost and not is_left
         is_known = self._knows_first_byte(request) if request.is_stream else self._typical(request) > 0
         did, would = request.did_generate, request.would_generate
-        is_stretched = would > 0 and did > 1.5 * would and not self._knows_times_of(would)
+        is_stretched = would > 0 and did > 1.5 * would and not self._knows_times_at(would)
         holds.unlearned += (request.is_crowded and not is_known) or is_stretched
 
     def _knows_first_byte(self, request: SentRequest) -> bool:
@@ -377,7 +377,7 @@ class EngineTimes:
         _, call, is_crowded = self._fastest
         return not is_crowded and request.prompt_tokens <= HARDLY_LONGER * call.backlog
 
-    def _knows_times_of(self, generating: float) -> bool:
+    def _knows_times_at(self, generating: float) -> bool:
         """True if about so few were ever seen to generate."""
         chosen = self.speed.token.chosen
         return chosen is not None and chosen.points[0][0] <= 2 * generating
@@ -393,7 +393,7 @@ class EngineTimes:
             holds.arrivals, holds.followed = arrivals.counted, arrivals.followed
         return self._holds
 
-    def _holds_of(self, request: SentRequest) -> ShadowHolds:
+    def _holds_for(self, request: SentRequest) -> ShadowHolds:
         if request.sent_us < self._period_us:
             return ShadowHolds()  # of an earlier period: not counted
         return self._holds.setdefault(request.level, ShadowHolds())

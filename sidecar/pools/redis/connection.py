@@ -163,7 +163,7 @@ class StoreReach:
 
 
 @cache
-def reach_of(address: StoreAddress) -> StoreReach:  # noqa: ARG001 - the cache's key
+def reach_for(address: StoreAddress) -> StoreReach:  # noqa: ARG001 - the cache's key
     """That of a store, for this process."""
     return StoreReach()
 

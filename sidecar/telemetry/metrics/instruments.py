@@ -347,14 +347,14 @@ class Instruments:
             for holdings in (watched() for held_in, watched in self._held if held_in == pool):
                 if holdings is not None:
                     for tenant, holding in holdings.held().items():
-                        name = counters.tenants.name_of(tenant)
+                        name = counters.tenants.name_for(tenant)
                         by_name[name] = by_name.get(name, 0) + holding.tokens_held
             for name, tokens in by_name.items():
                 yield Observation(tokens, {semconv.POOL: pool, semconv.ADMISSION_TENANT: name})
 
 
 @cache
-def instruments_of(meter_provider: metrics.MeterProvider | None) -> Instruments:
+def instruments_for(meter_provider: metrics.MeterProvider | None) -> Instruments:
     """The provider's; None is the global one, and an SDK that is installed later is found."""
     return Instruments(meter_provider)
 
@@ -371,6 +371,6 @@ class PoolMetrics:
     ) -> None:
         self.pool, self.sample, self.kinds = pool, sample, kinds
         try:
-            instruments_of(meter_provider).watch(self)
+            instruments_for(meter_provider).watch(self)
         except Exception:
             logger.exception("the metrics of pool %s failed; the pool goes on without", pool)

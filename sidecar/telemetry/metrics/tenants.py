@@ -85,7 +85,7 @@ class TenantSeries:
 class TenantLabels:
     """All tenants of one pool in this process, as many as its policy has; at most `shown` are named at a time.
 
-    Counted in one thread; `series` and `name_of` may be called from any other. `known` are the tenants that had a
+    Counted in one thread; `series` and `name_for` may be called from any other. `known` are the tenants that had a
     request, by their names: their `counts` are those of this moment.
     """
 
@@ -113,7 +113,7 @@ class TenantLabels:
         shown = {name: self.known[name].own for name in sorted(self._named | self._unchanged)}
         return shown if len(self.known) == len(self._named) else {**shown, OTHER: self._other}
 
-    def name_of(self, tenant: str) -> str:
+    def name_for(self, tenant: str) -> str:
         """A tenant's name in metrics."""
         return tenant if tenant in self._named else OTHER
 

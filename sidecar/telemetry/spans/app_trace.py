@@ -45,7 +45,7 @@ class AppSpan:
         finally:
             otel_context.detach(token)
 
-    def is_over_of(self, span: Span) -> bool:
+    def is_over_for(self, span: Span) -> bool:
         """True if `span` is this one, and its app has returned."""
         return self._is_over and span is self._span
 
@@ -59,4 +59,4 @@ def is_inherited(context: Context, span: Span) -> bool:
     if getattr(span, "end_time", None) is not None:
         return True
     before = context.get(APP_TRACE)
-    return isinstance(before, AppSpan) and before.is_over_of(span)
+    return isinstance(before, AppSpan) and before.is_over_for(span)

@@ -97,7 +97,7 @@ async def learn(count: Count, count_prompt: Count, source: str) -> Words | None:
     return Words(words.singles, short - _CHECKED_TOKENS, source)
 
 
-async def words_of(server: AskedServer, model: str, tokenizer: str | None, *, chat: bool) -> Words:
+async def new_words(server: AskedServer, model: str, tokenizer: str | None, *, chat: bool) -> Words:
     """The vocabulary for prompts of exact length. Raises NoTokenizer for a file that was named and cannot be used."""
     if tokenizer is not None:
         counter = TokenizerCounter(tokenizer)
