@@ -133,4 +133,4 @@ def _refusal(refused: RefusedChange) -> RefusedByPage:
         return RefusedByPage(
             409, "key_in_use", f"one of the keys is a key of tenant {refused.owner}; `sidecar keys new` makes another"
         )
-    return RefusedByPage(409, "too_many_tenants", "the store has as many tenants as it may; see docs/identity.md")
+    return RefusedByPage(409, "too_many_tenants", "the store has as many tenants as it may; see docs/write-a-policy.md")

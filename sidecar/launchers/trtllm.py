@@ -5,8 +5,8 @@ constructor mounts the middleware, and its `generate_async` gets the priority of
 holds for every endpoint, including responses and messages, whose schemas have no field for a priority; where a handler
 passes a priority itself, the granted one replaces it.
 
-Signatures and names are those of TensorRT-LLM main (docs/mounting.md says where each was read). Features that an older
-build lacks are detected at the server itself, and logged once.
+Signatures and names are those of TensorRT-LLM main (tests/stand_ins/README.md says where each was read). Features that
+an older build lacks are detected at the server itself, and logged once.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 MODE_VARIABLE = "SIDECAR_MODE"
-"""`pass`, whatever the policy says. See docs/sidecar-trouble.md."""
+"""`pass`, whatever the policy says. See docs/roll-out.md."""
 BARE = "bare"
 """The generation of a policy that has no more than passing needs: see `passing`."""
 
