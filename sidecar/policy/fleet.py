@@ -285,7 +285,7 @@ def pool_prefill(engines: Iterable[EngineAddress]) -> int | None:
     return _sum([None if engine.prefill == UNLIMITED else engine.prefill for engine in engines])
 
 
-def largest_of(engines: Iterable[EngineAddress]) -> tuple[int, int]:
+def largest_size(engines: Iterable[EngineAddress]) -> tuple[int, int]:
     """The most (tokens, requests) that one engine holds, by dimension; UNLIMITED where one of them writes no bound.
 
     A request that fits no engine is refused at once. Engines of which one has the most tokens, and another the most

@@ -27,7 +27,7 @@ from sidecar.policy.choices import (
     UsageInTraces,
 )
 from sidecar.policy.declared import ReadAs, declared, key
-from sidecar.policy.endpoint import Cors, Endpoint, EndpointBody, endpoints_of
+from sidecar.policy.endpoint import Cors, Endpoint, EndpointBody, new_endpoints
 from sidecar.policy.fleet import FleetPolicy, ModelPolicy
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.identity import JwtPolicy
@@ -151,7 +151,7 @@ class PoolFile:
         {"high": 10, "normal": 5, "batch": 0},
         is_always_read=True,
     )
-    endpoints: Annotated[Mapping[str, Endpoint], ReadAs(_Endpoints, endpoints_of)] = key(
+    endpoints: Annotated[Mapping[str, Endpoint], ReadAs(_Endpoints, new_endpoints)] = key(
         {path: {} for path in STANDARD_PATHS},
         "The guarded paths; `unguarded` says what happens on all others. Default: the standard /v1 paths.",
     )
