@@ -20,7 +20,7 @@ ABANDONED = "abandoned"
 
 
 class SimulatedAdmission(Protocol):
-    """What stands before the engines: the product's pool, or a baseline."""
+    """Admission before the engines: the product's pool, or a baseline."""
 
     def arrives(self, request: Request) -> None:
         """A request is offered."""
@@ -103,7 +103,7 @@ class _Patience:
         return None
 
     def leaving(self, coming: int, now_us: int) -> Iterator[Request]:
-        """Those that leave now, once each."""
+        """Requests that leave now, once each."""
         while (due_us := self.due_us(coming)) is not None and due_us <= now_us:
             self._next += 1
             yield self._offered[self._next - 1]
