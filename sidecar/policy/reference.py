@@ -83,7 +83,7 @@ def _inside(mapping: _Schema, path: tuple[str, ...]) -> Iterator[tuple[str, tupl
 
 
 def _is_named(key: _Schema) -> bool:
-    """Whether a mapping stands under names of the operator's own."""
+    """True if a mapping stands under names of the operator's own."""
     return any("additionalProperties" in one or "patternProperties" in one for one in (key, *key.get("anyOf", ())))
 
 

@@ -106,7 +106,7 @@ def exemplar_context(request: RequestRecord) -> Context:
     return Context({_SPAN: NonRecordingSpan(ids), _REQUEST_ID: request.request_id})
 
 
-def request_id_of(context: Context) -> str | None:
+def request_id_in(context: Context) -> str | None:
     """The id that `exemplar_context` wrote."""
     request_id = context.get(_REQUEST_ID)
     return request_id if isinstance(request_id, str) else None
