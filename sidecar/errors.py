@@ -19,7 +19,7 @@ class RemainingLimit(NamedTuple):
 
 
 class RemainingLimits(NamedTuple):
-    """What is left of a tenant's limits, None for a limit that it does not have. Every response reports it.
+    """Rest of a tenant's limits, None for a limit that it does not have. Every response reports it.
 
     `is_downgraded` says that the request was over the limits and entered at a lower tier: it counts in none of them.
     """

@@ -77,7 +77,7 @@ class Capacity:
 
     @property
     def is_read(self) -> bool:
-        """Whether what is not written is read from the engine."""
+        """True if what is not written is read from the engine."""
         return self.read_from is not None
 
     def size(self, kv_tokens: int | None, max_running: int | None) -> tuple[int | None, int | None]:

@@ -106,7 +106,7 @@ class Endpoint(EndpointBody):
     path: str = ""
 
 
-def endpoints_of(bodies: dict[str, EndpointBody]) -> Mapping[str, Endpoint]:
+def new_endpoints(bodies: dict[str, EndpointBody]) -> Mapping[str, Endpoint]:
     """The guarded paths. One whose API is not known is a mistake that `validate` reports."""
     return MappingProxyType(
         {

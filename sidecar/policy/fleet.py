@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import model_validator
 
@@ -185,7 +185,7 @@ class FleetPolicy:
     One of `static`, `file`, `dns` and `mounted` says where they are. The pool's capacity is the sum of theirs.
     """
 
-    SCHEMA: ClassVar = {"oneOf": [{"required": [source]} for source in SOURCES]}
+    SCHEMA: ClassVar[dict[str, Any]] = {"oneOf": [{"required": [source]} for source in SOURCES]}
 
     static: Annotated[tuple[EngineAddress, ...], ReadAs(_Listed | None, _engines)] = key(
         None, "The engines, one by one.", [{"name": "a", "url": "http://a:8000"}]
@@ -285,7 +285,7 @@ def pool_prefill(engines: Iterable[EngineAddress]) -> int | None:
     return _sum([None if engine.prefill == UNLIMITED else engine.prefill for engine in engines])
 
 
-def largest_of(engines: Iterable[EngineAddress]) -> tuple[int, int]:
+def largest_size(engines: Iterable[EngineAddress]) -> tuple[int, int]:
     """The most (tokens, requests) that one engine holds, by dimension; UNLIMITED where one of them writes no bound.
 
     A request that fits no engine is refused at once. Engines of which one has the most tokens, and another the most

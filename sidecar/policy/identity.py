@@ -1,4 +1,4 @@
-"""What the policy says of identities that are not API keys: signed tokens (JWTs) of an issuer."""
+"""The policy's keys for identities that are not API keys: signed tokens (JWTs) of an issuer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_installed() -> None:
 
 
 def is_address(key_set: str) -> bool:
-    """Whether a key set is fetched, and not read from a file."""
+    """True if a key set is fetched, and not read from a file."""
     return key_set.startswith(("https://", "http://"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ValidationInfo, field_validator
 
@@ -27,7 +27,7 @@ from sidecar.policy.choices import (
     UsageInTraces,
 )
 from sidecar.policy.declared import ReadAs, declared, key
-from sidecar.policy.endpoint import Cors, Endpoint, EndpointBody, endpoints_of
+from sidecar.policy.endpoint import Cors, Endpoint, EndpointBody, new_endpoints
 from sidecar.policy.fleet import FleetPolicy, ModelPolicy
 from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.identity import JwtPolicy
@@ -67,7 +67,7 @@ _Endpoints = Annotated[dict[of.UrlPath, Annotated[EndpointBody, of.DEFAULTS]], o
 class PoolFile:
     """One pool: an engine deployment, the tiers that share it, and the sources of a request's tier."""
 
-    SCHEMA: ClassVar = {"anyOf": [{"required": ["capacity"]}, {"required": ["engines"]}]}
+    SCHEMA: ClassVar[dict[str, Any]] = {"anyOf": [{"required": ["capacity"]}, {"required": ["engines"]}]}
 
     engine: Annotated[type[Engine], of.Reads(of.one_of(ENGINES, "engine"), _ENGINES)] = key(
         ..., "The engine that serves the requests.", "tensorrt-llm", is_fixed=True
@@ -151,7 +151,7 @@ class PoolFile:
         {"high": 10, "normal": 5, "batch": 0},
         is_always_read=True,
     )
-    endpoints: Annotated[Mapping[str, Endpoint], ReadAs(_Endpoints, endpoints_of)] = key(
+    endpoints: Annotated[Mapping[str, Endpoint], ReadAs(_Endpoints, new_endpoints)] = key(
         {path: {} for path in STANDARD_PATHS},
         "The guarded paths; `unguarded` says what happens on all others. Default: the standard /v1 paths.",
     )

@@ -32,7 +32,7 @@ class Limits:
 
     @property
     def are_counted(self) -> bool:
-        """Whether there is anything that a pool has to count. It counts no budgets."""
+        """True if there is anything that a pool has to count. It counts no budgets."""
         return (
             self.requests_per_minute is not None
             or self.tokens_per_minute is not None
@@ -41,7 +41,7 @@ class Limits:
 
     @property
     def have_budgets(self) -> bool:
-        """Whether the tenant has a budget of tokens for a day or a month, in UTC."""
+        """True if the tenant has a budget of tokens for a day or a month, in UTC."""
         return self.tokens_per_day is not None or self.tokens_per_month is not None
 
 

@@ -63,13 +63,13 @@ TIME_TO_FIRST_TOKEN: Final = DurationMetric(
 OBSERVED_QUEUE_WAIT: Final = DurationMetric(
     "admission.observed.queue_wait",
     WAITS,
-    "How long a request that passed would have waited if it had been held.",
+    "How long a request that passed would have waited.",
     (ADMISSION_TIER, ADMISSION_DECISION),
 )
 OBSERVED_STARVATION: Final = DurationMetric(
     "admission.observed.starvation",
     WAITS,
-    "How long of that it would have starved, of those that would have.",
+    "How long it would have starved.",
     (ADMISSION_TIER, ADMISSION_DECISION),
 )
 STORE_ROUND_TRIP: Final = DurationMetric(
@@ -106,7 +106,7 @@ def exemplar_context(request: RequestRecord) -> Context:
     return Context({_SPAN: NonRecordingSpan(ids), _REQUEST_ID: request.request_id})
 
 
-def request_id_of(context: Context) -> str | None:
+def request_id_in(context: Context) -> str | None:
     """The id that `exemplar_context` wrote."""
     request_id = context.get(_REQUEST_ID)
     return request_id if isinstance(request_id, str) else None
