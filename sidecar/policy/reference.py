@@ -39,7 +39,8 @@ tenants: tenants/*.yaml
 
 Written by `python -m sidecar.policy.reference` from the models that read them; a test keeps it so. `policies/` has
 commented examples, and JSON Schemas for editors. `sidecar check` says what is wrong with a policy. Shares are written
-`20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`.
+`20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`. In brackets stands a key's default (of several
+values the bold one), or how a value is written.
 """
 
 _Schema = dict[str, Any]
@@ -102,9 +103,23 @@ def _keys(mapping: _Schema, paths: _Paths) -> Iterator[str]:
     for name, key in mapping["properties"].items():
         inner = mapping_in(key)
         linked = f"`{name}`" if inner is None else f"[`{name}`](#{''.join(paths[inner]).lower()})"
-        is_required = name in mapping.get("required", ())
-        form = ", ".join(filter(None, [_value(key), "required" if is_required else _default(key.get("default"))]))
+        value = _value(key)
+        if name in mapping.get("required", ()):
+            form = f"{value}, required" if value else "required"
+        else:
+            form = _optional(value, key.get("default"))
         yield f"- {linked}{f' ({form})' if form else ''}: {_line(key['description'])}"
+
+
+def _optional(value: str, default: object) -> str:
+    """The form of a key that may be left out. Of several words the default one is in bold."""
+    written = _default(default)
+    if not value or not written:
+        return value or written
+    if written in value:
+        return value.replace(written, f"**{written}**")
+    is_all = isinstance(default, list) and len(default) == value.count("`") / 2
+    return f"{value}, default {'all' if is_all else written}"
 
 
 def _value(key: _Schema) -> str:
@@ -147,8 +162,8 @@ def _default(default: object) -> str:
     if default is None or default == {}:
         return ""
     if isinstance(default, dict) and all(value == {} for value in default.values()):
-        return "default " + ", ".join(f"`{name}`" for name in default)
-    return f"default `{_flow(default)}`"
+        return ", ".join(f"`{name}`" for name in default)
+    return f"`{_flow(default)}`"
 
 
 def _flow(value: object) -> str:
