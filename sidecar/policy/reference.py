@@ -103,7 +103,7 @@ def _value(key: _Schema, paths: _Paths) -> str:
         is_list = any(one.get("type") == "array" for one in (key, *key.get("anyOf", ())))
         mapping = "a list of mappings" if is_list else "a mapping"
         return f"{mapping}, [below](#{''.join(paths[inner]).lower()})"
-    kind = _said(key)
+    kind = _describe(key)
     example = key["examples"][0] if "examples" in key else None
     return _cell(kind) if example is None or "`" in kind else f"{_cell(kind)}, e.g. `{_flow(example)}`"
 
@@ -117,16 +117,16 @@ _KINDS = {
 }
 
 
-def _said(schema: Mapping[str, Any]) -> str:
+def _describe(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return " or ".join(f"`{value}`" for value in schema["enum"])
     if schema.get("type") == "array":
-        return f"a list: {_said(schema['items'])}"
+        return f"a list: {_describe(schema['items'])}"
     if "const" in schema:
         const = schema["const"]
         return f"`{const if isinstance(const, str) else json.dumps(const)}`"
     if "anyOf" in schema:
-        return " or ".join(_said(one) for one in schema["anyOf"] if one != _NOTHING)
+        return " or ".join(_describe(one) for one in schema["anyOf"] if one != _NOTHING)
     if "properties" in schema:
         return "`{" + ", ".join(f"{name}: {name.upper()}" for name in schema["properties"]) + "}`"
     return str(schema[of.KIND]) if of.KIND in schema else _KINDS[schema["type"]]
