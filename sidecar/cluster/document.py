@@ -146,9 +146,9 @@ class PoolFigures(msgspec.Struct, frozen=True):
         Amount,
         amounts(
             "admission.aborting",
-            "Tokens held by these leases.",
-            "Requests held by leases of this process whose requests have ended before their answer, until the engine "
+            "Tokens held by leases of this process whose requests have ended before their answer, until the engine "
             "has aborted them.",
+            "Requests held by these leases.",
             Over.SUM,
         ),
     ] = Amount(0, 0)

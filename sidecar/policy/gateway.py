@@ -59,8 +59,7 @@ class GatewayPolicy:
     )
     tier_header: of.HeaderName | None = key(
         None,
-        "The header that names the tier of requests which name none, up to the tenant's `max_tier`. Default: none, the "
-        "tenant's tier counts.",
+        "The header that names the tier of requests which name none, up to the tenant's `max_tier`.",
         "x-tenant-tier",
     )
 

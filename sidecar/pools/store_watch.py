@@ -22,6 +22,8 @@ from sidecar.pools.store_status import StoreStatus
 from sidecar.scheduling.amounts import UNBOUNDED
 
 CLOSE_WITHIN_S = 1.0
+NO_ANSWER = "no answer in time"
+"""The reason of a loss where the link names none: the member gave a call up by its time."""
 OTHER_LAYOUT = f"the pool is kept in another layout than {LAYOUT} until the last replica of another version has ended"
 
 
@@ -54,7 +56,7 @@ class StoreWatch:
     def __init__(self, pool: str, tiers: Sequence[str], clock: Clock, observer: StoreObserver | None) -> None:
         self.status = StoreStatus(pool, clock, observer)
         self.decided, self._left = asyncio.Event(), asyncio.Event()
-        self.why = ""
+        self.why = NO_ANSWER
         self._pool, self._tiers, self._clock = pool, tiers, clock
         self._held_since_us: int | None = None
         self._entering: list[tuple[int, Lease]] = []
@@ -62,6 +64,7 @@ class StoreWatch:
 
     def answered(self, reply: Reply) -> None:
         """The ledger has looked at the requests of its call."""
+        self.why = NO_ANSWER  # what ended another call is no reason for the next loss
         now_us = self._clock()
         if not reply.on_hold:
             self._held_since_us = None

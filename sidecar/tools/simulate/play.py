@@ -32,7 +32,7 @@ class SimulatedAdmission(Protocol):
         """Its first token came."""
 
     def reached(self, request: Request) -> None:
-        """It has the length at which the admission wanted to hear of it."""
+        """It has the length at which the admission wanted to hear of it, or runs again after a preemption."""
 
     def finished(self, request: Request) -> None:
         """Its answer is complete."""
@@ -163,7 +163,7 @@ def _tell(found: PlanEnd[Request], admission: SimulatedAdmission, now_us: int) -
     for one in found.first:
         one.first_us, one.has_left = now_us, False
         admission.first_token(one)
-    for one in found.reached:
+    for one in (*found.resumed, *found.reached):  # a length that was asked for before a preemption is forgotten
         admission.reached(one)
     for one in found.finished:
         one.end_us = now_us
