@@ -126,7 +126,7 @@ def _value(key: _Schema) -> str:
     """How a value is written, where its default does not show it. A mapping has a section of its own."""
     if mapping_in(key) is not None:
         return "a list" if any(one.get("type") == "array" for one in (key, *key.get("anyOf", ()))) else ""
-    kind = _said(key)
+    kind = _describe(key)
     if "`" in kind:
         return kind
     if key.get("default") is not None:
@@ -143,16 +143,16 @@ _KINDS = {
 }
 
 
-def _said(schema: Mapping[str, Any]) -> str:
+def _describe(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if schema.get("type") == "array":
-        return f"a list: {_said(schema['items'])}"
+        return f"a list: {_describe(schema['items'])}"
     if "const" in schema:
         const = schema["const"]
         return f"`{const if isinstance(const, str) else json.dumps(const)}`"
     if "anyOf" in schema:
-        return ", ".join(_said(one) for one in schema["anyOf"] if one != _NOTHING)
+        return ", ".join(_describe(one) for one in schema["anyOf"] if one != _NOTHING)
     if "properties" in schema:
         return "`{" + ", ".join(f"{name}: {name.upper()}" for name in schema["properties"]) + "}`"
     return str(schema[of.KIND]) if of.KIND in schema else _KINDS[schema["type"]]
