@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import json
 import shutil
-import subprocess
 import time
 import urllib.request
 from collections import Counter
@@ -88,49 +87,41 @@ def write_policy(
 
 @dataclass
 class Stack:
-    """A running engine, the sidecar before it, and both processes."""
+    """A running engine with the sidecar before it."""
 
     url: str
     admin_url: str
-    engine: subprocess.Popen[str]
-    sidecar: subprocess.Popen[str]
 
     def client(self, key: str, base: str = "/v1") -> openai.OpenAI:
         """A client that gives up at once: what it is refused, the test sees."""
         return openai.OpenAI(api_key=key, base_url=self.url + base, max_retries=0, timeout=90)
 
-    def state(self) -> Any:
-        with urllib.request.urlopen(f"{self.admin_url}/state", timeout=10) as response:
-            return json.load(response)
-
-    def until(self, *, leases: int, waiting: int = 0) -> None:
-        """Waits until the pool holds just so many."""
+    def until_empty(self) -> None:
         end_s = time.monotonic() + 60
-        while (found := (self.state()["pool"]["leases"], self.state()["pool"]["waiting"])) != (leases, waiting):
-            assert time.monotonic() < end_s, f"leases and waiting: wanted {(leases, waiting)}, got {found}"
+        while self._leases():
+            assert time.monotonic() < end_s
             time.sleep(0.005)
 
-
-@contextlib.contextmanager
-def running_stack(folder: Path) -> Iterator[Stack]:
-    emulated = ("emulate", "--engine", "tensorrt-llm", "--port", "0", "--step-ms", "10", "--max-num-seqs", str(SLOTS))
-    with command(*emulated) as engine:
-        served = ("--upstream", address(engine), "--policy", str(write_policy(folder)))
-        with command("serve", *served, "--port", "0", "--admin-port", "0") as sidecar:
-            yield Stack(address(sidecar), address(sidecar), engine, sidecar)
+    def _leases(self) -> int:
+        with urllib.request.urlopen(f"{self.admin_url}/state", timeout=10) as response:
+            return int(json.load(response)["pool"]["leases"])
 
 
 @pytest.fixture(scope="module")
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("policies")) as stack:
-        yield stack
+    emulated = ("emulate", "--engine", "tensorrt-llm", "--port", "0", "--step-ms", "10", "--max-num-seqs", str(SLOTS))
+    policy = str(write_policy(tmp_path_factory.mktemp("policies")))
+    with command(*emulated) as engine:
+        served = ("--upstream", address(engine), "--policy", policy, "--port", "0", "--admin-port", "0")
+        with command("serve", *served) as sidecar:
+            yield Stack(address(sidecar), address(sidecar))
 
 
 @pytest.fixture
 def stack(shared_stack: Stack) -> Iterator[Stack]:
     """One stack for all tests; none may leave anything in it."""
     yield shared_stack
-    shared_stack.until(leases=0)
+    shared_stack.until_empty()
 
 
 @pytest.mark.parametrize(
