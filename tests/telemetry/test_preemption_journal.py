@@ -53,6 +53,45 @@ def story() -> tuple[Journal, dict[str, Callable[[Event], None]]]:
     return journal, tells
 
 
+def test_while_it_waits_again_it_is_found_once_and_knows_who_went_ahead() -> None:
+    journal, _ = story()
+    victim = found(journal, "victim")
+    assert (victim.admitted, victim.waited, victim.ended_us) == (None, None, None)
+    assert victim.queued is not None
+    assert victim.queued.obstacle is Obstacle.PREEMPTED
+    (lost,) = victim.lost
+    assert (lost.admitted.at_us, lost.preempted.at_us) == (10, 30)
+    assert lost.queued is not None
+    assert lost.queued.obstacle is Obstacle.NO_ROOM
+    assert ids(journal.ahead_of(victim)) == ids(journal.overtook(victim)) == ["important"]
+
+
+def test_for_the_others_it_went_ahead_as_often_as_it_was_admitted() -> None:
+    journal, tells = story()
+    waiter = found(journal, "waiter")
+    assert ids(journal.ahead_of(waiter)) == ["victim", "important"]
+    tells["victim"](admitted(40, 1, 31))
+    tells["victim"](settled(50, Outcome.COMPLETED, 200, None))
+    assert ids(journal.ahead_of(waiter)) == ["victim", "important", "victim"]
+    assert [record.admitted.at_us for record in journal.ahead_of(waiter) if record.admitted] == [10, 31, 40]
+    victim = found(journal, "victim")
+    assert ids(journal.ahead_of(victim)) == ["important"]
+    assert victim.settled is not None
+
+
+def test_those_of_one_moment_are_distinguished() -> None:
+    journal = Journal(now_us=lambda: 100)
+    tells = [arrives(journal, str(number), number) for number in range(3)]
+    for number, tell in enumerate(tells):
+        tell(admitted(10, number))
+    preempt(tells[1], 30, 10)
+    waiter = arrives(journal, "waiter", 5)
+    tells[1](admitted(40, 1))
+    waiter(admitted(50, 5))
+    assert ids(journal.ahead_of(found(journal, "waiter"))) == ["0", "1", "2", "1"]
+    assert [found(journal, str(number)).admitted for number in (0, 2)] == [admitted(10, 0), admitted(10, 2)]
+
+
 def test_one_that_is_not_admitted_again_is_among_the_refused_or_has_left() -> None:
     journal, tells = story()
     tells["victim"](settled(60, Outcome.FAILED, 503, "queue_timeout"))
