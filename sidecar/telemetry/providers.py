@@ -14,7 +14,7 @@ _IS_NAMED = "OTEL_PYTHON_TRACER_PROVIDER" in os.environ or "OTEL_PYTHON_METER_PR
 
 
 def none_is_set() -> bool:
-    """Whether there surely is no SDK: the API has no provider, and the environment names none.
+    """True if there surely is no SDK: the API has no provider, and the environment names none.
 
     The API has no such question, and looks into the environment whenever it is asked for a provider: without an SDK
     that would cost a request as much as deciding on it. So two private names are read.
@@ -27,7 +27,7 @@ def none_is_set() -> bool:
 
 
 def has_no_meter_provider() -> bool:
-    """Whether the process has no SDK for metrics yet."""
+    """True if the process has no SDK for metrics yet."""
     # The stand-in before one is set has no public name, as the tracers' has; it is the API's own and not the no-op.
     provider = metrics.get_meter_provider()
     is_the_apis = type(provider).__module__.startswith("opentelemetry.metrics")
