@@ -42,11 +42,14 @@ _PAYLOAD = decode(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "use
 class _Held:
     """One request in the pool, at its place there.
 
-    `removed` is done when an engine no longer runs it: whether it waits again. `left` is done when its client leaves
+    `removed` is done when an engine no longer runs it: whether it waits again. One that `is_preempted` before it
+    `is_sent` waits again without it. `left` is done when its client leaves
     while it waits.
     """
 
-    __slots__ = ("answer", "left", "place", "removed", "request", "size", "sized", "turn")
+    __slots__ = (
+        "answer", "is_preempted", "is_sent", "left", "place", "removed", "request", "size", "sized", "turn",
+    )  # fmt: skip
 
     def __init__(self, request: Request, sized: SizedRequest, place: int, left: asyncio.Future[None]) -> None:
         self.request = request
@@ -57,6 +60,7 @@ class _Held:
         self.removed: asyncio.Future[bool]
         self.answer = UsageReader()
         self.size: LeaseSize | None = None
+        self.is_sent = self.is_preempted = False
 
 
 class _TrueSpeeds(EngineSpeeds):
@@ -149,21 +153,32 @@ class ProductAdmission:
         request, turn, granted = held.request, held.turn, held.turn.granted
         try:
             lease = await turn.enter(sized_ask(self._pool, held.sized, self._sizes, self._appraise))
-            lease.on_preempt = partial(self._stage.abort, request)
+            lease.on_preempt = partial(self._preempt, held)
             waits_again = True
             while waits_again:
                 grant = await granted()
+                granted = turn.requeue
+                if held.is_preempted:  # in the moment of its grant
+                    held.is_preempted = False
+                    continue
+                held.is_sent = True
                 held.removed = self._stage.loop.create_future()
                 if held.sized.expected is not None:
                     held.size = self._sizes.begin(held.sized.expected, lease, held.answer, streams=True)
                 request.place = (float(grant.level),), request.place[1] or held.place
                 self._stage.send(request, 0 if grant.engine is None else int(grant.engine.partition("#")[0][1:]))
                 waits_again = await held.removed
-                granted = turn.requeue
+                held.is_sent = False
         except TurnEnded as end:
             self._end(request, ABANDONED if end.cause is EndCause.DISCONNECTED else QueueTimeout.code)
         except AdmissionError as error:
             self._end(request, error.code)
+
+    def _preempt(self, held: _Held) -> None:
+        if held.is_sent:
+            self._stage.abort(held.request)
+        else:
+            held.is_preempted = True
 
     def _sized(self, request: Request) -> SizedRequest:
         """The request, as the intake would have read it from a body that says no maximum of its output."""
