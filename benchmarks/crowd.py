@@ -12,7 +12,7 @@ from sidecar.policy.model import Order, Queue
 from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.scheduling.tickets import Gain
+from sidecar.scheduling.tickets import TicketGain
 
 TOKENS, PROMPT, PREFILL = 2_500, 300, 8_000
 GAIN_WEIGHTS = (8, 4, 2, 1, 1)
@@ -64,7 +64,7 @@ class Crowd:
         hits = ((f"e{number % self._engines}#1", PROMPT // 2),) if self._engines and number % 2 else ()
         gain = None
         if self.policy.rules.is_by_gain:
-            gain = Gain(GAIN_WEIGHTS[tier], 300, self._luck.randint(10_000, 1_000_000), 120_000_000, 50_000)
+            gain = TicketGain(GAIN_WEIGHTS[tier], 300, self._luck.randint(10_000, 1_000_000), 120_000_000, 50_000)
         tenant = f"tenant-{self._luck.randrange(self._tenants)}"
         lease = await self.pool.enter(Ask(tier, tenant, 1, TOKENS, 1, prompt=PROMPT, hits=hits, gain=gain))
         if lease.grant is not None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sidecar.pools.calls import Cap, EngineView, PoolRules
+from sidecar.pools.calls import Cap, EngineView, LedgerRules
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member import Member
 from sidecar.pools.member_events import Entered, TakeBack
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.tickets import Lease, Ticket
+from sidecar.scheduling.tickets import ScheduledLease, Ticket
 
 ENGINE = "pool#1"
 """The engine of a pool of one."""
@@ -19,14 +19,14 @@ ENGINE = "pool#1"
 class Decided(NamedTuple):
     """Those that entered, and those whose room is taken back."""
 
-    admitted: list[Lease]
-    taken_back: list[Lease]
+    admitted: list[ScheduledLease]
+    taken_back: list[ScheduledLease]
 
 
 class Decisions:
     """A pool in one process. Its owner says what happens, and asks what follows from it."""
 
-    def __init__(self, rules: PoolRules, engines: Sequence[EngineView]) -> None:
+    def __init__(self, rules: LedgerRules, engines: Sequence[EngineView]) -> None:
         self._ledger = Ledger()
         self._member = Member("", rules, heartbeat_us=UNBOUNDED, lazy_us=UNBOUNDED, near=self._ledger)
         self._member.pool.knew = 1

@@ -15,7 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from sidecar.tools.doctor.burst import Plan
+from sidecar.tools.doctor.burst import BurstPlan
 from sidecar.tools.doctor.judgment import Effect, ServedRequest, judge
 from sidecar.tools.doctor.priority_fields import LEVELS
 
@@ -78,7 +78,7 @@ SCHEDULERS: Mapping[str, Sequence[Key]] = {
 """By name, the queue of each replica that a burst is spread over."""
 
 
-def played(keys: Sequence[Key], plan: Plan, slots: int, chance: random.Random) -> Sequence[ServedRequest]:
+def played(keys: Sequence[Key], plan: BurstPlan, slots: int, chance: random.Random) -> Sequence[ServedRequest]:
     """The requests of a burst that had to wait for one of the `slots` of their replica, with their first tokens."""
     levels, lengths = plan.levels(), plan.lengths()
     waited: list[ServedRequest] = []
@@ -98,7 +98,7 @@ def rates(keys: Sequence[Key], requests: int, slots: int, runs: int) -> Mapping[
     """The share of runs that ended in each verdict."""
     chance = random.Random(11)
     found = Counter(
-        judge(played(keys, Plan(requests, 20, None, seed), slots // len(keys), chance), LEVELS).effect
+        judge(played(keys, BurstPlan(requests, 20, None, seed), slots // len(keys), chance), LEVELS).effect
         for seed in range(runs)
     )
     return {effect: found[effect] / runs for effect in Effect}

@@ -34,13 +34,13 @@ from sidecar.policy.model import Order, Policy, Queue
 from sidecar.pools import Pool
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
-from sidecar.scheduling.tickets import Gain
+from sidecar.scheduling.tickets import TicketGain
 
 TOKENS, PROMPT, EACH, PREFILL, TENANTS = 2_500, 300, 16, 8_000, 24
 APART_S = 0.03
 """Between two events of a request: longer than a replica keeps what nobody waits for."""
 BARE = "return 1"
-GAIN = Gain(2, 300, 1_000_000, 120_000_000, 100_000)
+GAIN = TicketGain(2, 300, 1_000_000, 120_000_000, 100_000)
 
 
 @dataclass(frozen=True)

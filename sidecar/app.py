@@ -81,8 +81,8 @@ class AdmissionMiddleware:
     server runs. `is_shown` says that the caller serves `observability.routes` and sets up logs and telemetry, so that
     the environment does not; `is_launched` that the app is an engine's own server, started by one of our launchers;
     `retry_handlers` that a handler may run twice for one request, which was preempted; `tenant` names a request's
-    tenant, by its scope (docs/identity.md); `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with
-    other tiers is made anew. `environment` is the process's.
+    tenant, by its scope (docs/tutorial-fastapi.md); `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared
+    pool with other tiers is made anew. `environment` is the process's.
 
     One policy is one pool in a process. Middlewares of the same policy file, by whatever path, or of equal loaded
     policies share pool, monitor, admin port and background tasks: those that are constructed before the first of them

@@ -29,7 +29,7 @@ from sidecar.events import Headers
 from sidecar.identity.tokens import TokenVerifier, is_token
 from sidecar.payload.decode import Payload
 from sidecar.policy.gateway import GatewayPolicy
-from sidecar.policy.model import Endpoint, Policy, Source, StoredTenants, Tenant
+from sidecar.policy.model import Endpoint, Policy, StoredTenants, Tenant, TierSource
 
 API_KEY_HEADERS = (b"x-api-key", b"api-key")
 """Headers that hold a key and nothing else: Anthropic's clients send the first, Azure's the second."""
@@ -90,7 +90,7 @@ class SourceAnswer(msgspec.Struct, frozen=True):
     `refusal` is the request's error where the value has no meaning and no earlier source answers.
     """
 
-    source: Source | Fallback
+    source: TierSource | Fallback
     level: int | None
     statement: str | None = None
     value: str = ""
@@ -98,9 +98,9 @@ class SourceAnswer(msgspec.Struct, frozen=True):
 
 
 # The answers of most sources to a request that states no priority: made once.
-_NO_BODY = SourceAnswer(Source.BODY, None)
-_NO_HEADER = SourceAnswer(Source.HEADER, None)
-_NO_ENGINE = SourceAnswer(Source.ENGINE, None)
+_NO_BODY = SourceAnswer(TierSource.BODY, None)
+_NO_HEADER = SourceAnswer(TierSource.HEADER, None)
+_NO_ENGINE = SourceAnswer(TierSource.ENGINE, None)
 _DEFAULT = SourceAnswer(Fallback.DEFAULT, None)
 
 
@@ -114,7 +114,7 @@ class Classification(msgspec.Struct, gc=False):
 
     tenant: Tenant
     level: int
-    source: Source | Fallback
+    source: TierSource | Fallback
     clamped_from: int | None
     ignored: tuple[str, ...]
     downgraded_from: int | None = None
@@ -137,16 +137,16 @@ class Classifier:
         self._policy = policy
         self._dialect = dialect
         self._last = len(policy.tiers) - 1
-        consults: Mapping[Source, Callable[[Asked, Tenant], SourceAnswer]] = {
-            Source.BODY: self._body,
-            Source.HEADER: self._header,
-            Source.ENDPOINT: lambda asked, _: self._of_endpoint[asked.endpoint.level],
-            Source.KEY: lambda _, tenant: self._of_key[tenant.level],
-            Source.ENGINE: self._engine,
+        consults: Mapping[TierSource, Callable[[Asked, Tenant], SourceAnswer]] = {
+            TierSource.BODY: self._body,
+            TierSource.HEADER: self._header,
+            TierSource.ENDPOINT: lambda asked, _: self._of_endpoint[asked.endpoint.level],
+            TierSource.KEY: lambda _, tenant: self._of_key[tenant.level],
+            TierSource.ENGINE: self._engine,
         }
         levels = [None, *range(len(policy.tiers))]
-        self._of_endpoint = {level: SourceAnswer(Source.ENDPOINT, level) for level in levels}
-        self._of_key = {level: SourceAnswer(Source.KEY, level) for level in levels}
+        self._of_endpoint = {level: SourceAnswer(TierSource.ENDPOINT, level) for level in levels}
+        self._of_key = {level: SourceAnswer(TierSource.KEY, level) for level in levels}
         self._consults = tuple(consults[source] for source in policy.sources)
 
     def tenant(
@@ -290,14 +290,14 @@ class Classifier:
     def _body(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002  # every source is asked alike
         raw = asked.payload.priority
         # Where the engine's own priorities count, a number in `priority` is the engine's; a name is always a tier's.
-        if raw in (None, b"null") or (Source.ENGINE in self._policy.sources and self._is_engines(asked.payload)):
+        if raw in (None, b"null") or (TierSource.ENGINE in self._policy.sources and self._is_engines(asked.payload)):
             return _NO_BODY
         assert raw is not None
         try:
             value = msgspec.json.decode(raw)
         except (msgspec.MsgspecError, RecursionError):  # a number beyond a double, or nested too deeply
             value = None
-        return self._answer(Source.BODY, "priority", value, raw)
+        return self._answer(TierSource.BODY, "priority", value, raw)
 
     def _is_engines(self, payload: Payload) -> bool:
         stated = self._dialect.asked(payload, {})
@@ -313,7 +313,7 @@ class Classifier:
         if self._policy.level_of(text) is None:
             with suppress(ValueError):
                 value = float(text)
-        return self._answer(Source.HEADER, name, value, raw)
+        return self._answer(TierSource.HEADER, name, value, raw)
 
     def _engine(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002
         stated = self._dialect.asked(asked.payload, asked.headers)
@@ -328,16 +328,16 @@ class Classifier:
             ),
             self._last,
         )
-        return SourceAnswer(Source.ENGINE, level, stated.statement, f"{stated.value:g}")
+        return SourceAnswer(TierSource.ENGINE, level, stated.statement, f"{stated.value:g}")
 
-    def _answer(self, source: Source, where: str, value: object, raw: bytes) -> SourceAnswer:
+    def _answer(self, source: TierSource, where: str, value: object, raw: bytes) -> SourceAnswer:
         """The level of a tier's name, or of a number in [0, 1] with 1 the most important, rounded to the nearest."""
         if isinstance(value, str) and (level := self._policy.level_of(value)) is not None:
             return SourceAnswer(source, level, where, _shown(raw))
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
             return SourceAnswer(source, self._last - floor(value * self._last + 0.5), where, _shown(raw))
-        tiers, is_body = ", ".join(tier.name for tier in self._policy.tiers), source is Source.BODY
-        is_engines = is_body and Source.ENGINE in self._policy.sources and Carrier.BODY in self._dialect.carriers
+        tiers, is_body = ", ".join(tier.name for tier in self._policy.tiers), source is TierSource.BODY
+        is_engines = is_body and TierSource.ENGINE in self._policy.sources and Carrier.BODY in self._dialect.carriers
         number = (
             f"a number as {self._dialect.title} takes it ({self._dialect.direction()} is more important)"
             if is_engines

@@ -5,7 +5,7 @@ Each works without the others: a scope has only what the one around put there.
 - `write`, from server to proxy: the short way of a stream's chunk. A chunk that is sent by ASGI's `send` wakes a task,
   which awaits a coroutine, and that costs more than all the rest. So the proxy calls `write` where it reads a chunk.
   Middleware that wraps `send` puts a `write` of its own there, or takes it out: no chunk passes it unseen.
-- The `Call` of an admitted request, from middleware to proxy, which reports a failure to it before it answers.
+- The `AppCall` of an admitted request, from middleware to proxy, which reports a failure to it before it answers.
 - The engine of a request's grant, from middleware to fleet, where the pool has several.
 - The mark of a request of the sidecar's own, to proxy and fleet: its caller reports its errors itself.
 """
@@ -30,7 +30,7 @@ Write = Callable[[bytes], bool]
 it is before the head is out, where the body does not go in chunks, and while the client does not read."""
 
 
-class Call(Protocol):
+class AppCall(Protocol):
     """An admitted request's call of the app."""
 
     def failed(self, error: AdmissionError, *, was_sent: bool) -> bool:
@@ -40,9 +40,9 @@ class Call(Protocol):
         """
 
 
-def call_of(scope: Scope) -> Call | None:
+def call_of(scope: Scope) -> AppCall | None:
     """The call of an admitted request; None for any other request."""
-    call: Call | None = scope.get(CALL_KEY)
+    call: AppCall | None = scope.get(CALL_KEY)
     return call
 
 

@@ -13,7 +13,7 @@ from sidecar.cluster.document import EngineStatus
 from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.sampler import KINDS, PoolSampler
 from sidecar.cluster.sources import Sources
-from sidecar.engines import NoEngine
+from sidecar.engines import NoPriorityEngine
 from sidecar.engines.speed import EngineSpeedDocument
 from sidecar.events import ShadowHolds
 from sidecar.policy.model import Mode, Policy, UsageInTraces
@@ -234,7 +234,7 @@ def _notices(controller: AdmissionController) -> Sequence[str]:
 def _tracer(controller: AdmissionController, policy: Policy, waits: WaitFinder, long_waits: LongWaits) -> RequestTracer:
     return RequestTracer(
         starvation_limits_s=_starvation_limits_s(policy),
-        provider_name=None if policy.engine is NoEngine else policy.engine.name,
+        provider_name=None if policy.engine is NoPriorityEngine else policy.engine.name,
         find_links=waits.ended,
         served_by="engine" if controller.is_proxied else "app",
         writes_usage=_WRITES_USAGE[policy.usage_in_traces],

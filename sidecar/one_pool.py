@@ -45,7 +45,7 @@ _SAME_NAME = (
 _log = logging.getLogger("sidecar.app")
 
 
-class Source(NamedTuple):
+class PolicySource(NamedTuple):
     """What makes two middlewares one: the policy's file, or the loaded policy where it was given so, and the options
     of their construction.
     """
@@ -54,7 +54,7 @@ class Source(NamedTuple):
     policy: Policy | None
     options: tuple[object, ...]
 
-    def is_same(self, other: Source) -> bool:
+    def is_same(self, other: PolicySource) -> bool:
         """Whether both are the same file, be it by another path, or equal policies."""
         if self.options != other.options:
             return False
@@ -73,12 +73,14 @@ def _is_same_file(path: Path, other: Path) -> bool:
         return os.path.abspath(files[0]) == os.path.abspath(files[1])
 
 
-def source_of(given: str | Path | Policy | None, files: PolicyFiles | None, options: tuple[object, ...]) -> Source:
+def source_of(
+    given: str | Path | Policy | None, files: PolicyFiles | None, options: tuple[object, ...]
+) -> PolicySource:
     """The source of a middleware that was given so."""
     if isinstance(given, Policy):
-        return Source(None if files is None else files.path, given, options)
+        return PolicySource(None if files is None else files.path, given, options)
     path = _path_of(given)
-    return Source(Path(path) if path else None, None, options)
+    return PolicySource(Path(path) if path else None, None, options)
 
 
 def _path_of(given: str | Path | None) -> str | Path:
@@ -101,7 +103,7 @@ def policy_of(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | 
     return load_or_pass(path, os.environ).policy, files_of(path, os.environ)
 
 
-class Member(Protocol):
+class PoolMiddleware(Protocol):
     """A middleware of a pool."""
 
     def begin_anew(self) -> None:
@@ -133,7 +135,7 @@ class OnePool:
 
     def __init__(  # what a pool is made of
         self,
-        source: Source,
+        source: PolicySource,
         app: ASGIApp | None,
         compose: Compose,
         policy: Policy,
@@ -148,7 +150,7 @@ class OnePool:
         self._files = files
         self._is_kept = is_kept
         self._key = f"sidecar.passage.{id(self)}"
-        self.members: WeakSet[Member] = WeakSet()
+        self.members: WeakSet[PoolMiddleware] = WeakSet()
         self._lifespans = 0
         self._has_ended = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -176,7 +178,7 @@ class OnePool:
         """Whether an event loop that runs in another thread is served."""
         return self._loop is not None and self._loop is not _running_loop() and self._loop.is_running()
 
-    def join(self, member: Member) -> None:
+    def join(self, member: PoolMiddleware) -> None:
         """A middleware has this pool from now on."""
         self.members.add(member)
         if self.is_shared:
@@ -184,7 +186,7 @@ class OnePool:
             for each in tuple(self.members):
                 each.follow()
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: PoolMiddleware) -> None:
         """A middleware has another pool from now on."""
         self.members.discard(member)
 
@@ -289,12 +291,12 @@ _pools: WeakSet[OnePool] = WeakSet()
 """Those of this process, but for what a caller keeps for itself."""
 
 
-def pool_of(source: Source) -> OnePool | None:
+def pool_of(source: PolicySource) -> OnePool | None:
     """The pool that a further middleware of `source` joins; None where it is the first."""
     return next((pool for pool in tuple(_pools) if pool.may_be_joined() and pool.source.is_same(source)), None)
 
 
-def pool_here(source: Source) -> OnePool | None:
+def pool_here(source: PolicySource) -> OnePool | None:
     """The pool of `source` that the running event loop serves already, None where there is none."""
     return next((pool for pool in tuple(_pools) if pool.serves_here() and pool.source.is_same(source)), None)
 

@@ -122,12 +122,12 @@ def proxy_of(upstream: str | None, policy: Policy) -> ASGIApp | None:
     if policy.engines is None and upstream is None:
         raise ValueError(
             "there is no engine to send requests to: give --upstream URL, or write `engines:` in the policy "
-            "(docs/several-engines.md)"
+            "(docs/tutorial-engines.md)"
         )
     if policy.engines is not None and policy.engines.mounted:
         raise ValueError(
             "the policy's engines are mounted (`engines: {mounted: true}`): start the app that mounts the middleware "
-            "(docs/mounting.md), or write static, file or dns for engines behind this proxy"
+            "(docs/tutorial-fastapi.md), or write static, file or dns for engines behind this proxy"
         )
     if policy.engines is not None and upstream is not None:
         raise ValueError("the policy names its engines (`engines:`): leave out --upstream, or remove `engines:`")

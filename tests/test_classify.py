@@ -17,7 +17,7 @@ from sidecar.engines import ENGINES
 from sidecar.engines.registry import client_headers
 from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload.decode import decode
-from sidecar.policy.model import Endpoint, Policy, Source, Tenant, Tier
+from sidecar.policy.model import Endpoint, Policy, Tenant, Tier, TierSource
 from sidecar.policy.rules import Shares, pool_rules
 from tests.support.each import each
 
@@ -28,13 +28,13 @@ ACME = Tenant(name="acme", level=NORMAL, max_level=HIGH)
 ROOT = Tenant(name="root", level=NORMAL, max_level=CRITICAL)
 ANONYMOUS = Tenant(name="anonymous", level=LOW, max_level=LOW)
 CHAT = Endpoint(path="/v1/chat/completions", api=Api.CHAT)
-ALL_BUT_ENGINE = (Source.BODY, Source.HEADER, Source.ENDPOINT, Source.KEY)
+ALL_BUT_ENGINE = (TierSource.BODY, TierSource.HEADER, TierSource.ENDPOINT, TierSource.KEY)
 
 
 def policy_of(
     *,
     tiers: tuple[str, ...] = TIERS,
-    sources: tuple[Source, ...] = ALL_BUT_ENGINE,
+    sources: tuple[TierSource, ...] = ALL_BUT_ENGINE,
     engine: str = "vllm",
     **changes: object,
 ) -> Policy:
@@ -162,22 +162,22 @@ def test_the_hash_of_a_key_is_no_key() -> None:
 
 # -- which tier
 
-SAID = {Source.BODY: HIGH, Source.HEADER: LOW, Source.ENDPOINT: BATCH, Source.KEY: NORMAL}
+SAID = {TierSource.BODY: HIGH, TierSource.HEADER: LOW, TierSource.ENDPOINT: BATCH, TierSource.KEY: NORMAL}
 
 
-def saying(*sources: Source) -> Asked:
+def saying(*sources: TierSource) -> Asked:
     return asked_with(
-        headers={b"x-priority": b"low"} if Source.HEADER in sources else {},
-        level=BATCH if Source.ENDPOINT in sources else None,
-        **({"priority": "high"} if Source.BODY in sources else {}),
+        headers={b"x-priority": b"low"} if TierSource.HEADER in sources else {},
+        level=BATCH if TierSource.ENDPOINT in sources else None,
+        **({"priority": "high"} if TierSource.BODY in sources else {}),
     )
 
 
 @given(order=st.permutations(ALL_BUT_ENGINE), said=st.sets(st.sampled_from(ALL_BUT_ENGINE)), length=st.integers(0, 4))
-def test_the_first_source_that_answers_wins(order: list[Source], said: set[Source], length: int) -> None:
+def test_the_first_source_that_answers_wins(order: list[TierSource], said: set[TierSource], length: int) -> None:
     sources = tuple(order[:length])
     made = classified(policy_of(sources=sources), saying(*said))
-    answering = [source for source in sources if source in said or source is Source.KEY]
+    answering = [source for source in sources if source in said or source is TierSource.KEY]
     if answering:
         assert (made.source, made.level) == (answering[0], SAID[answering[0]])
     else:
@@ -185,7 +185,7 @@ def test_the_first_source_that_answers_wins(order: list[Source], said: set[Sourc
 
 
 def test_where_no_source_answers_the_default_tier_does_and_is_clamped_too() -> None:
-    policy = policy_of(sources=(Source.HEADER,), default_level=HIGH)
+    policy = policy_of(sources=(TierSource.HEADER,), default_level=HIGH)
     assert classified(policy, asked_with()).level == HIGH
     made = classified(policy, asked_with(), ANONYMOUS)
     assert (made.level, made.clamped_from) == (LOW, HIGH)
@@ -262,7 +262,7 @@ def test_a_tier_may_be_called_like_a_number() -> None:
 
 def test_a_null_priority_says_nothing_and_is_not_reported() -> None:
     made = classified(policy_of(), asked_with(raw=b"null"))
-    assert (made.source, made.level, made.ignored) == (Source.KEY, NORMAL, ())
+    assert (made.source, made.level, made.ignored) == (TierSource.KEY, NORMAL, ())
 
 
 def test_a_source_behind_the_one_that_answers_is_not_asked_whatever_it_says() -> None:
@@ -310,7 +310,9 @@ def test_what_counted_is_not_among_what_was_ignored() -> None:
 
 
 def test_a_source_that_the_policy_does_not_list_is_ignored_and_said() -> None:
-    made = classified(policy_of(sources=(Source.KEY,)), asked_with(priority="high", headers={b"x-priority": b"low"}))
+    made = classified(
+        policy_of(sources=(TierSource.KEY,)), asked_with(priority="high", headers={b"x-priority": b"low"})
+    )
     assert (made.level, set(made.ignored)) == (NORMAL, {"priority", "x-priority"})
 
 
@@ -322,7 +324,7 @@ def test_an_nvext_without_a_priority_is_left_alone(nvext: object) -> None:
 # -- the engine's own priority as a source
 
 THRESHOLDS = ((10.0, HIGH), (5.0, NORMAL), (0.0, LOW))
-WITH_ENGINE = (Source.BODY, Source.ENGINE, Source.KEY)
+WITH_ENGINE = (TierSource.BODY, TierSource.ENGINE, TierSource.KEY)
 
 
 def by_engine(engine: str, asked: Asked, thresholds: tuple[tuple[float, int], ...] = THRESHOLDS) -> Classification:
@@ -332,19 +334,19 @@ def by_engine(engine: str, asked: Asked, thresholds: tuple[tuple[float, int], ..
 @each(("number", "level"), [(99, HIGH), (10, HIGH), (9, NORMAL), (5, NORMAL), (4, LOW), (0, LOW), (-1, BATCH)])
 def test_where_higher_is_better_a_threshold_is_reached_from_below(number: int, level: int) -> None:
     made = by_engine("sglang", asked_with(priority=number))
-    assert (made.source, made.level, made.ignored) == (Source.ENGINE, level, ())
+    assert (made.source, made.level, made.ignored) == (TierSource.ENGINE, level, ())
 
 
 @each(("number", "level"), [(-99, HIGH), (0, HIGH), (1, NORMAL), (5, NORMAL), (6, LOW), (10, LOW), (11, BATCH)])
 def test_where_lower_is_better_a_threshold_is_reached_from_above(number: int, level: int) -> None:
     made = by_engine("vllm", asked_with(priority=number), ((0.0, HIGH), (5.0, NORMAL), (10.0, LOW)))
-    assert (made.source, made.level, made.ignored) == (Source.ENGINE, level, ())
+    assert (made.source, made.level, made.ignored) == (TierSource.ENGINE, level, ())
 
 
 def test_with_engine_listed_a_number_is_the_engines_and_a_name_is_ours() -> None:
     assert by_engine("sglang", asked_with(priority=1)).level == LOW
     made = by_engine("sglang", asked_with(priority="critical"))
-    assert (made.source, made.level) == (Source.BODY, CRITICAL)
+    assert (made.source, made.level) == (TierSource.BODY, CRITICAL)
 
 
 def test_with_engine_listed_what_is_neither_is_still_refused() -> None:
@@ -356,7 +358,7 @@ def test_with_engine_listed_what_is_neither_is_still_refused() -> None:
 @pytest.mark.parametrize(("engine", "header"), [("vllm", b"x-vllm-priority"), ("sglang", b"x-override-priority")])
 def test_the_engines_header_beats_its_member(engine: str, header: bytes) -> None:
     made = by_engine(engine, asked_with(priority=10, headers={header: b"7"}), ((7.0, HIGH),))
-    assert (made.source, made.level, made.ignored) == (Source.ENGINE, HIGH, ("priority",))
+    assert (made.source, made.level, made.ignored) == (TierSource.ENGINE, HIGH, ("priority",))
 
 
 @each("value", [b"", b"abc", b"1.5", b"9" * 5000])
@@ -368,14 +370,14 @@ def test_a_header_that_the_engine_could_not_read_leaves_it_to_the_member(value: 
 def test_dynamos_hint_and_header_are_read_in_its_order() -> None:
     nvext = {"agent_hints": {"priority": 10}}
     made = by_engine("dynamo", asked_with(nvext=nvext))
-    assert (made.source, made.level, made.ignored) == (Source.ENGINE, HIGH, ())
+    assert (made.source, made.level, made.ignored) == (TierSource.ENGINE, HIGH, ())
     made = by_engine("dynamo", asked_with(nvext=nvext, headers={b"x-dynamo-request-priority": b"5"}))
     assert (made.level, made.ignored) == (NORMAL, ("nvext.agent_hints.priority",))
 
 
 def test_a_member_that_dynamo_does_not_read_stays_ours() -> None:
     made = by_engine("dynamo", asked_with(priority=1))
-    assert (made.source, made.level) == (Source.BODY, CRITICAL)
+    assert (made.source, made.level) == (TierSource.BODY, CRITICAL)
 
 
 def test_an_engine_ask_is_clamped_like_any_other() -> None:
@@ -388,7 +390,9 @@ def test_an_engine_ask_is_clamped_like_any_other() -> None:
 
 
 def test_a_refusal_names_the_scale_on_which_a_number_counts() -> None:
-    own = policy_of(sources=(Source.ENGINE, Source.BODY, Source.HEADER), engine="vllm", engine_levels=THRESHOLDS)
+    own = policy_of(
+        sources=(TierSource.ENGINE, TierSource.BODY, TierSource.HEADER), engine="vllm", engine_levels=THRESHOLDS
+    )
     with pytest.raises(UnknownTier, match=r"or a number as vLLM takes it \(lower is more important\)$"):
         classified(own, asked_with(priority="urgent"))
     with pytest.raises(UnknownTier, match=r"from 0 to 1 \(1 is the most important\)$"):
@@ -411,9 +415,9 @@ def test_answers_tell_what_every_source_says_refusals_included() -> None:
     asked = asked_with(priority="high", headers={b"x-priority": b"nonsense"}, level=BATCH)
     answers = classifier_of(policy_of()).answers(asked, ACME)
     assert [(answer.source, answer.level) for answer in answers] == [
-        (Source.BODY, HIGH),
-        (Source.HEADER, None),
-        (Source.ENDPOINT, BATCH),
-        (Source.KEY, NORMAL),
+        (TierSource.BODY, HIGH),
+        (TierSource.HEADER, None),
+        (TierSource.ENDPOINT, BATCH),
+        (TierSource.KEY, NORMAL),
     ]
     assert [answer.refusal is not None for answer in answers] == [False, True, False, False]

@@ -6,6 +6,8 @@ import ast
 import inspect
 import os
 import subprocess
+from collections import defaultdict
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -73,6 +75,28 @@ def test_a_module_that_is_long_and_silent_is_found() -> None:
         "601: more than 600 lines",
         "8: long has 60 lines or more",
     ]
+
+
+def shared_names(texts: Mapping[str, str]) -> dict[str, list[str]]:
+    """Public classes that several of the modules define, each with its modules."""
+    modules = defaultdict(list)
+    for name, text in texts.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules[node.name].append(name)
+    return {name: found for name, found in modules.items() if len(found) > 1}
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in MODULES}
+    assert shared_names(texts) == {}
+
+
+def test_a_name_of_two_classes_is_found() -> None:
+    """A negative control."""
+    assert shared_names({"a": "class One: ...\nclass _Own: ...", "b": "class One: ...\nclass _Own: ..."}) == {
+        "One": ["a", "b"]
+    }
 
 
 def test_one_module_says_how_to_install_what_is_missing() -> None:

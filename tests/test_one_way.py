@@ -36,9 +36,9 @@ from sidecar.pools.engines import EngineOffer
 from sidecar.pools.limits_pool import LimitsPool
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.tokens import Estimator
-from sidecar.tools.replay.trace import Row
+from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import Stage
+from sidecar.tools.simulate.play import SimulatedEngines
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
 from sidecar.tools.step_model.model import EngineModel
@@ -290,13 +290,13 @@ async def leased(policy: Policy, found: Said) -> Said:
 
 def simulated(policy: Policy, found: Said) -> Said:
     """A request of a trace with a prompt of the size that was found, which says no maximum of its output."""
-    stage = Stage(
+    stage = SimulatedEngines(
         EngineModel(name="e", step_us=1, kv_tokens=policy.rules.tokens, max_sequences=policy.rules.requests),
         1,
         VirtualLoop(),
     )
     level = next(tier.level for tier in policy.tiers if tier.name == found["tier"])
-    request = Request(Row(1, input_tokens=found["prompt_tokens"], output_tokens=1), level, found["tenant"], ())
+    request = Request(TraceRow(1, input_tokens=found["prompt_tokens"], output_tokens=1), level, found["tenant"], ())
     with stage.loop.running():
         admission = ProductAdmission(policy, stage)
         admission.arrives(request)

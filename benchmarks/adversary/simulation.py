@@ -231,7 +231,7 @@ def decisions(rules: PoolRules) -> Decisions:
         shares, rules.promote_after_us, rules.ceiling, rules.max_preemptions, WEIGHT_PERCENT, rules.is_by_gain
     )
     engine = EngineView(ENGINE, rules.tokens, rules.requests, UNBOUNDED, NORMAL_SPEED, is_reachable=True)
-    return Decisions(calls.PoolRules.of(stated), [engine])
+    return Decisions(calls.LedgerRules.of(stated), [engine])
 
 
 def _shares(rules: PoolRules, tier: TierRules) -> Shares:

@@ -18,7 +18,7 @@ from benchmarks.fleet.setting import Setting
 from benchmarks.fleet_routers.prefix_blocks import BYTES_PER_TOKEN
 from sidecar.tools.loadgen import Planned
 from sidecar.tools.replay.plan import Sizing, rounding_s, schedule
-from sidecar.tools.replay.trace import Row, read_trace
+from sidecar.tools.replay.trace import TraceRow, read_trace
 
 PATH = "/v1/chat/completions"
 Label = Callable[[random.Random], tuple[str, Mapping[str, str]]]
@@ -42,7 +42,7 @@ def load(setting: Setting, label: Label = unlabeled) -> Sequence[Planned]:
     return sorted(planned, key=lambda one: one.at_s)
 
 
-def _planned(row: Row, texts: Texts, label: str, headers: Mapping[str, str]) -> Planned:
+def _planned(row: TraceRow, texts: Texts, label: str, headers: Mapping[str, str]) -> Planned:
     assert row.input_tokens is not None
     body = {
         "model": "emulated",

@@ -31,7 +31,7 @@ from sidecar.pools.ledger_rules import rules_of
 from sidecar.scheduling.tickets import Ticket
 from sidecar.tools.emulator.occupancy import Occupancy
 from sidecar.tools.loadgen import Planned, Seen
-from sidecar.tools.replay.trace import Row
+from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate import load as simulated
 from sidecar.tools.simulate import play as simulate
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
@@ -51,13 +51,13 @@ class Sent(simulated.Request):
         prompt, output = tokens_of(planned)
         self.planned = planned
         self.routed = Request(msgspec.json.decode(planned.body)["messages"][0]["content"].encode())
-        super().__init__(Row(0, planned.at_s, prompt, output), 0, "", self.routed.blocks)
+        super().__init__(TraceRow(0, planned.at_s, prompt, output), 0, "", self.routed.blocks)
 
 
 class Router:
     """A router before the engines of a stage: see `simulate.play.Admission`. `held` is what each engine has."""
 
-    def __init__(self, stage: simulate.Stage) -> None:
+    def __init__(self, stage: simulate.SimulatedEngines) -> None:
         self.stage = stage
         self.held = [Occupancy() for _ in stage.engines]
         self._places = itertools.count()
@@ -88,7 +88,7 @@ class Router:
 class Bound(Router):
     """A rule that binds each request when it arrives."""
 
-    def __init__(self, stage: simulate.Stage, rule: Rule) -> None:
+    def __init__(self, stage: simulate.SimulatedEngines, rule: Rule) -> None:
         super().__init__(stage)
         self.rule = rule
 
@@ -112,7 +112,7 @@ class Bound(Router):
 class Late(Router):
     """The sidecar's own decisions, which bind a request when its engine has room."""
 
-    def __init__(self, stage: simulate.Stage, setting: Setting, weight_percent: int) -> None:
+    def __init__(self, stage: simulate.SimulatedEngines, setting: Setting, weight_percent: int) -> None:
         super().__init__(stage)
         self._ids = [f"engine-{number}#1" for number in range(setting.engines)]
         self._cached = [PrefixBlocks(setting.engine_tokens) for _ in self._ids]
@@ -178,7 +178,7 @@ def model_of(setting: Setting) -> EngineModel:
 def play(name: str, setting: Setting, weight_percent: int = 200) -> Run:
     """One run."""
     loop = VirtualLoop()
-    stage = simulate.Stage(model_of(setting), setting.engines, loop, preempts=False, admits_ahead=True)
+    stage = simulate.SimulatedEngines(model_of(setting), setting.engines, loop, preempts=False, admits_ahead=True)
     rule = RULES.get(name)
     router = (
         Late(stage, setting, weight_percent)

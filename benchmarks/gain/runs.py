@@ -16,10 +16,10 @@ from benchmarks.gain.traces import SOURCES, offered, window
 from sidecar.policy.compiler import load as load_policy
 from sidecar.policy.model import Order, Policy
 from sidecar.tools.simulate.baselines import BaselineAdmission, queue_of
-from sidecar.tools.simulate.comparison import Candidate
+from sidecar.tools.simulate.comparison import ComparedPolicy
 from sidecar.tools.simulate.figures import result
 from sidecar.tools.simulate.load import Assign, Request
-from sidecar.tools.simulate.play import Admission, Played, Stage, play
+from sidecar.tools.simulate.play import Played, SimulatedAdmission, SimulatedEngines, play
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
 from sidecar.tools.step_model.model import EngineModel, load_model
@@ -178,14 +178,14 @@ def _offered(common: Common, job: Job) -> list[Request]:
 
 def _play(common: Common, job: Job) -> Played:
     policy = policy_of(job.tiers, job.weightings[0], common.engines)
-    objectives = Candidate(job.candidate, policy).objectives
+    objectives = ComparedPolicy(job.candidate, policy).objectives
     requests = _offered(common, job)
     is_own = job.candidate in (LEVEL, GAIN)
     loop = VirtualLoop()
     with loop.running():
         queue = KeyQueue if is_own else queue_of(job.candidate, policy, objectives)
-        stage = Stage(model_of(common, job.trace), common.engines, loop, queue)
-        admission: Admission
+        stage = SimulatedEngines(model_of(common, job.trace), common.engines, loop, queue)
+        admission: SimulatedAdmission
         if is_own:
             admission = ProductAdmission(policy.ordered_by(Order(job.candidate)), stage)
         else:
@@ -201,7 +201,7 @@ def measure(common: Common, job: Job) -> list[Measured]:
 
 def _judged(common: Common, job: Job, played: Played, weights: tuple[int, ...]) -> Measured:
     kind, policy = TIERS[job.tiers], policy_of(job.tiers, weights, common.engines)
-    objectives = Candidate(job.candidate, policy).objectives
+    objectives = ComparedPolicy(job.candidate, policy).objectives
     run = result(
         played, kind.names, objectives, name=job.candidate, order=job.candidate, seed=job.seed, scale=job.scale
     )

@@ -21,7 +21,7 @@ from itertools import pairwise
 from math import log
 from pathlib import Path
 
-from sidecar.tools.replay.trace import Row, Trace, read_trace
+from sidecar.tools.replay.trace import Trace, TraceRow, read_trace
 from sidecar.tools.simulate.load import Assign, Request, load
 
 TENANTS = 20
@@ -111,7 +111,7 @@ def _synthetic(rows: int, seed: int) -> Window:
     found = found[:rows]
     start_s = found[0][0]
     made = [
-        Row(line=line, at_s=at_s - start_s, input_tokens=prompt, output_tokens=answer)
+        TraceRow(line=line, at_s=at_s - start_s, input_tokens=prompt, output_tokens=answer)
         for line, (at_s, prompt, answer, _) in enumerate(found, 1)
     ]
     return Window(Trace(SYNTHETIC.name, "synthetic", made), [one[3] for one in found])

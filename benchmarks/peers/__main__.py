@@ -5,7 +5,7 @@
 
 LiteLLM, SMG and Dynamo are installed into environments of their own on the first run (~/.cache/engine-lab, or LAB), a
 few minutes and some 2 GB. nginx is played where it is installed, or where NGINX names it. Results are added to those
-in FILE. `--markdown` prints the tables of docs/comparison.md.
+in FILE. `--markdown` prints the table of docs/evidence.md.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", type=Path, help="add the results to this file")
     parser.add_argument("--text", metavar="FILE", type=Path, help="also write the report there")
     parser.add_argument("--from", dest="source", metavar="FILE", type=Path, help="play nothing, read these results")
-    parser.add_argument("--markdown", action="store_true", help="print the tables for docs/comparison.md")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/evidence.md")
     parser.add_argument("--check", action="store_true", help="exit with 1 where the cost is more than asked")
     return parser.parse_args()
 

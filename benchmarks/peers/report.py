@@ -1,4 +1,4 @@
-"""Report of the peers: the text that is kept, and the tables of docs/comparison.md, both made from one document."""
+"""Report of the peers: the text that is kept, and the table of docs/evidence.md, both made from one document."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ NO_MEANS: Mapping[tuple[str, str], str] = {
     ("killed", "none"): "not played",
 }
 """What stands in the table where a peer is not played."""
+SHOWN = (
+    ("backlog", "interactive TTFT p95"),
+    ("backlog", "all bulk answered after"),
+    ("lending", "owner has its share after"),
+    ("lending", "failed"),
+    ("tokens", "most tokens at the engine"),
+    ("window", "calls answered of 27"),
+    ("skew", "most requests at the engine"),
+    ("killed", "its places in use again after"),
+    ("overload", "interactive answered within the 60 s"),
+    ("overload", "bulk answered within the 60 s"),
+)
+"""Figures of docs/evidence.md; the kept text has all."""
 MOST_PER_REQUEST, MOST_PER_CHUNK = 1.5, 0.8
 """Asked of our proxy with admission, in SMG's microseconds."""
 
@@ -122,23 +135,15 @@ def _times(value: float | None) -> str:
 
 
 def markdown(document: Document) -> str:
-    """Tables for docs/comparison.md: the scenarios, then the cost."""
+    """The table of docs/evidence.md: one figure of each scenario."""
     peers = list(document["peers"])
-    shown = [document["peers"][peer] for peer in peers]
-    lines = ["| scenario | figure | " + " | ".join(shown) + " |", "|---|---|" + "---|" * len(peers)]
-    for scenario, entry in document["scenarios"].items():
-        for number, name in enumerate(_names(document, scenario)):
-            cells = [_cell(document, scenario, peer, name) for peer in peers]
-            first = f"**{scenario}**: {entry['title']}" if number == 0 else ""
-            lines.append(f"| {first} | {name} | " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "| gateway | microseconds a request | of SMG's | microseconds a chunk | of SMG's |",
-        "|---|---|---|---|---|",
+    lines = [
+        "| figure | " + " | ".join(document["peers"][peer] for peer in peers) + " |",
+        "|---|" + "---|" * len(peers),
     ]
     lines += [
-        f"| {title} | {one['request_us']:,.0f} | {_times(one['of_smg_request'])} | {one['chunk_us']:,.1f} "
-        f"| {_times(one['of_smg_chunk'])} |"
-        for title, one in document["cost"].items()
+        f"| {scenario}: {name} | " + " | ".join(_cell(document, scenario, peer, name) for peer in peers) + " |"
+        for scenario, name in SHOWN
+        if scenario in document["scenarios"]
     ]
     return "\n".join(lines) + "\n"

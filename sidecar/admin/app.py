@@ -50,12 +50,12 @@ def admin_app(
 
 
 async def _no_page(request: Request, _: Exception) -> Response:
-    message = f"the admin port has no page {request.url.path!r}; GET {PATH} describes those that it has"
+    message = f"the admin port has no page {request.scope['path']!r}; GET {PATH} describes those that it has"
     return refused(404, "unknown_page", message)
 
 
 async def _no_method(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow", "")
-    message = f"{request.url.path} takes {allowed}, not {request.method}; GET {PATH} describes the pages"
+    message = f"{request.scope['path']} takes {allowed}, not {request.method}; GET {PATH} describes the pages"
     return refused(405, "method_not_allowed", message, {"allow": allowed})

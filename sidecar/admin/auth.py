@@ -111,7 +111,7 @@ class AdminGuard:
             return None if not self._access.is_local or _names_this_machine(headers.get("host")) else _other_name()
         if self._has_token(headers.get("authorization", "")) or self._has_cookie(request):
             return None
-        if request.url.path == "/" and "token" in request.query_params:
+        if request.scope["path"] == "/" and "token" in request.query_params:
             return self._welcome(request)
         return _unauthorized(_WRONG_TOKEN if "authorization" in headers else _NEEDS_TOKEN)
 
@@ -143,7 +143,7 @@ class AdminGuard:
         assert self._cookie is not None
         headers = {"cache-control": "no-store", "referrer-policy": "no-referrer"}
         answer = RedirectResponse("./", 303, headers)
-        is_secure = request.url.scheme == "https"
+        is_secure = request.scope.get("scheme") == "https"
         answer.set_cookie(_cookie_name(request), self._cookie, httponly=True, samesite="strict", secure=is_secure)
         return answer
 

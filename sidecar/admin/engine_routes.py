@@ -18,7 +18,7 @@ from sidecar.admin.answers import RefusedByPage, flag, json_answer
 from sidecar.admin.operations import routes_for
 from sidecar.admin.stream import receive_disconnect
 from sidecar.durations import short_duration
-from sidecar.engines.view import DrainEnd, EngineDocument, EngineView
+from sidecar.engines.view import DrainEnd, EngineDocument, PoolEngines
 from sidecar.policy.units import duration_s
 from sidecar.tasks import end
 
@@ -41,7 +41,7 @@ class Drained(msgspec.Struct, frozen=True):
 class EngineRoutes:
     """Routes for the admin port. `view` is None where the pool has one engine. `close` ends all waits for drains."""
 
-    def __init__(self, view: Callable[[], EngineView | None]) -> None:
+    def __init__(self, view: Callable[[], PoolEngines | None]) -> None:
         self._view = view
         self._is_closed = asyncio.Event()
 
@@ -73,7 +73,7 @@ class EngineRoutes:
         view, name = self._engines(), request.path_params["name"]
         return json_answer(Drained(await _changed(view.resume, view, name), drained=False))
 
-    async def _wait(self, request: Request, view: EngineView, name: str, within_s: float) -> DrainEnd:
+    async def _wait(self, request: Request, view: PoolEngines, name: str, within_s: float) -> DrainEnd:
         """The end of the drain. Nothing is left of the wait where the client disconnects, or the server stops."""
         drained = asyncio.ensure_future(view.drained(name, within_s))
         left = asyncio.ensure_future(receive_disconnect(request.receive))
@@ -92,14 +92,14 @@ class EngineRoutes:
     async def _stopped(self) -> None:
         await self._is_closed.wait()
 
-    def _engines(self) -> EngineView:
+    def _engines(self) -> PoolEngines:
         view = self._view()
         if view is None:
             raise RefusedByPage(404, "no_engines", NO_ENGINES)
         return view
 
 
-async def _changed(change: Callable[[str], Awaitable[None]], view: EngineView, name: str) -> EngineDocument:
+async def _changed(change: Callable[[str], Awaitable[None]], view: PoolEngines, name: str) -> EngineDocument:
     """The engine after a change."""
     before = _of(view, name)
     try:
@@ -113,7 +113,7 @@ async def _changed(change: Callable[[str], Awaitable[None]], view: EngineView, n
     return row
 
 
-def _of(view: EngineView, name: str) -> EngineDocument | None:
+def _of(view: PoolEngines, name: str) -> EngineDocument | None:
     """The latest incarnation of an engine; None where discovery names it no more, and nothing of it is left."""
     return next((row for row in reversed(view.documents()) if row.name == name), None)
 

@@ -467,7 +467,7 @@ function replicas(overview) {
 function grouped(refusals) {
   const groups = new Map();
   for (const refusal of refusals) {
-    const key = JSON.stringify([refusal.tier, refusal.tenant, refusal.code, refusal.message, refusal.replica]);
+    const key = JSON.stringify([refusal.tier, refusal.tenant, refusal.code, refusal.message]);
     const group = groups.get(key) || { key, newest: refusal, times: 0 };
     group.times += 1;
     groups.set(key, group);
@@ -484,7 +484,7 @@ function refusals(overview) {
     const why = cell("why", "", make("span", "code", newest.code), status, times, gaveWay, `: ${newest.message}`);
     const waited = newest.waited_s ? duration(newest.waited_s) : "\u2013";
     const node = row(cell("", "", clock(newest.at_s)), cell("why", "", who), why,
-      cell(newest.waited_s ? "number" : "number nothing", "", waited), cell("id", "", request(newest, overview)));
+      cell(newest.waited_s ? "number" : "number nothing", "", waited), cell("id", "", request(newest)));
     node.times = times;
     return node;
   }, (node, { times }) => put(node.times, times > 1 ? `, ${times}\u00d7 lately` : ""));
@@ -492,17 +492,15 @@ function refusals(overview) {
   at("refusals").hidden = overview.refusals.length === 0;
 }
 
-function request(refusal, overview) {
+function request(refusal) {
   const short = refusal.request_id.length > 20 ? `${refusal.request_id.slice(0, 18)}\u2026` : refusal.request_id;
   const link = make("a", "", short);
   link.href = `request?id=${encodeURIComponent(refusal.request_id)}`;
-  // the journal is with the replica that refused it: of another one's, this one shows what it has heard
-  const by = refusal.replica === overview.replica ? "" : ` by replica ${refusal.replica.slice(0, 8)}`;
-  link.title = `why ${refusal.request_id} was refused${by}`;
+  link.title = `why ${refusal.request_id} was refused`;
   return link;
 }
 
-// -- what the heads of columns mean, and how old the figures of a table are
+// -- what the heads of columns mean, and how old or whose the figures of a table are
 
 for (const link of document.querySelectorAll("th a")) {
   link.title = at(link.hash.slice(1)).nextElementSibling.textContent;
@@ -512,6 +510,8 @@ function ages(overview) {
   const oldest = Math.max(...overview.replicas.map((replica) => replica.seen_s_ago), 0);
   const said = oldest < 0.95 ? "" : `, up to ${Math.ceil(oldest)}\u00a0s old`;
   for (const node of document.querySelectorAll(".age")) put(node, said);
+  const own = overview.replicas.length > 1 ? ", of this replica" : "";
+  for (const node of document.querySelectorAll(".here")) put(node, own);
 }
 
 // -- all of it

@@ -19,7 +19,7 @@ from sidecar.admin.answers import RefusedByPage, flag, json_answer
 from sidecar.admin.operations import routes_for
 from sidecar.policy.stored_tenants import MOST_RECORD_BYTES, InvalidTenant
 from sidecar.pools.base import StoreError
-from sidecar.tenants.records import Refused, RefusedChange
+from sidecar.tenants.records import ChangeRefused, RefusedChange
 from sidecar.tenants.registry import InFiles, StoredTenantsRegistry, TenantRow
 
 MOST_ROWS = 500
@@ -123,14 +123,14 @@ async def _changed(change: Callable[[], Awaitable[_Answer]]) -> _Answer:
 
 
 def _refusal(refused: RefusedChange) -> RefusedByPage:
-    if refused.reason is Refused.UNKNOWN:
+    if refused.reason is ChangeRefused.UNKNOWN:
         return RefusedByPage(404, "unknown_tenant", f"the store has no tenant of this name; {_NAMES}")
-    if refused.reason is Refused.EXISTS:
+    if refused.reason is ChangeRefused.EXISTS:
         return RefusedByPage(
             409, "tenant_exists", "the store has a tenant of this name; --replace (replace=true) writes over it"
         )
-    if refused.reason is Refused.KEY:
+    if refused.reason is ChangeRefused.KEY:
         return RefusedByPage(
             409, "key_in_use", f"one of the keys is a key of tenant {refused.owner}; `sidecar keys new` makes another"
         )
-    return RefusedByPage(409, "too_many_tenants", "the store has as many tenants as it may; see docs/identity.md")
+    return RefusedByPage(409, "too_many_tenants", "the store has as many tenants as it may; see docs/write-a-policy.md")

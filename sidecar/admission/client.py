@@ -401,13 +401,25 @@ class UploadChannel(ClientChannel):
     async def receive(self) -> Message:
         """See `ClientChannel.receive`: the body's chunks, in their order, and then a disconnect."""
         reading = self.disconnect()
-        while not self._ahead or self.cut_us is not None:
-            if self.cut_us is not None:
-                return {"type": "http.disconnect"}
-            if reading.done():
-                return reading.result()
+        while not (self._ahead or reading.done() or self.cut_us is not None):
             self._changed.clear()
             await self._changed.wait()
+        if self.cut_us is not None:
+            return {"type": "http.disconnect"}
+        return self._next() or reading.result()
+
+    async def receive_rest(self) -> Message:
+        """As `receive`, for what is left of the body: also once the app has been cut off from it."""
+        reading = self.disconnect()
+        while not (self._ahead or reading.done()):
+            self._changed.clear()
+            await self._changed.wait()
+        return self._next() or reading.result()
+
+    def _next(self) -> Message | None:
+        """The next chunk that was read ahead."""
+        if not self._ahead:
+            return None
         message = self._ahead.popleft()
         size = len(message.get("body", b""))
         self._ahead_bytes -= size

@@ -26,7 +26,7 @@ from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.watchdog import Watchdog
 from sidecar.engines.base import Engine
 from sidecar.engines.discovery import is_engine_server
-from sidecar.engines.view import EngineView
+from sidecar.engines.view import PoolEngines
 from sidecar.engines.watch import EngineCheck, EngineWatch
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
 from sidecar.identity.identities import Identities
@@ -128,7 +128,7 @@ class Services:
     unguarded: Unguarded | None = Unguarded.GENERATING
     engine_watch: EngineHealth | None = None
     routing: EngineRouting | None = None
-    engines: EngineView | None = None
+    engines: PoolEngines | None = None
     pages: EnginePages | None = None
     usage: TenantUsage | None = None
     watchdog: Watchdog = field(default_factory=Watchdog)

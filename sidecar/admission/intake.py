@@ -38,7 +38,7 @@ from sidecar.policy.model import Background, Endpoint, Policy, Tenant, Unsized
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask, Pool
-from sidecar.scheduling.tickets import Gain
+from sidecar.scheduling.tickets import TicketGain
 from sidecar.tokens import tokens_to_hold
 from sidecar.via import refuse_loop
 
@@ -100,7 +100,7 @@ class SizedRequest(msgspec.Struct, gc=False):
     hits: tuple[tuple[str, int], ...] | None = None
     expected: Expected | None = None
     objective: Objective | None = None
-    gain: Gain | None = None
+    gain: TicketGain | None = None
     is_unread: bool = False
 
     def __hash__(self) -> int:

@@ -23,7 +23,7 @@ from sidecar.admission.forwarding import ask_for_usage, granted_of, id_for_app, 
 from sidecar.admission.intake import RequestIntake, SizedRequest, count_tokens, is_upload, sized_ask
 from sidecar.admission.pending_aborts import Held
 from sidecar.admission.responses import answer_headers, refusal_headers, refuse, request_id, send_error
-from sidecar.admission.turn import Cause, Turn, TurnEnded, refusal_of
+from sidecar.admission.turn import EndCause, Turn, TurnEnded, refusal_of
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
@@ -241,7 +241,7 @@ class RequestHandler:
         controller, policy = self._controller, self._snapshot.policy
         self.stage = Stage.OVER
         wait = end.wait if isinstance(end, TurnEnded) else None
-        if isinstance(end, ClientDisconnected) or (isinstance(end, TurnEnded) and end.cause is Cause.DISCONNECTED):
+        if isinstance(end, ClientDisconnected) or (isinstance(end, TurnEnded) and end.cause is EndCause.DISCONNECTED):
             self._reporter.disconnected(wait)
         elif controller.is_passing and self._is_read and not isinstance(end, EngineUnreachable):
             # It was read, and goes to the app as it came; not an upload that has passed in part.
@@ -293,7 +293,7 @@ class RequestHandler:
         await refuse(
             self._client.send,
             error,
-            self._receive if upload is None or isinstance(error, BodyTooLarge) else upload.receive,
+            self._receive if upload is None or isinstance(error, BodyTooLarge) else upload.receive_rest,
             self._snapshot.policy.body_timeout_s,
             is_body_left=is_unread and not self._intake.is_whole,
             anthropic=self._endpoint.api is Api.MESSAGES,

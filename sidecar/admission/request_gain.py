@@ -23,18 +23,18 @@ from sidecar.apis import Api
 from sidecar.engines.speed import (
     LOOK_AFTER,
     MOST_TOKENS_PER_EVENT,
-    Call,
     Coefficients,
     EngineSpeed,
     EngineSpeedDocument,
     EngineSpeeds,
-    Load,
+    GenerationLoad,
+    TimedCall,
 )
 from sidecar.events import Outcome, ServiceGain
 from sidecar.gain.ledger import GainLedger, TierGain, TierGainDocument
 from sidecar.gain.token_deadlines import Earned, Objective, TokenDeadlines
 from sidecar.lengths.lease_size import LeaseSizes
-from sidecar.scheduling.tickets import Gain
+from sidecar.scheduling.tickets import TicketGain
 
 FIRST_LATER_STATUS = 429
 """The lowest status that may say that there was no room: those below are mistakes of the client."""
@@ -56,9 +56,9 @@ MOST_SHOWN = 64
 """Engines in a document, as in metrics."""
 
 
-def gain_of(objective: Objective, speed: Coefficients, uncached: int, tokens: int) -> Gain:
+def gain_of(objective: Objective, speed: Coefficients, uncached: int, tokens: int) -> TicketGain:
     """The figures of a request by an engine's speed, with so many tokens of its prompt to compute, and of output."""
-    return Gain(
+    return TicketGain(
         objective.weight,
         tokens,
         speed.cost_us(uncached, tokens),
@@ -170,7 +170,7 @@ class RequestGain:
         self._tier = tier
         self._arrived_us = arrived_us
         self._admitted_us = 0
-        self._call: Call | None = None
+        self._call: TimedCall | None = None
         self._deadlines: TokenDeadlines | None = None
 
     def sent(self, engine_id: str | None, usage: UsageReader) -> UsageReader | RequestGain:
@@ -189,8 +189,8 @@ class RequestGain:
             streams=payload.stream,
         )
         self._admitted_us, self._usage = now_us, usage
-        self._since: Load | None = None
-        self._until: tuple[Load, int] | None = None
+        self._since: GenerationLoad | None = None
+        self._until: tuple[GenerationLoad, int] | None = None
         self._bodies, self._first_events, self._look_at = 0, 0, 1
         objective = self._objective
         if objective is None or not payload.stream:
@@ -322,7 +322,7 @@ class RequestGain:
         most = request.assumed_output if request.expected is None else request.expected.longest
         return min(counted, most * request.payload.shown_sequences)
 
-    def _learn(self, call: Call, now_us: int) -> None:
+    def _learn(self, call: TimedCall, now_us: int) -> None:
         """The times of an answer's tokens, where it was seen to stream."""
         usage, since, deadlines = self._usage, self._since, self._deadlines
         if deadlines is None or not deadlines.events:

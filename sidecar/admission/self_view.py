@@ -51,7 +51,7 @@ class UseView(msgspec.Struct, frozen=True):
     held_tokens: int
 
 
-class TierView(msgspec.Struct, frozen=True):
+class OwnTierView(msgspec.Struct, frozen=True):
     """A tier that the tenant may ask for. `waiting` counts the requests of all tenants, in all replicas.
 
     `expected_wait_s` is for a request that comes now, at the present pace of the queue; None where that says nothing.
@@ -71,8 +71,8 @@ class SelfView(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: int
     limits: LimitsView
     here: UseView
-    tiers: list[TierView] = []
-    models: dict[str, list[TierView]] = {}
+    tiers: list[OwnTierView] = []
+    models: dict[str, list[OwnTierView]] = {}
     limits_by_model: dict[str, LimitsView] = {}
 
 
@@ -186,11 +186,11 @@ def _here(controller: AdmissionController, tenant: Tenant) -> UseView:
     return UseView(*map(sum, zip(*uses, strict=True))) if uses else UseView(*TenantUse(0, 0, 0))
 
 
-def _tiers(controller: AdmissionController, tenant: Tenant) -> list[TierView]:
+def _tiers(controller: AdmissionController, tenant: Tenant) -> list[OwnTierView]:
     pool, tiers = controller.pool, controller.policy.tiers
     waiting = [tier["queued"]["requests"] for tier in pool.state()["tiers"]]  # type: ignore[attr-defined]
     return [
-        TierView(tier.name, count, _wait_s(controller, tier.level, count))
+        OwnTierView(tier.name, count, _wait_s(controller, tier.level, count))
         for tier, count in zip(tiers, waiting, strict=True)
         if tier.level >= tenant.max_level
     ]

@@ -39,7 +39,7 @@ _PREEMPTED = (Obstacle.PREEMPTED, "its room went to a more important request")
 _UNANSWERED = (Obstacle.ENGINE, "its engine did not answer it")
 
 
-class Cause(Enum):
+class EndCause(Enum):
     """Reason why a turn ended without a grant."""
 
     DISCONNECTED = "disconnected"
@@ -56,7 +56,7 @@ class TurnEnded(Exception):
     """
 
     def __init__(
-        self, cause: Cause, wait: Grant | None, refusal: TenantLimit | None = None, most_s: float | None = None
+        self, cause: EndCause, wait: Grant | None, refusal: TenantLimit | None = None, most_s: float | None = None
     ) -> None:
         self.cause = cause
         self.wait = wait
@@ -214,18 +214,18 @@ class Turn:
         events: set[asyncio.Future[Any]] = {granted} if disconnect is None else {granted, disconnect}
         await self._wait_for(events, comments)
         if disconnect is not None and disconnect.done():  # even at the moment of the grant: no one reads the response
-            raise TurnEnded(Cause.DISCONNECTED, await self._left())
+            raise TurnEnded(EndCause.DISCONNECTED, await self._left())
         if not granted.done():
-            raise TurnEnded(Cause.TOO_LONG, await lease.leave(), most_s=self._most_s)
+            raise TurnEnded(EndCause.TOO_LONG, await lease.leave(), most_s=self._most_s)
         if isinstance(granted.exception(), WaitGivenUp):
-            raise TurnEnded(Cause.GIVEN_UP, await self._left())
+            raise TurnEnded(EndCause.GIVEN_UP, await self._left())
         grant = granted.result()
         if comments is not None:
             await comments.admitted(grant.queue_wait_us / 1e6)
         if self._budgets is not None and not self.preemptions and not self.hand_backs:
             over = self._budgets.used_up(self._request.classification.tenant)
             if over is not None:
-                raise TurnEnded(Cause.BUDGET, await self._left(), over)
+                raise TurnEnded(EndCause.BUDGET, await self._left(), over)
         return grant
 
     async def _left(self) -> Grant | None:
@@ -275,7 +275,7 @@ def refusal_of(watch: EngineHealth, pool: Pool, policy: Policy, end: Exception, 
 
 def _end_of_wait(watch: EngineHealth, pool: Pool, tier: Tier, end: TurnEnded) -> AdmissionError:
     """The refusal of a request whose wait is over."""
-    if end.cause is Cause.GIVEN_UP:
+    if end.cause is EndCause.GIVEN_UP:
         return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
     if not watch.is_usable:
         return no_engine(watch)

@@ -30,7 +30,7 @@ from sidecar.admission.request_path import endpoint_of, exact_paths, readings, r
 from sidecar.admission.responses import request_id, send_error, speaks_anthropic
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
 from sidecar.classify import api_key, said_by_app
-from sidecar.engines import NoEngine
+from sidecar.engines import NoPriorityEngine
 from sidecar.engines.base import Routes
 from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded, UpgradeRequired
 from sidecar.events import UnguardedRequest
@@ -178,7 +178,7 @@ def treatment(mode: Unguarded, snapshot: PolicySnapshot, method: str, scope: Sco
     paths = exact_paths(scope) if mode is Unguarded.DENY else (route_path(scope), *readings(scope))
     if method != WEBSOCKET and _first(routes.harmless_route, paths) is not None:
         is_open = mode is Unguarded.DENY and is_public(policy, scope)
-        is_engines = mode is Unguarded.DENY or policy.engine is not NoEngine  # else it is the app's own
+        is_engines = mode is Unguarded.DENY or policy.engine is not NoPriorityEngine  # else it is the app's own
         return Treatment.NEEDS_KEY if is_engines and not is_open else Treatment.PASSES
     return Treatment.REFUSED if mode is Unguarded.DENY else Treatment.PASSES
 

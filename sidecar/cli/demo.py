@@ -23,7 +23,7 @@ from sidecar.policy.store import store_address
 from sidecar.tools.demo.clients import BURST, arrivals
 from sidecar.tools.demo.figures import RunMeasurement
 from sidecar.tools.demo.report import summary, table
-from sidecar.tools.demo.runs import CannotStart, Run, RunServers, Sharing, play_run, servers, shared
+from sidecar.tools.demo.runs import CannotStart, DemoRun, RunServers, Sharing, play_run, servers, shared
 from sidecar.tools.demo.server import slots
 
 EXAMPLE = "  sidecar demo --json demo.json\n  sidecar demo --replicas 3 --store redis://127.0.0.1:6379/0"
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandFailed(str(error)) from None
 
 
-def _play(args: argparse.Namespace, runs: Sequence[Run], out: TextIO) -> int:
+def _play(args: argparse.Namespace, runs: Sequence[DemoRun], out: TextIO) -> int:
     policy_path = shipped_policies()
     policy = load(policy_path)
     requests = arrivals(args.seconds, args.seed)

@@ -33,7 +33,7 @@ from sidecar.policy.compiler import load, read_engine_list
 from sidecar.policy.fleet import DnsService, EngineAddress, FleetPolicy
 from sidecar.policy.model import Policy
 from sidecar.secrets import ENGINE_KEY_VARIABLE
-from sidecar.tools.doctor.conditions import State
+from sidecar.tools.doctor.conditions import ConditionState
 from sidecar.tools.doctor.examination import Finding, Options, examine
 from sidecar.tools.doctor.report import figures, report, report_of_several
 from sidecar.tools.doctor.several_engines import ExaminedEngine, capacity, findings, places_of, rows
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     return _CODES[found.state] if write_json(args.json, figures(found)) else WRONG
 
 
-_CODES = {State.WORKS: 0, State.BROKEN: 1, State.UNKNOWN: UNSEEN}
+_CODES = {ConditionState.WORKS: 0, ConditionState.BROKEN: 1, ConditionState.UNKNOWN: UNSEEN}
 
 
 _GIVE_ONE = "give --upstream URL, or --policy with a policy that names its engines"
@@ -176,8 +176,8 @@ def _examine_each(args: argparse.Namespace, policy: Policy) -> int:
         if args.json != "-":
             say(f"{title}\n{report(seen)}\n")
     together = findings(policy, engines)
-    seen_codes = [*codes, _CODES[State.BROKEN]] if any(one.is_broken for one in together) else codes
-    worst = next((code for code in (_CODES[State.BROKEN], WRONG, UNSEEN) if code in seen_codes), 0)
+    seen_codes = [*codes, _CODES[ConditionState.BROKEN]] if any(one.is_broken for one in together) else codes
+    worst = next((code for code in (_CODES[ConditionState.BROKEN], WRONG, UNSEEN) if code in seen_codes), 0)
     if args.json != "-":
         say(f"{report_of_several(engines, together)}\n")
         words = {code: state.value for state, code in _CODES.items()} | {WRONG: "not examined"}

@@ -41,6 +41,7 @@ def draw(overview: Overview, console: Console) -> Group:
         "",
         _tiers(overview, console),
         *_below((tier.tier, preempted(tier)) for tier in overview.tiers),
+        *_own(overview),
         "",
         *_engines(overview.engines, console.width),
         *_sentences(overview),
@@ -196,6 +197,12 @@ def _overtaken(tier: TierView) -> str:
     return ", ".join(said) or "-"
 
 
+def _own(overview: Overview) -> Iterator[RenderableType]:
+    """Which figures are not the pool's, where it has several replicas."""
+    if len(overview.replicas) > 1:
+        yield _text("of this replica alone: the last 5 minutes, leases, tenants and refusals", "dim")
+
+
 def _engines(engines: Sequence[EngineRow], width: int) -> Iterator[RenderableType]:
     """A line for each engine, and why it gets no requests; empty in a pool of one."""
     if not engines:
@@ -242,7 +249,7 @@ def _tenants_and_replicas(overview: Overview, width: int) -> Iterator[Renderable
 def _refusals(refusals: Collection[RefusalView]) -> Iterator[RenderableType]:
     groups: dict[tuple[str | None, ...], list[RefusalView]] = {}
     for one in refusals:  # a flood of the same is one line, of its newest request
-        groups.setdefault((one.tier, one.tenant, one.code, one.message, one.replica), []).append(one)
+        groups.setdefault((one.tier, one.tenant, one.code, one.message), []).append(one)
     if groups:
         yield _text("LAST REFUSALS", "dim")
     for newest, *others in groups.values():

@@ -16,7 +16,7 @@ from sidecar.engines.speed import DEFAULTS, Coefficients
 from sidecar.gain.token_deadlines import Objective, asked_slo
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import TierRules
-from sidecar.scheduling.tickets import Gain
+from sidecar.scheduling.tickets import TicketGain
 from sidecar.telemetry.ahead import counted
 
 Found = dict[str, Any]
@@ -80,7 +80,7 @@ def _speed(speed: Coefficients) -> Found:
     }
 
 
-def _earns(figures: Gain, prompt_tokens: int) -> Found:
+def _earns(figures: TicketGain, prompt_tokens: int) -> Found:
     return {
         "prompt_tokens": prompt_tokens,
         "output_tokens": figures.tokens,

@@ -19,7 +19,7 @@ from sidecar.apis import Api
 from sidecar.cli.api_key import add_key, key_given
 from sidecar.cli.arguments import number, server_url, whole_number
 from sidecar.cli.output import CommandFailed, reporter, require_writable, say, write_json, write_text
-from sidecar.engines import ENGINES, Engine, NoEngine
+from sidecar.engines import ENGINES, Engine, NoPriorityEngine
 from sidecar.gain.token_deadlines import Objective
 from sidecar.open_files import raise_limit
 from sidecar.policy.compiler import load
@@ -33,10 +33,19 @@ from sidecar.tools.replay.figures import RunFigures
 from sidecar.tools.replay.plan import TIER_HEADER, Asking, BadTier, By, Sizing, assign, ladder, rounding_s, schedule
 from sidecar.tools.replay.prompts import Writer
 from sidecar.tools.replay.report import report
-from sidecar.tools.replay.run import Played, Replay, ReplayTarget, UnknownEngine, find, play_run, runs, too_long
+from sidecar.tools.replay.run import (
+    ReplayedTrace,
+    ReplayTarget,
+    TraceReplay,
+    UnknownEngine,
+    find,
+    play_run,
+    runs,
+    too_long,
+)
 from sidecar.tools.replay.server import ServerNoAnswer
 from sidecar.tools.replay.table import advice, figures_as_json, kinds, requests_as_jsonl, table
-from sidecar.tools.replay.trace import BadTrace, Row, Trace, read_trace
+from sidecar.tools.replay.trace import BadTrace, Trace, TraceRow, read_trace
 
 EXAMPLE = """  sidecar replay burst --upstream http://127.0.0.1:8000 --by priority --control --report burst.html
   sidecar replay burst --upstream http://127.0.0.1:8080 --control-upstream http://127.0.0.1:8000
@@ -98,7 +107,7 @@ class _Command:
         control = await self._control()
         planned = runs(self._asking(tiers, upstream), upstream.urls, control)
         writer, timeout_s, objectives = self._writer(upstream), args.timeout, self._objectives()
-        replay = Replay(trace, rows, row_tiers, tiers, writer, upstream, timeout_s, objectives)
+        replay = TraceReplay(trace, rows, row_tiers, tiers, writer, upstream, timeout_s, objectives)
         heading = _heading(replay, jitter_s)
         say("\n".join(heading), self.out)
         played = [await play_run(one, replay, reporter(one.name)) for one in planned]
@@ -120,7 +129,7 @@ class _Command:
         await require_neutral(control, Api.COMPLETIONS if args.completions else Api.CHAT)
         return control
 
-    def _schedule(self, trace: Trace) -> tuple[Sequence[Row], float]:
+    def _schedule(self, trace: Trace) -> tuple[Sequence[TraceRow], float]:
         args = self.args
         sizing = Sizing(args.speed, args.scale, args.max_input, args.max_output, args.duration)
         jitter_s = rounding_s(trace.rows) if args.jitter is None else args.jitter
@@ -148,7 +157,7 @@ class _Command:
 
     def _asking(self, tiers: Sequence[str], upstream: ReplayTarget) -> Asking:
         engine = upstream.engine
-        if engine is NoEngine and self.policy is not None:
+        if engine is NoPriorityEngine and self.policy is not None:
             engine = self.policy.engine
         header = TIER_HEADER if self.policy is None else self.policy.tier_header.decode()
         return Asking(self.args.by, tiers, engine, header, self.args.key, self._shared_key())
@@ -164,7 +173,7 @@ class _Command:
             ignore_eos=upstream.engine.has_ignore_eos if args.ignore_eos is None else args.ignore_eos,
         )
 
-    def _told(self, heading: Sequence[str], replay: Replay, played: Sequence[Played]) -> int:
+    def _told(self, heading: Sequence[str], replay: TraceReplay, played: Sequence[ReplayedTrace]) -> int:
         """Prints and writes what was found."""
         figures = [one.figures for one in played]
         compared = comparison(played)
@@ -193,10 +202,10 @@ def _failures(figures: Sequence[RunFigures]) -> str:
     return f"requests failed: {', '.join(parts)}"
 
 
-def _heading(replay: Replay, jitter_s: float) -> list[str]:
+def _heading(replay: TraceReplay, jitter_s: float) -> list[str]:
     """The plan of the replay, in a few lines; also the head of the report."""
     upstream, trace = replay.upstream, replay.trace
-    engine = "an engine that does not say what it is" if upstream.engine is NoEngine else upstream.engine.name
+    engine = "an engine that does not say what it is" if upstream.engine is NoPriorityEngine else upstream.engine.name
     last_s = max(row.at_s or 0.0 for row in replay.rows)
     when = f"within {last_s:.1f} s" if last_s else "at once"
     lines = [

@@ -205,14 +205,14 @@ def _serve_by_workers(
     from sidecar.policy.model import Mode
     from sidecar.server import CannotServe, server
     from sidecar.serving import load_policy
-    from sidecar.workers.supervisor import Plan, check_system, supervise
+    from sidecar.workers.supervisor import WorkersPlan, check_system, supervise
 
     try:
         check_system(workers)
         policy = load_policy(settings.policy)
         if is_checked and policy.mode is not Mode.PASS:
             _check(policy, settings)
-        plan = Plan(settings, workers, log, policy, _access(settings))
+        plan = WorkersPlan(settings, workers, log, policy, _access(settings))
         server.run(supervise(plan, announce))
     except (CannotServe, ValueError) as error:
         return error

@@ -26,7 +26,7 @@ from sidecar.tools.replay.plan import BadTier, ladder
 from sidecar.tools.replay.trace import BadTrace, read_trace
 from sidecar.tools.simulate.baselines import NAMES, ROUTERS, names
 from sidecar.tools.simulate.comparison import (
-    Candidate,
+    ComparedPolicy,
     Rate,
     Setting,
     by_policy,
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if written else 1
 
 
-def _prepared(args: argparse.Namespace) -> tuple[Setting, list[Candidate]]:
+def _prepared(args: argparse.Namespace) -> tuple[Setting, list[ComparedPolicy]]:
     trace = read_trace(args.trace)
     check(trace)
     paths = [*args.policies, *args.policy] or [policy_path(None)]
@@ -141,7 +141,7 @@ def _prepared(args: argparse.Namespace) -> tuple[Setting, list[Candidate]]:
         ladder(policy, args.mix, trace.rows)
     model = load_model(args.engine_model)
     setting = Setting(trace, model, args.engines, args.mix, args.assign, args.scale, args.seeds, args.patience)
-    candidates = [Candidate(*one) for one in zip(shown, policies, written, strict=True)]
+    candidates = [ComparedPolicy(*one) for one in zip(shown, policies, written, strict=True)]
     for candidate in candidates:
         offered = offered_tiers(setting, candidate)
         if args.find_rate and not offered & candidate.objectives.keys():
@@ -151,11 +151,11 @@ def _prepared(args: argparse.Namespace) -> tuple[Setting, list[Candidate]]:
                 2,
             )
     if args.baselines:
-        candidates += [Candidate(name, policies[0], {}, baseline=True) for name in names(args.engines)]
+        candidates += [ComparedPolicy(name, policies[0], {}, baseline=True) for name in names(args.engines)]
     return setting, candidates
 
 
-def _heading(setting: Setting, candidates: Sequence[Candidate]) -> list[str]:
+def _heading(setting: Setting, candidates: Sequence[ComparedPolicy]) -> list[str]:
     trace = setting.trace
     duration_s = max(row.at_s or 0.0 for row in trace.rows) / setting.scale
     lines = [
@@ -177,10 +177,10 @@ def _heading(setting: Setting, candidates: Sequence[Candidate]) -> list[str]:
     return lines
 
 
-def _alike(candidates: Sequence[Candidate], results: Sequence[RunResult]) -> list[str]:
+def _alike(candidates: Sequence[ComparedPolicy], results: Sequence[RunResult]) -> list[str]:
     """A line for each policy that never differs from an earlier one, with the reason."""
     named = {candidate.name: candidate for candidate in candidates}
-    played: list[tuple[Candidate, Sequence[RunResult]]] = []
+    played: list[tuple[ComparedPolicy, Sequence[RunResult]]] = []
     lines = []
     for runs in by_policy(results):
         one = named[runs[0].policy]

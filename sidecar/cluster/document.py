@@ -43,7 +43,10 @@ class OldestWaiter(msgspec.Struct, frozen=True):
 
 
 class TierWaits(msgspec.Struct, frozen=True):
-    """What one tier has waiting in one process."""
+    """What one tier has waiting in one process.
+
+    `is_at_limit` where others pass its requests because the tier has all that its own `limit` allows.
+    """
 
     tier: str
     queued: Annotated[
@@ -56,6 +59,7 @@ class TierWaits(msgspec.Struct, frozen=True):
         ),
     ]
     oldest: OldestWaiter | None = None
+    is_at_limit: bool = False
 
 
 class Promised(msgspec.Struct, frozen=True):
@@ -107,7 +111,8 @@ class TierView(TierShare, frozen=True):
     """One tier: what it holds and has waiting in the pool. `recent` and `overtaken_by` are this process's last five
     minutes.
 
-    `is_at_limit` where others pass its requests because it has all that its own `limit` allows: it does not starve.
+    `is_at_limit` where others pass its oldest request because the tier has all that its own `limit` allows: it does not
+    starve.
     """
 
     level: int

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from sidecar.cluster.document import Overview, RefusalView, TenantView, TierShare, TierView, TierWaits
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.engines import EngineLists, engine_reports, engine_rows
@@ -174,6 +176,7 @@ class PoolOverview:
         tiers = [self._tier(share, waits_of(share.tier, alike), at_s) for share in tier_shares(policy, state)]
         tenants, replicas = self._tenants(), replica_views([ReceivedReport(own, 0.0), *others])
         without_engine = engine_headline(replicas, sum(tier.queued.requests or 0 for tier in tiers), mode)
+        said = headline(tiers, is_alone=not others) + crowd(tenants, is_alone=not others)
         capacity = Amount(**state["capacity"])
         held = Amount(sum(it.held.tokens or 0 for it in tiers), sum(it.held.requests or 0 for it in tiers))
         return Overview(
@@ -184,7 +187,7 @@ class PoolOverview:
             at_s=round(at_s, 3),
             mode="shared" if "store" in state else "local",
             starving=starving(tiers),
-            headline=without_engine or said_of(mode, headline(tiers) + crowd(tenants, is_alone=not others)),
+            headline=without_engine or said_of(mode, said),
             lacks_engine=without_engine is not None,
             capacity=capacity,
             held=held,
@@ -205,10 +208,12 @@ class PoolOverview:
         sources, policy = self._sources, self._sources.policy()
         replica = state["store"]["replica"] if "store" in state else str(os.getpid())
         counts = state["store"]["own"] if "store" in state else state
-        tiers = tier_waits(state, sources.oldest(), replica)
-        for waits in tiers:
+        tiers = []
+        for waits in tier_waits(state, sources.oldest(), replica):
             if waits.oldest is not None:  # a wait shows in the tier's last minutes before it has ended
                 sources.recent.waits(waits.tier, at_s, waits.oldest.wait_s, waits.oldest.starvation_s)
+            is_at_limit = waits_at_its_limit(sources.recent.read(waits.tier, at_s).overtaken_by)
+            tiers.append(msgspec.structs.replace(waits, is_at_limit=is_at_limit))
         return ReplicaReport(
             replica,
             self._host,
@@ -218,7 +223,7 @@ class PoolOverview:
             mode=policy.mode.value,
             engine=sources.engine(),
             engines=engine_reports(sources.engines()),
-            tiers=[*tiers],
+            tiers=tiers,
         )
 
     def _tier(self, share: TierShare, waits: TierWaits, at_s: float) -> TierView:
@@ -233,7 +238,7 @@ class PoolOverview:
             oldest=waits.oldest,
             recent=lately.buckets,
             overtaken_by=overtaken_by,
-            is_at_limit=waits_at_its_limit(overtaken_by),
+            is_at_limit=waits.is_at_limit,
         )
 
     def _tenants(self) -> list[TenantView]:

@@ -18,6 +18,7 @@ FLOODS_FROM, FLOODS_BY = 20, 0.75
 """A tenant is named with so many waiting requests, if they are this part of all that wait."""
 MOST_NAMED = 3
 """Replicas named in a sentence."""
+_OF_THIS_REPLICA = " of this replica"
 
 
 def count(number: int) -> str:
@@ -96,16 +97,19 @@ def starving(tiers: Sequence[TierView]) -> str | None:
     return most.tier if most is not None and _starvation_s(most) >= STARVES_FROM_S else None
 
 
-def headline(tiers: Sequence[TierView]) -> str:
-    """The tier that starves most now and what overtook it; else the one that waits longest; else that none waits."""
+def headline(tiers: Sequence[TierView], *, is_alone: bool = True) -> str:
+    """The tier that starves most now and what overtook it; else the one that waits longest; else that none waits.
+
+    The last minutes are those of this process, which `is_alone` in its pool, or one of several replicas.
+    """
     most = starving(tiers)
     if most is not None:
-        return _starves(next(tier for tier in tiers if tier.tier == most))
+        return _starves(next(tier for tier in tiers if tier.tier == most), is_alone=is_alone)
     longest = max(tiers, key=_wait_s, default=None)
     if longest is not None and longest.oldest is not None:
         reason = ", at its own limit" if longest.is_at_limit else ""
         return f"No request starves. {longest.tier} waits longest: {short_duration(_wait_s(longest))}{reason}."
-    return f"No request waits.{_starved_before(tiers)}"
+    return f"No request waits.{_starved_before(tiers, is_alone=is_alone)}"
 
 
 def crowd(tenants: Sequence[TenantView], *, is_alone: bool = True) -> str:
@@ -119,7 +123,7 @@ def crowd(tenants: Sequence[TenantView], *, is_alone: bool = True) -> str:
     most = max(tenants, key=lambda tenant: tenant.waiting, default=None)
     if most is None or len(tenants) < 2 or most.waiting < max(FLOODS_FROM, FLOODS_BY * waiting):
         return ""
-    here = "" if is_alone else " of this replica"
+    here = "" if is_alone else _OF_THIS_REPLICA
     return f" {most.waiting:,} of the {waiting:,} waiting requests{here} are from tenant {most.tenant}."
 
 
@@ -157,29 +161,32 @@ def said_of(mode: Mode, sentence: str) -> str:
     return f"No request is held (mode: observe). If they were: {rest}"
 
 
-def _starves(tier: TierView) -> str:
+def _starves(tier: TierView, *, is_alone: bool) -> str:
     waits, starved = short_duration(_wait_s(tier)), short_duration(_starvation_s(tier))
-    reason = overtaker(tier.overtaken_by, tier.tier)
+    reason = _overtaker(tier, is_alone=is_alone)
     return f"{tier.tier} starves: its oldest request has waited {waits} and starved {starved}. {reason}".rstrip()
 
 
-def overtaker(overtaken_by: Mapping[str, Overtakings], tier: str) -> str:
+def _overtaker(tier: TierView, *, is_alone: bool) -> str:
     """What overtook a tier most often in the last five minutes and why, as a sentence; empty where nothing did."""
-    found = main_overtaking(overtaken_by)
+    found = main_overtaking(tier.overtaken_by)
     if found is None:
         return ""
     by, rule = found
-    return f"{by} overtook it {times(overtaken_by[by].requests)} in 5 minutes, because {in_words(rule, by, tier)}."
+    whom = "it" if is_alone else f"requests{_OF_THIS_REPLICA}"
+    often = times(tier.overtaken_by[by].requests)
+    return f"{by} overtook {whom} {often} in 5 minutes, because {in_words(rule, by, tier.tier)}."
 
 
-def _starved_before(tiers: Sequence[TierView]) -> str:
-    bound_by_others = [tier for tier in tiers if not tier.is_at_limit]
+def _starved_before(tiers: Sequence[TierView], *, is_alone: bool) -> str:
+    bound_by_others = [tier for tier in tiers if not waits_at_its_limit(tier.overtaken_by)]
     longest = {tier.tier: max((it.starvation_max_s for it in tier.recent), default=0.0) for tier in bound_by_others}
     if not longest or max(longest.values()) < STARVES_FROM_S:
         return ""
     most = max(longest, key=lambda name: longest[name])
-    reason = next(overtaker(tier.overtaken_by, tier.tier) for tier in tiers if tier.tier == most)
-    return f" In the last 5 minutes {most} starved for up to {short_duration(longest[most])}. {reason}".rstrip()
+    reason = next(_overtaker(tier, is_alone=is_alone) for tier in tiers if tier.tier == most)
+    who = most if is_alone else f"{most}{_OF_THIS_REPLICA}"
+    return f" In the last 5 minutes {who} starved for up to {short_duration(longest[most])}. {reason}".rstrip()
 
 
 def _wait_s(tier: TierView) -> float:

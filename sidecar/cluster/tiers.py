@@ -45,9 +45,10 @@ def _oldest_waiter(grant: Grant | None, replica: str) -> OldestWaiter | None:
 def waits_of(tier: str, reports: Iterable[ReplicaReport]) -> TierWaits:
     """What a tier has waiting in all replicas, and the one that has waited longest."""
     found = [waits for report in reports for waits in report.tiers if waits.tier == tier]
-    oldest = [waits.oldest for waits in found if waits.oldest is not None]
+    longest = max(found, key=lambda waits: waits.oldest.wait_s if waits.oldest is not None else -1.0, default=None)
     return TierWaits(
         tier,
         Amount(sum(it.queued.tokens or 0 for it in found), sum(it.queued.requests or 0 for it in found)),
-        max(oldest, key=lambda waiter: waiter.wait_s, default=None),
+        None if longest is None else longest.oldest,
+        longest is not None and longest.is_at_limit,
     )

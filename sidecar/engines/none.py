@@ -5,7 +5,7 @@ from __future__ import annotations
 from sidecar.engines.base import CANCEL, COHERE, COUNTING, MEDIA, OPENAI, SCORING, Engine, Routes, unsized
 
 
-class NoEngine(Engine):
+class NoPriorityEngine(Engine):
     """No engine priority. The app still finds the level in the request's scope."""
 
     name = "none"

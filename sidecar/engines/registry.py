@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from sidecar.engines.base import Engine, Routes
 from sidecar.engines.dynamo import Dynamo
-from sidecar.engines.none import NoEngine
+from sidecar.engines.none import NoPriorityEngine
 from sidecar.engines.sglang import Sglang
 from sidecar.engines.tensorrt_llm import TensorRtLlm
 from sidecar.engines.vllm import Vllm
@@ -21,7 +21,7 @@ from sidecar.payload.decode import Payload
 from sidecar.payload.edit import remove
 
 GROUP = "admission_sidecar.engines"
-BUILT_IN: tuple[type[Engine], ...] = (TensorRtLlm, Vllm, Sglang, Dynamo, NoEngine)
+BUILT_IN: tuple[type[Engine], ...] = (TensorRtLlm, Vllm, Sglang, Dynamo, NoPriorityEngine)
 
 _log = logging.getLogger("sidecar.engine")
 

@@ -134,18 +134,18 @@ class EngineSpeedDocument(msgspec.Struct, frozen=True):
     ]
 
 
-class Load(NamedTuple):
+class GenerationLoad(NamedTuple):
     """What generated until now: sequences, times the microseconds for which they did."""
 
     at_us: int
     generating_us: int
 
-    def mean_since(self, since: Load) -> float:
+    def mean_since(self, since: GenerationLoad) -> float:
         """How many sequences generated on average since an earlier moment."""
         return (self.generating_us - since.generating_us) / max(1, self.at_us - since.at_us)
 
 
-class Call(msgspec.Struct, gc=False, eq=False):
+class TimedCall(msgspec.Struct, gc=False, eq=False):
     """One request at the engine. `backlog` is what the engine had to compute of prompts when it was sent, with its own.
 
     `predicted_us` is the predicted time to its first token.
@@ -258,9 +258,9 @@ class EngineSpeed:
         self.running = self.unprefilled = 0
         self.generating = Concurrency()
         self.tokens_per_event = 1.0
-        self._in_line: dict[Call, None] = {}
+        self._in_line: dict[TimedCall, None] = {}
         self._first_since_us = 0
-        self._unseen: deque[tuple[int, Call]] = deque()
+        self._unseen: deque[tuple[int, TimedCall]] = deque()
         self.first = VotedTimes(DEFAULT_FIRST, DEFAULT_PROMPT)
         self.token = VotedTimes(DEFAULT_TOKEN, DEFAULT_SEQUENCES)
         self._coefficients: Coefficients | None = None
@@ -305,7 +305,7 @@ class EngineSpeed:
             None if token.error is None else round(token.error, 4),
         )
 
-    def sent(self, tenant: str, uncached: int, now_us: int, *, sequences: int = 1, streams: bool = True) -> Call:
+    def sent(self, tenant: str, uncached: int, now_us: int, *, sequences: int = 1, streams: bool = True) -> TimedCall:
         """A request was sent to the engine. Call `first_token` and `ended` for it.
 
         When the prompt of an answer that does not stream is computed cannot be seen: it counts for its predicted time.
@@ -314,7 +314,7 @@ class EngineSpeed:
         backlog = self.unprefilled - self._computed(now_us) + uncached
         self.unprefilled += uncached
         self.running += sequences
-        call = Call(tenant, uncached, sequences, now_us, backlog, round(self.first.line_or_default.at(backlog)))
+        call = TimedCall(tenant, uncached, sequences, now_us, backlog, round(self.first.line_or_default.at(backlog)))
         if not self._in_line:
             self._first_since_us = now_us
         self._in_line[call] = None
@@ -322,7 +322,7 @@ class EngineSpeed:
             self._unseen.append((now_us + call.predicted_us, call))
         return call
 
-    def first_token(self, call: Call, now_us: int, *, is_sample: bool = True) -> Load:
+    def first_token(self, call: TimedCall, now_us: int, *, is_sample: bool = True) -> GenerationLoad:
         """The first token of a stream came. Returns the load so far, for `tokens_came`."""
         self._advance(now_us)
         if not call.is_prefilled:
@@ -332,14 +332,14 @@ class EngineSpeed:
                 self.first.missed(call.predicted_us, took_us)
                 if self.first.learn(call.tenant, call.backlog, took_us):
                     self._coefficients = None
-        return Load(now_us, self.generating.until(now_us))
+        return GenerationLoad(now_us, self.generating.until(now_us))
 
-    def load(self, now_us: int) -> Load:
+    def load(self, now_us: int) -> GenerationLoad:
         """What generated until now."""
         self._advance(now_us)
-        return Load(now_us, self.generating.until(now_us))
+        return GenerationLoad(now_us, self.generating.until(now_us))
 
-    def tokens_came(self, call: Call, since: Load, until: Load, intervals: float) -> None:
+    def tokens_came(self, call: TimedCall, since: GenerationLoad, until: GenerationLoad, intervals: float) -> None:
         """So many tokens of one sequence came between two moments, after the first one."""
         took_us = until.at_us - since.at_us
         if took_us <= 0 or intervals < FEWEST_INTERVALS:
@@ -354,7 +354,7 @@ class EngineSpeed:
         now = min(MOST_TOKENS_PER_EVENT, max(1.0, tokens / events))
         self.tokens_per_event += (now - self.tokens_per_event) * _NEW_RATIO
 
-    def ended(self, call: Call, now_us: int) -> None:
+    def ended(self, call: TimedCall, now_us: int) -> None:
         """A request has left the engine, however it did. Harmless when repeated."""
         if call.is_over:
             return
@@ -374,7 +374,7 @@ class EngineSpeed:
             return tokens / 2
         return min(tokens, max(0, now_us - self._first_since_us) / line.slope_us)
 
-    def _prefilled(self, call: Call, now_us: int) -> None:
+    def _prefilled(self, call: TimedCall, now_us: int) -> None:
         """The prompt is computed, and the answer begins."""
         call.is_prefilled = True
         if call is next(iter(self._in_line)):

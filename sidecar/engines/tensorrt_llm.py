@@ -36,7 +36,7 @@ ASK_AFTER_FAILURE_S = 1.0
 _log = logging.getLogger("sidecar.engine")
 
 
-class Route(Enum):
+class PriorityRoute(Enum):
     """How a priority gets to the engine: in the request's body, by the app in the same process, or not at all."""
 
     BODY = "body"
@@ -85,7 +85,7 @@ class TensorRtLlm(base.Engine):
     )
     """Read from trtllm-serve's `serve/openai_server.py`. `/v1/messages/batches` runs several requests of one body."""
 
-    def __init__(self, carrier: base.Carrier | None = None, *, route: Route = Route.BODY) -> None:
+    def __init__(self, carrier: base.Carrier | None = None, *, route: PriorityRoute = PriorityRoute.BODY) -> None:
         super().__init__(carrier)
         self._route = route
 
@@ -100,9 +100,9 @@ class TensorRtLlm(base.Engine):
 
     def forward(self, api: Api, priority: base.Priority) -> base.Forward:
         """See `Engine.forward`."""
-        if self._route is Route.BODY:
+        if self._route is PriorityRoute.BODY:
             return super().forward(api, priority)
-        return base.Forward(is_handed_over=self._route is Route.HANDED_OVER)
+        return base.Forward(is_handed_over=self._route is PriorityRoute.HANDED_OVER)
 
     @classmethod
     async def gauges(cls, pages: Pages) -> base.Gauges:

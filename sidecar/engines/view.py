@@ -141,7 +141,7 @@ class DrainEnd(Enum):
     RESUMED = "resumed"
 
 
-class EngineView(Protocol):
+class PoolEngines(Protocol):
     """The engines of one pool, as one process sees them. All is called in the event loop.
 
     Engines are named as the operator names them. The methods that name one raise KeyError where there is none.

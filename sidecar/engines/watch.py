@@ -55,7 +55,7 @@ class EngineState(str, Enum):
     MISMATCH = "mismatch"
 
 
-class Cause(str, Enum):
+class OutageCause(str, Enum):
     """Why no request is sent to an engine: nothing listens there, no connection can be made for another reason, its
     pages are slow, they are errors, or it is another engine than the policy's.
     """
@@ -152,7 +152,7 @@ class EngineWatch(KnownState):
         self._may_eject_slow = may_eject_slow
         self.reason: str | None = None
         self.is_suspect = self.was_refused = False
-        self.cause: Cause | None = None
+        self.cause: OutageCause | None = None
         self._slowness: str | None = None
         self._failures = 0
         self._passes = 0
@@ -318,7 +318,7 @@ class EngineWatch(KnownState):
 
     def _not_connected(self, reason: str) -> None:
         self.was_refused |= reason.startswith(REFUSED)
-        self.cause = Cause.REFUSED if reason.startswith(REFUSED) else Cause.UNREACHABLE
+        self.cause = OutageCause.REFUSED if reason.startswith(REFUSED) else OutageCause.UNREACHABLE
 
     def _failed(self, trouble: str, *, is_slow: bool) -> None:
         """Counts a failure that a busy engine may cause, unless it sends responses all the same."""
@@ -331,7 +331,7 @@ class EngineWatch(KnownState):
                 if is_news:
                     _log.warning("%s", self._slow_sentence(), extra={"event": "engine_slow"})
                 return
-        self.cause = Cause.SLOW if is_slow else Cause.ERROR
+        self.cause = OutageCause.SLOW if is_slow else OutageCause.ERROR
         self._down(trouble)
 
     def _down(self, reason: str) -> None:
@@ -391,7 +391,7 @@ class EngineWatch(KnownState):
             f"{self._expected.name}{self._place()}; {self._remedy(found)}"
         )
         is_news = sentence != self.reason
-        self.cause = Cause.MISMATCH
+        self.cause = OutageCause.MISMATCH
         self._change(EngineState.MISMATCH, sentence)
         if is_news:
             _log.error("%s", sentence, extra={"event": "engine_mismatch"})

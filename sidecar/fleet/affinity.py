@@ -10,7 +10,7 @@ A session is named by the client, in a header or as `prompt_cache_key`, and belo
 uses the same name has another session. A tenant that names sessions by the million pushes out its own. A name that
 does not stand for one conversation shows by what the engine found: then only that much is predicted the next time.
 
-Nothing here does I/O or reads a clock. One `Affinity` serves one pool in one process; it is not thread-safe.
+Nothing here does I/O or reads a clock. One `AffinityPredictor` serves one pool in one process; it is not thread-safe.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ NOTHING = Prediction("", Api.CHAT, Chain(NO_PROMPT, 0), None, is_comparable=Fals
 """The prediction of every request that has no full block and no session. Nothing is learned from it."""
 
 
-class Affinity:
+class AffinityPredictor:
     """The predictions of one pool. `prefix` and `session` are the policy's `affinity.prefix` and `affinity.session`."""
 
     def __init__(

@@ -17,7 +17,7 @@ AFTER_DEFECT_S = 1.0
 _log = logging.getLogger("sidecar.fleet")
 
 
-class Discovery:
+class EngineDiscovery:
     """A source of engines. `engines` is its last answer, empty before the first one.
 
     `on_answer` is called after each answer that differs from the one before, and `on_failure` after each lookup that
@@ -72,7 +72,7 @@ class Discovery:
         self.on_failure()
 
 
-class StaticDiscovery(Discovery):
+class StaticDiscovery(EngineDiscovery):
     """The engines that the policy lists."""
 
     def __init__(self, engines: Sequence[EngineAddress]) -> None:
@@ -80,7 +80,7 @@ class StaticDiscovery(Discovery):
         self.engines = tuple(engines)
 
     async def open(self) -> None:
-        """See `Discovery.open`."""
+        """See `EngineDiscovery.open`."""
         self._answered(self.engines)
 
     def change(self, engines: Sequence[EngineAddress]) -> None:
@@ -88,7 +88,7 @@ class StaticDiscovery(Discovery):
         self._answered(engines)
 
 
-class FollowedDiscovery(Discovery):
+class FollowedDiscovery(EngineDiscovery):
     """A source that is asked again and again, in one event loop from `open` to `close`."""
 
     def __init__(self, what: str) -> None:
@@ -97,14 +97,14 @@ class FollowedDiscovery(Discovery):
         self._following: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """See `Discovery.open`. Returns after the first answer or failure, within `FIRST_WITHIN_S`."""
+        """See `EngineDiscovery.open`. Returns after the first answer or failure, within `FIRST_WITHIN_S`."""
         if self._following is None:
             self._has_looked = asyncio.Event()
             self._following = asyncio.get_running_loop().create_task(self._follow(), name="sidecar discovery")
         await is_set_within(self._has_looked, FIRST_WITHIN_S)
 
     async def close(self) -> None:
-        """See `Discovery.close`."""
+        """See `EngineDiscovery.close`."""
         following, self._following = self._following, None
         if following is not None:
             await end(following)

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
-from sidecar.fleet.discovery import Discovery
-from sidecar.fleet.member import Member
+from sidecar.fleet.discovery import EngineDiscovery
+from sidecar.fleet.member import EngineMember
 from sidecar.fleet.settings import FleetSettings
 from sidecar.policy.fleet import EngineAddress
 from sidecar.pools.engine_reader import warn_of_unbounded
@@ -42,7 +42,7 @@ class Fleet:
     def __init__(
         self,
         settings: FleetSettings,
-        discovery: Discovery,
+        discovery: EngineDiscovery,
         now_us: Callable[[], int],
         *,
         engine_key: str | None = None,
@@ -53,13 +53,13 @@ class Fleet:
         self.now_us = now_us
         self.on_change = on_change
         self.on_state: Callable[[], None] = lambda: None
-        self.on_restart: Callable[[Member], None] = lambda _: None
+        self.on_restart: Callable[[EngineMember], None] = lambda _: None
         self.on_crowded: Callable[[str, float], None] = lambda _, __: None
         self.on_preemptions: Callable[[str, int, int], None] = lambda _, __, ___: None
         self.is_starting = True
         self._engine_key = engine_key
-        self._members: dict[str, Member] = {}
-        self._leaving: list[Member] = []
+        self._members: dict[str, EngineMember] = {}
+        self._leaving: list[EngineMember] = []
         self._incarnations: dict[str, int] = {}
         self._refused: tuple[str, ...] = ()
         self._offered: list[EngineOffer] = []
@@ -90,11 +90,11 @@ class Fleet:
 
     # -- what the pool and others see
 
-    def members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[EngineMember]:
         """All engines by name, and then those that are gone and still serve requests."""
         return [*(self._members[name] for name in sorted(self._members)), *self._leaving]
 
-    def member(self, engine_id: str) -> Member | None:
+    def member(self, engine_id: str) -> EngineMember | None:
         """The engine of a grant. None where that incarnation is over, or was never seen here."""
         name, _, _ = engine_id.rpartition("#")
         found = self._members.get(name)
@@ -102,7 +102,7 @@ class Fleet:
             return found
         return next((member for member in self._leaving if member.id == engine_id), None)
 
-    def usable(self, *, is_client: bool) -> Member | None:
+    def usable(self, *, is_client: bool) -> EngineMember | None:
         """The engine for a request that the pool does not place: the one with the fewest requests of this process.
 
         Where none is known to answer, a client's request tries one all the same: what is known may be wrong.
@@ -162,7 +162,7 @@ class Fleet:
             member.watch.change_health(settings.health)
         self._report()
 
-    def drain(self, name: str) -> Member | None:
+    def drain(self, name: str) -> EngineMember | None:
         """The engine takes no new requests until it is resumed or restarts. None where there is no such engine.
 
         One that discovery names no more is drained by that, and is still there while it serves requests: a pod that
@@ -173,7 +173,7 @@ class Fleet:
             member.drain()
         return member
 
-    def resume(self, name: str) -> Member | None:
+    def resume(self, name: str) -> EngineMember | None:
         """Ends a drain. None where there is no such engine."""
         member = self._members.get(name)
         if member is not None:
@@ -187,7 +187,7 @@ class Fleet:
             (member.drain if drains else member.resume)()
 
     def adopt(self, name: str, incarnation: int, is_restart: bool) -> None:  # as a pool calls it
-        """Raises an engine's incarnation to the store's. See `Member.adopt`.
+        """Raises an engine's incarnation to the store's. See `EngineMember.adopt`.
 
         One that is unknown here changes nothing: when it is found it has the number after its last one here, and then
         the store says whether other replicas have counted that before.
@@ -204,7 +204,7 @@ class Fleet:
 
     # -- for its members
 
-    def changed(self, member: Member) -> None:  # noqa: ARG002  # see `MemberOwner`
+    def changed(self, member: EngineMember) -> None:  # noqa: ARG002  # see `MemberOwner`
         """See `MemberOwner`."""
         self._report()
 
@@ -217,25 +217,25 @@ class Fleet:
                 del self._incarnations[old]
         return found
 
-    def restarted(self, member: Member) -> None:
+    def restarted(self, member: EngineMember) -> None:
         """See `MemberOwner`."""
         self._incarnations[member.name] = max(self._incarnations.get(member.name, 0), member.incarnation)
         self.on_restart(member)
 
-    def may_eject_slow(self, member: Member) -> bool:
+    def may_eject_slow(self, member: EngineMember) -> bool:
         """See `MemberOwner`: not more than half of the engines may be out then. A single engine is one engine."""
         out = sum(not other.is_up for other in self._members.values() if other is not member)
         return len(self._members) == 1 or 2 * (out + 1) <= len(self._members)
 
-    def crowded(self, member: Member, for_s: float) -> None:
+    def crowded(self, member: EngineMember, for_s: float) -> None:
         """See `MemberOwner`."""
         self.on_crowded(member.id, for_s)
 
-    def preempted(self, member: Member, now_us: int) -> None:
+    def preempted(self, member: EngineMember, now_us: int) -> None:
         """See `MemberOwner`."""
         self.on_preemptions(member.name, member.preemptions, now_us)
 
-    def sized(self, member: Member) -> None:
+    def sized(self, member: EngineMember) -> None:
         """See `MemberOwner`. The engines are of one kind, which is warned of once."""
         if member.size is not None and not self._has_sized:
             self._has_sized = True
@@ -275,7 +275,7 @@ class Fleet:
 
     def _add(self, address: EngineAddress, problems: list[str]) -> None:
         try:
-            member = Member(address, self, self._engine_key)
+            member = EngineMember(address, self, self._engine_key)
         except ValueError as mistake:
             problems.append(f"engine {address.name} is left out: {mistake}")
             return
@@ -286,7 +286,7 @@ class Fleet:
         if member.incarnation > 1:
             self.on_restart(member)
 
-    def _retire(self, member: Member) -> None:
+    def _retire(self, member: EngineMember) -> None:
         gone = "engine %s (%s) is gone: its %d requests are served to their end"
         _log.warning(gone, member.id, member.address.url, member.in_flight, extra={"event": "engine_gone"})
         self._leaving.append(member)
@@ -295,7 +295,7 @@ class Fleet:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _leave(self, member: Member) -> None:
+    async def _leave(self, member: EngineMember) -> None:
         await member.stop_watching()
         await member.emptied()
         await member.proxy.close()

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from sidecar.admission.engine_pages import ANSWER_WITHIN_S, EnginePages
 from sidecar.engines.pages import Page, Unread
-from sidecar.engines.watch import Cause, EngineWatch
+from sidecar.engines.watch import EngineWatch, OutageCause
 from sidecar.fleet.settings import FleetSettings
 from sidecar.policy.fleet import EngineAddress, offered
 from sidecar.pools.engine_reader import HELD_BACK_S, READ_EVERY_S, EngineReader, Size
@@ -70,35 +70,35 @@ class MemberOwner(Protocol):
     is_starting: bool
     """Whether the process itself starts: an engine that answers then has been there before, and is not new."""
 
-    def changed(self, member: Member) -> None:
+    def changed(self, member: EngineMember) -> None:
         """The member's offer, or its state, may have changed."""
 
     def next_incarnation(self, name: str) -> int:
         """A number that no incarnation of that engine had before."""
 
-    def restarted(self, member: Member) -> None:
+    def restarted(self, member: EngineMember) -> None:
         """The member is a new incarnation: what was known of the engine's prefix cache is over."""
 
-    def may_eject_slow(self, member: Member) -> bool:
+    def may_eject_slow(self, member: EngineMember) -> bool:
         """Whether a slow engine may go out of use."""
 
-    def crowded(self, member: Member, for_s: float) -> None:
+    def crowded(self, member: EngineMember, for_s: float) -> None:
         """Too many requests wait inside the engine: it is to get none for so many seconds beyond what it runs."""
 
-    def preempted(self, member: Member, now_us: int) -> None:
-        """A member was read, and said how many running requests it has preempted: see `Member.preemptions`."""
+    def preempted(self, member: EngineMember, now_us: int) -> None:
+        """A member was read, and said how many running requests it has preempted: see `EngineMember.preemptions`."""
 
-    def sized(self, member: Member) -> None:
+    def sized(self, member: EngineMember) -> None:
         """The member's size was read for the first time."""
 
     def size(self) -> int:
         """How many engines the fleet has."""
 
-    def members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[EngineMember]:
         """All of them, and those that are gone and still serve requests."""
 
 
-class Member:
+class EngineMember:
     """One engine at one address, from the answer of discovery that names it to the end of its last request.
 
     `in_flight` counts the admitted requests that this process has sent to it, `open_requests` all of them,
@@ -110,7 +110,7 @@ class Member:
     def __init__(self, address: EngineAddress, owner: MemberOwner, engine_key: str | None = None) -> None:
         self.address = address
         self.in_flight = 0
-        self.ejections: Counter[Cause] = Counter()
+        self.ejections: Counter[OutageCause] = Counter()
         self.is_draining = self.is_gone = self.is_reached_elsewhere = False
         self.capped_until_us = self.since_us = 0
         self._capped_since_us, self._cap_s = 0, 0.0

@@ -112,7 +112,7 @@ class Chain:
         return ENDS[blocks] * tokens // self.size
 
 
-class Run(msgspec.Struct, gc=False, eq=False):
+class BlockRun(msgspec.Struct, gc=False, eq=False):
     """Consecutive blocks that one prompt used last. `first` is the number of blocks before them in their prompt.
 
     `output_units` is the answer, whose text is not known, and the rest of the prompt, which fills no block. They lie
@@ -137,10 +137,10 @@ class Run(msgspec.Struct, gc=False, eq=False):
         self.units -= (ENDS[self.first + count] - ENDS[self.first]) * self.units_per_byte
         self.first += count
 
-    def cut_end(self, count: int) -> Run:
+    def cut_end(self, count: int) -> BlockRun:
         """Takes away its last blocks, which a new run has."""
         kept = len(self.hashes) - count
-        end = Run(self.hashes[kept:], self.first + kept, self.units_per_byte, self.entered)
+        end = BlockRun(self.hashes[kept:], self.first + kept, self.units_per_byte, self.entered)
         self.hashes = self.hashes[:kept]
         self.units -= end.units
         return end
@@ -161,24 +161,24 @@ class Runs:
     __slots__ = ("_order", "of", "units")
 
     def __init__(self) -> None:
-        self.of: dict[int, Run] = {}
+        self.of: dict[int, BlockRun] = {}
         self.units = 0
         # The least recently used first. A dictionary would do, but to drop its first key again and again is O(n).
-        self._order: OrderedDict[Run, None] = OrderedDict()
+        self._order: OrderedDict[BlockRun, None] = OrderedDict()
 
-    def __contains__(self, run: Run) -> bool:
+    def __contains__(self, run: BlockRun) -> bool:
         return run in self._order
 
-    def __iter__(self) -> Iterator[Run]:
+    def __iter__(self) -> Iterator[BlockRun]:
         return iter(self._order)
 
-    def add(self, run: Run) -> None:
+    def add(self, run: BlockRun) -> None:
         """The most recently used run. Its blocks are in no other run."""
         self.of.update(dict.fromkeys(run.hashes, run))
         self._order[run] = None
         self.units += run.units
 
-    def use(self, chain: Chain, had: int) -> Run:
+    def use(self, chain: Chain, had: int) -> BlockRun:
         """Makes a prompt's blocks the most recently used ones, in one run. The first `had` are here, the rest not.
 
         Mostly the prompt goes on where a run ends. Then that run takes over what it has not yet.
@@ -187,7 +187,7 @@ class Runs:
         run = self.of[hashes[had - 1]] if had else None
         if run is None or run.first + len(run.hashes) != had:
             self.disown(hashes, 0, had)
-            run = Run(hashes, 0, chain.units_per_byte, 0)
+            run = BlockRun(hashes, 0, chain.units_per_byte, 0)
             self.add(run)
             return run
         if run.first:
@@ -206,12 +206,12 @@ class Runs:
         self._order.move_to_end(run)
         return run
 
-    def add_oldest(self, run: Run) -> None:
+    def add_oldest(self, run: BlockRun) -> None:
         """The least recently used run."""
         self.add(run)
         self._order.move_to_end(run, last=False)
 
-    def pop_newest(self, most_units: int) -> Run | None:
+    def pop_newest(self, most_units: int) -> BlockRun | None:
         """Takes out the most recently used run, where it has at most so many units."""
         run = next(reversed(self._order), None)
         if run is None or run.units > most_units:
@@ -239,9 +239,9 @@ class Runs:
         """Forgets blocks that belong to no run."""
         deque(map(self.of.__delitem__, hashes), maxlen=0)
 
-    def cut(self, most_units: int, most_blocks: int) -> list[Run]:
+    def cut(self, most_units: int, most_blocks: int) -> list[BlockRun]:
         """Takes out the least recently used blocks until the bounds hold, in the order in which they were used."""
-        gone: list[Run] = []
+        gone: list[BlockRun] = []
         while self._order and (self.units > most_units or len(self.of) > most_blocks):
             run = next(iter(self._order))
             count = max(run.blocks_to_cut(self.units - most_units), min(len(run.hashes), len(self.of) - most_blocks))
@@ -255,13 +255,13 @@ class Runs:
             run.output_units = 0
         return gone
 
-    def add_output(self, run: Run, units: int) -> None:
+    def add_output(self, run: BlockRun, units: int) -> None:
         """Notes the answer of the prompt that used this run last."""
         run.output_units += units
         run.units += units
         self.units += units
 
-    def _cut_end(self, run: Run, count: int, most_units: int) -> list[Run]:
+    def _cut_end(self, run: BlockRun, count: int, most_units: int) -> list[BlockRun]:
         """Cuts the output, as far as it must, and `count` blocks off one run."""
         freed = run.output_units if count else min(run.output_units, self.units - most_units)
         run.output_units -= freed
@@ -274,13 +274,13 @@ class Runs:
         self.forget(end.hashes)
         return [end]
 
-    def _drop(self, run: Run) -> None:
+    def _drop(self, run: BlockRun) -> None:
         del self._order[run]
         self.forget(run.hashes)
         self.units -= run.units
 
 
-def _common(run: Run, hashes: Sequence[int], start: int, most: int) -> int:
+def _common(run: BlockRun, hashes: Sequence[int], start: int, most: int) -> int:
     """How many blocks, at least one, a run and a prompt have in common from `start` on; the run begins there."""
     if run.hashes[most - 1] == hashes[start + most - 1]:
         return most
@@ -399,7 +399,7 @@ class PrefixTable:
                 self.scale = min(LARGEST, max(self.scale, sent.scale * (1 + STEP * min(1.0, share))))
                 self._grow()
 
-    def _use(self, chain: Chain, had: int, once_had: int) -> Run | None:
+    def _use(self, chain: Chain, had: int, once_had: int) -> BlockRun | None:
         hashes = chain.hashes
         if not hashes:
             return None

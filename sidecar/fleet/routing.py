@@ -30,9 +30,9 @@ from sidecar.apis import Api
 from sidecar.engines.speed import EngineSpeeds
 from sidecar.errors import AdmissionError, EngineUnreachable, ResponseCut
 from sidecar.events import ReplayReason
-from sidecar.fleet.affinity import Affinity, Prediction
+from sidecar.fleet.affinity import AffinityPredictor, Prediction
 from sidecar.fleet.fleet import Fleet
-from sidecar.fleet.member import Member
+from sidecar.fleet.member import EngineMember
 from sidecar.fleet.prefill import Prefill
 from sidecar.fleet.refusals import Refusals
 from sidecar.fleet.replay_budget import ReplayBudget
@@ -112,7 +112,7 @@ class FleetRouting:
             self.affinity = _affinity(policy)
             self._engines_changed()
 
-    def refused(self, member: Member, error: EngineRefused, requests: int, tenant: str) -> None:
+    def refused(self, member: EngineMember, error: EngineRefused, requests: int, tenant: str) -> None:
         """An engine refused a request of so many sequences. Where only this tenant is refused, nothing follows."""
         if not self.refusals.refused(member.id, tenant, self.pool.now_us()):
             self.pool.cap_engine(member.id, member.refused(error.retry_after_s), requests)
@@ -155,12 +155,12 @@ class FleetRouting:
         self.refusals.keep({member.id for member in self.fleet.members()})
 
 
-def _affinity(policy: Policy) -> Affinity | None:
+def _affinity(policy: Policy) -> AffinityPredictor | None:
     assert policy.engines is not None
     affinity = policy.engines.affinity
     if not affinity.prefix and not affinity.session:
         return None
-    return Affinity(prefix=affinity.prefix, session=affinity.session)
+    return AffinityPredictor(prefix=affinity.prefix, session=affinity.session)
 
 
 class Route:
@@ -189,7 +189,7 @@ class Route:
                 tenant, request.api, request.body, request.headers, request.prompt_tokens
             )
             self.hits = self._prediction.hits
-        self._member: Member | None = None
+        self._member: EngineMember | None = None
         self._name = ""
         self._error: Exception | None = None
         self._start: Message | None = None
@@ -341,7 +341,7 @@ class Route:
             return self._counted(ReplayReason.CRASHED)
         return routing.budget.take(routing.pool.now_us()) and self._counted(ReplayReason.BROKEN)
 
-    async def _has_crashed(self, member: Member | None) -> bool:
+    async def _has_crashed(self, member: EngineMember | None) -> bool:
         """Whether the engine that broke the connection is there no more. One that has gone gets no more requests, so
         there is nothing that the budget would have to bound.
         """
@@ -349,7 +349,7 @@ class Route:
             await member.looked_again(JUDGED_WITHIN_S)
         return member is None or member.is_gone or not self._is_there(member)
 
-    def _is_there(self, member: Member | None) -> bool:
+    def _is_there(self, member: EngineMember | None) -> bool:
         """Whether the incarnation that the request was sent to can still be used."""
         grant = self._lease.grant
         return member is not None and grant is not None and member.id == grant.engine and member.watch.is_usable

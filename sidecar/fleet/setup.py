@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from sidecar.engines.watch import EngineCheck
-from sidecar.fleet.discovery import Discovery, StaticDiscovery
+from sidecar.fleet.discovery import EngineDiscovery, StaticDiscovery
 from sidecar.fleet.dns_discovery import DnsDiscovery
 from sidecar.fleet.file_discovery import FileDiscovery
 from sidecar.fleet.fleet import Fleet
@@ -58,7 +58,7 @@ def _settings(policy: Policy, check: EngineCheck) -> FleetSettings:
     return FleetSettings(policy.engine, health=engines.health, check=check, slow_start_s=engines.slow_start_s)
 
 
-def _discovery(policy: Policy, names: Collection[str] | None) -> Discovery:
+def _discovery(policy: Policy, names: Collection[str] | None) -> EngineDiscovery:
     engines = policy.engines
     assert engines is not None
     if engines.file is not None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sidecar.engines.view import Amount, DrainEnd, EngineDocument
-from sidecar.engines.watch import Cause
+from sidecar.engines.watch import OutageCause
 from sidecar.events import ReplayReason
-from sidecar.fleet.member import Member
+from sidecar.fleet.member import EngineMember
 from sidecar.fleet.routing import FleetRouting
 from sidecar.pools.engines import EngineFigures, name_and_incarnation
 from sidecar.pools.stats import bounded
@@ -104,19 +104,19 @@ class FleetView:
                 return DrainEnd.TIMED_OUT
             await asyncio.sleep(min(LOOK_EVERY_S, max(0.0, end_s - self._now_s())))
 
-    def _member(self, name: str) -> Member:
+    def _member(self, name: str) -> EngineMember:
         for member in self.fleet.members():
             if member.name == name:
                 return member
         raise KeyError(name)
 
-    def _is_empty(self, member: Member, engine_id: str) -> bool:
+    def _is_empty(self, member: EngineMember, engine_id: str) -> bool:
         """Whether the pool places nothing there any more, nothing is held there, and nothing is under way."""
         ledgers = [ledger for ledger in self.pool.engines() if ledger.id == engine_id]
         is_idle = member.id != engine_id or not member.open_requests
         return is_idle and not any(ledger.takes_new or ledger.held_requests for ledger in ledgers)
 
-    def _of_member(self, member: Member, ledger: EngineFigures | None) -> EngineDocument:
+    def _of_member(self, member: EngineMember, ledger: EngineFigures | None) -> EngineDocument:
         prompts = self._prompts(member.name)
         recent = self._recent[member.name].note(self._now_s(), prompts)
         is_measured = recent.counted > 0
@@ -140,7 +140,7 @@ class FleetView:
             unprefilled_tokens=0 if ledger is None else ledger.unprefilled_tokens,
             claims=0 if ledger is None else ledger.claims,
             in_flight=member.in_flight,
-            ejections={cause.value: member.ejections[cause] for cause in Cause},
+            ejections={cause.value: member.ejections[cause] for cause in OutageCause},
             replays=self._replays(member.name),
             prompt_tokens=prompts.sent,
             predicted_tokens=prompts.predicted,

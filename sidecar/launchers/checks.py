@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sidecar.admin.port import try_ports
-from sidecar.engines import Engine, NoEngine
+from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.model import Policy, is_forced
 from sidecar.policy.passing import load_or_pass
@@ -42,7 +42,7 @@ def begin(policy_path: str | None, engine: type[Engine]) -> Policy:
     if loaded.policy.is_bare:
         os.environ[POLICY_VARIABLE] = os.path.abspath(path) if path else ""
         return loaded.policy
-    if loaded.policy.engine not in {engine, NoEngine}:
+    if loaded.policy.engine not in {engine, NoPriorityEngine}:
         raise CannotLaunch(f"the policy is for {loaded.policy.engine.name}; write `engine: {engine.name}` in {path}")
     for warning in warnings(loaded.policy, loaded.place):
         logger.warning("sidecar: warning: %s", warning, extra={"event": "policy_warning"})

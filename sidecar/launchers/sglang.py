@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from sidecar.engines import NoEngine, Sglang
+from sidecar.engines import NoPriorityEngine, Sglang
 from sidecar.launchers.checks import CannotLaunch, announce_processes, begin, imported
 
 INSTALL = "install SGLang as its documentation says, or run `sidecar serve` in front of a server elsewhere"
@@ -44,7 +44,7 @@ def run(policy_path: str | None, arguments: Sequence[str]) -> None:
     for name, why in _UNSUPPORTED.items():
         if getattr(server_args, name, None):
             raise CannotLaunch(f"{why}; leave it away, or run `sidecar serve` in front")
-    if policy.engine is not NoEngine and not getattr(server_args, "enable_priority_scheduling", True):
+    if policy.engine is not NoPriorityEngine and not getattr(server_args, "enable_priority_scheduling", True):
         logger.warning(
             "sidecar: the engine serves its waiting queue first come, first served, and is told no priorities; start "
             "it with --enable-priority-scheduling --default-priority-value 0",

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from sidecar.app import AdmissionMiddleware
-from sidecar.engines import NoEngine
+from sidecar.engines import NoPriorityEngine
 from sidecar.engines.sglang import LaunchedSglang
 from sidecar.launchers.sglang_priority import hand_over_in
 from sidecar.policy import POLICY_VARIABLE
@@ -19,7 +19,7 @@ from sidecar.policy.compiler import load
 
 def _mounted() -> Any:
     app = importlib.import_module("sglang.srt.entrypoints.http_server").app
-    if load(os.environ[POLICY_VARIABLE]).engine is NoEngine:
+    if load(os.environ[POLICY_VARIABLE]).engine is NoPriorityEngine:
         app.add_middleware(AdmissionMiddleware, is_launched=True)
         return app
     hand_over_in(importlib.import_module("sglang.srt.managers.tokenizer_manager").TokenizerManager)

@@ -5,8 +5,8 @@ constructor mounts the middleware, and its `generate_async` gets the priority of
 holds for every endpoint, including responses and messages, whose schemas have no field for a priority; where a handler
 passes a priority itself, the granted one replaces it.
 
-Signatures and names are those of TensorRT-LLM main (docs/mounting.md says where each was read). Features that an older
-build lacks are detected at the server itself, and logged once.
+Signatures and names are those of TensorRT-LLM main (tests/stand_ins/README.md says where each was read). Features that
+an older build lacks are detected at the server itself, and logged once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.context import granted
-from sidecar.engines import Engine, NoEngine
-from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
+from sidecar.engines import Engine, NoPriorityEngine
+from sidecar.engines.tensorrt_llm import PriorityRoute, TensorRtLlm
 from sidecar.launchers.checks import CannotLaunch, announce_processes, begin, count_given, imported
 from sidecar.server.workers import PROCESSES_VARIABLE
 
@@ -74,16 +74,16 @@ def _mount(server: Any, engine: type[Engine]) -> None:
     # From the YAML file, too, and in the frontends that the first one starts.
     frontends = getattr(_arguments(generator), "num_serve_frontends", 1)
     os.environ[PROCESSES_VARIABLE] = str(max(frontends, int(os.environ.get(PROCESSES_VARIABLE, "1"))))
-    if engine is NoEngine:
+    if engine is NoPriorityEngine:
         server.app.add_middleware(AdmissionMiddleware, is_launched=True)
         return
     route = _route(server.app, generator)
-    if route is Route.HANDED_OVER:
+    if route is PriorityRoute.HANDED_OVER:
         generator.generate_async = _with_granted_priority(generator.generate_async)
     server.app.add_middleware(AdmissionMiddleware, dialect=TensorRtLlm(route=route), is_launched=True)
 
 
-def _route(app: Any, generator: Any) -> Route:
+def _route(app: Any, generator: Any) -> PriorityRoute:
     """How this build's engine takes a priority. Logs a warning where it takes none, or ignores it."""
     if _ignores_priorities(generator):
         # It would log a warning for every request with a priority.
@@ -92,22 +92,22 @@ def _route(app: Any, generator: Any) -> Route:
             "set scheduler_config.waiting_queue_policy: priority in the file given by --config",
             extra=_FIELDS,
         )
-        return Route.NONE
+        return PriorityRoute.NONE
     if hasattr(generator, "generate_async") and "priority" in inspect.signature(generator.generate_async).parameters:
-        return Route.HANDED_OVER
+        return PriorityRoute.HANDED_OVER
     if "priority" in _members(app, "ChatCompletionRequest"):
         logger.warning(
             "sidecar: LLM.generate_async of this TensorRT-LLM takes no priority; chat and completions carry it in "
             "their body, responses and messages go without; upgrade tensorrt-llm",
             extra=_FIELDS,
         )
-        return Route.BODY
+        return PriorityRoute.BODY
     logger.warning(
         "sidecar: this TensorRT-LLM takes no priority; the sidecar orders the requests, and the engine serves those "
         "admitted as they come; upgrade tensorrt-llm",
         extra=_FIELDS,
     )
-    return Route.NONE
+    return PriorityRoute.NONE
 
 
 def _ignores_priorities(generator: Any) -> bool:

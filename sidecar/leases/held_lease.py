@@ -17,7 +17,7 @@ import msgspec
 from sidecar.admission.answer import learn
 from sidecar.admission.controller import AdmissionController
 from sidecar.admission.event_reporter import EventReporter
-from sidecar.admission.turn import Cause, Turn, TurnEnded, refusal_of
+from sidecar.admission.turn import EndCause, Turn, TurnEnded, refusal_of
 from sidecar.errors import AdmissionError, Draining
 from sidecar.events import Outcome, Received
 from sidecar.leases.lease_request import PATH, LeaseRequest, refuse_other_counts
@@ -201,7 +201,7 @@ class HeldLease:
             grant = await granted()
         except TurnEnded as end:
             level = self._request.classification.level
-            if end.cause is Cause.GIVEN_UP and controller.is_passing:
+            if end.cause is EndCause.GIVEN_UP and controller.is_passing:
                 self._lease, grant = None, end.wait or self._passing(self._now_us())
             else:
                 error = refusal_of(controller.engine_watch, controller.pool, policy, end, level=level)

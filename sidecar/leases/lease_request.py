@@ -12,7 +12,7 @@ from sidecar.apis import Api
 from sidecar.classify import Classification, Fallback
 from sidecar.errors import TenantsUnavailable
 from sidecar.payload.decode import LARGEST_COUNT, Payload
-from sidecar.policy.model import Policy, Source, StoredTenants, Tenant
+from sidecar.policy.model import Policy, StoredTenants, Tenant, TierSource
 
 PATH = "/python"
 """In place of an HTTP request's, in traces, metrics and pages."""
@@ -44,7 +44,7 @@ class LeaseRequest(NamedTuple):
             raise ValueError(f"max_wait_s: {self.max_wait_s!r} is no number of seconds; write 0 or more, or None")
         if self.model is not None and not isinstance(self.model, str):
             raise ValueError(f"model: {self.model!r} is no name; write a text, or None")
-        tenant, source = self._tenant(policy), Source.KEY if self.tier is None else Fallback.LEASE
+        tenant, source = self._tenant(policy), TierSource.KEY if self.tier is None else Fallback.LEASE
         return SizedRequest(
             body=b"",
             headers={},

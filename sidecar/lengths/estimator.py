@@ -44,7 +44,7 @@ _EVERY_OTHER = 3
 """A mask: what concerns newcomers alone is done at every fourth answer."""
 
 
-class Source(str, Enum):
+class EstimateSource(str, Enum):
     """Where an estimate comes from.
 
     The tenant's own samples; the median over tenants.
@@ -55,7 +55,7 @@ class Source(str, Enum):
 
 
 # Looked up once: an enumeration's attribute costs as much as a call.
-_OWN, _TENANTS = Source.OWN, Source.TENANTS
+_OWN, _TENANTS = EstimateSource.OWN, EstimateSource.TENANTS
 
 
 class Estimate(msgspec.Struct, frozen=True, gc=False):
@@ -66,7 +66,7 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     """
 
     tokens: int
-    source: Source
+    source: EstimateSource
     samples: int
     quantile: float
 
@@ -91,7 +91,7 @@ class LearnedLengths:
     tokens_per_chunk: float
 
 
-class Place:
+class KnownLengths:
     """One tenant and key. Keep it between questions and answers: what was learned there is looked up only once.
 
     It may be kept for as long as one likes. What is forgotten meanwhile takes no memory, and is looked up again.
@@ -116,9 +116,9 @@ class LengthEstimator:
 
     def estimate(self, tenant: str, key: LengthKey, quantile: float, generated: int = 0) -> Estimate | None:
         """See `estimate_at`."""
-        return self.estimate_at(Place(tenant, key), quantile, generated)
+        return self.estimate_at(KnownLengths(tenant, key), quantile, generated)
 
-    def estimate_at(self, place: Place, quantile: float, generated: int = 0) -> Estimate | None:
+    def estimate_at(self, place: KnownLengths, quantile: float, generated: int = 0) -> Estimate | None:
         """The output length to assume of a sequence that has `generated` tokens already; None: nothing is known.
 
         The caller bounds it by max_tokens.
@@ -131,12 +131,12 @@ class LengthEstimator:
             return self._made(place, quantile, generated)
         return kept[quantile]
 
-    def _look_up(self, place: Place) -> _Learned:
+    def _look_up(self, place: KnownLengths) -> _Learned:
         known = self._tenants.get(place.tenant)
         place.learned = learned = _NOTHING if known is None else known.keys.get(place.key, _NOTHING)
         return learned
 
-    def _made(self, place: Place, quantile: float, generated: int) -> Estimate | None:
+    def _made(self, place: KnownLengths, quantile: float, generated: int) -> Estimate | None:
         """The estimate. That of a whole length is kept: every new request asks for one."""
         learned = place.learned
         if learned.samples < ENOUGH:
@@ -147,7 +147,7 @@ class LengthEstimator:
             learned.kept[quantile] = found
         return found
 
-    def _shared(self, place: Place, own: LengthHistogram, quantile: float, generated: int) -> Estimate | None:
+    def _shared(self, place: KnownLengths, own: LengthHistogram, quantile: float, generated: int) -> Estimate | None:
         key = place.key
         if own.censored >= ENOUGH:
             return None
@@ -160,9 +160,9 @@ class LengthEstimator:
 
     def tokens_per_chunk(self, tenant: str, key: LengthKey) -> float:
         """See `tokens_per_chunk_at`."""
-        return self.tokens_per_chunk_at(Place(tenant, key))
+        return self.tokens_per_chunk_at(KnownLengths(tenant, key))
 
-    def tokens_per_chunk_at(self, place: Place) -> float:
+    def tokens_per_chunk_at(self, place: KnownLengths) -> float:
         """Output tokens in one chunk of a stream, 1.0 to 64.0, as learned so far; 1.0 where nothing is known."""
         learned = place.learned
         if learned.endpoint is None:
@@ -180,9 +180,9 @@ class LengthEstimator:
     ) -> None:
         """See `learn_at`. A negative length is none."""
         if length >= 0:
-            self.learn_at(Place(tenant, key), length, is_censored, chunks)
+            self.learn_at(KnownLengths(tenant, key), length, is_censored, chunks)
 
-    def learn_at(self, place: Place, length: int, is_censored: bool, chunks: int | None = None) -> None:
+    def learn_at(self, place: KnownLengths, length: int, is_censored: bool, chunks: int | None = None) -> None:
         """Learns the output length of one sequence, in tokens.
 
         `is_censored` says that max_tokens or a disconnect cut it short. `chunks` is the number of its chunks where the
@@ -206,7 +206,7 @@ class LengthEstimator:
             endpoint.add(length, is_censored)
             self._tell_medians(place.key)
 
-    def _tell_of_new(self, place: Place, endpoint: _EndpointLengths, length: int, is_censored: bool) -> None:
+    def _tell_of_new(self, place: KnownLengths, endpoint: _EndpointLengths, length: int, is_censored: bool) -> None:
         """An answer of a key or an endpoint that has few: it may decide whether they size other tenants' requests."""
         learned, tenant, key = place.learned, place.tenant, place.key
         is_turn = not self._turn & _EVERY_OTHER
@@ -228,7 +228,7 @@ class LengthEstimator:
         if key.endpoint in medians:
             medians[key.endpoint].learned(_EVERY_OTHER + 1)
 
-    def _new_places(self, place: Place) -> tuple[_Learned, _EndpointLengths]:
+    def _new_places(self, place: KnownLengths) -> tuple[_Learned, _EndpointLengths]:
         """Where a sample belongs, as far as there is no such place yet. Forgets what is one too many then."""
         tenant, key = place.tenant, place.key
         known = self._tenants.get(tenant)

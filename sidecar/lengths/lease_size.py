@@ -20,7 +20,7 @@ import msgspec
 from sidecar.events import Expectation
 from sidecar.lengths.buckets import LengthKey, bucket_of
 from sidecar.lengths.documents import EngineSizesDocument, LeaseSizesDocument
-from sidecar.lengths.estimator import Estimate, LengthEstimator, Place, Source
+from sidecar.lengths.estimator import Estimate, EstimateSource, KnownLengths, LengthEstimator
 from sidecar.lengths.overlap import WHOLE, Overlap
 from sidecar.lengths.trust import Trust
 from sidecar.payload.decode import Payload
@@ -49,7 +49,7 @@ _MOST_PLACES = 4096
 _LONGEST_NAME = 256
 """Characters of a model whose places are kept: no model has a longer name, and memory must stay small."""
 # Looked up once: an enumeration's attribute costs as much as a call.
-_OWN = Source.OWN
+_OWN = EstimateSource.OWN
 
 _NEVER = 2**62
 _ENDED = _NEVER + 1
@@ -59,7 +59,7 @@ _Kind = tuple[str, str, str | None, Traits, int | None]
 """What finds a request's place: its tenant, path, model and traits, and its bound."""
 
 
-class LeasePlace(Place):
+class LeasePlace(KnownLengths):
     """The place of a kind of requests. `is_known`: its key has enough answers, whatever runs."""
 
     __slots__ = ("is_known",)
@@ -127,7 +127,7 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
         return self.prompt + self.longest * self.sequences
 
 
-class Answer(Protocol):
+class AnswerProgress(Protocol):
     """An answer as it passes: its events so far, and the engine's own count of its output where it said one.
 
     See `usage.UsageReader`.
@@ -356,7 +356,7 @@ class LeaseSizes:
         if running:
             self._unknown[place] = running
 
-    def begin(self, expected: Expected, lease: Lease, answer: Answer, streams: bool) -> LeaseSize:
+    def begin(self, expected: Expected, lease: Lease, answer: AnswerProgress, streams: bool) -> LeaseSize:
         """A request that was expected to use so much was admitted. `answer` is read as it passes."""
         grant = lease.grant
         name = None if grant is None or grant.engine is None else grant.engine.partition("#")[0]
@@ -373,7 +373,7 @@ class LeaseSizes:
             size.follow(self.estimator.tokens_per_chunk_at(expected.place))
         return size
 
-    def learn(self, expected: Expected, answer: Answer, is_complete: bool) -> None:
+    def learn(self, expected: Expected, answer: AnswerProgress, is_complete: bool) -> None:
         """An answer is over. It is longer than what was seen where it is not complete, or as long as it may be."""
         said, chunks = answer.output_tokens, answer.chunks
         if said is None:
@@ -391,7 +391,7 @@ class LeaseSizes:
                 counted = (chunks - answer.large_tokens) // expected.shown
             self.estimator.learn_at(expected.place, length, is_censored, counted)
 
-    def generated(self, expected: Expected, answer: Answer) -> int:
+    def generated(self, expected: Expected, answer: AnswerProgress) -> int:
         """Tokens of each sequence so far: the engine's count, and the events since by the tokens that one has."""
         tokens, later = answer.output_tokens, answer.later_tokens
         chunks = answer.chunks if tokens is None else answer.later_chunks
@@ -471,7 +471,7 @@ class LeaseSize(msgspec.Struct, eq=False):
     _engine: EngineSizes
     _expected: Expected
     _lease: Lease
-    _answer: Answer
+    _answer: AnswerProgress
     held: int
     used_tokens: int
     expected_tokens: int

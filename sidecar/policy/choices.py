@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Source(str, Enum):
+class TierSource(str, Enum):
     """Where a request's tier may come from. `engine` is the engine's own priority field or header, sent by a client."""
 
     BODY = "body"

@@ -16,7 +16,7 @@ from sidecar.policy.fleet import EngineAddress, EngineListFile, FleetPolicy, poo
 from sidecar.policy.fleet_validate import list_mistakes
 from sidecar.policy.model import Order, Policy, Tenant
 from sidecar.policy.pool_file import PoolFile
-from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
+from sidecar.policy.problems import FilePlace, Path, PolicyError, Problem, printable
 from sidecar.policy.rules import PoolRules, pool_rules
 from sidecar.policy.source import Document, read
 from sidecar.policy.tenant_files import obstacles, tenant_files
@@ -39,7 +39,7 @@ class Loaded:
         """Every file that was read, the pool's first."""
         return (self.pool.file, *(document.file for document in self.tenants.values()))
 
-    def place(self, path: Path) -> Place | None:
+    def place(self, path: Path) -> FilePlace | None:
         """Where a value stands: a path in the pool's file, or `("tenants", NAME, ...)` for one in a tenant's."""
         if len(path) > 1 and path[0] == "tenants":
             document = self.tenants.get(str(path[1]))
@@ -92,7 +92,7 @@ _HOW_TO_BEGIN = "`sidecar init` writes a policy for an engine"
 def _missing(file: FilePath, *, is_folder: bool) -> Problem:
     """No line: nothing is there to have lines."""
     missing = "there is no such file" if is_folder else "there is no such file or folder"
-    return Problem("", f"{missing}; {_HOW_TO_BEGIN}, or name another file or folder", Place(str(file), None))
+    return Problem("", f"{missing}; {_HOW_TO_BEGIN}, or name another file or folder", FilePlace(str(file), None))
 
 
 def _tenant_documents(pool: Document, folder: FilePath) -> tuple[list[Document], list[Problem]]:

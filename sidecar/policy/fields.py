@@ -26,7 +26,7 @@ from pydantic import (
 
 from sidecar.engines.base import MOST_SEGMENTS
 from sidecar.policy import units
-from sidecar.policy.choices import Learn, Source
+from sidecar.policy.choices import Learn, TierSource
 from sidecar.policy.declared import context
 from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import printable, quoted, suggestion, unknown
@@ -502,7 +502,7 @@ Origins = Annotated[
     AfterValidator(_alone),
 ]
 SourceList = Annotated[
-    tuple[Annotated[Source, Choice(Source, "source")], ...],
+    tuple[Annotated[TierSource, Choice(TierSource, "source")], ...],
     listed("[body, header, endpoint, key]"),
     AfterValidator(distinct),
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from sidecar.engines import NoEngine
+from sidecar.engines import NoPriorityEngine
 from sidecar.policy import fields as of
 from sidecar.policy.fleet import MOST_ENGINES, MOST_OF_AN_ENGINE
 from sidecar.policy.problems import Path, printable, quoted, unknown
@@ -134,13 +134,13 @@ def _unreported(engine: object, fleet: Mapping[str, object]) -> Found:
     is_needed = not isinstance(listed, list) or any(
         isinstance(entry, dict) and "capacity" not in entry for entry in listed
     )
-    if engine == NoEngine.name and fleet and is_needed and (common is None or _is_read(common)):
+    if engine == NoPriorityEngine.name and fleet and is_needed and (common is None or _is_read(common)):
         yield ("engines", "capacity"), "the engine none reports nothing; write tokens, requests or both"
 
 
 def _read_of_none(engine: object, listed: object, path: Path) -> Found:
     for place, entry in enumerate(listed if isinstance(listed, list) else []):
-        if engine == NoEngine.name and isinstance(entry, dict) and _is_read(entry.get("capacity")):
+        if engine == NoPriorityEngine.name and isinstance(entry, dict) and _is_read(entry.get("capacity")):
             yield (
                 (*path, place, "capacity"),
                 "the engine none reports nothing; write tokens, requests or both",

@@ -17,10 +17,10 @@ from sidecar.policy.choices import (
     Learn,
     Mode,
     Order,
-    Source,
     StoredTenants,
     StoreLoss,
     StreamUsage,
+    TierSource,
     Unguarded,
     Unsized,
     UsageInTraces,
@@ -51,12 +51,12 @@ __all__ = [
     "Queue",
     "RequestSize",
     "ServiceObjectives",
-    "Source",
     "StoreLoss",
     "StoredTenants",
     "StreamUsage",
     "Tenant",
     "Tier",
+    "TierSource",
     "Timeouts",
     "Unguarded",
     "Unsized",
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 MODE_VARIABLE = "SIDECAR_MODE"
-"""`pass`, whatever the policy says. See docs/sidecar-trouble.md."""
+"""`pass`, whatever the policy says. See docs/roll-out.md."""
 BARE = "bare"
 """The generation of a policy that has no more than passing needs: see `passing`."""
 

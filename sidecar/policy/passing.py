@@ -1,4 +1,4 @@
-"""`mode: pass`: every request passes, whatever is wrong with the rest of the policy. See docs/sidecar-trouble.md.
+"""`mode: pass`: every request passes, whatever is wrong with the rest of the policy. See docs/roll-out.md.
 
 The environment or one line of the pool's file asks for it. A process that starts so does not need a policy without
 mistakes: it has a bare one then, with no more than what passing needs, and changes to another by a restart.

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from pydantic import ValidationInfo, field_validator
 
 from sidecar.apis import STANDARD_PATHS
-from sidecar.engines import ENGINES, Engine, NoEngine
+from sidecar.engines import ENGINES, Engine, NoPriorityEngine
 from sidecar.engines.base import Carrier
 from sidecar.policy import fields as of
 from sidecar.policy.capacity import Capacity
@@ -18,10 +18,10 @@ from sidecar.policy.choices import (
     Background,
     Mode,
     Order,
-    Source,
     StoredTenants,
     StoreLoss,
     StreamUsage,
+    TierSource,
     Unguarded,
     Unsized,
     UsageInTraces,
@@ -308,7 +308,7 @@ class PoolFile:
     @field_validator("capacity")
     @classmethod
     def _engine_reports_it(cls, capacity: Capacity | None, info: ValidationInfo) -> Capacity | None:
-        if capacity is not None and capacity.is_read and info.data.get("engine") is NoEngine:
+        if capacity is not None and capacity.is_read and info.data.get("engine") is NoPriorityEngine:
             raise ValueError("the engine none reports nothing; write tokens, requests or both")
         return capacity
 
@@ -342,7 +342,7 @@ class PoolFile:
             named = (
                 None if thresholds is None else {tiers[level]: least for level, least in thresholds.items() if tiers}
             )
-            if Source.ENGINE in sources:
+            if TierSource.ENGINE in sources:
                 engine.check_thresholds(named, tiers)
             elif thresholds is not None:
                 raise ValueError("only read for the source engine; add engine to sources, or remove this")

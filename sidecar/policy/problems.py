@@ -16,7 +16,7 @@ _KEY = re.compile(r"\bsk-[\w-]{4,}|sk-[\w-]{16,}")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FilePlace:
     """A line of a file, counted from 1; None for the file as a whole, such as one that cannot be read."""
 
     file: str
@@ -33,7 +33,7 @@ class Problem:
 
     path: str
     message: str
-    place: Place | None = None
+    place: FilePlace | None = None
 
     def __str__(self) -> str:
         return ": ".join(str(part) for part in (self.place, self.path, self.message) if part)

@@ -32,7 +32,7 @@ from yaml.nodes import ScalarNode
 from yaml.reader import Reader
 from yaml.resolver import Resolver
 
-from sidecar.policy.problems import Path, Place, Problem, dotted, printable, quoted
+from sidecar.policy.problems import FilePlace, Path, Problem, dotted, printable, quoted
 from sidecar.policy.units import Ambiguous
 
 LARGEST_FILE_BYTES = 2**20
@@ -66,11 +66,11 @@ class Document:
     problems: tuple[Problem, ...] = ()
     is_missing: bool = False
 
-    def place(self, path: Path) -> Place:
+    def place(self, path: Path) -> FilePlace:
         """The line of the value at `path`, or of the nearest thing around it that is there."""
         while path and path not in self.lines:
             path = path[:-1]
-        return Place(self.file, self.lines.get(path, 1))
+        return FilePlace(self.file, self.lines.get(path, 1))
 
     def problem(self, path: Path, message: str) -> Problem:
         """A mistake at `path`."""
@@ -95,7 +95,9 @@ def read(path: FilePath) -> Document:
     except _Unreadable as stop:
         message, line = stop.problem_at
         is_missing = isinstance(stop.__cause__, FileNotFoundError) and not path.is_symlink()
-        return Document(file, content, None, problems=(Problem("", message, Place(file, line)),), is_missing=is_missing)
+        return Document(
+            file, content, None, problems=(Problem("", message, FilePlace(file, line)),), is_missing=is_missing
+        )
 
 
 def _content(path: FilePath) -> bytes:
@@ -210,7 +212,7 @@ class _Builder:
         return items
 
     def _report(self, path: Path, line: int, message: str) -> None:
-        self.problems.append(Problem(dotted(path), message, Place(self.file, line)))
+        self.problems.append(Problem(dotted(path), message, FilePlace(self.file, line)))
 
 
 def _events(text: str) -> Iterator[Event]:

@@ -8,12 +8,12 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from sidecar.durations import policy_duration
-from sidecar.engines import NoEngine
+from sidecar.engines import NoPriorityEngine
 from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
 from sidecar.policy.fleet_warnings import fleet_warnings
-from sidecar.policy.model import Learn, Limits, Order, Policy, Source, StoreLoss, Tier, Timeouts, Unguarded, Unsized
-from sidecar.policy.problems import Path, Place, Problem, dotted
+from sidecar.policy.model import Learn, Limits, Order, Policy, StoreLoss, Tier, TierSource, Timeouts, Unguarded, Unsized
+from sidecar.policy.problems import FilePlace, Path, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 
 MOSTLY_RESERVED = Fraction(80, 100)
@@ -36,7 +36,7 @@ NOMINAL = 10_000
 Found = Iterator[tuple[Path, str]]
 
 
-def warnings(policy: Policy, place: Callable[[Path], Place | None] = lambda _path: None) -> tuple[Problem, ...]:
+def warnings(policy: Policy, place: Callable[[Path], FilePlace | None] = lambda _path: None) -> tuple[Problem, ...]:
     """The warnings of `sidecar check` about a valid policy. `place` knows the files' lines: `Loaded.place`."""
     found = [*_pool(policy), *_pools(policy), *_tenants(policy), *fleet_warnings(policy)]
     return tuple(Problem(dotted(path), message, place(path)) for path, message in found)
@@ -149,7 +149,7 @@ def _unchecked_trust(policy: Policy) -> Found:
     fleet, engine = policy.engines, policy.engine
     path: Path = ("capacity", "learn") if fleet is None else ("engines", "capacity", "learn")
     if not engine.counts_preemptions:
-        who = "the engine" if engine is NoEngine else engine.title
+        who = "the engine" if engine is NoPriorityEngine else engine.title
         yield path, f"{who} reports no preemptions, so the quantile never rises; write learn: cautious"
         return
     if fleet is None:
@@ -169,9 +169,9 @@ def _unchecked_trust(policy: Policy) -> Found:
 def _engines_numbers(policy: Policy) -> Found:
     """Whole numbers that an engine's own clients send in a body's `priority`, where a number from 0 to 1 is read."""
     engine = policy.engine
-    if not takes_whole_numbers(engine) or Source.BODY not in policy.sources or Source.ENGINE in policy.sources:
+    if not takes_whole_numbers(engine) or TierSource.BODY not in policy.sources or TierSource.ENGINE in policy.sources:
         return
-    sources = ", ".join(source.value for source in (Source.ENGINE, *policy.sources))
+    sources = ", ".join(source.value for source in (TierSource.ENGINE, *policy.sources))
     levels = own_levels(engine, [tier.name for tier in policy.tiers], policy.default_level)
     yield (
         ("engine",),

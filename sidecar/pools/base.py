@@ -11,8 +11,8 @@ import msgspec
 from sidecar.errors import AdmissionError, QueueFull, RemainingLimits
 from sidecar.events import Placed
 from sidecar.policy.model import Limits
-from sidecar.scheduling.tickets import Gain, Ticket
-from sidecar.scheduling.tickets import Lease as Held
+from sidecar.scheduling.tickets import ScheduledLease as Held
+from sidecar.scheduling.tickets import Ticket, TicketGain
 
 if TYPE_CHECKING:
     from sidecar.pools.pool import Pool
@@ -53,7 +53,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     hits: tuple[tuple[str, int], ...] = ()
     barred: tuple[str, ...] = ()
     most: int = 0
-    gain: Gain | None = None
+    gain: TicketGain | None = None
 
     @property
     def charged_tokens(self) -> int:

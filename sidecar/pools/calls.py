@@ -16,7 +16,7 @@ from sidecar.scheduling import rate_limit
 from sidecar.scheduling.amounts import NOTHING
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.reports import Found
-from sidecar.scheduling.tickets import Gain
+from sidecar.scheduling.tickets import TicketGain
 from sidecar.version import STORE_LAYOUT
 
 LAYOUT = STORE_LAYOUT
@@ -85,7 +85,7 @@ class Bid(msgspec.Struct, array_like=True, frozen=True):
     barred: list[str]
     waited_us: int
     number: int
-    gain: Gain | None = None
+    gain: TicketGain | None = None
     has_returned: bool = False
     hint: float | None = None
 
@@ -97,7 +97,7 @@ class Withdrawn(msgspec.Struct, array_like=True, frozen=True):
     tier: str
 
 
-class Charge(msgspec.Struct, array_like=True, frozen=True):
+class LeaseGrowth(msgspec.Struct, array_like=True, frozen=True):
     """The growth of a lease. `told_with` is the number of the first call that said so: it is heard once."""
 
     tier: str
@@ -108,7 +108,7 @@ class Charge(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True):
-    """A turn that its tier pays back. `told_with`: see `Charge`."""
+    """A turn that its tier pays back. `told_with`: see `LeaseGrowth`."""
 
     tier: str
     owed_us: int
@@ -144,7 +144,7 @@ class Drain(msgspec.Struct, array_like=True, frozen=True):
     at_us: int = 0
 
 
-class TierRules(msgspec.Struct, array_like=True, frozen=True):
+class LedgerTierRules(msgspec.Struct, array_like=True, frozen=True):
     """The rules of one tier, its shares in millionths of the pool."""
 
     name: str
@@ -156,7 +156,7 @@ class TierRules(msgspec.Struct, array_like=True, frozen=True):
     preempt_after_us: int | None
 
     @classmethod
-    def of(cls, tier: StatedShares) -> TierRules:
+    def of(cls, tier: StatedShares) -> LedgerTierRules:
         """The shares of a tier, to a millionth."""
         reserve, lend, limit = (round(share * PPM) for share in (tier.reserve, tier.lend, tier.limit))
         return cls(tier.name, reserve, lend, limit, tier.always_first, tier.preemptible, tier.preempt_after_us)
@@ -167,10 +167,10 @@ class TierRules(msgspec.Struct, array_like=True, frozen=True):
         return Shares(self.name, reserve, lend, limit, self.always_first, self.preemptible, self.preempt_after_us)
 
 
-class PoolRules(msgspec.Struct, array_like=True, frozen=True):
+class LedgerRules(msgspec.Struct, array_like=True, frozen=True):
     """The rules of a pool: `figures.Rules`."""
 
-    tiers: list[TierRules]
+    tiers: list[LedgerTierRules]
     promote_after_us: int | None
     ceiling: int
     max_preemptions: int
@@ -179,10 +179,10 @@ class PoolRules(msgspec.Struct, array_like=True, frozen=True):
     fair_ppm: int
 
     @classmethod
-    def of(cls, rules: Rules) -> PoolRules:
+    def of(cls, rules: Rules) -> LedgerRules:
         """`rules`, whose shares count to a millionth."""
         return cls(
-            [TierRules.of(tier) for tier in rules.tiers],
+            [LedgerTierRules.of(tier) for tier in rules.tiers],
             rules.promote_after_us,
             rules.ceiling,
             rules.max_preemptions,
@@ -220,7 +220,7 @@ class Metered(msgspec.Struct, array_like=True, frozen=True):
     burst_us: int
 
 
-class Settled(msgspec.Struct, array_like=True, frozen=True):
+class ChargeSettled(msgspec.Struct, array_like=True, frozen=True):
     """A request that was charged has ended: it `used` so many tokens, None for its estimate.
 
     `told_with` is the number of the first call that said so: it is heard once. `is_counted`: it counts as a request.
@@ -266,22 +266,22 @@ class Call(msgspec.Struct, array_like=True):
     acks: list[int] = []
     bids: list[Bid] = []
     withdrawn: list[Withdrawn] = []
-    charges: list[Charge] = []
+    charges: list[LeaseGrowth] = []
     owes: list[Owed] = []
     engines: list[EngineView] | None = None
     caps: list[Cap] = []
     drains: list[Drain] = []
-    rules: PoolRules | None = None
+    rules: LedgerRules | None = None
     replaces: bool = False
     takes_over: bool = False
     knew: int = 0
     virtual: list[float] = []
     metered: list[Metered] = []
-    settled: list[Settled] = []
+    settled: list[ChargeSettled] = []
     running: list[Running] = []
 
 
-class Granted(msgspec.Struct, array_like=True, frozen=True):
+class BidGranted(msgspec.Struct, array_like=True, frozen=True):
     """A bid that got an engine. It counts since `counted_us`; `excess` and `excess_prompt`: rule 5.
 
     For reports: `found` is the engine as it found it, `passed` the tiers whose first had come before it, each with the
@@ -393,7 +393,7 @@ class ShortageTold(msgspec.Struct, array_like=True, frozen=True):
     closed: list[str]
 
 
-class Verdict(msgspec.Struct, array_like=True, frozen=True):
+class MeterVerdict(msgspec.Struct, array_like=True, frozen=True):
     """The answer to `Metered`: its charge, or the limit that it exceeds and when it would fit, None for never.
 
     Then what is left of requests and of tokens, each with the time until all of it is there.
@@ -420,7 +420,7 @@ class Reply(msgspec.Struct, array_like=True):
     number: int
     kind: Literal["unknown", "wait", "ok"]
     now_us: int = 0
-    grants: list[Granted] = []
+    grants: list[BidGranted] = []
     alive: int = 0
     on_hold: bool = False
     is_foreign: bool = False
@@ -435,7 +435,7 @@ class Reply(msgspec.Struct, array_like=True):
     config: list[EngineConfig] | None = None
     drained: list[Drain] | None = None
     lined: list[Lined] | None = None
-    verdicts: list[Verdict] = []
+    verdicts: list[MeterVerdict] = []
 
 
 class WakeUp(msgspec.Struct, array_like=True, frozen=True):
@@ -445,6 +445,6 @@ class WakeUp(msgspec.Struct, array_like=True, frozen=True):
     """
 
     to: str
-    grants: list[Granted] = []
+    grants: list[BidGranted] = []
     is_asked: bool = False
     now_us: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sidecar.pools.calls import Granted, Reply
+from sidecar.pools.calls import BidGranted, Reply
 
 
 class ServedElsewhere(NamedTuple):
@@ -29,7 +29,7 @@ class GrantsElsewhere:
         self._latest: tuple[int, int] | None = None
         self._news: ServedElsewhere | None = None
 
-    def own(self, grant: Granted) -> None:
+    def own(self, grant: BidGranted) -> None:
         """The replica was granted one of its bids, in a reply or before it."""
         self._own[grant.tier] += grant.tokens
 

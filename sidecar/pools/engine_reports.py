@@ -14,7 +14,7 @@ from sidecar.pools.stats import ALONE, bounded
 from sidecar.scheduling.amounts import minus
 from sidecar.scheduling.reports import Found
 from sidecar.scheduling.scheduler import Scheduler
-from sidecar.scheduling.tickets import Lease
+from sidecar.scheduling.tickets import ScheduledLease
 
 NO_ENGINE = "no engine takes new requests at present"
 MOST_NAMED = 3
@@ -89,7 +89,7 @@ def placed(grant: Grant, ask: Ask, engine: str, found: Found) -> Grant:
     return msgspec.structs.replace(grant, engine=engine, placed=why)
 
 
-def found_by(lease: Lease, pool: Scheduler, now_us: int) -> Found:
+def found_by(lease: ScheduledLease, pool: Scheduler, now_us: int) -> Found:
     """The engine of a lease in its pool, as that has found it which has just entered."""
     engine = pool.engines[lease.engine]
     (tokens, requests, _), held = engine.size(now_us), minus(engine.held, lease.amount)

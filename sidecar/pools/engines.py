@@ -53,7 +53,7 @@ class EngineFigures(NamedTuple):
     claims: int
 
 
-class Capacity(NamedTuple):
+class PoolSize(NamedTuple):
     """The size of the pool, None where a dimension is unbounded."""
 
     tokens: int | None
@@ -72,6 +72,6 @@ def sum_of(figures: Collection[int]) -> int | None:
     return None if UNLIMITED in figures else sum(figures)
 
 
-def sum_of_offers(offers: Sequence[EngineOffer]) -> Capacity:
+def sum_of_offers(offers: Sequence[EngineOffer]) -> PoolSize:
     """The whole capacity of several engines."""
-    return Capacity(*map(sum_of, zip((0, 0, 0), *((it.tokens, it.requests, it.prefill) for it in offers), strict=True)))
+    return PoolSize(*map(sum_of, zip((0, 0, 0), *((it.tokens, it.requests, it.prefill) for it in offers), strict=True)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sidecar.pools.calls import DEAD_US, Drain, EngineConfig, EngineView, Granted, Reply, Sums
+from sidecar.pools.calls import DEAD_US, BidGranted, Drain, EngineConfig, EngineView, Reply, Sums
 from sidecar.pools.row import NO_SUMS, Row, Sides, added
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import ScheduledEngine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.scheduler import Scheduler
 
@@ -51,7 +51,7 @@ class KnownPool:
         """A call says what the replica holds now."""
         self._stated = dict(self._row.sums)
 
-    def own_is_told(self, grants: Iterable[Granted]) -> None:
+    def own_is_told(self, grants: Iterable[BidGranted]) -> None:
         """What that call said is in the figures of its reply, and so are the `grants` there."""
         self._own = self._stated
         for grant in grants:
@@ -68,7 +68,9 @@ class KnownPool:
         if self.reply is not None:
             held = {engine.id: engine for engine in self.reply.held}
             for engine in self.config.values():
-                of = Engine(engine.id, engine.tokens, engine.requests, engine.prefill, engine.speed, engine.is_ready)
+                of = ScheduledEngine(
+                    engine.id, engine.tokens, engine.requests, engine.prefill, engine.speed, engine.is_ready
+                )
                 of.since_us, of.ramp_us = engine.since_us - self.ahead_us, engine.ramp_us
                 if (now := held.get(engine.id)) is not None:
                     of.held, of.sent, of.lined = (now.tokens, now.requests, now.prompt), now.sent, now.lined

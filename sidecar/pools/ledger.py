@@ -12,17 +12,17 @@ from functools import partial
 
 from sidecar.pools import calls
 from sidecar.pools import ledger_limits as limits
-from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, Call, Cell, Drain, EngineView, Granted, Reply, WakeUp
+from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, BidGranted, Call, Cell, Drain, EngineView, Reply, WakeUp
 from sidecar.pools.row import Sides, added, cells_of
 from sidecar.pools.shortage_told import gone_of, told_of
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
-from sidecar.scheduling.engines import Engine, Gone
+from sidecar.scheduling.engines import Gone, ScheduledEngine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Shortage, shortage
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.scheduling.scheduler import Scheduler
-from sidecar.scheduling.tickets import Lease, Ticket
+from sidecar.scheduling.tickets import ScheduledLease, Ticket
 from sidecar.scheduling.time_alone import next_change
 
 MOST_GRANTED = 64
@@ -43,17 +43,17 @@ class _Member:
     is_foreign: bool = False
     row: dict[Sides, Cell] = field(default_factory=dict)
     leaving: list[Cell] = field(default_factory=list)
-    outbox: dict[int, Granted] = field(default_factory=dict)
+    outbox: dict[int, BidGranted] = field(default_factory=dict)
     bids: dict[int, Ticket] = field(default_factory=dict)
     view: dict[str, EngineView] = field(default_factory=dict)
     view_number: int = 0
     viewed_at: int = 0
     seen: int = -1
-    charged: dict[int, calls.Verdict] = field(default_factory=dict)
+    charged: dict[int, calls.MeterVerdict] = field(default_factory=dict)
     is_line_new: bool = True
 
 
-class State:
+class LedgerState:
     """What is lost with the store."""
 
     def __init__(self, now: int, layout: int, offset: int, limiter: RateLimiter) -> None:
@@ -85,19 +85,19 @@ class Ledger:
 
     def __init__(self, limiter: RateLimiter | None = None) -> None:
         self._limiter = limiter
-        self.state: State | None = None
+        self.state: LedgerState | None = None
         self._wake_ups: list[WakeUp] = []
-        self._near: Mapping[str, Lease] | None = None
+        self._near: Mapping[str, ScheduledLease] | None = None
         self._has_more = False
         self._are_more: Callable[[int], bool] = lambda _: False
 
-    def serves(self, leases: Mapping[str, Lease], are_more: Callable[[int], bool]) -> None:
+    def serves(self, leases: Mapping[str, ScheduledLease], are_more: Callable[[int], bool]) -> None:
         """`leases` are those of its only replica, in this process, which tells what changes by `hold` and `owe`.
         `are_more`: whether others of a tier wait there than its bids.
         """
         self._near, self._are_more = leases, are_more
 
-    def hold(self, lease: Lease, sign: int) -> None:
+    def hold(self, lease: ScheduledLease, sign: int) -> None:
         """A lease counts, or counts no more."""
         ticket, state = lease.ticket, self.state
         assert state is not None
@@ -163,7 +163,7 @@ class Ledger:
 
     # -- time, epochs, members
 
-    def _now(self, server_us: int) -> State:
+    def _now(self, server_us: int) -> LedgerState:
         """Time never goes back, whichever server answers."""
         state = self.state
         assert state is not None
@@ -173,13 +173,13 @@ class Ledger:
         state.last_call = now
         return state
 
-    def _create(self, now: int, layout: int, offset: int) -> State:
+    def _create(self, now: int, layout: int, offset: int) -> LedgerState:
         limiter = RateLimiter() if self._limiter is None else self._limiter
         if self.state is not None:  # what tenants have used outlasts a layout
             limiter = self.state.limiter
             for who in self.state.members:
                 limiter.forget(who)
-        self.state = State(now, layout, offset, limiter)
+        self.state = LedgerState(now, layout, offset, limiter)
         self._before = now
         self._wake_ups.append(WakeUp(""))
         return self.state
@@ -198,7 +198,7 @@ class Ledger:
             member.is_new = False
         self._wake_ups.append(WakeUp(""))
 
-    def _held(self) -> State:
+    def _held(self) -> LedgerState:
         assert self.state is not None
         return self.state
 
@@ -270,7 +270,7 @@ class Ledger:
                 of.queue.virtual = max(of.queue.virtual, virtual)
         return member
 
-    def _take_rules(self, call: Call, stated: calls.PoolRules) -> None:
+    def _take_rules(self, call: Call, stated: calls.LedgerRules) -> None:
         state = self._held()
         names = [tier.name for tier in stated.tiers]
         is_same = names == state.names
@@ -384,7 +384,7 @@ class Ledger:
 
     # -- sums and engines
 
-    def _hold(self, what: Iterable[Cell | Granted], sign: int) -> None:
+    def _hold(self, what: Iterable[Cell | BidGranted], sign: int) -> None:
         """Counts what replicas hold, or counts it no more."""
         state = self._held()
         for held in what:
@@ -396,13 +396,13 @@ class Ledger:
     def _combine_views(self) -> None:
         """The newest view that names an engine counts, from when it was told first; any that reaches it will do."""
         state = self._held()
-        table: dict[str, Engine] = {}
+        table: dict[str, ScheduledEngine] = {}
         by_age = sorted(state.members.items(), key=lambda it: it[1].view_number)
         for _, member in by_age:
             for view in member.view.values():
                 is_ready = view.is_reachable or (view.id in table and table[view.id].takes_new)
                 since = member.viewed_at - view.age_us
-                table[view.id] = Engine(
+                table[view.id] = ScheduledEngine(
                     view.id, view.tokens, view.requests, view.prefill, view.speed, is_ready, since, view.ramp_us
                 )
         for engine in table.values():
@@ -420,7 +420,7 @@ class Ledger:
         state = self._held()
         if state.hold_until:
             return
-        granted: dict[str, list[Granted]] = {}
+        granted: dict[str, list[BidGranted]] = {}
         most = UNBOUNDED if self._near is None else MOST_GRANTED
         decided = state.scheduler.decide(state.last_call, most)
         self._has_more = len(decided) >= most or state.scheduler.runs_out
@@ -428,7 +428,7 @@ class Ledger:
             member = state.members[ticket.owner]
             bid = int(ticket.id)
             del member.bids[bid]
-            member.outbox[bid] = grant = Granted(
+            member.outbox[bid] = grant = BidGranted(
                 bid,
                 state.names[ticket.tier],
                 engine,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from sidecar.errors import RemainingLimit
 from sidecar.policy.tenant import Limits
-from sidecar.pools.calls import Call, Metered, Settled, Verdict
+from sidecar.pools.calls import Call, ChargeSettled, Metered, MeterVerdict
 from sidecar.scheduling.rate_limit import RateLimiter
 
 
 def decide(
-    limiter: RateLimiter, call: Call, last_number: int, charged: dict[int, Verdict], now_us: int
-) -> list[Verdict]:
+    limiter: RateLimiter, call: Call, last_number: int, charged: dict[int, MeterVerdict], now_us: int
+) -> list[MeterVerdict]:
     """What `call` says and asks of its tenants' limits; it loses the bids that are refused.
 
     `last_number`: of the replica's last call before it. `charged` are the charges of that call, which the replica may
@@ -36,13 +36,13 @@ def decide(
             limiter.hold(holder, metered.tenant, limiter.held(holder, metered.tenant) + 1)
     for verdict in known.values():  # its client left before the replica had an answer
         assert verdict.charge is not None
-        _settle(limiter, Settled(0, verdict.charge, 0, True, False), now_us)
+        _settle(limiter, ChargeSettled(0, verdict.charge, 0, True, False), now_us)
     if refused := {verdict.number for verdict in verdicts if verdict.over is not None}:
         call.bids = [bid for bid in call.bids if bid.number not in refused]
     return verdicts
 
 
-def _settle(limiter: RateLimiter, settled: Settled, now_us: int) -> None:
+def _settle(limiter: RateLimiter, settled: ChargeSettled, now_us: int) -> None:
     charge = settled.charge
     if not settled.is_counted:
         limiter.refund_request(charge, now_us)
@@ -50,7 +50,7 @@ def _settle(limiter: RateLimiter, settled: Settled, now_us: int) -> None:
     limiter.correct(charge, used, now_us, was_held=settled.was_held)
 
 
-def _verdict(limiter: RateLimiter, metered: Metered, now_us: int) -> Verdict:
+def _verdict(limiter: RateLimiter, metered: Metered, now_us: int) -> MeterVerdict:
     limits = Limits(
         requests_per_minute=metered.requests_per_minute,
         tokens_per_minute=metered.tokens_per_minute,
@@ -63,7 +63,7 @@ def _verdict(limiter: RateLimiter, metered: Metered, now_us: int) -> Verdict:
         charge = limiter.charge(tenant, limits, metered.tokens, now_us)
     left = limiter.allowance(tenant, limits, now_us)
     limit, after_us = (None, None) if over is None else over
-    return Verdict(metered.number, charge, limit, after_us, _left(left.requests), _left(left.tokens))
+    return MeterVerdict(metered.number, charge, limit, after_us, _left(left.requests), _left(left.tokens))
 
 
 def _left(remaining: RemainingLimit | None) -> tuple[int, int] | None:

@@ -7,13 +7,13 @@ from fractions import Fraction
 
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Ask
-from sidecar.pools.calls import EngineView, PoolRules
+from sidecar.pools.calls import EngineView, LedgerRules
 from sidecar.pools.engines import EngineOffer
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.tickets import Ticket
 
 
-def rules_of(policy: Policy, weight_percent: int) -> PoolRules:
+def rules_of(policy: Policy, weight_percent: int) -> LedgerRules:
     """The rules of a policy."""
     rules = policy.rules
     stated = Rules(
@@ -25,7 +25,7 @@ def rules_of(policy: Policy, weight_percent: int) -> PoolRules:
         rules.is_by_gain,
         policy.fair if rules.is_by_gain else Fraction(1),
     )
-    return PoolRules.of(stated)
+    return LedgerRules.of(stated)
 
 
 def views_of(offers: Iterable[EngineOffer], now_us: int) -> list[EngineView]:

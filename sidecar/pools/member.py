@@ -15,30 +15,30 @@ from sidecar.pools.calls import (
     HEARTBEAT_US,
     HOLD_US,
     LAYOUT,
+    BidGranted,
     Call,
     Cap,
-    Charge,
     Drain,
     EngineConfig,
     EngineView,
-    Granted,
     Kind,
+    LeaseGrowth,
+    LedgerRules,
     Owed,
-    PoolRules,
     Reply,
     WakeUp,
 )
 from sidecar.pools.elsewhere import GrantsElsewhere
 from sidecar.pools.known_pool import KnownPool
 from sidecar.pools.ledger import Ledger
-from sidecar.pools.member_events import Entered, Event, Mode, Refused, TakeBack
+from sidecar.pools.member_events import Entered, Event, MemberMode, TakeBack, TicketRefused
 from sidecar.pools.meter import Meter
 from sidecar.pools.row import Row
 from sidecar.pools.taken_back import TakenBack
 from sidecar.pools.told import Told
 from sidecar.scheduling.amounts import UNBOUNDED, Amount
 from sidecar.scheduling.scheduler import Scheduler
-from sidecar.scheduling.tickets import Lease, Ticket
+from sidecar.scheduling.tickets import ScheduledLease, Ticket
 
 ANSWER_WITHIN_US = 1_500_000
 """A call without an answer for so long is lost: whether it was executed is not known."""
@@ -63,7 +63,7 @@ class Member:
     def __init__(
         self,
         who: str,
-        rules: PoolRules,
+        rules: LedgerRules,
         *,
         layout: int = LAYOUT,
         most_bids: int = BIDS_SHOWN,
@@ -79,10 +79,10 @@ class Member:
     ) -> None:
         self.who, self.rules, self.layout = who, rules, layout
         self._own_rules = rules.as_rules()
-        self.mode = Mode.JOINING
+        self.mode = MemberMode.JOINING
         self.is_closing = self.is_gone = self.is_foreign = False
         self.others_waiting = 0
-        self.leases: dict[str, Lease] = {}
+        self.leases: dict[str, ScheduledLease] = {}
         self.views: dict[str, EngineView] = {}
         self._divides, self._beat_us, self._lazy_us = divides, heartbeat_us, lazy_us
         self._replaces, self._takes_over = True, takes_over
@@ -106,7 +106,7 @@ class Member:
         self.first_failure_us: int | None = None
         self._due_us: int | None = 0
         self._alone: Ledger | None = None
-        self._alone_rules: PoolRules | None = None  # those that are stated to it
+        self._alone_rules: LedgerRules | None = None  # those that are stated to it
         self._returns: dict[str, int] = {}
 
     # -- requests
@@ -114,17 +114,17 @@ class Member:
     def submit(self, ticket: Ticket, now_us: int) -> None:
         """A request waits."""
         if self.is_foreign:
-            self.events.append(Refused(ticket))
+            self.events.append(TicketRefused(ticket))
             return
         self._bids.add(ticket)
-        if self.mode is not Mode.SHARED or self._bids.has_urgent(now_us, ticket.tier):
+        if self.mode is not MemberMode.SHARED or self._bids.has_urgent(now_us, ticket.tier):
             self._call_by(now_us)
 
-    def enter(self, ticket: Ticket, now_us: int) -> Lease | None:
+    def enter(self, ticket: Ticket, now_us: int) -> ScheduledLease | None:
         """The lease of one that enters at once: nothing waits, and nothing else is to be told. None: `submit` it."""
         near, bids, due_us = self._near, self._bids, self._due_us
         has_news = self._in_flight is not None or (due_us is not None and due_us <= now_us)
-        if near is None or has_news or bids.waiting or bids.is_paused or self.mode is not Mode.SHARED:
+        if near is None or has_news or bids.waiting or bids.is_paused or self.mode is not MemberMode.SHARED:
             return None
         entered = near.enter(ticket, now_us)
         return None if entered is None else self._lease(ticket, *entered)
@@ -140,7 +140,7 @@ class Member:
         elif self._near is not None:
             self._near.look_at_queue(ticket.tier)
 
-    def resize(self, lease: Lease, tokens: int, now_us: int) -> None:
+    def resize(self, lease: ScheduledLease, tokens: int, now_us: int) -> None:
         """A lease holds other tokens."""
         is_less = tokens < lease.ticket.tokens
         self._count(lease, -1)
@@ -151,16 +151,16 @@ class Member:
         else:
             self._call_by(now_us + self._lazy_us)
 
-    def charge(self, lease: Lease, tokens: int, now_us: int) -> None:
+    def charge(self, lease: ScheduledLease, tokens: int, now_us: int) -> None:
         """The tenant of a lease is charged for so many tokens more (rule 2)."""
         ticket = lease.ticket
         if self._near is not None and not self._bids:
             return
-        self._told.append(Told(Charge(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0)))
+        self._told.append(Told(LeaseGrowth(self._names[ticket.tier], ticket.tenant, tokens, ticket.weight, 0)))
         self._bids.charge(ticket.tier, ticket.tenant, tokens, ticket.weight)
         self._call_by(now_us + self._lazy_us)
 
-    def first_byte(self, lease: Lease, now_us: int) -> None:
+    def first_byte(self, lease: ScheduledLease, now_us: int) -> None:
         """The prompt of a lease counts no longer."""
         self._count(lease, -1)
         if owed_us := lease.first_byte(now_us):
@@ -168,7 +168,7 @@ class Member:
         self._count(lease, 1)
         self._tell_soon(now_us)
 
-    def end(self, lease: Lease, now_us: int) -> None:
+    def end(self, lease: ScheduledLease, now_us: int) -> None:
         """A lease ends."""
         ticket, near = lease.ticket, self._near
         if near is None:
@@ -184,7 +184,7 @@ class Member:
         if near is None or self._bids.waiting:
             self._tell_soon(now_us)
 
-    def _count(self, lease: Lease, sign: int) -> None:
+    def _count(self, lease: ScheduledLease, sign: int) -> None:
         if lease.is_chosen:
             self._back.is_new = True
         if self._near is None:
@@ -192,23 +192,23 @@ class Member:
         else:
             self._near.hold(lease, sign)
 
-    def keep(self, lease: Lease, now_us: int) -> None:
+    def keep(self, lease: ScheduledLease, now_us: int) -> None:
         """The first byte of a lease is on its way: it is taken back no more."""
         if self._back.kept(lease):
             self._call_by(now_us)
 
-    def hand_back(self, lease: Lease, barred: Iterable[str], now_us: int) -> None:
+    def hand_back(self, lease: ScheduledLease, barred: Iterable[str], now_us: int) -> None:
         """A lease waits again: it was taken back, or its engine (`barred`) broke or refused it."""
         lease.ticket.barred |= frozenset(barred)
         self._wait_again(lease, lease.returns + 1, now_us)
 
-    def ask_again(self, lease: Lease, tokens: int, now_us: int) -> None:
+    def ask_again(self, lease: ScheduledLease, tokens: int, now_us: int) -> None:
         """A lease that nobody has used waits on: it had grown. It is charged for that (rule 2), and not as a return."""
         self.charge(lease, tokens - lease.ticket.tokens, now_us)
         self.resize(lease, tokens, now_us)
         self._wait_again(lease, lease.returns, now_us)
 
-    def _wait_again(self, lease: Lease, returns: int, now_us: int) -> None:
+    def _wait_again(self, lease: ScheduledLease, returns: int, now_us: int) -> None:
         self.end(lease, now_us)
         if returns:
             self._returns[lease.ticket.id] = returns
@@ -231,14 +231,14 @@ class Member:
         self._told.append(Told(record))
         self._call_by(now_us)
 
-    def change_rules(self, rules: PoolRules, now_us: int) -> None:
+    def change_rules(self, rules: LedgerRules, now_us: int) -> None:
         """Other rules of the same tiers, which replace those of the pool."""
         self.rules, self._own_rules, self._replaces = rules, rules.as_rules(), True
         self._back.start_over()
         for lease in self.leases.values():
             self._back.may_return(lease, self._own_rules)
-        if self.mode is Mode.SHARED:
-            self.mode = Mode.STATING
+        if self.mode is MemberMode.SHARED:
+            self.mode = MemberMode.STATING
         self._call_by(now_us)
 
     def close(self, now_us: int) -> None:
@@ -293,9 +293,9 @@ class Member:
         at = self._heartbeat_us if self._due_us is None else min(self._due_us, self._heartbeat_us)
         if self._in_flight is not None:
             at = self._answer_due_us()
-        elif self.mode is not Mode.SHARED and self.mode is not Mode.STATING:
+        elif self.mode is not MemberMode.SHARED and self.mode is not MemberMode.STATING:
             at = max(self._retry_us, at)
-        if self.first_failure_us is not None and self.mode is Mode.LOST:
+        if self.first_failure_us is not None and self.mode is MemberMode.LOST:
             at = min(at, self.first_failure_us + ALONE_US)
         return at
 
@@ -315,11 +315,11 @@ class Member:
         is_beat = now_us >= self._heartbeat_us
         if not is_beat and (self._due_us is None or now_us < self._due_us):
             return None
-        if self.mode in (Mode.JOINING, Mode.WAITING, Mode.LOST, Mode.ALONE):
+        if self.mode in (MemberMode.JOINING, MemberMode.WAITING, MemberMode.LOST, MemberMode.ALONE):
             if now_us < self._retry_us:
                 return None
             kind: Kind = "ask"
-        elif self.mode is Mode.STATING:
+        elif self.mode is MemberMode.STATING:
             kind = "state"
         else:
             kind = "bye" if self._has_ended() else "call"
@@ -379,11 +379,11 @@ class Member:
         self._in_flight, self.pool.last_answer_us, self.failures = None, now_us, 0
         if reply.kind == "wait":
             self._bids.go_back()
-            self.mode, self._retry_us = Mode.WAITING, now_us + RETRY_US
+            self.mode, self._retry_us = MemberMode.WAITING, now_us + RETRY_US
             self._call_by(self._retry_us)
         elif reply.kind == "unknown":
             # Until its statement is answered it admits nothing alone.
-            self.mode, self._alone = Mode.STATING, None
+            self.mode, self._alone = MemberMode.STATING, None
             self._bids.go_back()
             if self.is_foreign:  # the pool's own replicas come first
                 self._heartbeat_us = now_us + HOLD_US
@@ -395,7 +395,7 @@ class Member:
             self._in_pool(call, reply, now_us)
 
     def _in_pool(self, call: Call, reply: Reply, now_us: int) -> None:
-        self.mode, self.first_failure_us = Mode.SHARED, None
+        self.mode, self.first_failure_us = MemberMode.SHARED, None
         self.pool.take(reply, call.engines, now_us)
         self.is_foreign = reply.is_foreign
         if call.kind == "state":
@@ -407,10 +407,10 @@ class Member:
         self._bids.take_tags(reply)
         may_replace = self.is_foreign and call.whole and call.kind == "call" and not self.is_closing
         if may_replace or self._replaces:
-            self.mode = Mode.STATING  # the pool's own replicas may be gone, or the rules changed during the call
+            self.mode = MemberMode.STATING  # the pool's own replicas may be gone, or the rules changed during the call
             self._call_by(now_us)
         if self.is_foreign:
-            self.events += [Refused(ticket) for ticket in self._bids.remove_all()]
+            self.events += [TicketRefused(ticket) for ticket in self._bids.remove_all()]
         if self._near is None:
             self.pool.own_is_told(reply.grants)
             self.elsewhere.answered(reply, self._sent_us, is_first=call.kind == "state")
@@ -432,13 +432,13 @@ class Member:
 
     def mirror(self, now_us: int) -> Scheduler:
         """The pool, by the last reply and what changed since, without what waits. Alone: its part, and its line."""
-        ledger = self._alone if self.mode is Mode.ALONE else self._near
+        ledger = self._alone if self.mode is MemberMode.ALONE else self._near
         if ledger is not None and ledger.state is not None:
             ledger.state.scheduler.look(now_us)
             return ledger.state.scheduler
         return self.pool.as_scheduler(self._own_rules, now_us)
 
-    def _take(self, grants: Iterable[Granted], is_reply: bool, ahead_us: int) -> None:
+    def _take(self, grants: Iterable[BidGranted], is_reply: bool, ahead_us: int) -> None:
         """Only a reply is complete: a grant there for a bid that is gone gives its room back. A wake-up is a hint."""
         for grant in grants:
             ticket = self._bids.granted(grant.bid)
@@ -450,7 +450,7 @@ class Member:
             if ticket is not None:
                 self._begin(ticket, grant, ahead_us)
 
-    def _begin(self, ticket: Ticket, grant: Granted, ahead_us: int) -> None:
+    def _begin(self, ticket: Ticket, grant: BidGranted, ahead_us: int) -> None:
         ticket.tokens, ticket.count = grant.tokens, grant.prompt
         ticket.excess, ticket.excess_prompt, ticket.is_in_floor = grant.excess, grant.excess_prompt, grant.is_in_floor
         ticket.counted_us, ticket.admission = grant.counted_us - ahead_us, 1
@@ -459,22 +459,22 @@ class Member:
             self._row.add(lease, 1)
         self.events.append(Entered(lease, grant.found, dict(grant.passed)))
 
-    def _lease(self, ticket: Ticket, engine: str, sent: int) -> Lease:
+    def _lease(self, ticket: Ticket, engine: str, sent: int) -> ScheduledLease:
         self._entered += 1
         returns = self._returns.get(ticket.id, 0) if self._returns else 0
-        self.leases[ticket.id] = lease = Lease(ticket, engine, self._entered, sent, returns)
+        self.leases[ticket.id] = lease = ScheduledLease(ticket, engine, self._entered, sent, returns)
         self._back.may_return(lease, self._own_rules)
         return lease
 
     def woken(self, wake_up: WakeUp, now_us: int) -> None:
         """A hint: grants of this replica, or that an epoch begins."""
         if not wake_up.to or wake_up.is_asked:
-            if self.mode is Mode.SHARED:
+            if self.mode is MemberMode.SHARED:
                 self._call_by(now_us)
             return
-        if self.mode in (Mode.SHARED, Mode.LOST, Mode.STATING):
+        if self.mode in (MemberMode.SHARED, MemberMode.LOST, MemberMode.STATING):
             self._take(wake_up.grants, False, wake_up.now_us - now_us)
-        if self.mode is Mode.SHARED:
+        if self.mode is MemberMode.SHARED:
             self._call_if_needed(now_us)
 
     def unanswered(self, now_us: int) -> None:
@@ -489,8 +489,8 @@ class Member:
         if call.kind == "bye":
             self.is_gone = True
             return
-        if self.mode in (Mode.SHARED, Mode.STATING, Mode.JOINING):
-            self.mode = Mode.LOST if self.pool.replicas() and self._divides else Mode.JOINING
+        if self.mode in (MemberMode.SHARED, MemberMode.STATING, MemberMode.JOINING):
+            self.mode = MemberMode.LOST if self.pool.replicas() and self._divides else MemberMode.JOINING
         self._retry_us = now_us if self.failures == 1 else now_us + RETRY_US
         self._call_by(self._retry_us)
 
@@ -498,11 +498,11 @@ class Member:
 
     def _admit_alone(self, now_us: int) -> None:
         """Without the store: a ledger of its own, of the part `min(C // n, own + free // n)` of each engine."""
-        if self.mode is Mode.LOST and self.first_failure_us is not None:
+        if self.mode is MemberMode.LOST and self.first_failure_us is not None:
             if now_us < self.first_failure_us + ALONE_US:
                 return
             self._begin_alone()
-        if self.mode is not Mode.ALONE or self._alone is None:
+        if self.mode is not MemberMode.ALONE or self._alone is None:
             return
         is_done = False
         while not is_done:
@@ -519,7 +519,7 @@ class Member:
             is_done = len(self.leases) == before and not self.meter.has_questions
 
     def _begin_alone(self) -> None:
-        self.mode, self._alone, self._alone_number = Mode.ALONE, Ledger(), 0
+        self.mode, self._alone, self._alone_number = MemberMode.ALONE, Ledger(), 0
         self._acks, self._alone_rules, self._back.is_new = [], None, True
 
     def _compose_alone(self, now_us: int) -> Call:
@@ -540,7 +540,7 @@ class Member:
         """The engines of a replica that is alone; at UNBOUNDED as they are when the others have died."""
         return self.pool.parts(self.views, now_us)
 
-    def _owe(self, lease: Lease, owed_us: int, now_us: int) -> None:
+    def _owe(self, lease: ScheduledLease, owed_us: int, now_us: int) -> None:
         if self._near is not None:
             self._near.owe(lease.ticket.tier, owed_us, now_us)
         else:
@@ -564,5 +564,5 @@ class Member:
             self._tell_soon(now_us)
         if self._has_ended():
             self._call_by(now_us)
-        if self.mode is Mode.SHARED and (self.meter.has_questions or self._bids.has_urgent(now_us)):
+        if self.mode is MemberMode.SHARED and (self.meter.has_questions or self._bids.has_urgent(now_us)):
             self._call_by(now_us)

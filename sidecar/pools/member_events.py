@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeAlias
 
 from sidecar.pools.meter import Judged
 from sidecar.scheduling.reports import Found
-from sidecar.scheduling.tickets import Lease, Ticket
+from sidecar.scheduling.tickets import ScheduledLease, Ticket
 
 
-class Mode(Enum):
+class MemberMode(Enum):
     """A replica's relation to its pool.
 
     `JOINING`: it was never in. `WAITING`: another layout is in force. `STATING`: the ledger does not know what it has.
@@ -29,7 +29,7 @@ class Mode(Enum):
 class Entered(NamedTuple):
     """A ticket got an engine: it is a lease. `found` and `passed`: see `calls.Granted`."""
 
-    lease: Lease
+    lease: ScheduledLease
     found: Found
     passed: Mapping[str, str]
 
@@ -37,13 +37,13 @@ class Entered(NamedTuple):
 class TakeBack(NamedTuple):
     """The room of a lease is needed: it is to be aborted, and to be handed back or kept."""
 
-    lease: Lease
+    lease: ScheduledLease
 
 
-class Refused(NamedTuple):
+class TicketRefused(NamedTuple):
     """The pool has other tiers: a ticket cannot wait here."""
 
     ticket: Ticket
 
 
-Event: TypeAlias = Entered | TakeBack | Refused | Judged
+Event: TypeAlias = Entered | TakeBack | TicketRefused | Judged

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from sidecar.pools.bids import Bids
-from sidecar.pools.calls import BIDS_SHOWN, Call, Metered, Running, Settled, Verdict
+from sidecar.pools.calls import BIDS_SHOWN, Call, ChargeSettled, Metered, MeterVerdict, Running
 from sidecar.pools.ledger import Ledger
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import Charge
@@ -25,7 +25,7 @@ class Judged(NamedTuple):
     """
 
     asked: Metered
-    verdict: Verdict
+    verdict: MeterVerdict
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Question:
 class _Ended:
     """A charged request that ended, for the ledger that charged it: None for that of the pool."""
 
-    record: Settled
+    record: ChargeSettled
     ledger: Ledger | None
 
 
@@ -90,10 +90,10 @@ class Meter:
         if charge is not None:
             self._running[charge.tenant] -= 1
             used = None if used is None else max(0, min(used, UNBOUNDED))
-            self._end(Settled(0, charge, used, is_counted, was_held), ledger)
+            self._end(ChargeSettled(0, charge, used, is_counted, was_held), ledger)
             self._call_by(now_us + self._lazy_us)
 
-    def _end(self, record: Settled, ledger: Ledger | None) -> None:
+    def _end(self, record: ChargeSettled, ledger: Ledger | None) -> None:
         self._fallen.add(record.charge.tenant)
         self._ended.append(_Ended(record, ledger))
 
@@ -116,7 +116,7 @@ class Meter:
             question.is_sent = True
             call.metered.append(_part(question.asked, replicas))
 
-    def take(self, call: Call, verdicts: list[Verdict], ledger: Ledger | None = None) -> list[Judged]:
+    def take(self, call: Call, verdicts: list[MeterVerdict], ledger: Ledger | None = None) -> list[Judged]:
         """The verdicts of an answered call."""
         told = range(1, call.number + 1)
         self._ended = [it for it in self._ended if it.ledger is not ledger or it.record.told_with not in told]
@@ -125,7 +125,7 @@ class Meter:
             question, charge = self._questions.pop(verdict.number, None), verdict.charge
             if question is None:
                 if charge is not None:
-                    self._end(Settled(0, charge, 0, is_counted=True, was_held=False), ledger)
+                    self._end(ChargeSettled(0, charge, 0, is_counted=True, was_held=False), ledger)
                 continue
             if charge is not None:
                 self._charges[verdict.number] = charge, ledger

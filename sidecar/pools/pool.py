@@ -24,14 +24,14 @@ from sidecar.pools.ledger_link import Link, LocalLink
 from sidecar.pools.ledger_rules import rules_of, ticket_of, views_of
 from sidecar.pools.limits import downgraded, metered, refusal, remaining
 from sidecar.pools.member import Member
-from sidecar.pools.member_events import Entered, Mode, TakeBack
+from sidecar.pools.member_events import Entered, MemberMode, TakeBack
 from sidecar.pools.meter import Judged
 from sidecar.pools.pool_figures import ReportedPool
 from sidecar.pools.pool_requests import PoolRequests
 from sidecar.pools.store_watch import Elsewhere, StoreWatch
 from sidecar.scheduling.amounts import UNBOUNDED
 from sidecar.scheduling.rate_limit import RateLimiter
-from sidecar.scheduling.tickets import Lease as Held
+from sidecar.scheduling.tickets import ScheduledLease as Held
 
 POOL = "pool#1"
 """The engine of a pool whose engines are not named: one engine is a fleet of one."""
@@ -491,7 +491,7 @@ class Pool(ReportedPool):
     def answered(self, reply: Reply) -> None:
         """See `LinkUser.answered`."""
         now_us = self._moment_us()
-        is_statement = self._member.mode is Mode.STATING
+        is_statement = self._member.mode is MemberMode.STATING
         self._member.answered(reply, now_us)
         self._note_blocked(now_us, is_blocked=bool(reply.lined))
         if self._link.is_shared:
@@ -580,7 +580,7 @@ class Pool(ReportedPool):
     async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
         """What is left of a tenant's limits, in all processes that share the pool. None where that is not known now."""
         self._run()
-        if self._member.mode is not Mode.SHARED:
+        if self._member.mode is not MemberMode.SHARED:
             return None
         number = next(self._ids)
         judged = self._questions[number] = asyncio.get_running_loop().create_future()

@@ -16,7 +16,7 @@ from sidecar.pools.engine_size import EngineSize
 from sidecar.pools.engines import EngineFigures, EngineOffer
 from sidecar.pools.ledger_link import Link
 from sidecar.pools.member import Member
-from sidecar.pools.member_events import Mode
+from sidecar.pools.member_events import MemberMode
 from sidecar.pools.pool_requests import PoolRequests
 from sidecar.pools.stats import HELD_BACK, TierUsage, alone, obstacle, part_in_words, pool_state
 from sidecar.pools.store_status import StoreStatus
@@ -78,7 +78,7 @@ class ReportedPool:
             return ()
         member, now_us = self._member, self.now_us()
         pool, reply = member.mirror(now_us), member.pool.reply
-        lined = pool.line if member.mode is Mode.ALONE or reply is None else reply.lined or ()
+        lined = pool.line if member.mode is MemberMode.ALONE or reply is None else reply.lined or ()
         claims = Counter(it.engine for it in lined)
         return engines_of(pool, claims, now_us, {offer.id for offer in self._offers})
 

@@ -11,11 +11,11 @@ from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools.base import Ask, Grant, Lease, TenantUse
 from sidecar.pools.elsewhere import ServedElsewhere
 from sidecar.pools.member import ANSWER_WITHIN_US
-from sidecar.pools.member_events import Mode
+from sidecar.pools.member_events import MemberMode
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.tenant_places import TenantPlaces
 from sidecar.pools.waits import NONE_AHEAD, Waits
-from sidecar.scheduling.tickets import Lease as Held
+from sidecar.scheduling.tickets import ScheduledLease as Held
 from sidecar.scheduling.tickets import Ticket
 
 
@@ -46,10 +46,10 @@ class PoolRequests:
         """How many do not wait."""
         return len(self._all) - len(self.waiting)
 
-    def came(self, lease: Lease, mode: Mode) -> None:
+    def came(self, lease: Lease, mode: MemberMode) -> None:
         """A request is entering."""
         self._waits.came(lease)
-        lease.is_prompt = mode is Mode.SHARED
+        lease.is_prompt = mode is MemberMode.SHARED
         self._all[lease.id] = lease
 
     def entered(self, lease: Lease, held: Held, now_us: int) -> Grant:

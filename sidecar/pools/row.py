@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from sidecar.pools.calls import Cell, Sums
 from sidecar.scheduling.amounts import Amount, plus
-from sidecar.scheduling.tickets import Lease
+from sidecar.scheduling.tickets import ScheduledLease
 
 Sides: TypeAlias = tuple[str, str]
 """The tier and the engine of a cell."""
@@ -36,7 +36,7 @@ class Row:
         self.sums: dict[Sides, Sums] = {}
         self.changed: set[Sides] = set()
 
-    def add(self, lease: Lease, sign: int) -> None:
+    def add(self, lease: ScheduledLease, sign: int) -> None:
         """Counts a lease, or counts it no more."""
         ticket = lease.ticket
         key = self._tiers[ticket.tier], lease.engine
@@ -63,7 +63,7 @@ class Row:
         return found
 
 
-def cells_of(tiers: Sequence[str], leases: Iterable[Lease]) -> list[Cell]:
+def cells_of(tiers: Sequence[str], leases: Iterable[ScheduledLease]) -> list[Cell]:
     """The sums of some leases."""
     part = Row(tiers)
     for lease in leases:

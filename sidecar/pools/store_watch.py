@@ -16,7 +16,7 @@ from sidecar.pools.calls import ALONE_US, DEAD_US, HEARTBEAT_US, HOLD_US, LAYOUT
 from sidecar.pools.clock import Clock
 from sidecar.pools.engines import EngineOffer, name_and_incarnation, sum_of
 from sidecar.pools.member import Member
-from sidecar.pools.member_events import Mode
+from sidecar.pools.member_events import MemberMode
 from sidecar.pools.stats import TierUsage
 from sidecar.pools.store_status import StoreStatus
 from sidecar.scheduling.amounts import UNBOUNDED
@@ -80,7 +80,7 @@ class StoreWatch:
         self._let_wait(member)
 
     def _let_wait(self, member: Member) -> None:
-        if self._entering and member.mode is Mode.SHARED and not member.is_awaiting:
+        if self._entering and member.mode is MemberMode.SHARED and not member.is_awaiting:
             for _, lease in self._entering:
                 lease.waits()
             self._entering = []
@@ -104,24 +104,24 @@ class StoreWatch:
             self._left.set()
         state, reason = self.status.state, self.why
         is_refused = False
-        if member.mode is Mode.SHARED:
+        if member.mode is MemberMode.SHARED:
             state, reason = StoreState.SHARED, f"{len(member.leases) + member.waiting()} requests of this replica"
             if member.is_foreign and member.pool.reply is not None:
                 state, reason, is_refused = StoreState.CLOSED, self._other_tiers(member.pool.reply), True
             elif self._held_since_us is not None and self._clock() - self._held_since_us > HOLD_US + HEARTBEAT_US:
                 state, reason = StoreState.WAITING, OTHER_LAYOUT
-        elif member.mode is Mode.WAITING:
+        elif member.mode is MemberMode.WAITING:
             state, reason = StoreState.WAITING, OTHER_LAYOUT
-        elif member.mode is Mode.ALONE:
+        elif member.mode is MemberMode.ALONE:
             state = StoreState.DIVIDED
-        elif member.mode is Mode.JOINING and self._has_been_lost(member):
+        elif member.mode is MemberMode.JOINING and self._has_been_lost(member):
             state = StoreState.CLOSED
-        if state is not StoreState.CONNECTING and member.mode not in (Mode.STATING, Mode.LOST):
+        if state is not StoreState.CONNECTING and member.mode not in (MemberMode.STATING, MemberMode.LOST):
             self.status.change(state, reason, is_refused=is_refused)
         elif state is StoreState.CONNECTING and member.failures:
             self.status.reason = reason
         is_held = self._held_since_us is not None and self._clock() < self._held_since_us + HOLD_US
-        if member.failures or member.mode is Mode.WAITING or (member.mode is Mode.SHARED and not is_held):
+        if member.failures or member.mode is MemberMode.WAITING or (member.mode is MemberMode.SHARED and not is_held):
             self.decided.set()
 
     def _has_been_lost(self, member: Member) -> bool:

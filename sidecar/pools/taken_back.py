@@ -10,7 +10,7 @@ from sidecar.pools.shortage_told import gone_of, shortage_of
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Returnable, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
-from sidecar.scheduling.tickets import Lease
+from sidecar.scheduling.tickets import ScheduledLease
 
 
 class TakenBack:
@@ -19,26 +19,26 @@ class TakenBack:
     def __init__(self, names: Sequence[str]) -> None:
         self.is_new = False
         self._names = names
-        self._leaving: dict[str, Lease] = {}
+        self._leaving: dict[str, ScheduledLease] = {}
         self._returnable = Returnable()
 
     def start_over(self) -> None:
         """Forgets what may be taken back: `may_return` says it anew."""
         self._returnable = Returnable()
 
-    def may_return(self, lease: Lease, rules: Rules) -> None:
+    def may_return(self, lease: ScheduledLease, rules: Rules) -> None:
         """One that is held, by the rules of now."""
         if rules.tiers[lease.ticket.tier].preemptible and not (lease.is_kept or lease.is_chosen):
             self._returnable.add(lease)
 
-    def ended(self, lease: Lease, rules: Rules) -> None:
+    def ended(self, lease: ScheduledLease, rules: Rules) -> None:
         """One that is held no more."""
         if self._leaving:
             self._leaves_no_more(lease)
         if rules.tiers[lease.ticket.tier].preemptible and not lease.is_kept:
             self._returnable.remove(lease)
 
-    def kept(self, lease: Lease) -> bool:
+    def kept(self, lease: ScheduledLease) -> bool:
         """One whose first byte is on its way stays. Whether it had been chosen."""
         was_chosen, lease.is_kept, lease.is_chosen = lease.is_chosen, True, False
         self._returnable.remove(lease)
@@ -51,7 +51,7 @@ class TakenBack:
         if self.is_new or call.whole:
             call.leaving, self.is_new = cells_of(self._names, self._leaving.values()), False
 
-    def choose(self, reply: Reply, ahead_us: int, pool: Scheduler, now_us: int) -> list[Lease]:
+    def choose(self, reply: Reply, ahead_us: int, pool: Scheduler, now_us: int) -> list[ScheduledLease]:
         """Those that give their room for what the ledger is short of, by the sums of its reply."""
         if reply.shortage is None:
             return []
@@ -64,6 +64,6 @@ class TakenBack:
             self._leaving[lease.ticket.id] = lease
         return chosen
 
-    def _leaves_no_more(self, lease: Lease) -> None:
+    def _leaves_no_more(self, lease: ScheduledLease) -> None:
         if self._leaving.pop(lease.ticket.id, None) is not None:
             self.is_new = True

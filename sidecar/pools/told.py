@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sidecar.pools.calls import Call, Cap, Charge, Drain, Owed
+from sidecar.pools.calls import Call, Cap, Drain, LeaseGrowth, Owed
 
 
 @dataclass
@@ -16,12 +16,12 @@ class Told:
     `number` is that of the first call that had it, 0 for none: a call that was heard is not heard twice.
     """
 
-    record: Charge | Owed | Drain | Cap
+    record: LeaseGrowth | Owed | Drain | Cap
     number: int = 0
 
     def put(self, call: Call) -> None:
         """Puts it into a call."""
-        if isinstance(self.record, Charge):
+        if isinstance(self.record, LeaseGrowth):
             call.charges = [*call.charges, msgspec.structs.replace(self.record, told_with=self.number)]
         elif isinstance(self.record, Owed):
             call.owes = [*call.owes, msgspec.structs.replace(self.record, told_with=self.number)]

@@ -46,7 +46,7 @@ NOTHING_GONE = Gone()
 
 
 @dataclass
-class Engine:
+class ScheduledEngine:
     """One incarnation of an engine: its sizes, and what it holds.
 
     `speed` is per mille of the usual. `is_known`: it is there; `takes_new`: it is open for new work; what it holds

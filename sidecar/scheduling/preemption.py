@@ -9,7 +9,7 @@ from typing import TypeAlias
 from sidecar.scheduling.amounts import NOTHING, Amount, plus
 from sidecar.scheduling.engines import Gone
 from sidecar.scheduling.scheduler import OTHER, Candidate, Place, Scheduler
-from sidecar.scheduling.tickets import Lease, Ticket
+from sidecar.scheduling.tickets import ScheduledLease, Ticket
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,17 @@ class Returnable:
     """The leases that may be taken back as far as they say so themselves, by engine and tier, in order of entering."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[str, int], dict[str, Lease]] = {}
+        self._of: dict[tuple[str, int], dict[str, ScheduledLease]] = {}
 
-    def add(self, lease: Lease) -> None:
+    def add(self, lease: ScheduledLease) -> None:
         """One that entered."""
         self._of.setdefault((lease.engine, lease.ticket.tier), {})[lease.ticket.id] = lease
 
-    def remove(self, lease: Lease) -> None:
+    def remove(self, lease: ScheduledLease) -> None:
         """One that has ended, is kept or is taken back."""
         self._of.get((lease.engine, lease.ticket.tier), {}).pop(lease.ticket.id, None)
 
-    def on(self, engine: str, levels: Iterable[int]) -> Iterator[Lease]:
+    def on(self, engine: str, levels: Iterable[int]) -> Iterator[ScheduledLease]:
         """Those of these tiers on one engine, of a tier the last that entered first."""
         for level in levels:
             yield from reversed(self._of.get((engine, level), {}).values())
@@ -97,7 +97,7 @@ class Returnable:
 
 def leases_to_take_back(
     scheduler: Scheduler, found: Shortage, leases: Returnable, now_us: int, gone: Gone
-) -> list[Lease]:
+) -> list[ScheduledLease]:
     """The leases whose room is enough, on the first engine that has such; empty where none has."""
     scheduler.look(now_us)
     levels = list(_levels_that_give(scheduler, found, gone))
@@ -126,13 +126,13 @@ class _Search:
     def __init__(self, scheduler: Scheduler, found: Shortage, engine: str, now_us: int, gone: Gone) -> None:
         self._scheduler, self._found, self._now, self._gone = scheduler, found, now_us, gone
         self._engine = scheduler.engines[engine]
-        self._left: Iterator[Lease] = iter(())
-        self._taken, self._freed, self._taken_of = list[Lease](), _NO_ROOM, dict[int, Amount]()
+        self._left: Iterator[ScheduledLease] = iter(())
+        self._taken, self._freed, self._taken_of = list[ScheduledLease](), _NO_ROOM, dict[int, Amount]()
         self._in_pool, self._on_engine = NOTHING, NOTHING  # what comes before the next of the group
         for ticket in found.engines[engine]:
             self._comes_before(ticket)
 
-    def leases(self, those_there: Iterator[Lease]) -> list[Lease] | None:
+    def leases(self, those_there: Iterator[ScheduledLease]) -> list[ScheduledLease] | None:
         """None where all that may be taken is not enough for the ticket that is served.
 
         Of an always_first tier as much as all that waits needs, one ticket more at a time, while that can be had.
@@ -175,9 +175,9 @@ class _Search:
             self._taken_of[tier] = plus(self._taken_of.get(tier, NOTHING), lease.amount)
         return True
 
-    def _needed(self, taken: list[Lease], lacking: Room) -> list[Lease]:
+    def _needed(self, taken: list[ScheduledLease], lacking: Room) -> list[ScheduledLease]:
         """The last chosen that are not needed are spared."""
-        freed, needed = _NO_ROOM, list[Lease]()
+        freed, needed = _NO_ROOM, list[ScheduledLease]()
         for lease in taken:
             freed = _changed(freed, lease, 1)
         for lease in reversed(taken):
@@ -187,7 +187,7 @@ class _Search:
                 needed.append(lease)
         return needed[::-1]
 
-    def _may_take(self, lease: Lease) -> bool:
+    def _may_take(self, lease: ScheduledLease) -> bool:
         """It may end; its tier keeps its floor without those taken before it; its room would not go back to it."""
         scheduler, ticket = self._scheduler, lease.ticket
         stays = lease.is_kept or lease.is_chosen or ticket.is_in_floor
@@ -213,6 +213,6 @@ def _covers(freed: Room, lacking: Room) -> bool:
     return freed[0] >= lacking[0] and freed[1] >= lacking[1] and freed[2] >= lacking[2] and freed[3] >= lacking[3]
 
 
-def _changed(freed: Room, lease: Lease, sign: int) -> Room:
+def _changed(freed: Room, lease: ScheduledLease, sign: int) -> Room:
     tokens, requests, prompt = lease.amount
     return freed[0] + sign * tokens, freed[1] + sign * requests, freed[2] + sign * prompt, freed[3] + sign * lease.sent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import ScheduledEngine
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.tickets import Ticket
 
@@ -12,7 +12,7 @@ from sidecar.scheduling.tickets import Ticket
 class Reach:
     """Of a pool's engines, until it has others. `is_divided`: replicas see different ones."""
 
-    def __init__(self, engines: Collection[Engine]) -> None:
+    def __init__(self, engines: Collection[ScheduledEngine]) -> None:
         self.is_divided = any(e.is_ready and e.unreachable_for for e in engines)
         self._engines = engines
         self._found: dict[str, frozenset[str]] = {}

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED, Amount, below, larger, minus, plus, smaller, within
-from sidecar.scheduling.engines import NOTHING_GONE, Engine, Gone
+from sidecar.scheduling.engines import NOTHING_GONE, Gone, ScheduledEngine
 from sidecar.scheduling.figures import Rules, figures_of
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.reach import Reach
@@ -46,7 +46,7 @@ class Candidate(NamedTuple):
     order_class: OrderClass
 
 
-class Grant(NamedTuple):
+class EngineGrant(NamedTuple):
     """A ticket enters an engine. `sent`: the prompt tokens that the engine has to prefill of it.
 
     `passed`: the levels whose first in order had come before it.
@@ -88,14 +88,14 @@ class Scheduler:
 
     def __init__(self, rules: Rules) -> None:
         self.tiers = [TierState(FairQueue(rules.by_gain)) for _ in rules.tiers]
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, ScheduledEngine] = {}
         self.line: list[Ticket] = []
         self.moved: set[str] = set()  # the owners of those that came into the line, left it, or chose another engine
         self.order: list[Candidate] | None = None  # of those that the last decision left
         self.admissions = 0
         self._now = 0
         self._total = NOTHING
-        self._only: Engine | None = None  # that of a steady pool of one engine, which is as large as it
+        self._only: ScheduledEngine | None = None  # that of a steady pool of one engine, which is as large as it
         self._largest_prefill = 0
         self._reach = Reach(())
         self.change_rules(rules)
@@ -135,7 +135,7 @@ class Scheduler:
                 state.on_floor = plus(state.on_floor, on_floor)
         of = self.engines.get(engine)
         if of is None:
-            of, self._is_steady, self._only = Engine(engine, is_known=False), False, None
+            of, self._is_steady, self._only = ScheduledEngine(engine, is_known=False), False, None
             self.engines[engine] = of
         a, b, c = of.held
         of.held = held = a + tokens, b + requests, c + prompt
@@ -148,7 +148,7 @@ class Scheduler:
             state = self.tiers[tier]
             state.owes_until_us = max(now_us, state.owes_until_us) + owed_us
 
-    def set_engines(self, offers: Iterable[Engine]) -> None:
+    def set_engines(self, offers: Iterable[ScheduledEngine]) -> None:
         """The engines from now on. What others hold still counts; a cap ends with its engine (rule 8)."""
         known = {e.id: e for e in offers}
         for name, old in self.engines.items():
@@ -168,12 +168,12 @@ class Scheduler:
 
     # -- one decision
 
-    def decide(self, now_us: int, most: int = UNBOUNDED) -> list[Grant]:
+    def decide(self, now_us: int, most: int = UNBOUNDED) -> list[EngineGrant]:
         """The steps that can be done now, in order, until so `most` have entered engines or a queue `runs_out`."""
         self.look(now_us)
         for tier in self.tiers:
             tier.queue.runs_out = False
-        grants, self.order = list[Grant](), None
+        grants, self.order = list[EngineGrant](), None
         is_any_ready = any(e.is_ready for e in self.engines.values())
         while is_any_ready and len(grants) < most and not self.runs_out and self._step(grants):
             pass
@@ -245,7 +245,7 @@ class Scheduler:
         """C, as of the last look."""
         return self._figures.capacity
 
-    def _step(self, grants: list[Grant]) -> bool:
+    def _step(self, grants: list[EngineGrant]) -> bool:
         """Rule 6: the next step, one enters an engine or comes to stand in line. False where there is none."""
         self._choose_again()
         closed: set[str] = set()  # engines that those before want
@@ -472,13 +472,15 @@ class Scheduler:
         """Whether one in line takes any engine now."""
         return self._now >= ticket.in_line_since_us + PATIENCE_US
 
-    def _best(self, ticket: Ticket, engines: Sequence[Engine]) -> str | None:
+    def _best(self, ticket: Ticket, engines: Sequence[ScheduledEngine]) -> str | None:
         if len(engines) < 2:
             return engines[0].id if engines else None
         percent = self.rules.affinity_percent
         return min(engines, key=lambda engine: engine.score(ticket, percent)).id
 
-    def _engine_for(self, ticket: Ticket, wanted: str | None, open_: Sequence[Engine], takes_any: bool) -> str | None:
+    def _engine_for(
+        self, ticket: Ticket, wanted: str | None, open_: Sequence[ScheduledEngine], takes_any: bool
+    ) -> str | None:
         """The engine that it enters now: the one that it wants, or the best other one without less of its prompt."""
         now = self._now
         engines = [e for e in open_ if e.has_room(ticket, now) and e.could_take(ticket, now)]
@@ -497,7 +499,7 @@ class Scheduler:
             free = sum(engine.is_ready for engine in self.engines.values()) - self.tiers[ticket.tier].lined
         return order_class == FIRST or free > 0
 
-    def _enter(self, ticket: Ticket, engine: str, order_class: OrderClass, over: dict[int, Rule]) -> Grant:
+    def _enter(self, ticket: Ticket, engine: str, order_class: OrderClass, over: dict[int, Rule]) -> EngineGrant:
         if not ticket.is_in_line:
             self.tiers[ticket.tier].queue.leave(ticket)
             return self._into(ticket, engine, order_class, 0, over)
@@ -506,7 +508,7 @@ class Scheduler:
 
     def _into(
         self, ticket: Ticket, engine: str, order_class: OrderClass, lined_us: int, over: dict[int, Rule]
-    ) -> Grant:
+    ) -> EngineGrant:
         """One that left its queue or the line. If it stood there for the floor, it counts already."""
         of = self.engines[engine]
         size, held = of.size(self._now), of.held
@@ -516,7 +518,7 @@ class Scheduler:
         ticket.engine = None
         sent = ticket.sent_to(engine) if ticket.count else 0
         self.hold(ticket.tier, engine, ticket.amount, sent, ticket.on_floor)
-        return Grant(ticket, engine, sent, found, over)
+        return EngineGrant(ticket, engine, sent, found, over)
 
     def _join(self, ticket: Ticket, wanted: str | None) -> None:
         state = self.tiers[ticket.tier]

@@ -12,7 +12,7 @@ MOST_OF_GAIN = 2**43
 """A thousand times that can be computed with doubles."""
 
 
-class Gain(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class TicketGain(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What a request earns in time (rule 9).
 
     `tokens`: its expected tokens that are in time if it enters `start_by_us` after its arrival or before; one less for
@@ -25,10 +25,10 @@ class Gain(msgspec.Struct, array_like=True, frozen=True, gc=False):
     start_by_us: int
     slack_us: int
 
-    def bounded(self) -> Gain:
+    def bounded(self) -> TicketGain:
         """The same within the bounds that the products of these figures need."""
         most = MOST_OF_GAIN
-        return Gain(
+        return TicketGain(
             self.weight,
             min(max(1, self.tokens), most),
             min(max(1, self.cost_us), most),
@@ -65,7 +65,7 @@ class Ticket(msgspec.Struct, eq=False):
     arrived_us: int = 0
     owner: str = ""
     number: int = 0
-    gain: Gain | None = None
+    gain: TicketGain | None = None
     has_returned: bool = False
     hint: float | None = None
 
@@ -114,7 +114,7 @@ class Ticket(msgspec.Struct, eq=False):
         return self.tokens, self.requests, self.count
 
 
-class Lease(msgspec.Struct, eq=False):
+class ScheduledLease(msgspec.Struct, eq=False):
     """A ticket that entered `engine` as the `entered`-th. Its owner keeps it, and tells the scheduler sums.
 
     `sent`: its prompt as it was sent, 0 from the first byte on. `returns`: how often it came back. `is_kept`: its first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import ScheduledEngine
 from sidecar.scheduling.scheduler import PATIENCE_US, Scheduler
 from sidecar.scheduling.tickets import Ticket
 
@@ -46,7 +46,7 @@ def _of_ticket(scheduler: Scheduler, ticket: Ticket, now_us: int) -> Iterator[in
         yield ticket.arrived_us + after_us
 
 
-def _next_tenth(engine: Engine, now_us: int) -> int:
+def _next_tenth(engine: ScheduledEngine, now_us: int) -> int:
     """The end of this tenth of its slow start."""
     if not engine.ramp_us:
         return 0

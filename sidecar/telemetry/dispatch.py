@@ -17,7 +17,7 @@ from sidecar.telemetry.failures import FirstFailure
 from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.providers import has_no_meter_provider, none_is_set
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord
-from sidecar.telemetry.spans.app_trace import AppTrace
+from sidecar.telemetry.spans.app_trace import AppSpan
 from sidecar.telemetry.spans.open_span import OpenSpan
 from sidecar.telemetry.spans.propagation import client_trace, injected
 from sidecar.telemetry.spans.request_spans import RequestSpans
@@ -123,13 +123,13 @@ class RequestObservation:
             self._dispatcher.tracer.report()
             return ()
 
-    def app_trace(self) -> AppTrace | None:
+    def app_trace(self) -> AppSpan | None:
         """See `Observation`. Where the request is not recorded, neither is what its app traces."""
         span = self._current()
         if span is None or self._admission is None or not self._dispatcher.tracer.is_mounted:
             return None
         try:
-            current = AppTrace(span, self._admission.parent)
+            current = AppSpan(span, self._admission.parent)
         except Exception:
             self._dispatcher.tracer.report()
             return None

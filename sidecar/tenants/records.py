@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Protocol
 
 
-class Refused(Enum):
+class ChangeRefused(Enum):
     """Why the store did not take a change."""
 
     EXISTS = "exists"
@@ -19,7 +19,7 @@ class Refused(Enum):
 class RefusedChange(Exception):
     """A change that the store did not take. For KEY `owner` is the tenant that has one of the keys."""
 
-    def __init__(self, reason: Refused, owner: str | None = None) -> None:
+    def __init__(self, reason: ChangeRefused, owner: str | None = None) -> None:
         super().__init__(reason.value)
         self.reason = reason
         self.owner = owner

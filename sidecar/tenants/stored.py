@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from sidecar.policy.store import StoreAddress
 from sidecar.pools.base import StoreError
-from sidecar.pools.redis.connection import Connect, Reach, SideConnection, connector_to
+from sidecar.pools.redis.connection import Connect, SideConnection, StoreReach, connector_to
 from sidecar.pools.redis.script import Script
-from sidecar.tenants.records import Refused, RefusedChange
+from sidecar.tenants.records import ChangeRefused, RefusedChange
 
 _SCRIPT = Script.read(__package__, "tenants")
 
@@ -102,7 +102,7 @@ class _Page(NamedTuple):
 class TenantRecords:
     """See `StoredRecords`. Use it from one event loop."""
 
-    def __init__(self, connect: Connect, reach: Reach | None = None) -> None:
+    def __init__(self, connect: Connect, reach: StoreReach | None = None) -> None:
         self._connection = SideConnection(connect, reach)
         self._known = _List()
         self._texts: Mapping[str, bytes] = {}
@@ -162,7 +162,7 @@ class TenantRecords:
             if kind == b"done":
                 return await self._catch_up()
             if kind != b"late":
-                raise RefusedChange(Refused(kind.decode()), rest[0].decode() if rest else None)
+                raise RefusedChange(ChangeRefused(kind.decode()), rest[0].decode() if rest else None)
         raise StoreError("others change the tenants without end")
 
     async def _catch_up(self) -> None:

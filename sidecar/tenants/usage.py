@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from sidecar.policy.store import StoreAddress
 from sidecar.pools.base import StoreError
-from sidecar.pools.redis.connection import Connect, Reach, SideConnection, connector_to
+from sidecar.pools.redis.connection import Connect, SideConnection, StoreReach, connector_to
 from sidecar.pools.redis.script import Script
 from sidecar.tenants.usage_records import Recorded, Sums, UsageFigures, UsageKey
 
@@ -25,7 +25,7 @@ def usage_connector(address: StoreAddress, pool: str) -> Connect:
 class RedisUsage:
     """See `UsageRecords`. `days` is for how long use is kept. Use it from one event loop."""
 
-    def __init__(self, connect: Connect, days: int, reach: Reach | None = None) -> None:
+    def __init__(self, connect: Connect, days: int, reach: StoreReach | None = None) -> None:
         self._connection = SideConnection(connect, reach)
         self._replica = uuid4().hex
         self._days = days

@@ -7,6 +7,7 @@ import logging
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from socket import socket
 
@@ -15,10 +16,10 @@ import msgspec
 from sidecar.server.server import wait_first
 from sidecar.serving import ServeSettings
 from sidecar.stores import TAKE_OVER_VARIABLE
-from sidecar.tasks import is_set_within
+from sidecar.tasks import is_set_within, report_failure
 from sidecar.telemetry.logs.setup import LogSettings
 from sidecar.workers.channel import CUT, Begin, WorkerState
-from sidecar.workers.process import Ending, WorkerProcess
+from sidecar.workers.process import ProcessEnd, WorkerProcess
 
 OVERDUE_S = 25.0
 """After the grace. A worker's telemetry may wait twice ten seconds for a Collector that does not answer."""
@@ -60,14 +61,18 @@ class Crew:
         """Starts all. `all_serving` is set when they listen."""
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._keep(each), name=f"worker {each.number}") for each in self.workers]
+        for worker, task in zip(self.workers, self._tasks, strict=True):
+            report_failure(task, partial(self._note_failure, worker.number))
 
     def serving(self) -> Sequence[WorkerProcess]:
         """Those that listen."""
         return [worker for worker in self.workers if worker.is_serving]
 
     def reload(self) -> None:
-        """All read the policy's files at once. One that is starting reads them anyway."""
-        for worker in self.workers:
+        """All read the policy's files at once. One that is starting reads them anyway; none does while they end: the
+        signal would kill one that only sends its last telemetry.
+        """
+        for worker in () if self.ending.is_set() else self.workers:
             if worker.state in (WorkerState.STARTED, WorkerState.SERVING):
                 worker.send(signal.SIGHUP)
 
@@ -116,7 +121,7 @@ class Crew:
             environment.pop(TAKE_OVER_VARIABLE, None)
             await is_set_within(self.ending, pause_s)
 
-    def _pause_s(self, worker: WorkerProcess, ending: Ending) -> float | None:
+    def _pause_s(self, worker: WorkerProcess, ending: ProcessEnd) -> float | None:
         """How long to wait before the worker's next start; None where there is none."""
         if ending.failed and not self.all_serving.is_set():
             self.fail(ending.failed.reason)  # the first start says what one process would say
@@ -131,6 +136,9 @@ class Crew:
         message = "worker %d is down: %s; it is started again"
         _log.warning(message, worker.number, worker.reason, extra={"event": "worker_down"})
         return pause_s
+
+    def _note_failure(self, number: int, reason: str) -> None:
+        self.fail(f"worker {number} cannot be kept running: {reason}")
 
     def _note_serving(self) -> None:
         if len(self.serving()) == len(self.workers):

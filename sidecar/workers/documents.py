@@ -19,15 +19,13 @@ def merged_state(rows: Sequence[Document], found: Sequence[Document | None]) -> 
     answers = [own for own in found if own is not None]
     if not answers:
         return {"workers": rows}
-    best = max(answers, key=lambda one: "pool" in one and _is_shared(one["pool"]))
+    best = max(answers, key=lambda one: _rank(one.get("pool", {})))
     merged = {**_without(best, *_OF_A_PROCESS), **{key: _sum([one[key] for one in answers]) for key in _COUNTS}}
     merged["draining"] = any(one["draining"] for one in answers)
     if "pool" in best:
-        merged["pool"] = merged_pool([one["pool"] for one in answers])
+        merged["pool"] = merged_pool([one["pool"] for one in answers if "pool" in one])
     if "models" in best:
-        pools = {name: merged_pool([one["models"][name]["pool"] for one in answers]) for name in best["models"]}
-        models = best["models"].items()
-        merged["models"] = {name: {**_without(one, *_OF_A_PROCESS), "pool": pools[name]} for name, one in models}
+        merged["models"] = {name: _merged_model(name, answers) for name in best["models"]}
     return {**merged, "workers": rows}
 
 
@@ -35,16 +33,23 @@ def merged_pool(pools: Sequence[Document]) -> Document:
     """A pool in a store: as one that the store decides for shows it. While it is lost for all, the sum of their parts.
 
     What tiers have waiting and the store's `own` counts are those of all workers. Without a store (`mode: pass`) it is
-    the sum of their pools.
+    the sum of their pools. A worker that was started again may run by another policy than the others, and have other
+    tiers: it is left out.
     """
-    summed = _sum([_without(pool, "store") for pool in pools])
-    if "store" not in pools[0]:
+    best = max(pools, key=_rank)
+    alike = [pool for pool in pools if _tiers(pool) == _tiers(best) and ("store" in pool) == ("store" in best)]
+    summed = _sum([_without(pool, "store") for pool in alike])
+    if "store" not in best:
         return dict(summed)
-    best = max(pools, key=_is_shared)
     shown = {**best} if _is_shared(best) else {**summed}
     waiting = [tier["queued"] for tier in summed["tiers"]]
     shown["tiers"] = [{**tier, "queued": queued} for tier, queued in zip(shown["tiers"], waiting, strict=True)]
-    return {**shown, "store": {**best["store"], "own": _sum([pool["store"]["own"] for pool in pools])}}
+    return {**shown, "store": {**best["store"], "own": _sum([pool["store"]["own"] for pool in alike])}}
+
+
+def _merged_model(name: str, answers: Sequence[Document]) -> Document:
+    models = [one["models"][name] for one in answers if name in one.get("models", ())]
+    return {**_without(models[0], *_OF_A_PROCESS), "pool": merged_pool([model["pool"] for model in models])}
 
 
 def merged_engines(answers: Sequence[Document]) -> Document:
@@ -56,8 +61,17 @@ def merged_engines(answers: Sequence[Document]) -> Document:
     return {"engines": [{**rows[0], **summed} for rows, summed in zip(by_id.values(), sums, strict=True)]}
 
 
+def _rank(pool: Document) -> tuple[bool, bool]:
+    """How much a pool's document says of what all workers share."""
+    return _is_shared(pool), "store" in pool
+
+
 def _is_shared(pool: Document) -> bool:
     return bool(pool.get("store", {}).get("state") == "shared")
+
+
+def _tiers(pool: Document) -> Sequence[str]:
+    return [tier["tier"] for tier in pool["tiers"]]
 
 
 def _own(answer: Document) -> Document:

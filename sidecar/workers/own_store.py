@@ -21,6 +21,7 @@ from pathlib import Path
 
 from sidecar.extras import how_to_install
 from sidecar.server import CannotServe
+from sidecar.tasks import report_failure
 from sidecar.workers.restarts import Restarts, how_it_ended
 
 _LOOK_S = 0.01
@@ -78,6 +79,7 @@ class OwnStore:
                 raise CannotServe(f"the store of the workers does not start: {self._program} {ended}{last}")
             await asyncio.sleep(_LOOK_S)
         self._keeping = asyncio.get_running_loop().create_task(self._keep(process, on_failure), name="sidecar store")
+        report_failure(self._keeping, lambda reason: on_failure(f"the store of the workers is not kept: {reason}"))
 
     async def stop(self) -> None:
         """Ends it."""

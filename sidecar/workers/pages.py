@@ -51,7 +51,7 @@ class WorkerPages:
 
     async def _answer(self, request: Request) -> Response | None:
         """The answer of the supervisor itself; None where a worker has it."""
-        path = request.url.path
+        path = request.scope["path"]  # `request.url` has the one that the `Host` says (Starlette 0.49 to 1.0)
         if request.method not in ("GET", "HEAD"):
             return None
         if path == "/healthz":
@@ -124,8 +124,9 @@ class WorkerPages:
     async def _one_for(self, request: Request) -> WorkerProcess | None:
         """A worker that serves. Where a request is asked for, the first that knows it."""
         serving = self._crew.serving()
-        if _OF_A_REQUEST.fullmatch(request.url.path):
-            answers = await _ask_all(serving, request.url.path, query=request.url.query)
+        path, query = request.scope["path"], request.scope["query_string"]
+        if _OF_A_REQUEST.fullmatch(path):
+            answers = await _ask_all(serving, path, query=query)
             for worker, answer in zip(serving, answers, strict=True):
                 if answer is not None and answer.status != 404:
                     return worker
@@ -133,20 +134,20 @@ class WorkerPages:
 
 
 async def _ask_all(
-    workers: Sequence[WorkerProcess], path: str, accept: str = "*/*", query: str = ""
+    workers: Sequence[WorkerProcess], path: str, accept: str = "*/*", query: bytes = b""
 ) -> Sequence[Page | None]:
     """One admin page of each; None where it does not answer."""
     return await asyncio.gather(*(_ask(worker, path, accept, query) for worker in workers))
 
 
-async def _ask(worker: WorkerProcess, path: str, accept: str, query: str) -> Page | None:
+async def _ask(worker: WorkerProcess, path: str, accept: str, query: bytes) -> Page | None:
     if worker.state not in (WorkerState.STARTED, WorkerState.SERVING):
         return None
     scope = {
         "type": "http",
         "method": "GET",
         "path": path,
-        "query_string": query.encode(),
+        "query_string": query,
         "headers": [(b"accept", accept.encode())],
         "extensions": {INTERNAL_REQUEST: {}},
     }

@@ -27,7 +27,7 @@ _PROGRAM = (
 _log = logging.getLogger("sidecar.workers")
 
 
-class Ending(NamedTuple):
+class ProcessEnd(NamedTuple):
     """How a process ended: for how long it had served, and its last report where that says why it could not begin."""
 
     served_s: float
@@ -63,7 +63,7 @@ class WorkerProcess:
         """For how long it has been in its state."""
         return time.monotonic() - self._since_s
 
-    async def run(self, begin: Begin, listener: socket.socket, environment: Mapping[str, str]) -> Ending:
+    async def run(self, begin: Begin, listener: socket.socket, environment: Mapping[str, str]) -> ProcessEnd:
         """Starts a process, and returns when it has ended. The process alone has the `listener` then."""
         ours, theirs = socket.socketpair()
         try:
@@ -79,13 +79,14 @@ class WorkerProcess:
         except OSError as error:
             ours.close()
             self.reason = f"its process cannot be started: {error.strerror}"
-            return Ending(0.0, None)
+            return ProcessEnd(0.0, None)
         self._change(WorkerState.STARTING)
-        reader, channel = await asyncio.open_unix_connection(sock=ours)
+        # A line may be long: the mistakes of a policy are as many as it has lines.
+        reader, channel = await asyncio.open_unix_connection(sock=ours, limit=sys.maxsize)
         failed = await self._follow(reader)
         code = await self._process.wait()
         channel.close()
-        ending = Ending(self.since_s if self.is_serving else 0.0, failed)
+        ending = ProcessEnd(self.since_s if self.is_serving else 0.0, failed)
         self.reason = f"its process {how_it_ended(code)}" if failed is None else failed.reason
         self._change(WorkerState.DOWN)
         return ending

@@ -30,7 +30,7 @@ from sidecar.workers.pages import WorkerPages
 _LONGEST_NAME = "worker-64.sock"
 
 
-class Plan(NamedTuple):
+class WorkersPlan(NamedTuple):
     """What to serve, by how many `workers`. `access` is that of the admin port."""
 
     settings: ServeSettings
@@ -50,7 +50,7 @@ def check_system(workers: int) -> None:
         )
 
 
-async def supervise(plan: Plan, announce: Callable[[str], None]) -> None:
+async def supervise(plan: WorkersPlan, announce: Callable[[str], None]) -> None:
     """Serves until SIGTERM or SIGINT. Raises CannotServe where that cannot begin or go on, and ValueError for settings
     that cannot be.
     """
@@ -87,7 +87,7 @@ async def supervise(plan: Plan, announce: Callable[[str], None]) -> None:
         raise CannotServe(crew.failure)
 
 
-def _check(plan: Plan) -> bool:
+def _check(plan: WorkersPlan) -> bool:
     """Whether the settings name a store. Raises ValueError for settings that no worker could begin with."""
     proxy_of(plan.settings.upstream, plan.policy)
     certificate_of(plan.settings.tls_cert, plan.settings.tls_key)

@@ -13,7 +13,7 @@ import pytest
 from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access, AdminGuard
 from sidecar.admin.engine_routes import EngineRoutes
-from sidecar.engines.view import EngineView
+from sidecar.engines.view import PoolEngines
 from sidecar.fleet import view as fleet_view
 from tests.fleet.views import Viewed, lease_of, viewed
 from tests.support.each import each
@@ -46,7 +46,7 @@ class Client:
 
 
 @asynccontextmanager
-async def admin(view: Callable[[], EngineView | None], access: Access | None = None) -> AsyncIterator[Client]:
+async def admin(view: Callable[[], PoolEngines | None], access: Access | None = None) -> AsyncIterator[Client]:
     routes = EngineRoutes(view)
     app = AdminGuard(admin_app(state=dict, readiness=list, routes=routes.routes()), access or Access())
     async with serving(app) as served, aiohttp.ClientSession(served.url) as session:

@@ -22,7 +22,7 @@ from sidecar.events import Admitted, Classified, Refused, Settled
 from sidecar.policy.model import CostPlace
 from sidecar.proxy.proxy import ReverseProxy
 from tests.admission.models import served_models
-from tests.support.middleware import App, Recorder, recorded
+from tests.support.middleware import App, Caller, Recorder, recorded
 from tests.support.redis_servers import free_port
 from tests.support.serving import Served, serving
 from tests.support.waiting import until
@@ -247,6 +247,22 @@ class TestUploads:
             assert b"did not arrive within 1 s" in answer
             assert it.held() == (0, 0)
             assert it.recorder.stories[0].one(Settled).error == "body_timeout"
+
+    async def test_what_still_comes_of_one_that_is_too_late_is_read_before_the_answer_ends(self, policy: Path) -> None:
+        """At its end the server closes the connection, and a client that still sends would lose the answer."""
+        written(policy, "body_timeout: 1s\n")
+        middleware = AdmissionMiddleware(App(), policy)
+        headers = [(b"content-type", b"audio/wav"), (b"content-length", b"%d" % (READ_AHEAD + 2))]
+        caller = Caller(middleware, path=UPLOAD, headers=headers)
+        caller.incoming.put_nowait({"type": "http.request", "body": b"x", "more_body": True})
+        request = caller.begin()
+        await until(lambda: len(caller.sent) == 2)
+        assert (caller.status, caller.sent[-1]["more_body"]) == (408, True)
+        caller.incoming.put_nowait({"type": "http.request", "body": b"x" * READ_AHEAD, "more_body": True})
+        caller.incoming.put_nowait({"type": "http.request", "body": b"x", "more_body": False})
+        await request
+        assert caller.incoming.empty()
+        assert caller.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 
     async def test_json_is_read_whatever_its_path_and_a_form_only_where_it_is_generic(self, policy: Path) -> None:
         app = App()

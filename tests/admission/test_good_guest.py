@@ -190,7 +190,7 @@ async def test_the_app_knows_the_id_that_the_client_gets(sent: list[bytes], is_o
 
 
 async def test_the_apps_log_lines_may_name_the_request() -> None:
-    """As docs/mounting.md shows it."""
+    """As docs/tutorial-fastapi.md shows it."""
 
     class WithId(logging.Filter):
         def filter(self, record: logging.LogRecord) -> bool:

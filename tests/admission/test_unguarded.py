@@ -19,6 +19,7 @@ from sidecar.policy.compiler import load
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.support.engine import RawEngine, answering, raw_engine
+from tests.support.markdown import table
 from tests.support.middleware import (
     CHAT,
     SMALL,
@@ -36,6 +37,7 @@ from tests.support.wire import exchange, get, post
 
 pytestmark = pytest.mark.anyio
 
+PAGE = Path(__file__).parents[2] / "docs" / "write-a-policy.md"
 BODY = b'{"text": "a", "sampling_params": {"max_new_tokens": 10000}}'
 SEEN = {
     "sglang": [
@@ -592,10 +594,8 @@ def test_the_page_says_what_the_code_does_of_the_others() -> None:
 
 
 def page_says(engine: str, shown: str) -> None:
-    """Fails unless docs/endpoints.md lists exactly the engine's paths, but for those that every engine has."""
-    text = (Path(__file__).parents[2] / "docs" / "endpoints.md").read_text(encoding="utf-8")
-    (row,) = (line for line in text.splitlines() if line.startswith(f"| {shown} |"))
-    _, _, generating, harmless, _ = row.split("|")
+    """Fails unless docs/write-a-policy.md lists exactly the engine's paths, but for those that every engine has."""
+    ((_, generating, harmless),) = (row for row in table(PAGE, "Each engine's paths") if row[0] == shown)
     routes = ENGINES[engine].routes
     assert set(re.findall("`([^`]+)`", generating)) == set(routes.generating) - set(OPENAI)
     assert set(re.findall("`([^`]+)`", harmless)) == set(routes.harmless)
@@ -603,7 +603,7 @@ def page_says(engine: str, shown: str) -> None:
 
 
 def test_the_page_lists_the_operators_pages() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "endpoints.md").read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     found = {
         shown: set(re.findall("`([^`]+)`", row)) for shown, row in re.findall(r"- (\w[\w-]*), besides: (.*)", text)
     }

@@ -1,4 +1,4 @@
-"""An answer without usage: what is charged, learned and counted, as docs/usage.md says."""
+"""An answer without usage: what is charged, learned and counted, as docs/write-a-policy.md says."""
 
 from __future__ import annotations
 

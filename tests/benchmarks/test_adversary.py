@@ -21,7 +21,7 @@ from benchmarks.adversary.simulation import Overfilled, Request, Simulation, mea
 from benchmarks.decisions import Decided
 from sidecar.events import StoreState
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.scheduling.tickets import Lease, Ticket
+from sidecar.scheduling.tickets import ScheduledLease, Ticket
 
 pytestmark = pytest.mark.long
 
@@ -47,7 +47,7 @@ class OneQueue:
         while self.waiting and sum(self.held.values()) + next(iter(self.waiting.values())).tokens <= self.room:
             ticket = self.waiting.pop(next(iter(self.waiting)))
             self.held[ticket.id] = ticket.tokens
-            admitted.append(Lease(ticket, "pool#1", 0, 0))
+            admitted.append(ScheduledLease(ticket, "pool#1", 0, 0))
         return Decided(admitted, [])
 
     def settle(self, ticket_id: str, now_us: int) -> None:

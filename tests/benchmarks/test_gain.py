@@ -12,7 +12,7 @@ from benchmarks.gain.floors import floors
 from benchmarks.gain.runs import GAIN, LEVEL, THREE, Common, Job, Measured, measure, saturated_rate, weighted_jobs
 from benchmarks.gain.targets import Target, targets
 from benchmarks.gain.traces import CONV, SYNTHETIC, TENANTS, offered, window
-from sidecar.tools.replay.trace import Row
+from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.baselines import NAMES
 from sidecar.tools.simulate.load import Assign, Request
 
@@ -25,7 +25,7 @@ WEIGHTS = ((4, 2, 1), (16, 4, 1))
 
 
 def request(tier: int, at_s: float, started_s: float | None, end_s: float, tokens: int = 100) -> Request:
-    one = Request(Row(line=1, at_s=at_s, input_tokens=tokens - 10, output_tokens=10), tier, "tenant", ())
+    one = Request(TraceRow(line=1, at_s=at_s, input_tokens=tokens - 10, output_tokens=10), tier, "tenant", ())
     one.started_us = None if started_s is None else round(started_s * 1e6)
     one.end_us = round(end_s * 1e6)
     return one

@@ -61,11 +61,11 @@ def test_a_cost_above_what_is_asked_is_missed_and_one_below_is_not() -> None:
 def test_a_peer_that_was_not_played_has_words_in_place_of_figures() -> None:
     document = report.empty("")
     document["peers"] = {"ours": "ours", "smg": "smg"}
-    report.add(document, "window", "calls", {"ours": [Figure("calls", 3.0, "")]})
+    report.add(document, "window", "calls", {"ours": [Figure("calls answered of 27", 3.0, "")]})
     assert "| has none over HTTP |" in report.markdown(document)
 
 
-def test_the_page_has_the_tables_of_the_kept_run() -> None:
+def test_the_page_has_the_table_of_the_kept_run() -> None:
     kept = json.loads(KEPT.read_text())
-    assert report.markdown(kept) in (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    assert report.markdown(kept) in (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
     assert KEPT.with_suffix(".txt").read_text(encoding="utf-8") == report.text(kept)

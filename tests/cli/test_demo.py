@@ -175,7 +175,9 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
     """Replaces the servers, and the playing of a run by what the test gives."""
 
     @contextmanager
-    def nowhere(runs: Sequence[demo_runs.Run], _: Path, *, has_page: bool) -> Iterator[dict[str, demo_runs.RunServers]]:
+    def nowhere(
+        runs: Sequence[demo_runs.DemoRun], _: Path, *, has_page: bool
+    ) -> Iterator[dict[str, demo_runs.RunServers]]:
         yield {run.name: demo_runs.RunServers([1], 1, 1 if has_page else None) for run in runs}
 
     def replace(play: Play) -> None:
@@ -185,7 +187,7 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
     return replace
 
 
-def figures_of(run: demo_runs.Run, *_: Any) -> RunMeasurement:
+def figures_of(run: demo_runs.DemoRun, *_: Any) -> RunMeasurement:
     return {figures.name: figures for figures in three()}[run.name]
 
 
@@ -218,7 +220,7 @@ def test_a_failed_request_is_a_failed_demo(
 def test_every_run_gets_the_same_arrivals(no_servers: Callable[[Play], None]) -> None:
     played = []
 
-    def play(run: demo_runs.Run, _: demo_runs.RunServers, arrivals: Any, *__: Any) -> RunMeasurement:
+    def play(run: demo_runs.DemoRun, _: demo_runs.RunServers, arrivals: Any, *__: Any) -> RunMeasurement:
         played.append((run.name, arrivals))
         return figures_of(run)
 

@@ -52,6 +52,13 @@ def test_it_says_who_starves_and_shows_every_tier() -> None:
     assert any(line.endswith("queue_full after 2.0 s: no place") for line in lines)
 
 
+def test_of_several_replicas_it_says_which_figures_are_those_of_one() -> None:
+    assert "of this replica" not in joined(overview(), 120)
+    both = [ReplicaView("one", "host", 90, 30, 0.0), ReplicaView("two", "host", 1, 1, 1.0)]
+    said = joined(overview(replicas=both), 120)
+    assert "of this replica alone: the last 5 minutes, leases, tenants and refusals" in said
+
+
 def test_a_line_for_each_engine_and_why_it_gets_no_requests() -> None:
     assert "ENGINE" not in drawn(overview(), 120)
     lines = lines_of(overview(engines=engines()), 120)

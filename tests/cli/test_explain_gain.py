@@ -12,7 +12,7 @@ import pytest
 from sidecar.admission.request_gain import GainMeter
 from sidecar.cli import main
 from sidecar.policy.compiler import load
-from sidecar.scheduling.tickets import Gain
+from sidecar.scheduling.tickets import TicketGain
 from tests.support.each import each
 from tests.support.middleware import App, Caller, Guarded
 
@@ -138,7 +138,7 @@ def test_a_pool_that_the_engine_sizes_has_parts_of_it(policy: Path, capsys: pyte
 def test_the_figures_are_those_that_the_sidecar_gives_the_request(
     policy: Path, tier: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[Gain | None] = []
+    given: list[TicketGain | None] = []
     appraise = GainMeter.appraise
 
     def spy(meter: GainMeter, request: Any, tier_names: Any) -> None:

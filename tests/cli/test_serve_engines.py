@@ -52,7 +52,7 @@ def test_without_an_engine_it_says_both_ways_to_name_one(tmp_path: Path) -> None
     policy.write_text("engine: vllm\ncapacity: {tokens: 100k}\ntiers: {normal: {}}\nanonymous: normal\n")
     code, (line,) = fails("--policy", str(policy))
     assert code == 1
-    assert "give --upstream URL, or write `engines:` in the policy (docs/several-engines.md)" in line
+    assert "give --upstream URL, or write `engines:` in the policy (docs/tutorial-engines.md)" in line
 
 
 def test_mounted_engines_are_not_behind_a_proxy(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from sidecar.tools.replay.trace import read_trace
 from sidecar.tools.simulate.baselines import ROUTERS, names
 from sidecar.tools.simulate.figures import judged, result
 from sidecar.tools.simulate.load import Assign, Request, load
-from sidecar.tools.simulate.play import ABANDONED, Played, Stage, play
+from sidecar.tools.simulate.play import ABANDONED, Played, SimulatedEngines, play
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
 from sidecar.tools.step_model.model import load_model, shipped
@@ -98,7 +98,7 @@ def played(folder: Path, name: str, by: Assign = Assign.REQUEST, patience_us: in
     )  # fmt: skip
     loop = VirtualLoop()
     with loop.running():
-        stage = Stage(model, 2, loop, KeyQueue)
+        stage = SimulatedEngines(model, 2, loop, KeyQueue)
         return policy, play(offered, stage, ProductAdmission(policy, stage), patience_us)
 
 

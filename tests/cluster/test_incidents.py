@@ -1,6 +1,6 @@
 """Incidents as the operator on call meets them: what the live page's first sentence, `explain` and the metrics say.
 
-`docs/alerts.md` sends the operator to exactly these places.
+`docs/who-starves.md` sends the operator to exactly these places.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ tenants: tenants/*.yaml
 KEYS = {tenant: f"sk-{tenant}-of-the-incidents" for tenant in ("flood", "chat", "night")}
 TIERS = {"flood": "normal", "chat": "high", "night": "batch"}
 WITHIN_S = 60.0
-RUNBOOKS = Path(__file__).parents[2] / "docs" / "alerts.md"
+RUNBOOKS = Path(__file__).parents[2] / "docs" / "who-starves.md"
 
 
 @dataclass

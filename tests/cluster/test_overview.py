@@ -186,6 +186,16 @@ async def test_what_waits_in_any_replica_of_the_same_mode_is_the_pools() -> None
     assert [it.recent[-1].wait_max_s for it in shown.tiers] == [0.0, 0.0], "the last minutes are this process's own"
 
 
+async def test_a_tier_that_waits_at_its_own_limit_in_another_replica_does_not_starve() -> None:
+    policy = policy_of()
+    pool = Telling(policy)
+    waits = [TierWaits("batch", Amount(500, 5), OldestWaiter(40.0, 30.0, {"high": 700}, "two"), is_at_limit=True)]
+    pool.others = {"two": PeerReport(1.0, pack(other("two", tiers=waits)))}
+    live = PoolOverview(sources_of(pool, policy), lambda: NOW_S)
+    await live._share()
+    assert live.overview().headline == "No request starves. batch waits longest: 40 s, at its own limit."
+
+
 async def test_a_defect_in_sharing_is_reported_and_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARE_EVERY_S", 0.01)
     monkeypatch.setattr(module, "RETRY_S", 0.01)

@@ -55,6 +55,13 @@ def test_the_headline_says_who_starves_who_overtook_it_and_why() -> None:
     )
 
 
+def test_of_several_replicas_the_last_minutes_are_said_to_be_this_ones() -> None:
+    assert headline([starved()], is_alone=False) == (
+        "batch starves: its oldest request has waited 3 m 12 s and starved 2 m 40 s. "
+        "high overtook requests of this replica 41 times in 5 minutes, because high is more important."
+    )
+
+
 def test_it_is_the_one_that_starves_most_not_the_one_that_waits_longest() -> None:
     waits = starved("low", wait_s=500, starved_s=1)
     assert headline([waits, starved("batch", wait_s=60, starved_s=40)]).startswith("batch starves")
@@ -85,7 +92,7 @@ def test_who_waits_at_its_own_limit_does_not_starve() -> None:
     waits = msgspec.structs.replace(starved(), overtaken_by=by_limit, is_at_limit=waits_at_its_limit(by_limit))
     assert starving([waits]) is None
     assert headline([tier("high"), waits]) == ("No request starves. batch waits longest: 3 m 12 s, at its own limit.")
-    gone = msgspec.structs.replace(waits, oldest=None, recent=[Bucket(0, starvation_max_s=12.0)])
+    gone = msgspec.structs.replace(waits, oldest=None, is_at_limit=False, recent=[Bucket(0, starvation_max_s=12.0)])
     assert headline([tier("high"), gone]) == "No request waits."
 
 
@@ -97,6 +104,10 @@ def test_when_no_one_waits_it_still_says_who_starved_before() -> None:
     assert headline([tier("high"), before]) == (
         "No request waits. In the last 5 minutes batch starved for up to 12 s. "
         "high overtook it once in 5 minutes, because high is more important."
+    )
+    assert headline([tier("high"), before], is_alone=False) == (
+        "No request waits. In the last 5 minutes batch of this replica starved for up to 12 s. "
+        "high overtook requests of this replica once in 5 minutes, because high is more important."
     )
 
 

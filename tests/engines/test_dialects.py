@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from sidecar.admission.forwarding import forwarded_body
 from sidecar.apis import Api
-from sidecar.engines import ENGINES, Dynamo, NoEngine, Sglang, Vllm
+from sidecar.engines import ENGINES, Dynamo, NoPriorityEngine, Sglang, Vllm
 from sidecar.engines.base import Carrier, Engine, Forward
 from sidecar.engines.registry import CLIENT_MEMBERS, client_headers, client_members
-from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
+from sidecar.engines.tensorrt_llm import PriorityRoute, TensorRtLlm
 from sidecar.payload.decode import decode
 from sidecar.payload.edit import remove
 from tests.support.each import each
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, _ = Api
-TRTLLM, VLLM, SGLANG, DYNAMO, NONE = TensorRtLlm, Vllm, Sglang, Dynamo, NoEngine
+TRTLLM, VLLM, SGLANG, DYNAMO, NONE = TensorRtLlm, Vllm, Sglang, Dynamo, NoPriorityEngine
 TALKING = (TRTLLM, VLLM, SGLANG, DYNAMO)
 LADDERS = range(1, 21)
 
@@ -113,8 +113,8 @@ def test_a_priority_travels_where_each_endpoint_reads_it(engine: type[Engine], c
             assert forward.is_sent == (way != NOTHING)
 
 
-@pytest.mark.parametrize(("route", "is_sent"), [(Route.HANDED_OVER, True), (Route.NONE, False)])
-def test_in_the_engines_own_process_no_body_is_rewritten_for_it(route: Route, is_sent: bool) -> None:
+@pytest.mark.parametrize(("route", "is_sent"), [(PriorityRoute.HANDED_OVER, True), (PriorityRoute.NONE, False)])
+def test_in_the_engines_own_process_no_body_is_rewritten_for_it(route: PriorityRoute, is_sent: bool) -> None:
     """And the values are the same: the caller that hands them over finds them in the grant."""
     for api in Api:
         forward = TensorRtLlm(route=route).forward(api, 0.75)

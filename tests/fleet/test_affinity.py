@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.apis import Api
-from sidecar.fleet.affinity import NOTHING, PROMPT_CACHE_KEY, Affinity, Prediction, Session, Sessions
+from sidecar.fleet.affinity import NOTHING, PROMPT_CACHE_KEY, AffinityPredictor, Prediction, Session, Sessions
 
 HEADER = b"x-session-id"
 LARGEST_REST = 128
@@ -20,8 +20,8 @@ LARGEST_REST = 128
 ENGINES = {"a#1": 100_000, "b#1": 100_000}
 
 
-def affinity(**options: Any) -> Affinity:
-    found = Affinity(**{"session": (HEADER, PROMPT_CACHE_KEY), **options})
+def affinity(**options: Any) -> AffinityPredictor:
+    found = AffinityPredictor(**{"session": (HEADER, PROMPT_CACHE_KEY), **options})
     found.set_engines(ENGINES)
     return found
 
@@ -32,13 +32,15 @@ def body(*texts: str, **fields: Any) -> bytes:
     return json.dumps({"model": "m", "messages": messages, **fields}).encode()
 
 
-def predict(pool: Affinity, *texts: str, tenant: str = "t", session: bytes | None = None, **fields: Any) -> Prediction:
+def predict(
+    pool: AffinityPredictor, *texts: str, tenant: str = "t", session: bytes | None = None, **fields: Any
+) -> Prediction:
     headers = {} if session is None else {HEADER: session}
     tokens = sum(map(len, texts)) // 4 + 1
     return pool.predict(tenant, Api.CHAT, body(*texts, **fields), headers, tokens)
 
 
-def serve(pool: Affinity, engine_id: str, *texts: str, output_tokens: int = 0, **options: Any) -> Prediction:
+def serve(pool: AffinityPredictor, engine_id: str, *texts: str, output_tokens: int = 0, **options: Any) -> Prediction:
     counts = {name: options.pop(name) for name in ("prompt_tokens", "cached_tokens") if name in options}
     prediction = predict(pool, *texts, **options)
     pool.sent(prediction, engine_id)

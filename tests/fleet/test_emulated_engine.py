@@ -9,7 +9,7 @@ import pytest
 
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
-from sidecar.fleet.affinity import PROMPT_CACHE_KEY, Affinity
+from sidecar.fleet.affinity import PROMPT_CACHE_KEY, AffinityPredictor
 from sidecar.payload.decode import decode
 from sidecar.tokens import Estimator
 from tests.tools.emulator.emulated import PATHS, VLLM, Client, emulated
@@ -37,7 +37,7 @@ class Pool:
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.affinity = Affinity(session=(PROMPT_CACHE_KEY,))
+        self.affinity = AffinityPredictor(session=(PROMPT_CACHE_KEY,))
         self.affinity.set_engines({"a#1": 100_000})
         self.estimator = Estimator()
 

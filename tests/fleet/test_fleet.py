@@ -13,7 +13,7 @@ import pytest
 from sidecar.engines import TensorRtLlm, Vllm
 from sidecar.engines import watch as engine_watch
 from sidecar.engines.pages import Health
-from sidecar.engines.watch import Cause, EngineCheck
+from sidecar.engines.watch import EngineCheck, OutageCause
 from sidecar.fleet.fleet import Fleet
 from sidecar.fleet.member import MemberState
 from sidecar.policy.capacity import Capacity
@@ -207,7 +207,7 @@ async def test_errors_count_to_fail_and_passes_to_rise() -> None:
         await until(lambda: states(fleet) == {"a#1": "down"})
         assert time.monotonic() - began_s > 0.12
         assert fleet.notices() == ["engine a gets no requests (down): GET /health answered 503"]
-        assert fleet.members()[0].ejections == {Cause.ERROR: 1}
+        assert fleet.members()[0].ejections == {OutageCause.ERROR: 1}
         rude.status = 200
         began_s = time.monotonic()
         await until(lambda: states(fleet) == {"a#1": "ready"})

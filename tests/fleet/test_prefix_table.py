@@ -26,10 +26,10 @@ from sidecar.fleet.prefix_table import (
     MOST_HITS,
     SHORT_BYTES,
     SMALLEST,
+    BlockRun,
     Chain,
     PrefixTable,
     PrefixTables,
-    Run,
     Runs,
 )
 from sidecar.payload.prompt_bytes import LONGEST_READ, PromptBytes
@@ -457,7 +457,7 @@ def test_the_tables_of_64_engines_together_have_a_bounded_number_of_blocks() -> 
 
 def test_runs_cut_exactly_as_much_as_they_must() -> None:
     for first in (0, 120):
-        run = Run(tuple(range(40)), first, 65_536, 0)
+        run = BlockRun(tuple(range(40)), first, 65_536, 0)
         for units in range(1, run.units, 97 * 65_536):
             count = run.blocks_to_cut(units)
             freed = (ENDS[first + 40] - ENDS[first + 40 - count]) * run.units_per_byte

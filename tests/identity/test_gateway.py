@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 from sidecar.admission.self_view import PATH as SELF
 from sidecar.classify import Classifier
 from sidecar.cli import main
-from sidecar.engines.none import NoEngine
+from sidecar.engines.none import NoPriorityEngine
 from sidecar.errors import InvalidApiKey
 from sidecar.events import Classified
 from sidecar.policy.compiler import load
@@ -185,7 +185,7 @@ def test_every_form_of_its_addresses_is_the_gateways(host: str) -> None:
 
 @given(headers=some.dictionaries(some.sampled_from([b"x-tenant", b"x-tenant-tier", b"x-api-key"]), some.binary()))
 def test_whatever_is_written_a_stranger_gets_no_tenant(headers: dict[bytes, bytes]) -> None:
-    classifier = Classifier(policy(section(ELSEWHERE)), NoEngine(None))
+    classifier = Classifier(policy(section(ELSEWHERE)), NoPriorityEngine(None))
     try:
         assert classifier.tenant(headers, {"client": ("192.0.2.1", 5)}).name == "anonymous"
     except InvalidApiKey:

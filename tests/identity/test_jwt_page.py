@@ -1,4 +1,4 @@
-"""The part of docs/identity.md that needs no issuer, run as it is written there."""
+"""The part of docs/write-a-policy.md that needs no issuer, run as it is written there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.long
-PAGE = Path(__file__).parents[2] / "docs" / "identity.md"
+PAGE = Path(__file__).parents[2] / "docs" / "write-a-policy.md"
 
 
 def run(folder: Path, *words: str) -> str:

@@ -313,7 +313,7 @@ async def test_what_the_servers_own_options_set_counts(tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_mounted_by_the_servers_own_option_chat_carries_its_priority(tmp_path: Path) -> None:
-    """Without the launcher, as docs/mounting.md says: chat and completions in their body, the others go without."""
+    """Without the launcher, as docs/tutorial-fastapi.md says: chat and completions in their body, others without."""
     write_policy(tmp_path)
     (tmp_path / "serve.yaml").write_text(PRIORITY_QUEUE)
     command = [sys.executable, "-c", "from tensorrt_llm.commands.serve import main; main()", "m"]

@@ -17,7 +17,7 @@ class OneReplica:
         self.names = [t.name for t in rules.tiers]
         self.ledger = Ledger()
         alone = {"heartbeat_us": UNBOUNDED, "lazy_us": UNBOUNDED, "near": self.ledger} if near else {}
-        self.member = (near or Member)("one", calls.PoolRules.of(rules), most_bids=most_bids, **alone)
+        self.member = (near or Member)("one", calls.LedgerRules.of(rules), most_bids=most_bids, **alone)
         self.tickets, self.entered, self.count = {}, [], 0
         self.set_engines(scenario.get("engines", [{"id": "pool#1", **scenario.get("capacity", {})}]), 0)
         self.member.pool.knew = 1

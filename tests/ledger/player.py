@@ -8,17 +8,17 @@ from sidecar.pools import calls
 from sidecar.pools.calls import Call
 from sidecar.pools.row import Row, cells_of
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import ScheduledEngine
 from sidecar.scheduling.preemption import Returnable, Shortage, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler
-from sidecar.scheduling.tickets import Lease, Ticket
+from sidecar.scheduling.tickets import ScheduledLease, Ticket
 from tests.scheduling.player import gone_of_chosen, rules_of, ticket_of, us
 
 Step = dict[str, Any]
 
 
-def rules_told(program: dict[str, Any]) -> calls.PoolRules:
-    return calls.PoolRules.of(rules_of(program))
+def rules_told(program: dict[str, Any]) -> calls.LedgerRules:
+    return calls.LedgerRules.of(rules_of(program))
 
 
 def views_of(offers: list[dict[str, Any]], now: int) -> list[calls.EngineView]:
@@ -43,7 +43,7 @@ class LedgerPlayer:
         self.row = Row(self.names)
         self.bids: dict[int, Ticket] = {}
         self.waiting: dict[str, tuple[int, Ticket]] = {}
-        self.leases: dict[str, Lease] = {}
+        self.leases: dict[str, ScheduledLease] = {}
         self.returns: dict[str, int] = {}
         self.count = self.made = self.entered = self.number = 0
         self.is_beyond = False
@@ -69,13 +69,13 @@ class LedgerPlayer:
             )
         )  # fmt: skip
 
-    def change(self, lease: Lease, what: Any) -> None:
+    def change(self, lease: ScheduledLease, what: Any) -> None:
         self.row.add(lease, -1)
         owed = what()
         self.row.add(lease, 1)
         self.owe(lease, owed)
 
-    def owe(self, lease: Lease, owed: int | None) -> None:
+    def owe(self, lease: ScheduledLease, owed: int | None) -> None:
         if owed:
             self.news.owes.append(calls.Owed(self.names[lease.ticket.tier], owed, UNBOUNDED))
 
@@ -111,7 +111,9 @@ class LedgerPlayer:
             self.show(lease.ticket, now)
         elif what == "charge":
             self.news.charges.append(
-                calls.Charge(step["tier"], step.get("tenant", ""), step["tokens"], step.get("weight", 1), UNBOUNDED)
+                calls.LeaseGrowth(
+                    step["tier"], step.get("tenant", ""), step["tokens"], step.get("weight", 1), UNBOUNDED
+                )
             )
         elif what == "engines":
             self.set_engines(step["engines"], now)
@@ -140,7 +142,7 @@ class LedgerPlayer:
             ticket.count, ticket.excess, ticket.excess_prompt = grant.prompt, grant.excess, grant.excess_prompt
             ticket.is_in_floor, ticket.counted_us = grant.is_in_floor, grant.counted_us
             returns = self.returns.get(ticket.id, 0)
-            lease = Lease(ticket, grant.engine, self.entered, grant.sent, returns)
+            lease = ScheduledLease(ticket, grant.engine, self.entered, grant.sent, returns)
             self.entered += 1
             self.leases[ticket.id] = lease
             self.row.add(lease, 1)
@@ -175,7 +177,7 @@ class LedgerPlayer:
     def mirror(self, now: int) -> Scheduler:
         scheduler = Scheduler(self.rules)
         for e, held in zip(self.config.values(), self.reply.held, strict=False):
-            engine = Engine(e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, e.since_us, e.ramp_us)
+            engine = ScheduledEngine(e.id, e.tokens, e.requests, e.prefill, e.speed, e.is_ready, e.since_us, e.ramp_us)
             engine.held, engine.sent = (held.tokens, held.requests, held.prompt), held.sent
             engine.cap_requests, engine.cap_until_us = held.cap_requests, held.cap_until_us
             scheduler.engines[e.id] = engine

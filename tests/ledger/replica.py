@@ -5,15 +5,16 @@ import copy
 from sidecar.pools import calls
 from sidecar.pools.calls import EngineView
 from sidecar.pools.member import Member
-from sidecar.pools.member_events import Refused
+from sidecar.pools.member_events import TicketRefused
 from sidecar.scheduling.tickets import Ticket
 
 
 def pool_rules(tiers):
     rules = [
-        calls.TierRules(name, round(share * 1e6), 1_000_000, 1_000_000, False, False, None) for name, share in tiers
+        calls.LedgerTierRules(name, round(share * 1e6), 1_000_000, 1_000_000, False, False, None)
+        for name, share in tiers
     ]
-    return calls.PoolRules(rules, None, 0, 0, 200, False, 1_000_000)
+    return calls.LedgerRules(rules, None, 0, 0, 200, False, 1_000_000)
 
 
 class Request:
@@ -102,7 +103,7 @@ class ModelReplica:
 
     def take_events(self):
         for event in self.member.take_events():
-            if isinstance(event, Refused):
+            if isinstance(event, TicketRefused):
                 request = self.requests[event.ticket.id]
                 request.status, request.outcome = "done", "refused"
                 self.world.ended(request)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from sidecar.pools.calls import Call, Reply, WakeUp
-from sidecar.pools.ledger import Ledger, State
+from sidecar.pools.ledger import Ledger, LedgerState
 from sidecar.pools.redis import script
 
 ROOT = "ledger:{pool}"
@@ -98,13 +98,13 @@ class Both(Ledger):
         super().__init__()
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> LedgerState | None:
         if self._state is not None:
             self._state.kept = _Kept(self._stored.client)
         return self._state
 
     @state.setter
-    def state(self, state: State | None) -> None:
+    def state(self, state: LedgerState | None) -> None:
         kept = getattr(state, "kept", None)
         if state is None or (kept is not None and kept.keys is not None):
             self._stored.client.flushdb()

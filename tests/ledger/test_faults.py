@@ -9,7 +9,7 @@ import pytest
 
 from sidecar.pools import ledger, member
 from sidecar.pools.bids import Bids
-from sidecar.pools.calls import Call, EngineView, Granted, Reply, Sums, WakeUp
+from sidecar.pools.calls import BidGranted, Call, EngineView, Reply, Sums, WakeUp
 from sidecar.pools.ledger import Ledger
 from tests.ledger.replica import pool_rules
 from tests.ledger.world import PROFILES, Violation, World, play
@@ -102,7 +102,7 @@ def _shows_it_under_its_number(shown: Any, tier: Any, ticket: Any, now_us: int) 
 
 CONTROLS: dict[str, tuple[Leave, tuple[str, ...]]] = {
     "outbox: a granted room counts only once its owner has stated it": (
-        _replaced(Granted, "sums", property(_counts_nothing)),
+        _replaced(BidGranted, "sums", property(_counts_nothing)),
         ("calm",),
     ),
     "repeat: a reply tells a grant once": (_replaced(Ledger, "execute", _says_a_grant_once), ("calm", "network")),

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import redis
 
-from sidecar.pools.calls import DEAD_US, LAYOUT, Bid, Call, EngineView, Metered, Reply, Running, Settled
+from sidecar.pools.calls import DEAD_US, LAYOUT, Bid, Call, ChargeSettled, EngineView, Metered, Reply, Running
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.redis import script
 from sidecar.scheduling.rate_limit import GUESSED_US, Limit
@@ -73,7 +73,7 @@ def play(ledger: Any, seed: int, steps: int = 120) -> int:
         fields = {
             "metered": repeats + asked,
             "settled": [
-                Settled(
+                ChargeSettled(
                     replica.number + 1 - luck.randrange(2), charge, luck.choice([None, 0, 7, 10**9, 2**53 - 1]),
                     luck.random() < 0.7, luck.random() < 0.7,
                 )
@@ -122,7 +122,7 @@ def play_refunds(ledger: Any) -> list[int | None]:
         return verdict.charge
 
     def refund(now_us: int, charge: Any) -> int | None:
-        settled = [Settled(x.number + 1, charge, 0, is_counted=False, was_held=True)]
+        settled = [ChargeSettled(x.number + 1, charge, 0, is_counted=False, was_held=True)]
         (verdict,) = x.call(now_us, settled=settled, metered=[x.ask(EACH, 0, charges=False)]).verdicts
         return verdict.tokens and verdict.tokens[0]
 
@@ -234,7 +234,7 @@ def test_what_ended_is_heard_once(ledger: Any) -> None:
     (x,) = joined(ledger, "x")
     kept, ended = (verdict.charge for verdict in x.call(2_000, metered=[x.ask(EACH, 300), x.ask(EACH, 200)]).verdicts)
     assert kept is not None
-    told = [Settled(x.number + 1, ended, 0, is_counted=False, was_held=True)]
+    told = [ChargeSettled(x.number + 1, ended, 0, is_counted=False, was_held=True)]
     x.call(2_000, settled=told)  # the answer gets lost
     (verdict,) = x.call(2_000, "state", settled=told, metered=[x.ask(EACH, 0, charges=False)]).verdicts
     assert (verdict.requests, verdict.tokens) == ((59, 1_000_000), (300, 30_000_000))

@@ -9,7 +9,7 @@ import msgspec
 
 from sidecar.pools.calls import BIDS_SHOWN
 from sidecar.scheduling.queue import FairQueue
-from sidecar.scheduling.tickets import Gain, Ticket
+from sidecar.scheduling.tickets import Ticket, TicketGain
 from tests.ledger.one_replica import OneReplica
 from tests.support.each import each
 
@@ -26,7 +26,7 @@ class Crowd:
         self.now = 1_000_000
         self.largest_call = 0
         for each_one in range(number):
-            gain = Gain(1, 10, 1_000 + each_one, 10**12, 10) if order == "gain" else None
+            gain = TicketGain(1, 10, 1_000 + each_one, 10**12, 10) if order == "gain" else None
             ticket = Ticket(
                 f"{each_one}", each_one % 2, f"{each_one % tenants}", 10,
                 arrived_us=self.now, number=each_one, gain=gain,

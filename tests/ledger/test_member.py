@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sidecar.pools import ledger, member
 from sidecar.pools.calls import Cap, EngineView
-from sidecar.pools.member_events import Mode
-from sidecar.scheduling.tickets import Lease, Ticket
+from sidecar.pools.member_events import MemberMode
+from sidecar.scheduling.tickets import ScheduledLease, Ticket
 from tests.ledger.one_replica import OneReplica
 from tests.ledger.replica import pool_rules
 from tests.scheduling import reference
@@ -177,7 +177,7 @@ class Counting(member.Member):
 
     entered = 0
 
-    def enter(self, *args: Any) -> Lease | None:
+    def enter(self, *args: Any) -> ScheduledLease | None:
         held = super().enter(*args)
         Counting.entered += held is not None
         return held
@@ -546,7 +546,7 @@ def loses_an_answer_with_growth_and_a_turn(store: ledger.Ledger) -> None:
     assert (charged - tier.queue.virtual, owed > 5 * second) == (5, True)
     one.unanswered(5 * second)
     _call(store, one, 5 * second)
-    assert one.mode is Mode.SHARED
+    assert one.mode is MemberMode.SHARED
     assert (tier.queue.finish["a"], tier.owes_until_us) == (charged, owed)
 
 

@@ -12,7 +12,7 @@ import redis
 
 from sidecar.pools import ledger
 from sidecar.pools.calls import LAYOUT, Bid, Call, Cell, EngineView
-from sidecar.scheduling.tickets import Gain
+from sidecar.scheduling.tickets import TicketGain
 from tests.ledger.player import LedgerPlayer, rules_told
 from tests.ledger.stored_ledger import Both, Edit, StoredLedger
 from tests.ledger.world import World
@@ -160,7 +160,7 @@ def test_it_remembers_no_more_than_waits(server: Any) -> None:
     def bids(count: int) -> list[Bid]:
         nonlocal bid
         bid += count
-        gain = Gain(2, 100, 1_000_000, 3_000_000, 100_000)
+        gain = TicketGain(2, 100, 1_000_000, 3_000_000, 100_000)
         return [
             Bid(n, "ab"[n % 2], f"t{n % 3}", 2, 1, 3, 1, {}, [], 0, n, gain) for n in range(bid - count + 1, bid + 1)
         ]

@@ -11,7 +11,7 @@ import redis
 
 from sidecar.policy.rules import Shares
 from sidecar.pools.calls import HOLD_US, LAYOUT, Bid, Call, Cell, EngineView, Reply
-from sidecar.scheduling.engines import Engine
+from sidecar.scheduling.engines import ScheduledEngine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.scheduler import PATIENCE_US, Scheduler
 from sidecar.scheduling.tickets import Ticket
@@ -32,7 +32,7 @@ class Apart:
         self.scheduler = Scheduler(Rules(tuple(map(Shares, tiers))))
         self.ids = count(1)
         self.scheduler.set_engines(
-            Engine(f"{own}#1", tokens=100, requests=2, unreachable_for=frozenset(others))
+            ScheduledEngine(f"{own}#1", tokens=100, requests=2, unreachable_for=frozenset(others))
             for own, others in (("a", "bcx"), ("b", "acx"), ("c", "abx"))
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidecar.pools.calls import EngineView, PoolRules, TierRules
+from sidecar.pools.calls import EngineView, LedgerRules, LedgerTierRules
 from sidecar.pools.ledger import Ledger
 from sidecar.pools.member import Member
 from sidecar.scheduling.amounts import UNBOUNDED
@@ -10,10 +10,10 @@ from sidecar.scheduling.tickets import Ticket
 
 
 def test_withdrawn_bids_cost_their_tenant_no_place_among_those_that_are_shown() -> None:
-    tier = TierRules("only", 0, 10**6, 10**6, False, False, None)
+    tier = LedgerTierRules("only", 0, 10**6, 10**6, False, False, None)
     ledger = Ledger()
     member = Member(
-        "", PoolRules([tier], None, 0, 0, 200, False, 10**6), heartbeat_us=UNBOUNDED, most_bids=8, near=ledger
+        "", LedgerRules([tier], None, 0, 0, 200, False, 10**6), heartbeat_us=UNBOUNDED, most_bids=8, near=ledger
     )
     member.view([EngineView("pool#1", 2, UNBOUNDED, UNBOUNDED, 1_000, True)], 0)
     for number in range(100):

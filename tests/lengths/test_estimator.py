@@ -20,9 +20,9 @@ from sidecar.lengths.estimator import (
     KEYS_REMEMBERED,
     TENANTS_REMEMBERED,
     Estimate,
+    EstimateSource,
+    KnownLengths,
     LengthEstimator,
-    Place,
-    Source,
 )
 from sidecar.lengths.histogram import LONGEST, Survival
 from sidecar.lengths.median import FEWEST_TENANTS, MOST_VOTERS
@@ -61,7 +61,7 @@ def test_nothing_is_known_before_the_first_samples() -> None:
     teach(estimator, "acme", 100, times=ENOUGH - 1)
     assert estimator.estimate("acme", CHAT, 0.9) is None
     teach(estimator, "acme", 100, times=1)
-    assert estimator.estimate("acme", CHAT, 0.9) == Estimate(111, Source.OWN, ENOUGH, 0.9)
+    assert estimator.estimate("acme", CHAT, 0.9) == Estimate(111, EstimateSource.OWN, ENOUGH, 0.9)
     assert estimator.estimate("acme", TOOLS, 0.9) is None
     assert estimator.estimate("acme", OTHER, 0.9) is None
 
@@ -71,7 +71,7 @@ def test_with_three_tenants_a_newcomer_begins_at_their_median() -> None:
     for number, length in enumerate((50, 1000, 300), 1):
         assert estimator.estimate("new", CHAT, 0.9) is None
         teach(estimator, f"t{number}", length)
-    assert estimator.estimate("new", CHAT, 0.9) == Estimate(304, Source.TENANTS, 3 * ENOUGH, 0.9)
+    assert estimator.estimate("new", CHAT, 0.9) == Estimate(304, EstimateSource.TENANTS, 3 * ENOUGH, 0.9)
 
 
 def test_the_median_of_an_even_number_is_the_upper() -> None:
@@ -86,7 +86,7 @@ def test_a_bucket_that_none_knows_begins_at_the_median_of_the_endpoint() -> None
     for number in range(FEWEST_TENANTS):
         teach(estimator, f"t{number}", 320, key=CHAT)
         teach(estimator, f"t{number}", 64, key=OTHER)
-    assert estimator.estimate("new", TOOLS, 0.9) == Estimate(320, Source.TENANTS, 3 * ENOUGH, 0.9)
+    assert estimator.estimate("new", TOOLS, 0.9) == Estimate(320, EstimateSource.TENANTS, 3 * ENOUGH, 0.9)
     assert tokens(estimator, "new", OTHER._replace(model="another")) == 64
     assert tokens(estimator, "new", CHAT._replace(endpoint="/v1/messages")) is None
 
@@ -96,7 +96,7 @@ def test_what_a_tenant_learned_itself_counts_before_all_others() -> None:
     for number in range(5):
         teach(estimator, f"t{number}", 1600)
     teach(estimator, "acme", 100)
-    assert estimator.estimate("acme", CHAT, 0.9) == Estimate(111, Source.OWN, ENOUGH, 0.9)
+    assert estimator.estimate("acme", CHAT, 0.9) == Estimate(111, EstimateSource.OWN, ENOUGH, 0.9)
 
 
 def test_a_stream_that_outlives_all_it_is_known_by_holds_its_most() -> None:
@@ -154,7 +154,7 @@ EVENTS = st.lists(
 
 def literal_estimate(
     events: list[tuple[str, LengthKey, Sample]], tenant: str, key: LengthKey, q: float, beyond: int, *, slack: float
-) -> tuple[int, Source, int] | None:
+) -> tuple[int, EstimateSource, int] | None:
     """The chain, from the list of all samples, where 3 samples are enough."""
 
     def known(one: str, where: LengthKey | str) -> list[Sample]:
@@ -168,7 +168,7 @@ def literal_estimate(
     own = known(tenant, key)
     if complete(own) >= 3:
         found = literal.length(own, q, beyond, slack)
-        return None if found is None else (found, Source.OWN, complete(own))
+        return None if found is None else (found, EstimateSource.OWN, complete(own))
     if len(own) - complete(own) >= 3:
         return None
     for where in (key, key.endpoint):
@@ -176,7 +176,7 @@ def literal_estimate(
         if len(voters) >= FEWEST_TENANTS:
             votes = sorted(literal.quantile(samples, q, beyond, slack) or LONGEST + 1 for samples in voters)
             median = votes[len(votes) // 2]
-            return None if median > LONGEST else (median, Source.TENANTS, sum(map(complete, voters)))
+            return None if median > LONGEST else (median, EstimateSource.TENANTS, sum(map(complete, voters)))
     return None
 
 
@@ -259,11 +259,13 @@ def test_the_least_recently_learned_key_is_forgotten_and_asking_keeps_none() -> 
 
 
 def test_a_place_that_is_kept_while_its_key_is_forgotten_holds_nothing_and_learns_anew() -> None:
-    estimator, place, other = LengthEstimator(), Place("acme", CHAT), Place("acme", CHAT)
+    estimator, place, other = LengthEstimator(), KnownLengths("acme", CHAT), KnownLengths("acme", CHAT)
     for _ in range(ENOUGH):
         estimator.learn_at(place, 100, False)
     assert (
-        estimator.estimate_at(other, 0.9) == estimator.estimate_at(place, 0.9) == Estimate(111, Source.OWN, ENOUGH, 0.9)
+        estimator.estimate_at(other, 0.9)
+        == estimator.estimate_at(place, 0.9)
+        == Estimate(111, EstimateSource.OWN, ENOUGH, 0.9)
     )
     for number in range(KEYS_REMEMBERED):
         estimator.learn("acme", CHAT._replace(model=f"m{number}"), 10, is_censored=False)
@@ -277,14 +279,14 @@ def test_a_place_that_is_kept_while_its_key_is_forgotten_holds_nothing_and_learn
 
 
 def test_a_key_whose_endpoint_was_forgotten_keeps_its_samples_and_votes_on_the_endpoint_again() -> None:
-    estimator, place = LengthEstimator(), Place("acme", CHAT)
+    estimator, place = LengthEstimator(), KnownLengths("acme", CHAT)
     for _ in range(ENOUGH):
         estimator.learn_at(place, 100, False)
     for number in range(ENDPOINTS_REMEMBERED):
         estimator.learn("acme", CHAT._replace(endpoint=f"/{number}"), 10, is_censored=False)
     assert CHAT.endpoint not in estimator._tenants["acme"].endpoints
     assert CHAT.endpoint not in estimator._medians
-    assert estimator.estimate_at(place, 0.9) == Estimate(111, Source.OWN, ENOUGH, 0.9)
+    assert estimator.estimate_at(place, 0.9) == Estimate(111, EstimateSource.OWN, ENOUGH, 0.9)
     for _ in range(ENOUGH):
         estimator.learn_at(place, 100, False)
     assert place.learned.samples == 2 * ENOUGH
@@ -294,7 +296,10 @@ def test_a_key_whose_endpoint_was_forgotten_keeps_its_samples_and_votes_on_the_e
 
 @given(st.lists(st.sampled_from("mnopq"), max_size=40))
 def test_the_keys_that_a_tenant_keeps_are_those_that_were_learned_latest(models: list[str]) -> None:
-    estimator, places = LengthEstimator(), {model: Place("acme", CHAT._replace(model=model)) for model in "mnopq"}
+    estimator, places = (
+        LengthEstimator(),
+        {model: KnownLengths("acme", CHAT._replace(model=model)) for model in "mnopq"},
+    )
     with patch.object(module, "KEYS_REMEMBERED", 3):
         for count, model in enumerate(models, 1):
             estimator.learn_at(places[model], 10, False)
@@ -305,7 +310,7 @@ def test_the_keys_that_a_tenant_keeps_are_those_that_were_learned_latest(models:
 @given(st.lists(st.sampled_from("abcdefgh"), max_size=40))
 def test_the_tenants_that_were_learned_from_latest_are_kept(tenants: list[str]) -> None:
     """Their order is not kept while there are few: half as many as are remembered are sure to be the latest."""
-    estimator, places = LengthEstimator(), {tenant: Place(tenant, CHAT) for tenant in "abcdefgh"}
+    estimator, places = LengthEstimator(), {tenant: KnownLengths(tenant, CHAT) for tenant in "abcdefgh"}
     with patch.object(module, "TENANTS_REMEMBERED", 6):
         for count, tenant in enumerate(tenants, 1):
             estimator.learn_at(places[tenant], 10, False)
@@ -366,7 +371,7 @@ def test_only_so_many_tenants_vote() -> None:
     estimator = LengthEstimator()
     for number in range(MOST_VOTERS + 20):
         teach(estimator, f"t{number}", 320 if number < MOST_VOTERS else 640)
-    assert estimator.estimate("new", CHAT, 0.9) == Estimate(320, Source.TENANTS, MOST_VOTERS * ENOUGH, 0.9)
+    assert estimator.estimate("new", CHAT, 0.9) == Estimate(320, EstimateSource.TENANTS, MOST_VOTERS * ENOUGH, 0.9)
 
 
 # Tokens per chunk

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 OTEL = ROOT / "otel"
 RULES, RULES_TEST = OTEL / "prometheus" / "rules.yaml", OTEL / "prometheus" / "rules_test.yaml"
 DASHBOARD = OTEL / "grafana" / "admission.json"
-ALERTS_GUIDE = ROOT / "docs" / "alerts.md"
+ALERTS_GUIDE = ROOT / "docs" / "who-starves.md"
 
 NAMES = {value for value in vars(semconv).values() if isinstance(value, str) and value.startswith("admission.")}
 NAMES |= {figure.name for figure in (*FIGURES, *DURATIONS)}

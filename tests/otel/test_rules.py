@@ -10,7 +10,7 @@ import yaml
 
 from tests.otel.files import ALERTS_GUIDE, OTEL, ROOT, RULES_TEST, Rule, alerts, panels, rules, unknown
 from tests.support.each import each
-from tests.support.markdown import anchors
+from tests.support.markdown import anchors, section, table
 from tests.support.prometheus import promtool
 
 PROMETHEUS = OTEL / "prometheus"
@@ -85,8 +85,8 @@ def test_the_panels_that_alerts_and_their_guide_name_are_on_the_dashboard() -> N
 
 
 def test_the_panels_that_an_operator_is_asked_to_read_are_on_the_dashboard() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([A-Z].*?) \|", text[text.index("## Reading the dashboard") :], re.MULTILINE)
+    rows = [row[0] for row in table(ALERTS_GUIDE, "Reading the dashboard")]
+    text = section(ALERTS_GUIDE, "Reading the dashboard")
     named = {title for row in rows for title in row.split(", ")} | set(re.findall(r'"([A-Z][^"]+)"', text))
     assert len(rows) > 10
     assert named <= {panel["title"] for panel in panels()}

@@ -8,8 +8,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Protocol
 
-from sidecar.engines import NoEngine
-from sidecar.policy.model import Policy, Queue, Source, Tier
+from sidecar.engines import NoPriorityEngine
+from sidecar.policy.model import Policy, Queue, Tier, TierSource
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, pool_rules
 from sidecar.policy.size_limits import SizeLimits
 from sidecar.pools import Ask, Pool
@@ -107,8 +107,8 @@ def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_t
         tenants={},
         anonymous=None,
         default_level=0,
-        sources=(Source.KEY,),
-        engine=NoEngine,
+        sources=(TierSource.KEY,),
+        engine=NoPriorityEngine,
         carrier=None,
         engine_levels=(),
         tier_header=b"x-priority",

@@ -18,7 +18,7 @@ from sidecar.policy.capacity import Capacity
 from sidecar.policy.model import CapacitySource, Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Pool
-from sidecar.pools.member_events import Mode
+from sidecar.pools.member_events import MemberMode
 from tests.pools.conftest import in_both_orders
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 from tests.pools.load import beat, recovered, replicas, until
@@ -253,7 +253,7 @@ async def states_all(pool: Pool) -> None:
     """A replica states everything, as behind a call that was lost."""
     pool._member._number += 10
     stated = pool._member.number + 2  # the next call is not known of
-    await until(lambda: beat(pool) or (pool._member.number > stated and pool._member.mode is Mode.SHARED))
+    await until(lambda: beat(pool) or (pool._member.number > stated and pool._member.mode is MemberMode.SHARED))
 
 
 def tokens_of(pools: Sequence[Pool]) -> list[int | None]:

@@ -15,7 +15,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Ask
 from sidecar.pools.base import Lease
-from sidecar.scheduling.tickets import Gain
+from sidecar.scheduling.tickets import TicketGain
 from tests.pools.harness import Clock, Harness, ask, by_gain, policy_of
 from tests.pools.load import nothing_left, recovered, replicas, store_of, until
 from tests.support.redis_servers import RedisServer, first_binary
@@ -32,7 +32,7 @@ def tiers(reserve: Fraction = Fraction(0), *, tokens: int = 100) -> Policy:
 
 def worth(weight: int, *, tenant: str = "t", share: int = 1, cost_us: int = 100) -> Ask:
     """A request that earns its weight for each of 10 tokens, and no less while it waits. `share` is its tenant's."""
-    gain = Gain(weight, 10, cost_us, 0, FAR_US)
+    gain = TicketGain(weight, 10, cost_us, 0, FAR_US)
     return msgspec.structs.replace(ask(1, 100, tenant=tenant, weight=share), gain=gain)
 
 

@@ -18,7 +18,7 @@ from sidecar.policy.store import store_address
 from sidecar.pools.base import StoreError
 from sidecar.pools.calls import LAYOUT, Call, Reply, WakeUp
 from sidecar.pools.redis import RedisLink, ledger_connector
-from sidecar.pools.redis.connection import Reach, SideConnection
+from sidecar.pools.redis.connection import SideConnection, StoreReach
 from sidecar.pools.redis.script import Script
 from tests.pools.harness import ask, simple
 from tests.pools.load import nothing_left, recovered, replicas, until
@@ -86,8 +86,8 @@ class Store:
 
 
 @asynccontextmanager
-async def linked() -> AsyncIterator[tuple[Store, RedisLink, User, Reach]]:
-    store, user, reach = Store(), User(), Reach()
+async def linked() -> AsyncIterator[tuple[Store, RedisLink, User, StoreReach]]:
+    store, user, reach = Store(), User(), StoreReach()
     server = await asyncio.start_server(store.serve, "127.0.0.1")
     port = server.sockets[0].getsockname()[1]
     link = RedisLink(ledger_connector(store_address(f"redis://127.0.0.1:{port}/0"), "p"), "p", reach=reach)
@@ -171,7 +171,7 @@ async def test_while_the_store_is_lost_nothing_else_connects_to_it() -> None:
     async def connect() -> None:
         raise AssertionError
 
-    reach = Reach()
+    reach = StoreReach()
     reach.lost_because = "it is away"
     with pytest.raises(StoreError, match="it is away"):
         await SideConnection(connect, reach).run(Script.of(""), [])  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.tools.doctor.conditions import State
+from sidecar.tools.doctor.conditions import ConditionState
 from sidecar.tools.doctor.examination import Examination, Options, examine
 from sidecar.tools.doctor.report import report, steps
 from sidecar.tools.doctor.speed_probe import measure
@@ -18,7 +18,7 @@ from tests.tools.doctor.between import Edit, between, drops_header, negates_ever
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 
-W, B, U = State.WORKS, State.BROKEN, State.UNKNOWN
+W, B, U = ConditionState.WORKS, ConditionState.BROKEN, ConditionState.UNKNOWN
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ async def examined(url: str, **options: Any) -> Examination:
     return await examine(Options(url=url, headers={}, **options), lambda line: None)
 
 
-def states(found: Examination) -> tuple[State, ...]:
+def states(found: Examination) -> tuple[ConditionState, ...]:
     return tuple(condition.state for condition in found.conditions)
 
 
@@ -51,7 +51,7 @@ def states(found: Examination) -> tuple[State, ...]:
     ],
 )
 async def test_an_engine_is_seen_through(
-    name: str, expected: tuple[State, ...], fix: str | None, lab: dict[str, str]
+    name: str, expected: tuple[ConditionState, ...], fix: str | None, lab: dict[str, str]
 ) -> None:
     found = await examined(lab[name])
     assert states(found) == expected, report(found)
@@ -73,7 +73,7 @@ async def test_an_engine_is_seen_through(
     ],
 )
 async def test_a_proxy_in_between_is_found_out(
-    name: str, edit: Edit, expected: tuple[State, ...], fix: str, lab: dict[str, str]
+    name: str, edit: Edit, expected: tuple[ConditionState, ...], fix: str, lab: dict[str, str]
 ) -> None:
     async with between(lab[name], edit=edit) as url:
         found = await examined(url)

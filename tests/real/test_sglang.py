@@ -17,7 +17,7 @@ import pytest
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.tools.doctor.conditions import State
+from sidecar.tools.doctor.conditions import ConditionState
 from sidecar.tools.doctor.examination import Options, examine
 from sidecar.tools.doctor.report import report, steps
 from tests.real.lab import MODEL, SGLANG_TOKENS, sglang
@@ -212,14 +212,16 @@ async def test_capacity_is_what_the_engine_says(how: str, tmp_path: Path) -> Non
             assert sidecar.controller.state()["pool"]["capacity"] == expected
 
 
-W, B, U = State.WORKS, State.BROKEN, State.UNKNOWN
+W, B, U = ConditionState.WORKS, ConditionState.BROKEN, ConditionState.UNKNOWN
 
 
 @pytest.mark.parametrize(
     ("by_priority", "expected", "fix"),
     [(True, (W, W, W, W), None), (False, (W, B, W, U), "--enable-priority-scheduling")],
 )
-async def test_the_doctor_sees_through_it(by_priority: bool, expected: tuple[State, ...], fix: str | None) -> None:
+async def test_the_doctor_sees_through_it(
+    by_priority: bool, expected: tuple[ConditionState, ...], fix: str | None
+) -> None:
     with sglang(by_priority=by_priority, arguments=["--enable-metrics"]) as engine:
         found = await examine(Options(url=engine.url, headers={}), lambda line: None)
     assert tuple(condition.state for condition in found.conditions) == expected, report(found)

@@ -6,11 +6,11 @@ from fractions import Fraction
 
 from sidecar.policy.rules import Shares
 from sidecar.scheduling.amounts import UNBOUNDED, minus
-from sidecar.scheduling.engines import Engine, Gone
+from sidecar.scheduling.engines import Gone, ScheduledEngine
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Returnable, leases_to_take_back, shortage
 from sidecar.scheduling.scheduler import Scheduler
-from sidecar.scheduling.tickets import Gain, Lease, Ticket
+from sidecar.scheduling.tickets import ScheduledLease, Ticket, TicketGain
 from tests.scheduling.programs import expected
 
 
@@ -60,7 +60,7 @@ def ticket_of(step, tier, now, number):
     gain = None
     if "gain" in step:
         g = step["gain"]
-        gain = Gain(g["weight"], g["tokens"], us(g["cost"]), us(g["start_by"]), us(g["slack"]))
+        gain = TicketGain(g["weight"], g["tokens"], us(g["cost"]), us(g["start_by"]), us(g["slack"]))
     return Ticket(
         step["id"],
         tier,
@@ -90,7 +90,7 @@ class SchedulerPlayer:
 
     def set_engines(self, offers):
         self.scheduler.set_engines(
-            Engine(
+            ScheduledEngine(
                 o["id"],
                 *(o.get(key, UNBOUNDED) for key in ("tokens", "requests", "prefill")),
                 o.get("speed", 1000),
@@ -164,7 +164,9 @@ class SchedulerPlayer:
         self.grants = self.scheduler.decide(now)
         for ticket, engine, sent, *_ in self.grants:
             del self.tickets[ticket.id]
-            self.leases[ticket.id] = Lease(ticket, engine, len(self.entered), sent, self.returns.get(ticket.id, 0))
+            self.leases[ticket.id] = ScheduledLease(
+                ticket, engine, len(self.entered), sent, self.returns.get(ticket.id, 0)
+            )
             self.entered.append((ticket, now))
             found.append((ticket.id, engine))
         return found

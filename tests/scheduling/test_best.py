@@ -6,13 +6,13 @@ import pytest
 
 from sidecar.scheduling.best import BestByGain
 from sidecar.scheduling.queue import FairQueue
-from sidecar.scheduling.tickets import MOST_OF_GAIN, Gain, Ticket
+from sidecar.scheduling.tickets import MOST_OF_GAIN, Ticket, TicketGain
 
 SECOND = 1_000_000
 
 
 def ticket(name: str, tenant: str, number: int, tokens: int = 10) -> Ticket:
-    gain = Gain(weight=1, tokens=10, cost_us=SECOND, start_by_us=0, slack_us=SECOND)
+    gain = TicketGain(weight=1, tokens=10, cost_us=SECOND, start_by_us=0, slack_us=SECOND)
     return Ticket(name, 0, tenant, tokens, number=number, gain=gain)
 
 
@@ -66,5 +66,5 @@ def test_a_tenant_that_is_charged_for_growth_may_be_ahead_in_the_same_moment() -
 
 @pytest.mark.parametrize("start_by_us", [-1, 7, 2 * MOST_OF_GAIN])
 def test_figures_of_gain_are_bounded(start_by_us: int) -> None:
-    found = Gain(3, 0, 2 * MOST_OF_GAIN, start_by_us, 0).bounded()
-    assert found == Gain(3, 1, MOST_OF_GAIN, min(max(0, start_by_us), MOST_OF_GAIN), 1)
+    found = TicketGain(3, 0, 2 * MOST_OF_GAIN, start_by_us, 0).bounded()
+    assert found == TicketGain(3, 1, MOST_OF_GAIN, min(max(0, start_by_us), MOST_OF_GAIN), 1)

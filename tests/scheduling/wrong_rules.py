@@ -14,12 +14,12 @@ from typing import Any
 from sidecar.scheduling import preemption
 from sidecar.scheduling import scheduler as module
 from sidecar.scheduling.amounts import UNBOUNDED
-from sidecar.scheduling.engines import Engine, Gone
+from sidecar.scheduling.engines import Gone, ScheduledEngine
 from sidecar.scheduling.figures import figures_of
 from sidecar.scheduling.preemption import _Search
 from sidecar.scheduling.queue import FairQueue
 from sidecar.scheduling.scheduler import FIRST, INSIDE, LINE, OTHER, TURN, Scheduler
-from sidecar.scheduling.tickets import Gain, Lease, Ticket
+from sidecar.scheduling.tickets import ScheduledLease, Ticket, TicketGain
 
 Patch = tuple[Any, str, Any]
 
@@ -31,7 +31,7 @@ wanted, is_small, would_enter = Scheduler.wanted, Scheduler.is_small, Scheduler.
 remove, charge_for, could_take, search_init = (
     FairQueue.remove,
     FairQueue._charge_for,
-    Engine.could_take,
+    ScheduledEngine.could_take,
     _Search.__init__,
 )
 engines_for = preemption._engines_for
@@ -84,7 +84,7 @@ def _takes_what_comes_back_first(search: _Search, pool: Scheduler, found: Any, *
     search_init(search, pool, replace(found, closed=frozenset(), place=(-1, 0, 0, (0, "", 0))), *others)
 
 
-def _takes_what_has_to_stay(_: _Search, lease: Lease) -> bool:
+def _takes_what_has_to_stay(_: _Search, lease: ScheduledLease) -> bool:
     return not (lease.is_kept or lease.is_chosen)
 
 
@@ -130,7 +130,7 @@ PATCHES: dict[str, Patch] = {
     "ignores headroom": (Scheduler, "_tiers_above", always(0)),
     "owes nothing": (Scheduler, "owe", always(None)),
     # rules 6 and 8
-    "takes whichever engine has room": (Engine, "score", lambda e, t, p: (0, e.order)),
+    "takes whichever engine has room": (ScheduledEngine, "score", lambda e, t, p: (0, e.order)),
     "lets others into an engine that is closed": (
         Scheduler, "_engine_for", lambda s, t, w, open_, any_: engine_for(s, t, w, [*s.engines.values()], any_),
     ),
@@ -147,7 +147,7 @@ PATCHES: dict[str, Patch] = {
     ),
     "no line": (Scheduler, "_has_place", always(False)),
     "a line without end": (Scheduler, "_has_place", always(True)),
-    "ignores caps": (Engine, "set_cap", always(None)),
+    "ignores caps": (ScheduledEngine, "set_cap", always(None)),
     "forgets who is gone": (Scheduler, "look", _forgets_who_is_gone),
     # rule 7
     "takes from every tier": (preemption, "_levels_that_give", lambda pool, *_: range(len(pool.tiers))),
@@ -164,8 +164,8 @@ PATCHES: dict[str, Patch] = {
     "a burst beyond its limit": (Scheduler, "is_within_limit", always(True)),
     "forgets what is on its way": (Gone, "add", always(None)),
     # rule 9
-    "late tokens earn": (Gain, "earned_after", lambda g, waited: g.weight * 10**9 // g.cost_us),
-    "knows no cost": (Gain, "earned_after", lambda g, waited: g.weight),
+    "late tokens earn": (TicketGain, "earned_after", lambda g, waited: g.weight * 10**9 // g.cost_us),
+    "knows no cost": (TicketGain, "earned_after", lambda g, waited: g.weight),
     "nobody is ahead": (FairQueue, "is_ahead", always(False)),
     "all that a tier holds is in its floor": (Scheduler, "on_floor", lambda s, level: s.tiers[level].used),
     "by gain by level": (Scheduler, "_gain_key", lambda s, t: (1, s.aged_level(t))),

@@ -1,4 +1,4 @@
-"""Apps of the frameworks of docs/mounting.md, each with the one line that the page has for it."""
+"""Apps of the frameworks of docs/tutorial-fastapi.md, each with the one line that the page has for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from sidecar import AdmissionMiddleware
 from tests.support.markdown import table
 
-PAGE = Path(__file__).parents[2] / "docs" / "mounting.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorial-fastapi.md"
 CHAT = "/v1/chat/completions"
 BODY: Mapping[str, Any] = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
 

@@ -1,4 +1,4 @@
-"""docs/mounting.md as it is written: each host's line, the order of middlewares, and the tests of one's own app."""
+"""docs/tutorial-fastapi.md as it is written: each host's line, the order of middlewares, the tests of one's own app."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The middleware in an app as docs/mounting.md has it, and a tenant with OpenAI's own client. Real processes."""
+"""The middleware in an app as docs/tutorial-fastapi.md has it, and a tenant with OpenAI's client. Real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How other servers end with the middleware in their app, as docs/mounting.md says. Real processes and signals."""
+"""How other servers end with the middleware in their app: docs/tutorial-fastapi.md. Real processes and signals."""
 
 from __future__ import annotations
 

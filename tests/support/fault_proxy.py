@@ -47,10 +47,6 @@ class FaultProxy:
         self.only_subscribers = False
         """All faults but `refuse` are for connections alone whose client has sent a SUBSCRIBE."""
 
-        self.connections = 0
-        """How many were accepted so far, those included that were refused."""
-        self.requests_bytes = 0
-        """How much the clients sent, whatever became of it."""
         self._cut_after: int | None = None
         self._links: dict[_Link, asyncio.Task[None]] = {}
         self._server: asyncio.Server | None = None
@@ -70,9 +66,9 @@ class FaultProxy:
         await asyncio.gather(*ended, return_exceptions=True)
         await self._server.wait_closed()
 
-    def url(self, db: int = 0) -> str:
+    def url(self) -> str:
         """What a client connects to in place of the server."""
-        return f"redis://{HOST}:{self.port}/{db}"
+        return f"redis://{HOST}:{self.port}/0"
 
     def drop_connections(self) -> None:
         """Ends every connection with RST, on both sides; the client sees it when the event loop next runs."""
@@ -96,7 +92,6 @@ class FaultProxy:
         return cut_after
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
         if self.refuse:
             writer.close()
             return
@@ -156,7 +151,6 @@ class _Link:
     async def _requests(self, server: Stream) -> None:
         seen = b""
         while chunk := await _read(self._client):
-            self._proxy.requests_bytes += len(chunk)
             seen = seen[-LONGEST_SUBSCRIBE:] + chunk
             self.is_subscriber = self.is_subscriber or SUBSCRIBES.search(seen) is not None
             if not self._swallows_requests():

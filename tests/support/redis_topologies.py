@@ -114,14 +114,6 @@ class Cluster:
         """All nodes."""
         return f"redis+cluster://{_addresses(self.nodes)}"
 
-    def owner_of(self, key: str) -> RedisServer:
-        """The node that answers for `key` now."""
-        slot = self.nodes[0].command("CLUSTER", "KEYSLOT", key)
-        for first, last, (_, port, *_), *_ in self.nodes[0].command("CLUSTER", "SLOTS"):
-            if first <= slot <= last:
-                return next(node for node in self.nodes if node.port == port)
-        raise AssertionError(f"nobody owns slot {slot}")
-
     def is_whole(self) -> bool:
         """Whether every node knows every other, and an owner of each slot."""
         wanted = {"cluster_state:ok", f"cluster_known_nodes:{len(self.nodes)}"}

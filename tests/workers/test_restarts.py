@@ -164,7 +164,7 @@ async def shares(command: Command) -> bool:
 async def test_a_worker_that_meets_a_policy_with_a_mistake_waits_for_its_correction(workers: Workers) -> None:
     command, policy = workers.command, workers.policy
     good = policy.read_text()
-    policy.write_text(good.replace("50%", "50"))
+    policy.write_text(good.replace("50%", "50") + "".join(f"mistake_{each}: 1\n" for each in range(200)))
     pids = await command.pids()
     os.kill(pids[0], signal.SIGKILL)
     mistake = f"worker 1 does not serve (down): {policy}:3: tiers.normal.reserve"

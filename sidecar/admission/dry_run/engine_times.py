@@ -28,7 +28,7 @@ from typing import NamedTuple
 from sidecar.admission.dry_run.arrivals import Arrivals
 from sidecar.admission.intake import SizedRequest
 from sidecar.engines.robust_line import TimesBySize
-from sidecar.engines.speed import Call, Concurrency, EngineSpeed, Load
+from sidecar.engines.speed import Concurrency, EngineSpeed, GenerationLoad, TimedCall
 from sidecar.events import ShadowHolds
 
 ROOM_FOR_US = 1_000_000
@@ -70,16 +70,16 @@ class SentRequest:
         "level", "most_output", "output_tokens", "shadow_since", "since", "tokens", "would_generate",
     )  # fmt: skip
 
-    def __init__(self, asked: SizedRequest, call: Call, *, is_crowded: bool) -> None:
+    def __init__(self, asked: SizedRequest, call: TimedCall, *, is_crowded: bool) -> None:
         self.call = call
         self.level = asked.classification.level
         self.most_output = asked.payload.max_output_tokens
         self.tokens = asked.tokens
         self.is_stream = asked.payload.stream
         self.is_crowded = is_crowded
-        self.since: Load | None = None
+        self.since: GenerationLoad | None = None
         self.did_generate = self.would_generate = 0.0
-        self.shadow_since = Load(0, 0)
+        self.shadow_since = GenerationLoad(0, 0)
         self.output_tokens: float | None = None
         self.first_us: int | None = None
         self.end_us: int | None = None
@@ -116,7 +116,7 @@ class EngineTimes:
         self.wholes = TimesBySize()
         self._lengths: dict[int, deque[tuple[float, int | None]]] = {}
         self._luck = random.Random(14)  # the same draws in every process
-        self._fastest: tuple[float, Call, bool] | None = None
+        self._fastest: tuple[float, TimedCall, bool] | None = None
         self._tokens = self._most_running = 0
         self._shadows = Concurrency()
         self._prompts_done_us = 0.0
@@ -171,7 +171,7 @@ class EngineTimes:
         if is_complete and output_tokens is not None and request.first_us is not None:
             self._learn(request, until, output_tokens / request.sequences)
 
-    def _learn(self, request: SentRequest, until: Load, output_tokens: float) -> None:
+    def _learn(self, request: SentRequest, until: GenerationLoad, output_tokens: float) -> None:
         request.output_tokens = output_tokens
         lengths = self._lengths.setdefault(request.level, deque(maxlen=LENGTHS_KEPT))
         lengths.append((output_tokens, request.most_output))
@@ -264,12 +264,14 @@ class EngineTimes:
         """A shadow begins to generate: as many beside it are expected as do now."""
         self._shadows.change(request.sequences, now_us)
         request.would_generate = self._shadows.now
-        request.shadow_since = Load(now_us, self._shadows.until(now_us))
+        request.shadow_since = GenerationLoad(now_us, self._shadows.until(now_us))
 
     def generated(self, request: SentRequest, now_us: int) -> None:
         """It ends: so many did on average."""
         if now_us > request.shadow_since.at_us:
-            request.would_generate = Load(now_us, self._shadows.until(now_us)).mean_since(request.shadow_since)
+            request.would_generate = GenerationLoad(now_us, self._shadows.until(now_us)).mean_since(
+                request.shadow_since
+            )
         self._shadows.change(-request.sequences, now_us)
 
     def generating_us(self, request: SentRequest) -> float | None:

@@ -20,7 +20,7 @@ import msgspec
 from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, count_tokens, sized_ask
 from sidecar.admission.policy_snapshot import PolicySnapshot
-from sidecar.admission.turn import Cause, Turn, TurnEnded
+from sidecar.admission.turn import EndCause, Turn, TurnEnded
 from sidecar.admission.usage import UsageReader
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.events import Outcome, Verdict
@@ -305,7 +305,7 @@ def _set(event: asyncio.Future[None]) -> None:
 
 def _verdict(end: TurnEnded) -> tuple[Verdict, str]:
     """The result of a shadow whose wait ended without a grant, and its code."""
-    if end.cause is Cause.DISCONNECTED:
+    if end.cause is EndCause.DISCONNECTED:
         return Verdict.ABANDONED, CLIENT_LEFT
     if end.refusal is not None:
         return Verdict.REFUSED, end.refusal.code

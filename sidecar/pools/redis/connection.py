@@ -154,16 +154,16 @@ class StoreConnection:
                 raise
 
 
-class Reach:
+class StoreReach:
     """Whether the pool's own calls reach a store now. While they do not, nothing else in the process connects to it."""
 
     lost_because: str | None = None
 
 
 @cache
-def reach_of(address: StoreAddress) -> Reach:  # noqa: ARG001 - the cache's key
+def reach_of(address: StoreAddress) -> StoreReach:  # noqa: ARG001 - the cache's key
     """That of a store, for this process."""
-    return Reach()
+    return StoreReach()
 
 
 Connect = Callable[[], Awaitable[StoreConnection]]
@@ -176,8 +176,8 @@ class SideConnection:
     Make calls in a `turn`.
     """
 
-    def __init__(self, connect: Connect, reach: Reach | None = None) -> None:
-        self._connect, self._reach = connect, reach or Reach()
+    def __init__(self, connect: Connect, reach: StoreReach | None = None) -> None:
+        self._connect, self._reach = connect, reach or StoreReach()
         self.open: StoreConnection | None = None
         self._in_turn = asyncio.Lock()
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from sidecar.pools.base import MOST_REPORT_BYTES, PeerReport, StoreError
-from sidecar.pools.redis.connection import Connect, Reach, SideConnection
+from sidecar.pools.redis.connection import Connect, SideConnection, StoreReach
 
 _SILENCE_MS = 10_000
 _MOST = 128
@@ -24,7 +24,7 @@ class Gossip:
     replica may be silent.
     """
 
-    def __init__(self, replica: str, root: str, connect: Connect, reach: Reach | None = None) -> None:
+    def __init__(self, replica: str, root: str, connect: Connect, reach: StoreReach | None = None) -> None:
         self._replica, self._own_name = replica, replica.encode()
         self._reports = f"{root}:reports"
         self._connection = SideConnection(connect, reach)

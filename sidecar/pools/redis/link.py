@@ -22,7 +22,7 @@ from sidecar.pools.clock import Clock
 from sidecar.pools.ledger_link import LinkUser
 from sidecar.pools.member import LAZY_US
 from sidecar.pools.redis import script
-from sidecar.pools.redis.connection import Connect, Reach, StoreConnection, ledger_key
+from sidecar.pools.redis.connection import Connect, StoreConnection, StoreReach, ledger_key
 from sidecar.pools.redis.gossip import Gossip
 from sidecar.pools.redis.script import Library
 
@@ -64,13 +64,13 @@ class RedisLink:
         connect: Connect,
         pool: str,
         *,
-        reach: Reach | None = None,
+        reach: StoreReach | None = None,
         took: RoundTripObserver | None = None,
         library: Library | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.round_trips = 0
-        self._connect, self._took, self._reach = connect, took, reach or Reach()
+        self._connect, self._took, self._reach = connect, took, reach or StoreReach()
         self._root, self._keys = ledger_key(pool), (ledger_key(pool), *old_pools(pool))
         self._library, self._clock = library or ledger_library(), clock
         self._user: LinkUser | None = None

@@ -12,13 +12,13 @@ from opentelemetry.trace import Span
 from starlette.types import Message, Send
 
 APP_TRACE: Final = otel_context.create_key("admission-app-trace")
-"""In a context: the `AppTrace` of the app's call that it belongs to."""
+"""In a context: the `AppSpan` of the app's call that it belongs to."""
 (_SPAN,) = trace.set_span_in_context(trace.INVALID_SPAN, Context())
 """In a context: its span. One dict is made for both, instead of three."""
 _EMPTY = Context()
 
 
-class AppTrace:
+class AppSpan:
     """A span that is current in this task from now on, in the context that its request came with, baggage included.
 
     `has_usage` says that the app has traced what its own call of the model used.
@@ -59,4 +59,4 @@ def is_inherited(context: Context, span: Span) -> bool:
     if getattr(span, "end_time", None) is not None:
         return True
     before = context.get(APP_TRACE)
-    return isinstance(before, AppTrace) and before.is_over_of(span)
+    return isinstance(before, AppSpan) and before.is_over_of(span)

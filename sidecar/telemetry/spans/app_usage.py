@@ -9,7 +9,7 @@ from opentelemetry import context as otel_context
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 
 from sidecar.telemetry.semconv import SCOPE
-from sidecar.telemetry.spans.app_trace import APP_TRACE, AppTrace
+from sidecar.telemetry.spans.app_trace import APP_TRACE, AppSpan
 
 _USAGE: Final = ("gen_ai.usage.", "llm.usage.", "llm.token_count.")
 """How the names of attributes with a usage begin: OpenTelemetry's, OpenLLMetry's and OpenInference's."""
@@ -24,7 +24,7 @@ class AppUsage(SpanProcessor):
         if scope is not None and scope.name == SCOPE:
             return
         call = otel_context.get_value(APP_TRACE)
-        if isinstance(call, AppTrace) and any(name.startswith(_USAGE) for name in span.attributes or ()):
+        if isinstance(call, AppSpan) and any(name.startswith(_USAGE) for name in span.attributes or ()):
             call.has_usage = True
 
 

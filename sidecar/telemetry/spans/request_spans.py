@@ -32,7 +32,7 @@ from sidecar.telemetry.request_record import (
     engine_name,
     failure_description,
 )
-from sidecar.telemetry.spans.app_trace import AppTrace
+from sidecar.telemetry.spans.app_trace import AppSpan
 from sidecar.telemetry.spans.links import FindLinks, WaitLinks
 from sidecar.telemetry.spans.long_waits import LongWaits, SoFar
 from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
@@ -97,7 +97,7 @@ class RequestSpans:
         self._links: dict[int, WaitLinks] = {}
         self._queued: dict[int, _Reported] = {}
         self.current: Span = admission.span
-        self.app_trace: AppTrace | None = None
+        self.app_trace: AppSpan | None = None
 
     def note(self, event: Event) -> None:
         """Follows the request; its record has the event already."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sidecar.tools.demo.clients import ClientResult
-from sidecar.tools.emulator.generation import Served
+from sidecar.tools.emulator.generation import ServedGeneration
 from sidecar.tools.loadgen import quantile, starvation_s
 
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
@@ -68,7 +68,7 @@ class _Request:
 
 
 def measure(
-    name: str, tiers: Sequence[str], seen: Sequence[ClientResult], log: Sequence[Served], slots: int
+    name: str, tiers: Sequence[str], seen: Sequence[ClientResult], log: Sequence[ServedGeneration], slots: int
 ) -> RunMeasurement:
     """The figures of a run. `tiers` gives the order of the table, most important first."""
     requests = _join(seen, log)
@@ -97,7 +97,7 @@ def measure(
     return RunMeasurement(name, utilization, len(seen) - len(requests), found)
 
 
-def _join(seen: Sequence[ClientResult], log: Sequence[Served]) -> list[_Request]:
+def _join(seen: Sequence[ClientResult], log: Sequence[ServedGeneration]) -> list[_Request]:
     served = {record.request_id: record for record in log}
     joined: list[_Request] = []
     for one in seen:

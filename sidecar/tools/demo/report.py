@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from sidecar.tools.demo.figures import Distribution, RunMeasurement
-from sidecar.tools.demo.runs import RUNS, Run
+from sidecar.tools.demo.runs import RUNS, DemoRun
 from sidecar.tools.text import table as aligned
 
 _HEAD = ("", "requests", "share", "TTFT p50/p95/p99 s", "queue wait s", "starvation s")
 
 
-def table(runs: Sequence[RunMeasurement], played: Sequence[Run] = RUNS) -> str:
+def table(runs: Sequence[RunMeasurement], played: Sequence[DemoRun] = RUNS) -> str:
     """Every run and tier, a line each. `played` says what the runs were."""
     headings = {run.name: run.heading for run in played}
     rows = [

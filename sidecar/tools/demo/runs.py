@@ -25,12 +25,12 @@ from sidecar.secrets import FILE_SUFFIX
 from sidecar.tools.demo.clients import Arrival, ArrivalStream, Asking, play
 from sidecar.tools.demo.figures import RunMeasurement, measure
 from sidecar.tools.demo.server import LOG_PATH, slots
-from sidecar.tools.emulator.generation import Served
+from sidecar.tools.emulator.generation import ServedGeneration
 from sidecar.tools.loadgen import Progress
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DemoRun:
     """One way to serve the arrivals. `has_admission` is whether the middleware stands before the engine.
 
     It stands in the engine's own process, or, where the pool is shared, in replicas of their own.
@@ -82,20 +82,24 @@ def _says_who_it_is(_: Policy) -> Asking:
 
 
 RUNS = (
-    Run("control", "control: equal priority", has_admission=False, asking=lambda _: lambda _: ({}, {})),
-    Run("engine", "engine priority only", has_admission=False, asking=_says_engine_priority),
-    Run("admission", "admission", has_admission=True, asking=_says_who_it_is),
+    DemoRun("control", "control: equal priority", has_admission=False, asking=lambda _: lambda _: ({}, {})),
+    DemoRun("engine", "engine priority only", has_admission=False, asking=_says_engine_priority),
+    DemoRun("admission", "admission", has_admission=True, asking=_says_who_it_is),
 )
 
 
-def shared(sharing: Sharing | None) -> Sequence[Run]:
+def shared(sharing: Sharing | None) -> Sequence[DemoRun]:
     """The runs, with admission by replicas where a pool is shared."""
     *others, admission = RUNS
     return (*others, replace(admission, sharing=sharing))
 
 
 def play_run(
-    run: Run, place: RunServers, arrivals: Sequence[Arrival], policy: Policy, report: Callable[[float, Progress], None]
+    run: DemoRun,
+    place: RunServers,
+    arrivals: Sequence[Arrival],
+    policy: Policy,
+    report: Callable[[float, Progress], None],
 ) -> RunMeasurement:
     """Plays the arrivals at one place and measures what happened."""
     stalled_s = 0.0
@@ -107,7 +111,7 @@ def play_run(
 
     seen = asyncio.run(play(place.sidecars, arrivals, run.asking(policy), watch))
     with urllib.request.urlopen(f"http://127.0.0.1:{place.log}{LOG_PATH}") as response:
-        log = msgspec.json.decode(response.read(), type=list[Served])
+        log = msgspec.json.decode(response.read(), type=list[ServedGeneration])
     measured = measure(run.name, [tier.name for tier in policy.tiers], seen, log, slots(policy))
     figures = replace(measured, stalled_s=stalled_s)
     if not run.has_admission:
@@ -154,7 +158,7 @@ class _Ports(NamedTuple):
 
 
 @contextlib.contextmanager
-def servers(runs: Sequence[Run], policy_path: Path, *, has_page: bool) -> Iterator[Mapping[str, RunServers]]:
+def servers(runs: Sequence[DemoRun], policy_path: Path, *, has_page: bool) -> Iterator[Mapping[str, RunServers]]:
     """Starts all servers, and ends them. Gives the place of each run by its name. Raises CannotStart.
 
     With `has_page` the run with admission has a live page; of several replicas the first one's shows all of them.

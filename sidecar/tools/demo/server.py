@@ -43,7 +43,7 @@ need most of a core, and on a busy machine the demo measures that machine."""
 
 WAITING_IN_ENGINE = 4
 """Requests of the pool that wait in the engine: about as many as end in one step. Without them a place that becomes
-free is empty for a step, until the next request has come: 3% of the engine is idle (docs/capacity.md, `waiting`)."""
+free is empty for a step, until the next request has come: 3% of the engine is idle (`waiting` of `capacity`)."""
 
 
 def slots(policy: Policy) -> int:

@@ -32,7 +32,7 @@ WATCH_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BurstPlan:
     """A burst to send: so many requests, each with one to two times `tokens` tokens of output.
 
     `way` is None for a control: the levels are drawn just the same, but nothing is sent of them. The lengths differ, so
@@ -83,7 +83,7 @@ class Burst:
     `gauges` are the engine's own, in the order in which they were read meanwhile.
     """
 
-    plan: Plan
+    plan: BurstPlan
     seen: Sequence[Seen]
     gauges: Sequence[Gauges]
     allowed_s: float
@@ -180,7 +180,7 @@ class Burst:
         return one.first_token_s is None and one.end_s - one.sent_s >= self.allowed_s - CUT_WITHIN_S
 
 
-async def send(plan: Plan, target: ExaminedServer, engine: type[Engine], pages: Pages, clock: Clock) -> Burst:
+async def send(plan: BurstPlan, target: ExaminedServer, engine: type[Engine], pages: Pages, clock: Clock) -> Burst:
     """Sends a burst and watches. Canceling it breaks all its requests off."""
     allowed_s = clock.left_s * LONGEST_PART
     async with _watching(engine, pages) as gauges:

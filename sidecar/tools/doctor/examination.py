@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from sidecar.engines import Engine, NoEngine
+from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
 from sidecar.tools.doctor import probe as sizing
 from sidecar.tools.doctor.burst import Burst
-from sidecar.tools.doctor.conditions import Condition, State, conditions, is_before, read_only
+from sidecar.tools.doctor.conditions import Condition, ConditionState, conditions, is_before, read_only
 from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField, sidecar_tier, ways_to
 from sidecar.tools.doctor.probe import Probe, Probed, Say
 from sidecar.tools.doctor.recommendation import Queueing, Recommendation, recommend
@@ -58,12 +58,16 @@ class Examination:
     kept_from: str | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> ConditionState:
         """Works only where all four were seen to; broken as soon as one is."""
         states = {condition.state for condition in self.conditions}
-        if State.BROKEN in states or any(finding.is_broken for finding in self.findings):
-            return State.BROKEN
-        return State.WORKS if states == {State.WORKS} and self.probed is not None else State.UNKNOWN
+        if ConditionState.BROKEN in states or any(finding.is_broken for finding in self.findings):
+            return ConditionState.BROKEN
+        return (
+            ConditionState.WORKS
+            if states == {ConditionState.WORKS} and self.probed is not None
+            else ConditionState.UNKNOWN
+        )
 
     @property
     def reports_cached_tokens(self) -> bool | None:
@@ -171,7 +175,7 @@ def sent(policy: Policy) -> str:
 
 def _of_policy(policy: Policy, survey: Survey) -> Iterator[Finding]:
     name, engine = policy.engine.name, survey.engine
-    if policy.engine is NoEngine:
+    if policy.engine is NoPriorityEngine:
         yield Finding(
             "the policy says `engine: none`: the engine is sent no priority",
             f"write `engine: {engine.name}` to have it order what waits inside it",

@@ -9,7 +9,7 @@ become free. The other requests found a slot when they arrived, whatever their p
 
 Under "the order has nothing to do with the level" each assignment of levels is equally likely, and the correlation has
 mean 0 and variance 1 / (n - 1) exactly (Kendall, "Rank correlation methods", 1948). So its p-value needs no assumption
-about the engine. The thresholds below were chosen with `benchmarks/doctor_error_rates.py`; docs/doctor.md has the
+about the engine. The thresholds below were chosen with `benchmarks/doctor_error_rates.py`; docs/tools.md#doctor has the
 rates.
 """
 

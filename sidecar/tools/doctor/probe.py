@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from sidecar.engines.pages import Pages
-from sidecar.tools.doctor.burst import LONGER, TIER_HEADER, Burst, Plan, queueing, queueing_at_sidecar, send
+from sidecar.tools.doctor.burst import LONGER, TIER_HEADER, Burst, BurstPlan, queueing, queueing_at_sidecar, send
 from sidecar.tools.doctor.judgment import Effect
 from sidecar.tools.doctor.priority_fields import PriorityField
 from sidecar.tools.doctor.recommendation import Queueing
@@ -152,7 +152,7 @@ class Probe:
         )
 
     async def _burst(self, probed: Probed, requests: int, way: PriorityField | None, tokens: int, what: str) -> Burst:
-        plan = Plan(requests, tokens, way, next(self._seeds))
+        plan = BurstPlan(requests, tokens, way, next(self._seeds))
         self._say(f"sending {requests} requests at once {what}, {plan.output_tokens:,} output tokens in all")
         engine = self._survey.engine
         return await send(plan, probed.target, engine, self._pages, self._clock)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sidecar.tools.doctor.burst import Burst
-from sidecar.tools.doctor.conditions import State
+from sidecar.tools.doctor.conditions import ConditionState
 from sidecar.tools.doctor.examination import Examination, Finding
 from sidecar.tools.doctor.several_engines import ExaminedEngine, capacity, cells
 from sidecar.tools.text import table, wrapped
@@ -38,27 +38,27 @@ def headline(examination: Examination) -> str:
     if examination.probed is not None and examination.probed.is_sidecar:
         who = f"an admission sidecar at {place}, in front of {survey.name}"
     match examination.state:
-        case State.WORKS:
+        case ConditionState.WORKS:
             return f"WORKS: {who} serves what is important first"
-        case State.BROKEN:
-            broken = [one.name for one in examination.conditions if one.state is State.BROKEN]
+        case ConditionState.BROKEN:
+            broken = [one.name for one in examination.conditions if one.state is ConditionState.BROKEN]
             return f"BROKEN: {who}: {', '.join(broken) if broken else 'the policy does not fit the engine'}"
-        case State.UNKNOWN:
-            unknown = [one.name for one in examination.conditions if one.state is State.UNKNOWN]
+        case ConditionState.UNKNOWN:
+            unknown = [one.name for one in examination.conditions if one.state is ConditionState.UNKNOWN]
             why = "nothing was sent" if examination.probed is None else f"{', '.join(unknown)} could not be seen"
             return f"UNKNOWN: {who}: {why}"
 
 
 def mistakes(examination: Examination) -> Sequence[str]:
     """What is broken, and where policy and engine differ, each with what to change."""
-    broken = [one.fix for one in examination.conditions if one.fix is not None and one.state is State.BROKEN]
+    broken = [one.fix for one in examination.conditions if one.fix is not None and one.state is ConditionState.BROKEN]
     return list(dict.fromkeys([*broken, *(f"{one.text}: {one.fix}" for one in examination.findings)]))
 
 
 def steps(examination: Examination) -> Sequence[str]:
     """Changes to make, most urgent first, each once."""
     fixes = [*mistakes(examination)]
-    fixes += [one.fix for one in examination.conditions if one.fix is not None and one.state is State.UNKNOWN]
+    fixes += [one.fix for one in examination.conditions if one.fix is not None and one.state is ConditionState.UNKNOWN]
     if examination.kept_from is not None:
         fixes.append(examination.kept_from)
     return list(dict.fromkeys(fixes))

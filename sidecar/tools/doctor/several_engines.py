@@ -166,7 +166,7 @@ def _models(policy: Policy, pool: tuple[str | None, Sequence[ExaminedEngine]]) -
         served = "; ".join(f"{one.name} {', '.join(sorted(one.models))}" for one in listed)
         yield Finding(
             f"the engines of one pool serve no model in common: {served}",
-            "write `models:` into the policy, with a pool for each: docs/several-engines.md",
+            "write `models:` into the policy, with a pool for each: docs/tutorial-engines.md",
             is_broken=True,
         )
         return

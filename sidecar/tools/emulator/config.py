@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sidecar.engines import Dynamo, Engine, NoEngine, Sglang, TensorRtLlm, Vllm
+from sidecar.engines import Dynamo, Engine, NoPriorityEngine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator.faults import Fault
 from sidecar.tools.step_model.kv_cache import KvCache
 from sidecar.tools.step_model.model import MOST, EngineModel
@@ -89,7 +89,7 @@ class EmulatorConfig:
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.engine is NoEngine:
+        if self.engine is NoPriorityEngine:
             raise ValueError("choose an engine to emulate: tensorrt-llm, vllm, sglang or dynamo")
         if self.max_queued is not None and self.max_queued < 0:
             raise ValueError("max_queued must not be negative; None is unbounded")

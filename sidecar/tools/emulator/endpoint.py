@@ -22,7 +22,7 @@ from sidecar.tools.emulator.dialects.base import EngineRefusal
 from sidecar.tools.emulator.engine import EmulatedEngine
 from sidecar.tools.emulator.generated_text import token_text
 from sidecar.tools.emulator.generation import Generation
-from sidecar.tools.emulator.prompt_blocks import Chain, read_chains
+from sidecar.tools.emulator.prompt_blocks import PromptChain, read_chains
 from sidecar.tools.emulator.request import InvalidField, read_ask
 from sidecar.tools.emulator.responses import ANSWERS, DONE, STREAMS, StreamFormat, event
 
@@ -59,7 +59,7 @@ class GeneratingEndpoint:
     def _submit(self, raw: bytes, headers: Mapping[str, str]) -> Generation:
         """Everything between a body and a place in the queue. Raises Refusal."""
         dialect, config = self.engine.dialect, self.engine.config
-        chains: tuple[Chain, ...] = ()
+        chains: tuple[PromptChain, ...] = ()
         try:
             body = msgspec.json.decode(raw, type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -16,10 +16,10 @@ from itertools import accumulate
 
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect
-from sidecar.tools.emulator.generation import Choice, Generation, Served
+from sidecar.tools.emulator.generation import GeneratedChoice, Generation, ServedGeneration
 from sidecar.tools.emulator.generation_rate import GenerationRate
 from sidecar.tools.emulator.occupancy import Occupancy
-from sidecar.tools.emulator.prompt_blocks import Chain
+from sidecar.tools.emulator.prompt_blocks import PromptChain
 from sidecar.tools.emulator.request import EngineRequest
 from sidecar.tools.step_model.engine import PlanEnd, PlanStart, StepEngine
 from sidecar.tools.step_model.queue import KeyQueue, Rank
@@ -32,7 +32,7 @@ CACHED_TOKENS_BOUNDS = (0, 64, 256, 1_024, 4_096, 16_384, 65_536)  # of the emul
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EmulatedLoad:
     """The engine's gauges at one moment. `kv_tokens_held` is reserved, not yet written, KV included.
 
     `reused_blocks` and `missed_blocks` count the prompt blocks of all admitted sequences. `paused` is how many
@@ -64,8 +64,8 @@ class EmulatedEngine:
     def __init__(self, config: EmulatorConfig, dialect: Dialect) -> None:
         self.config = config
         self.dialect = dialect
-        self.queue: KeyQueue[Choice] = KeyQueue()
-        self.core: StepEngine[Choice] = StepEngine(
+        self.queue: KeyQueue[GeneratedChoice] = KeyQueue()
+        self.core: StepEngine[GeneratedChoice] = StepEngine(
             config.steps, self.queue, config.kv_cache(), preempts=config.preempts, admits_ahead=True, jumps=False
         )
         self.finished = 0
@@ -80,9 +80,9 @@ class EmulatedEngine:
         self.is_stopping = False
         self.cached_tokens_by_request = Histogram(CACHED_TOKENS_BOUNDS)
         self.queue_time_s = Histogram(QUEUE_TIME_BOUNDS_S)
-        self.log: deque[Served] = deque(maxlen=LOG_LENGTH)
-        self.iterations: deque[tuple[int, Load]] = deque(maxlen=ITERATIONS_LENGTH)
-        self.load_at_last_finish = Load(0, 0, 0)
+        self.log: deque[ServedGeneration] = deque(maxlen=LOG_LENGTH)
+        self.iterations: deque[tuple[int, EmulatedLoad]] = deque(maxlen=ITERATIONS_LENGTH)
+        self.load_at_last_finish = EmulatedLoad(0, 0, 0)
         self._open: dict[Generation, None] = {}
         self._emptied = asyncio.Event()
         self._numbers = itertools.count(1)
@@ -108,10 +108,10 @@ class EmulatedEngine:
         return sum(generation.ask.prompt_tokens for generation in self._open if generation.admitted_s is None)
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EmulatedLoad:
         """The gauges now."""
         cache = self.core.cache
-        return Load(
+        return EmulatedLoad(
             self.running,
             self.waiting,
             cache.held_tokens,
@@ -133,7 +133,7 @@ class EmulatedEngine:
         """Requests that have a slot, by the priority that the engine read."""
         return Counter(generation.rank.value for generation in self._open if generation.admitted_s is not None)
 
-    def submit(self, ask: EngineRequest, rank: Rank, chains: Sequence[Chain] = ()) -> Generation:
+    def submit(self, ask: EngineRequest, rank: Rank, chains: Sequence[PromptChain] = ()) -> Generation:
         """Queues a request. `chains` are its prompts' token blocks, where the engine caches prefixes.
 
         Raises EngineRefusal where it can never fit, the queue is full or the engine stops.
@@ -276,7 +276,7 @@ class EmulatedEngine:
             self._emptied.set()
         now_s = asyncio.get_running_loop().time()
         self.log.append(
-            Served(
+            ServedGeneration(
                 request_id=generation.request_id,
                 priority=generation.rank.value,
                 arrival_s=generation.arrival_s,
@@ -307,7 +307,7 @@ class EmulatedEngine:
             self.core.ends_us.clear()
         self._task = None
 
-    def _admitted(self, step: PlanStart[Choice], now_s: float) -> None:
+    def _admitted(self, step: PlanStart[GeneratedChoice], now_s: float) -> None:
         self.occupancy.add(unprefilled_tokens=step.lost_tokens)
         for choice in step.admitted:
             if choice.generation.admitted_s is None:
@@ -317,14 +317,14 @@ class EmulatedEngine:
             self.occupancy.add(unprefilled_tokens=choice.expected_hit - choice.found_tokens)
         self.iterations.append((self.core.steps + 1, self.load))
 
-    def _measure(self, step: PlanStart[Choice]) -> None:
+    def _measure(self, step: PlanStart[GeneratedChoice]) -> None:
         self.most_running = max(self.most_running, self.running)
         self.most_kv_tokens_held = max(self.most_kv_tokens_held, self.core.cache.held_tokens)
         found = sum(choice.found_tokens for choice in step.admitted)
         if found or step.prefill_tokens:
             self.last_hit_rate = found / (found + step.prefill_tokens)
 
-    def _deliver(self, output: PlanEnd[Choice], now_s: float) -> None:
+    def _deliver(self, output: PlanEnd[GeneratedChoice], now_s: float) -> None:
         self.generated_tokens += len(output.emitted)
         self.generation_rate.add(len(output.emitted), now_s)
         self.occupancy.add(unprefilled_tokens=-output.prefill_tokens)

@@ -11,7 +11,7 @@ from typing import Any
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator.config import BLOCK_TOKENS, EmulatorConfig, Scheduling
 from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect
-from sidecar.tools.emulator.engine import EmulatedEngine, Histogram, Load
+from sidecar.tools.emulator.engine import EmulatedEngine, EmulatedLoad, Histogram
 
 VERSIONS = {
     TensorRtLlm: "1.4.0rc1",
@@ -267,7 +267,7 @@ def trtllm_iterations(engine: EmulatedEngine) -> list[dict[str, Any]]:
     return stats
 
 
-def _iteration(engine: EmulatedEngine, number: int, load: Load) -> dict[str, Any]:
+def _iteration(engine: EmulatedEngine, number: int, load: EmulatedLoad) -> dict[str, Any]:
     block_tokens = engine.config.block_size
     most, used = engine.config.kv_capacity_tokens // block_tokens, load.kv_tokens_held // block_tokens
     return {

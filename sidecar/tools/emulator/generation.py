@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sidecar.tools.emulator.dialects.base import CachedPrompt, Dialect, EngineRefusal
 from sidecar.tools.emulator.generated_text import token_text
-from sidecar.tools.emulator.prompt_blocks import Chain
+from sidecar.tools.emulator.prompt_blocks import PromptChain
 from sidecar.tools.emulator.request import EngineRequest
 from sidecar.tools.step_model.job import Job
 from sidecar.tools.step_model.kv_cache import BlockHash
@@ -16,7 +16,7 @@ from sidecar.tools.step_model.queue import Rank
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedGeneration:
     """A line of the engine's log, for tests and experiments. Times are the event loop's, in seconds.
 
     `admitted_s` is when its first sequence got a slot, `first_token_s` when its first token was ready; None for a
@@ -32,7 +32,7 @@ class Served:
     aborted: bool
 
 
-class Choice(Job):
+class GeneratedChoice(Job):
     """One choice of one prompt. `sent` of its `generated` tokens were already written to the client.
 
     `chain` is the prompt's, where the engine caches prefixes. `expected_hit` is what a waiting prompt would find in the
@@ -42,7 +42,7 @@ class Choice(Job):
     __slots__ = ("chain", "expected_hit", "generated", "generation", "index", "sent")
 
     def __init__(
-        self, generation: Generation, index: int, prompt_tokens: int, output_tokens: int, chain: Chain | None
+        self, generation: Generation, index: int, prompt_tokens: int, output_tokens: int, chain: PromptChain | None
     ) -> None:
         super().__init__(prompt_tokens, output_tokens, chain.hashes if chain else ())
         self.generation = generation
@@ -116,7 +116,7 @@ class Generation:
         ask: EngineRequest,
         rank: Rank,
         dialect: Dialect,
-        chains: Sequence[Chain] = (),
+        chains: Sequence[PromptChain] = (),
         *,
         output_tokens: int,
         arrival_s: float,
@@ -131,10 +131,10 @@ class Generation:
         known = [*chains, *[None] * (len(ask.prompts) - len(chains))]
         prompts = [prompt for prompt in zip(ask.prompts, known, strict=True) for _ in range(ask.choices)]
         self.choices = [
-            Choice(self, index, prompt, output_tokens, chain) for index, (prompt, chain) in enumerate(prompts)
+            GeneratedChoice(self, index, prompt, output_tokens, chain) for index, (prompt, chain) in enumerate(prompts)
         ]
         self.remaining = len(self.choices)
-        self.fresh: list[Choice] = []
+        self.fresh: list[GeneratedChoice] = []
         self.first_token_s: float | None = None
         self.admitted_s: float | None = None
         self.over = self.is_cut = self.is_deserted = False
@@ -154,7 +154,7 @@ class Generation:
             for first in self.choices[:: self.ask.choices]
         ]
 
-    def emit(self, choice: Choice) -> None:
+    def emit(self, choice: GeneratedChoice) -> None:
         """Called for every token: wakes a stream when a chunk is due. Others wake at their end."""
         if self.ask.stream and not self.is_deserted and choice.due():
             self.fresh.append(choice)
@@ -183,7 +183,7 @@ class Generation:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
-    async def take(self) -> list[Choice]:
+    async def take(self) -> list[GeneratedChoice]:
         """Waits for choices with a chunk to write; an empty list says that it is over."""
         await self.ready()
         fresh, self.fresh = self.fresh, []

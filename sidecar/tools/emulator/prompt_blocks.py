@@ -6,7 +6,7 @@ it stands: the same text under another role is another prompt. The first hash al
 and the tools (vLLM: `generate_block_hash_extra_keys` in `vllm/v1/core/kv_cache_utils.py`; an adapter has its own model
 name, and a template writes the tools at the beginning).
 
-The output is text, too: `Chain.with_output` continues the chain, so that a conversation's next turn hits its last
+The output is text, too: `PromptChain.with_output` continues the chain, so that a conversation's next turn hits its last
 answer.
 """
 
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     data: bytes
 
 
-class Chain:
+class PromptChain:
     """The hashes of a prompt's full blocks, and what is needed to continue them."""
 
     __slots__ = ("_begun", "_block_bytes", "block_tokens", "hashes")
@@ -72,13 +72,13 @@ def _continued(begun: Begun, piece: Piece, size: int, hashes: list[BlockHash]) -
     return Begun(before, data[full:])
 
 
-def read_chains(api: Api, body: Body, model: str, block_tokens: int) -> tuple[Chain, ...]:
+def read_chains(api: Api, body: Body, model: str, block_tokens: int) -> tuple[PromptChain, ...]:
     """One chain for each prompt of a body that `read_ask` accepted. Pooling requests have none: they hit nothing."""
     if api is Api.EMBEDDINGS:
         return ()
     extra = [model, body.get("cache_salt"), body.get("tools")]
     root = msgspec.json.encode([api is Api.COMPLETIONS, *extra])
-    return tuple(Chain(root, pieces, block_tokens) for pieces in read_prompts(api, body))
+    return tuple(PromptChain(root, pieces, block_tokens) for pieces in read_prompts(api, body))
 
 
 def read_prompts(api: Api, body: Body) -> Iterator[list[Piece]]:

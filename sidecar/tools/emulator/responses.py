@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from sidecar.apis import Api
 from sidecar.tools.emulator.generated_text import token_text
-from sidecar.tools.emulator.generation import Choice, Generation
+from sidecar.tools.emulator.generation import GeneratedChoice, Generation
 
 Answer: TypeAlias = dict[str, Any]
 
@@ -28,7 +28,7 @@ def identifier(generation: Generation) -> str:
     return _ID_PREFIXES[generation.ask.api] + generation.request_id
 
 
-def whole_text(choice: Choice) -> bytes:
+def whole_text(choice: GeneratedChoice) -> bytes:
     """Everything a choice generated so far."""
     return token_text(0, choice.generated)
 

@@ -51,7 +51,7 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class Answer:
+class ClientAnswer:
     """One answer, from its head to its end. `error` is None as long as nothing is wrong with it."""
 
     def __init__(self, status: int, headers: Mapping[str, str]) -> None:

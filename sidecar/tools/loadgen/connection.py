@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from sidecar.tools.loadgen.answer import Answer
+from sidecar.tools.loadgen.answer import ClientAnswer
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -67,7 +67,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.done = asyncio.get_running_loop().create_future()
-        self.answer: Answer | None = None
+        self.answer: ClientAnswer | None = None
         self.error: str | None = None
         self.ended_s = 0.0
         self._transport: asyncio.BaseTransport | None = None
@@ -105,7 +105,7 @@ class ClientConnection(asyncio.Protocol):
             self._headers.clear()
             return
         self._has_length = "content-length" in self._headers or "transfer-encoding" in self._headers
-        self.answer = Answer(status, self._headers)
+        self.answer = ClientAnswer(status, self._headers)
 
     def on_body(self, body: bytes) -> None:
         """Called by the parser."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sidecar.tools.replay.figures import TtftOfAll, door_wait
-from sidecar.tools.replay.run import Played
+from sidecar.tools.replay.run import ReplayedTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Comparison:
         return sum(int(getattr(tier, name)) for tier in self.tiers.values())
 
 
-def comparison(played: Sequence[Played]) -> Comparison | None:
+def comparison(played: Sequence[ReplayedTrace]) -> Comparison | None:
     """The comparison of a replay with its control, which have the same arrivals in the same order. None for one run."""
     if len(played) < 2:
         return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sidecar.apis import Api
 from sidecar.tools.replay.prompts import PATHS
-from sidecar.tools.replay.server import Server
+from sidecar.tools.replay.server import AskedServer
 
 
 class NotNeutral(ValueError):
@@ -38,12 +38,12 @@ async def require_neutral(control: Control, api: Api) -> None:
     """
     option = "--control-upstream" if control.is_named else "--control"
     for url in control.urls:
-        async with Server(url, control.api_key) as server:
+        async with AskedServer(url, control.api_key) as server:
             if await server.enforces(PATHS[api]):
                 raise NotNeutral(
                     f"{option}: {url} enforces admission control: a control there is under one tier's limits, and "
                     "refuses requests that the other run serves; write --control-upstream URL with the address of "
-                    "the engine itself (docs/replay.md says what to do where it has none)"
+                    "the engine itself (docs/tools.md#replay says what to do where it has none)"
                 )
             if control.is_named:
                 await server.model()

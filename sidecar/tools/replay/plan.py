@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 
 from sidecar.apis import Api
-from sidecar.engines import Engine, NoEngine
+from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.policy.model import Policy
 from sidecar.tools.loadgen import Planned
 from sidecar.tools.replay.prompts import PATHS, Conversation, Writer
-from sidecar.tools.replay.trace import BLOCK_TOKENS, Row
+from sidecar.tools.replay.trace import BLOCK_TOKENS, TraceRow
 
 _APIS = {path: api for api, path in PATHS.items()}
 
 
-def plan(rows: Sequence[Row], tiers: Sequence[str], writer: Writer, asking: Asking) -> list[Planned]:
+def plan(rows: Sequence[TraceRow], tiers: Sequence[str], writer: Writer, asking: Asking) -> list[Planned]:
     """The requests of one run, in the order of `rows`; `label` is the tier, also where nothing is said about it.
 
     Turns of one conversation follow each other: one with a time is sent then, but not before its predecessor's answer
@@ -54,7 +54,7 @@ def plan(rows: Sequence[Row], tiers: Sequence[str], writer: Writer, asking: Aski
 
 
 def _writing(
-    row: Row, writer: Writer, members: Mapping[str, Any], conversation: Conversation
+    row: TraceRow, writer: Writer, members: Mapping[str, Any], conversation: Conversation
 ) -> Callable[[str], bytes]:
     def write(answer: str) -> bytes:
         own = [] if row.payload is not None else writer.own(row)
@@ -85,7 +85,7 @@ class Sizing:
         """How long a shared block is after scaling, so that as much of each prompt is shared as before."""
         return max(1, round(BLOCK_TOKENS * self.scale))
 
-    def of(self, row: Row) -> Row:
+    def of(self, row: TraceRow) -> TraceRow:
         """The row, faster and shorter. It keeps at least one token of each kind."""
         return replace(
             row,
@@ -96,7 +96,7 @@ class Sizing:
         )
 
 
-def schedule(rows: Sequence[Row], sizing: Sizing, jitter_s: float, rng: random.Random) -> Sequence[Row]:
+def schedule(rows: Sequence[TraceRow], sizing: Sizing, jitter_s: float, rng: random.Random) -> Sequence[TraceRow]:
     """The rows to play, in the order of the file: times count from the first.
 
     `jitter_s` spreads times that were rounded down: each is moved later by less than that, by chance.
@@ -107,14 +107,14 @@ def schedule(rows: Sequence[Row], sizing: Sizing, jitter_s: float, rng: random.R
     return sized if sizing.duration_s is None else _before(sizing.duration_s, sized)
 
 
-def _before(duration_s: float, rows: Sequence[Row]) -> Sequence[Row]:
+def _before(duration_s: float, rows: Sequence[TraceRow]) -> Sequence[TraceRow]:
     """Rows that are sent by then. A conversation whose first turn comes later is left out as a whole."""
     first = {row.session: row for row in reversed(rows)}.values()
     late = {row.session for row in first if row.at_s is not None and row.at_s >= duration_s} - {None}
     return [row for row in rows if row.session not in late and (row.at_s is None or row.at_s < duration_s)]
 
 
-def rounding_s(rows: Sequence[Row]) -> float:
+def rounding_s(rows: Sequence[TraceRow]) -> float:
     """How far apart the moments of a trace are that was rounded, 0 for one that was not."""
     moments = sorted({row.at_s for row in rows if row.at_s is not None})
     timed = sum(row.at_s is not None for row in rows)
@@ -140,7 +140,7 @@ class BadTier(ValueError):
     """A tier that is none. One line."""
 
 
-def ladder(policy: Policy | None, mix: Mapping[str, float] | None, rows: Sequence[Row]) -> tuple[str, ...]:
+def ladder(policy: Policy | None, mix: Mapping[str, float] | None, rows: Sequence[TraceRow]) -> tuple[str, ...]:
     """The tiers, most important first. Raises BadTier for a mix with a tier that the policy does not have."""
     if policy is not None:
         names = tuple(tier.name for tier in policy.tiers)
@@ -158,14 +158,14 @@ def ladder(policy: Policy | None, mix: Mapping[str, float] | None, rows: Sequenc
 
 
 def assign(
-    rows: Sequence[Row], tiers: Sequence[str], mix: Mapping[str, float] | None, rng: random.Random
+    rows: Sequence[TraceRow], tiers: Sequence[str], mix: Mapping[str, float] | None, rng: random.Random
 ) -> Sequence[str]:
     """The tier of every row. All turns of a conversation have that of its first. Raises BadTier.
 
     Conversations without a tier of their own are dealt out by the mix (by default evenly over `tiers`): their numbers
     are as near to it as whole numbers can be, and their order is by chance.
     """
-    first: dict[str, Row] = {}
+    first: dict[str, TraceRow] = {}
     for row in rows:
         first.setdefault(_conversation(row), row)
     found = {key: _named(row, tiers) for key, row in first.items() if row.priority is not None}
@@ -176,11 +176,11 @@ def assign(
     return [found[_conversation(row)] for row in rows]
 
 
-def _conversation(row: Row) -> str:
+def _conversation(row: TraceRow) -> str:
     return f"line {row.line}" if row.session is None else f"session {row.session}"
 
 
-def _named(row: Row, tiers: Sequence[str]) -> str:
+def _named(row: TraceRow, tiers: Sequence[str]) -> str:
     """A name, or a number from 0 to 1 with 1 the most important, mapped as the middleware does it."""
     said, last = row.priority, len(tiers) - 1
     if isinstance(said, str) and said in tiers:
@@ -224,7 +224,7 @@ class Asking:
 
     by: By
     tiers: Sequence[str]
-    engine: type[Engine] = NoEngine
+    engine: type[Engine] = NoPriorityEngine
     header: str = TIER_HEADER
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     api_key: str | None = field(default=None, repr=False)

@@ -17,8 +17,8 @@ import msgspec
 
 from sidecar.apis import Api
 from sidecar.tokens import TokenizerCounter
-from sidecar.tools.replay.server import Server
-from sidecar.tools.replay.trace import Row
+from sidecar.tools.replay.server import AskedServer
+from sidecar.tools.replay.trace import TraceRow
 
 _USUAL = """
     the of and to in that is was for on are as with they at be this from have or by one had not but what all were when
@@ -97,7 +97,7 @@ async def learn(count: Count, count_prompt: Count, source: str) -> Words | None:
     return Words(words.singles, short - _CHECKED_TOKENS, source)
 
 
-async def words_of(server: Server, model: str, tokenizer: str | None, *, chat: bool) -> Words:
+async def words_of(server: AskedServer, model: str, tokenizer: str | None, *, chat: bool) -> Words:
     """The vocabulary for prompts of exact length. Raises NoTokenizer for a file that was named and cannot be used."""
     if tokenizer is not None:
         counter = TokenizerCounter(tokenizer)
@@ -140,19 +140,19 @@ class Writer:
     ignore_eos: bool
     salt: str = ""
 
-    def path(self, row: Row) -> str:
+    def path(self, row: TraceRow) -> str:
         """Where the request goes; a ready-made payload may be of another kind than the rest."""
         if row.payload is not None:
             return PATHS[Api.CHAT if "messages" in row.payload else Api.COMPLETIONS]
         return PATHS[Api.CHAT if row.messages is not None else self.api]
 
-    def own(self, row: Row) -> Sequence[Message]:
+    def own(self, row: TraceRow) -> Sequence[Message]:
         """The messages that a row adds to its conversation."""
         if row.messages is not None:
             return row.messages
         return [{"role": "user", "content": row.text if row.text is not None else self._made_up(row)}]
 
-    def body(self, row: Row, messages: Sequence[Message], members: Mapping[str, Any]) -> bytes:
+    def body(self, row: TraceRow, messages: Sequence[Message], members: Mapping[str, Any]) -> bytes:
         """The whole body. A row's `extra` overrides the defaults, and the fields that ask for a tier override both."""
         if row.payload is not None:
             return msgspec.json.encode({**row.payload, **row.extra, **members})
@@ -167,7 +167,7 @@ class Writer:
         streaming = {"stream": True, "stream_options": {"include_usage": True}}
         return msgspec.json.encode({**usual, **streaming, **row.extra, **members})
 
-    def _made_up(self, row: Row) -> str:
+    def _made_up(self, row: TraceRow) -> str:
         assert row.input_tokens is not None
         seed = f"{self.seed} {self.salt}"
         blocks = [f"{seed} block {number}" for number in row.hash_ids]
@@ -180,7 +180,7 @@ class Conversation:
 
     messages: list[Message] = field(default_factory=list)
 
-    def with_turn(self, row: Row, own: Sequence[Message], answer: str) -> Sequence[Message]:
+    def with_turn(self, row: TraceRow, own: Sequence[Message], answer: str) -> Sequence[Message]:
         """The messages of the next turn, given the answer to the last; a row that is complete begins anew."""
         if not row.is_delta:
             self.messages = list(own)

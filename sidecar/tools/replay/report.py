@@ -10,7 +10,7 @@ from itertools import accumulate
 from sidecar.templates import render
 from sidecar.tools.loadgen import Seen
 from sidecar.tools.replay.comparison import Comparison, verdict
-from sidecar.tools.replay.run import Played
+from sidecar.tools.replay.run import ReplayedTrace
 from sidecar.tools.replay.table import (
     COLUMNS,
     COMPARED_COLUMNS,
@@ -36,7 +36,7 @@ def report(
     title: str,
     heading: Sequence[str],
     tiers: Sequence[str],
-    played: Sequence[Played],
+    played: Sequence[ReplayedTrace],
     compared: Comparison | None = None,
 ) -> str:
     """The page. `title` and `heading` say what was run; `tiers` is the ladder, most important first."""
@@ -55,7 +55,7 @@ def report(
     )
 
 
-def _runs(tiers: Sequence[str], played: Sequence[Played]) -> Sequence[Mapping[str, object]]:
+def _runs(tiers: Sequence[str], played: Sequence[ReplayedTrace]) -> Sequence[Mapping[str, object]]:
     """All runs, with the same axes."""
     end_s = max(seen.end_s for one in played for seen in one.seen)
     ttfts = [seen.ttft_s for one in played for seen in one.seen if seen.ttft_s is not None and seen.is_complete]

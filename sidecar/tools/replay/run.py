@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sidecar.engines import Engine, NoEngine
+from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.gain.token_deadlines import Objective
 from sidecar.tools.loadgen import Progress, Seen, play
 from sidecar.tools.replay.control import Control
 from sidecar.tools.replay.figures import RunFigures, door_wait, measure, request_id, starvation_by_request
 from sidecar.tools.replay.plan import Asking, By, plan
 from sidecar.tools.replay.prompts import Words, Writer, words_of
-from sidecar.tools.replay.server import Model, Server
-from sidecar.tools.replay.trace import Row, Trace
+from sidecar.tools.replay.server import AskedServer, Model
+from sidecar.tools.replay.trace import Trace, TraceRow
 
 
 class UnknownEngine(ValueError):
@@ -33,14 +33,14 @@ class ReplayTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class TraceReplay:
     """One replay: the rows of a trace, with their tiers, and how they are written and sent.
 
     `objectives` are those of the policy's tiers, by name.
     """
 
     trace: Trace
-    rows: Sequence[Row]
+    rows: Sequence[TraceRow]
     row_tiers: Sequence[str]
     tiers: Sequence[str]
     writer: Writer
@@ -60,7 +60,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ReplayedTrace:
     """One run: its figures, and what each client saw, in the order of the rows."""
 
     figures: RunFigures
@@ -72,16 +72,16 @@ async def find(
     chat: bool,
 ) -> ReplayTarget:  # fmt: skip
     """Asks the first server what it is. Given options override its answers. Raises NoAnswer, NoTokenizer."""
-    async with Server(urls[0], api_key) as server:
+    async with AskedServer(urls[0], api_key) as server:
         said = await server.model()
         named = said if model is None else replace(said, name=model)
         words = await words_of(server, named.name, tokenizer, chat=chat)
-    return ReplayTarget(urls, named, engine or said.engine or NoEngine, words)
+    return ReplayTarget(urls, named, engine or said.engine or NoPriorityEngine, words)
 
 
 def runs(asking: Asking, urls: Sequence[str], control: Control | None) -> Sequence[PlannedRun]:
     """The runs to play, in their order. Raises UnknownEngine."""
-    if asking.by is By.PRIORITY and asking.engine is NoEngine:
+    if asking.by is By.PRIORITY and asking.engine is NoPriorityEngine:
         raise UnknownEngine("the server does not say which engine it is; add --engine, such as --engine vllm")
     titles = {
         By.PRIORITY: f"asked by the engine's own priority ({asking.engine.name})",
@@ -96,7 +96,7 @@ def runs(asking: Asking, urls: Sequence[str], control: Control | None) -> Sequen
     return found
 
 
-async def play_run(run: PlannedRun, replayed: Replay, report: Callable[[float, Progress], None]) -> Played:
+async def play_run(run: PlannedRun, replayed: TraceReplay, report: Callable[[float, Progress], None]) -> ReplayedTrace:
     """Plays all requests once."""
     writer = replace(replayed.writer, salt=run.name)
     client = Progress()
@@ -117,10 +117,10 @@ async def play_run(run: PlannedRun, replayed: Replay, report: Callable[[float, P
     asked = [row.input_tokens if row.session is None else None for row in replayed.rows]
     stalled_s, objectives = client.stalled_s, replayed.objectives
     figures = measure(run.name, run.title, replayed.tiers, seen, asked, stalled_s=stalled_s, objectives=objectives)
-    return Played(figures, seen)
+    return ReplayedTrace(figures, seen)
 
 
-def by_request(played: Played, rows: Sequence[Row]) -> Iterator[Mapping[str, Any]]:
+def by_request(played: ReplayedTrace, rows: Sequence[TraceRow]) -> Iterator[Mapping[str, Any]]:
     """A record of every request, for other statistics."""
     starved_s = starvation_by_request(played.seen)
     for row, seen, starvation_s in zip(rows, played.seen, starved_s, strict=True):
@@ -149,7 +149,7 @@ def by_request(played: Played, rows: Sequence[Row]) -> Iterator[Mapping[str, Any
         }
 
 
-def too_long(replayed: Replay) -> int:
+def too_long(replayed: TraceReplay) -> int:
     """How many requests do not fit the model's context, as far as it is known."""
     most = replayed.upstream.model.context_tokens
     if most is None:

@@ -59,7 +59,7 @@ class Model:
     context_tokens: int | None
 
 
-class Server(AbstractAsyncContextManager["Server"]):
+class AskedServer(AbstractAsyncContextManager["AskedServer"]):
     """Asks a server about itself. An async context manager."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:

@@ -14,7 +14,7 @@ from sidecar.tools.replay.comparison import Comparison, TierComparison, verdict
 from sidecar.tools.replay.figures import RunFigures, TierFigures, TtftOfAll
 from sidecar.tools.replay.objectives import lines as objective_lines
 from sidecar.tools.replay.prompts import Words
-from sidecar.tools.replay.run import Played, Replay, by_request
+from sidecar.tools.replay.run import ReplayedTrace, TraceReplay, by_request
 from sidecar.tools.text import table as aligned
 
 SHOWN_ERRORS = 5
@@ -185,7 +185,7 @@ def _about(error: str) -> str | None:
 
 
 def figures_as_json(
-    replay: Replay, by: str, figures: Sequence[RunFigures], compared: Comparison | None
+    replay: TraceReplay, by: str, figures: Sequence[RunFigures], compared: Comparison | None
 ) -> Mapping[str, Any]:
     """All figures, and what they are of."""
     upstream, trace = replay.upstream, replay.trace
@@ -204,7 +204,7 @@ def figures_as_json(
     }
 
 
-def requests_as_jsonl(played: Sequence[Played], replay: Replay) -> str:
+def requests_as_jsonl(played: Sequence[ReplayedTrace], replay: TraceReplay) -> str:
     """A line for every request of every run."""
     lines = (msgspec.json.encode(record) for run in played for record in by_request(run, replay.rows))
     return b"".join(line + b"\n" for line in lines).decode()

@@ -39,7 +39,7 @@ class Trace:
 
     name: str
     format: str
-    rows: Sequence[Row] = field(repr=False)
+    rows: Sequence[TraceRow] = field(repr=False)
 
 
 def read_trace(name: str, limit: int | None = None) -> Trace:
@@ -63,7 +63,9 @@ def _burst(name: str, requests: int, input_tokens: int, output_tokens: int, limi
     if not 0 < requests <= MOST_BURST_REQUESTS or input_tokens < 1 or output_tokens < 1:
         raise BadTrace(f"{name}: {_BURST_FORM}")
     count = requests if limit is None else min(limit, requests)
-    rows = [Row(line=n + 1, at_s=0.0, input_tokens=input_tokens, output_tokens=output_tokens) for n in range(count)]
+    rows = [
+        TraceRow(line=n + 1, at_s=0.0, input_tokens=input_tokens, output_tokens=output_tokens) for n in range(count)
+    ]
     return Trace(name, "burst at t=0", rows)
 
 
@@ -72,8 +74,8 @@ def _read(name: str, file: Iterable[bytes], limit: int | None) -> Trace:
     lines = ((number, _text(line, number)) for number, line in enumerate(file, 1))
     numbered = ((number, text) for number, text in lines if not isinstance(text, str) or text.strip())
     problems: list[str] = []
-    rows: list[Row] = []
-    read: Callable[[str, int], Row] | None = None
+    rows: list[TraceRow] = []
+    read: Callable[[str, int], TraceRow] | None = None
     for number, text in numbered:
         if limit is not None and len(rows) >= limit:
             break
@@ -106,7 +108,7 @@ def _text(line: bytes, number: int) -> str | BadRow:
         return BadRow(f"byte {error.start + 1} is no UTF-8; a trace is a text file, not packed and not binary")
 
 
-def _reader(first: str) -> Callable[[str, int], Row]:
+def _reader(first: str) -> Callable[[str, int], TraceRow]:
     if first.lstrip().startswith("{"):
         return read_mooncake_row
     if is_head(first):
@@ -117,7 +119,7 @@ def _reader(first: str) -> Callable[[str, int], Row]:
     )
 
 
-def _from_zero(name: str, rows: Sequence[Row]) -> Sequence[Row]:
+def _from_zero(name: str, rows: Sequence[TraceRow]) -> Sequence[TraceRow]:
     """Counts times from the earliest. Turns after a conversation's first may have none; the others must."""
     begun: set[str] = set()
     untimed = []
@@ -145,7 +147,7 @@ class BadRow(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TraceRow:
     """`at_s` is when it is sent, in seconds; None for a turn that is sent when the one before has been answered.
 
     Its prompt is one of these: `input_tokens` to be made up (with equal blocks where `hash_ids` are equal), `text`,
@@ -169,7 +171,7 @@ class Row:
     extra: Mapping[str, Any] = field(default_factory=dict)
     priority: str | float | None = None
 
-    def at(self, at_s: float | None) -> Row:
+    def at(self, at_s: float | None) -> TraceRow:
         """The same request at another time."""
         return replace(self, at_s=at_s)
 
@@ -183,13 +185,13 @@ def is_head(line: str) -> bool:
     return [name.strip().strip('"').lower() for name in line.split(",")] == HEAD.lower().split(",")
 
 
-def read_azure_row(line: str, number: int) -> Row:
+def read_azure_row(line: str, number: int) -> TraceRow:
     """Raises BadRow. Times are seconds since the epoch, to be counted from the first."""
     fields = [field.strip().strip('"') for field in line.split(",")]
     if len(fields) != 3:
         raise BadRow(f"{len(fields)} fields; each line has three: {HEAD}")
     time, context, generated = fields
-    return Row(
+    return TraceRow(
         line=number,
         at_s=_seconds(time),
         input_tokens=_tokens("ContextTokens", context),
@@ -243,7 +245,7 @@ class _MooncakeRow(msgspec.Struct):
 _decode = msgspec.json.Decoder(_MooncakeRow).decode
 
 
-def read_mooncake_row(line: str, number: int) -> Row:
+def read_mooncake_row(line: str, number: int) -> TraceRow:
     """Raises BadRow."""
     try:
         found = _decode(line)
@@ -254,7 +256,7 @@ def read_mooncake_row(line: str, number: int) -> Row:
     _check_input(found)
     _check_messages(found)
     extra = dict(found.extra or {})
-    return Row(
+    return TraceRow(
         line=number,
         at_s=None if found.timestamp is None else found.timestamp / 1000,
         input_tokens=found.input_length,

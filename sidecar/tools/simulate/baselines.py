@@ -29,7 +29,7 @@ from sidecar.lengths.buckets import LengthKey
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.policy.model import Policy
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import ABANDONED, Stage
+from sidecar.tools.simulate.play import ABANDONED, SimulatedEngines
 from sidecar.tools.simulate.routing import CacheAware, FewestRequests, LeastRequests, RoundRobin, Routing
 from sidecar.tools.step_model.engine import StepEngine
 from sidecar.tools.step_model.queue import JobQueue, KeyQueue
@@ -106,7 +106,7 @@ class VtcQueue:
 class BaselineAdmission:
     """See `play.Admission`."""
 
-    def __init__(self, name: str, policy: Policy, objectives: Mapping[int, Objective], stage: Stage) -> None:
+    def __init__(self, name: str, policy: Policy, objectives: Mapping[int, Objective], stage: SimulatedEngines) -> None:
         self._policy, self._stage, self._objectives = policy, stage, objectives
         self._estimator = LengthEstimator()
         own = "engine-fcfs" if name in ROUTERS else name
@@ -186,7 +186,7 @@ def names(engines: int) -> Sequence[str]:
     return NAMES if engines == 1 else (*NAMES, *ROUTERS)
 
 
-def _routing(name: str, stage: Stage) -> Routing:
+def _routing(name: str, stage: SimulatedEngines) -> Routing:
     if name == "round-robin":
         return RoundRobin()
     if name == "least-requests":

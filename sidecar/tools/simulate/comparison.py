@@ -17,7 +17,7 @@ from sidecar.tools.replay.trace import Trace
 from sidecar.tools.simulate.baselines import BaselineAdmission, queue_of
 from sidecar.tools.simulate.figures import RunResult, result
 from sidecar.tools.simulate.load import Assign, Request, load
-from sidecar.tools.simulate.play import Admission, Stage, play
+from sidecar.tools.simulate.play import SimulatedAdmission, SimulatedEngines, play
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
 from sidecar.tools.step_model.model import EngineModel
@@ -46,7 +46,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ComparedPolicy:
     """One policy, or one baseline on the tiers and objectives of a policy. `written` is what the policy's file says."""
 
     name: str
@@ -66,18 +66,18 @@ class Candidate:
         return {level: objective for level, objective in found.items() if objective is not None}
 
 
-def offered_tiers(setting: Setting, candidate: Candidate) -> set[int]:
+def offered_tiers(setting: Setting, candidate: ComparedPolicy) -> set[int]:
     """The levels that get requests in the run of the first seed. Raises BadTier where a row names another tier."""
     return {one.tier for one in _load(setting, candidate, 1, setting.scale)}
 
 
-def _load(setting: Setting, candidate: Candidate, seed: int, scale: float) -> list[Request]:
+def _load(setting: Setting, candidate: ComparedPolicy, seed: int, scale: float) -> list[Request]:
     tiers = [tier.name for tier in candidate.policy.tiers]
     block_tokens = setting.model.block_tokens
     return load(setting.trace, tiers, setting.mix, by=setting.by, scale=scale, block_tokens=block_tokens, seed=seed)
 
 
-def run(setting: Setting, candidate: Candidate, seed: int, scale: float) -> RunResult:
+def run(setting: Setting, candidate: ComparedPolicy, seed: int, scale: float) -> RunResult:
     """One run. The same for the same arguments."""
     policy, objectives = candidate.policy, candidate.objectives
     tiers = [tier.name for tier in policy.tiers]
@@ -85,8 +85,8 @@ def run(setting: Setting, candidate: Candidate, seed: int, scale: float) -> RunR
     loop = VirtualLoop()
     with loop.running():
         queue = queue_of(candidate.name, policy, objectives) if candidate.baseline else KeyQueue
-        stage = Stage(setting.model, setting.engines, loop, queue)
-        admission: Admission = (
+        stage = SimulatedEngines(setting.model, setting.engines, loop, queue)
+        admission: SimulatedAdmission = (
             BaselineAdmission(candidate.name, policy, objectives, stage)
             if candidate.baseline
             else ProductAdmission(policy, stage)
@@ -110,7 +110,7 @@ class Rate(msgspec.Struct, frozen=True):
     is_bound: bool
 
 
-def find_rates(setting: Setting, candidate: Candidate) -> list[Rate]:
+def find_rates(setting: Setting, candidate: ComparedPolicy) -> list[Rate]:
     """The rates of one candidate. It takes attainment to fall as the rate rises, as it does but for chance."""
     known: dict[float, float] = {}
 

@@ -1,4 +1,4 @@
-"""Figures of a run, over all requests that were offered: docs/simulate.md has the definitions.
+"""Figures of a run, over all requests that were offered: docs/tools.md#simulate has the definitions.
 
 TDG is the weight of the tokens that came before their deadlines, divided by the weight of all tokens of all requests
 that were offered, also of those that were refused or abandoned: their lengths are in the trace. A request met its
@@ -64,14 +64,14 @@ class RunResult(msgspec.Struct, frozen=True):
     preemptions: int
 
 
-class Judged(NamedTuple):
+class JudgedRequest(NamedTuple):
     """One request against its tier's objective: the tokens in time, and whether it was met."""
 
     in_time: int
     is_met: bool
 
 
-def judged(request: Request, ends_us: Sequence[int], objective: Objective) -> Judged:
+def judged(request: Request, ends_us: Sequence[int], objective: Objective) -> JudgedRequest:
     """Compares each token of a complete answer with its deadline. `ends_us` are the ends of its engine's steps."""
     due_us = request.at_us + objective.ttft_us
     in_time = count = last_us = 0
@@ -84,7 +84,7 @@ def judged(request: Request, ends_us: Sequence[int], objective: Objective) -> Ju
         last_us = moments[-1] if moments else last_us
     first_us = request.first_us
     is_met = first_us is not None and first_us < due_us and last_us - first_us <= (count - 1) * objective.tpot_us
-    return Judged(in_time, is_met)
+    return JudgedRequest(in_time, is_met)
 
 
 def result(

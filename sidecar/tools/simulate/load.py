@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from sidecar.tools.replay.plan import Sizing, assign, rounding_s, schedule
-from sidecar.tools.replay.trace import BLOCK_TOKENS, BadTrace, Row, Trace
+from sidecar.tools.replay.trace import BLOCK_TOKENS, BadTrace, Trace, TraceRow
 from sidecar.tools.step_model.job import Job
 from sidecar.tools.step_model.kv_cache import BlockHash
 
@@ -37,7 +37,7 @@ class Request(Job):
 
     __slots__ = ("at_us", "end_us", "engine", "first_us", "has_left", "refusal", "tenant", "tier")
 
-    def __init__(self, row: Row, tier: int, tenant: str, blocks: Sequence[BlockHash]) -> None:
+    def __init__(self, row: TraceRow, tier: int, tenant: str, blocks: Sequence[BlockHash]) -> None:
         super().__init__(row.input_tokens or 1, row.output_tokens or 1, blocks)
         self.at_us = round((row.at_s or 0.0) * 1e6)
         self.tier = tier
@@ -84,7 +84,7 @@ def load(
 
 
 def _by_tenant(
-    rows: Sequence[Row], tiers: Sequence[str], mix: Mapping[str, float] | None, rng: random.Random
+    rows: Sequence[TraceRow], tiers: Sequence[str], mix: Mapping[str, float] | None, rng: random.Random
 ) -> tuple[list[str], list[str]]:
     """The tenant and the tier of every row."""
     parts = [1 / (number + 1) for number in range(TENANTS)]
@@ -105,7 +105,7 @@ def _by_tenant(
     return [f"tenant-{number + 1}" for number in numbers], [tier_of[number] for number in numbers]
 
 
-def _blocks(row: Row, block_tokens: int) -> Sequence[BlockHash]:
+def _blocks(row: TraceRow, block_tokens: int) -> Sequence[BlockHash]:
     """The hashes of the prompt's full blocks. Only rows with `hash_ids` share any."""
     if not row.hash_ids:
         return ()

@@ -23,9 +23,9 @@ from sidecar.engines.robust_line import Line, fitted
 from sidecar.tools.doctor.speed_probe import FEWEST_TOKENS, SpeedProbe
 from sidecar.tools.loadgen import Seen
 from sidecar.tools.loadgen.statistics import quantile
-from sidecar.tools.replay.trace import Row
+from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import Stage, play
+from sidecar.tools.simulate.play import SimulatedEngines, play
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
 from sidecar.tools.step_model.model import EngineModel
 
@@ -230,7 +230,7 @@ def at_once(seen: Sequence[Seen]) -> int:
 class _SendsAtOnce:
     """See `play.Admission`: there is none, every request goes to the engine as it comes."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: SimulatedEngines) -> None:
         self._stage = stage
         self._count = 0
 
@@ -253,10 +253,10 @@ def predicted(model: EngineModel, seen: Sequence[Seen]) -> list[tuple[float | No
     """
     began_s = min(one.sent_s for one in seen)
     requests = [
-        Request(Row(0, one.sent_s - began_s, _computed(one), max(1, one.output_tokens)), 0, "", ()) for one in seen
+        Request(TraceRow(0, one.sent_s - began_s, _computed(one), max(1, one.output_tokens)), 0, "", ()) for one in seen
     ]
     loop = VirtualLoop()
-    stage = Stage(model, 1, loop)
+    stage = SimulatedEngines(model, 1, loop)
     with loop.running():
         play(sorted(requests, key=lambda one: one.at_us), stage, _SendsAtOnce(stage))
     return [_times(one) for one in requests]

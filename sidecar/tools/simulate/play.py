@@ -19,7 +19,7 @@ ABANDONED = "abandoned"
 """The refusal of a request whose client has left."""
 
 
-class Admission(Protocol):
+class SimulatedAdmission(Protocol):
     """What stands before the engines: the product's pool, or a baseline."""
 
     def arrives(self, request: Request) -> None:
@@ -49,7 +49,7 @@ class Played(NamedTuple):
     end_us: int
 
 
-class Stage:
+class SimulatedEngines:
     """The engines and the clock of one run, as its admission sees them."""
 
     def __init__(
@@ -109,7 +109,9 @@ class _Patience:
             yield self._offered[self._next - 1]
 
 
-def play(offered: Sequence[Request], stage: Stage, admission: Admission, patience_us: int | None = None) -> Played:
+def play(
+    offered: Sequence[Request], stage: SimulatedEngines, admission: SimulatedAdmission, patience_us: int | None = None
+) -> Played:
     """Plays all requests to their ends. One that still waits when nothing more can happen gets no answer.
 
     Nor does one that no engine can hold to its end, whoever admits: it would be preempted again and again.
@@ -157,7 +159,7 @@ def _waits(offered: Sequence[Request]) -> bool:
     return any(one.end_us is None for one in offered)
 
 
-def _tell(found: PlanEnd[Request], admission: Admission, now_us: int) -> None:
+def _tell(found: PlanEnd[Request], admission: SimulatedAdmission, now_us: int) -> None:
     for one in found.first:
         one.first_us, one.has_left = now_us, False
         admission.first_token(one)

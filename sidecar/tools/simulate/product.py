@@ -18,7 +18,7 @@ from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, sized_ask
 from sidecar.admission.policy_snapshot import objective_of
 from sidecar.admission.request_gain import GainMeter
-from sidecar.admission.turn import Cause, Turn, TurnEnded
+from sidecar.admission.turn import EndCause, Turn, TurnEnded
 from sidecar.admission.usage import UsageReader
 from sidecar.apis import Api
 from sidecar.classify import Classification, Fallback
@@ -32,7 +32,7 @@ from sidecar.pools import Pool
 from sidecar.pools.engines import WEIGHT_PERCENT, EngineOffer
 from sidecar.tokens import tokens_to_hold
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import ABANDONED, Stage
+from sidecar.tools.simulate.play import ABANDONED, SimulatedEngines
 
 CHAT = "/v1/chat/completions"
 _MOST_HITS = 8
@@ -62,7 +62,7 @@ class _Held:
 class _TrueSpeeds(EngineSpeeds):
     """The speed of a run's engines as it is, in place of what is learned of them."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: SimulatedEngines) -> None:
         super().__init__()
         self._stage = stage
 
@@ -80,7 +80,7 @@ class _TrueSpeeds(EngineSpeeds):
 class ProductAdmission:
     """See `play.Admission`. The pool is as large as the engines are."""
 
-    def __init__(self, policy: Policy, stage: Stage) -> None:
+    def __init__(self, policy: Policy, stage: SimulatedEngines) -> None:
         self._policy, self._stage = policy, stage
         self._objectives = [objective_of(tier) if policy.rules.is_by_gain else None for tier in policy.tiers]
         self._pool = _pool(policy, stage, lambda: stage.loop.now_us)
@@ -161,7 +161,7 @@ class ProductAdmission:
                 waits_again = await held.removed
                 granted = turn.requeue
         except TurnEnded as end:
-            self._end(request, ABANDONED if end.cause is Cause.DISCONNECTED else QueueTimeout.code)
+            self._end(request, ABANDONED if end.cause is EndCause.DISCONNECTED else QueueTimeout.code)
         except AdmissionError as error:
             self._end(request, error.code)
 
@@ -219,7 +219,7 @@ def _id(number: int) -> str:
     return f"e{number}#1"
 
 
-def _pool(policy: Policy, stage: Stage, now_us: Callable[[], int]) -> Pool:
+def _pool(policy: Policy, stage: SimulatedEngines, now_us: Callable[[], int]) -> Pool:
     """A pool as large as the engines: the policy's own figures are those of other engines."""
     model, count = stage.model, len(stage.engines)
     if count == 1 and policy.engines is None:

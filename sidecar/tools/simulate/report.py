@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from sidecar.templates import render
 from sidecar.tools.replay.report import COLORS
-from sidecar.tools.simulate.comparison import Candidate, Rate, by_policy, interval, seconds, shown
+from sidecar.tools.simulate.comparison import ComparedPolicy, Rate, by_policy, interval, seconds, shown
 from sidecar.tools.simulate.figures import RunResult, TierResult
 
 POINTS = 0.01
@@ -14,7 +14,7 @@ POINTS = 0.01
 
 
 def report(
-    heading: Sequence[str], candidates: Sequence[Candidate], results: Sequence[RunResult], rates: Sequence[Rate]
+    heading: Sequence[str], candidates: Sequence[ComparedPolicy], results: Sequence[RunResult], rates: Sequence[Rate]
 ) -> str:
     """The page."""
     runs = by_policy(results)

@@ -27,7 +27,7 @@ from typing import Protocol, TypeAlias
 BlockHash: TypeAlias = bytes
 
 
-class Observer(Protocol):
+class PrefixObserver(Protocol):
     """Is called after each change of what a prompt could hit."""
 
     def stored(self, block: BlockHash, parent: BlockHash | None) -> None:
@@ -71,7 +71,7 @@ class KvCache:
         self.blocks = capacity_tokens // block_tokens
         self.queried_tokens = self.hit_tokens = 0
         self.hit_blocks = self.missed_blocks = 0
-        self.observer: Observer | None = None
+        self.observer: PrefixObserver | None = None
         self._private = 0
         self._holders: dict[BlockHash, int] = {}
         # The least recently used first. A dictionary would do, but to drop its first key again and again is O(n).

@@ -9,7 +9,7 @@ import pytest
 
 from sidecar.tools.demo.clients import Arrival, ArrivalStream, ClientResult
 from sidecar.tools.demo.figures import RunMeasurement, measure
-from sidecar.tools.emulator.generation import Served
+from sidecar.tools.emulator.generation import ServedGeneration
 
 TIERS = ("high", "batch")
 
@@ -24,15 +24,15 @@ def request(
     tokens: int = 10,
     ttft_s: float | None = 1.0,
     door_wait_s: float = 0.0,
-) -> tuple[ClientResult, Served]:
+) -> tuple[ClientResult, ServedGeneration]:
     """What its client saw, and the engine's line of it. It reached the engine when the sidecar let it go."""
     arrival = Arrival(arrived_s, ArrivalStream(tier, "sk", 1.0), tokens // 2, tokens - tokens // 2)
     seen = ClientResult(arrival, ttft_s, door_wait_s, f"{number:08d}")
     at_engine_s = arrived_s + door_wait_s
-    return seen, Served(f"{number:08d}", None, at_engine_s, admitted_s, admitted_s, end_s, aborted=False)
+    return seen, ServedGeneration(f"{number:08d}", None, at_engine_s, admitted_s, admitted_s, end_s, aborted=False)
 
 
-def figures(requests: Sequence[tuple[ClientResult, Served]], slots: int = 2) -> RunMeasurement:
+def figures(requests: Sequence[tuple[ClientResult, ServedGeneration]], slots: int = 2) -> RunMeasurement:
     seen, log = zip(*requests, strict=True)
     shuffled = list(log)
     random.Random(1).shuffle(shuffled)

@@ -13,7 +13,7 @@ from sidecar.engines import dynamo
 from sidecar.policy.compiler import load
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.tools.doctor import burst, probe
-from sidecar.tools.doctor.conditions import State
+from sidecar.tools.doctor.conditions import ConditionState
 from sidecar.tools.doctor.examination import Examination, Options, examine
 from sidecar.tools.doctor.judgment import Effect
 from sidecar.tools.doctor.recommendation import Queueing
@@ -35,7 +35,7 @@ from tests.tools.emulator.emulated import DYNAMO, SGLANG, TRTLLM, VLLM, emulated
 pytestmark = pytest.mark.anyio
 
 FCFS = {"scheduling": Scheduling.FCFS}
-W, B, U = State.WORKS, State.BROKEN, State.UNKNOWN
+W, B, U = ConditionState.WORKS, ConditionState.BROKEN, ConditionState.UNKNOWN
 VLLM_HEADER, DYNAMO_HEADER = "x-vllm-priority", "x-dynamo-request-priority"
 
 
@@ -64,7 +64,7 @@ async def seen(engine: Any, **settings: Any) -> Examination:
     return SEEN[key]
 
 
-def states(found: Examination) -> tuple[State, ...]:
+def states(found: Examination) -> tuple[ConditionState, ...]:
     """Of field path, scheduler policy, real queueing and direction."""
     return tuple(condition.state for condition in found.conditions)
 
@@ -86,7 +86,7 @@ def states(found: Examination) -> tuple[State, ...]:
     ids=lambda value: getattr(value, "value", None) or str(value)[:30],
 )
 async def test_an_engine_is_seen_through(
-    engine: Any, settings: Any, expected: tuple[State, ...], fix: str | None
+    engine: Any, settings: Any, expected: tuple[ConditionState, ...], fix: str | None
 ) -> None:
     found = await seen(engine, **settings)
     assert states(found) == expected, report(found)
@@ -120,7 +120,9 @@ async def test_an_engine_is_seen_through(
         "sglang replaced",
     ],
 )
-async def test_a_proxy_in_between_is_found_out(engine: Any, edit: Edit, expected: tuple[State, ...], fix: str) -> None:
+async def test_a_proxy_in_between_is_found_out(
+    engine: Any, edit: Edit, expected: tuple[ConditionState, ...], fix: str
+) -> None:
     async with emulated(engine, slots=4) as client, between(client.url, edit=edit) as url:
         found = await examined(url)
     assert states(found) == expected, report(found)

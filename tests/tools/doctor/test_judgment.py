@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sidecar.tools.doctor.burst import Plan
+from sidecar.tools.doctor.burst import BurstPlan
 from sidecar.tools.doctor.judgment import Effect, Judgment, ServedRequest, judge
 from sidecar.tools.doctor.priority_fields import LEVELS
 
@@ -19,7 +19,7 @@ def served(order: list[tuple[int, int]]) -> Judgment:
 
 def burst(requests: int, seed: int = 1) -> list[tuple[int, int]]:
     """Levels and places of arrival as a burst draws them."""
-    levels = Plan(requests, 1, None, seed).levels()
+    levels = BurstPlan(requests, 1, None, seed).levels()
     return [(level, arrival) for arrival, level in enumerate(levels)]
 
 
@@ -83,13 +83,13 @@ def test_chance_is_hardly_ever_taken_for_an_order() -> None:
 
 
 def test_levels_are_even_in_every_part_of_a_burst() -> None:
-    levels = Plan(40, 4, None, 7).levels()
+    levels = BurstPlan(40, 4, None, 7).levels()
     assert len(levels) == 40
     assert all(sorted(levels[start : start + 3]) == [0, 1, 2] for start in range(0, 39, 3))
-    assert levels != Plan(40, 4, None, 8).levels()
+    assert levels != BurstPlan(40, 4, None, 8).levels()
 
 
 def test_lengths_go_from_one_to_two_times_the_shortest() -> None:
-    plan = Plan(40, 10, None, 7)
+    plan = BurstPlan(40, 10, None, 7)
     assert (min(plan.lengths()), max(plan.lengths())) == (10, 19)
     assert plan.output_tokens == sum(plan.lengths())

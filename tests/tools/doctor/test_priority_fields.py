@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sidecar.apis import Api
-from sidecar.engines import Engine, NoEngine
+from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.engines.base import Carrier
 from sidecar.tools.doctor.priority_fields import levels_sent, ways_to
 from sidecar.tools.doctor.target import ExaminedServer
@@ -34,7 +34,7 @@ def test_the_first_way_is_the_adapters_own(engine: type[Engine], tiers: int) -> 
         (SGLANG, None, ["body field priority", "header x-override-priority"]),
         (TRTLLM, None, ["body field priority"]),
         (DYNAMO, None, ["header x-dynamo-request-priority", "body field nvext.agent_hints.priority"]),
-        (NoEngine, None, []),
+        (NoPriorityEngine, None, []),
     ],
 )
 def test_the_other_ways_are_there_to_tell_who_is_to_blame(

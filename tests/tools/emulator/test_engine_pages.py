@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.engines import Engine, NoEngine
+from sidecar.engines import Engine, NoPriorityEngine
 from sidecar.tools.emulator import EmulatorConfig, Scheduling
 from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM, Client, emulated
 
@@ -143,7 +143,7 @@ async def test_an_engine_is_healthy_and_names_its_model(engine: type[Engine]) ->
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"engine": NoEngine}, {"max_queued": -1}, {"output_tokens": 0}, {"tokens_per_chunk": 0}]
+    "wrong", [{"engine": NoPriorityEngine}, {"max_queued": -1}, {"output_tokens": 0}, {"tokens_per_chunk": 0}]
 )
 def test_a_configuration_that_no_engine_has_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"emulate|must"):

@@ -189,7 +189,7 @@ def test_a_mistake_on_the_command_line_is_explained(text: str, capsys: pytest.Ca
 
 
 def test_the_documentation_has_every_kind() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "emulator.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "tools.md").read_text()
     kinds = get_args(get_type_hints(Fault)["kind"])
     assert len(kinds) == 5
     for kind in kinds:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.apis import Api
-from sidecar.tools.emulator.prompt_blocks import Chain, Piece, read_chains
+from sidecar.tools.emulator.prompt_blocks import Piece, PromptChain, read_chains
 from sidecar.tools.step_model.kv_cache import BlockHash
 
 TEXT = "one two three four five six seven eight nine ten eleven twelve " * 3
@@ -39,7 +39,7 @@ def test_the_same_prompt_has_the_same_blocks_and_only_full_ones() -> None:
 
 @given(st.binary(max_size=80), st.binary(max_size=80), st.integers(1, 4))
 def test_two_prompts_share_exactly_the_blocks_before_their_first_difference(one: bytes, two: bytes, size: int) -> None:
-    chains = [Chain(b"root", [Piece(b"text", data)], size) for data in (one, two)]
+    chains = [PromptChain(b"root", [Piece(b"text", data)], size) for data in (one, two)]
     equal = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
     assert common(chains[0].hashes, chains[1].hashes) == equal // (4 * size)
     assert len(chains[0].hashes) == len(one) // (4 * size)

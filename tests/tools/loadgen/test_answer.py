@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.tools.loadgen.answer import MOST_BYTES, Answer, problem_of
+from sidecar.tools.loadgen.answer import MOST_BYTES, ClientAnswer, problem_of
 
 STREAM = {"content-type": "text/event-stream; charset=utf-8"}
 JSON = {"content-type": "application/json"}
@@ -33,9 +33,9 @@ CHAT = [ROLE, delta(content="Hel"), delta(content="lo"), delta("length", content
 
 def read(
     pieces: Sequence[bytes], status: int = 200, headers: dict[str, str] = STREAM, *, in_order: bool = True
-) -> Answer:
+) -> ClientAnswer:
     """Feeds the pieces at 0, 1, 2, … seconds."""
-    answer = Answer(status, headers)
+    answer = ClientAnswer(status, headers)
     for moment, piece in enumerate(pieces):
         answer.feed(piece, float(moment))
     answer.end(in_order=in_order)
@@ -125,7 +125,7 @@ def test_an_event_that_is_no_json_is_a_failure_and_shown(data: bytes) -> None:
 
 
 def test_an_event_without_an_end_is_not_collected_forever() -> None:
-    answer = Answer(200, STREAM)
+    answer = ClientAnswer(200, STREAM)
     for _ in range(5):
         answer.feed(b"x" * (MOST_BYTES // 4), 0.0)
     assert "longer than" in (answer.error or "")

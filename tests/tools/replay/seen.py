@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sidecar.tools.loadgen import Planned, Seen
 from sidecar.tools.replay.figures import measure
-from sidecar.tools.replay.run import Played
+from sidecar.tools.replay.run import ReplayedTrace
 
 TIERS = ("high", "normal", "batch")
 
@@ -41,6 +41,6 @@ def seen(
 
 def played(
     found: Sequence[Seen], tiers: Sequence[str] = TIERS, name: str = "replay", title: str = "by priority"
-) -> Played:
+) -> ReplayedTrace:
     """A run of them."""
-    return Played(measure(name, title, tiers, found, [64] * len(found)), found)
+    return ReplayedTrace(measure(name, title, tiers, found, [64] * len(found)), found)

@@ -14,7 +14,7 @@ from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.loadgen import Planned
 from sidecar.tools.replay.plan import Asking, By, plan
 from sidecar.tools.replay.prompts import Words, Writer
-from sidecar.tools.replay.trace import Row
+from sidecar.tools.replay.trace import TraceRow
 
 TIERS = ("high", "normal", "batch")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -22,7 +22,7 @@ WRITER = Writer(Api.CHAT, "m", Words(), seed=1, block_tokens=512, ignore_eos=Tru
 SILENT = Asking(By.TIER, TIERS, is_control=True)
 
 
-def planned(*rows: Row, writer: Writer = WRITER, asking: Asking = SILENT, tier: str = "high") -> Sequence[Planned]:
+def planned(*rows: TraceRow, writer: Writer = WRITER, asking: Asking = SILENT, tier: str = "high") -> Sequence[Planned]:
     return plan(rows, [tier] * len(rows), writer, asking)
 
 
@@ -71,7 +71,7 @@ def test_by_key_is_the_tier_s_key_and_nothing_else() -> None:
 
 
 def test_a_made_up_prompt_has_its_length_streams_and_ignores_the_end() -> None:
-    [request] = planned(Row(1, 0.5, input_tokens=20, output_tokens=7))
+    [request] = planned(TraceRow(1, 0.5, input_tokens=20, output_tokens=7))
     found = body(request)
     assert (request.at_s, request.path, request.label, request.after) == (0.5, CHAT, "high", None)
     assert len(found["messages"][0]["content"]) == 80
@@ -85,39 +85,39 @@ def test_a_made_up_prompt_has_its_length_streams_and_ignores_the_end() -> None:
 
 
 def test_an_answer_of_any_length_is_not_asked_to_go_on_forever() -> None:
-    [request] = planned(Row(1, 0.0, input_tokens=20))
+    [request] = planned(TraceRow(1, 0.0, input_tokens=20))
     assert {"max_tokens", "ignore_eos"} & body(request).keys() == set()
-    [request] = planned(Row(1, 0.0, input_tokens=20, output_tokens=7), writer=replace(WRITER, ignore_eos=False))
+    [request] = planned(TraceRow(1, 0.0, input_tokens=20, output_tokens=7), writer=replace(WRITER, ignore_eos=False))
     assert "ignore_eos" not in body(request)
 
 
 def test_a_row_s_extra_goes_before_what_is_usual_and_the_priority_before_that() -> None:
-    row = Row(1, 0.0, input_tokens=4, output_tokens=7, extra={"max_tokens": 3, "nvext": {"a": 1}, "priority": 99})
+    row = TraceRow(1, 0.0, input_tokens=4, output_tokens=7, extra={"max_tokens": 3, "nvext": {"a": 1}, "priority": 99})
     [request] = planned(row, asking=Asking(By.PRIORITY, TIERS, Sglang))
     found = body(request)
     assert (found["max_tokens"], found["nvext"], found["priority"]) == (3, {"a": 1}, 4)
 
 
 def test_a_payload_is_sent_as_it_is_to_where_it_belongs() -> None:
-    chat, text = planned(Row(1, 0.0, payload={"messages": [], "n": 2}), Row(2, 0.0, payload={"prompt": "x"}))
+    chat, text = planned(TraceRow(1, 0.0, payload={"messages": [], "n": 2}), TraceRow(2, 0.0, payload={"prompt": "x"}))
     assert (chat.path, body(chat)) == (CHAT, {"messages": [], "n": 2})
     assert (text.path, body(text)) == (COMPLETIONS, {"prompt": "x"})
 
 
 def test_completions_have_a_prompt_and_messages_go_to_chat_all_the_same() -> None:
     writer = replace(WRITER, api=Api.COMPLETIONS)
-    history = Row(2, 0.0, messages=[{"role": "user", "content": "x"}], is_delta=False)
-    text, messages = planned(Row(1, 0.0, text="hello"), history, writer=writer)
+    history = TraceRow(2, 0.0, messages=[{"role": "user", "content": "x"}], is_delta=False)
+    text, messages = planned(TraceRow(1, 0.0, text="hello"), history, writer=writer)
     assert (text.path, body(text)["prompt"]) == (COMPLETIONS, "hello")
     assert (messages.path, body(messages)["messages"]) == (CHAT, [{"role": "user", "content": "x"}])
 
 
 def test_turns_follow_each_other_and_carry_what_was_said() -> None:
     first, second, other, third = planned(
-        Row(1, 0.0, text="one", session="a"),
-        Row(2, None, text="two", session="a", delay_s=1.5),
-        Row(3, 0.0, text="elsewhere", session="b"),
-        Row(4, 9.0, text="three", session="a", delay_s=7.0),
+        TraceRow(1, 0.0, text="one", session="a"),
+        TraceRow(2, None, text="two", session="a", delay_s=1.5),
+        TraceRow(3, 0.0, text="elsewhere", session="b"),
+        TraceRow(4, 9.0, text="three", session="a", delay_s=7.0),
     )
     assert [request.after for request in (first, second, other, third)] == [None, 0, None, 1]
     assert (second.at_s, second.delay_s) == (0.0, 1.5)
@@ -129,15 +129,17 @@ def test_turns_follow_each_other_and_carry_what_was_said() -> None:
 
 
 def test_rows_that_are_whole_histories_carry_nothing_from_before() -> None:
-    def history(line: int, *texts: str) -> Row:
-        return Row(line, 0.0, messages=[{"role": "user", "content": t} for t in texts], session="a", is_delta=False)
+    def history(line: int, *texts: str) -> TraceRow:
+        return TraceRow(
+            line, 0.0, messages=[{"role": "user", "content": t} for t in texts], session="a", is_delta=False
+        )
 
     _, second = planned(history(1, "one"), history(2, "one", "two"))
     assert [message["content"] for message in body(second, "answer")["messages"]] == ["one", "two"]
 
 
 def test_a_second_run_does_not_find_its_prompts_in_a_prefix_cache() -> None:
-    row = Row(1, 0.0, input_tokens=1500, hash_ids=(7, 8, 9))
+    row = TraceRow(1, 0.0, input_tokens=1500, hash_ids=(7, 8, 9))
     texts = [
         body(planned(row, writer=replace(WRITER, salt=salt))[0])["messages"][0]["content"]
         for salt in ("replay", "replay", "control")

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from sidecar.tools.replay.plan import Sizing, rounding_s, schedule
-from sidecar.tools.replay.trace import Row, read_trace
+from sidecar.tools.replay.trace import TraceRow, read_trace
 
 REAL = Path(__file__).parent / "traces"
 
 
-def row(at_s: float | None, session: str | None = None, delay_s: float = 0.0, line: int = 1) -> Row:
-    return Row(line, at_s, input_tokens=1000, output_tokens=100, session=session, delay_s=delay_s)
+def row(at_s: float | None, session: str | None = None, delay_s: float = 0.0, line: int = 1) -> TraceRow:
+    return TraceRow(line, at_s, input_tokens=1000, output_tokens=100, session=session, delay_s=delay_s)
 
 
 def test_real_mooncake_timestamps_are_known_to_be_rounded_and_those_of_azure_are_not() -> None:
@@ -45,7 +45,7 @@ def test_scale_comes_before_the_caps_and_leaves_a_token() -> None:
     [found] = schedule([row(0.0)], Sizing(scale=1e-9), 0.0, random.Random(1))
     assert (found.input_tokens, found.output_tokens) == (1, 1)
     assert Sizing(scale=0.25).block_tokens == 128
-    unknown = Row(1, 0.0, text="x")
+    unknown = TraceRow(1, 0.0, text="x")
     [found] = schedule([unknown], Sizing(scale=2, max_output_tokens=3), 0.0, random.Random(1))
     assert (found.input_tokens, found.output_tokens) == (None, None)
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.tools.replay.plan import BadTier, assign, ladder
-from sidecar.tools.replay.trace import Row
+from sidecar.tools.replay.trace import TraceRow
 
 names = st.sampled_from(["high", "normal", "batch"])
 mixes = st.dictionaries(names, st.floats(0.1, 100), min_size=1)
 
 
-def plain(count: int) -> list[Row]:
-    return [Row(line=number + 1, at_s=0.0, input_tokens=1) for number in range(count)]
+def plain(count: int) -> list[TraceRow]:
+    return [TraceRow(line=number + 1, at_s=0.0, input_tokens=1) for number in range(count)]
 
 
 @given(st.integers(0, 200), mixes, st.integers())
@@ -41,7 +41,7 @@ def test_the_same_seed_deals_the_same_and_another_one_another() -> None:
 
 
 def test_all_turns_of_a_conversation_have_the_tier_of_its_first() -> None:
-    rows = [Row(line=number + 1, at_s=0.0, input_tokens=1, session=f"s{number % 9}") for number in range(90)]
+    rows = [TraceRow(line=number + 1, at_s=0.0, input_tokens=1, session=f"s{number % 9}") for number in range(90)]
     found = assign(rows, ("high", "batch"), {"high": 1, "batch": 2}, random.Random(1))
     by_session = {row.session: tier for row, tier in zip(rows, found, strict=True)}
     assert [by_session[row.session] for row in rows] == list(found)
@@ -49,7 +49,11 @@ def test_all_turns_of_a_conversation_have_the_tier_of_its_first() -> None:
 
 
 def test_what_a_row_says_goes_before_the_mix() -> None:
-    rows = [Row(line=1, input_tokens=1, priority="batch"), Row(line=2, input_tokens=1, priority="high"), *plain(4)[2:]]
+    rows = [
+        TraceRow(line=1, input_tokens=1, priority="batch"),
+        TraceRow(line=2, input_tokens=1, priority="high"),
+        *plain(4)[2:],
+    ]
     found = assign(rows, ("high", "batch"), {"high": 1}, random.Random(1))
     assert list(found) == ["batch", "high", "high", "high"]
 
@@ -57,7 +61,7 @@ def test_what_a_row_says_goes_before_the_mix() -> None:
 def test_a_policy_s_ladder_is_the_ladder_and_numbers_are_mapped_to_it_as_at_the_sidecar() -> None:
     policy = load(shipped_policies())
     values = [1, 0.75, 0.5, 0.3, 0, 0.0]
-    rows = [Row(line=number, input_tokens=1, priority=value) for number, value in enumerate(values)]
+    rows = [TraceRow(line=number, input_tokens=1, priority=value) for number, value in enumerate(values)]
     tiers = ladder(policy, None, rows)
     assert tiers == ("critical", "high", "normal", "low", "batch")
     expected = ["critical", "high", "normal", "low", "batch", "batch"]
@@ -65,14 +69,14 @@ def test_a_policy_s_ladder_is_the_ladder_and_numbers_are_mapped_to_it_as_at_the_
 
 
 def test_without_a_policy_the_ladder_is_what_is_in_use_in_the_usual_order() -> None:
-    named = [Row(line=1, input_tokens=1, priority="batch"), Row(line=2, input_tokens=1, priority="critical")]
+    named = [TraceRow(line=1, input_tokens=1, priority="batch"), TraceRow(line=2, input_tokens=1, priority="critical")]
     assert ladder(None, None, named) == ("critical", "batch")
     assert ladder(None, {"gold": 1, "low": 1, "tin": 1, "high": 1}, plain(1)) == ("high", "low", "gold", "tin")
 
 
 @pytest.mark.parametrize("priority", ["gold", 2, -1, float("nan")])
 def test_a_tier_that_is_none_is_said_with_its_line_and_what_would_be_right(priority: str | float) -> None:
-    rows = [*plain(2), Row(line=17, input_tokens=1, priority=priority)]
+    rows = [*plain(2), TraceRow(line=17, input_tokens=1, priority=priority)]
     with pytest.raises(BadTier, match=r"line 17: .* is no tier; write one of high, normal, batch, or a number"):
         assign(rows, ("high", "normal", "batch"), None, random.Random(1))
 

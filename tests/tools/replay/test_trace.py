@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.tools.replay.trace import HEAD, MOST_PROBLEMS, BadTrace, Row, Trace, read_trace
+from sidecar.tools.replay.trace import HEAD, MOST_PROBLEMS, BadTrace, Trace, TraceRow, read_trace
 
 REAL = Path(__file__).parent / "traces"
 
@@ -23,7 +23,7 @@ def written(folder: Path, *lines: str | bytes | dict[str, Any], newline: bytes =
     return str(path)
 
 
-def rows(folder: Path, *lines: str | bytes | dict[str, Any]) -> list[Row]:
+def rows(folder: Path, *lines: str | bytes | dict[str, Any]) -> list[TraceRow]:
     return list(read_trace(written(folder, *lines)).rows)
 
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sidecar.tokens import NoTokenizer
 from sidecar.tools.replay.prompts import CANDIDATES, Words, learn, words_of
-from sidecar.tools.replay.server import Server
+from sidecar.tools.replay.server import AskedServer
 from tests.support.serving import serving
 from tests.tools.emulator.emulated import VLLM, emulated
 
@@ -44,7 +44,7 @@ def tokenizer() -> Tokenizer:
 
 
 @asynccontextmanager
-async def engine(tokenizer: Tokenizer, *, counts_messages: bool) -> AsyncIterator[Server]:
+async def engine(tokenizer: Tokenizer, *, counts_messages: bool) -> AsyncIterator[AskedServer]:
     """A server with `/tokenize`, as vLLM's (which counts messages too) or as SGLang's."""
 
     async def tokenize(request: Request) -> Response:
@@ -58,7 +58,7 @@ async def engine(tokenizer: Tokenizer, *, counts_messages: bool) -> AsyncIterato
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": 512})
 
     app = Starlette(routes=[Route("/tokenize", tokenize, methods=["POST"])])
-    async with serving(app, lifespan="off") as served, Server(served.url) as server:
+    async with serving(app, lifespan="off") as served, AskedServer(served.url) as server:
         yield server
 
 
@@ -85,7 +85,7 @@ async def test_where_messages_cannot_be_counted_the_text_alone_is_exact(tokenize
 async def test_a_tokenizer_file_goes_before_the_engine(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     tokenizer.save(str(file))
-    async with Server("http://127.0.0.1:9") as no_server:
+    async with AskedServer("http://127.0.0.1:9") as no_server:
         words = await words_of(no_server, "m", str(file), chat=False)
         assert words.source == str(file)
         assert len(tokenizer.encode(words.text(123, random.Random(1))).ids) == 123
@@ -94,7 +94,7 @@ async def test_a_tokenizer_file_goes_before_the_engine(tokenizer: Tokenizer, tmp
 
 
 async def test_without_a_tokenizer_a_token_is_four_bytes() -> None:
-    async with emulated(VLLM) as client, Server(client.url) as server:
+    async with emulated(VLLM) as client, AskedServer(client.url) as server:
         words = await words_of(server, "m", None, chat=True)
     assert (words.is_exact, words.source) == (False, "4 bytes a token (no tokenizer at hand)")
     assert len(words.text(50, random.Random(1)).encode()) == 200

@@ -9,13 +9,13 @@ import pytest
 
 from benchmarks.fleet_routers.cache_aware import CacheAware as OnText
 from benchmarks.fleet_routers.rule import Request as Sent
-from sidecar.tools.replay.trace import Row
+from sidecar.tools.replay.trace import TraceRow
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.routing import CacheAware, FewestRequests, LeastRequests, RoundRobin
 
 
 def request(blocks: Sequence[bytes] = (), tokens: int | None = None) -> Request:
-    row = Row(line=1, at_s=0.0, input_tokens=len(blocks) if tokens is None else tokens, output_tokens=1)
+    row = TraceRow(line=1, at_s=0.0, input_tokens=len(blocks) if tokens is None else tokens, output_tokens=1)
     return Request(row, 0, "tenant", blocks)
 
 

@@ -44,12 +44,6 @@ def test_each_engine_has_its_own_direction_and_place_for_the_untagged(
     assert order_of(order, *arrivals) == expected
 
 
-@pytest.mark.parametrize("order", [first_come, trtllm_order, vllm_order, sglang_order, dynamo_order])
-def test_equals_are_served_first_come_first_served(order: Order) -> None:
-    arrivals = [(Rank(1), 0.0)] * 20
-    assert order_of(order, *arrivals) == list(range(20))
-
-
 def test_dynamo_gives_seconds_of_head_start_and_no_more() -> None:
     assert order_of(dynamo_order, (Rank(0), 0.0), (Rank(5), 4.0)) == [1, 0]
     assert order_of(dynamo_order, (Rank(0), 0.0), (Rank(5), 6.0)) == [0, 1]
@@ -58,19 +52,3 @@ def test_dynamo_gives_seconds_of_head_start_and_no_more() -> None:
 def test_dynamo_takes_a_negative_priority_for_zero_and_strict_before_all() -> None:
     assert order_of(dynamo_order, (Rank(-50), 0.0), (Rank(0), 1.0)) == [0, 1]
     assert order_of(dynamo_order, (Rank(1_000), 0.0), (Rank(0, strict=1), 9.0)) == [1, 0]
-
-
-def test_a_removed_request_is_never_served_and_no_longer_counted() -> None:
-    queue: KeyQueue[Job] = KeyQueue()
-    first, second = Job(1, 1), Job(1, 1)
-    for number, job in enumerate((first, second)):
-        job.place = (), number
-        queue.push(job)
-    assert queue.worst() is second
-    assert queue.remove(first)
-    assert not queue.remove(first)
-    assert len(queue) == 1
-    assert queue.pop() is second
-    assert queue.worst() is None
-    with pytest.raises(IndexError):
-        queue.pop()
