@@ -169,9 +169,9 @@ class Classifier:
     def _named(self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any], pairs: Headers) -> Tenant:
         said, gateway = said_by_app.get(), self._gateway
         if said is not None:
-            return self._of_app(said)
+            return self._tenant_by_app(said)
         if gateway is not None and gateway.tenant_header in headers and gateway.sent(scope.get("client"), pairs):
-            return self._of_gateway(gateway, headers)
+            return self._tenant_by_gateway(gateway, headers)
         # A digest is looked up, not the key: timing could only reveal a hash, which no one can invert.
         sent = headers.get(b"authorization")
         digest = None if sent is None or len(sent) > _LONGEST_KEPT else hashlib.blake2s(sent).digest()
@@ -188,7 +188,7 @@ class Classifier:
             return self._policy.anonymous
         tenant = self._policy.tenants.get(hashlib.sha256(key).hexdigest())
         if tenant is None:
-            return self._of_token(key)
+            return self._tenant_by_token(key)
         if digest is not None and headers.keys().isdisjoint(API_KEY_HEADERS):  # else the key may be from there
             if len(self._of_authorization) >= MOST_KEPT:
                 self._of_authorization.clear()
@@ -213,20 +213,20 @@ class Classifier:
             return said
         return f"{said}; {gateway.tenant_header.decode('ascii')} counts only from an address of the policy's gateway"
 
-    def _of_token(self, key: bytes) -> Tenant:
+    def _tenant_by_token(self, key: bytes) -> Tenant:
         """The tenant that a token names. It asks for the tier that the token names, where that names one."""
         if self._tokens is None or not is_token(key):
             raise self._unknown(InvalidApiKey("this API key is not known here; ask the operator for one"))
         claims = self._tokens.claims(key, hashlib.sha256(key).digest())
         return self._by_name(claims.tenant, claims.tier, "token", InvalidToken)
 
-    def _of_gateway(self, gateway: GatewayPolicy, headers: Mapping[bytes, bytes]) -> Tenant:
+    def _tenant_by_gateway(self, gateway: GatewayPolicy, headers: Mapping[bytes, bytes]) -> Tenant:
         """The tenant that the gateway names, which asks for the tier that it names, where it names one."""
         tier = None if gateway.tier_header is None else headers.get(gateway.tier_header)
         named = headers[gateway.tenant_header].decode("latin-1")
         return self._by_name(named, None if tier is None else tier.decode("latin-1"), "gateway", UnknownTenant)
 
-    def _of_app(self, said: TenantClaims | AdmissionError) -> Tenant:
+    def _tenant_by_app(self, said: TenantClaims | AdmissionError) -> Tenant:
         said_by_app.set(None)  # the app, which may have another admission controller in it, is called with this context
         if isinstance(said, AdmissionError):
             raise said
@@ -253,7 +253,7 @@ class Classifier:
     def _asking(self, tenant: Tenant, tier: str) -> Tenant | None:
         """The tenant, as it asks for a tier; None where there is no such tier."""
         asked = self._of_claims.get((tenant.name, tier))
-        if asked is None and (level := self._policy.level_of(tier)) is not None:
+        if asked is None and (level := self._policy.level_for(tier)) is not None:
             asked = self._of_claims[tenant.name, tier] = replace(tenant, level=level)
         return asked
 
@@ -310,7 +310,7 @@ class Classifier:
         name = self._policy.tier_header.decode("latin-1")
         text = raw.decode("latin-1").strip()
         value: object = text
-        if self._policy.level_of(text) is None:
+        if self._policy.level_for(text) is None:
             with suppress(ValueError):
                 value = float(text)
         return self._answer(TierSource.HEADER, name, value, raw)
@@ -332,7 +332,7 @@ class Classifier:
 
     def _answer(self, source: TierSource, where: str, value: object, raw: bytes) -> SourceAnswer:
         """The level of a tier's name, or of a number in [0, 1] with 1 the most important, rounded to the nearest."""
-        if isinstance(value, str) and (level := self._policy.level_of(value)) is not None:
+        if isinstance(value, str) and (level := self._policy.level_for(value)) is not None:
             return SourceAnswer(source, level, where, _shown(raw))
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
             return SourceAnswer(source, self._last - floor(value * self._last + 0.5), where, _shown(raw))

@@ -44,7 +44,7 @@ class _ClientLeft(Exception):
 
 
 def naming(tenant_of: TenantOf) -> Callable[[AdmissionController, ASGIApp], ASGIApp]:
-    """What makes of what serves a controller's requests what serves them with the tenants that the app names.
+    """Wrapper of an app that serves a controller's requests, so that it serves them with the app's tenants.
 
     Raises ValueError for what is no function, or cannot be called with a scope alone.
     """
@@ -81,7 +81,7 @@ def _with_tenants(tenant_of: TenantOf, controller: AdmissionController, serve: A
 
 
 def _counts(controller: AdmissionController, scope: Scope) -> bool:
-    """Whether anything depends on the tenant of a request."""
+    """True if anything depends on the tenant of a request."""
     if scope["type"] not in ("http", "websocket"):
         return False
     if controller.is_passing:  # only who gets the engine's key
@@ -94,7 +94,7 @@ def _counts(controller: AdmissionController, scope: Scope) -> bool:
 
 
 async def _said(tenant_of: TenantOf, scope: Scope, client: UploadChannel, policy: Policy) -> SaidByApp:
-    """What the function says, or why the request is refused. Raises _ClientLeft."""
+    """The function's answer, or why the request is refused. Raises _ClientLeft."""
     try:
         said = tenant_of(scope)
         if inspect.isawaitable(said):

@@ -155,7 +155,7 @@ class EngineTime:
         return None
 
     def _is_client_ready(self, now_us: int) -> bool:
-        """Whether the client takes what it is sent. While it does not, the engine is not silent.
+        """True if the client takes what it is sent. While it does not, the engine is not silent.
 
         A `send` of nothing says it: that ends when the client has read enough. So the chunks themselves need not be
         watched.

@@ -129,7 +129,7 @@ def _capped_body(request: SizedRequest) -> bytes:
     return insert(body, MAXIMUM_FIELDS[request.api][0], b"%d" % cap)
 
 
-def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:
+def new_granted(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float, request_id: str) -> Granted:
     """The grant for an app in the same process."""
     classification = request.classification
     tier, tenant = policy.tiers[classification.level].name, classification.tenant.name
@@ -250,7 +250,7 @@ def _for_app(controller: AdmissionController, scope: Scope) -> Scope:
 def pass_read(
     controller: AdmissionController, scope: Scope, request: SizedRequest, receive: Receive, client: ClientChannel
 ) -> Awaitable[None]:
-    """The same of a `request` that was read, and may have waited. `receive` begins with its body again."""
+    """Passes a `request` that was read, and may have waited. `receive` begins with its body again."""
     for_app = {**scope}
     with_write(for_app, None)  # the client may have got comments before
     taken, added = [], []

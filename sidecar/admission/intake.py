@@ -132,7 +132,7 @@ class SizedRequest(msgspec.Struct, gc=False):
         return self.tokens
 
     def ask(self) -> Ask:
-        """What it asks of the pool."""
+        """The request's ask of the pool."""
         tenant, hits, most = self.classification.tenant, self.hits, self.most_tokens
         is_counted = tenant.limits.are_counted
         return Ask(
@@ -158,7 +158,7 @@ class SizedRequest(msgspec.Struct, gc=False):
 
     @property
     def may_be_repeated(self) -> bool:
-        """Whether it may be preempted before its first byte, where its tier is preemptible."""
+        """True if it may be preempted before its first byte, where its tier is preemptible."""
         # The engine would run a preempted background response to its end, and then a second time. An upload that has
         # begun to pass cannot be sent again.
         return not self.payload.background and not self.is_unread
@@ -404,7 +404,7 @@ def _asked_wait_s(headers: Mapping[bytes, bytes]) -> float | None:
 
 
 def is_upload(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether the body of a request of the generic API is a form, sound or pictures: such a one is not read here."""
+    """True if the body of a request of the generic API is a form, sound or pictures: such a one is not read here."""
     return _UPLOADS.match(headers.get(b"content-type", b"").strip()) is not None
 
 

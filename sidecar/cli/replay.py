@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from sidecar.admission.policy_snapshot import objective_of
+from sidecar.admission.policy_snapshot import objective_for
 from sidecar.apis import Api
 from sidecar.cli.api_key import add_key, key_given
 from sidecar.cli.arguments import number, server_url, whole_number
@@ -115,7 +115,7 @@ class _Command:
 
     def _objectives(self) -> Mapping[str, Objective]:
         tiers = () if self.policy is None else self.policy.tiers
-        return {tier.name: objective for tier in tiers if (objective := objective_of(tier)) is not None}
+        return {tier.name: objective for tier in tiers if (objective := objective_for(tier)) is not None}
 
     async def _control(self) -> Control | None:
         """Where the control is played. A server that is not the upstream gets no tenant's key."""

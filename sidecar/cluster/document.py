@@ -43,7 +43,7 @@ class OldestWaiter(msgspec.Struct, frozen=True):
 
 
 class TierWaits(msgspec.Struct, frozen=True):
-    """What one tier has waiting in one process.
+    """Requests of one tier that wait in one process.
 
     `is_at_limit` where others pass its requests because the tier has all that its own `limit` allows.
     """
@@ -78,7 +78,7 @@ class Promised(msgspec.Struct, frozen=True):
 
 
 class TierShare(msgspec.Struct, frozen=True):
-    """What one tier holds of the pool, and may hold."""
+    """Room of the pool that one tier holds, and may hold."""
 
     tier: str
     held: Annotated[Amount, amounts("admission.held", "Tokens held by leases.", "Requests held by leases.", Over.POOL)]
@@ -146,9 +146,9 @@ class PoolFigures(msgspec.Struct, frozen=True):
         Amount,
         amounts(
             "admission.aborting",
-            "Tokens held by these leases.",
-            "Requests held by leases of this process whose requests have ended before their answer, until the engine "
+            "Tokens held by leases of this process whose requests have ended before their answer, until the engine "
             "has aborted them.",
+            "Requests held by these leases.",
             Over.SUM,
         ),
     ] = Amount(0, 0)

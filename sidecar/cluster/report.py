@@ -77,14 +77,14 @@ class Heard:
     at_s: float = 0.0
 
     def still_there(self, at_s: float, forget_after_s: float) -> list[ReceivedReport]:
-        """Those that are still heard of at `at_s`, with their ages then."""
+        """Reports that are recent enough at `at_s`, with their ages then."""
         more_s = max(0.0, at_s - self.at_s)
         aged = (ReceivedReport(one.report, one.age_s + more_s) for one in self.received)
         return [one for one in aged if one.age_s <= forget_after_s]
 
 
 def heard(peers: Mapping[str, PeerReport], at_s: float) -> Heard:
-    """What the other replicas have left, read `at_s`."""
+    """Reports that the other replicas left, read `at_s`."""
     found = {name: unpack(peer.report) for name, peer in peers.items()}
     received = [ReceivedReport(report, peers[name].age_s) for name, report in found.items() if report is not None]
     return Heard(received, [name for name, report in found.items() if report is None], at_s)

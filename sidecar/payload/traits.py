@@ -55,7 +55,7 @@ _template_arguments = msgspec.json.Decoder(_TemplateArguments).decode
 _tool_choice = msgspec.json.Decoder(_ToolChoice).decode
 
 
-def effort_of(said: bytes) -> str | None:
+def read_effort(said: bytes) -> str | None:
     """The effort of a JSON string; None where it is none. An unknown word is `other`: engines add words."""
     try:
         word = _string(said).lower()
@@ -64,7 +64,7 @@ def effort_of(said: bytes) -> str | None:
     return word if word in EFFORTS else "other"
 
 
-def effort_of_reasoning(said: bytes) -> str | None:
+def read_reasoning_effort(said: bytes) -> str | None:
     """The effort of the Responses API's object `reasoning`."""
     try:
         word = _reasoning(said).effort
@@ -75,7 +75,7 @@ def effort_of_reasoning(said: bytes) -> str | None:
     return word.lower() if word.lower() in EFFORTS else "other"
 
 
-def effort_of_thinking(said: bytes) -> str | None:
+def read_thinking_effort(said: bytes) -> str | None:
     """The effort of Anthropic's object `thinking`, by its budget of tokens."""
     try:
         thinking = _thinking(said)
@@ -91,7 +91,7 @@ def effort_of_thinking(said: bytes) -> str | None:
     return "low" if budget <= _LOW_BUDGET else "medium" if budget <= _MEDIUM_BUDGET else "high"
 
 
-def effort_of_template(said: bytes) -> str | None:
+def read_template_effort(said: bytes) -> str | None:
     """The effort of `chat_template_kwargs`: a switch for thinking, as Qwen's and DeepSeek's templates have one."""
     try:
         arguments = _template_arguments(said)
@@ -101,7 +101,7 @@ def effort_of_template(said: bytes) -> str | None:
     return None if switch is None else "other" if switch else "none"
 
 
-def choice_of(said: bytes) -> str | None:
+def read_choice(said: bytes) -> str | None:
     """The tool choice of a JSON string or object. OpenAI's objects name a tool; Anthropic's have a type."""
     if said[:1] == b'"':
         try:
@@ -119,5 +119,5 @@ def choice_of(said: bytes) -> str | None:
 
 
 def is_given(said: bytes) -> bool:
-    """Whether a field says anything: not where it is absent, null or empty."""
+    """True if a field says anything: not where it is absent, null or empty."""
     return said not in _ABSENT and said not in (b"[]", b'""', b"{}")

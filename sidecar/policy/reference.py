@@ -26,11 +26,20 @@ PLACES: Mapping[Any, str] = {
 _HEAD = """\
 # The policy's files, key by key
 
-Written by `python -m sidecar.policy.reference` from the models that read them; a test keeps it so. `policies/` has the
-first two with comments, and JSON Schemas of all three for editors. `sidecar check` says what is wrong with a policy,
-and what will surprise.
+```yaml
+engine: vllm
+capacity: {from: engine}
+tiers:                          # most important first
+  high: {reserve: 20%}
+  normal: {reserve: 10%}
+  batch: {reserve: 5%, limit: 60%, queue: {max_wait: 30m}}
+anonymous: normal
+tenants: tenants/*.yaml
+```
 
-Shares are written `20%`, durations `500ms`, `2s`, `5m`, `1h`, counts `160`, `10k`, `2M`, sizes `8MiB`.
+Written by `python -m sidecar.policy.reference` from the models that read them; a test keeps it so. `policies/` has
+commented examples, and JSON Schemas for editors. `sidecar check` says what is wrong with a policy. Shares are written
+`20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`.
 """
 
 _Schema = dict[str, Any]
@@ -73,7 +82,7 @@ def _inside(mapping: _Schema, path: tuple[str, ...]) -> Iterator[tuple[str, tupl
 
 
 def _is_named(key: _Schema) -> bool:
-    """Whether a mapping stands under names of the operator's own."""
+    """True if a mapping stands under names of the operator's own."""
     return any("additionalProperties" in one or "patternProperties" in one for one in (key, *key.get("anyOf", ())))
 
 
@@ -81,31 +90,33 @@ def _sections(document: _Schema, mapping: _Schema, title: str, path: tuple[str, 
     """A mapping's own section, then those of the mappings inside it."""
     yield f"## {title}\n" if not path else f"### `{'.'.join(path)}`\n"
     yield f"{_paragraphs(mapping['description'])}\n"
-    yield from _table(mapping, paths)
+    yield from _keys(mapping, paths)
     yield ""
     for inner, below in _inside(mapping, path):
         if paths[inner] == below:
             yield from _sections(document, document["$defs"][inner], title, below, paths)
 
 
-def _table(mapping: _Schema, paths: _Paths) -> Iterator[str]:
-    yield "| key | value | default | what it is for |"
-    yield "|---|---|---|---|"
+def _keys(mapping: _Schema, paths: _Paths) -> Iterator[str]:
+    """A line for each key: its name, its default or how a value is written, and what it is for."""
     for name, key in mapping["properties"].items():
-        default = "required" if name in mapping.get("required", ()) else _default(key.get("default"))
-        yield f"| `{name}` | {_value(key, paths)} | {default} | {_cell(key['description'])} |"
+        inner = mapping_in(key)
+        linked = f"`{name}`" if inner is None else f"[`{name}`](#{''.join(paths[inner]).lower()})"
+        is_required = name in mapping.get("required", ())
+        form = ", ".join(filter(None, [_value(key), "required" if is_required else _default(key.get("default"))]))
+        yield f"- {linked}{f' ({form})' if form else ''}: {_line(key['description'])}"
 
 
-def _value(key: _Schema, paths: _Paths) -> str:
-    """How a value is written: its kind, and an example."""
-    inner = mapping_in(key)
-    if inner is not None:
-        is_list = any(one.get("type") == "array" for one in (key, *key.get("anyOf", ())))
-        mapping = "a list of mappings" if is_list else "a mapping"
-        return f"{mapping}, [below](#{''.join(paths[inner]).lower()})"
+def _value(key: _Schema) -> str:
+    """How a value is written, where its default does not show it. A mapping has a section of its own."""
+    if mapping_in(key) is not None:
+        return "a list" if any(one.get("type") == "array" for one in (key, *key.get("anyOf", ()))) else ""
     kind = _said(key)
-    example = key["examples"][0] if "examples" in key else None
-    return _cell(kind) if example is None or "`" in kind else f"{_cell(kind)}, e.g. `{_flow(example)}`"
+    if "`" in kind:
+        return kind
+    if key.get("default") is not None:
+        return ""
+    return f"e.g. `{_flow(key['examples'][0])}`" if "examples" in key else kind
 
 
 _KINDS = {
@@ -119,25 +130,25 @@ _KINDS = {
 
 def _said(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
-        return " or ".join(f"`{value}`" for value in schema["enum"])
+        return ", ".join(f"`{value}`" for value in schema["enum"])
     if schema.get("type") == "array":
         return f"a list: {_said(schema['items'])}"
     if "const" in schema:
         const = schema["const"]
         return f"`{const if isinstance(const, str) else json.dumps(const)}`"
     if "anyOf" in schema:
-        return " or ".join(_said(one) for one in schema["anyOf"] if one != _NOTHING)
+        return ", ".join(_said(one) for one in schema["anyOf"] if one != _NOTHING)
     if "properties" in schema:
         return "`{" + ", ".join(f"{name}: {name.upper()}" for name in schema["properties"]) + "}`"
     return str(schema[of.KIND]) if of.KIND in schema else _KINDS[schema["type"]]
 
 
 def _default(default: object) -> str:
-    if default is None:
+    if default is None or default == {}:
         return ""
     if isinstance(default, dict) and all(value == {} for value in default.values()):
-        return ", ".join(f"`{name}`" for name in default)
-    return f"`{_flow(default)}`"
+        return "default " + ", ".join(f"`{name}`" for name in default)
+    return f"default `{_flow(default)}`"
 
 
 def _flow(value: object) -> str:
@@ -154,8 +165,8 @@ def _paragraphs(doc: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in doc.split("\n\n"))
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 if __name__ == "__main__":

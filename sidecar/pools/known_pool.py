@@ -52,7 +52,7 @@ class KnownPool:
         self._stated = dict(self._row.sums)
 
     def own_is_told(self, grants: Iterable[BidGranted]) -> None:
-        """What that call said is in the figures of its reply, and so are the `grants` there."""
+        """Forgets the news of that call: it is in the figures of its reply, and so are the `grants` there."""
         self._own = self._stated
         for grant in grants:
             key = grant.tier, grant.engine
@@ -84,7 +84,7 @@ class KnownPool:
         return scheduler
 
     def _add_changes(self, scheduler: Scheduler, names: Sequence[str]) -> None:
-        """What has changed in the replica's own leases since. `names` are the pool's tiers."""
+        """Adds what has changed in the replica's own leases since. `names` are the pool's tiers."""
         levels = {name: level for level, name in enumerate(names[: len(scheduler.tiers)])}
         for tier, engine in {**self._own, **self._row.sums}:
             now, before = self._row.sums.get((tier, engine), NO_SUMS), self._own.get((tier, engine), NO_SUMS)

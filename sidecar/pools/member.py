@@ -217,7 +217,7 @@ class Member:
         self._call_by(now_us)
 
     def show_anew(self, now_us: int) -> None:
-        """What waits may be of other sizes than it was shown with."""
+        """Shows waiting tickets anew: their sizes may have changed."""
         self._bids.show_anew()
         self._call_by(now_us)
 
@@ -258,11 +258,11 @@ class Member:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a call is on its way."""
+        """True if a call is on its way."""
         return self._in_flight is not None
 
     def own(self) -> dict[str, Amount]:
-        """What its leases hold, by tier."""
+        """Amounts that its leases hold, by tier."""
         return self._row.by_tier()
 
     def seen(self) -> tuple[list[EngineConfig], dict[str, Drain]]:
@@ -275,7 +275,7 @@ class Member:
         return len(self._bids)
 
     def take_events(self) -> list[Event]:
-        """What happened to requests since the last time."""
+        """Events of requests since the last time."""
         events, self.events = self.events, []
         return events
 
@@ -283,7 +283,7 @@ class Member:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether its ledger is in this process, and there is nothing to tell it at any time."""
+        """True if its ledger is in this process, and there is nothing to tell it at any time."""
         return self._near is not None and (self._due_us is None or self._due_us >= UNBOUNDED)
 
     def due_us(self) -> int | None:
@@ -360,7 +360,7 @@ class Member:
         call.rules, call.knew, call.virtual = self.rules, knew, self._bids.virtual()
 
     def _put_requests(self, call: Call, now_us: int, most: int) -> None:
-        """What is news of tickets and leases, and at most so many bids."""
+        """Adds the news of tickets and leases, and at most `most` bids."""
         self._back.put(call)
         call.acks, self._acks = self._acks, []
         call.bids = self._bids.new(now_us, most)

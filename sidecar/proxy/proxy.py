@@ -26,7 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.admission.responses import send_error, speaks_anthropic
 from sidecar.errors import AdmissionError, EngineUnreachable, InvalidHeader, ResponseCut
 from sidecar.events import Headers
-from sidecar.handover import CALL_KEY, call_of, is_internal, write_of
+from sidecar.handover import CALL_KEY, find_call, find_write, is_internal
 from sidecar.proxy import EngineProxy
 from sidecar.proxy.connection import FAILURES, ConnectionBroke, NotHttp, Response
 from sidecar.proxy.upstream import (
@@ -98,7 +98,7 @@ class ReverseProxy(EngineProxy):
     def for_client(self, location: bytes) -> bytes:
         """An address of this engine, or of one beside it, as the path by which a client gets there. Others stay."""
         upstreams = (self.upstream, *self.siblings())
-        return next((path for one in upstreams if (path := one.path_of(location)) is not None), location)
+        return next((path for one in upstreams if (path := one.path_for(location)) is not None), location)
 
     async def close(self) -> None:
         """Closes the connections to the engine. A request that comes later opens new ones."""
@@ -121,7 +121,7 @@ async def answer_failure(error: AdmissionError, scope: Scope, send: Send, *, was
     """
     if is_internal(scope):
         raise error
-    call = call_of(scope)
+    call = find_call(scope)
     if call is None or call.failed(error, was_sent=was_sent):
         await send_error(send, error, anthropic=speaks_anthropic(scope["path"]))
 
@@ -218,7 +218,7 @@ class _Forwarding:
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
         if response.status < 500 and is_admitted:
             self._proxy.traffic.began(response)
-        write, is_last = write_of(self._scope), False
+        write, is_last = find_write(self._scope), False
         while not is_last:
             try:
                 part = await response.read(write)
@@ -265,7 +265,7 @@ class _Forwarding:
             self._task.cancel()
 
     def _is_our_own_cancellation(self) -> bool:
-        """Whether only the client's disconnect canceled this task; the server may have done so, too."""
+        """True if only the client's disconnect canceled this task; the server may have done so, too."""
         if sys.version_info >= (3, 11) and self._disconnected and self._task is not None:
             return self._task.uncancel() == 0
         return self._disconnected

@@ -16,7 +16,7 @@ from sidecar.engines.pages import REFUSED
 from sidecar.errors import InvalidHeader
 from sidecar.events import Headers
 from sidecar.proxy.connection import EngineConnections, Response
-from sidecar.unix_address import path_of, url_of
+from sidecar.unix_address import socket_path, url_for
 
 # Below the 5 s after which uvicorn, and so trtllm-serve, vLLM and SGLang, closes an idle connection.
 KEEPALIVE_S = 4.0
@@ -42,7 +42,7 @@ class Upstream:
     def __init__(self, url: str, *, connect_timeout_s: float, keepalive_s: float) -> None:
         self.url = _validated(url)
         self.connect_timeout_s = connect_timeout_s
-        parts = urlsplit(url_of(self.url))
+        parts = urlsplit(url_for(self.url))
         self._base = parts.path.encode("ascii")
         self._host = _host(parts)
         self._name, self._ports = _spellings(self._host, parts)
@@ -78,7 +78,7 @@ class Upstream:
         if pool is not None:
             await pool.close()
 
-    def path_of(self, location: bytes) -> bytes | None:
+    def path_for(self, location: bytes) -> bytes | None:
         """The path, as a client of the proxy writes it, of an address on this engine. None for any other address.
 
         An engine writes its own address as the `Host` header says it, with either scheme. A path alone is its own, too.
@@ -109,7 +109,7 @@ class Upstream:
 
 
 def can_be_written(headers: Headers) -> bool:
-    """Whether they can be written: a parser reads more than HTTP allows, and a server would raise midway."""
+    """True if they can be written: a parser reads more than HTTP allows, and a server would raise midway."""
     if not headers:
         return True
     names, values = zip(*headers, strict=True)
@@ -152,7 +152,7 @@ class Traffic:
         self._read.pop(response, None)
 
     def has_flowed(self) -> bool:
-        """Whether a response has begun, or more of one was read, since the last call."""
+        """True if a response has begun, or more of one was read, since the last call."""
         has_flowed, self._begun_before = self._begun != self._begun_before, self._begun
         for response, before in self._read.items():
             has_flowed |= response.reads > before
@@ -183,7 +183,7 @@ def _spellings(host: bytes, parts: SplitResult) -> tuple[bytes, frozenset[bytes]
 
 def _validated(upstream: str) -> str:
     """`upstream` without its trailing slash, ready to be put in front of a path."""
-    if path_of(upstream) is not None:
+    if socket_path(upstream) is not None:
         return upstream
     parts = urlsplit(upstream)
     example = "write it like http://127.0.0.1:8000"

@@ -15,12 +15,12 @@ _NAMES_METERS = "OTEL_PYTHON_METER_PROVIDER" in os.environ
 
 
 def none_is_set() -> bool:
-    """Whether there surely is no SDK: the API has no provider, and the environment names none."""
+    """True if there surely is no SDK: the API has no provider, and the environment names none."""
     return no_tracers_are_set() and _METRICS.get("_METER_PROVIDER", _UNKNOWN) is None and not _NAMES_METERS
 
 
 def no_tracers_are_set() -> bool:
-    """Whether there surely is no SDK for traces.
+    """True if there surely is no SDK for traces.
 
     The API has no such question, and looks into the environment whenever it is asked for a provider: without an SDK
     that would cost a request as much as deciding on it. So the API's private names are read, here and above.
@@ -29,7 +29,7 @@ def no_tracers_are_set() -> bool:
 
 
 def has_no_meter_provider() -> bool:
-    """Whether the process has no SDK for metrics yet."""
+    """True if the process has no SDK for metrics yet."""
     # The stand-in before one is set has no public name, as the tracers' has; it is the API's own and not the no-op.
     provider = metrics.get_meter_provider()
     is_the_apis = type(provider).__module__.startswith("opentelemetry.metrics")

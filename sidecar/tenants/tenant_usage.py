@@ -266,9 +266,9 @@ class TenantUsage:
         if day == self.today():
             self._sums.update(recorded.sums)
 
-    async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
-        """What all replicas have added of a day. Raises StoreError."""
-        return await self._records.of_day(day)
+    async def use_on(self, day: str) -> Mapping[UsageKey, UsageFigures]:
+        """Use of a day, as all replicas have added it up. Raises StoreError."""
+        return await self._records.use_on(day)
 
     def _asked(self) -> list[str]:
         """The tenants whose sums are read: those with budgets that had requests lately."""
@@ -286,7 +286,7 @@ class TenantUsage:
                 await self._try(self._read_newcomers)
 
     async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
-        """What the store does not answer is tried again later."""
+        """Tries the work, and again later what the store does not answer."""
         try:
             await work()
         except StoreError as silent:

@@ -109,7 +109,7 @@ class WorkersMetrics:
         return max(values)
 
     def _is_lost(self, pool: str) -> bool:
-        """Whether all processes admit to this pool without its store."""
+        """True if all processes admit to this pool without its store."""
         available = Series(_STORE_AVAILABLE, _STORE_AVAILABLE, ((_POOL, pool),))
         return all(available in samples and samples[available].value == 0 for samples in self._latest.values())
 

@@ -51,12 +51,16 @@ async def event(response: aiohttp.ClientResponse) -> Any:
     return None
 
 
+async def next_numbers(response: aiohttp.ClientResponse, count: int) -> list[int]:
+    return [(await event(response))["n"] for _ in range(count)]
+
+
 async def test_the_first_event_comes_at_once_and_then_one_each_time() -> None:
     made = Made()
     async with streaming(made) as (_, url, _), aiohttp.ClientSession() as client, client.get(url) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["cache-control"] == "no-store"
-        numbers = [(await event(response))["n"] for _ in range(4)]
+        numbers = await next_numbers(response, 4)
     assert numbers == [1, 2, 3, 4]
 
 
@@ -64,7 +68,7 @@ async def test_many_viewers_share_what_is_made_and_none_makes_nothing() -> None:
     made = Made()
     async with streaming(made) as (stream, url, _), aiohttp.ClientSession() as client:
         responses = [await client.get(url) for _ in range(10)]
-        seen = [[(await event(response))["n"] for _ in range(5)] for response in responses]
+        seen = [await next_numbers(response, 5) for response in responses]
         assert made.made < 10 + 10 * 5 / 2, "each viewer has a builder of its own"
         assert len({numbers[-1] for numbers in seen}) <= 10
         for response in responses:

@@ -125,9 +125,9 @@ COARSE = (0, 256, 512, 768, 1_280, 1_792, 2_816, 3_840, 5_888, 7_936)
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if request.param == "coarse":
         monkeypatch.setattr(prefix_table, "ENDS", COARSE)
-    prefix_table._pieces_of.cache_clear()
+    prefix_table._new_cutter.cache_clear()
     yield
-    prefix_table._pieces_of.cache_clear()
+    prefix_table._new_cutter.cache_clear()
 
 
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=16)
@@ -325,7 +325,7 @@ def test_a_prompt_whose_end_was_not_read_is_never_hit_to_its_end() -> None:
     chain = Chain(PromptBytes("m", data, 2 * LONGEST_READ), 500_000)
     table = PrefixTable(10_000_000)
     table.send(chain)
-    assert chain.tokens_of(table.hit(chain)) == 250_000
+    assert chain.tokens_in(table.hit(chain)) == 250_000
 
 
 def test_at_most_eight_engines_are_named_the_best_first() -> None:
@@ -379,7 +379,7 @@ class Engine:
         self.cache = PrefixTable(size)
 
     def serve(self, chain: Chain) -> int:
-        found = chain.tokens_of(self.cache.send(chain).had)
+        found = chain.tokens_in(self.cache.send(chain).had)
         self.cache.end(chain, 0)
         return found
 

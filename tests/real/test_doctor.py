@@ -21,16 +21,32 @@ pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 W, B, U = ConditionState.WORKS, ConditionState.BROKEN, ConditionState.UNKNOWN
 
 
+class Lab:
+    """Two vLLMs and two Dynamos, with and without a queue that follows priority.
+
+    Each starts when a test first asks for it: a test skips only where its own engine is not installed.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._urls: dict[str, str] = {}
+
+    def url(self, name: str) -> str:
+        """The address of an engine that answers."""
+        if name not in self._urls:
+            self._urls[name] = self._started(name)
+        return self._urls[name]
+
+    def _started(self, name: str) -> str:
+        if name.startswith("vllm"):
+            return self._stack.enter_context(vllm(scheduling=name.removeprefix("vllm "))).url
+        return self._stack.enter_context(dynamo(router_queue=name == "dynamo"))
+
+
 @pytest.fixture(scope="module")
-def lab() -> Iterator[dict[str, str]]:
-    """By name, the engines: two vLLMs and two Dynamos, with and without a queue that follows priority."""
+def lab() -> Iterator[Lab]:
     with ExitStack() as stack:
-        yield {
-            "vllm priority": stack.enter_context(vllm(scheduling="priority")).url,
-            "vllm fcfs": stack.enter_context(vllm(scheduling="fcfs")).url,
-            "dynamo": stack.enter_context(dynamo()),
-            "dynamo without a queue": stack.enter_context(dynamo(router_queue=False)),
-        }
+        yield Lab(stack)
 
 
 async def examined(url: str, **options: Any) -> Examination:
@@ -51,9 +67,9 @@ def states(found: Examination) -> tuple[ConditionState, ...]:
     ],
 )
 async def test_an_engine_is_seen_through(
-    name: str, expected: tuple[ConditionState, ...], fix: str | None, lab: dict[str, str]
+    name: str, expected: tuple[ConditionState, ...], fix: str | None, lab: Lab
 ) -> None:
-    found = await examined(lab[name])
+    found = await examined(lab.url(name))
     assert states(found) == expected, report(found)
     assert found.state is (W if fix is None else B)
     assert fix is None or fix in steps(found)[0]
@@ -73,9 +89,9 @@ async def test_an_engine_is_seen_through(
     ],
 )
 async def test_a_proxy_in_between_is_found_out(
-    name: str, edit: Edit, expected: tuple[ConditionState, ...], fix: str, lab: dict[str, str]
+    name: str, edit: Edit, expected: tuple[ConditionState, ...], fix: str, lab: Lab
 ) -> None:
-    async with between(lab[name], edit=edit) as url:
+    async with between(lab.url(name), edit=edit) as url:
         found = await examined(url)
     assert states(found) == expected, report(found)
     assert found.state is B
@@ -83,24 +99,24 @@ async def test_a_proxy_in_between_is_found_out(
 
 
 @pytest.mark.parametrize("name", ["vllm priority", "vllm fcfs", "dynamo without a queue"])
-async def test_too_little_load_is_not_called_broken(name: str, lab: dict[str, str]) -> None:
-    found = await examined(lab[name], most=4)
+async def test_too_little_load_is_not_called_broken(name: str, lab: Lab) -> None:
+    found = await examined(lab.url(name), most=4)
     assert states(found) == (U, U, U, U), report(found)
     assert found.state is U
     assert "not enough load" in found.conditions[2].evidence
 
 
-async def test_a_recommended_capacity_is_what_the_engine_runs(lab: dict[str, str]) -> None:
-    found = await examined(lab["vllm priority"])
+async def test_a_recommended_capacity_is_what_the_engine_runs(lab: Lab) -> None:
+    found = await examined(lab.url("vllm priority"))
     assert found.capacity is not None
     assert found.capacity.yaml == "capacity: {from: engine, fraction: 95%, waiting: 2, requests: 6}"
     assert "524,288 tokens" in found.capacity.reason
 
 
 @pytest.mark.parametrize("name", ["vllm priority", "dynamo"])
-async def test_an_engine_model_is_fitted(name: str, lab: dict[str, str]) -> None:
+async def test_an_engine_model_is_fitted(name: str, lab: Lab) -> None:
     """How well depends on the machine: the engine and the test share its processors."""
-    probe = await measure(Options(url=lab[name], headers={}), lambda line: None)
+    probe = await measure(Options(url=lab.url(name), headers={}), lambda line: None)
     fitted = fit(probe)
     assert fitted.model.step_us > 0
     assert fitted.model.kv_tokens > 0

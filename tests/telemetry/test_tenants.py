@@ -70,7 +70,7 @@ def test_a_tenant_that_grows_takes_the_place_of_the_smallest_and_starts_at_nothi
     assert admitted(tenants) == {"acme": 1, "globex": 1, OTHER: 1}
 
     tenants.note_request("initech", 5_000, 1).counts.admitted += 1
-    assert tenants.name_of("initech") == OTHER
+    assert tenants.name_for("initech") == OTHER
     tenants.note_request("initech", 1, LOOK_EVERY_US + 2).counts.admitted += 1
 
     assert admitted(tenants) == {"acme": 1, "globex": 1, "initech": 1, OTHER: 2}

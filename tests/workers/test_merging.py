@@ -11,7 +11,7 @@ from sidecar.cluster.sampler import FIGURES
 from sidecar.figures import Over
 from sidecar.server import CannotServe
 from sidecar.workers import supervisor
-from sidecar.workers.crew import environment_of
+from sidecar.workers.crew import environment_for
 from sidecar.workers.documents import merged_engines, merged_pool, merged_state
 from sidecar.workers.metrics import OWN, WorkersMetrics
 from sidecar.workers.restarts import PAUSES_S, STEADY_S, Restarts, how_it_ended
@@ -202,8 +202,8 @@ def test_what_processes_count_at_an_engine_is_added_up() -> None:
 
 def test_an_instance_that_the_environment_names_is_another_in_each_worker() -> None:
     named = {"OTEL_RESOURCE_ATTRIBUTES": "a=b,service.instance.id=pod-7,c=d", "PATH": "/bin"}
-    assert environment_of(named, 2) == {**named, "OTEL_RESOURCE_ATTRIBUTES": "a=b,service.instance.id=pod-7-2,c=d"}
-    assert environment_of({"PATH": "/bin"}, 2) == {"PATH": "/bin"}
+    assert environment_for(named, 2) == {**named, "OTEL_RESOURCE_ATTRIBUTES": "a=b,service.instance.id=pod-7-2,c=d"}
+    assert environment_for({"PATH": "/bin"}, 2) == {"PATH": "/bin"}
 
 
 def test_restarts_end_after_some_in_a_row() -> None:

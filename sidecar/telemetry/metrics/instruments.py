@@ -228,7 +228,7 @@ class Counters:
             self.estimate_errors[tier, direction] += 0
 
     def know_objective(self, tier: str) -> None:
-        """The same of the series that a tier has if its service gain is measured."""
+        """Begins the series that a tier has if its service gain is measured."""
         self.gain_earned[tier,] += 0
         self.gain_attainable[tier,] += 0
         for outcome in SLO_OUTCOMES:
@@ -275,7 +275,7 @@ class Instruments:
         self._create(TENANT_TOKENS_HELD, self._read_tenants)
 
     def counters(self, pool: str, tenants_shown: int) -> Counters:
-        """Those of the pool of this name: two middlewares on it in one process both add to them."""
+        """Counters of the pool of this name: two middlewares on it in one process both add to them."""
         counters = self._counters.get(pool)
         if counters is None:
             counters = Counters(TenantLabels(tenants_shown))
@@ -347,14 +347,14 @@ class Instruments:
             for holdings in (watched() for held_in, watched in self._held if held_in == pool):
                 if holdings is not None:
                     for tenant, holding in holdings.held().items():
-                        name = counters.tenants.name_of(tenant)
+                        name = counters.tenants.name_for(tenant)
                         by_name[name] = by_name.get(name, 0) + holding.tokens_held
             for name, tokens in by_name.items():
                 yield Observation(tokens, {semconv.POOL: pool, semconv.ADMISSION_TENANT: name})
 
 
 @cache
-def instruments_of(meter_provider: metrics.MeterProvider | None) -> Instruments:
+def instruments_for(meter_provider: metrics.MeterProvider | None) -> Instruments:
     """The provider's; None is the global one, and an SDK that is installed later is found."""
     return Instruments(meter_provider)
 
@@ -371,6 +371,6 @@ class PoolMetrics:
     ) -> None:
         self.pool, self.sample, self.kinds = pool, sample, kinds
         try:
-            instruments_of(meter_provider).watch(self)
+            instruments_for(meter_provider).watch(self)
         except Exception:
             logger.exception("the metrics of pool %s failed; the pool goes on without", pool)

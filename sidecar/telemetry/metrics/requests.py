@@ -28,7 +28,7 @@ from sidecar.events import (
 )
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics.histograms import DurationHistogram
-from sidecar.telemetry.metrics.instruments import OVER, UNDER, Instruments, instruments_of
+from sidecar.telemetry.metrics.instruments import OVER, UNDER, Instruments, instruments_for
 from sidecar.telemetry.metrics.tenants import SHOWN, TenantCounts, TenantHolding, TenantHoldings
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engine_time_us
 
@@ -235,10 +235,10 @@ def _note_length(expected: Expectation, output: int, tier: str, tenant: TenantCo
 
 def _instruments(meter_provider: MeterProvider | None) -> Instruments:
     try:
-        return instruments_of(meter_provider)
+        return instruments_for(meter_provider)
     except Exception:
         logger.exception("the metrics of requests failed; requests go on without")
-        return instruments_of(_NO_METRICS)
+        return instruments_for(_NO_METRICS)
 
 
 _NO_METRICS = NoOpMeterProvider()

@@ -107,12 +107,12 @@ def _field_path(survey: Survey, probed: Probed) -> Condition:
 
 
 def _shows_nothing(survey: Survey, probed: Probed) -> bool:
-    """Whether requests had to wait for the engine, and their order has nothing to do with their priorities."""
+    """True if requests had to wait for the engine, and their order has nothing to do with their priorities."""
     return probed.effect is Effect.NONE and probed.queueing(survey) in (Queueing.INSIDE, Queueing.BOUNDED)
 
 
 def _makes_no_difference(survey: Survey, probed: Probed) -> bool:
-    """The same, of an engine that says that it uses priority."""
+    """True if priority shows no effect at an engine that says that it uses priority."""
     return bool(survey.facts.by_priority) and not probed.is_sidecar and _shows_nothing(survey, probed)
 
 
@@ -320,7 +320,7 @@ def inverted(engine: type[Engine], facts: Facts) -> str:
 
 
 def is_before(version: str | None, other: str) -> bool:
-    """Whether a version is older than another; False where it cannot be read."""
+    """True if a version is older than another; False where it cannot be read."""
     found = _numbers(version or "")
     return bool(found) and found < _numbers(other)
 

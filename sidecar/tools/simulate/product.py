@@ -16,7 +16,7 @@ from functools import partial
 
 from sidecar.admission.event_reporter import EventReporter
 from sidecar.admission.intake import SizedRequest, sized_ask
-from sidecar.admission.policy_snapshot import objective_of
+from sidecar.admission.policy_snapshot import objective_for
 from sidecar.admission.request_gain import GainMeter
 from sidecar.admission.turn import EndCause, Turn, TurnEnded
 from sidecar.admission.usage import UsageReader
@@ -78,11 +78,11 @@ class _TrueSpeeds(EngineSpeeds):
 
 
 class ProductAdmission:
-    """See `play.Admission`. The pool is as large as the engines are."""
+    """See `play.SimulatedAdmission`. The pool is as large as the engines are."""
 
     def __init__(self, policy: Policy, stage: SimulatedEngines) -> None:
         self._policy, self._stage = policy, stage
-        self._objectives = [objective_of(tier) if policy.rules.is_by_gain else None for tier in policy.tiers]
+        self._objectives = [objective_for(tier) if policy.rules.is_by_gain else None for tier in policy.tiers]
         self._pool = _pool(policy, stage, lambda: stage.loop.now_us)
         self._sizes = LeaseSizes(policy.learn, self._pool.now_us, LengthEstimator())
         self._gain = GainMeter(self._pool.now_us, self._sizes)
@@ -223,7 +223,7 @@ def _pool(policy: Policy, stage: SimulatedEngines, now_us: Callable[[], int]) ->
     """A pool as large as the engines: the policy's own figures are those of other engines."""
     model, count = stage.model, len(stage.engines)
     if count == 1 and policy.engines is None:
-        sized = replace(policy, rules=policy.rules_of(model.kv_tokens, model.max_sequences))
+        sized = replace(policy, rules=policy.rules_for(model.kv_tokens, model.max_sequences))
         return Pool(sized, now_us)
     prefill = model.chunk_tokens if policy.engines is None else policy.engines.prefill
     pool = Pool(policy, now_us, weight_percent=WEIGHT_PERCENT)
