@@ -586,14 +586,13 @@ class RequestHandler:
             self._answer = None  # it refers to this: what the request had would stay until garbage is collected
 
     def _break_off(self) -> None:
-        stage = self.stage
-        if stage is Stage.READING:
+        if self.stage is Stage.READING:
             self._report_canceled(None)
             self.stage = Stage.OVER
-        elif stage is Stage.WAITING:  # the task was canceled
+        elif self.stage is Stage.WAITING:  # the task was canceled
             self._turn.withdraw(self._report_canceled)
             self.stage = Stage.OVER
-        elif stage is Stage.RUNNING:
+        elif self.stage is Stage.RUNNING:
             self._settle(Outcome.FAILED, "incomplete_response")
 
     def _report_canceled(self, wait: Grant | None) -> None:
