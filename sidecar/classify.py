@@ -59,8 +59,8 @@ class TenantClaims(NamedTuple):
     tier: str | None
 
 
-SaidByApp: TypeAlias = "TenantClaims | AdmissionError | None"
-said_by_app: ContextVar[SaidByApp] = ContextVar("admission_said_by_app", default=None)
+NamedByApp: TypeAlias = "TenantClaims | AdmissionError | None"
+named_by_app: ContextVar[NamedByApp] = ContextVar("admission_said_by_app", default=None)
 """What the app around the middleware says of the request's tenant, or why it cannot. It counts once."""
 
 
@@ -74,14 +74,14 @@ class Fallback(str, Enum):
 class Asked(msgspec.Struct, frozen=True, gc=False):
     """The parts of a request that may state a priority.
 
-    `headers` holds the last value of every header, by lower-case name. `taken` names those from which some engine would
-    take a priority or a tenant (`engines.client_headers`). They are not forwarded.
+    `headers` holds the last value of every header, by lower-case name. `stripped` names those from which some engine
+    would take a priority or a tenant (`engines.client_headers`). They are not forwarded.
     """
 
     endpoint: Endpoint
     payload: Payload
     headers: Mapping[bytes, bytes]
-    taken: Sequence[bytes]
+    stripped: Sequence[bytes]
 
 
 class SourceAnswer(msgspec.Struct, frozen=True):
@@ -167,9 +167,9 @@ class Classifier:
             raise InvalidApiKey(f"{refusal.message} (a known key in {', '.join(places)} does not count)") from None
 
     def _named(self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any], pairs: Headers) -> Tenant:
-        said, gateway = said_by_app.get(), self._gateway
-        if said is not None:
-            return self._tenant_by_app(said)
+        answer, gateway = named_by_app.get(), self._gateway
+        if answer is not None:
+            return self._tenant_by_app(answer)
         if gateway is not None and gateway.tenant_header in headers and gateway.sent(scope.get("client"), pairs):
             return self._tenant_by_gateway(gateway, headers)
         # A digest is looked up, not the key: timing could only reveal a hash, which no one can invert.
@@ -208,10 +208,10 @@ class Classifier:
         return tuple(found)
 
     def _without_key(self, headers: Mapping[bytes, bytes]) -> str:
-        said, gateway = "no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`", self._gateway
+        answer, gateway = "no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`", self._gateway
         if gateway is None or gateway.tenant_header not in headers:
-            return said
-        return f"{said}; {gateway.tenant_header.decode('ascii')} counts only from an address of the policy's gateway"
+            return answer
+        return f"{answer}; {gateway.tenant_header.decode('ascii')} counts only from an address of the policy's gateway"
 
     def _tenant_by_token(self, key: bytes) -> Tenant:
         """The tenant that a token names. It asks for the tier that the token names, where that names one."""
@@ -226,11 +226,12 @@ class Classifier:
         named = headers[gateway.tenant_header].decode("latin-1")
         return self._by_name(named, None if tier is None else tier.decode("latin-1"), "gateway", UnknownTenant)
 
-    def _tenant_by_app(self, said: TenantClaims | AdmissionError) -> Tenant:
-        said_by_app.set(None)  # the app, which may have another admission controller in it, is called with this context
-        if isinstance(said, AdmissionError):
-            raise said
-        return self._by_name(said.tenant, said.tier, "app", UnknownTenant)
+    def _tenant_by_app(self, answer: TenantClaims | AdmissionError) -> Tenant:
+        # The app, which may have another admission controller in it, is called with this context.
+        named_by_app.set(None)
+        if isinstance(answer, AdmissionError):
+            raise answer
+        return self._by_name(answer.tenant, answer.tier, "app", UnknownTenant)
 
     def _by_name(self, named: str, tier: str | None, by: str, refusal: type[InvalidApiKey]) -> Tenant:
         """The tenant of this name. It asks for the tier, where one is named."""
@@ -281,8 +282,8 @@ class Classifier:
         """Every field and header of a request that states a priority, the sidecar's or an engine's."""
         payload, own = asked.payload, self._policy.tier_header
         found = [] if payload.priority is None and payload.nvext is None else client_members(payload)
-        if asked.taken:
-            found += [name.decode("latin-1") for name in asked.taken]
+        if asked.stripped:
+            found += [name.decode("latin-1") for name in asked.stripped]
         if own in asked.headers:
             found.append(own.decode("latin-1"))
         return found

@@ -46,7 +46,7 @@ class Credentials:
         added = () if has_none else ((AUTHORIZATION, BEARER + (self.engine_key or b"")),)
         object.__setattr__(self, "added", added)
 
-    def taken(self, headers: Mapping[bytes, bytes]) -> Sequence[bytes]:
+    def stripped(self, headers: Mapping[bytes, bytes]) -> Sequence[bytes]:
         """The names of the client's headers that hold, or may hold, a tenant's key: they must not be forwarded.
 
         All of them, where several are there: clients of two providers send the same key in each. `Authorization` with

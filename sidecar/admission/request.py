@@ -577,23 +577,20 @@ class RequestHandler:
 
     def _end(self) -> None:
         """Leaves no lease, no ticket and no task, in whichever stage the request broke off."""
-        if self.stage is not Stage.OVER:
-            self._break_off()
+        stage = self.stage
+        if stage is Stage.READING:
+            self._report_canceled(None)
+            self.stage = Stage.OVER
+        elif stage is Stage.WAITING:  # the task was canceled
+            self._turn.withdraw(self._report_canceled)
+            self.stage = Stage.OVER
+        elif stage is Stage.RUNNING:
+            self._settle(Outcome.FAILED, "incomplete_response")
         show_outside(self._for_app, self._scope, is_shown=self._status is not None)
         self._client.close()
         self._controller.watchdog.discard(self)
         if self.stage is Stage.OVER:
             self._answer = None  # it refers to this: what the request had would stay until garbage is collected
-
-    def _break_off(self) -> None:
-        if self.stage is Stage.READING:
-            self._report_canceled(None)
-            self.stage = Stage.OVER
-        elif self.stage is Stage.WAITING:  # the task was canceled
-            self._turn.withdraw(self._report_canceled)
-            self.stage = Stage.OVER
-        elif self.stage is Stage.RUNNING:
-            self._settle(Outcome.FAILED, "incomplete_response")
 
     def _report_canceled(self, wait: Grant | None) -> None:
         if self._cut is None:

@@ -29,7 +29,7 @@ from sidecar.admission.policy_snapshot import PolicySnapshot
 from sidecar.admission.request_path import exact_paths, find_endpoint, readings, route_path
 from sidecar.admission.responses import request_id, send_error, speaks_anthropic
 from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
-from sidecar.classify import api_key, said_by_app
+from sidecar.classify import api_key, named_by_app
 from sidecar.engines import NoPriorityEngine
 from sidecar.engines.base import Routes
 from sidecar.errors import AdmissionError, InvalidApiKey, NotGuarded, UpgradeRequired
@@ -100,7 +100,7 @@ def _refuse_unknown(controller: AdmissionController, scope: Scope) -> None:
 
 def is_refused(controller: AdmissionController, scope: Scope) -> bool:
     """True if `pass_or_refuse` refuses an HTTP request: known before a byte of its body is read."""
-    said = said_by_app.get()
+    answer = named_by_app.get()
     try:
         _checked(controller, scope)
     except KeysNeeded:
@@ -108,7 +108,7 @@ def is_refused(controller: AdmissionController, scope: Scope) -> bool:
     except AdmissionError:
         return not controller.is_observing
     finally:
-        said_by_app.set(said)  # for `pass_or_refuse`
+        named_by_app.set(answer)  # for `pass_or_refuse`
     return False
 
 
@@ -270,8 +270,8 @@ def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
     if key is None and snapshot.policy.anonymous is not None:
         return scope
     snapshot.classifier.tenant(headers, scope, scope["headers"])
-    taken, added = snapshot.credentials.taken(headers), snapshot.credentials.added
-    return {**scope, "headers": forwarded_headers(scope["headers"], taken, added)} if taken or added else scope
+    stripped, added = snapshot.credentials.stripped(headers), snapshot.credentials.added
+    return {**scope, "headers": forwarded_headers(scope["headers"], stripped, added)} if stripped or added else scope
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: AdmissionError, named: str) -> None:

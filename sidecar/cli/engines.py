@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         engines = read_page(args.admin, "/engines", Engines)
         return show(args.json, engines, lambda: lines(engines.engines))
     change = _change(args)
-    return show(args.json, change, lambda: [_said(change, args)])
+    return show(args.json, change, lambda: [_drain_sentence(change, args)])
 
 
 def _mistake(args: argparse.Namespace) -> str | None:
@@ -73,7 +73,7 @@ def _change(args: argparse.Namespace) -> Drained:
     return read_page(args.admin, path, Drained, method="POST", patience_s=patience_s)
 
 
-def _said(answer: Drained, args: argparse.Namespace) -> str:
+def _drain_sentence(answer: Drained, args: argparse.Namespace) -> str:
     engine = answer.engine
     if args.action == "resume":
         return f"engine {engine.name} takes requests again; it is {engine.state}"

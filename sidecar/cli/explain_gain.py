@@ -105,7 +105,7 @@ def gain_lines(found: Found, tier: str) -> list[str]:
     """Lines for people: what it earns, then its place, from the first to the last."""
     if found["always_first"]:
         return [f"   tier {tier} is always first: before all that is ordered by gain   (rule always_first)"]
-    rows = [("floor", _floor_said(found["floor"], tier))]
+    rows = [("floor", _floor_sentence(found["floor"], tier))]
     if found["earns"] is not None:
         rows += _earning(found)
     rows += _first(found)
@@ -113,7 +113,7 @@ def gain_lines(found: Found, tier: str) -> list[str]:
     return [f"   {label:<9} {said}" for label, said in rows]
 
 
-def _floor_said(floor: Found, tier: str) -> str:
+def _floor_sentence(floor: Found, tier: str) -> str:
     of = f"fair {_percent(floor['fair'])} of its reserve, {_percent(floor['reserve'])}"
     if floor["part"] > floor["fair"] * floor["reserve"]:
         of = f"what it never lends of its reserve, {_percent(floor['reserve'])}"

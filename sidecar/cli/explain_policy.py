@@ -316,7 +316,7 @@ def _steps(found: Found) -> Iterator[tuple[str, list[str]]]:
     if found.get("gain") is not None:
         yield "Its place among requests that wait (order: gain)", gain_lines(found["gain"], found["tier"])
     if "engine" in found:
-        yield f"The priority sent to the engine ({found['engine']['name']})", _told(found)
+        yield f"The priority sent to the engine ({found['engine']['name']})", _engine_lines(found)
 
 
 _LISTS = "lists the models"
@@ -338,7 +338,7 @@ def _who(tenant: Found) -> list[str]:
 def _which(found: Found) -> list[str]:
     lines, settled = [], False
     for source in found["sources"]:
-        said = _said(source)
+        said = _source_line(source)
         if settled:
             said += "   (not asked: decided already)"
         elif source["wins"]:
@@ -358,7 +358,7 @@ def _which(found: Found) -> list[str]:
     return lines
 
 
-def _said(source: Found) -> str:
+def _source_line(source: Found) -> str:
     if source["refused"]:
         return f"{source['statement']}: {source['value']}, which is no tier"
     if source["tier"] is None:
@@ -422,7 +422,7 @@ def _learned(holds: Found) -> list[str]:
     return [f"   {said} (capacity: {{learn: {holds['learn']}}})"]
 
 
-def _told(found: Found) -> list[str]:
+def _engine_lines(found: Found) -> list[str]:
     engine = found["engine"]
     lines = [f"   header {name}: {value}" for name, value in engine["headers"].items()]
     if engine["member"]:

@@ -111,7 +111,7 @@ class _Command:
         heading = _heading(replay, jitter_s)
         say("\n".join(heading), self.out)
         played = [await play_run(one, replay, reporter(one.name)) for one in planned]
-        return self._told(heading, replay, played)
+        return self._report_runs(heading, replay, played)
 
     def _objectives(self) -> Mapping[str, Objective]:
         tiers = () if self.policy is None else self.policy.tiers
@@ -173,7 +173,7 @@ class _Command:
             ignore_eos=upstream.engine.has_ignore_eos if args.ignore_eos is None else args.ignore_eos,
         )
 
-    def _told(self, heading: Sequence[str], replay: TraceReplay, played: Sequence[ReplayedTrace]) -> int:
+    def _report_runs(self, heading: Sequence[str], replay: TraceReplay, played: Sequence[ReplayedTrace]) -> int:
         """Prints and writes what was found."""
         figures = [one.figures for one in played]
         compared = comparison(played)

@@ -24,7 +24,7 @@ class OldestWaiter(msgspec.Struct, frozen=True):
         float,
         gauge(
             "admission.queue.oldest_wait",
-            "How long the oldest request that waits in this process has waited.",
+            "How long the oldest waiting request of this process has waited.",
             SECONDS,
             missing=0.0,
         ),
@@ -33,7 +33,7 @@ class OldestWaiter(msgspec.Struct, frozen=True):
         float,
         gauge(
             "admission.queue.longest_starvation",
-            "How long ago the oldest request that waits in this process was first overtaken by a later one.",
+            "How long ago that one was first overtaken.",
             SECONDS,
             missing=0.0,
         ),
@@ -146,9 +146,8 @@ class PoolFigures(msgspec.Struct, frozen=True):
         Amount,
         amounts(
             "admission.aborting",
-            "Tokens held by leases of this process whose requests have ended before their answer, until the engine "
-            "has aborted them.",
-            "Requests held by these leases.",
+            "Tokens of requests of this process that ended early, until the engine has aborted them.",
+            "These requests.",
             Over.SUM,
         ),
     ] = Amount(0, 0)
@@ -157,7 +156,7 @@ class PoolFigures(msgspec.Struct, frozen=True):
         int | None,
         gauge(
             "admission.policy.generations",
-            "Different policies that the pool's processes run: more than 1 in a roll-out, or where one stands still.",
+            "Different policies that the pool's processes run.",
             "{policy}",
         ),
     ] = None
@@ -181,7 +180,7 @@ class PoolFigures(msgspec.Struct, frozen=True):
         float | None,
         counter(
             "admission.no_engine_fits",
-            "For how long a request waited that fitted the pool, because no engine that it wanted took it.",
+            "For how long a request that fitted the pool waited for an engine.",
             SECONDS,
             Over.ONCE,
         ),

@@ -16,7 +16,7 @@ from sidecar.cluster.document import Overview, RefusalView, TenantView, TierShar
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.engines import EngineLists, engine_reports, engine_rows
 from sidecar.cluster.phrases import crowd, engine_headline, headline, sentence_for, starving, waits_at_its_limit
-from sidecar.cluster.report import Heard, ReceivedReport, ReplicaReport, heard, pack, replica_views
+from sidecar.cluster.report import PeerReports, ReceivedReport, ReplicaReport, pack, read_peers, replica_views
 from sidecar.cluster.sources import Sources
 from sidecar.cluster.tiers import sum_waits, tier_shares, tier_waits
 from sidecar.engines.view import Amount
@@ -111,7 +111,7 @@ class PoolOverview:
         self._news = asyncio.Event()
         self._engine_lists = EngineLists()
         self._host = socket.gethostname()
-        self._heard = Heard()
+        self._peers = PeerReports()
         self._trouble: str | None = None
         self._made: Overview | None = None
         self._sharing: asyncio.Task[None] | None = None
@@ -170,7 +170,7 @@ class PoolOverview:
         # Without the store, `state` is this replica's own, and so is all the rest. The pool's notices say so.
         others = [] if is_alone(state) else self._others(at_s)
         trouble = [self._trouble] if self._trouble and not is_alone(state) else []
-        unreadable = [] if is_alone(state) else [_unreadable(name) for name in self._heard.unreadable]
+        unreadable = [] if is_alone(state) else [_unreadable(name) for name in self._peers.unreadable]
         # The waits of a replica that observes are those of shadow requests: they are not shown beside real ones.
         alike = [own, *(it.report for it in others if it.report.mode == mode.value)]
         tiers = [self._tier(share, sum_waits(share.tier, alike), at_s) for share in tier_shares(policy, state)]
@@ -254,7 +254,7 @@ class PoolOverview:
         return [f"the dry run is not to be trusted at this load: {doubt.reason}" for doubt in report.doubts]
 
     def _others(self, at_s: float) -> list[ReceivedReport]:
-        return self._heard.still_there(at_s, FORGET_AFTER_S)
+        return self._peers.recent(at_s, FORGET_AFTER_S)
 
     async def _keep_sharing(self) -> None:
         while True:
@@ -276,7 +276,7 @@ class PoolOverview:
             self._trouble = None if is_said else f"the other replicas are not shown: {reason}"
             self._hear(report)
             return False
-        self._heard, self._trouble = heard(peers, self._now_s()), None
+        self._peers, self._trouble = read_peers(peers, self._now_s()), None
         self._hear(report)
         return True
 

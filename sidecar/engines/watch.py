@@ -370,8 +370,9 @@ class EngineWatch(KnownState):
             with suppress(Unread):
                 identity = await identify_by_models(self._pages)
         if identity is None or identity.engine is None:
-            known = "the app in this process names no engine; the policy's %s is used"
-            _log.info(known, self._expected.name, extra={"event": "engine_unknown"})
+            if self._expected.is_recognizable():  # not `engine: none`, which expects no name
+                known = "the app in this process names no engine; the policy's %s is used"
+                _log.info(known, self._expected.name, extra={"event": "engine_unknown"})
             return
         self._judge(identity)
 

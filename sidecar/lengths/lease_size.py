@@ -94,7 +94,7 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
     ratio: int
     plain: int
 
-    def said(self, payload: Payload) -> Expectation:
+    def expectation(self, payload: Payload) -> Expectation:
         """The estimate as telemetry reports it. `payload` is the request's."""
         is_text = payload.prompt_bytes and not payload.prompt_tokens and not payload.unread_bytes
         bytes_per_token = payload.prompt_bytes * payload.choices / self.prompt if is_text else None

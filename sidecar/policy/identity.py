@@ -86,7 +86,7 @@ def read_key_set(file: Path) -> bytes:
     return raw
 
 
-def _said(value: object) -> str:
+def _shown(value: object) -> str:
     return units.text(value, "a text", "https://id.example")
 
 
@@ -128,7 +128,7 @@ def _algorithm(value: object) -> str:
     return name
 
 
-_Said = Annotated[str, of.Reads(_said)]
+_Said = Annotated[str, of.Reads(_shown)]
 _KEY_SET = of.schema("An address (https://), or a file, relative to this one.")
 _DURATION = of.schema('A duration: "500ms", "30s".', pattern=r"^[0-9.]+ ?(us|ms|s|m|h)$")
 _Algorithms = Annotated[

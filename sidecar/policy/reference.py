@@ -39,7 +39,8 @@ tenants: tenants/*.yaml
 
 Written by `python -m sidecar.policy.reference` from the models that read them; a test keeps it so. `policies/` has
 commented examples, and JSON Schemas for editors. `sidecar check` says what is wrong with a policy. Shares are written
-`20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`.
+`20%`, durations `500ms`, `5m`, counts `160`, `10k`, `2M`, sizes `8MiB`. In brackets stands a key's default (of several
+values the bold one), or how a value is written.
 """
 
 _Schema = dict[str, Any]
@@ -102,16 +103,30 @@ def _keys(mapping: _Schema, paths: _Paths) -> Iterator[str]:
     for name, key in mapping["properties"].items():
         inner = mapping_in(key)
         linked = f"`{name}`" if inner is None else f"[`{name}`](#{''.join(paths[inner]).lower()})"
-        is_required = name in mapping.get("required", ())
-        form = ", ".join(filter(None, [_value(key), "required" if is_required else _default(key.get("default"))]))
+        value = _value(key)
+        if name in mapping.get("required", ()):
+            form = f"{value}, required" if value else "required"
+        else:
+            form = _optional(value, key.get("default"))
         yield f"- {linked}{f' ({form})' if form else ''}: {_line(key['description'])}"
+
+
+def _optional(value: str, default: object) -> str:
+    """The form of a key that may be left out. Of several words the default one is in bold."""
+    written = _default(default)
+    if not value or not written:
+        return value or written
+    if written in value:
+        return value.replace(written, f"**{written}**")
+    is_all = isinstance(default, list) and len(default) == value.count("`") / 2
+    return f"{value}, default {'all' if is_all else written}"
 
 
 def _value(key: _Schema) -> str:
     """How a value is written, where its default does not show it. A mapping has a section of its own."""
     if mapping_in(key) is not None:
         return "a list" if any(one.get("type") == "array" for one in (key, *key.get("anyOf", ()))) else ""
-    kind = _said(key)
+    kind = _describe(key)
     if "`" in kind:
         return kind
     if key.get("default") is not None:
@@ -128,16 +143,16 @@ _KINDS = {
 }
 
 
-def _said(schema: Mapping[str, Any]) -> str:
+def _describe(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if schema.get("type") == "array":
-        return f"a list: {_said(schema['items'])}"
+        return f"a list: {_describe(schema['items'])}"
     if "const" in schema:
         const = schema["const"]
         return f"`{const if isinstance(const, str) else json.dumps(const)}`"
     if "anyOf" in schema:
-        return ", ".join(_said(one) for one in schema["anyOf"] if one != _NOTHING)
+        return ", ".join(_describe(one) for one in schema["anyOf"] if one != _NOTHING)
     if "properties" in schema:
         return "`{" + ", ".join(f"{name}: {name.upper()}" for name in schema["properties"]) + "}`"
     return str(schema[of.KIND]) if of.KIND in schema else _KINDS[schema["type"]]
@@ -147,8 +162,8 @@ def _default(default: object) -> str:
     if default is None or default == {}:
         return ""
     if isinstance(default, dict) and all(value == {} for value in default.values()):
-        return "default " + ", ".join(f"`{name}`" for name in default)
-    return f"default `{_flow(default)}`"
+        return ", ".join(f"`{name}`" for name in default)
+    return f"`{_flow(default)}`"
 
 
 def _flow(value: object) -> str:

@@ -86,7 +86,7 @@ class PolicyReloader:
             try:
                 look = await asyncio.to_thread(self._files.look, at_once=is_asked)
                 if look is not None:
-                    self._heed(look, is_asked=is_asked)
+                    self._apply(look, is_asked=is_asked)
                     is_asked = False
             except Exception:
                 self._report_defect()
@@ -102,7 +102,7 @@ class PolicyReloader:
             _log.exception("a defect in the sidecar: %s", said, extra={"event": "defect"})
         self._notice = said
 
-    def _heed(self, look: FilesReading, *, is_asked: bool) -> None:
+    def _apply(self, look: FilesReading, *, is_asked: bool) -> None:
         """Does what the files say, where that can be done."""
         had_notice, self._notice = self._notice is not None, None
         running = self._governed.policy

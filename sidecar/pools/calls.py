@@ -377,7 +377,7 @@ class Needed(msgspec.Struct, array_like=True, frozen=True):
     number: int
 
 
-class ShortageTold(msgspec.Struct, array_like=True, frozen=True):
+class ReportedShortage(msgspec.Struct, array_like=True, frozen=True):
     """`preemption.Shortage`. The place is the ledger's but for arrivals: it is `order_class`, `before_key`, `key`.
 
     `before`: of each of the engines.
@@ -431,7 +431,7 @@ class Reply(msgspec.Struct, array_like=True):
     tiers: list[TierHeld] = []
     finish: list[tuple[str, str, float]] = []
     leaving: list[Cell] = []
-    shortage: ShortageTold | None = None
+    shortage: ReportedShortage | None = None
     config: list[EngineConfig] | None = None
     drained: list[Drain] | None = None
     lined: list[Lined] | None = None

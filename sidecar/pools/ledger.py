@@ -13,8 +13,8 @@ from functools import partial
 from sidecar.pools import calls
 from sidecar.pools import ledger_limits as limits
 from sidecar.pools.calls import DEAD_US, HOLD_US, LOST_US, Bid, BidGranted, Call, Cell, Drain, EngineView, Reply, WakeUp
+from sidecar.pools.reported_shortage import new_gone, report_shortage
 from sidecar.pools.row import Sides, added, sum_cells
-from sidecar.pools.shortage_told import new_gone, report_shortage
 from sidecar.scheduling.amounts import NOTHING, UNBOUNDED
 from sidecar.scheduling.engines import Gone, ScheduledEngine
 from sidecar.scheduling.figures import Rules
@@ -310,9 +310,9 @@ class Ledger:
             state.views += 1
             member.view, member.view_number, member.viewed_at = view, state.views, now
         for drain in call.drains:
-            told = Drain(drain.engine, drain.is_drained, drain.at_us or now)
-            if told.at_us >= state.drained.get(drain.engine, told).at_us:
-                state.drained[drain.engine] = told
+            newest = Drain(drain.engine, drain.is_drained, drain.at_us or now)
+            if newest.at_us >= state.drained.get(drain.engine, newest).at_us:
+                state.drained[drain.engine] = newest
         if call.engines is not None or call.drains:
             self._combine_views()
         self._take_cells(call, member)

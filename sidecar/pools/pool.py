@@ -501,7 +501,7 @@ class Pool(ReportedPool):
             self._requests.places.replicas = max(1, reply.alive)
             if reply.config is not None or reply.drained is not None:
                 self._takes_over = self._takes_over and not is_statement
-                self.elsewhere.heard(self._member, self._offers, is_first=is_statement)
+                self.elsewhere.note_offers(self._member, self._offers, is_first=is_statement)
                 self._drained = set(self.elsewhere.draining)
         self._run()
 

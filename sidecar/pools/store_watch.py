@@ -250,7 +250,7 @@ class Elsewhere:
         self.draining: set[str] = set()
         self._reached: set[str] = set()
 
-    def heard(self, member: Member, offers: Sequence[EngineOffer], *, is_first: bool) -> None:
+    def note_offers(self, member: Member, offers: Sequence[EngineOffer], *, is_first: bool) -> None:
         """The pool has told its engines; `is_first`: in answer to a statement."""
         engines, words = member.seen()
         latest: dict[str, int] = {}

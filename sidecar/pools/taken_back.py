@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidecar.pools.calls import Call, Reply
+from sidecar.pools.reported_shortage import new_gone, read_shortage
 from sidecar.pools.row import sum_cells
-from sidecar.pools.shortage_told import new_gone, read_shortage
 from sidecar.scheduling.figures import Rules
 from sidecar.scheduling.preemption import Returnable, leases_to_take_back
 from sidecar.scheduling.scheduler import Scheduler

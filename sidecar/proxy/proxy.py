@@ -36,7 +36,7 @@ from sidecar.proxy.upstream import (
     Upstream,
     can_be_written,
     connect_trouble,
-    said,
+    error_text,
 )
 from sidecar.via import OWN_VIA, refuse_loop
 
@@ -224,7 +224,7 @@ class _Forwarding:
                 part = await response.read(write)
             except FAILURES as error:
                 self._proxy.on_failure(None)
-                raise ResponseCut(f"the engine broke off in the middle of its answer: {said(error)}") from None
+                raise ResponseCut(f"the engine broke off in the middle of its answer: {error_text(error)}") from None
             is_last = response.is_complete
             if is_last:
                 self._stop_watching()
@@ -281,7 +281,7 @@ class _Forwarding:
         url = self._proxy.upstream.url
         if not is_internal(self._scope):
             # The address is only for the log: the client must not see it.
-            logger.warning("engine %s: %s (%s)", url, reason, said(error), extra={"event": "engine_unreachable"})
+            logger.warning("engine %s: %s (%s)", url, reason, error_text(error), extra={"event": "engine_unreachable"})
             self._proxy.on_failure(trouble)
         shown = trouble or f"{url}: {reason}"
         message = f"the engine could not be reached: {reason}"

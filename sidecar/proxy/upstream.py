@@ -160,7 +160,7 @@ class Traffic:
         return has_flowed
 
 
-def said(error: Exception | None) -> str:
+def error_text(error: Exception | None) -> str:
     """An error's text for a log."""
     return f"{type(error).__name__}: {error}" if error else "no error"
 

@@ -11,7 +11,7 @@ import signal
 
 from sidecar.server.workers import written_for_granian
 
-_SAID = (
+_NOTICE = (
     "the server's own limit (%s) acts before admission and knows no tier: %s; leave it out, or set it above all that "
     "may run and wait"
 )
@@ -22,7 +22,7 @@ def report_own_limit() -> None:
     """Logs the limit of the server, where it is known to have one."""
     limit = _uvicorn_limits() or _granian_limits()
     if limit is not None:
-        _log.warning(_SAID, *limit, extra={"event": "server_limit"})
+        _log.warning(_NOTICE, *limit, extra={"event": "server_limit"})
 
 
 def _uvicorn_limits() -> tuple[str, str] | None:

@@ -66,7 +66,7 @@ class StoredTenantsRegistry:
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._problem: str | None = None
-        self._heard_s: float | None = None
+        self._read_at_s: float | None = None
 
     @property
     def policy(self) -> Policy:
@@ -104,8 +104,8 @@ class StoredTenantsRegistry:
     def notices(self) -> Sequence[str]:
         """Problems for the operator: a store that does not answer, and tenants that are not in force."""
         found = []
-        if self._problem is not None and (self._heard_s is None or self._now_s() - self._heard_s > STALE_S):
-            known = "none is known" if self._heard_s is None else "those that were read last stay in force"
+        if self._problem is not None and (self._read_at_s is None or self._now_s() - self._read_at_s > STALE_S):
+            known = "none is known" if self._read_at_s is None else "those that were read last stay in force"
             found.append(f"the tenants in the store cannot be read, {known}: {self._problem}")
         unused = [f"tenant {name} in the store is not in force: {why}" for name, why in self._reasons().items()]
         found += unused[:_MOST_NOTICES]
@@ -190,14 +190,14 @@ class StoredTenantsRegistry:
                 found = await asyncio.to_thread(_read_all, texts, known, self._files_policy)
                 self._texts, self._found = texts, found
                 self._stored = {name: one for name, (_, one) in found.items() if isinstance(one, StoredTenant)}
-            is_first, self._heard_s = self._heard_s is None, self._now_s()
+            is_first, self._read_at_s = self._read_at_s is None, self._now_s()
             if texts is not before or is_first or is_reread:
                 self._apply()
             if changes := _changes(before, texts):
                 _log.info("tenants in the store, change %d: %s", self.version, changes, extra={"event": "tenants_read"})
 
     def _apply(self) -> None:
-        if self._heard_s is None:
+        if self._read_at_s is None:
             self._governed.change_policy(self._files_policy)
             return
         merged, unused = with_stored(self._files_policy, self._stored)

@@ -77,7 +77,7 @@ class TenantUsage:
         self._has_newcomers = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
-        self._heard_s: float | None = None
+        self._read_at_s: float | None = None
         self._problem: str | None = None
         self._failing_since_s = 0.0
 
@@ -249,7 +249,7 @@ class TenantUsage:
                 await self._send(())
             self._newcomers.clear()
             await self._read_sums(self._asked())
-            if self._heard_s is None:  # the store's clock
+            if self._read_at_s is None:  # the store's clock
                 await self._send(())
             self._unread, self._problem = {}, None
 
@@ -261,8 +261,8 @@ class TenantUsage:
         day = self.today()
         recorded = await self._records.add(self._part_number if self._part else 0, self._part, day, tenants)
         self._part = []
-        self._heard_s = self._clock()
-        self._ahead_s = recorded.time_s - self._heard_s
+        self._read_at_s = self._clock()
+        self._ahead_s = recorded.time_s - self._read_at_s
         if day == self.today():
             self._sums.update(recorded.sums)
 

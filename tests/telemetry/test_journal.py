@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.events import Admitted, Classified, Event, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
@@ -200,7 +200,6 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(OPERATIONS)
 def test_who_was_ahead_adds_up_to_what_the_pool_counted(operations: list[tuple[object, ...]]) -> None:
     sidecar = asyncio.run(played(operations))
@@ -320,9 +319,10 @@ def test_what_goes_well_does_not_push_out_what_waited_nor_do_refusals() -> None:
     assert journal.find("healthy 2999") is not None
 
 
-def test_everything_is_bounded_and_the_oldest_goes_first() -> None:
+def test_everything_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "MOST_OPEN", 100)
     journal = Journal(most_admissions=40, most_ended=8, now_us=Clock())
-    for number in range(journals.MOST_OPEN + 500):
+    for number in range(2 * journals.MOST_REFUSED + 500):
         tell = begin(journal, received(f"open {number}", number), None)
         if number % 2:
             tell(Refused(number, "queue_full", "full", 503))

@@ -63,13 +63,13 @@ TIME_TO_FIRST_TOKEN: Final = DurationMetric(
 OBSERVED_QUEUE_WAIT: Final = DurationMetric(
     "admission.observed.queue_wait",
     WAITS,
-    "How long a request that passed would have waited if it had been held.",
+    "How long a request that passed would have waited.",
     (ADMISSION_TIER, ADMISSION_DECISION),
 )
 OBSERVED_STARVATION: Final = DurationMetric(
     "admission.observed.starvation",
     WAITS,
-    "How long of that it would have starved, of those that would have.",
+    "How long it would have starved.",
     (ADMISSION_TIER, ADMISSION_DECISION),
 )
 STORE_ROUND_TRIP: Final = DurationMetric(

@@ -35,7 +35,7 @@ class TenantCounts:
         int,
         counter(
             "admission.tenant.admitted",
-            "Requests that got their lease, of the largest tenants and of all others together.",
+            "Requests that got their lease, of the largest tenants and of `other`.",
             REQUESTS,
         ),
     ]
@@ -43,7 +43,7 @@ class TenantCounts:
         int,
         counter(
             "admission.tenant.refused",
-            "Requests answered with an error instead of a lease, of the largest tenants and of all others together.",
+            "Requests answered with an error.",
             REQUESTS,
         ),
     ]
@@ -51,7 +51,7 @@ class TenantCounts:
         int,
         counter(
             "admission.tenant.tokens_used",
-            "Tokens that settled requests used, of the largest tenants and of all others together.",
+            "Tokens that settled requests used.",
             TOKENS,
         ),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sidecar.pools.calls import Cell, Needed, ShortageTold
+from sidecar.pools.calls import Cell, Needed, ReportedShortage
 from sidecar.scheduling.engines import Gone
 from sidecar.scheduling.preemption import Shortage
 from sidecar.scheduling.tickets import Ticket
@@ -20,7 +20,7 @@ def new_gone(cells: Iterable[Cell], levels: Mapping[str, int]) -> Gone:
     return gone
 
 
-def report_shortage(found: Shortage, names: Sequence[str]) -> ShortageTold:
+def report_shortage(found: Shortage, names: Sequence[str]) -> ReportedShortage:
     """The shortage as the ledger tells it. `names` are the tiers by level."""
 
     def needed(t: Ticket) -> Needed:
@@ -29,7 +29,7 @@ def report_shortage(found: Shortage, names: Sequence[str]) -> ShortageTold:
         return Needed(int(t.id), names[t.tier], *amount, cached, cached_there, t.arrived_us, t.number)
 
     order_class, before, key, _ = found.place
-    return ShortageTold(
+    return ReportedShortage(
         list(found.engines),
         order_class,
         before,
@@ -41,7 +41,7 @@ def report_shortage(found: Shortage, names: Sequence[str]) -> ShortageTold:
     )
 
 
-def read_shortage(told: ShortageTold, levels: Mapping[str, int], ahead_us: int) -> Shortage:
+def read_shortage(told: ReportedShortage, levels: Mapping[str, int], ahead_us: int) -> Shortage:
     """The shortage, with tickets of this replica's time, which is so much behind the ledger's."""
 
     def new_ticket(bid: Needed) -> Ticket:
