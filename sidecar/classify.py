@@ -269,7 +269,9 @@ class Classifier:
                 won = answer
                 break
         level, best = self._policy.default_level if won.level is None else won.level, tenant.max_level
-        ignored = tuple([name for name in self._statements(asked) if name != won.statement])
+        ignored: tuple[str, ...] = ()
+        if stated := self._statements(asked):
+            ignored = tuple([name for name in stated if name != won.statement])
         return Classification(tenant, max(level, best), won.source, level if level < best else None, ignored)
 
     def answers(self, asked: Asked, tenant: Tenant) -> list[SourceAnswer]:
@@ -278,11 +280,12 @@ class Classifier:
 
     def _statements(self, asked: Asked) -> list[str]:
         """Every field and header of a request that states a priority, the sidecar's or an engine's."""
-        payload = asked.payload
+        payload, own = asked.payload, self._policy.tier_header
         found = [] if payload.priority is None and payload.nvext is None else client_members(payload)
-        found += [name.decode("latin-1") for name in asked.stripped]
-        if self._policy.tier_header in asked.headers:
-            found.append(self._policy.tier_header.decode("latin-1"))
+        if asked.stripped:
+            found += [name.decode("latin-1") for name in asked.stripped]
+        if own in asked.headers:
+            found.append(own.decode("latin-1"))
         return found
 
     def _body(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002  # every source is asked alike

@@ -52,12 +52,11 @@ class Credentials:
         All of them, where several are there: clients of two providers send the same key in each. `Authorization` with
         another scheme, such as Basic, holds no tenant's key and stays.
         """
-        names = [name for name in self.of_gateway if name in headers]
         if self.is_forwarded:
-            return names
+            return [*filter(headers.__contains__, self.of_gateway)]
+        names = [*filter(headers.__contains__, (*self.of_gateway, *API_KEY_HEADERS))]
         if headers.get(AUTHORIZATION, b"").lstrip()[:6].lower() == b"bearer":
             names.append(AUTHORIZATION)
-        names += [name for name in API_KEY_HEADERS if name in headers]
         return names
 
 

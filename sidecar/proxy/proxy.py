@@ -16,7 +16,7 @@ import asyncio
 import logging
 import random
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable
+from collections.abc import AsyncIterator, Callable, Container, Iterable
 from typing import Any
 from urllib.parse import quote
 
@@ -194,23 +194,18 @@ class _Forwarding:
         had started after all, the broken connection cancels that run: it loses computing, no state. A body that is
         streamed is never sent twice.
         """
-        headers = forwarded_headers(self._scope)
+        scope, upstream = self._scope, self._proxy.upstream
+        head = scope["method"], target(scope), forwarded_headers(scope)
         if first.get("more_body", False):
-            return await self._attempt(headers, self._body(first), declared_length(self._scope["headers"]))
+            return await upstream.request(*head, self._body(first), declared_length(scope["headers"]))
         self._watch_client()
         body = first.get("body", b"")
         try:
-            return await self._attempt(headers, body, len(body))
+            return await upstream.request(*head, body, len(body))
         except ConnectionBroke as broke:
             if not broke.was_stale:
                 raise
-        return await self._attempt(headers, body, len(body), is_again=True)
-
-    def _attempt(
-        self, headers: Headers, body: bytes | AsyncIterator[bytes], length: int | None, *, is_again: bool = False
-    ) -> Awaitable[Response]:
-        method, path = self._scope["method"], target(self._scope)
-        return self._proxy.upstream.request(method, path, headers, body, length, is_again=is_again)
+        return await upstream.request(*head, body, len(body), is_again=True)
 
     async def _relay(self, response: Response) -> None:
         """Passes the response on. Bytes that were read together go out together, and others at once."""

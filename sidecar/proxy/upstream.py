@@ -7,7 +7,7 @@ import re
 import socket
 import ssl
 import string
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
@@ -50,7 +50,7 @@ class Upstream:
         self._keepalive_s = keepalive_s
         self._connections: EngineConnections | None = None
 
-    async def request(
+    def request(
         self,
         method: str,
         target: bytes,
@@ -59,7 +59,7 @@ class Upstream:
         length: int | None,
         *,
         is_again: bool = False,
-    ) -> Response:
+    ) -> Awaitable[Response]:
         """Sends one request unchanged, and returns at the response's headers.
 
         `length` is that of the body, None where it goes in chunks. A request that `is_again` sent, and one that could
@@ -70,7 +70,7 @@ class Upstream:
         head = self._head(method, target, headers, length)
         if self._connections is None:
             self._connections = EngineConnections(self.url, self._timeout, keepalive_s=self._keepalive_s)
-        return await self._connections.request(head, body, length, is_head=method == "HEAD", is_again=is_again)
+        return self._connections.request(head, body, length, is_head=method == "HEAD", is_again=is_again)
 
     async def close(self) -> None:
         """Closes the connections. A request that comes later opens new ones."""

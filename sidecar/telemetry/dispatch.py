@@ -142,8 +142,7 @@ class RequestObservation:
         self.record.add(event)
         if self.spans is not None:  # before the journal has the request: it is asked who went ahead of it
             self.spans.note(event)
-        if type(event) in self._handlers:
-            self.tell(event)
+        self.tell(event)
 
     def tell(self, event: Event | Received) -> None:
         """Tells the listeners."""

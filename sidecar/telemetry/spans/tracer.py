@@ -25,7 +25,7 @@ from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvi
 from sidecar.events import Received
 from sidecar.telemetry import semconv
 from sidecar.telemetry.failures import FirstFailure
-from sidecar.telemetry.providers import none_is_set
+from sidecar.telemetry.providers import no_tracers_are_set
 from sidecar.telemetry.request_record import RequestRecord, TraceIds
 from sidecar.telemetry.spans.links import FindLinks
 from sidecar.telemetry.spans.long_waits import LongWaits
@@ -111,7 +111,7 @@ class RequestTracer:
 
     def _current(self) -> trace.Tracer | None:
         """The tracer now, None where nothing records spans."""
-        if self.is_global and none_is_set():
+        if self.is_global and no_tracers_are_set():
             return None
         provider = self._given_provider or trace.get_tracer_provider()
         if provider is not self._provider:
