@@ -1,7 +1,7 @@
 """The gauges: every figure of a pool's sample under its name, and nothing for what has no bounds."""
 
 import gc
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,8 +9,7 @@ from sidecar.cluster.document import OldestWaiter, PoolFigures, Promised, TierSh
 from sidecar.cluster.sampler import KINDS
 from sidecar.engines.view import Amount
 from sidecar.lengths.documents import EngineSizesDocument
-from sidecar.telemetry.metrics import PoolMetrics
-from sidecar.telemetry.metrics.instruments import FRESH_S
+from sidecar.telemetry.metrics import PoolMetrics, instruments
 from tests.telemetry.measuring import Measuring
 
 HIGH = {"admission.tier": "high"}
@@ -124,14 +123,22 @@ def test_what_has_no_bounds_and_no_promise_is_left_out(measuring):
     assert kept is not None
 
 
-def test_one_reading_takes_one_sample_of_each_pool(measuring):
+@pytest.fixture
+def clock(monkeypatch):
+    """The time by which samples grow old: a reading may take as long as a busy machine needs."""
+    clock = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr(instruments, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    return clock
+
+
+def test_one_reading_takes_one_sample_of_each_pool(measuring, clock):
     taken = []
     kept = [watch(measuring, lambda pool=pool: taken.append(pool) or BOUNDED, pool) for pool in ("chat", "batch")]
 
     measuring.metrics()
     assert taken == ["chat", "batch"]
 
-    time.sleep(FRESH_S * 1.5)
+    clock.now_s += instruments.FRESH_S * 1.5
     assert measuring.values("admission.replicas") == {("chat",): 3, ("batch",): 3}
     assert taken == ["chat", "batch"] * 2
     assert len(kept) == 2
@@ -148,14 +155,14 @@ def test_a_pool_that_is_gone_is_not_reported_and_of_two_of_one_name_the_later_is
     assert first is not second
 
 
-def test_a_pool_that_cannot_be_sampled_is_left_out_and_logged_once(measuring, caplog):
+def test_a_pool_that_cannot_be_sampled_is_left_out_and_logged_once(measuring, clock, caplog):
     def broken():
         raise OSError("no sample today")
 
     kept = watch(measuring, broken, "broken"), watch(measuring, lambda: None, "unknown"), watch(measuring, BOUNDED)
     for _ in range(3):
         assert measuring.values("admission.replicas") == {("default",): 3}
-        time.sleep(FRESH_S * 1.5)
+        clock.now_s += instruments.FRESH_S * 1.5
 
     (record,) = caplog.records
     assert record.message.startswith("pool broken cannot be sampled")
